@@ -1,0 +1,8 @@
+// Marks code that runs on the host and on the device alike.
+#pragma once
+
+#if defined(__CUDACC__)
+#define D3S_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define D3S_HOST_DEVICE inline
+#endif

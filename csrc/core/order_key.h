@@ -1,0 +1,45 @@
+// Floats as integers of the same order, and how many of a segment are kept.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "macros.h"
+
+namespace d3s {
+namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
+
+// Larger float, larger key; -0 and 0 share one. Key 0 means absent: masked, or NaN.
+constexpr uint32_t kAbsent = 0;
+constexpr uint32_t kZeroKey = 0x80000000u;
+constexpr uint32_t kLargestKey = 0xff800000u;  // +inf
+
+D3S_HOST_DEVICE uint32_t order_key(float value) {
+  const float canonical = value + 0.f;  // -0 becomes 0
+  uint32_t bits;
+  memcpy(&bits, &canonical, sizeof bits);
+  const uint32_t key = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+  return key & (0u - static_cast<uint32_t>(value == value));  // NaN: 0; a select would keep SSE2 from vectors
+}
+
+D3S_HOST_DEVICE float order_key_value(uint32_t key) {
+  const uint32_t bits = key & 0x80000000u ? key ^ 0x80000000u : ~key;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// ceil(ratio n), at least 1, at most n. A ratio that was rounded when it was written down must not push the product
+// past a whole number (0.07 of 100 is 7): the product may be 4 rounding steps of the ratio's type too large.
+constexpr double kDoubleSlack = 0x1p-50;
+constexpr double kFloatSlack = 0x1p-21;
+
+D3S_HOST_DEVICE int64_t keep_from_ratio(double ratio, int64_t n, double slack) {
+  const double wanted = ceil(ratio * static_cast<double>(n) * (1.0 - slack));
+  const int64_t k = wanted < 1.0 ? 1 : wanted < static_cast<double>(n) ? static_cast<int64_t>(wanted) : n;
+  return k < n ? k : n;
+}
+
+}  // namespace
+}  // namespace d3s

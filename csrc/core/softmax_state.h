@@ -1,0 +1,86 @@
+// The softmax state (m, S, T) of a stretch of one row's logits z, at temperature t:
+//
+//     m = max z,   S = sum e^((z - m) / t),   T = sum (z - m) e^((z - m) / t)
+//
+// Two states of one row merge into one; entropy and log-probability follow from the state alone. This is the only
+// place where an entropy is computed: CPU threads, GPU blocks, vocabulary tiles and ranks all merge the same way.
+//
+//     H = log S - T / (t S),     logprob(y) = (z_y - m) / t - log S
+//
+// Both terms of H are >= 0, so nothing cancels, whatever is added to all logits.
+//
+// Special values. An accumulator may count a -inf logit as e^(-86) instead of 0 (a clamp is cheaper than a select):
+// beside S >= 1 that vanishes, and finish() clears what it leaves in T. A row of nothing but -inf shows as S < 1/2.
+// NaN and +inf reach S as NaN and stay there.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "macros.h"
+
+namespace d3s {
+namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
+
+constexpr float kLog2E = 1.44269504088896340736f;
+constexpr float kLn2 = 0.69314718055994530942f;
+
+struct SoftmaxState {
+  float max = -FLT_MAX;  // not -inf: -inf - -inf would be NaN
+  float sum = 0.f;
+  float dot = 0.f;
+};
+
+// What follows from a finished row.
+struct RowStatistics {
+  float entropy;
+  float max;
+  float log_sum;
+};
+
+// `state` with its reference moved up to `max`; a share too small to count is exactly 0, however far the move.
+D3S_HOST_DEVICE SoftmaxState rebase(const SoftmaxState& state, float max, float inverse_temperature) {
+  const float move = state.max - max;
+  const float factor = exp2f(move * (kLog2E * inverse_temperature));
+  const float safe_move = factor > 0.f ? move : 0.f;  // -inf * 0 is NaN
+  return {max, factor * state.sum, factor * (state.dot + safe_move * state.sum)};
+}
+
+D3S_HOST_DEVICE SoftmaxState merge(const SoftmaxState& a, const SoftmaxState& b, float inverse_temperature) {
+  const bool a_leads = a.max >= b.max;
+  const SoftmaxState& leader = a_leads ? a : b;
+  const SoftmaxState moved = rebase(a_leads ? b : a, leader.max, inverse_temperature);
+  return {leader.max, leader.sum + moved.sum, leader.dot + moved.dot};
+}
+
+D3S_HOST_DEVICE RowStatistics finish(const SoftmaxState& state, float temperature) {
+  const float sum = state.sum < 0.5f ? NAN : state.sum;     // all -inf, or no logits at all
+  const float dot = state.dot > -1e-30f ? 0.f : state.dot;  // the remains of clamped -inf logits; NaN stays
+  const float log_sum = logf(sum);
+  const float entropy = log_sum - dot / (temperature * sum);
+  return {entropy < 0.f ? 0.f : entropy, state.max, log_sum};
+}
+
+// log-probability of the token whose logit is z.
+D3S_HOST_DEVICE float log_probability(float z, const RowStatistics& row, float temperature) {
+  return (z - row.max) / temperature - row.log_sum;
+}
+
+// The gradient of g_logprob * logprob(y) + g_entropy * H in one logit,
+//     dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t,
+// as p's exponential e = e^((z - m) / t) times a line in d = z - m: the softmax part costs one fused multiply-add.
+struct GradientLine {
+  float offset;
+  float slope;
+  float target;  // added at the label
+};
+
+D3S_HOST_DEVICE GradientLine gradient_line(float g_logprob, float g_entropy, const RowStatistics& row,
+                                           float temperature) {
+  const float scale = expf(-row.log_sum) / temperature;
+  return {-scale * (g_logprob + g_entropy * (row.entropy - row.log_sum)), -scale * g_entropy / temperature,
+          g_logprob / temperature};
+}
+
+}  // namespace
+}  // namespace d3s

@@ -1,0 +1,141 @@
+// max_variance_select: of each segment the k values with the largest variance. Sort, try every split, mark both ends.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "../core/order_key.h"
+#include "../core/split_scan.h"
+#include "../torch_abi.h"
+
+namespace d3s {
+namespace {
+
+constexpr int64_t kGrain = 1024;      // values; work for a thread
+constexpr int64_t kRadixSort = 1024;  // from this length on three passes over the keys beat comparisons
+constexpr int kDigit = 11;            // bits of a pass: 32 in three, with tables that stay in the first-level cache
+constexpr uint32_t kBuckets = 1u << kDigit;
+
+// A value's order key above its index: one integer to sort by, ties to the lower index. NaN never gets here.
+using Entry = uint64_t;
+
+Entry entry(uint32_t key, int64_t index) { return static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(index); }
+double value_of(Entry e) { return order_key_value(static_cast<uint32_t>(e >> 32)); }
+int64_t index_of(Entry e) { return static_cast<int64_t>(e & 0xffffffffu); }
+
+// Sorts by key; the entries come in the order of their index, which equal keys keep.
+void radix_sort(std::vector<Entry>& entries, std::vector<Entry>& spare) {
+  const size_t n = entries.size();
+  spare.resize(n);
+  for (int shift = 32; shift < 64; shift += kDigit) {
+    uint32_t position[kBuckets + 1] = {};
+    for (const Entry e : entries) ++position[(e >> shift & (kBuckets - 1)) + 1];
+    for (uint32_t b = 0; b < kBuckets; ++b) position[b + 1] += position[b];
+    for (const Entry e : entries) spare[position[e >> shift & (kBuckets - 1)]++] = e;
+    entries.swap(spare);
+  }
+}
+
+// How many of the kept k come from the low end of n sorted entries, n > k.
+int64_t best_split(const std::vector<Entry>& sorted, int64_t k, std::vector<Moments>& high) {
+  const int64_t n = static_cast<int64_t>(sorted.size());
+  const double shift = value_of(sorted[n / 2]);
+  high.resize(k + 1);  // high[j]: the j largest
+  high[0] = {};
+  for (int64_t j = 0; j < k; ++j) {
+    high[j + 1] = high[j];
+    high[j + 1].add(value_of(sorted[n - 1 - j]) - shift);
+  }
+  const double count = static_cast<double>(k);
+  double best = -HUGE_VAL;
+  Moments low;
+  for (int64_t i = 0; i <= k; ++i) {
+    best = std::max(best, split_spread(low, high[k - i], count));
+    low.add(value_of(sorted[i]) - shift);
+  }
+  low = {};
+  int64_t chosen = 0;
+  for (int64_t i = 0; i <= k; ++i) {
+    if (split_spread(low, high[k - i], count) >= equal_spread(best)) chosen = i;
+    low.add(value_of(sorted[i]) - shift);
+  }
+  return chosen;
+}
+
+struct Room {  // reused from segment to segment
+  std::vector<Entry> entries, spare;
+  std::vector<Moments> high;
+};
+
+template <class T>
+void select_segment(const T* values, const bool* mask, int64_t n, int64_t k, Room& room, bool* out) {
+  std::vector<Entry>& entries = room.entries;
+  entries.clear();
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = to_float(values[i]);
+    if ((!mask || mask[i]) && std::isfinite(value)) entries.push_back(entry(order_key(value), i));
+  }
+  memset(out, 0, n);
+  const int64_t usable = static_cast<int64_t>(entries.size());
+  if (usable <= k) {
+    for (const Entry e : entries) out[index_of(e)] = true;
+    return;
+  }
+  if (usable < kRadixSort)
+    std::sort(entries.begin(), entries.end());
+  else
+    radix_sort(entries, room.spare);
+  const int64_t low = best_split(entries, k, room.high);
+  for (int64_t i = 0; i < low; ++i) out[index_of(entries[i])] = true;
+  for (int64_t i = usable - (k - low); i < usable; ++i) out[index_of(entries[i])] = true;
+}
+
+int64_t require_keep(const OptionalInt& keep, const OptionalTensor& keep_tensor) {
+  require(keep.has_value() != keep_tensor.has_value(), "keep", "takes one number or one 0-d tensor");
+  int64_t k = keep.value_or(0);
+  if (keep_tensor) {
+    const auto type = keep_tensor->scalar_type();
+    require(keep_tensor->numel() == 1 && (type == ScalarType::Long || type == ScalarType::Int), "keep", "got shape ",
+            shape(*keep_tensor), " of ", dtype(*keep_tensor), "; takes a number or a 0-d int64 or int32 tensor");
+    k = type == ScalarType::Long ? *data<int64_t>(*keep_tensor) : *data<int32_t>(*keep_tensor);
+  }
+  require(k >= 1, "keep", "got ", k, "; takes at least 1");
+  return k;
+}
+
+Tensor max_variance_select(const Tensor& values, const OptionalInt& keep, const OptionalTensor& keep_tensor,
+                           const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment,
+                           bool pooled) {
+  require_float("values", values);
+  require(!max_segment || *max_segment >= 0, "max_segment", "got ", max_segment.value_or(0), "; takes at least 0");
+  int64_t k = require_keep(keep, keep_tensor);
+  Segments segments = segments_of(values, offsets, "values");
+  const OptionalTensor usable = require_mask("mask", mask, values, values.dim());
+  const Tensor source = packed(values);
+  const Tensor out = empty(leading_sizes(values, values.dim()), ScalarType::Bool, values);
+  if (pooled) {
+    k *= segments.count;
+    segments = {};
+    segments.count = 1;
+    segments.length = values.numel();
+  }
+  const bool* m = data<bool>(usable);
+  bool* to = mutable_data<bool>(out);
+  dispatch_float(source, [&](auto type) {
+    const auto* p = data<std::remove_const_t<std::remove_pointer_t<decltype(type)>>>(source);
+    const int64_t average = source.numel() / (segments.count + 1) + 1;
+    parallel_for(segments.count, kGrain / average + 1, [&](int64_t first, int64_t last) {
+      Room room;
+      for (int64_t segment = first; segment < last; ++segment) {
+        const int64_t begin = segments.begin(segment), end = segments.end(segment);
+        select_segment(p + begin, m ? m + begin : nullptr, end - begin, k, room, to + begin);
+      }
+    });
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, m) { m.impl("max_variance_select", TORCH_BOX(&max_variance_select)); }
+
+}  // namespace d3s

@@ -1,0 +1,75 @@
+// Compiled once for each SIMD level: plain loops that the compiler turns into vectors of the level's width.
+#include "order_keys.h"
+
+#include <cmath>
+
+#include "../core/order_key.h"
+
+namespace d3s {
+namespace {
+
+template <class T, class Advantage, class Mask>
+int64_t keys_of(const T* scores, Advantage advantage, Mask present, int64_t n, uint32_t* keys) {
+  uint32_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t key = order_key(fabsf(advantage(i)) * to_float(scores[i])) & present(i);
+    keys[i] = key;
+    count += key != kAbsent;
+  }
+  return count;
+}
+
+template <class T>
+int64_t from_scores(const T* scores, const float* advantages, float advantage, const bool* mask, int64_t n,
+                    uint32_t* keys) {
+  const auto each = [=](int64_t i) { return advantages[i]; };
+  const auto one = [=](int64_t) { return advantage; };
+  const auto* flags = reinterpret_cast<const uint8_t*>(mask);
+  const auto masked = [=](int64_t i) { return 0u - flags[i]; };
+  const auto all = [](int64_t) { return ~0u; };
+  if (advantages) return mask ? keys_of(scores, each, masked, n, keys) : keys_of(scores, each, all, n, keys);
+  return mask ? keys_of(scores, one, masked, n, keys) : keys_of(scores, one, all, n, keys);
+}
+
+int64_t count_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
+  // 32-bit counters, as wide as the keys, make this two instructions a vector; a block cannot overflow them.
+  constexpr int64_t block = int64_t{1} << 30;
+  int64_t total = 0;
+  for (int64_t begin = 0; begin < n; begin += block) {
+    const int64_t end = n - begin < block ? n : begin + block;
+    uint32_t count = 0;
+    for (int64_t i = begin; i < end; ++i) count += keys[i] >= pivot;
+    total += count;
+  }
+  return total;
+}
+
+int64_t copy_between(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* out) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    out[count] = keys[i];  // always stored, kept by moving on: no branch to mispredict
+    count += keys[i] - low <= high - low;
+  }
+  return count;
+}
+
+void write_mask(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask) {
+  auto* flags = reinterpret_cast<uint8_t*>(mask);
+  for (int64_t i = 0; i < n; ++i) flags[i] = keys[i] >= pivot;
+}
+
+uint32_t lowest_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
+  // Above the pivot by the least: keys below it wrap around to more than any key can be above it.
+  uint32_t least = UINT32_MAX;
+  for (int64_t i = 0; i < n; ++i) least = keys[i] - pivot < least ? keys[i] - pivot : least;
+  return least <= UINT32_MAX - pivot ? pivot + least : UINT32_MAX;
+}
+
+}  // namespace
+
+namespace D3S_LEVEL {
+extern const OrderKeys order_keys = {
+    from_scores<float>, from_scores<bfloat16>, from_scores<float16>, count_from, copy_between, lowest_from, write_mask};
+}
+
+}  // namespace d3s

@@ -1,0 +1,37 @@
+// Loops over scores and their order keys (core/order_key.h), one table of them for each SIMD level.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/float_bits.h"
+#include "simd_level.h"
+
+namespace d3s {
+
+struct OrderKeys {
+  // keys[i] = order_key(|advantage| * scores[i]), 0 where mask (may be null) is false or the score is NaN. The
+  // advantage is advantages[i], or `advantage` where that is null. Returns how many are not 0. n < 2^31.
+  template <class T>
+  using FromScores = int64_t (*)(const T* scores, const float* advantages, float advantage, const bool* mask, int64_t n,
+                                 uint32_t* keys);
+  FromScores<float> from_float32;
+  FromScores<bfloat16> from_bf16;
+  FromScores<float16> from_fp16;
+
+  // How many keys are at least `pivot`.
+  int64_t (*count_from)(const uint32_t* keys, int64_t n, uint32_t pivot);
+  // Copies the keys in [low, high] to `out`, in order, and returns how many. `out` holds n.
+  int64_t (*copy_between)(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* out);
+  // The smallest key that is at least `pivot`, or UINT32_MAX.
+  uint32_t (*lowest_from)(const uint32_t* keys, int64_t n, uint32_t pivot);
+  // mask[i] = keys[i] >= pivot.
+  void (*write_mask)(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask);
+
+  FromScores<float> from(const float*) const { return from_float32; }
+  FromScores<bfloat16> from(const bfloat16*) const { return from_bf16; }
+  FromScores<float16> from(const float16*) const { return from_fp16; }
+};
+
+D3S_DECLARE_VARIANTS(OrderKeys, order_keys)
+
+}  // namespace d3s

@@ -1,0 +1,169 @@
+// Vectors of the width this file is compiled for, and the few operations that the loops are written in.
+// GCC's and Clang's vector extensions, with an intrinsic where they have no word for it. No fast-math: it would fold
+// the rounding trick of exp2 away and change the process's denormals.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "../core/float_bits.h"
+#include "../core/macros.h"
+
+namespace d3s {
+namespace {  // internal linkage: see simd_level.h
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+
+inline Floats all(float value) { return value - Floats{}; }
+
+// a * b + c, rounded once where the machine can.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The larger; `b` where either is NaN.
+inline Floats maximum(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (Floats)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// 2^x for -125 <= x <= 0, within 3 units of the last place; NaN stays.
+inline Floats exp2_nonpositive(Floats x, Floats scale) {
+  // x * scale is rounded to an integer n by adding 1.5 * 2^23: the sum's low bits are n.
+  const Floats magic = all(12582912.f);
+  const Floats sum = multiply_add(x, scale, magic);
+  const Floats n = sum - magic;
+  const Floats f = multiply_add(x, scale, -n);  // in [-1/2, 1/2]
+  // 2^f / p(f) is within 1e-7 of 1 for this p (minimax in relative error, with p(0) = 1 so that e^0 is exactly 1)
+  Floats p = all(1.3264727e-3f);
+  p = multiply_add(p, f, all(9.6715130e-3f));
+  p = multiply_add(p, f, all(5.5507336e-2f));
+  p = multiply_add(p, f, all(2.4022242e-1f));
+  p = multiply_add(p, f, all(6.9314700e-1f));
+  p = multiply_add(p, f, all(1.f));
+  return (Floats)((Ints)p + ((Ints)sum << 23));
+}
+
+// The lanes folded into one, halves first: a fixed order, log2(kLanes) steps.
+template <class Fold>
+inline float fold_lanes(Floats v, const Fold& fold) {
+#if defined(__AVX512F__)
+  v = fold(v, (Floats)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4e));
+  v = fold(v, (Floats)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0xb1));
+  v = fold(v, (Floats)_mm512_permute_ps((__m512)v, 0x4e));
+  v = fold(v, (Floats)_mm512_permute_ps((__m512)v, 0xb1));
+#elif defined(__AVX2__)
+  v = fold(v, (Floats)_mm256_permute2f128_ps((__m256)v, (__m256)v, 1));
+  v = fold(v, (Floats)_mm256_permute_ps((__m256)v, 0x4e));
+  v = fold(v, (Floats)_mm256_permute_ps((__m256)v, 0xb1));
+#else
+  v = fold(v, Floats{v[2], v[3], v[0], v[1]});
+  v = fold(v, Floats{v[1], v[0], v[3], v[2]});
+#endif
+  return v[0];
+}
+
+inline float sum_lanes(Floats v) {
+  return fold_lanes(v, [](Floats a, Floats b) { return a + b; });
+}
+
+inline float max_lanes(Floats v) {
+  return fold_lanes(v, [](Floats a, Floats b) { return maximum(a, b); });
+}
+
+// ---- 2 * kLanes elements of a type as floats. The order of the lanes is the type's own: the same in load and store.
+struct FloatPair {
+  Floats a, b;
+};
+constexpr int64_t kPair = 2 * kLanes;
+
+inline FloatPair load_pair(const float* p) {
+  FloatPair pair;
+  memcpy(&pair, p, sizeof pair);
+  return pair;
+}
+
+inline void store_pair(float* p, const FloatPair& pair) { memcpy(p, &pair, sizeof pair); }
+
+// Even elements are the low halves of the words, odd ones the high halves.
+inline FloatPair load_pair(const bfloat16* p) {
+  Words words;
+  memcpy(&words, p, sizeof words);
+  return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
+}
+
+// float as bfloat16 in the high half of a word, rounded to nearest even.
+inline Words round_to_bfloat16(Floats v) {
+  const Words bits = (Words)v;
+  const Words rounded = bits + (0x7fffu + ((bits >> 16) & 1u));
+  return v == v ? rounded : bits | 0x400000u;
+}
+
+inline void store_pair(bfloat16* p, const FloatPair& pair) {
+  const Words words = (round_to_bfloat16(pair.a) >> 16) | (round_to_bfloat16(pair.b) & 0xffff0000u);
+  memcpy(p, &words, sizeof words);
+}
+
+#if defined(__AVX512F__)
+inline FloatPair load_pair(const float16* p) {
+  return {(Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)),
+          (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(p + kLanes)))};
+}
+
+inline void store_pair(float16* p, const FloatPair& pair) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)pair.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm256_storeu_si256((__m256i*)(p + kLanes), _mm512_cvtps_ph((__m512)pair.b, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__F16C__)
+inline FloatPair load_pair(const float16* p) {
+  return {(Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + kLanes)))};
+}
+
+inline void store_pair(float16* p, const FloatPair& pair) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)pair.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(p + kLanes), _mm256_cvtps_ph((__m256)pair.b, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+inline FloatPair load_pair(const float16* p) {
+  float values[kPair];
+  for (int i = 0; i < kPair; ++i) values[i] = to_float(p[i]);
+  return load_pair(values);
+}
+
+inline void store_pair(float16* p, const FloatPair& pair) {
+  float values[kPair];
+  store_pair(values, pair);
+  for (int i = 0; i < kPair; ++i) p[i] = from_float<float16>(values[i]);
+}
+#endif
+
+}  // namespace
+}  // namespace d3s

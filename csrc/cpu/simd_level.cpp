@@ -1,0 +1,42 @@
+#include "simd_level.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+
+namespace d3s {
+namespace {
+
+SimdLevel best_level() {
+#if defined(D3S_X86_LEVELS)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return avx512 ? SimdLevel::avx512 : avx2 ? SimdLevel::avx2 : SimdLevel::baseline;
+#else
+  return SimdLevel::baseline;
+#endif
+}
+
+SimdLevel chosen_level() {
+  const SimdLevel best = best_level();
+  const char* asked = std::getenv("D3S_KERNELS_SIMD");
+  if (!asked) return best;
+  for (SimdLevel level : {SimdLevel::baseline, SimdLevel::avx2, SimdLevel::avx512})
+    if (std::strcmp(asked, simd_level_name(level)) == 0) return level < best ? level : best;
+  return best;
+}
+
+}  // namespace
+
+SimdLevel simd_level() {
+  static const SimdLevel level = chosen_level();
+  return level;
+}
+
+const char* simd_level_name(SimdLevel level) {
+  return level == SimdLevel::avx512 ? "avx512" : level == SimdLevel::avx2 ? "avx2" : "baseline";
+}
+
+}  // namespace d3s

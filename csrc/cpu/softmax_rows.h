@@ -1,0 +1,44 @@
+// The two loops over a row's logits, one table of them for each SIMD level.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/float_bits.h"
+#include "simd_level.h"
+
+namespace d3s {
+
+// A row is always cut here, whoever works on it: its result has the same bits on one thread and on many, alone and in
+// a batch. 8192 logits stay in the nearest caches between the search for the maximum and the sums.
+constexpr int64_t kChunk = 8192;
+
+struct SoftmaxSums {  // a SoftmaxState as plain numbers: core/softmax_state.h has internal linkage
+  float max, sum, dot;
+};
+
+struct GradientRow {
+  float max, scale;     // e^((z - max) / t) = 2^((z - max) scale)
+  float offset, slope;  // see GradientLine
+};
+
+template <class T>
+struct SoftmaxLoops {
+  // The state of n <= kChunk logits; scale is log2(e) / t.
+  SoftmaxSums (*chunk)(const T* logits, int64_t n, float scale);
+  // gradient[i] = e (offset + slope d), d = logits[i] - max; 0 where the logit is -inf. May write over `logits`.
+  void (*gradient)(const T* logits, int64_t n, const GradientRow& row, T* gradient);
+};
+
+struct SoftmaxRows {
+  SoftmaxLoops<float> float32;
+  SoftmaxLoops<bfloat16> bf16;
+  SoftmaxLoops<float16> fp16;
+
+  const SoftmaxLoops<float>& of(const float*) const { return float32; }
+  const SoftmaxLoops<bfloat16>& of(const bfloat16*) const { return bf16; }
+  const SoftmaxLoops<float16>& of(const float16*) const { return fp16; }
+};
+
+D3S_DECLARE_VARIANTS(SoftmaxRows, softmax_rows)
+
+}  // namespace d3s

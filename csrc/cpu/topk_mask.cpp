@@ -1,0 +1,399 @@
+// topk_mask, select_tokens, select_tokens_from_logits: exactly k of each segment, ties to the lower index.
+//
+// A segment's scores become integer keys. The k-th largest key is found by bisection: counting the keys above a pivot
+// runs at the speed of the cache, and some twenty pivots settle 32 bits. A segment too long for the cache is first
+// narrowed to the few keys between two that a sample puts on either side of the k-th; its keys are made anew, piece by
+// piece, for each of the three passes over it, which is cheaper than to write and read them.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <numeric>
+
+#include "../core/order_key.h"
+#include "order_keys.h"
+#include "vocabulary.h"
+
+namespace d3s {
+namespace {
+
+constexpr int64_t kPiece = 65536;      // of a long segment, one task: 256 KiB of keys, in the second-level cache
+constexpr int64_t kLong = 2 * kPiece;  // from this length on keys are not stored, and all threads work on a segment
+constexpr int64_t kBisect = 32768;     // up to this many keys, 128 KiB, are counted again and again
+constexpr int64_t kSample = 1024;
+constexpr int64_t kGrain = 8192;  // scores; work for a thread
+
+using Keys = std::unique_ptr<uint32_t[]>;  // not a vector: it would clear what is about to be written
+
+Keys new_keys(int64_t n) { return Keys(new uint32_t[n > 0 ? n : 1]); }
+
+int64_t pieces_of(int64_t n) { return (n + kPiece - 1) / kPiece; }
+
+int64_t total(const std::vector<int64_t>& counts) { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
+
+// ---- scores ----------------------------------------------------------------------------------------------------
+
+// |A| * H of every token, or plain scores: computed as keys are made, never stored.
+struct Scores {
+  Tensor values;
+  OptionalTensor advantages;  // float32: 0-d, one for each of `sequences`, or one for each value
+  bool per_token = false;
+  Segments sequences;  // what an advantage per sequence belongs to
+  const bool* mask = nullptr;
+
+  int64_t keys(const OrderKeys& loops, int64_t begin, int64_t end, uint32_t* keys) const {
+    return dispatch_float(values, [&](auto type) {
+      const auto from = loops.from(type);
+      const auto* scores = data<std::remove_const_t<std::remove_pointer_t<decltype(type)>>>(values);
+      const float* advantage = data<float>(advantages);
+      const auto part = [&](int64_t a, int64_t b, const float* each, float one) {
+        return from(scores + a, each ? each + a : nullptr, one, mask ? mask + a : nullptr, b - a, keys + (a - begin));
+      };
+      if (!advantage) return part(begin, end, nullptr, 1.f);
+      if (per_token) return part(begin, end, advantage, 0.f);
+      if (advantages->dim() == 0) return part(begin, end, nullptr, *advantage);
+      int64_t present = 0;
+      for (int64_t i = sequence_of(begin), a = begin; a < end; ++i) {
+        const int64_t b = std::min(end, sequences.end(i));
+        if (b <= a) continue;
+        present += part(a, b, nullptr, advantage[i]);
+        a = b;
+      }
+      return present;
+    });
+  }
+
+ private:
+  int64_t sequence_of(int64_t position) const {
+    if (!sequences.ragged()) return sequences.length > 0 ? position / sequences.length : 0;
+    int64_t low = 0, high = sequences.count;  // the last sequence that starts at or before position
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (sequences.begin(middle) <= position ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
+// The keys of one stretch of scores, stored or made when they are asked for.
+struct SegmentKeys {
+  const OrderKeys* loops;
+  int64_t n;
+  const uint32_t* stored;
+  const Scores* scores = nullptr;
+  int64_t begin = 0;
+
+  uint32_t at(int64_t i) const {
+    uint32_t key = stored ? stored[i] : kAbsent;
+    if (!stored) scores->keys(*loops, begin + i, begin + i + 1, &key);
+    return key;
+  }
+
+  // body(piece, a, b, keys) with the keys of [a, b), for all pieces; on all threads where the segment is long.
+  template <class Body>
+  void for_pieces(const Body& body) const {
+    const int64_t pieces = pieces_of(n);
+    parallel_for(pieces, n < kLong ? pieces : 1, [&](int64_t first, int64_t last) {
+      const Keys room = stored ? nullptr : new_keys(kPiece);
+      for (int64_t piece = first; piece < last; ++piece) {
+        const int64_t a = piece * kPiece, b = std::min(n, a + kPiece);
+        if (!stored) scores->keys(*loops, begin + a, begin + b, room.get());
+        body(piece, a, b, stored ? stored + a : room.get());
+      }
+    });
+  }
+};
+
+// What to keep of a segment: every key above `pivot`, and the first `ties` of those that equal it.
+struct Cut {
+  int64_t k;
+  uint32_t pivot;
+  int64_t ties;
+  bool all_ties;
+};
+
+// The search for the k-th largest of some keys. It lies in [low, high], as `inside` of the keys do.
+struct Search {
+  const OrderKeys& loops;
+  SegmentKeys keys;
+  int64_t inside, k;  // k: the rank that is sought among `keys`
+  uint32_t low = 1, high = kLargestKey;
+
+  // Two keys of a sample, four standard deviations to either side of where the k-th belongs.
+  std::pair<uint32_t, uint32_t> guess() const {
+    uint32_t sample[kSample];
+    const int64_t step = keys.n / kSample;
+    for (int64_t i = 0; i < kSample; ++i) sample[i] = keys.at(i * step + i % step);
+    std::sort(sample, sample + kSample);
+    const double rank = static_cast<double>(keys.n - k) / static_cast<double>(keys.n) * kSample;
+    const double spread = 4 * std::sqrt(rank * (kSample - rank) / kSample) + 2;
+    const uint32_t from = rank < spread ? low : sample[static_cast<int64_t>(rank - spread)];
+    const uint32_t to = rank + spread >= kSample ? high : sample[static_cast<int64_t>(rank + spread)];
+    return {std::clamp(from, low, high), std::clamp(to, low, high)};
+  }
+
+  // Leaves only the keys in [from, to], in `spare`; or finds on which side of them the k-th is, and returns false.
+  bool narrow(uint32_t from, uint32_t to, uint32_t* spare) {
+    std::vector<int64_t> within(pieces_of(keys.n)), above(pieces_of(keys.n));
+    keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
+      above[piece] = loops.count_from(p, b - a, to + 1);
+      within[piece] = loops.copy_between(p, b - a, from, to, spare + a);
+    });
+    const int64_t more = total(above), between = total(within);
+    if (k <= more) return low = to + 1, false;
+    if (k > more + between) return high = from - 1, false;
+    int64_t filled = 0;
+    for (size_t piece = 0; piece < within.size(); ++piece) {
+      std::copy_n(spare + piece * kPiece, within[piece], spare + filled);
+      filled += within[piece];
+    }
+    low = from, high = to, k -= more, inside = between;
+    keys = {keys.loops, between, spare};
+    return true;
+  }
+
+  Cut bisect(int64_t kept) {
+    int64_t above = 0;  // keys > high; inside + above >= k > above
+    while (low < high && inside + above > k) {
+      const uint32_t middle = low + (high - low) / 2 + 1;
+      std::vector<int64_t> counts(pieces_of(keys.n));
+      keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
+        counts[piece] = loops.count_from(p, b - a, middle);
+      });
+      const int64_t from_middle = total(counts);
+      if (from_middle >= k) {
+        low = middle;
+        inside = from_middle - above;
+      } else {
+        high = middle - 1;
+        inside -= from_middle - above;
+        above = from_middle;
+      }
+    }
+    return {kept, low, k - above, inside + above == k};
+  }
+};
+
+// The cut that keeps k of the keys, of which `present` are not 0; 1 <= k <= present.
+Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
+  Search search{*keys.loops, keys, present, k};
+  const Keys spare = keys.n > kBisect ? new_keys(keys.n) : nullptr;  // of which few pages are ever touched
+  while (search.keys.n > kBisect && search.low < search.high) {
+    const int64_t before = search.keys.n;
+    const auto [from, to] = search.guess();
+    // Where the guess was off, all that is left in [low, high] is taken: no sample can mislead us twice.
+    if (!search.narrow(from, to, spare.get())) search.narrow(search.low, search.high, spare.get());
+    if (search.keys.n == before) break;  // few different keys
+  }
+  return search.bisect(k);
+}
+
+// How many to keep: a number, or a share of what is there.
+struct Quota {
+  int64_t k = 0;
+  double ratio = 0;
+  double slack = kDoubleSlack;
+
+  Quota(const OptionalFloat& ratio_given, const OptionalTensor& ratio_tensor, const OptionalInt& k_given) {
+    const int given = (ratio_given ? 1 : 0) + (ratio_tensor ? 1 : 0) + (k_given ? 1 : 0);
+    require(given == 1, "ratio", "got ", given, " of ratio and k; takes exactly one of the two");
+    if (k_given) {
+      require(*k_given >= 1, "k", "got ", *k_given, "; takes at least 1");
+      k = *k_given;
+      return;
+    }
+    if (ratio_tensor) {
+      const bool wide = ratio_tensor->scalar_type() == ScalarType::Double;
+      require(ratio_tensor->numel() == 1 && (wide || ratio_tensor->scalar_type() == ScalarType::Float), "ratio",
+              "got shape ", shape(*ratio_tensor), " of ", dtype(*ratio_tensor),
+              "; takes a 0-d float32 or float64 tensor");
+      ratio = wide ? *data<double>(*ratio_tensor) : *data<float>(*ratio_tensor);
+      slack = wide ? kDoubleSlack : kFloatSlack;
+    } else {
+      ratio = *ratio_given;
+    }
+    require(ratio > 0 && ratio <= 1, "ratio", "got ", ratio, "; takes a number in (0, 1]");
+  }
+
+  int64_t of(int64_t present) const { return k > 0 ? std::min(k, present) : keep_from_ratio(ratio, present, slack); }
+};
+
+struct Selected {
+  int64_t count = 0;
+  float threshold = INFINITY;  // the lowest kept score
+};
+
+Selected write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros, bool* mask) {
+  const OrderKeys& loops = *keys.loops;
+  const int64_t pieces = pieces_of(keys.n);
+  std::vector<int64_t> surplus(pieces, 0);  // ties of a piece that are not taken
+  if (!cut.all_ties) {  // they are taken from the left: all of a piece's, until they run out in one, none after it
+    keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
+      surplus[piece] = loops.count_from(p, b - a, cut.pivot) - loops.count_from(p, b - a, cut.pivot + 1);
+    });
+    int64_t left = cut.ties;
+    for (int64_t& ties : surplus) {
+      const int64_t taken = std::min(left, ties);
+      left -= taken, ties -= taken;
+    }
+  }
+  std::vector<int64_t> zeros(pieces, 0);  // kept by rank, then dropped
+  std::vector<uint32_t> lowest(pieces);
+  keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
+    bool* out = mask + a;
+    loops.write_mask(p, b - a, cut.pivot, out);
+    lowest[piece] = loops.lowest_from(p, b - a, cut.pivot);
+    for (int64_t i = b - a, extra = surplus[piece]; extra > 0;)
+      if (p[--i] == cut.pivot) out[i] = false, --extra;
+    if (!drop_zeros || cut.pivot > kZeroKey) return;
+    for (int64_t i = 0; i < b - a; ++i)
+      if (out[i] && p[i] == kZeroKey) out[i] = false, ++zeros[piece];
+    if (lowest[piece] == kZeroKey) lowest[piece] = loops.lowest_from(p, b - a, kZeroKey + 1);
+  });
+  const int64_t kept = cut.k - total(zeros);
+  return {kept, kept > 0 ? order_key_value(*std::min_element(lowest.begin(), lowest.end())) : INFINITY};
+}
+
+// Writes the mask of one segment, values [begin, end) of `scores`; room is for as many keys, or for none if it is long.
+Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zeros, int64_t begin, int64_t end,
+                        uint32_t* room, bool* mask) {
+  const OrderKeys& loops = D3S_PICK_VARIANT(order_keys);
+  SegmentKeys keys{&loops, end - begin, nullptr, &scores, begin};
+  int64_t present = 0;
+  if (room) {
+    present = scores.keys(loops, begin, end, room);
+    keys.stored = room;
+  } else {
+    std::vector<int64_t> counts(pieces_of(keys.n));
+    keys.for_pieces(
+        [&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) { counts[piece] = loops.count_from(p, b - a, 1); });
+    present = total(counts);
+  }
+  if (present == 0) {
+    memset(mask, 0, keys.n);
+    return {};
+  }
+  return write_mask(keys, find_cut(keys, present, quota.of(present)), drop_zeros, mask);
+}
+
+// Writes the mask of all segments, and count and threshold of each where they are wanted.
+void select(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, bool* mask,
+            int32_t* count, float* threshold) {
+  const auto run = [&](int64_t segment, uint32_t* room) {
+    const int64_t begin = segments.begin(segment), end = segments.end(segment);
+    const Selected selected = select_segment(scores, quota, drop_zeros, begin, end, room, mask + begin);
+    if (count) count[segment] = static_cast<int32_t>(selected.count);
+    if (threshold) threshold[segment] = selected.threshold;
+  };
+  const int64_t values = segments.count > 0 ? segments.end(segments.count - 1) : 0;
+  const int64_t average = segments.count > 0 ? values / segments.count + 1 : 1;
+  const auto length = [&](int64_t segment) { return segments.end(segment) - segments.begin(segment); };
+  parallel_for(segments.count, kGrain / average + 1, [&](int64_t first, int64_t last) {
+    int64_t longest = 0;
+    for (int64_t segment = first; segment < last; ++segment)
+      if (length(segment) < kLong) longest = std::max(longest, length(segment));
+    const Keys room = new_keys(longest);
+    for (int64_t segment = first; segment < last; ++segment)
+      if (length(segment) < kLong) run(segment, room.get());
+  });
+  for (int64_t segment = 0; segment < segments.count; ++segment)  // one after the other, each on all threads
+    if (length(segment) >= kLong) run(segment, nullptr);
+}
+
+Segments pool(const Tensor& values) {
+  Segments all;
+  all.count = 1;
+  all.length = values.numel();
+  return all;
+}
+
+void require_max_segment(const OptionalInt& max_segment) {
+  require(!max_segment || *max_segment >= 0, "max_segment", "got ", max_segment.value_or(0), "; takes at least 0");
+}
+
+Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
+                 const OptionalInt& k, const OptionalTensor& mask, const OptionalTensor& offsets,
+                 const OptionalInt& max_segment, bool drop_zeros) {
+  require_float("scores", scores);
+  require_max_segment(max_segment);
+  const Segments segments = segments_of(scores, offsets, "scores");
+  const Quota quota(ratio, ratio_tensor, k);
+  const OptionalTensor present = require_mask("mask", mask, scores, scores.dim());
+  const Tensor out = empty(leading_sizes(scores, scores.dim()), ScalarType::Bool, scores);
+  const Scores source{packed(scores), std::nullopt, false, {}, data<bool>(present)};
+  select(source, quota, drop_zeros, segments, mutable_data<bool>(out), nullptr, nullptr);
+  return out;
+}
+
+// Which of its three shapes the advantages have. Where [S] with offsets is both, it is one for each token.
+Scores scores_of(const Tensor& entropy, const Tensor& advantages, const Segments& sequences, const OptionalTensor& mask,
+                 bool ragged) {
+  require(advantages.scalar_type() == ScalarType::Float, "advantages", "got dtype ", dtype(advantages),
+          "; takes float32");
+  require_same_device("advantages", advantages, entropy);
+  const int64_t dims = entropy.dim();
+  const bool per_token = advantages.dim() == dims && same_shape(advantages, entropy, dims);
+  const bool per_sequence = ragged ? advantages.dim() == 1 && advantages.size(0) == sequences.count
+                                   : advantages.dim() == dims - 1 && same_shape(advantages, entropy, dims - 1);
+  require(per_token || per_sequence || advantages.dim() == 0, "advantages", "got shape ", shape(advantages),
+          "; takes one for each token, ", shape(entropy), ", one for each of ", sequences.count,
+          " sequences, or a 0-d tensor");
+  return {packed(entropy), packed(advantages), per_token, sequences, data<bool>(mask)};
+}
+
+struct Selection {
+  Tensor mask, count, threshold;
+};
+
+Selection select_by_score(const Tensor& entropy, const Tensor& advantages, const Quota& quota,
+                          const OptionalTensor& mask, const OptionalTensor& offsets, bool pooled, bool drop_zeros) {
+  const Segments sequences = segments_of(entropy, offsets, "entropy");
+  const OptionalTensor present = require_mask("mask", mask, entropy, entropy.dim());
+  const Scores scores = scores_of(entropy, advantages, sequences, present, offsets.has_value());
+  std::vector<int64_t> per_segment;
+  if (!pooled)
+    per_segment = offsets ? std::vector<int64_t>{sequences.count} : leading_sizes(entropy, entropy.dim() - 1);
+  const Selection out{empty(leading_sizes(entropy, entropy.dim()), ScalarType::Bool, entropy),
+                      empty(per_segment, ScalarType::Int, entropy), empty(per_segment, ScalarType::Float, entropy)};
+  select(scores, quota, drop_zeros, pooled ? pool(entropy) : sequences, mutable_data<bool>(out.mask),
+         mutable_data<int32_t>(out.count), mutable_data<float>(out.threshold));
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> select_tokens(const Tensor& entropy, const Tensor& advantages,
+                                                 const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
+                                                 const OptionalTensor& mask, const OptionalTensor& offsets,
+                                                 const OptionalInt& max_segment, bool pooled, bool drop_zeros) {
+  require_float("entropy", entropy);
+  require_max_segment(max_segment);
+  const Quota quota(ratio, ratio_tensor, std::nullopt);
+  const Selection out = select_by_score(entropy, advantages, quota, mask, offsets, pooled, drop_zeros);
+  return {out.mask, out.count, out.threshold};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
+    const Tensor& logits, const Tensor& advantages, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
+    const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment, double temperature,
+    const OptionalTensor& temperature_tensor, bool pooled, bool drop_zeros) {
+  require_float("logits", logits);
+  require(logits.dim() >= 2, "logits", "got shape ", shape(logits), "; takes [..., n, V]");
+  require_max_segment(max_segment);
+  const int64_t dims = logits.dim() - 1;
+  const Quota quota(ratio, ratio_tensor, std::nullopt);
+  const Labels no_labels(std::nullopt, logits, dims, 0);
+  const Temperatures temperatures(temperature, temperature_tensor, logits, dims);
+  const OptionalTensor present = require_mask("mask", mask, logits, dims);
+  const Tensor entropy = empty(leading_sizes(logits, dims), ScalarType::Float, logits);
+  row_statistics(logits, no_labels, temperatures, data<bool>(present), {nullptr, mutable_data<float>(entropy)});
+  const Selection out = select_by_score(entropy, advantages, quota, present, offsets, pooled, drop_zeros);
+  return {out.mask, entropy, out.count, out.threshold};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, m) {
+  m.impl("topk_mask", TORCH_BOX(&topk_mask));
+  m.impl("select_tokens", TORCH_BOX(&select_tokens));
+  m.impl("select_tokens_from_logits", TORCH_BOX(&select_tokens_from_logits));
+}
+
+}  // namespace d3s

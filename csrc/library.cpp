@@ -1,0 +1,63 @@
+// Every op of the library: the table of contents. Kernels are in cpu/ and cuda/, under the op's name; the meaning of
+// each is in d3s_kernels/reference.py, and of the arguments in the docstrings of d3s_kernels.
+//
+// A number that a trainer changes from step to step comes as a SymInt (k, keep, capacity, max_rows) or, for those
+// that are no integers, also as a 0-d tensor (ratio_tensor, ...), so that torch.compile compiles once.
+#include "torch_abi.h"
+
+STABLE_TORCH_LIBRARY(d3s_kernels, m) {
+  // vocabulary: logits [..., V] -> one number for each row
+  m.def(
+      "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
+      "Tensor? row_mask=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
+  m.def(
+      "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
+      "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
+      "Tensor? row_mask=None) -> Tensor");
+  // the same over a tile of the vocabulary that starts at first_token: states are merged, gradients written in place
+  m.def(
+      "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
+      "Tensor? temperature_tensor=None) -> ()");
+  m.def(
+      "softmax_state_finish(Tensor state, float temperature=1.0, Tensor? temperature_tensor=None) "
+      "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
+  m.def(
+      "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
+      "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt first_token, float temperature=1.0, "
+      "Tensor? temperature_tensor=None) -> ()");
+  // hidden states and the LM head -> the same, without the logits
+  m.def(
+      "linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
+      "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? row_mask=None, SymInt? max_rows=None, "
+      "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None) "
+      "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
+  m.def(
+      "linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor hidden, Tensor weight, "
+      "Tensor labels, Tensor? bias, Tensor entropy, Tensor row_max, Tensor log_sum, float temperature, "
+      "Tensor? temperature_tensor, float? logit_softcap, Tensor? row_mask, SymInt? max_grad_rows, "
+      "ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted) "
+      "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
+
+  // tokens: segments of scores -> masks
+  m.def(
+      "topk_mask(Tensor scores, float? ratio=None, Tensor? ratio_tensor=None, SymInt? k=None, Tensor? mask=None, "
+      "Tensor? offsets=None, SymInt? max_segment=None, bool drop_zeros=False) -> Tensor");
+  m.def(
+      "select_tokens(Tensor entropy, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
+      "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=True, bool drop_zeros=False) "
+      "-> (Tensor mask, Tensor count, Tensor threshold)");
+  m.def(
+      "select_tokens_from_logits(Tensor logits, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
+      "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, float temperature=1.0, "
+      "Tensor? temperature_tensor=None, bool pooled=True, bool drop_zeros=False) "
+      "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)");
+  m.def("compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)");
+
+  // rollouts: groups of rewards or advantages
+  m.def(
+      "group_advantages(Tensor rewards, Tensor? offsets=None, str scale=\"group\", float eps=0.0001, int ddof=1) "
+      "-> Tensor");
+  m.def(
+      "max_variance_select(Tensor values, SymInt? keep=None, Tensor? keep_tensor=None, Tensor? mask=None, "
+      "Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False) -> Tensor");
+}

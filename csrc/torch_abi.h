@@ -1,0 +1,224 @@
+// The one header that touches torch. Everything here goes through its stable ABI (TORCH_TARGET_VERSION in
+// CMakeLists.txt), so that a library built against one release runs on every later one.
+//
+// What the ops need of torch is little: look at tensors, make new ones, refuse bad arguments, run in parallel.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/float_bits.h"
+#include "core/segments.h"
+
+namespace d3s {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalInt = std::optional<int64_t>;
+using OptionalFloat = std::optional<double>;
+
+// ---- refusing bad arguments ------------------------------------------------------------------------------------
+// std::invalid_argument reaches Python as ValueError. A message names the argument, what was given, what is taken.
+
+template <class... Parts>
+void require(bool good, const char* argument, const Parts&... parts) {
+  if (good) return;
+  std::ostringstream message;
+  message << argument << ": ";
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+inline std::string shape(const Tensor& tensor) {
+  std::ostringstream text;
+  text << '[';
+  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
+  text << ']';
+  return text.str();
+}
+
+inline const char* dtype(const Tensor& tensor) { return torch::headeronly::toString(tensor.scalar_type()); }
+
+inline bool same_shape(const Tensor& a, const Tensor& b, int64_t dims) {
+  if (a.dim() < dims || b.dim() < dims) return false;
+  for (int64_t i = 0; i < dims; ++i)
+    if (a.size(i) != b.size(i)) return false;
+  return true;
+}
+
+inline void require_same_device(const char* argument, const Tensor& tensor, const Tensor& other) {
+  const auto device = tensor.device(), wanted = other.device();
+  require(device == wanted, argument, "is on another device than the other tensors; takes one on the same device");
+}
+
+inline void require_float(const char* argument, const Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  require(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, argument, "got dtype ",
+          dtype(tensor), "; takes float32, bfloat16 or float16");
+}
+
+inline Tensor packed(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// A tensor with one value for each of `rows` (a tensor's leading dimensions), contiguous.
+inline Tensor require_per_row(const char* argument, const Tensor& tensor, const Tensor& like, int64_t dims) {
+  require(tensor.dim() == dims && same_shape(tensor, like, dims), argument, "got shape ", shape(tensor),
+          "; takes one value for each row, of a tensor of shape ", shape(like));
+  require_same_device(argument, tensor, like);
+  return packed(tensor);
+}
+
+inline OptionalTensor require_mask(const char* argument, const OptionalTensor& mask, const Tensor& like, int64_t dims) {
+  if (!mask) return mask;
+  require(mask->scalar_type() == ScalarType::Bool, argument, "got dtype ", dtype(*mask), "; takes bool");
+  return require_per_row(argument, *mask, like, dims);
+}
+
+// ---- new tensors -----------------------------------------------------------------------------------------------
+
+inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= sizes[i] > 0 ? sizes[i] : 1;
+  }
+  int32_t device_type;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle;
+  // not torch::stable::empty: that one walks the dispatcher, at ten times the cost
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+      static_cast<int32_t>(torch::stable::detail::from(type)), device_type, like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+inline std::vector<int64_t> leading_sizes(const Tensor& tensor, int64_t dims) {
+  const auto sizes = tensor.sizes();
+  return std::vector<int64_t>(sizes.data(), sizes.data() + dims);
+}
+
+// ---- looking at tensors ----------------------------------------------------------------------------------------
+
+template <class T>
+const T* data(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <class T>
+const T* data(const OptionalTensor& tensor) {
+  return tensor ? data<T>(*tensor) : nullptr;
+}
+
+template <class T>
+T* mutable_data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+// Rows along the last dimension, whatever the strides of the others.
+class Rows {
+ public:
+  Rows(const char* argument, const Tensor& tensor) {
+    const int64_t dims = tensor.dim();
+    require(dims >= 1, argument, "got a 0-d tensor; takes [..., V]");
+    columns = tensor.size(dims - 1);
+    require(columns <= 1 || tensor.stride(dims - 1) == 1, argument, "the last dimension has stride ",
+            tensor.stride(dims - 1), "; takes stride 1 (any stride in the others), call .contiguous()");
+    // Neighbouring dimensions that step evenly are one.
+    for (int64_t i = 0; i < dims - 1; ++i) {
+      const int64_t size = tensor.size(i), stride = tensor.stride(i);
+      count *= size;
+      if (size == 1) continue;
+      if (!sizes_.empty() && strides_.back() == size * stride) {
+        sizes_.back() *= size;
+        strides_.back() = stride;
+      } else {
+        sizes_.push_back(size);
+        strides_.push_back(stride);
+      }
+    }
+  }
+
+  // Where row i starts, in elements.
+  int64_t offset(int64_t i) const {
+    int64_t offset = 0;
+    for (size_t d = sizes_.size(); d-- > 0; i /= sizes_[d]) offset += (d ? i % sizes_[d] : i) * strides_[d];
+    return offset;
+  }
+
+  int64_t count = 1;
+  int64_t columns = 0;
+
+ private:
+  std::vector<int64_t> sizes_, strides_;
+};
+
+// The segments of `values`: its last dimension, or what `offsets` cuts a 1-D tensor into. On the CPU the offsets'
+// values are checked; a GPU kernel clamps them instead.
+inline Segments segments_of(const Tensor& values, const OptionalTensor& offsets, const char* argument) {
+  require(values.dim() >= 1, argument, "got a 0-d tensor; takes [..., n]");
+  Segments segments;
+  if (!offsets) {
+    segments.length = values.size(values.dim() - 1);
+    segments.count = 1;
+    for (int64_t i = 0; i < values.dim() - 1; ++i) segments.count *= values.size(i);
+    return segments;
+  }
+  require(values.dim() == 1, argument, "got shape ", shape(values), " with offsets; takes a 1-D tensor with offsets");
+  const auto type = offsets->scalar_type();
+  require(type == ScalarType::Int || type == ScalarType::Long, "offsets", "got dtype ", dtype(*offsets),
+          "; takes int32 or int64");
+  require(offsets->dim() == 1 && offsets->size(0) >= 1 && offsets->is_contiguous(), "offsets", "got shape ",
+          shape(*offsets), "; takes a contiguous 1-D tensor of segments + 1");
+  require_same_device("offsets", *offsets, values);
+  segments.count = offsets->size(0) - 1;
+  if (type == ScalarType::Int)
+    segments.offsets32 = data<int32_t>(*offsets);
+  else
+    segments.offsets64 = data<int64_t>(*offsets);
+  if (!offsets->is_cpu()) return segments;
+  require(segments.begin(0) == 0, "offsets", "starts at ", segments.begin(0), "; must start at 0");
+  for (int64_t i = 0; i < segments.count; ++i)
+    require(segments.begin(i) <= segments.end(i), "offsets", "decreases from ", segments.begin(i), " to ",
+            segments.end(i), " at ", i + 1, "; must not decrease");
+  require(segments.begin(segments.count) == values.size(0), "offsets", "ends at ", segments.begin(segments.count),
+          "; must end at the length of ", argument, ", ", values.size(0));
+  return segments;
+}
+
+// Calls `body` with a null pointer of the tensor's element type.
+template <class Body>
+decltype(auto) dispatch_float(const Tensor& tensor, Body&& body) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16:
+      return body(static_cast<const bfloat16*>(nullptr));
+    case ScalarType::Half:
+      return body(static_cast<const float16*>(nullptr));
+    default:
+      return body(static_cast<const float*>(nullptr));
+  }
+}
+
+// ---- running in parallel ---------------------------------------------------------------------------------------
+
+// body(begin, end) over [0, n) in pieces of at least `grain`, on torch's threads; inline where there is only one piece.
+template <class Body>
+void parallel_for(int64_t n, int64_t grain, const Body& body) {
+  if (n <= 0) return;
+  if (n <= grain)
+    body(int64_t{0}, n);
+  else
+    torch::stable::parallel_for(0, n, grain, body);
+}
+
+}  // namespace d3s

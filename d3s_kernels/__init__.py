@@ -1,0 +1,26 @@
+"""The selection step of GRPO-style reinforcement learning, as exact, deterministic torch ops."""
+
+from ._build_info import build_info
+from .rollouts import group_advantages, max_variance_select, select_rollouts
+from .schedule import Budget, DownSamplingSchedule
+from .tokens import TokenSelection, compact, select_tokens, select_tokens_from_logits, topk_mask
+from .vocab import entropy, linear_logprob_entropy, logprob_entropy
+
+__version__: str = build_info()["version"]
+
+__all__ = [
+    "Budget",
+    "DownSamplingSchedule",
+    "TokenSelection",
+    "build_info",
+    "compact",
+    "entropy",
+    "group_advantages",
+    "linear_logprob_entropy",
+    "logprob_entropy",
+    "max_variance_select",
+    "select_rollouts",
+    "select_tokens",
+    "select_tokens_from_logits",
+    "topk_mask",
+]

@@ -1,0 +1,327 @@
+"""The LM head without its logits: ``linear_logprob_entropy`` on every device.
+
+Forward: a tile of rows x tokens of the logits at a time, merged into each row's softmax state and forgotten.
+Backward: the tile again, its gradient written over it, two products; only for rows whose gradient is not 0.
+
+The matrix products are torch's. A tile is as large as the workspace allows and its edges fall on multiples of
+``_TILE``, where the kernels cut a row anyway: so a row's result has the same bits as from its whole logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_op = torch.ops.d3s_kernels
+
+_TILE = 8192  # tokens; kChunk in csrc/cpu/softmax_rows.h
+_ROWS = 1024  # rows of a tile, where whole rows of logits do not fit: enough to keep a matrix product at its peak
+_UPCAST_BYTES = 16 << 20  # of the weight as float32 at a time, where the device has no product that widens its result
+_WORKSPACE_BYTES = {"cpu": 32 << 20}  # a share of the last-level cache
+_WORKSPACE_BYTES_GPU = 512 << 20
+
+
+class _Head(NamedTuple):
+    """What turns hidden states into logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    logits_dtype: torch.dtype
+
+    def logits(self, hidden: Tensor, tokens: slice, out: Tensor) -> Tensor:
+        weight = self.weight[tokens]
+        if out.dtype == hidden.dtype:
+            torch.mm(hidden, weight.t(), out=out)
+        elif hidden.is_cuda:
+            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        else:
+            wide = hidden.to(out.dtype)
+            step = max(1, _UPCAST_BYTES // (4 * max(1, hidden.shape[1])))
+            for begin in range(0, weight.shape[0], step):
+                torch.mm(wide, weight[begin : begin + step].to(out.dtype).t(), out=out[:, begin : begin + step])
+        if self.bias is not None:
+            out.add_(self.bias[tokens])
+        if self.softcap is not None:
+            out.div_(self.softcap).tanh_().mul_(self.softcap)
+        return out
+
+
+class _Tiles(NamedTuple):
+    """A cut of rows x vocabulary into pieces whose logits fit the workspace."""
+
+    rows: int
+    vocabulary: int
+    row_step: int
+    token_step: int
+    buffer: Tensor
+
+    @classmethod
+    def cut(cls, hidden: Tensor, head: _Head, workspace_bytes: int | None) -> _Tiles:
+        if workspace_bytes is None:
+            workspace_bytes = _WORKSPACE_BYTES.get(hidden.device.type, _WORKSPACE_BYTES_GPU)
+        rows, vocabulary = hidden.shape[0], head.weight.shape[0]
+        elements = workspace_bytes // head.logits_dtype.itemsize
+        row_step = max(1, min(rows, max(_ROWS, elements // max(1, vocabulary)), max(1, elements // _TILE)))
+        token_step = min(max(1, vocabulary), max(_TILE, elements // row_step // _TILE * _TILE))
+        buffer = torch.empty(row_step * token_step, dtype=head.logits_dtype, device=hidden.device)
+        return cls(rows, vocabulary, row_step, token_step, buffer)
+
+    def row_slices(self) -> Iterator[slice]:
+        for begin in range(0, self.rows, self.row_step):
+            yield slice(begin, min(self.rows, begin + self.row_step))
+
+    def token_slices(self) -> Iterator[slice]:
+        for begin in range(0, self.vocabulary, self.token_step):
+            yield slice(begin, min(self.vocabulary, begin + self.token_step))
+
+    def room(self, rows: slice, tokens: slice) -> Tensor:
+        shape = rows.stop - rows.start, tokens.stop - tokens.start
+        return self.buffer[: shape[0] * shape[1]].view(shape)
+
+
+class _Picked(NamedTuple):
+    """Some of the rows, in their order, packed: without a host synchronisation where the caller bounds their number."""
+
+    indices: Tensor  # [capacity], -1 past the last row
+    fits: Tensor  # bool [1]: whether the bound held
+
+    @classmethod
+    def where(cls, mask: Tensor, capacity: int | None) -> _Picked:
+        if capacity is None:
+            capacity = int(mask.sum())
+        indices, count = _op.compact.default(mask, capacity)
+        return cls(indices, count <= capacity)
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values.index_select(0, self.indices.clamp(min=0))
+
+    def scatter(self, values: Tensor, rows: int) -> Tensor:
+        """``values`` at their rows, 0 elsewhere; NaN where the bound did not hold."""
+        out = values.new_zeros((rows + 1, *values.shape[1:]))  # the last row takes what has no row
+        out.index_copy_(0, torch.where(self.indices < 0, rows, self.indices), values)
+        return self.poison(out[:rows])
+
+    def poison(self, values: Tensor) -> Tensor:
+        return torch.where(self.fits.view([1] * values.dim()), values, torch.nan)
+
+
+def _require(good: bool, message: str) -> None:
+    if not good:
+        raise ValueError(message)
+
+
+def _checked_head(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    temperature_tensor: Tensor | None,
+    logit_softcap: float | None,
+    row_mask: Tensor | None,
+    logits_dtype: torch.dtype,
+    workspace_bytes: int | None,
+) -> _Head:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    shape = hidden.shape[:-1]
+    _require(hidden.dim() >= 1, "hidden: got a 0-d tensor; takes [..., H]")
+    _require(hidden.dtype in floats, f"hidden: got dtype {hidden.dtype}; takes float32, bfloat16 or float16")
+    _require(
+        weight.dim() == 2 and weight.shape[1] == hidden.shape[-1],
+        f"weight: got shape {list(weight.shape)}; takes [V, H] with the H of hidden, {hidden.shape[-1]}",
+    )
+    _require(
+        weight.dtype == hidden.dtype, f"weight: got dtype {weight.dtype}; takes the dtype of hidden, {hidden.dtype}"
+    )
+    _require(weight.shape[0] > 0, "weight: got no tokens; takes [V, H] with V of at least 1")
+    _require(labels.shape == shape, f"labels: got shape {list(labels.shape)}; takes one for each row, {list(shape)}")
+    _require(labels.dtype in (torch.int64, torch.int32), f"labels: got dtype {labels.dtype}; takes int64 or int32")
+    if labels.numel() and not labels.is_cuda:
+        low, high = (int(bound) for bound in labels.aminmax())
+        bad = high if high >= weight.shape[0] else low if low < -100 else None
+        if bad is None and low < 0:
+            between = labels[(labels < 0) & (labels != -100)]
+            bad = int(between[0]) if len(between) else None
+        _require(bad is None, f"labels: got {bad}; takes -100 (no target) or a token in [0, {weight.shape[0]})")
+    if bias is not None:
+        _require(
+            bias.shape == weight.shape[:1] and bias.dtype == weight.dtype,
+            f"bias: got shape {list(bias.shape)} of {bias.dtype}; takes [{weight.shape[0]}] of {weight.dtype}",
+        )
+    if row_mask is not None:
+        _require(row_mask.dtype == torch.bool, f"row_mask: got dtype {row_mask.dtype}; takes bool")
+        _require(row_mask.shape == shape, f"row_mask: got shape {list(row_mask.shape)}; takes {list(shape)}")
+    for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias), ("row_mask", row_mask)):
+        _require(
+            tensor is None or tensor.device == hidden.device, f"{name}: is not on hidden's device, {hidden.device}"
+        )
+    if temperature_tensor is not None:
+        _require(
+            temperature_tensor.dim() == 0 or temperature_tensor.shape == shape,
+            f"temperature: got shape {list(temperature_tensor.shape)}; takes a 0-d tensor or one for each row",
+        )
+    _require(
+        logits_dtype in (torch.float32, hidden.dtype),
+        f"logits_dtype: got {logits_dtype}; takes torch.float32 or the dtype of hidden, {hidden.dtype}",
+    )
+    _require(logit_softcap is None or logit_softcap > 0, f"logit_softcap: got {logit_softcap}; takes a number above 0")
+    _require(
+        workspace_bytes is None or workspace_bytes > 0, f"workspace_bytes: got {workspace_bytes}; takes at least 1"
+    )
+    return _Head(weight, bias, logit_softcap, logits_dtype)
+
+
+def _require_bound(name: str, bound: int | None) -> None:
+    _require(bound is None or bound >= 0, f"{name}: got {bound}; takes at least 0")
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    logit_softcap: float | None = None,
+    row_mask: Tensor | None = None,
+    max_rows: int | None = None,
+    max_grad_rows: int | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+    workspace_bytes: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    head = _checked_head(
+        hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, row_mask, logits_dtype,
+        workspace_bytes,
+    )  # fmt: skip
+    _require_bound("max_rows", max_rows)
+    _require_bound("max_grad_rows", max_grad_rows)
+    shape = hidden.shape[:-1]
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    per_row = temperature_tensor is not None and temperature_tensor.dim() > 0
+    temperatures = temperature_tensor.reshape(-1) if per_row and temperature_tensor is not None else temperature_tensor
+    count = rows.shape[0]
+
+    picked = None
+    if row_mask is not None or max_rows is not None:
+        mask = torch.ones(count, dtype=torch.bool, device=hidden.device) if row_mask is None else row_mask.reshape(-1)
+        picked = _Picked.where(mask, max_rows)
+        rows, targets = picked.gather(rows), picked.gather(targets)
+        if per_row and temperatures is not None:
+            temperatures = picked.gather(temperatures)
+
+    tiles = _Tiles.cut(rows, head, workspace_bytes)
+    state = rows.new_empty((rows.shape[0], 4), dtype=torch.float32)
+    empty = torch.finfo(torch.float32).min, 0.0, 0.0, -torch.inf
+    for column, value in enumerate(empty):
+        state[:, column] = value
+    for r in tiles.row_slices():
+        for t in tiles.token_slices():
+            logits = head.logits(rows[r], t, tiles.room(r, t))
+            here = temperatures[r] if per_row and temperatures is not None else temperatures
+            _op.softmax_state_.default(state[r], logits, targets[r], t.start, temperature, here)
+    outputs = _op.softmax_state_finish.default(state, temperature, temperatures)
+    outputs[0].masked_fill_(targets == -100, 0.0)
+    if picked is not None:
+        outputs = tuple(picked.scatter(output, count) for output in outputs)
+    logprob, entropy, row_max, log_sum = (output.view(shape) for output in outputs)
+    return logprob, entropy, row_max, log_sum
+
+
+def backward(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    temperature: float,
+    temperature_tensor: Tensor | None,
+    logit_softcap: float | None,
+    row_mask: Tensor | None,
+    max_grad_rows: int | None,
+    logits_dtype: torch.dtype,
+    workspace_bytes: int | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    head = _checked_head(
+        hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, row_mask, logits_dtype,
+        workspace_bytes,
+    )  # fmt: skip
+    flat_labels = labels.reshape(-1)
+    active = torch.zeros_like(flat_labels, dtype=torch.bool)
+    if grad_logprob is not None:
+        active |= (grad_logprob.reshape(-1) != 0) & (flat_labels != -100)
+    if grad_entropy is not None:
+        active |= grad_entropy.reshape(-1) != 0
+    if row_mask is not None:
+        active &= row_mask.reshape(-1)
+    picked = _Picked.where(active, max_grad_rows)
+
+    def gather(values: Tensor) -> Tensor:
+        return picked.gather(values.reshape(-1, *values.shape[hidden.dim() - 1 :]))
+
+    def gather_gradient(values: Tensor | None) -> Tensor | None:  # 0 past the last row: its tile becomes zeros
+        return None if values is None else torch.where(picked.indices < 0, 0.0, gather(values))
+
+    rows, targets, h, m, s = (gather(values) for values in (hidden, labels, entropy, row_max, log_sum))
+    g_logprob, g_entropy = gather_gradient(grad_logprob), gather_gradient(grad_entropy)
+    per_row = temperature_tensor is not None and temperature_tensor.dim() > 0
+    temperatures = gather(temperature_tensor) if per_row and temperature_tensor is not None else temperature_tensor
+
+    want_hidden, want_weight, want_bias = wanted
+    tiles = _Tiles.cut(rows, head, workspace_bytes)
+    grad_rows = rows.new_zeros(rows.shape if want_hidden else (0,), dtype=torch.float32)
+    grad_weight = weight.new_zeros(weight.shape if want_weight else (0,))
+    grad_bias = weight.new_zeros(weight.shape[:1] if want_bias else (0,))
+    several = rows.shape[0] > tiles.row_step
+    # Tokens outside, rows inside: the gradient of a stretch of the weight is complete when its tiles are done, and
+    # needs a float32 sum of its own size only.
+    for t in tiles.token_slices():
+        weight_sum = weight.new_zeros((t.stop - t.start, weight.shape[1]), dtype=torch.float32) if several else None
+        bias_sum = weight.new_zeros(t.stop - t.start, dtype=torch.float32)
+        for r in tiles.row_slices():
+            tile = head.logits(rows[r], t, tiles.room(r, t))
+            slope = None if logit_softcap is None else 1 - (tile / logit_softcap).square()
+            _op.logprob_entropy_backward_.default(
+                None if g_logprob is None else g_logprob[r],
+                None if g_entropy is None else g_entropy[r],
+                tile, targets[r], h[r], m[r], s[r], t.start, temperature,
+                temperatures[r] if per_row and temperatures is not None else temperatures,
+            )  # fmt: skip
+            if slope is not None:
+                tile.mul_(slope)
+            if want_bias:
+                bias_sum += tile.sum(0, dtype=torch.float32)
+            tile = tile.to(weight.dtype)
+            if want_hidden:
+                _add_product(grad_rows[r], tile, weight[t])
+            if want_weight:
+                if weight_sum is not None:
+                    _add_product(weight_sum, tile.t(), rows[r])
+                else:
+                    torch.mm(tile.t(), rows[r], out=grad_weight[t])
+        if want_weight and weight_sum is not None:
+            grad_weight[t] = weight_sum
+        if want_bias:
+            grad_bias[t] = bias_sum
+    grad_hidden = grad_rows
+    if want_hidden:
+        grad_hidden = picked.scatter(grad_rows, flat_labels.shape[0]).to(hidden.dtype).view(hidden.shape)
+    return grad_hidden, picked.poison(grad_weight), picked.poison(grad_bias)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b`` in float32."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b

@@ -1,0 +1,222 @@
+"""Loads the compiled libraries and registers what torch needs of Python: fake kernels, autograd, the LM head.
+
+The schemas are in ``csrc/library.cpp``. A fake kernel says shapes and dtypes and nothing else: arguments are checked
+by the kernels themselves, whose ``std::invalid_argument`` reaches Python as ``ValueError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _build_info, _linear
+
+# The libraries lie beside the compiled module, which is not beside this file in an editable install.
+_HERE = Path(str(_build_info.__file__)).parent
+
+torch.ops.load_library(str(_HERE / "_cpu.so"))  # type: ignore[no-untyped-call]
+
+_op = torch.ops.d3s_kernels
+
+logprob_entropy = _op.logprob_entropy.default
+linear_logprob_entropy = _op.linear_logprob_entropy.default
+topk_mask = _op.topk_mask.default
+select_tokens = _op.select_tokens.default
+select_tokens_from_logits = _op.select_tokens_from_logits.default
+compact = _op.compact.default
+group_advantages = _op.group_advantages.default
+max_variance_select = _op.max_variance_select.default
+
+
+# ---- fake kernels ---------------------------------------------------------------------------------------------------
+
+
+def _rows(like: Tensor, shape: Sequence[int], count: int = 4) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(shape, dtype=torch.float32) for _ in range(count))
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"d3s_kernels::{name}")
+    return register
+
+
+@_fake("logprob_entropy")
+def _(logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    return _rows(logits, logits.shape[:-1])
+
+
+@_fake("logprob_entropy_backward")
+def _(grad_logprob: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *_: Any, **__: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+@_fake("softmax_state_")
+def _(state: Tensor, *_: Any, **__: Any) -> None:
+    return None
+
+
+@_fake("softmax_state_finish")
+def _(state: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    return _rows(state, state.shape[:1])
+
+
+@_fake("logprob_entropy_backward_")
+def _(*_: Any, **__: Any) -> None:
+    return None
+
+
+@_fake("linear_logprob_entropy")
+def _(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    return _rows(hidden, hidden.shape[:-1])
+
+
+@_fake("linear_logprob_entropy_backward")
+def _(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    *others: Any,
+    **__: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = others[-1]
+    return (
+        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
+        weight.new_empty(weight.shape if wanted[1] else (0,)),
+        weight.new_empty(weight.shape[:1] if wanted[2] else (0,)),
+    )
+
+
+@_fake("topk_mask")
+def _(scores: Tensor, *_: Any, **__: Any) -> Tensor:
+    return scores.new_empty(scores.shape, dtype=torch.bool)
+
+
+def _selection(entropy: Tensor, shape: Sequence[int], offsets: Tensor | None, pooled: bool) -> tuple[Tensor, ...]:
+    segments: Sequence[int] = () if pooled else shape[:-1] if offsets is None else (offsets.shape[0] - 1,)
+    return (
+        entropy.new_empty(shape, dtype=torch.bool),
+        entropy.new_empty(segments, dtype=torch.int32),
+        entropy.new_empty(segments, dtype=torch.float32),
+    )
+
+
+@_fake("select_tokens")
+def _(
+    entropy: Tensor,
+    advantages: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    pooled: bool = True,
+    drop_zeros: bool = False,
+) -> tuple[Tensor, ...]:
+    return _selection(entropy, entropy.shape, offsets, pooled)
+
+
+@_fake("select_tokens_from_logits")
+def _(
+    logits: Tensor,
+    advantages: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    pooled: bool = True,
+    drop_zeros: bool = False,
+) -> tuple[Tensor, ...]:
+    shape = logits.shape[:-1]
+    chosen, count, threshold = _selection(logits, shape, offsets, pooled)
+    return chosen, *_rows(logits, shape, 1), count, threshold
+
+
+@_fake("compact")
+def _(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    return mask.new_empty((capacity,), dtype=torch.int64), mask.new_empty((1,), dtype=torch.int64)
+
+
+@_fake("group_advantages")
+def _(rewards: Tensor, *_: Any, **__: Any) -> Tensor:
+    return rewards.new_empty(rewards.shape, dtype=torch.float32)
+
+
+@_fake("max_variance_select")
+def _(values: Tensor, *_: Any, **__: Any) -> Tensor:
+    return values.new_empty(values.shape, dtype=torch.bool)
+
+
+# ---- autograd -------------------------------------------------------------------------------------------------------
+# Gradients that did not come stay None, so that entropy used as a score costs nothing in the backward.
+
+
+def _save_logprob_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, labels, ctx.temperature, temperature_tensor, row_mask = inputs
+    _, entropy, row_max, log_sum = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(row_max, log_sum)
+    ctx.save_for_backward(logits, labels, temperature_tensor, row_mask, entropy, row_max, log_sum)
+
+
+def _logprob_entropy_backward(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    logits, labels, temperature_tensor, row_mask, entropy, row_max, log_sum = ctx.saved_tensors
+    grad = None
+    if grad_logprob is not None or grad_entropy is not None:
+        grad = _op.logprob_entropy_backward.default(
+            grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, ctx.temperature, temperature_tensor,
+            row_mask,
+        )  # fmt: skip
+    return grad, None, None, None, None
+
+
+torch.library.register_autograd(
+    "d3s_kernels::logprob_entropy", _logprob_entropy_backward, setup_context=_save_logprob_entropy
+)
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, labels, bias, ctx.temperature, temperature_tensor, ctx.logit_softcap, row_mask = inputs[:8]
+    _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[8:]
+    _, entropy, row_max, log_sum = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(row_max, log_sum)
+    ctx.save_for_backward(hidden, weight, labels, bias, temperature_tensor, row_mask, entropy, row_max, log_sum)
+
+
+def _linear_backward(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    hidden, weight, labels, bias, temperature_tensor, row_mask, entropy, row_max, log_sum = ctx.saved_tensors
+    needs = ctx.needs_input_grad  # without the arguments at the end that have their default value
+    wanted = [needs[0], needs[1], len(needs) > 3 and needs[3]]
+    grads: list[Tensor | None] = [None, None, None]
+    if grad_logprob is not None or grad_entropy is not None:
+        found = _op.linear_logprob_entropy_backward.default(
+            grad_logprob, grad_entropy, hidden, weight, labels, bias, entropy, row_max, log_sum, ctx.temperature,
+            temperature_tensor, ctx.logit_softcap, row_mask, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes,
+            wanted,
+        )  # fmt: skip
+        grads = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
+    return grads[0], grads[1], None, grads[2], *[None] * 8
+
+
+torch.library.register_autograd("d3s_kernels::linear_logprob_entropy", _linear_backward, setup_context=_save_linear)
+
+# ---- the LM head: a loop over torch's matrix products and the kernels above, the same on every device ----------------
+
+_library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
+for _key in ("CPU", "CUDA"):
+    _library.impl("linear_logprob_entropy", _linear.forward, _key)  # type: ignore[no-untyped-call]
+    _library.impl("linear_logprob_entropy_backward", _linear.backward, _key)  # type: ignore[no-untyped-call]

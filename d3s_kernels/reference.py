@@ -1,0 +1,312 @@
+"""What every op means, in plain PyTorch and float64.
+
+Same names, arguments and results as the ops themselves, written to be read: rows and segments one after the other, no
+kernel, no argument checks. The tests compare the library with these functions; they are the place to look up what an
+op does with ties, NaN, masks and empty segments.
+
+Logits are reduced in float64 and give float64 results that autograd can differentiate (the ops return float32).
+Scores are float32, as in the ops, so that equal scores here are equal scores there.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Temperature = float | Tensor
+
+
+class TokenSelection(NamedTuple):
+    mask: Tensor
+    entropy: Tensor
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    threshold: Tensor
+
+
+# ---- vocabulary: logits [..., V] -> one number for each row ----------------------------------------------------------
+
+
+def entropy(logits: Tensor, *, temperature: Temperature = 1.0, row_mask: Tensor | None = None) -> Tensor:
+    """H = -sum p log p in nats, of p = softmax(logits / temperature)."""
+    return _row_entropy(_log_softmax(logits, temperature, row_mask), row_mask)
+
+
+def logprob_entropy(
+    logits: Tensor, labels: Tensor, *, temperature: Temperature = 1.0, row_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """log p of each row's label (0 where the label is -100), and the row's entropy."""
+    log_p = _log_softmax(logits, temperature, row_mask)
+    no_target = labels == -100
+    logprob = log_p.gather(-1, labels.long().masked_fill(no_target, 0).unsqueeze(-1)).squeeze(-1)
+    return _masked(logprob.masked_fill(no_target, 0), row_mask), _row_entropy(log_p, row_mask)
+
+
+def linear_logprob_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: Temperature = 1.0,
+    logit_softcap: float | None = None,
+    row_mask: Tensor | None = None,
+    max_rows: int | None = None,
+    max_grad_rows: int | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+    workspace_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """logprob_entropy of hidden @ weight.T + bias, without keeping these logits.
+
+    `logits_dtype` and `workspace_bytes` change rounding and memory, never the meaning. More unmasked rows than
+    `max_rows` give NaN results, more rows with a gradient than `max_grad_rows` NaN gradients.
+    """
+    logits = hidden.double() @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    results = torch.stack(logprob_entropy(logits, labels, temperature=temperature, row_mask=row_mask))
+
+    rows = labels.numel() if row_mask is None else int(row_mask.sum())
+    if max_rows is not None and rows > max_rows:
+        results = results * math.nan
+    if max_grad_rows is not None and results.requires_grad:
+        bound = max_grad_rows
+        results.register_hook(  # type: ignore[no-untyped-call]
+            lambda grad: grad if int((grad != 0).any(0).sum()) <= bound else grad * math.nan
+        )
+    logprob, row_entropy = results
+    return logprob, row_entropy
+
+
+def _log_softmax(logits: Tensor, temperature: Temperature, row_mask: Tensor | None) -> Tensor:
+    if row_mask is not None:  # rows that are left out are never read: NaN in them stays there
+        logits = logits.masked_fill(~row_mask.unsqueeze(-1), 0)
+    per_row = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+    return torch.log_softmax(logits.double() / per_row, -1)
+
+
+def _row_entropy(log_p: Tensor, row_mask: Tensor | None) -> Tensor:
+    finite = log_p.masked_fill(log_p == -math.inf, 0)  # 0 log 0 is 0, and so is its gradient
+    return _masked(-(log_p.exp() * finite).sum(-1), row_mask)
+
+
+def _masked(rows: Tensor, row_mask: Tensor | None) -> Tensor:
+    return rows if row_mask is None else rows.masked_fill(~row_mask, 0)
+
+
+# ---- tokens: segments of scores -> masks -----------------------------------------------------------------------------
+
+
+def topk_mask(
+    scores: Tensor,
+    ratio: float | Tensor | None = None,
+    *,
+    k: int | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    drop_zeros: bool = False,
+) -> Tensor:
+    """The k highest of each segment's usable scores; among equal ones those of the lowest index."""
+    flat, usable = scores.flatten(), _usable(scores, mask)
+    chosen = torch.zeros_like(usable)
+    for begin, end in _segments(scores, offsets):
+        part = slice(begin, end)
+        chosen[part] = _highest(flat[part], usable[part], ratio, k, drop_zeros)
+    return chosen.view(scores.shape)
+
+
+def select_tokens(
+    entropy: Tensor,
+    advantages: Tensor,
+    ratio: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    scope: str = "batch",
+    drop_zeros: bool = False,
+) -> TokenSelection:
+    """topk_mask of the scores |A| * H, over the whole batch or over each sequence."""
+    scores = _per_token(advantages, entropy, offsets).float().abs() * entropy.float()
+    pooled = scope == "batch"
+    sizes = () if pooled else entropy.shape[:-1] if offsets is None else (len(offsets) - 1,)
+
+    flat, usable = scores.flatten(), _usable(scores, mask)
+    chosen = torch.zeros_like(usable)
+    counts, thresholds = [], []
+    for begin, end in [(0, flat.numel())] if pooled else _segments(scores, offsets):
+        part = slice(begin, end)
+        chosen[part] = _highest(flat[part], usable[part], ratio, None, drop_zeros)
+        kept = flat[part][chosen[part]]
+        counts.append(kept.numel())
+        thresholds.append(kept.min().item() if kept.numel() else math.inf)
+    return TokenSelection(
+        chosen.view(entropy.shape),
+        entropy,
+        torch.tensor(counts, dtype=torch.int32, device=entropy.device).view(sizes),
+        torch.tensor(thresholds, dtype=torch.float32, device=entropy.device).view(sizes),
+    )
+
+
+def select_tokens_from_logits(
+    logits: Tensor,
+    advantages: Tensor,
+    ratio: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    temperature: Temperature = 1.0,
+    scope: str = "batch",
+    drop_zeros: bool = False,
+) -> TokenSelection:
+    """select_tokens of the entropy of the logits. Rows that the mask leaves out are not read; their entropy is 0."""
+    row_entropy = entropy(logits.detach(), temperature=temperature, row_mask=mask).float()
+    return select_tokens(row_entropy, advantages, ratio, mask=mask, offsets=offsets, scope=scope, drop_zeros=drop_zeros)
+
+
+def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Where the mask is true: row-major indices in ascending order, -1 after the last, and how many there are.
+
+    The count is the true one, also where it exceeds the capacity.
+    """
+    found = mask.flatten().nonzero().flatten()
+    indices = torch.full((capacity,), -1, dtype=torch.int64, device=mask.device)
+    indices[: len(found)] = found[:capacity]
+    return indices, torch.tensor([len(found)], device=mask.device)
+
+
+def _per_token(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> Tensor:
+    """Advantages are given for each token, for each sequence, or one for all; [n] beside n tokens is for each token."""
+    if advantages.dim() == 0 or advantages.shape == entropy.shape:
+        return advantages.expand_as(entropy)
+    if offsets is not None:
+        return advantages.repeat_interleave(offsets.diff())
+    return advantages.unsqueeze(-1).expand_as(entropy)
+
+
+def _usable(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Flat. Masked positions and NaN are never chosen and do not count."""
+    usable = ~scores.isnan()
+    return (usable if mask is None else usable & mask).flatten()
+
+
+def _highest(scores: Tensor, usable: Tensor, ratio: float | Tensor | None, k: int | None, drop_zeros: bool) -> Tensor:
+    candidates = usable.nonzero().flatten()
+    order = scores[candidates].argsort(descending=True, stable=True)  # equal scores stay in the order of their index
+    kept = candidates[order[: _how_many(len(candidates), ratio, k)]]
+    if drop_zeros:  # zeros count in n, and so in k; then they go
+        kept = kept[scores[kept] != 0]
+    return torch.zeros_like(usable).index_fill(0, kept, True)
+
+
+def _how_many(n: int, ratio: float | Tensor | None, k: int | None) -> int:
+    """k, or the ratio's share of n rounded up: at least 1, at most n.
+
+    A ratio that was rounded when it was written down must not push the product past a whole number: 0.07 of 100 is 7
+    although 0.07 * 100 > 7. The product may be 4 rounding steps of the ratio's dtype too large.
+    """
+    if k is None:
+        assert ratio is not None
+        slack = 2**-21 if isinstance(ratio, Tensor) and ratio.dtype == torch.float32 else 2**-50
+        k = max(1, math.ceil(float(ratio) * n * (1 - slack)))
+    return min(n, k)
+
+
+# ---- rollouts: groups of rewards or advantages -----------------------------------------------------------------------
+
+
+def group_advantages(
+    rewards: Tensor, *, offsets: Tensor | None = None, scale: str = "group", eps: float = 1e-4, ddof: int = 1
+) -> Tensor:
+    """(R - mean of the group) / (std + eps): the group's std, the whole batch's, or, for scale="none", no division.
+
+    A NaN reward is unscorable: it is left out of mean and std, and its advantage is 0.
+    """
+    flat = rewards.double().flatten()
+    advantages = torch.zeros_like(flat)
+    batch_std = _std(flat, ddof)
+    for begin, end in _segments(rewards, offsets):
+        group = flat[begin:end]
+        centred = group - group.nanmean()
+        std = _std(group, ddof) if scale == "group" else batch_std
+        scaled = centred if scale == "none" else centred / (std + eps)
+        nothing = group.isnan() | (centred == 0)  # equal rewards have no advantage, also where eps is 0
+        advantages[begin:end] = scaled.masked_fill(nothing, 0)
+    return advantages.float().view(rewards.shape)
+
+
+def max_variance_select(
+    values: Tensor,
+    keep: int | Tensor,
+    *,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Of each segment the `keep` values with the largest variance; all, where no more than that are usable."""
+    flat = values.double().flatten()
+    usable = flat.isfinite() if mask is None else flat.isfinite() & mask.flatten()
+    chosen = torch.zeros_like(usable)
+    for begin, end in _segments(values, offsets):
+        part = slice(begin, end)
+        chosen[part] = _most_varied(flat[part], usable[part], int(keep))
+    return chosen.view(values.shape)
+
+
+def select_rollouts(
+    advantages: Tensor, keep: int | Tensor, *, offsets: Tensor | None = None, scope: str = "batch"
+) -> Tensor:
+    """max_variance_select of each group, or of all groups as one, of which keep * groups are kept (D3S)."""
+    if scope == "group":
+        return max_variance_select(advantages, keep, offsets=offsets)
+    groups = len(_segments(advantages, offsets))
+    return max_variance_select(advantages.flatten(), int(keep) * groups).view(advantages.shape)
+
+
+def _std(values: Tensor, ddof: int) -> Tensor:
+    scored = values[~values.isnan()]
+    freedom = len(scored) - ddof
+    if freedom <= 0:
+        return values.new_zeros(())
+    return ((scored - scored.mean()).square().sum() / freedom).sqrt()
+
+
+def _most_varied(values: Tensor, usable: Tensor, k: int) -> Tensor:
+    """The best k are the i lowest and the k - i highest, for one i in 0..k (PODS, Lemma 3.1): try all.
+
+    Among equally good ones (to 1e-12, rewards of 0 and 1 tie by the dozen) the largest i: the fewest from the top.
+    """
+    kept = usable.nonzero().flatten()
+    n = len(kept)
+    if n > k:
+        kept = kept[values[kept].argsort(stable=True)]  # by value, then index; -0 is 0
+        shifted = values[kept] - values[kept[n // 2]]  # else large values with small differences cancel
+        sum_low, sum_high = _first_sums(shifted, k), _first_sums(shifted.flip(0), k).flip(0)
+        square_low, square_high = _first_sums(shifted**2, k), _first_sums(shifted.flip(0) ** 2, k).flip(0)
+        spread = (square_low + square_high) - (sum_low + sum_high) ** 2 / k  # k times the variance, for i = 0..k
+        low = int((spread >= spread.max() * (1 - 1e-12)).nonzero().max())
+        kept = torch.cat([kept[:low], kept[n - (k - low) :]])
+    return torch.zeros_like(usable).index_fill(0, kept, True)
+
+
+def _first_sums(values: Tensor, k: int) -> Tensor:
+    """The sums of the first 0, 1, ... k values."""
+    return torch.cat([values.new_zeros(1), values[:k].cumsum(0)])
+
+
+# ---- segments --------------------------------------------------------------------------------------------------------
+
+
+def _segments(values: Tensor, offsets: Tensor | None) -> list[tuple[int, int]]:
+    """(begin, end) in the flat tensor: what the offsets cut a 1-D tensor into, or the rows of the last dimension."""
+    if offsets is not None:
+        return list(pairwise(offsets.tolist()))
+    length = values.shape[-1]
+    return [(row * length, (row + 1) * length) for row in range(math.prod(values.shape[:-1]))]

@@ -1,0 +1,83 @@
+"""D3S's down-sampling schedule: few rollouts and tokens first, more as training goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+
+class Budget(NamedTuple):
+    """What a step may train on: rollouts of each group, and the share of their tokens."""
+
+    rollouts: int
+    token_ratio: float
+
+
+def _linear(start: float, end: float, progress: float) -> float:
+    return start + (end - start) * progress
+
+
+def _cosine(start: float, end: float, progress: float) -> float:
+    return _linear(start, end, 0.5 * (1 - math.cos(math.pi * progress)))
+
+
+def _exponential(start: float, end: float, progress: float) -> float:
+    return start * math.pow(end / start, progress)
+
+
+_SHAPES: dict[str, Callable[[float, float, float], float]] = {
+    "linear": _linear,
+    "cosine": _cosine,
+    "exponential": _exponential,
+}
+
+
+class DownSamplingSchedule:
+    """The budget at a point of training, between ``start`` and ``end``.
+
+    ``linear`` is the paper's (arXiv 2509.22115): ``(1 - p) start + p end``; its numbers are the defaults. ``cosine``
+    starts and ends slowly, ``exponential`` grows by equal factors. Rollouts are rounded half up.
+
+    Args:
+        start: the budget at progress 0; rollouts at least 1, token_ratio in (0, 1].
+        end: the budget at progress 1, likewise.
+        shape: "linear", "cosine" or "exponential".
+
+    Raises:
+        ValueError: a budget or shape that is none of these, or, when called, progress outside [0, 1].
+
+    Example:
+        >>> import d3s_kernels as d3s
+        >>> schedule = d3s.DownSamplingSchedule()
+        >>> schedule(0.0), schedule(0.5)
+        (Budget(rollouts=8, token_ratio=0.05), Budget(rollouts=20, token_ratio=0.125))
+    """
+
+    def __init__(
+        self,
+        start: Budget = Budget(8, 0.05),  # noqa: B008  an immutable tuple
+        end: Budget = Budget(32, 0.20),  # noqa: B008
+        shape: Literal["linear", "cosine", "exponential"] = "linear",
+    ) -> None:
+        for name, budget in (("start", start), ("end", end)):
+            if not budget.rollouts >= 1:
+                raise ValueError(f"{name}: got {budget.rollouts} rollouts; takes at least 1")
+            if not 0 < budget.token_ratio <= 1:
+                raise ValueError(f"{name}: got a token_ratio of {budget.token_ratio}; takes a number in (0, 1]")
+        if shape not in _SHAPES:
+            raise ValueError(f"shape: got {shape!r}; takes one of {', '.join(map(repr, _SHAPES))}")
+        self.start, self.end, self.shape = Budget(*start), Budget(*end), shape
+
+    def __call__(self, progress: float) -> Budget:
+        """The budget at ``progress``, the share of training that is done."""
+        if not 0 <= progress <= 1:
+            raise ValueError(f"progress: got {progress}; takes a number in [0, 1]")
+        rollouts, ratio = (
+            end if progress == 1 else _SHAPES[self.shape](start, end, progress)  # the end itself, without rounding
+            for start, end in zip(self.start, self.end, strict=True)
+        )
+        return Budget(math.floor(rollouts + 0.5), ratio)
+
+    def __repr__(self) -> str:
+        return f"DownSamplingSchedule(start={self.start}, end={self.end}, shape={self.shape!r})"

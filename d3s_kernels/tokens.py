@@ -1,0 +1,187 @@
+"""Which tokens carry the gradient: exact top-K% masks by |A| * H (D3S, arXiv 2509.22115)."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from ._arguments import number_or_tensor, require_scope, require_tensors, temperature_argument
+
+
+class TokenSelection(NamedTuple):
+    """The tokens that were kept, and what a trainer needs to know of them. All stay on the device."""
+
+    mask: Tensor
+    """bool, the shape of the entropy."""
+    entropy: Tensor
+    """float32, nats."""
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    """int32: tokens kept, for each segment; 0-d for ``scope="batch"``. The loss's denominator."""
+    threshold: Tensor
+    """float32: the lowest kept score, for each segment; ``+inf`` where none is kept."""
+
+
+def topk_mask(
+    scores: Tensor,
+    ratio: float | Tensor | None = None,
+    *,
+    k: int | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    drop_zeros: bool = False,
+) -> Tensor:
+    """Marks the k largest scores of each segment: exactly k, ties to the lower index.
+
+    ``k = min(n, max(1, ceil(ratio * n)))`` with n the scores of the segment that are neither masked nor NaN; the
+    product is forgiven its rounding, so 0.07 of 100 is 7. NaN is never marked and moves no threshold.
+
+    Args:
+        scores: ``[..., n]``, a segment for each row; or ``[n]`` with ``offsets``. float32, bfloat16 or float16.
+        ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
+        k: how many to mark in each segment, instead of ``ratio``; all where a segment has fewer.
+        mask: bool, the shape of ``scores``; False is left out, and not counted in n.
+        offsets: int32 or int64 ``[segments + 1]``, from 0 to n (flash-attention's ``cu_seqlens``).
+        max_segment: the caller's bound on a segment's length: a hint for GPUs, never needed.
+        drop_zeros: leave scores of 0 out as well; then fewer than k may remain.
+
+    Returns:
+        bool, the shape of ``scores``.
+
+    Raises:
+        ValueError, TypeError: neither or both of ratio and k, ratio outside (0, 1], k below 1, a wrong shape, dtype,
+            device or offsets.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> d3s.topk_mask(torch.tensor([3.0, 1.0, 3.0, 3.0, torch.nan]), 0.5)
+        tensor([ True, False,  True, False, False])
+    """
+    require_tensors(scores=scores, mask=mask, offsets=offsets)
+    number, tensor = number_or_tensor("ratio", ratio)
+    result: Tensor = _ops.topk_mask(scores, number, tensor, k, mask, offsets, max_segment, drop_zeros)
+    return result
+
+
+def select_tokens(
+    entropy: Tensor,
+    advantages: Tensor,
+    ratio: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    scope: Literal["batch", "sequence"] = "batch",
+    drop_zeros: bool = False,
+) -> TokenSelection:
+    """Keeps the share ``ratio`` of the tokens with the largest ``|advantage| * entropy`` (D3S, token level).
+
+    The score is computed in float32 where it is needed and never stored. ``scope="batch"`` pools all tokens, as the
+    paper's formula does; within one sequence of an outcome reward ``|A|`` is constant and only entropy would decide.
+    Counts, ties, NaN: as in :func:`topk_mask`. The result has no gradient.
+
+    Args:
+        entropy: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        advantages: one for each token, one for each sequence (``[B]`` for ``[B, T]``, ``[S]`` with offsets), or a 0-d
+            tensor. A shape that is both is one for each token.
+        ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
+        mask: bool, the shape of ``entropy``: the completion's tokens.
+        offsets: int32 or int64 ``[S + 1]``, from 0 to N.
+        max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
+        scope: "batch" pools all tokens, "sequence" keeps the share of each sequence.
+        drop_zeros: leave scores of 0 out as well (groups without a spread of rewards have nothing else).
+
+    Returns:
+        :class:`TokenSelection`; its entropy is the argument.
+
+    Raises:
+        ValueError, TypeError: as :func:`topk_mask`.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> entropy = torch.tensor([[0.1, 2.0, 0.3], [1.5, 0.2, 0.9]])
+        >>> kept = d3s.select_tokens(entropy, torch.tensor([1.0, -2.0]), 0.5)
+        >>> kept.mask, kept.count
+        (tensor([[False,  True, False],
+                [ True, False,  True]]), tensor(3, dtype=torch.int32))
+    """
+    require_tensors(entropy=entropy, advantages=advantages, mask=mask, offsets=offsets)
+    number, tensor = number_or_tensor("ratio", ratio)
+    chosen, count, threshold = _ops.select_tokens(
+        entropy, _float32(advantages), number, tensor, mask, offsets, max_segment, require_scope(scope, "sequence"),
+        drop_zeros,
+    )  # fmt: skip
+    return TokenSelection(chosen, entropy, count, threshold)
+
+
+def select_tokens_from_logits(
+    logits: Tensor,
+    advantages: Tensor,
+    ratio: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    temperature: float | Tensor = 1.0,
+    scope: Literal["batch", "sequence"] = "batch",
+    drop_zeros: bool = False,
+) -> TokenSelection:
+    """:func:`select_tokens` with the entropy computed from ``logits`` on the way, in one op.
+
+    Args:
+        logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
+        mask: bool, the shape of the rows; rows where it is False are not read and have entropy 0.
+        temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows.
+        advantages, ratio, offsets, max_segment, scope, drop_zeros: as in :func:`select_tokens`.
+
+    Returns:
+        :class:`TokenSelection`, without gradients.
+
+    Raises:
+        ValueError, TypeError: as :func:`topk_mask` and :func:`d3s_kernels.entropy`.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> logits = torch.tensor([[[9.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])
+        >>> d3s.select_tokens_from_logits(logits, torch.tensor([0.5]), 0.5).mask
+        tensor([[False,  True]])
+    """
+    require_tensors(logits=logits, advantages=advantages, mask=mask, offsets=offsets)
+    number, tensor = number_or_tensor("ratio", ratio)
+    heat, heats = temperature_argument(temperature, logits.shape[:-1])
+    chosen, entropy, count, threshold = _ops.select_tokens_from_logits(
+        logits.detach(), _float32(advantages), number, tensor, mask, offsets, max_segment, heat, heats,
+        require_scope(scope, "sequence"), drop_zeros,
+    )  # fmt: skip
+    return TokenSelection(chosen, entropy, count, threshold)
+
+
+def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Where a mask is True, as indices into its flattened form, in a tensor of a size known beforehand.
+
+    Args:
+        mask: bool, any shape.
+        capacity: how many indices there is room for.
+
+    Returns:
+        ``(indices, count)``: int64 ``[capacity]``, ascending, -1 after the last; int64 ``[1]``, the true number, which
+        may exceed ``capacity`` (then the first ``capacity`` are there).
+
+    Raises:
+        ValueError, TypeError: a mask that is not bool, a capacity below 0.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> d3s.compact(torch.tensor([[False, True], [True, True]]), 4)
+        (tensor([ 1,  2,  3, -1]), tensor([3]))
+    """
+    require_tensors(mask=mask)
+    indices, count = _ops.compact(mask, capacity)
+    return indices, count
+
+
+def _float32(advantages: Tensor) -> Tensor:
+    return advantages if advantages.dtype == torch.float32 else advantages.float()
