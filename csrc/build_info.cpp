@@ -18,7 +18,7 @@ PYBIND11_MODULE(_build_info, m) {
     info["torch_target"] = D3S_TORCH_TARGET;
     info["torch_built_against"] = D3S_TORCH_BUILT_AGAINST;
 #if defined(D3S_X86_LEVELS)
-    info["simd_levels"] = std::vector<std::string>{"baseline", "avx2", "avx512"};
+    info["simd_levels"] = std::vector<std::string>{"baseline", "avx2", "avx512", "avx512_bf16"};
 #else
     info["simd_levels"] = std::vector<std::string>{"baseline"};
 #endif

@@ -37,6 +37,8 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "Tensor? temperature_tensor, float? logit_softcap, Tensor? row_mask, SymInt? max_grad_rows, "
       "ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
+  // out = hidden @ weight.T, bfloat16 in, float32 out: on CPUs, where torch has no such product
+  m.def("wide_product_(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()");
 
   // tokens: segments of scores -> masks
   m.def(

@@ -38,6 +38,8 @@ class _Head(NamedTuple):
             torch.mm(hidden, weight.t(), out=out)
         elif hidden.is_cuda:
             torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        elif hidden.dtype == torch.bfloat16:
+            _op.wide_product_.default(hidden, weight, out)
         else:
             wide = hidden.to(out.dtype)
             step = max(1, _UPCAST_BYTES // (4 * max(1, hidden.shape[1])))

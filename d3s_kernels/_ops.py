@@ -64,6 +64,7 @@ def _(state: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     return _rows(state, state.shape[:1])
 
 
+@_fake("wide_product_")
 @_fake("logprob_entropy_backward_")
 def _(*_: Any, **__: Any) -> None:
     return None
@@ -214,9 +215,20 @@ def _linear_backward(
 
 torch.library.register_autograd("d3s_kernels::linear_logprob_entropy", _linear_backward, setup_context=_save_linear)
 
+# Selections have no gradient. Without this, torch would hang a "not implemented" on their float outputs.
+_library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
+for _name in (
+    "topk_mask",
+    "select_tokens",
+    "select_tokens_from_logits",
+    "compact",
+    "group_advantages",
+    "max_variance_select",
+):
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+
 # ---- the LM head: a loop over torch's matrix products and the kernels above, the same on every device ----------------
 
-_library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 for _key in ("CPU", "CUDA"):
     _library.impl("linear_logprob_entropy", _linear.forward, _key)  # type: ignore[no-untyped-call]
     _library.impl("linear_logprob_entropy_backward", _linear.backward, _key)  # type: ignore[no-untyped-call]

@@ -153,7 +153,7 @@ def select_tokens_from_logits(
     number, tensor = number_or_tensor("ratio", ratio)
     heat, heats = temperature_argument(temperature, logits.shape[:-1])
     chosen, entropy, count, threshold = _ops.select_tokens_from_logits(
-        logits.detach(), _float32(advantages), number, tensor, mask, offsets, max_segment, heat, heats,
+        logits, _float32(advantages), number, tensor, mask, offsets, max_segment, heat, heats,
         require_scope(scope, "sequence"), drop_zeros,
     )  # fmt: skip
     return TokenSelection(chosen, entropy, count, threshold)

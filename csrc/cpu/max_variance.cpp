@@ -74,7 +74,7 @@ void select_segment(const T* values, const bool* mask, int64_t n, int64_t k, Roo
     const float value = to_float(values[i]);
     if ((!mask || mask[i]) && std::isfinite(value)) entries.push_back(entry(order_key(value), i));
   }
-  memset(out, 0, n);
+  std::fill_n(out, n, false);
   const int64_t usable = static_cast<int64_t>(entries.size());
   if (usable <= k) {
     for (const Entry e : entries) out[index_of(e)] = true;

@@ -13,6 +13,7 @@ SimdLevel best_level() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) return SimdLevel::avx512_bf16;
   return avx512 ? SimdLevel::avx512 : avx2 ? SimdLevel::avx2 : SimdLevel::baseline;
 #else
   return SimdLevel::baseline;
@@ -23,7 +24,7 @@ SimdLevel chosen_level() {
   const SimdLevel best = best_level();
   const char* asked = std::getenv("D3S_KERNELS_SIMD");
   if (!asked) return best;
-  for (SimdLevel level : {SimdLevel::baseline, SimdLevel::avx2, SimdLevel::avx512})
+  for (SimdLevel level : {SimdLevel::baseline, SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16})
     if (std::strcmp(asked, simd_level_name(level)) == 0) return level < best ? level : best;
   return best;
 }
@@ -36,7 +37,8 @@ SimdLevel simd_level() {
 }
 
 const char* simd_level_name(SimdLevel level) {
-  return level == SimdLevel::avx512 ? "avx512" : level == SimdLevel::avx2 ? "avx2" : "baseline";
+  static const char* const names[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
+  return names[static_cast<int>(level)];
 }
 
 }  // namespace d3s

@@ -7,9 +7,10 @@
 
 namespace d3s {
 
-enum class SimdLevel { baseline, avx2, avx512 };
+enum class SimdLevel { baseline, avx2, avx512, avx512_bf16 };
 
 // The best that was built and that the machine runs; D3S_KERNELS_SIMD=baseline|avx2|avx512 asks for less.
+// avx512_bf16 is avx512 with a dot product of bfloat16, which one file has a variant for.
 SimdLevel simd_level();
 
 const char* simd_level_name(SimdLevel level);
@@ -28,7 +29,7 @@ const char* simd_level_name(SimdLevel level);
   extern const type name;                \
   }
 #define D3S_PICK_VARIANT(name)                                           \
-  (::d3s::simd_level() == ::d3s::SimdLevel::avx512 ? ::d3s::avx512::name \
+  (::d3s::simd_level() >= ::d3s::SimdLevel::avx512 ? ::d3s::avx512::name \
    : ::d3s::simd_level() == ::d3s::SimdLevel::avx2 ? ::d3s::avx2::name   \
                                                    : ::d3s::baseline::name)
 #else

@@ -269,7 +269,7 @@ Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zero
     present = total(counts);
   }
   if (present == 0) {
-    memset(mask, 0, keys.n);
+    std::fill_n(mask, keys.n, false);
     return {};
   }
   return write_mask(keys, find_cut(keys, present, quota.of(present)), drop_zeros, mask);

@@ -1,0 +1,84 @@
+# Everything runs in .venv, made on first use; `make help` lists the targets.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+
+# The CPU build of torch where there is no GPU: exactly this one, before anything that depends on torch; else pip would
+# fetch several GB of CUDA libraries. Where there is a GPU, the newest.
+TORCH ?= $(shell command -v nvidia-smi > /dev/null && echo 'torch>=2.11' || echo 'torch==2.13.0')
+TORCH_INDEX ?=
+SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-oldest demo bench bench-short lint format sanitize clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.tools: $(BIN)/python
+	$(BIN)/python -c 'import torch' 2> /dev/null || $(BIN)/pip install -q $(TORCH_INDEX) '$(TORCH)' numpy
+	$(BIN)/pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.26' ninja
+	touch $@
+
+# Built against the torch that is there, without build isolation: that would fetch another one.
+$(STAMP): $(VENV)/.tools $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation -e '.[test,bench,demo,lint]'
+	touch $@
+
+setup: $(STAMP)  ## build the library and install what tests, demo and benchmarks need, in .venv
+
+test: setup  ## the whole test suite
+	$(BIN)/python -m pytest tests
+
+demo: setup  ## the main job on real input, with a picture
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+bench: setup  ## all benchmarks, against the peers: a table, and JSON and a plot in benchmarks/results/
+	$(BIN)/python -m benchmarks
+
+bench-short: setup  ## the benchmarks on small inputs, to see that they run
+	$(BIN)/python -m benchmarks --short
+
+lint: setup  ## ruff, mypy, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	find csrc tests -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+
+format: setup  ## put the code into form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find csrc tests -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format -i
+
+# The library is sanitized, Python is not: the sanitizers' own libraries have to be there first.
+SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
+
+sanitize: setup  ## the C++ tests and every op under AddressSanitizer and UBSan
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DD3S_SANITIZE=ON -DD3S_CPP_TESTS=ON \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > build/sanitize.log
+	$(BIN)/cmake --build build/sanitize --target test_core test_loops d3s_kernels_cpu
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZERS)" \
+	  $(BIN)/python tests/cpp/sanitized_ops.py build/sanitize/_cpu.so
+
+# Built against this environment's torch, run under the oldest one: the binary that users get. Some GB, fetched once.
+OLDEST := .venv-torch-2.11
+
+$(OLDEST)/.set-up:
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install -q 'torch==2.11.0' numpy pytest hypothesis
+	touch $@
+
+test-oldest: setup $(OLDEST)/.set-up  ## the tests of the ops under torch 2.11, with the library built above
+	rm -rf build/wheel && $(BIN)/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	$(OLDEST)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
+	cd build && ../$(OLDEST)/bin/python -m pytest ../tests --import-mode=importlib -p no:cacheprovider
+
+clean:  ## remove what was built
+	rm -rf build $(STAMP)

@@ -1,0 +1,53 @@
+// wide_product_: out = hidden @ weight.T, bfloat16 in, float32 out. Threads share the panels of the weight.
+#include "wide_product.h"
+
+#include <memory>
+
+#include "../torch_abi.h"
+
+namespace d3s {
+namespace {
+
+// Rows of `hidden` as words of two, the last one padded with 0; rows side by side.
+std::unique_ptr<uint32_t[]> words_of(const bfloat16* hidden, int64_t rows, int64_t stride, int64_t inner) {
+  const int64_t words = (inner + 1) / 2;
+  std::unique_ptr<uint32_t[]> packed(new uint32_t[rows * words + 1]);
+  for (int64_t r = 0; r < rows; ++r) {
+    packed[r * words + words - (words > 0)] = 0;
+    memcpy(packed.get() + r * words, hidden + r * stride, inner * sizeof(bfloat16));
+  }
+  return packed;
+}
+
+void wide_product_(const Tensor& hidden, const Tensor& weight, const Tensor& out) {
+  require(hidden.dim() == 2 && hidden.scalar_type() == ScalarType::BFloat16, "hidden", "got shape ", shape(hidden),
+          " of ", dtype(hidden), "; takes bfloat16 [rows, H]");
+  require(weight.dim() == 2 && weight.scalar_type() == ScalarType::BFloat16 && weight.size(1) == hidden.size(1),
+          "weight", "got shape ", shape(weight), " of ", dtype(weight), "; takes bfloat16 [V, ", hidden.size(1), "]");
+  require(out.dim() == 2 && out.scalar_type() == ScalarType::Float && out.size(0) == hidden.size(0) &&
+              out.size(1) == weight.size(0) && (out.size(1) <= 1 || out.stride(1) == 1),
+          "out", "got shape ", shape(out), " of ", dtype(out), "; takes float32 [", hidden.size(0), ", ",
+          weight.size(0), "], rows of stride 1");
+  const Tensor a = packed(hidden), b = packed(weight);
+  const int64_t rows = hidden.size(0), columns = weight.size(0), inner = hidden.size(1);
+  const WideProduct& loops = pick_wide_product();
+  const std::unique_ptr<uint32_t[]> words = words_of(data<bfloat16>(a), rows, inner, inner);
+  float* to = mutable_data<float>(out);
+  const int64_t stride = out.stride(0);
+  const int64_t panels = (columns + loops.columns - 1) / loops.columns;
+  parallel_for(panels, 1, [&](int64_t first, int64_t last) {
+    const std::unique_ptr<uint32_t[]> panel(new uint32_t[loops.panel_words(inner) + 1]);
+    for (int64_t p = first; p < last; ++p) {
+      const int64_t begin = p * loops.columns;
+      const int64_t count = columns - begin < loops.columns ? columns - begin : loops.columns;
+      loops.pack(data<bfloat16>(b) + begin * inner, inner, count, inner, panel.get());
+      loops.multiply(words.get(), rows, panel.get(), inner, to + begin, stride, count);
+    }
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, m) { m.impl("wide_product_", TORCH_BOX(&wide_product_)); }
+
+}  // namespace d3s

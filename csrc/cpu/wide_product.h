@@ -1,0 +1,37 @@
+// bfloat16 matrix product with a float32 result, which torch does not have on CPUs: rounding an LM head's logits to
+// bfloat16 would move entropies by hundredths of a nat, and widening the weight first costs most of the speed.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/float_bits.h"
+#include "simd_level.h"
+
+namespace d3s {
+
+struct WideProduct {
+  int64_t columns;  // of a panel: how many rows of the weight are worked on at a time
+  // Words of a packed panel: pairs of bfloat16 neighbours in a row of the weight, columns side by side.
+  int64_t (*panel_words)(int64_t inner);
+  void (*pack)(const bfloat16* weight, int64_t stride, int64_t columns, int64_t inner, uint32_t* panel);
+  // out[r][c] = sum_i hidden[r][i] weight[c][i], in the order of i whatever the number of rows and columns.
+  // `hidden` has words of two: rows of (inner + 1) / 2 words, the last one padded with 0.
+  void (*multiply)(const uint32_t* hidden, int64_t rows, const uint32_t* panel, int64_t inner, float* out,
+                   int64_t out_stride, int64_t columns);
+};
+
+D3S_DECLARE_VARIANTS(WideProduct, wide_product)
+#if defined(D3S_X86_LEVELS)
+namespace avx512_bf16 {
+extern const WideProduct wide_product;
+}
+#endif
+
+inline const WideProduct& pick_wide_product() {
+#if defined(D3S_X86_LEVELS)
+  if (simd_level() == SimdLevel::avx512_bf16) return avx512_bf16::wide_product;
+#endif
+  return D3S_PICK_VARIANT(wide_product);
+}
+
+}  // namespace d3s

@@ -1,0 +1,124 @@
+// The loops of every SIMD level that this machine runs, against double, at every length around a vector's.
+// Buffers are exactly as long as they need be: AddressSanitizer sees a read or write past them.
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "../../csrc/core/order_key.h"
+#include "../../csrc/core/softmax_state.h"
+#include "../../csrc/cpu/order_keys.h"
+#include "../../csrc/cpu/softmax_rows.h"
+#include "check.h"
+
+using namespace d3s;
+
+namespace {
+
+template <class T>
+std::unique_ptr<T[]> random_logits(int64_t n, float offset, std::mt19937& random, std::vector<double>& exact) {
+  std::normal_distribution<float> normal;
+  std::unique_ptr<T[]> logits(new T[n]);
+  exact.resize(n);
+  for (int64_t i = 0; i < n; ++i) {
+    logits[i] = from_float<T>(random() % 10 == 0 ? -INFINITY : 4 * normal(random) + offset);
+    exact[i] = to_float(logits[i]);
+  }
+  logits[random() % n] = from_float<T>(offset);
+  for (int64_t i = 0; i < n; ++i) exact[i] = to_float(logits[i]);
+  return logits;
+}
+
+template <class T>
+void softmax_loops(const SoftmaxLoops<T>& loops, double rounding, std::mt19937& random) {
+  for (int64_t n = 1; n <= kChunk; n = n < 200 ? n + 1 : n * 3 + 1) {
+    const float temperature = n % 2 ? 1.f : 0.7f;
+    std::vector<double> z;
+    const auto logits = random_logits<T>(n, n % 3 ? 0.f : 100.f, random, z);
+    const SoftmaxSums sums = loops.chunk(logits.get(), n, kLog2E / temperature);
+    const double max = *std::max_element(z.begin(), z.end());
+    double sum = 0, dot = 0;
+    for (const double value : z) {
+      const double e = std::exp((value - max) / temperature);
+      sum += e;
+      if (e > 0) dot += (value - max) * e;
+    }
+    CHECK(sums.max == max, "n %lld", static_cast<long long>(n));
+    CHECK(std::fabs(sums.sum - sum) <= 2e-6 * sum, "n %lld: %g %g", static_cast<long long>(n), sums.sum + 0., sum);
+    CHECK(std::fabs(sums.dot - dot) <= 2e-6 * std::fabs(dot) + 1e-30, "n %lld: %g %g", static_cast<long long>(n),
+          sums.dot + 0., dot);
+
+    const GradientRow row{static_cast<float>(max), kLog2E / temperature, 0.3f, -0.2f};
+    std::unique_ptr<T[]> apart(new T[n]);
+    loops.gradient(logits.get(), n, row, apart.get());
+    loops.gradient(logits.get(), n, row, logits.get());  // over the logits
+    for (int64_t i = 0; i < n; ++i) {
+      const double e = std::exp((z[i] - max) / temperature);
+      const double wanted = e > 0 ? e * (0.3 - 0.2 * (z[i] - max)) : 0.;
+      CHECK(std::fabs(to_float(apart[i]) - wanted) <= rounding * std::fabs(wanted) + 1e-7, "n %lld, %lld",
+            static_cast<long long>(n), static_cast<long long>(i));
+      CHECK(to_float(apart[i]) == to_float(logits[i]), "in place differs at %lld", static_cast<long long>(i));
+      if (std::isinf(z[i])) CHECK(to_float(apart[i]) == 0.f, "-inf has a gradient");
+    }
+  }
+}
+
+void key_loops(const OrderKeys& loops, std::mt19937& random) {
+  for (int64_t n = 1; n <= 3000; n = n < 100 ? n + 1 : n * 2) {
+    std::unique_ptr<float[]> scores(new float[n]), advantages(new float[n]);
+    std::unique_ptr<bool[]> mask(new bool[n]), marked(new bool[n]);
+    std::unique_ptr<uint32_t[]> keys(new uint32_t[n]), copied(new uint32_t[n]);
+    for (int64_t i = 0; i < n; ++i) {
+      scores[i] = random() % 10 == 0 ? NAN : static_cast<float>(random() % 7);
+      advantages[i] = static_cast<float>(random() % 5) - 2.f;
+      mask[i] = random() % 4 != 0;
+    }
+    const int64_t present = loops.from_float32(scores.get(), advantages.get(), 0.f, mask.get(), n, keys.get());
+    std::vector<uint32_t> wanted;
+    for (int64_t i = 0; i < n; ++i)
+      wanted.push_back(mask[i] ? order_key(std::fabs(advantages[i]) * scores[i]) : kAbsent);
+    CHECK(std::equal(wanted.begin(), wanted.end(), keys.get()), "keys of %lld", static_cast<long long>(n));
+    CHECK(present == n - std::count(wanted.begin(), wanted.end(), kAbsent), "present of %lld",
+          static_cast<long long>(n));
+
+    const uint32_t low = order_key(2.f), high = order_key(6.f);
+    const auto inside = [&](uint32_t key) { return key >= low && key <= high; };
+    const auto at_least = [&](uint32_t key) { return key >= low; };
+    CHECK(loops.count_from(keys.get(), n, low) == std::count_if(wanted.begin(), wanted.end(), at_least), "count");
+    std::vector<uint32_t> between;
+    std::copy_if(wanted.begin(), wanted.end(), std::back_inserter(between), inside);
+    const int64_t count = loops.copy_between(keys.get(), n, low, high, copied.get());
+    CHECK(count == static_cast<int64_t>(between.size()) && std::equal(between.begin(), between.end(), copied.get()),
+          "copied of %lld", static_cast<long long>(n));
+    loops.write_mask(keys.get(), n, low, marked.get());
+    uint32_t lowest = UINT32_MAX;
+    for (int64_t i = 0; i < n; ++i) {
+      CHECK(marked[i] == at_least(wanted[i]), "mask of %lld at %lld", static_cast<long long>(n),
+            static_cast<long long>(i));
+      if (at_least(wanted[i])) lowest = std::min(lowest, wanted[i]);
+    }
+    CHECK(loops.lowest_from(keys.get(), n, low) == lowest, "lowest of %lld", static_cast<long long>(n));
+  }
+}
+
+void level(const char* name, const SoftmaxRows& rows, const OrderKeys& keys) {
+  std::mt19937 random(std::random_device{}());
+  softmax_loops(rows.float32, 1e-6, random);
+  softmax_loops(rows.bf16, 0x1p-8, random);
+  softmax_loops(rows.fp16, 0x1p-10, random);
+  key_loops(keys, random);
+  std::printf("%s done\n", name);
+}
+
+}  // namespace
+
+int main() {
+  level("baseline", baseline::softmax_rows, baseline::order_keys);
+#if defined(D3S_X86_LEVELS)
+  if (simd_level() >= SimdLevel::avx2) level("avx2", avx2::softmax_rows, avx2::order_keys);
+  if (simd_level() >= SimdLevel::avx512) level("avx512", avx512::softmax_rows, avx512::order_keys);
+#endif
+  return report("loops");
+}

@@ -1,0 +1,111 @@
+"""The built library: what it asks of torch, what it does to the process, and that every SIMD level computes the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import d3s_kernels
+from d3s_kernels import _build_info
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = Path(_build_info.__file__).parent / "_cpu.so"
+LEVELS = d3s_kernels.build_info()["simd_levels"]
+
+needs_nm = pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm, of the binutils that come with a compiler")
+
+
+def symbols(path: Path, *options: str) -> list[tuple[str, str]]:
+    lines = subprocess.run(["nm", *options, str(path)], check=True, capture_output=True, text=True).stdout.splitlines()
+    return [(fields[-2], fields[-1]) for fields in map(str.split, lines) if len(fields) >= 2]
+
+
+def allowed_shims() -> dict[str, str]:
+    lines = (Path(__file__).parent / "torch_shims.txt").read_text().splitlines()
+    return dict(line.split() for line in lines if not line.startswith("#"))
+
+
+@needs_nm
+def test_no_symbol_of_torch_is_newer_than_the_target() -> None:
+    wanted = {name for _, name in symbols(LIBRARY, "-D", "-u") if re.search("torch|aoti|c10", name)}
+    assert wanted == set(allowed_shims())
+    target = tuple(map(int, d3s_kernels.build_info()["torch_target"].split(".")))
+    assert all(since == "base" or tuple(map(int, since.split("."))) <= target for since in allowed_shims().values())
+
+
+@needs_nm
+def test_no_cxx_symbol_of_torch_is_used() -> None:
+    """A mangled name of torch's or c10's would tie the binary to one release."""
+    mangled = [name for _, name in symbols(LIBRARY, "-D", "-u") if name.startswith("_Z")]
+    assert not [name for name in mangled if re.search(r"(?<=\d)(c10|torch|at)(?=\d|E)", name)]
+
+
+@pytest.mark.skipif(len(LEVELS) == 1, reason="one SIMD level")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("source", ["softmax_rows.cpp", "order_keys.cpp"])
+def test_a_simd_variant_exports_only_its_table(source: str, tmp_path: Path) -> None:
+    """A weak symbol compiled for AVX-512 could replace everybody's, and crash a machine that has none."""
+    out = tmp_path / "variant.o"
+    flags = [
+        "-std=c++17",
+        "-O3",
+        "-w",
+        "-mavx2",
+        "-mfma",
+        "-mf16c",
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+    ]
+    defines = ["-DD3S_LEVEL=avx512", "-DD3S_X86_LEVELS"]
+    subprocess.run(["g++", *flags, *defines, "-c", str(ROOT / "csrc" / "cpu" / source), "-o", str(out)], check=True)
+    defined = [(kind, name) for kind, name in symbols(out) if kind not in "Utrbd"]
+    assert [kind for kind, _ in defined] in (["R"], ["D"])
+
+
+def run_at_level(level: str) -> dict[str, object]:
+    script = """
+import json, torch, d3s_kernels as d3s
+generator = torch.Generator().manual_seed(0)
+logits = (4 * torch.randn(5, 9001, generator=generator)).requires_grad_()
+labels = torch.randint(0, 9001, (5,), generator=generator)
+logprob, entropy = d3s.logprob_entropy(logits, labels)
+gradient, = torch.autograd.grad(logprob.sum() + 2 * entropy.sum(), logits)
+mask = d3s.topk_mask(torch.randn(70000, generator=generator), 0.1)
+print(json.dumps(dict(simd=d3s.build_info()["simd"], logprob=logprob.tolist(), entropy=entropy.tolist(),
+                      gradient=gradient.norm().item(), mask=mask.nonzero().flatten().tolist())))
+"""
+    environment = {**os.environ, "D3S_KERNELS_SIMD": level}
+    out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment)
+    return json.loads(out.stdout)
+
+
+def test_every_simd_level_computes_the_same() -> None:
+    best = run_at_level("no such level")
+    assert best["simd"] == d3s_kernels.build_info()["simd"] or "D3S_KERNELS_SIMD" in os.environ
+    for level in LEVELS[: LEVELS.index(best["simd"])]:
+        result = run_at_level(level)
+        assert result["simd"] == level
+        assert result["mask"] == best["mask"]
+        for name in ("logprob", "entropy", "gradient"):
+            torch.testing.assert_close(torch.tensor(result[name]), torch.tensor(best[name]), rtol=1e-6, atol=3e-6)
+
+
+def test_the_process_keeps_its_denormals() -> None:
+    assert torch.tensor(1e-40).mul(0.5).item() > 0
+
+
+def test_build_info() -> None:
+    info = d3s_kernels.build_info()
+    assert info["version"] == d3s_kernels.__version__
+    assert info["simd"] in info["simd_levels"]
+    assert info["torch_target"] == "2.11"
