@@ -38,15 +38,26 @@ void require(bool good, const char* argument, const Parts&... parts) {
   throw std::invalid_argument(message.str());
 }
 
-inline std::string shape(const Tensor& tensor) {
-  std::ostringstream text;
-  text << '[';
-  for (int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
-  text << ']';
-  return text.str();
+// A tensor's shape and dtype as text, made only where a message is.
+struct shape {
+  const Tensor& tensor;
+  explicit shape(const Tensor& t) : tensor(t) {}
+};
+
+inline std::ostream& operator<<(std::ostream& out, const shape& s) {
+  out << '[';
+  for (int64_t i = 0; i < s.tensor.dim(); ++i) out << (i ? ", " : "") << s.tensor.size(i);
+  return out << ']';
 }
 
-inline const char* dtype(const Tensor& tensor) { return torch::headeronly::toString(tensor.scalar_type()); }
+struct dtype {
+  const Tensor& tensor;
+  explicit dtype(const Tensor& t) : tensor(t) {}
+};
+
+inline std::ostream& operator<<(std::ostream& out, const dtype& d) {
+  return out << torch::headeronly::toString(d.tensor.scalar_type());
+}
 
 inline bool same_shape(const Tensor& a, const Tensor& b, int64_t dims) {
   if (a.dim() < dims || b.dim() < dims) return false;
@@ -196,17 +207,30 @@ inline Segments segments_of(const Tensor& values, const OptionalTensor& offsets,
   return segments;
 }
 
-// Calls `body` with a null pointer of the tensor's element type.
+// Calls `body` with the Tag of the tensor's element type: `using T = typename decltype(tag)::type`.
 template <class Body>
 decltype(auto) dispatch_float(const Tensor& tensor, Body&& body) {
   switch (tensor.scalar_type()) {
     case ScalarType::BFloat16:
-      return body(static_cast<const bfloat16*>(nullptr));
+      return body(Tag<bfloat16>());
     case ScalarType::Half:
-      return body(static_cast<const float16*>(nullptr));
+      return body(Tag<float16>());
     default:
-      return body(static_cast<const float*>(nullptr));
+      return body(Tag<float>());
   }
+}
+
+// All of `values` as one segment.
+inline Segments pool(const Tensor& values) {
+  Segments all;
+  all.count = 1;
+  all.length = values.numel();
+  return all;
+}
+
+// A hint that only GPUs use.
+inline void require_max_segment(const OptionalInt& max_segment) {
+  require(!max_segment || *max_segment >= 0, "max_segment", "got ", max_segment.value_or(0), "; takes at least 0");
 }
 
 // ---- running in parallel ---------------------------------------------------------------------------------------
@@ -219,6 +243,13 @@ void parallel_for(int64_t n, int64_t grain, const Body& body) {
     body(int64_t{0}, n);
   else
     torch::stable::parallel_for(0, n, grain, body);
+}
+
+// body(first, last) over segments, some `grain` values at least to a thread.
+template <class Body>
+void parallel_segments(const Segments& segments, int64_t values, int64_t grain, const Body& body) {
+  const int64_t average = segments.count > 0 ? values / segments.count + 1 : 1;
+  parallel_for(segments.count, grain / average + 1, body);
 }
 
 }  // namespace d3s

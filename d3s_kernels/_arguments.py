@@ -1,25 +1,84 @@
-"""Arguments that come in several forms, brought into the one that the ops take."""
+"""Arguments that come in several forms, brought into the one that the ops take.
+
+Values are checked by the kernels. Here are the checks that torch's dispatcher would answer in words of its own, or not
+at all: types, and tensors on different devices.
+"""
 
 from __future__ import annotations
+
+import numbers
 
 import torch
 from torch import Tensor
 
 
-def require_tensors(**arguments: Tensor | None) -> None:
+def require_tensors(**arguments: Tensor) -> None:
+    """All are tensors, on the device of the first."""
+    device = None
     for name, value in arguments.items():
-        if value is not None and not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}; takes a tensor")
+        device = device or value.device
+        _require_device(name, value, device)
 
 
-def temperature_argument(temperature: float | Tensor, rows: torch.Size) -> tuple[float, Tensor | None]:
+def require_optional_tensors(like: Tensor, **arguments: Tensor | None) -> None:
+    """All are tensors on the device of ``like``, or None."""
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: got {type(value).__name__}; takes a tensor or None")
+        _require_device(name, value, like.device)
+
+
+def _require_device(name: str, value: Tensor, device: torch.device) -> None:
+    if value.device != device:
+        raise ValueError(f"{name}: is on {value.device}; takes a tensor on the device of the others, {device}")
+
+
+def require_whole(**arguments: int | None) -> None:
+    """All are whole numbers, or None."""
+    for name, value in arguments.items():
+        if value is None or type(value) is int or isinstance(value, torch.SymInt):
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name}: got {value!r}; takes a whole number")
+
+
+def require_number(**arguments: float | None) -> None:
+    """All are numbers, or None."""
+    for name, value in arguments.items():
+        if value is not None and not _is_number(value):
+            raise TypeError(f"{name}: got {value!r}; takes a number")
+
+
+def require_flag(**arguments: bool) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: got {value!r}; takes True or False")
+
+
+def require_scope(scope: str, within: str) -> bool:
+    """Whether to pool: ``scope`` is "batch" or ``within``."""
+    if scope not in ("batch", within):
+        raise ValueError(f"scope: got {scope!r}; takes 'batch' or {within!r}")
+    return scope == "batch"
+
+
+def temperature_argument(temperature: float | Tensor, like: Tensor, rows: torch.Size) -> tuple[float, Tensor | None]:
     """The number, or the tensor that replaces it: float32, 0-d or one for each row."""
     if not isinstance(temperature, Tensor):
-        if isinstance(temperature, bool) or not isinstance(temperature, (int, float, torch.SymFloat)):
+        if not _is_number(temperature):
             raise TypeError(f"temperature: got {type(temperature).__name__}; takes a number or a float tensor")
         return temperature, None
     if not temperature.is_floating_point():
         raise TypeError(f"temperature: got dtype {temperature.dtype}; takes a float tensor")
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "temperature: got a tensor that requires a gradient; takes one that does not: none is computed"
+        )
+    _require_device("temperature", temperature, like.device)
     if temperature.dim() > 0 and temperature.shape != rows:
         try:
             temperature = temperature.expand(rows)
@@ -30,17 +89,26 @@ def temperature_argument(temperature: float | Tensor, rows: torch.Size) -> tuple
     return 1.0, temperature.float()
 
 
-def number_or_tensor(name: str, value: float | Tensor | None) -> tuple[float | None, Tensor | None]:
+def number_or_tensor(name: str, value: float | Tensor | None, like: Tensor) -> tuple[float | None, Tensor | None]:
     if isinstance(value, Tensor):
+        _require_device(name, value, like.device)
         return None, value
-    numbers = (int, float, torch.SymInt, torch.SymFloat)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers)):
+    if value is not None and not _is_number(value):
         raise TypeError(f"{name}: got {type(value).__name__}; takes a number or a 0-d tensor")
     return value, None
 
 
-def require_scope(scope: str, within: str) -> bool:
-    """Whether to pool: ``scope`` is "batch" or ``within``."""
-    if scope not in ("batch", within):
-        raise ValueError(f"scope: got {scope!r}; takes 'batch' or {within!r}")
-    return scope == "batch"
+def whole_or_tensor(name: str, value: int | Tensor, like: Tensor) -> tuple[int | None, Tensor | None]:
+    if isinstance(value, Tensor):
+        _require_device(name, value, like.device)
+        return None, value
+    if value is None:
+        raise TypeError(f"{name}: got None; takes a whole number or a 0-d integer tensor")
+    require_whole(**{name: value})
+    return value, None
+
+
+def _is_number(value: object) -> bool:
+    if type(value) is float or type(value) is int:  # first, as it is nearly always: an abstract class asks its registry
+        return True
+    return isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)

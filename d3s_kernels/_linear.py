@@ -67,8 +67,11 @@ class _Tiles(NamedTuple):
             workspace_bytes = _WORKSPACE_BYTES.get(hidden.device.type, _WORKSPACE_BYTES_GPU)
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
         elements = workspace_bytes // head.logits_dtype.itemsize
-        row_step = max(1, min(rows, max(_ROWS, elements // max(1, vocabulary)), max(1, elements // _TILE)))
-        token_step = min(max(1, vocabulary), max(_TILE, elements // row_step // _TILE * _TILE))
+        row_step = max(1, min(rows, max(_ROWS, elements // vocabulary), max(1, elements // _TILE)))
+        token_step = vocabulary
+        if row_step * vocabulary > elements:  # as few tiles as fit, of about the same size
+            tiles = -(-vocabulary // max(_TILE, elements // row_step // _TILE * _TILE))
+            token_step = -(-vocabulary // (tiles * _TILE)) * _TILE
         buffer = torch.empty(row_step * token_step, dtype=head.logits_dtype, device=hidden.device)
         return cls(rows, vocabulary, row_step, token_step, buffer)
 
@@ -89,26 +92,28 @@ class _Picked(NamedTuple):
     """Some of the rows, in their order, packed: without a host synchronisation where the caller bounds their number."""
 
     indices: Tensor  # [capacity], -1 past the last row
-    fits: Tensor  # bool [1]: whether the bound held
+    exceeded: Tensor | None  # bool [1]: whether there are more than the bound; None where there is no bound
 
     @classmethod
-    def where(cls, mask: Tensor, capacity: int | None) -> _Picked:
-        if capacity is None:
-            capacity = int(mask.sum())
+    def where(cls, mask: Tensor, bound: int | None) -> _Picked:
+        capacity = int(mask.sum()) if bound is None else min(bound, mask.numel())
         indices, count = _op.compact.default(mask, capacity)
-        return cls(indices, count <= capacity)
+        return cls(indices, None if bound is None else count > bound)
 
     def gather(self, values: Tensor) -> Tensor:
-        return values.index_select(0, self.indices.clamp(min=0))
+        """``values`` of these rows, 0 past the last one: what is there must not reach a product, and may be NaN."""
+        packed = values.index_select(0, self.indices.clamp(min=0))
+        past = (self.indices < 0).view(-1, *[1] * (values.dim() - 1))
+        return packed if self.exceeded is None else packed.masked_fill_(past, 0)
 
     def scatter(self, values: Tensor, rows: int) -> Tensor:
-        """``values`` at their rows, 0 elsewhere; NaN where the bound did not hold."""
+        """``values`` at their rows, 0 elsewhere; NaN where the bound was exceeded."""
         out = values.new_zeros((rows + 1, *values.shape[1:]))  # the last row takes what has no row
         out.index_copy_(0, torch.where(self.indices < 0, rows, self.indices), values)
-        return self.poison(out[:rows])
+        return self.poison_(out[:rows])
 
-    def poison(self, values: Tensor) -> Tensor:
-        return torch.where(self.fits.view([1] * values.dim()), values, torch.nan)
+    def poison_(self, values: Tensor) -> Tensor:
+        return values if self.exceeded is None else values.masked_fill_(self.exceeded, torch.nan)
 
 
 def _require(good: bool, message: str) -> None:
@@ -170,7 +175,10 @@ def _checked_head(
         logits_dtype in (torch.float32, hidden.dtype),
         f"logits_dtype: got {logits_dtype}; takes torch.float32 or the dtype of hidden, {hidden.dtype}",
     )
-    _require(logit_softcap is None or logit_softcap > 0, f"logit_softcap: got {logit_softcap}; takes a number above 0")
+    _require(
+        logit_softcap is None or 0 < logit_softcap < torch.inf,
+        f"logit_softcap: got {logit_softcap}; takes a finite number above 0",
+    )
     _require(
         workspace_bytes is None or workspace_bytes > 0, f"workspace_bytes: got {workspace_bytes}; takes at least 1"
     )
@@ -202,18 +210,21 @@ def forward(
     _require_bound("max_rows", max_rows)
     _require_bound("max_grad_rows", max_grad_rows)
     shape = hidden.shape[:-1]
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    per_row = temperature_tensor is not None and temperature_tensor.dim() > 0
-    temperatures = temperature_tensor.reshape(-1) if per_row and temperature_tensor is not None else temperature_tensor
-    count = rows.shape[0]
+    count = labels.numel()
+    if row_mask is None and max_rows is not None and count > max_rows:
+        nan = hidden.new_full(shape, torch.nan, dtype=torch.float32)
+        return nan, nan.clone(), nan.clone(), nan.clone()
+    rows, targets = hidden.reshape(count, hidden.shape[-1]), labels.reshape(count)
+    temperatures = temperature_tensor
+    if temperatures is not None and temperatures.dim() > 0:
+        temperatures = temperatures.reshape(count)
 
     picked = None
-    if row_mask is not None or max_rows is not None:
-        mask = torch.ones(count, dtype=torch.bool, device=hidden.device) if row_mask is None else row_mask.reshape(-1)
-        picked = _Picked.where(mask, max_rows)
+    if row_mask is not None:
+        picked = _Picked.where(row_mask.reshape(count), max_rows)
         rows, targets = picked.gather(rows), picked.gather(targets)
-        if per_row and temperatures is not None:
-            temperatures = picked.gather(temperatures)
+        if temperatures is not None and temperatures.dim() > 0:
+            temperatures = _past_rows_are_one(picked, picked.gather(temperatures))
 
     tiles = _Tiles.cut(rows, head, workspace_bytes)
     state = rows.new_empty((rows.shape[0], 4), dtype=torch.float32)
@@ -223,8 +234,7 @@ def forward(
     for r in tiles.row_slices():
         for t in tiles.token_slices():
             logits = head.logits(rows[r], t, tiles.room(r, t))
-            here = temperatures[r] if per_row and temperatures is not None else temperatures
-            _op.softmax_state_.default(state[r], logits, targets[r], t.start, temperature, here)
+            _op.softmax_state_.default(state[r], logits, targets[r], t.start, temperature, _of_rows(temperatures, r))
     outputs = _op.softmax_state_finish.default(state, temperature, temperatures)
     outputs[0].masked_fill_(targets == -100, 0.0)
     if picked is not None:
@@ -256,32 +266,32 @@ def backward(
         hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, row_mask, logits_dtype,
         workspace_bytes,
     )  # fmt: skip
-    flat_labels = labels.reshape(-1)
-    active = torch.zeros_like(flat_labels, dtype=torch.bool)
+    count = labels.numel()
+    active = torch.zeros(count, dtype=torch.bool, device=hidden.device)
     if grad_logprob is not None:
-        active |= (grad_logprob.reshape(-1) != 0) & (flat_labels != -100)
+        active |= (grad_logprob.reshape(count) != 0) & (labels.reshape(count) != -100)
     if grad_entropy is not None:
-        active |= grad_entropy.reshape(-1) != 0
+        active |= grad_entropy.reshape(count) != 0
     if row_mask is not None:
-        active &= row_mask.reshape(-1)
+        active &= row_mask.reshape(count)
     picked = _Picked.where(active, max_grad_rows)
 
     def gather(values: Tensor) -> Tensor:
-        return picked.gather(values.reshape(-1, *values.shape[hidden.dim() - 1 :]))
-
-    def gather_gradient(values: Tensor | None) -> Tensor | None:  # 0 past the last row: its tile becomes zeros
-        return None if values is None else torch.where(picked.indices < 0, 0.0, gather(values))
+        return picked.gather(values.reshape(count, *values.shape[hidden.dim() - 1 :]))
 
     rows, targets, h, m, s = (gather(values) for values in (hidden, labels, entropy, row_max, log_sum))
-    g_logprob, g_entropy = gather_gradient(grad_logprob), gather_gradient(grad_entropy)
-    per_row = temperature_tensor is not None and temperature_tensor.dim() > 0
-    temperatures = gather(temperature_tensor) if per_row and temperature_tensor is not None else temperature_tensor
+    g_logprob, g_entropy = (None if grad is None else gather(grad) for grad in (grad_logprob, grad_entropy))
+    temperatures = temperature_tensor
+    if temperatures is not None and temperatures.dim() > 0:
+        temperatures = _past_rows_are_one(picked, gather(temperatures))
 
     want_hidden, want_weight, want_bias = wanted
     tiles = _Tiles.cut(rows, head, workspace_bytes)
-    grad_rows = rows.new_zeros(rows.shape if want_hidden else (0,), dtype=torch.float32)
-    grad_weight = weight.new_zeros(weight.shape if want_weight else (0,))
-    grad_bias = weight.new_zeros(weight.shape[:1] if want_bias else (0,))
+    grad_rows = rows.new_zeros(rows.shape if want_hidden else 0, dtype=torch.float32)
+    # Filled tile by tile, or with zeros where there is no row.
+    fresh = weight.new_empty if rows.shape[0] else weight.new_zeros
+    grad_weight = fresh(weight.shape if want_weight else (0,))
+    grad_bias = fresh(weight.shape[:1] if want_bias else (0,))
     several = rows.shape[0] > tiles.row_step
     # Tokens outside, rows inside: the gradient of a stretch of the weight is complete when its tiles are done, and
     # needs a float32 sum of its own size only.
@@ -292,10 +302,8 @@ def backward(
             tile = head.logits(rows[r], t, tiles.room(r, t))
             slope = None if logit_softcap is None else 1 - (tile / logit_softcap).square()
             _op.logprob_entropy_backward_.default(
-                None if g_logprob is None else g_logprob[r],
-                None if g_entropy is None else g_entropy[r],
-                tile, targets[r], h[r], m[r], s[r], t.start, temperature,
-                temperatures[r] if per_row and temperatures is not None else temperatures,
+                _of_rows(g_logprob, r), _of_rows(g_entropy, r), tile, targets[r], h[r], m[r], s[r], t.start,
+                temperature, _of_rows(temperatures, r),
             )  # fmt: skip
             if slope is not None:
                 tile.mul_(slope)
@@ -313,14 +321,23 @@ def backward(
             grad_weight[t] = weight_sum
         if want_bias:
             grad_bias[t] = bias_sum
-    grad_hidden = grad_rows
+    grad_hidden = grad_rows.to(hidden.dtype)
     if want_hidden:
-        grad_hidden = picked.scatter(grad_rows, flat_labels.shape[0]).to(hidden.dtype).view(hidden.shape)
-    return grad_hidden, picked.poison(grad_weight), picked.poison(grad_bias)
+        grad_hidden = picked.scatter(grad_hidden, count).view(hidden.shape)
+    return grad_hidden, picked.poison_(grad_weight), picked.poison_(grad_bias)
+
+
+def _of_rows(values: Tensor | None, rows: slice) -> Tensor | None:
+    """``values`` of these rows; a 0-d tensor stands for all."""
+    return values if values is None or values.dim() == 0 else values[rows]
+
+
+def _past_rows_are_one(picked: _Picked, temperatures: Tensor) -> Tensor:
+    return torch.where(picked.indices < 0, 1.0, temperatures)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b`` in float32."""
+    """``total += a @ b``; half precision on a CPU rounds the product before it is added."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     elif a.is_cuda:

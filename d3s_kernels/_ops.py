@@ -213,6 +213,13 @@ def _linear_backward(
     return grads[0], grads[1], None, grads[2], *[None] * 8
 
 
+def _no_second_derivative(*_: Any) -> None:
+    raise RuntimeError("d3s_kernels: logprob and entropy can be differentiated once, not twice")
+
+
+for _name in ("logprob_entropy_backward", "linear_logprob_entropy_backward"):
+    torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)
+
 torch.library.register_autograd("d3s_kernels::linear_logprob_entropy", _linear_backward, setup_context=_save_linear)
 
 # Selections have no gradient. Without this, torch would hang a "not implemented" on their float outputs.

@@ -64,11 +64,7 @@ def linear_logprob_entropy(
     `logits_dtype` and `workspace_bytes` change rounding and memory, never the meaning. More unmasked rows than
     `max_rows` give NaN results, more rows with a gradient than `max_grad_rows` NaN gradients.
     """
-    logits = hidden.double() @ weight.double().T
-    if bias is not None:
-        logits = logits + bias.double()
-    if logit_softcap is not None:
-        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    logits = _head_logits(hidden, weight, bias, logit_softcap)
     results = torch.stack(logprob_entropy(logits, labels, temperature=temperature, row_mask=row_mask))
 
     rows = labels.numel() if row_mask is None else int(row_mask.sum())
@@ -81,6 +77,13 @@ def linear_logprob_entropy(
         )
     logprob, row_entropy = results
     return logprob, row_entropy
+
+
+def _head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_softcap: float | None) -> Tensor:
+    logits = hidden.double() @ weight.double().T
+    if bias is not None:
+        logits = logits + bias.double()
+    return logits if logit_softcap is None else logit_softcap * torch.tanh(logits / logit_softcap)
 
 
 def _log_softmax(logits: Tensor, temperature: Temperature, row_mask: Tensor | None) -> Tensor:

@@ -7,7 +7,14 @@ from typing import Literal
 from torch import Tensor
 
 from . import _ops
-from ._arguments import number_or_tensor, require_scope, require_tensors
+from ._arguments import (
+    require_number,
+    require_optional_tensors,
+    require_scope,
+    require_tensors,
+    require_whole,
+    whole_or_tensor,
+)
 
 
 def group_advantages(
@@ -42,7 +49,12 @@ def group_advantages(
         >>> d3s.group_advantages(torch.tensor([[1.0, 0.0, 1.0, torch.nan]]), eps=0.0)
         tensor([[ 0.5774, -1.1547,  0.5774,  0.0000]])
     """
-    require_tensors(rewards=rewards, offsets=offsets)
+    require_tensors(rewards=rewards)
+    require_optional_tensors(rewards, offsets=offsets)
+    require_whole(ddof=ddof)
+    require_number(eps=eps)
+    if not isinstance(scale, str):
+        raise TypeError(f"scale: got {scale!r}; takes 'group', 'batch' or 'none'")
     result: Tensor = _ops.group_advantages(rewards, offsets, scale, eps, ddof)
     return result
 
@@ -79,7 +91,8 @@ def max_variance_select(
         >>> d3s.max_variance_select(torch.tensor([[0.5, 0.0, 1.0, 0.4, 1.0, 0.1]]), 3)
         tensor([[False,  True,  True, False,  True, False]])
     """
-    require_tensors(values=values, offsets=offsets, mask=mask)
+    require_tensors(values=values)
+    require_optional_tensors(values, offsets=offsets, mask=mask)
     return _select(values, keep, offsets, max_segment, mask, pooled=False)
 
 
@@ -112,7 +125,8 @@ def select_rollouts(
         tensor([[False, False, False],
                 [ True,  True, False]])
     """
-    require_tensors(advantages=advantages, offsets=offsets)
+    require_tensors(advantages=advantages)
+    require_optional_tensors(advantages, offsets=offsets)
     return _select(advantages, keep, offsets, None, None, pooled=require_scope(scope, "group"))
 
 
@@ -124,8 +138,7 @@ def _select(
     mask: Tensor | None,
     pooled: bool,
 ) -> Tensor:
-    number, tensor = number_or_tensor("keep", keep)
-    if isinstance(number, float):
-        raise TypeError(f"keep: got the float {number}; takes a whole number or a 0-d integer tensor")
-    result: Tensor = _ops.max_variance_select(values, number, tensor, mask, offsets, max_segment, pooled)
+    whole, tensor = whole_or_tensor("keep", keep, values)
+    require_whole(max_segment=max_segment)
+    result: Tensor = _ops.max_variance_select(values, whole, tensor, mask, offsets, max_segment, pooled)
     return result

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._arguments import number_or_tensor, require_scope, require_tensors, temperature_argument
+from ._arguments import (
+    number_or_tensor,
+    require_flag,
+    require_optional_tensors,
+    require_scope,
+    require_tensors,
+    require_whole,
+    temperature_argument,
+)
 
 
 class TokenSelection(NamedTuple):
@@ -41,7 +49,8 @@ def topk_mask(
 
     Args:
         scores: ``[..., n]``, a segment for each row; or ``[n]`` with ``offsets``. float32, bfloat16 or float16.
-        ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
+        ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device. (The product is
+            forgiven 4 rounding steps of the ratio's own type.)
         k: how many to mark in each segment, instead of ``ratio``; all where a segment has fewer.
         mask: bool, the shape of ``scores``; False is left out, and not counted in n.
         offsets: int32 or int64 ``[segments + 1]``, from 0 to n (flash-attention's ``cu_seqlens``).
@@ -60,8 +69,11 @@ def topk_mask(
         >>> d3s.topk_mask(torch.tensor([3.0, 1.0, 3.0, 3.0, torch.nan]), 0.5)
         tensor([ True, False,  True, False, False])
     """
-    require_tensors(scores=scores, mask=mask, offsets=offsets)
-    number, tensor = number_or_tensor("ratio", ratio)
+    require_tensors(scores=scores)
+    require_optional_tensors(scores, mask=mask, offsets=offsets)
+    require_whole(k=k, max_segment=max_segment)
+    require_flag(drop_zeros=drop_zeros)
+    number, tensor = number_or_tensor("ratio", ratio, scores)
     result: Tensor = _ops.topk_mask(scores, number, tensor, k, mask, offsets, max_segment, drop_zeros)
     return result
 
@@ -108,8 +120,11 @@ def select_tokens(
         (tensor([[False,  True, False],
                 [ True, False,  True]]), tensor(3, dtype=torch.int32))
     """
-    require_tensors(entropy=entropy, advantages=advantages, mask=mask, offsets=offsets)
-    number, tensor = number_or_tensor("ratio", ratio)
+    require_tensors(entropy=entropy, advantages=advantages)
+    require_optional_tensors(entropy, mask=mask, offsets=offsets)
+    require_whole(max_segment=max_segment)
+    require_flag(drop_zeros=drop_zeros)
+    number, tensor = number_or_tensor("ratio", ratio, entropy)
     chosen, count, threshold = _ops.select_tokens(
         entropy, _float32(advantages), number, tensor, mask, offsets, max_segment, require_scope(scope, "sequence"),
         drop_zeros,
@@ -149,9 +164,12 @@ def select_tokens_from_logits(
         >>> d3s.select_tokens_from_logits(logits, torch.tensor([0.5]), 0.5).mask
         tensor([[False,  True]])
     """
-    require_tensors(logits=logits, advantages=advantages, mask=mask, offsets=offsets)
-    number, tensor = number_or_tensor("ratio", ratio)
-    heat, heats = temperature_argument(temperature, logits.shape[:-1])
+    require_tensors(logits=logits, advantages=advantages)
+    require_optional_tensors(logits, mask=mask, offsets=offsets)
+    require_whole(max_segment=max_segment)
+    require_flag(drop_zeros=drop_zeros)
+    number, tensor = number_or_tensor("ratio", ratio, logits)
+    heat, heats = temperature_argument(temperature, logits, logits.shape[:-1])
     chosen, entropy, count, threshold = _ops.select_tokens_from_logits(
         logits, _float32(advantages), number, tensor, mask, offsets, max_segment, heat, heats,
         require_scope(scope, "sequence"), drop_zeros,
@@ -179,6 +197,7 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         (tensor([ 1,  2,  3, -1]), tensor([3]))
     """
     require_tensors(mask=mask)
+    require_whole(capacity=capacity)
     indices, count = _ops.compact(mask, capacity)
     return indices, count
 

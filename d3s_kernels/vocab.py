@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._arguments import require_tensors, temperature_argument
+from ._arguments import require_number, require_optional_tensors, require_tensors, require_whole, temperature_argument
 
 
 def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, row_mask: Tensor | None = None) -> Tensor:
@@ -17,7 +17,8 @@ def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, row_mask: Tens
 
     Args:
         logits: ``[..., V]``, bfloat16, float16 or float32, any stride but in the last dimension.
-        temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
+        temperature: a number above 0 (in [1e-15, 1e15]), a 0-d tensor, or a float tensor that broadcasts to the rows
+            ``[...]``; it has no gradient.
         row_mask: bool ``[...]``; rows where it is False are not read and give 0.
 
     Returns:
@@ -31,8 +32,9 @@ def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, row_mask: Tens
         >>> d3s.entropy(torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]))
         tensor([0.6931, 0.0000])
     """
-    require_tensors(logits=logits, row_mask=row_mask)
-    number, tensor = temperature_argument(temperature, logits.shape[:-1])
+    require_tensors(logits=logits)
+    require_optional_tensors(logits, row_mask=row_mask)
+    number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
     result: Tensor = _ops.logprob_entropy(logits, None, number, tensor, row_mask)[1]
     return result
 
@@ -64,10 +66,9 @@ def logprob_entropy(
         >>> logprob, entropy
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
     """
-    require_tensors(logits=logits, labels=labels, row_mask=row_mask)
-    if labels is None:
-        raise TypeError("labels: got None; takes int64 or int32 labels (entropy() needs none)")
-    number, tensor = temperature_argument(temperature, logits.shape[:-1])
+    require_tensors(logits=logits, labels=labels)
+    require_optional_tensors(logits, row_mask=row_mask)
+    number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
     logprob, row_entropy, _, _ = _ops.logprob_entropy(logits, labels, number, tensor, row_mask)
     return logprob, row_entropy
 
@@ -122,8 +123,13 @@ def linear_logprob_entropy(
         >>> hidden.grad[0].abs().sum()
         tensor(0.)
     """
-    require_tensors(hidden=hidden, weight=weight, labels=labels, bias=bias, row_mask=row_mask)
-    number, tensor = temperature_argument(temperature, hidden.shape[:-1])
+    require_tensors(hidden=hidden, weight=weight, labels=labels)
+    require_optional_tensors(hidden, bias=bias, row_mask=row_mask)
+    require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
+    require_number(logit_softcap=logit_softcap)
+    if not isinstance(logits_dtype, torch.dtype):
+        raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
+    number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
     logprob, row_entropy, _, _ = _ops.linear_logprob_entropy(
         hidden, weight, labels, bias, number, tensor, logit_softcap, row_mask, max_rows, max_grad_rows, logits_dtype,
         workspace_bytes,

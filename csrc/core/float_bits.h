@@ -15,6 +15,11 @@ struct float16 {
   uint16_t bits;
 };
 
+template <class T>
+struct Tag {  // a type as an argument
+  using type = T;
+};
+
 namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
 
 D3S_HOST_DEVICE float float_of_bits(uint32_t bits) {

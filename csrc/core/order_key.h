@@ -3,8 +3,8 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
+#include "float_bits.h"
 #include "macros.h"
 
 namespace d3s {
@@ -16,18 +16,13 @@ constexpr uint32_t kZeroKey = 0x80000000u;
 constexpr uint32_t kLargestKey = 0xff800000u;  // +inf
 
 D3S_HOST_DEVICE uint32_t order_key(float value) {
-  const float canonical = value + 0.f;  // -0 becomes 0
-  uint32_t bits;
-  memcpy(&bits, &canonical, sizeof bits);
+  const uint32_t bits = bits_of_float(value + 0.f);  // -0 becomes 0
   const uint32_t key = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
   return key & (0u - static_cast<uint32_t>(value == value));  // NaN: 0; a select would keep SSE2 from vectors
 }
 
 D3S_HOST_DEVICE float order_key_value(uint32_t key) {
-  const uint32_t bits = key & 0x80000000u ? key ^ 0x80000000u : ~key;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
+  return float_of_bits(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
 // ceil(ratio n), at least 1, at most n. A ratio that was rounded when it was written down must not push the product

@@ -10,8 +10,8 @@
 // Both terms of H are >= 0, so nothing cancels, whatever is added to all logits.
 //
 // Special values. An accumulator may count a -inf logit as e^(-86) instead of 0 (a clamp is cheaper than a select):
-// beside S >= 1 that vanishes, and finish() clears what it leaves in T. A row of nothing but -inf shows as S < 1/2.
-// NaN and +inf reach S as NaN and stay there.
+// beside S >= 1 that vanishes, and finish() clears what it leaves in T / S. A row of nothing but -inf shows as S < 1/2.
+// NaN and +inf always reach T as NaN and stay there (S may lose a NaN whose low bits an exponential adds to).
 #pragma once
 
 #include <cfloat>
@@ -23,7 +23,6 @@ namespace d3s {
 namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
 
 constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kLn2 = 0.69314718055994530942f;
 
 struct SoftmaxState {
   float max = -FLT_MAX;  // not -inf: -inf - -inf would be NaN
@@ -54,10 +53,11 @@ D3S_HOST_DEVICE SoftmaxState merge(const SoftmaxState& a, const SoftmaxState& b,
 }
 
 D3S_HOST_DEVICE RowStatistics finish(const SoftmaxState& state, float temperature) {
-  const float sum = state.sum < 0.5f ? NAN : state.sum;     // all -inf, or no logits at all
-  const float dot = state.dot > -1e-30f ? 0.f : state.dot;  // the remains of clamped -inf logits; NaN stays
+  const bool undefined = state.sum < 0.5f || state.dot != state.dot;  // all -inf or no logits at all; NaN or +inf
+  const float sum = undefined ? NAN : state.sum;
   const float log_sum = logf(sum);
-  const float entropy = log_sum - dot / (temperature * sum);
+  const float mean = state.dot / (temperature * sum);
+  const float entropy = log_sum - (mean > -1e-30f ? 0.f : mean);  // the remains of clamped -inf logits; NaN stays
   return {entropy < 0.f ? 0.f : entropy, state.max, log_sum};
 }
 

@@ -9,7 +9,8 @@ namespace {
 
 constexpr int64_t kGrain = 16384;
 
-// Two passes in double: the mean first, then the squares of what is left.
+// Two passes in double: the mean first, then the squares of what is left. Four sums side by side, which is as long as
+// an addition takes; which reward goes into which depends on its place in the group alone.
 struct Statistics {
   double sum = 0.0, squares = 0.0;
   int64_t count = 0;
@@ -22,18 +23,25 @@ struct Statistics {
 
 template <class T>
 Statistics statistics(const T* rewards, int64_t begin, int64_t end) {
-  Statistics s;
+  constexpr int kParts = 4;
+  double sums[kParts] = {}, squares[kParts] = {};
+  int64_t count = 0;
   for (int64_t i = begin; i < end; ++i) {
     const double reward = to_float(rewards[i]);
-    if (std::isnan(reward)) continue;
-    s.sum += reward;
-    ++s.count;
+    const bool usable = reward == reward;
+    sums[(i - begin) % kParts] += usable ? reward : 0.0;
+    count += usable;
   }
+  Statistics s;
+  s.count = count;
+  s.sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   const double mean = s.mean();
   for (int64_t i = begin; i < end; ++i) {
-    const double difference = to_float(rewards[i]) - mean;
-    s.squares += std::isnan(to_float(rewards[i])) ? 0.0 : difference * difference;
+    const double reward = to_float(rewards[i]);
+    const double difference = reward == reward ? reward - mean : 0.0;
+    squares[(i - begin) % kParts] += difference * difference;
   }
+  s.squares = (squares[0] + squares[1]) + (squares[2] + squares[3]);
   return s;
 }
 
@@ -48,20 +56,20 @@ Tensor group_advantages(const Tensor& rewards, const OptionalTensor& offsets, co
   const Tensor source = packed(rewards);
   const Tensor advantages = empty(leading_sizes(rewards, rewards.dim()), ScalarType::Float, rewards);
   float* out = mutable_data<float>(advantages);
-  dispatch_float(source, [&](auto type) {
-    const auto* p = data<std::remove_const_t<std::remove_pointer_t<decltype(type)>>>(source);
+  const bool per_group = scale == "group", unscaled = scale == "none";
+  dispatch_float(source, [&](auto tag) {
+    const auto* p = data<typename decltype(tag)::type>(source);
     const double batch_deviation = scale == "batch" ? statistics(p, 0, source.numel()).deviation(ddof) : 0.0;
-    const int64_t average = source.numel() / (groups.count + 1) + 1;
-    parallel_for(groups.count, kGrain / average + 1, [&](int64_t first, int64_t last) {
+    parallel_segments(groups, source.numel(), kGrain, [&](int64_t first, int64_t last) {
       for (int64_t group = first; group < last; ++group) {
         const int64_t begin = groups.begin(group), end = groups.end(group);
         const Statistics s = statistics(p, begin, end);
-        const double deviation = scale == "group" ? s.deviation(ddof) : batch_deviation;
-        const double divisor = scale == "none" ? 1.0 : deviation + eps;
+        const double deviation = per_group ? s.deviation(ddof) : batch_deviation;
+        const double divisor = unscaled ? 1.0 : deviation + eps, mean = s.mean();
         for (int64_t i = begin; i < end; ++i) {
-          const double difference = to_float(p[i]) - s.mean();
-          // equal rewards leave no advantage, also where eps is 0; NaN: unscorable
-          const bool none = std::isnan(to_float(p[i])) || difference == 0.0 || s.count == 1;
+          const double reward = to_float(p[i]), difference = reward - mean;
+          // NaN: unscorable. Equal rewards leave no advantage, also where eps is 0.
+          const bool none = reward != reward || difference == 0.0 || s.count == 1;
           out[i] = none ? 0.f : static_cast<float>(difference / divisor);
         }
       }

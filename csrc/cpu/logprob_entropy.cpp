@@ -1,6 +1,6 @@
 // logprob_entropy and its backward: one pass over the logits each way, no temporary but 12 bytes for each chunk of a
 // row, and those only where the rows are fewer than keep the threads busy.
-#include <memory>
+#include <algorithm>
 
 #include "softmax_rows.h"
 #include "vocabulary.h"
@@ -20,11 +20,13 @@ std::vector<int64_t> live_rows(int64_t rows, const bool* row_mask) {
   return live;
 }
 
+// The state of a chunk of `row`; `next_row` is what is read when the row is done.
 template <class T>
-SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t columns, int64_t chunk,
-                         float temperature) {
-  const int64_t begin = chunk * kChunk, length = columns - begin < kChunk ? columns - begin : kChunk;
-  const SoftmaxSums sums = loops.chunk(row + begin, length, kLog2E / temperature);
+SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t columns, int64_t chunk, float temperature,
+                         const T* next_row) {
+  const int64_t begin = chunk * kChunk, end = std::min(columns, begin + kChunk);
+  const SoftmaxSums sums =
+      loops.chunk(row + begin, end - begin, kLog2E / temperature, end < columns ? row + end : next_row);
   return {sums.max, sums.sum, sums.dot};
 }
 
@@ -34,7 +36,7 @@ SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t col
 template <class T, class Start, class Done>
 void for_each_state(const T* logits, const Rows& rows, const std::vector<int64_t>& live,
                     const Temperatures& temperatures, const Start& start, const Done& done) {
-  const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(static_cast<const T*>(nullptr));
+  const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(Tag<T>());
   const int64_t chunks = (rows.columns + kChunk - 1) / kChunk, count = static_cast<int64_t>(live.size());
   const bool few = chunks > 1 && count < 8 * static_cast<int64_t>(torch::stable::get_num_threads());
 
@@ -43,7 +45,8 @@ void for_each_state(const T* logits, const Rows& rows, const std::vector<int64_t
     parallel_for(count * chunks, kGrain / kChunk, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
         const int64_t row = live[task / chunks];
-        states[task] = chunk_state(loops, logits + rows.offset(row), rows.columns, task % chunks, temperatures[row]);
+        const T* p = logits + rows.offset(row);
+        states[task] = chunk_state(loops, p, rows.columns, task % chunks, temperatures[row], p);
       }
     });
 
@@ -52,10 +55,13 @@ void for_each_state(const T* logits, const Rows& rows, const std::vector<int64_t
       const int64_t row = live[i];
       const float temperature = temperatures[row];
       const T* p = logits + rows.offset(row);
+      const T* next_row = i + 1 < end ? logits + rows.offset(live[i + 1]) : p;
       SoftmaxState state = start(row);
-      for (int64_t chunk = 0; chunk < chunks; ++chunk)
-        state = merge(state, few ? states[i * chunks + chunk] : chunk_state(loops, p, rows.columns, chunk, temperature),
-                      1.f / temperature);
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const SoftmaxState part =
+            few ? states[i * chunks + chunk] : chunk_state(loops, p, rows.columns, chunk, temperature, next_row);
+        state = merge(state, part, 1.f / temperature);
+      }
       done(row, state);
     }
   });
@@ -64,9 +70,10 @@ void for_each_state(const T* logits, const Rows& rows, const std::vector<int64_t
 }  // namespace
 
 Temperatures::Temperatures(double temperature, const OptionalTensor& tensor, const Tensor& logits, int64_t row_dims) {
+  // Beyond these, 1 / t^2 or a distance times t would leave float32.
+  const auto good = [](double t) { return t >= 1e-15 && t <= 1e15; };
   if (!tensor) {
-    require(temperature > 0 && std::isfinite(temperature), "temperature", "got ", temperature,
-            "; takes a finite number above 0");
+    require(good(temperature), "temperature", "got ", temperature, "; takes a number above 0, in [1e-15, 1e15]");
     one_ = static_cast<float>(temperature);
     return;
   }
@@ -75,8 +82,8 @@ Temperatures::Temperatures(double temperature, const OptionalTensor& tensor, con
   const float* values = data<float>(*contiguous_);
   const int64_t n = contiguous_->numel();
   for (int64_t i = 0; i < n; ++i)
-    require(values[i] > 0 && std::isfinite(values[i]), "temperature", "got ", values[i], " at row ", i,
-            "; takes finite numbers above 0");
+    require(good(values[i]), "temperature", "got ", values[i], " at row ", i,
+            "; takes numbers above 0, in [1e-15, 1e15]");
   if (tensor->dim() == 0)
     one_ = values[0];
   else
@@ -107,8 +114,8 @@ void row_statistics(const Tensor& logits, const Labels& labels, const Temperatur
   if (row_mask)
     for (int64_t row = 0; row < rows.count; ++row)
       if (!row_mask[row]) outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
-  dispatch_float(logits, [&](auto type) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
+  dispatch_float(logits, [&](auto tag) {
+    using T = typename decltype(tag)::type;
     const T* p = data<T>(logits);
     const auto start = [](int64_t) { return SoftmaxState(); };
     const auto done = [&](int64_t row, const SoftmaxState& state) {
@@ -124,12 +131,17 @@ void row_statistics(const Tensor& logits, const Labels& labels, const Temperatur
 
 namespace {
 
+// The number of dimensions that rows have.
+int64_t row_dims(const Tensor& logits) {
+  require_float("logits", logits);
+  require(logits.dim() >= 1, "logits", "got a 0-d tensor; takes [..., V]");
+  return logits.dim() - 1;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> logprob_entropy(const Tensor& logits, const OptionalTensor& labels,
                                                            double temperature, const OptionalTensor& temperature_tensor,
                                                            const OptionalTensor& row_mask) {
-  require_float("logits", logits);
-  require(logits.dim() >= 1, "logits", "got a 0-d tensor; takes [..., V]");
-  const int64_t dims = logits.dim() - 1;
+  const int64_t dims = row_dims(logits);
   const Labels targets(labels, logits, dims, logits.size(dims));
   const Temperatures temperatures(temperature, temperature_tensor, logits, dims);
   const OptionalTensor mask = require_mask("row_mask", row_mask, logits, dims);
@@ -172,9 +184,9 @@ void write_gradient(const RowGradients& gradients, const Tensor& logits, const L
   const float* entropies = data<float>(gradients.entropies);
   const float* maxima = data<float>(gradients.maxima);
   const float* log_sums = data<float>(gradients.log_sums);
-  dispatch_float(logits, [&](auto type) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(type);
+  dispatch_float(logits, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(tag);
     const T* from = data<T>(logits);
     T* to = mutable_data<T>(out);
     const auto g_y = [&](int64_t row) {
@@ -195,6 +207,10 @@ void write_gradient(const RowGradients& gradients, const Tensor& logits, const L
     const auto write_piece = [&](int64_t row, int64_t begin, int64_t end) {
       const T* p = from + rows.offset(row);
       T* gradient = to + out_rows.offset(row);
+      if (log_sums[row] != log_sums[row]) {  // what came out was NaN: so is the gradient
+        std::fill(gradient + begin, gradient + end, from_float<T>(NAN));
+        return;
+      }
       const float temperature = temperatures[row];
       const GradientLine line =
           gradient_line(g_y(row), g_h(row), {entropies[row], maxima[row], log_sums[row]}, temperature);
@@ -223,8 +239,7 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
                                 const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
                                 const Tensor& row_max, const Tensor& log_sum, double temperature,
                                 const OptionalTensor& temperature_tensor, const OptionalTensor& row_mask) {
-  require_float("logits", logits);
-  const int64_t dims = logits.dim() - 1;
+  const int64_t dims = row_dims(logits);
   const Labels targets(labels, logits, dims, logits.size(dims));
   const Temperatures temperatures(temperature, temperature_tensor, logits, dims);
   const OptionalTensor mask = require_mask("row_mask", row_mask, logits, dims);
@@ -238,8 +253,11 @@ void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const Optiona
                                const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
                                const Tensor& row_max, const Tensor& log_sum, int64_t first_token, double temperature,
                                const OptionalTensor& temperature_tensor) {
-  require_float("logits", logits);
-  const int64_t dims = logits.dim() - 1;
+  const int64_t dims = row_dims(logits);
+  require(first_token >= 0, "first_token", "got ", first_token, "; takes at least 0");
+  for (int64_t i = 0; i < dims; ++i)
+    require(logits.size(i) <= 1 || logits.stride(i) >= logits.size(dims), "logits",
+            "its rows overlap; takes a tensor that can be written in place");
   const Labels targets(labels, logits, dims, INT64_MAX);
   const Temperatures temperatures(temperature, temperature_tensor, logits, dims);
   const RowGradients gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, dims);
@@ -261,12 +279,13 @@ float* require_state(const Tensor& state, const Tensor* logits) {
 void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, int64_t first_token,
                     double temperature, const OptionalTensor& temperature_tensor) {
   require_float("logits", logits);
+  require(first_token >= 0, "first_token", "got ", first_token, "; takes at least 0");
   float* states = require_state(state, &logits);
   const Labels targets(labels, logits, 1, INT64_MAX);
   const Temperatures temperatures(temperature, temperature_tensor, logits, 1);
   const Rows rows("logits", logits);
-  dispatch_float(logits, [&](auto type) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
+  dispatch_float(logits, [&](auto tag) {
+    using T = typename decltype(tag)::type;
     const T* p = data<T>(logits);
     const auto start = [&](int64_t row) {
       const float* s = states + row * kStateSize;

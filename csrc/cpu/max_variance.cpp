@@ -1,16 +1,17 @@
 // max_variance_select: of each segment the k values with the largest variance. Sort, try every split, mark both ends.
 #include <algorithm>
 #include <cmath>
-#include <memory>
 
 #include "../core/order_key.h"
 #include "../core/split_scan.h"
 #include "../torch_abi.h"
+#include "order_keys.h"
 
 namespace d3s {
 namespace {
 
 constexpr int64_t kGrain = 1024;      // values; work for a thread
+constexpr int64_t kRankSort = 256;    // up to this length comparing all with all, in vectors, beats moving anything
 constexpr int64_t kRadixSort = 1024;  // from this length on three passes over the keys beat comparisons
 constexpr int kDigit = 11;            // bits of a pass: 32 in three, with tables that stay in the first-level cache
 constexpr uint32_t kBuckets = 1u << kDigit;
@@ -22,7 +23,19 @@ Entry entry(uint32_t key, int64_t index) { return static_cast<uint64_t>(key) << 
 double value_of(Entry e) { return order_key_value(static_cast<uint32_t>(e >> 32)); }
 int64_t index_of(Entry e) { return static_cast<int64_t>(e & 0xffffffffu); }
 
-// Sorts by key; the entries come in the order of their index, which equal keys keep.
+// The sorts take entries in the order of their index, which equal keys keep.
+
+void rank_sort(std::vector<Entry>& entries, std::vector<Entry>& spare) {
+  const int64_t n = static_cast<int64_t>(entries.size());
+  uint32_t keys[kRankSort] = {}, place[kRankSort];
+  uint8_t taken[kRankSort] = {};  // by equal keys before this one: fewer than kRankSort
+  for (int64_t i = 0; i < n; ++i) keys[i] = static_cast<uint32_t>(entries[i] >> 32);
+  D3S_PICK_VARIANT(order_keys).count_below(keys, n, place);
+  spare.resize(n);
+  for (int64_t i = 0; i < n; ++i) spare[place[i] + taken[place[i]]++] = entries[i];
+  entries.swap(spare);
+}
+
 void radix_sort(std::vector<Entry>& entries, std::vector<Entry>& spare) {
   const size_t n = entries.size();
   spare.resize(n);
@@ -69,18 +82,22 @@ struct Room {  // reused from segment to segment
 template <class T>
 void select_segment(const T* values, const bool* mask, int64_t n, int64_t k, Room& room, bool* out) {
   std::vector<Entry>& entries = room.entries;
-  entries.clear();
+  entries.resize(n);
+  int64_t usable = 0;
   for (int64_t i = 0; i < n; ++i) {
     const float value = to_float(values[i]);
-    if ((!mask || mask[i]) && std::isfinite(value)) entries.push_back(entry(order_key(value), i));
+    entries[usable] = entry(order_key(value), i);
+    usable += (!mask || mask[i]) && std::isfinite(value);
   }
+  entries.resize(usable);
   std::fill_n(out, n, false);
-  const int64_t usable = static_cast<int64_t>(entries.size());
   if (usable <= k) {
     for (const Entry e : entries) out[index_of(e)] = true;
     return;
   }
-  if (usable < kRadixSort)
+  if (usable <= kRankSort)
+    rank_sort(entries, room.spare);
+  else if (usable < kRadixSort)
     std::sort(entries.begin(), entries.end());
   else
     radix_sort(entries, room.spare);
@@ -106,24 +123,22 @@ Tensor max_variance_select(const Tensor& values, const OptionalInt& keep, const 
                            const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment,
                            bool pooled) {
   require_float("values", values);
-  require(!max_segment || *max_segment >= 0, "max_segment", "got ", max_segment.value_or(0), "; takes at least 0");
+  require_max_segment(max_segment);
   int64_t k = require_keep(keep, keep_tensor);
   Segments segments = segments_of(values, offsets, "values");
+  require(values.numel() < int64_t{1} << 32, "values", "got ", values.numel(), " of them; takes fewer than 2^32");
   const OptionalTensor usable = require_mask("mask", mask, values, values.dim());
   const Tensor source = packed(values);
   const Tensor out = empty(leading_sizes(values, values.dim()), ScalarType::Bool, values);
   if (pooled) {
-    k *= segments.count;
-    segments = {};
-    segments.count = 1;
-    segments.length = values.numel();
+    k = std::min(k, values.numel()) * segments.count;
+    segments = pool(values);
   }
   const bool* m = data<bool>(usable);
   bool* to = mutable_data<bool>(out);
-  dispatch_float(source, [&](auto type) {
-    const auto* p = data<std::remove_const_t<std::remove_pointer_t<decltype(type)>>>(source);
-    const int64_t average = source.numel() / (segments.count + 1) + 1;
-    parallel_for(segments.count, kGrain / average + 1, [&](int64_t first, int64_t last) {
+  dispatch_float(source, [&](auto tag) {
+    const auto* p = data<typename decltype(tag)::type>(source);
+    parallel_segments(segments, source.numel(), kGrain, [&](int64_t first, int64_t last) {
       Room room;
       for (int64_t segment = first; segment < last; ++segment) {
         const int64_t begin = segments.begin(segment), end = segments.end(segment);

@@ -24,8 +24,8 @@ int64_t from_scores(const T* scores, const float* advantages, float advantage, c
                     uint32_t* keys) {
   const auto each = [=](int64_t i) { return advantages[i]; };
   const auto one = [=](int64_t) { return advantage; };
-  const auto* flags = reinterpret_cast<const uint8_t*>(mask);
-  const auto masked = [=](int64_t i) { return 0u - flags[i]; };
+  const auto* flags = reinterpret_cast<const uint8_t*>(mask);  // a viewed bool may be any byte
+  const auto masked = [=](int64_t i) { return 0u - (flags[i] != 0); };
   const auto all = [](int64_t) { return ~0u; };
   if (advantages) return mask ? keys_of(scores, each, masked, n, keys) : keys_of(scores, each, all, n, keys);
   return mask ? keys_of(scores, one, masked, n, keys) : keys_of(scores, one, all, n, keys);
@@ -53,6 +53,15 @@ int64_t copy_between(const uint32_t* keys, int64_t n, uint32_t low, uint32_t hig
   return count;
 }
 
+void count_below(const uint32_t* __restrict keys, int64_t n, uint32_t* __restrict below) {
+  const int64_t whole = (n + kKeysPadding - 1) / kKeysPadding * kKeysPadding;
+  for (int64_t i = 0; i < whole; ++i) below[i] = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    const uint32_t key = keys[j];
+    for (int64_t i = 0; i < whole; ++i) below[i] += key < keys[i];
+  }
+}
+
 void write_mask(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask) {
   auto* flags = reinterpret_cast<uint8_t*>(mask);
   for (int64_t i = 0; i < n; ++i) flags[i] = keys[i] >= pivot;
@@ -68,8 +77,8 @@ uint32_t lowest_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
 }  // namespace
 
 namespace D3S_LEVEL {
-extern const OrderKeys order_keys = {
-    from_scores<float>, from_scores<bfloat16>, from_scores<float16>, count_from, copy_between, lowest_from, write_mask};
+extern const OrderKeys order_keys = {from_scores<float>, from_scores<bfloat16>, from_scores<float16>, count_from,
+                                     copy_between,       lowest_from,           count_below,          write_mask};
 }
 
 }  // namespace d3s

@@ -8,6 +8,8 @@
 
 namespace d3s {
 
+constexpr int64_t kKeysPadding = 16;  // the widest vector
+
 struct OrderKeys {
   // keys[i] = order_key(|advantage| * scores[i]), 0 where mask (may be null) is false or the score is NaN. The
   // advantage is advantages[i], or `advantage` where that is null. Returns how many are not 0. n < 2^31.
@@ -24,12 +26,14 @@ struct OrderKeys {
   int64_t (*copy_between)(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* out);
   // The smallest key that is at least `pivot`, or UINT32_MAX.
   uint32_t (*lowest_from)(const uint32_t* keys, int64_t n, uint32_t pivot);
+  // below[i]: how many of the n keys are less than keys[i]. Both arrays have room for n rounded up to kKeysPadding.
+  void (*count_below)(const uint32_t* keys, int64_t n, uint32_t* below);
   // mask[i] = keys[i] >= pivot.
   void (*write_mask)(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask);
 
-  FromScores<float> from(const float*) const { return from_float32; }
-  FromScores<bfloat16> from(const bfloat16*) const { return from_bf16; }
-  FromScores<float16> from(const float16*) const { return from_fp16; }
+  FromScores<float> from(Tag<float>) const { return from_float32; }
+  FromScores<bfloat16> from(Tag<bfloat16>) const { return from_bf16; }
+  FromScores<float16> from(Tag<float16>) const { return from_fp16; }
 };
 
 D3S_DECLARE_VARIANTS(OrderKeys, order_keys)

@@ -54,7 +54,8 @@ inline Floats maximum(Floats a, Floats b) {
 #endif
 }
 
-// 2^x for -125 <= x <= 0, within 3 units of the last place; NaN stays.
+// 2^x for -125 <= x <= 0, within 3 units of the last place. NaN gives anything: its low bits are added to
+// the exponent. Who multiplies by x sees it.
 inline Floats exp2_nonpositive(Floats x, Floats scale) {
   // x * scale is rounded to an integer n by adding 1.5 * 2^23: the sum's low bits are n.
   const Floats magic = all(12582912.f);

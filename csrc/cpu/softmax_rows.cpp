@@ -27,7 +27,7 @@ struct Maximum {
   Floats a = all(-FLT_MAX), b = all(-FLT_MAX);
 
   void add(const FloatPair& x) {
-    a = maximum(x.a, a);  // in this order NaN is passed over; it shows in the sums
+    a = maximum(x.a, a);  // in this order NaN is passed over; it shows in the dot
     b = maximum(x.b, b);
   }
 };
@@ -45,8 +45,11 @@ struct Sums {
   }
 };
 
+// Elements whose sums are added up by themselves: beside a sum of 1, a long run of terms of 1e-8 would be lost.
+constexpr int64_t kRun = 16 * kPair;
+
 template <class T>
-SoftmaxSums chunk(const T* logits, int64_t n, float scale) {
+SoftmaxSums chunk(const T* logits, int64_t n, float scale, const T* next) {
   const int64_t whole = n / kPair * kPair;
   const Tail<T> tail(logits + whole, n - whole);
 
@@ -60,16 +63,27 @@ SoftmaxSums chunk(const T* logits, int64_t n, float scale) {
   if (i < whole) first.add(load_pair(logits + i));
   const float max = max_lanes(maximum(maximum(first.a, first.b), maximum(second.a, second.b)));
 
-  Sums sums;
   const Floats maxima = all(max), floors = all(floor_distance(scale)), scales = all(scale);
-  for (i = 0; i < whole; i += kPair) {
-    // While the arithmetic keeps this chunk busy, the next one comes from memory.
-    __builtin_prefetch(logits + kChunk + i);
-    if (sizeof(T) * kPair > 64) __builtin_prefetch(reinterpret_cast<const char*>(logits + kChunk + i) + 64);
-    sums.add(load_pair(logits + i), maxima, floors, scales);
+  Floats sum = {}, dot = {};
+  for (int64_t begin = 0; begin < whole; begin += kRun) {
+    const int64_t end = whole - begin < kRun ? whole : begin + kRun;
+    Sums run;
+    for (i = begin; i < end; i += kPair) {
+      // While the arithmetic is busy here, what comes next is fetched from memory.
+      for (int64_t line = 0; line < static_cast<int64_t>(kPair * sizeof(T)); line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(next + i) + line);
+      run.add(load_pair(logits + i), maxima, floors, scales);
+    }
+    sum += run.sum_a + run.sum_b;
+    dot += run.dot_a + run.dot_b;
   }
-  if (whole < n) sums.add(load_pair(tail.values), maxima, floors, scales);
-  return {max, sum_lanes(sums.sum_a + sums.sum_b), sum_lanes(sums.dot_a + sums.dot_b)};
+  if (whole < n) {
+    Sums run;
+    run.add(load_pair(tail.values), maxima, floors, scales);
+    sum += run.sum_a + run.sum_b;
+    dot += run.dot_a + run.dot_b;
+  }
+  return {max, sum_lanes(sum), sum_lanes(dot)};
 }
 
 struct Gradient {

@@ -23,8 +23,8 @@ struct GradientRow {
 
 template <class T>
 struct SoftmaxLoops {
-  // The state of n <= kChunk logits; scale is log2(e) / t.
-  SoftmaxSums (*chunk)(const T* logits, int64_t n, float scale);
+  // The state of n <= kChunk logits; scale is log2(e) / t. `next` is what will be read after them.
+  SoftmaxSums (*chunk)(const T* logits, int64_t n, float scale, const T* next);
   // gradient[i] = e (offset + slope d), d = logits[i] - max; 0 where the logit is -inf. May write over `logits`.
   void (*gradient)(const T* logits, int64_t n, const GradientRow& row, T* gradient);
 };
@@ -34,9 +34,9 @@ struct SoftmaxRows {
   SoftmaxLoops<bfloat16> bf16;
   SoftmaxLoops<float16> fp16;
 
-  const SoftmaxLoops<float>& of(const float*) const { return float32; }
-  const SoftmaxLoops<bfloat16>& of(const bfloat16*) const { return bf16; }
-  const SoftmaxLoops<float16>& of(const float16*) const { return fp16; }
+  const SoftmaxLoops<float>& of(Tag<float>) const { return float32; }
+  const SoftmaxLoops<bfloat16>& of(Tag<bfloat16>) const { return bf16; }
+  const SoftmaxLoops<float16>& of(Tag<float16>) const { return fp16; }
 };
 
 D3S_DECLARE_VARIANTS(SoftmaxRows, softmax_rows)

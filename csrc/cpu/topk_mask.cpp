@@ -3,7 +3,7 @@
 // A segment's scores become integer keys. The k-th largest key is found by bisection: counting the keys above a pivot
 // runs at the speed of the cache, and some twenty pivots settle 32 bits. A segment too long for the cache is first
 // narrowed to the few keys between two that a sample puts on either side of the k-th; its keys are made anew, piece by
-// piece, for each of the three passes over it, which is cheaper than to write and read them.
+// piece, for each of the few passes over it, which is cheaper than to write and read them.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -41,9 +41,9 @@ struct Scores {
   const bool* mask = nullptr;
 
   int64_t keys(const OrderKeys& loops, int64_t begin, int64_t end, uint32_t* keys) const {
-    return dispatch_float(values, [&](auto type) {
-      const auto from = loops.from(type);
-      const auto* scores = data<std::remove_const_t<std::remove_pointer_t<decltype(type)>>>(values);
+    return dispatch_float(values, [&](auto tag) {
+      const auto from = loops.from(tag);
+      const auto* scores = data<typename decltype(tag)::type>(values);
       const float* advantage = data<float>(advantages);
       const auto part = [&](int64_t a, int64_t b, const float* each, float one) {
         return from(scores + a, each ? each + a : nullptr, one, mask ? mask + a : nullptr, b - a, keys + (a - begin));
@@ -86,6 +86,15 @@ struct SegmentKeys {
     uint32_t key = stored ? stored[i] : kAbsent;
     if (!stored) scores->keys(*loops, begin + i, begin + i + 1, &key);
     return key;
+  }
+
+  // body(keys, n) for all pieces, added up.
+  template <class Count>
+  int64_t count(const Count& body) const {
+    if (stored && n <= kPiece) return body(stored, n);  // no memory: the pivots of a short segment come by the dozen
+    std::vector<int64_t> counts(pieces_of(n));
+    for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) { counts[piece] = body(p, b - a); });
+    return total(counts);
   }
 
   // body(piece, a, b, keys) with the keys of [a, b), for all pieces; on all threads where the segment is long.
@@ -155,11 +164,8 @@ struct Search {
     int64_t above = 0;  // keys > high; inside + above >= k > above
     while (low < high && inside + above > k) {
       const uint32_t middle = low + (high - low) / 2 + 1;
-      std::vector<int64_t> counts(pieces_of(keys.n));
-      keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
-        counts[piece] = loops.count_from(p, b - a, middle);
-      });
-      const int64_t from_middle = total(counts);
+      const int64_t from_middle =
+          keys.count([&](const uint32_t* p, int64_t n) { return loops.count_from(p, n, middle); });
       if (from_middle >= k) {
         low = middle;
         inside = from_middle - above;
@@ -176,12 +182,15 @@ struct Search {
 // The cut that keeps k of the keys, of which `present` are not 0; 1 <= k <= present.
 Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
   Search search{*keys.loops, keys, present, k};
-  const Keys spare = keys.n > kBisect ? new_keys(keys.n) : nullptr;  // of which few pages are ever touched
+  Keys left;
   while (search.keys.n > kBisect && search.low < search.high) {
     const int64_t before = search.keys.n;
     const auto [from, to] = search.guess();
+    Keys next =
+        new_keys(before);  // of which few pages are ever touched; not `left`, which a wrong guess must not spoil
     // Where the guess was off, all that is left in [low, high] is taken: no sample can mislead us twice.
-    if (!search.narrow(from, to, spare.get())) search.narrow(search.low, search.high, spare.get());
+    if (!search.narrow(from, to, next.get())) search.narrow(search.low, search.high, next.get());
+    left = std::move(next);
     if (search.keys.n == before) break;  // few different keys
   }
   return search.bisect(k);
@@ -263,10 +272,7 @@ Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zero
     present = scores.keys(loops, begin, end, room);
     keys.stored = room;
   } else {
-    std::vector<int64_t> counts(pieces_of(keys.n));
-    keys.for_pieces(
-        [&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) { counts[piece] = loops.count_from(p, b - a, 1); });
-    present = total(counts);
+    present = keys.count([&](const uint32_t* p, int64_t n) { return loops.count_from(p, n, 1); });
   }
   if (present == 0) {
     std::fill_n(mask, keys.n, false);
@@ -285,9 +291,8 @@ void select(const Scores& scores, const Quota& quota, bool drop_zeros, const Seg
     if (threshold) threshold[segment] = selected.threshold;
   };
   const int64_t values = segments.count > 0 ? segments.end(segments.count - 1) : 0;
-  const int64_t average = segments.count > 0 ? values / segments.count + 1 : 1;
   const auto length = [&](int64_t segment) { return segments.end(segment) - segments.begin(segment); };
-  parallel_for(segments.count, kGrain / average + 1, [&](int64_t first, int64_t last) {
+  parallel_segments(segments, values, kGrain, [&](int64_t first, int64_t last) {
     int64_t longest = 0;
     for (int64_t segment = first; segment < last; ++segment)
       if (length(segment) < kLong) longest = std::max(longest, length(segment));
@@ -297,17 +302,6 @@ void select(const Scores& scores, const Quota& quota, bool drop_zeros, const Seg
   });
   for (int64_t segment = 0; segment < segments.count; ++segment)  // one after the other, each on all threads
     if (length(segment) >= kLong) run(segment, nullptr);
-}
-
-Segments pool(const Tensor& values) {
-  Segments all;
-  all.count = 1;
-  all.length = values.numel();
-  return all;
-}
-
-void require_max_segment(const OptionalInt& max_segment) {
-  require(!max_segment || *max_segment >= 0, "max_segment", "got ", max_segment.value_or(0), "; takes at least 0");
 }
 
 Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
@@ -383,6 +377,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
   const Temperatures temperatures(temperature, temperature_tensor, logits, dims);
   const OptionalTensor present = require_mask("mask", mask, logits, dims);
   const Tensor entropy = empty(leading_sizes(logits, dims), ScalarType::Float, logits);
+  // Refuses what is wrong before the long pass over the logits, not after it.
+  scores_of(entropy, advantages, segments_of(entropy, offsets, "logits"), present, offsets.has_value());
   row_statistics(logits, no_labels, temperatures, data<bool>(present), {nullptr, mutable_data<float>(entropy)});
   const Selection out = select_by_score(entropy, advantages, quota, present, offsets, pooled, drop_zeros);
   return {out.mask, entropy, out.count, out.threshold};

@@ -8,15 +8,13 @@
 namespace d3s {
 namespace {
 
-// Rows of `hidden` as words of two, the last one padded with 0; rows side by side.
-std::unique_ptr<uint32_t[]> words_of(const bfloat16* hidden, int64_t rows, int64_t stride, int64_t inner) {
+// Rows of an odd number of elements as words of two, the last one padded with 0. Even rows are such words already.
+std::vector<uint32_t> padded_words(const bfloat16* hidden, int64_t rows, int64_t inner) {
   const int64_t words = (inner + 1) / 2;
-  std::unique_ptr<uint32_t[]> packed(new uint32_t[rows * words + 1]);
-  for (int64_t r = 0; r < rows; ++r) {
-    packed[r * words + words - (words > 0)] = 0;
-    memcpy(packed.get() + r * words, hidden + r * stride, inner * sizeof(bfloat16));
-  }
-  return packed;
+  std::vector<uint32_t> padded(inner % 2 ? rows * words : 0);
+  for (int64_t r = 0; r < rows && inner % 2; ++r)
+    memcpy(padded.data() + r * words, hidden + r * inner, inner * sizeof(bfloat16));
+  return padded;
 }
 
 void wide_product_(const Tensor& hidden, const Tensor& weight, const Tensor& out) {
@@ -24,14 +22,16 @@ void wide_product_(const Tensor& hidden, const Tensor& weight, const Tensor& out
           " of ", dtype(hidden), "; takes bfloat16 [rows, H]");
   require(weight.dim() == 2 && weight.scalar_type() == ScalarType::BFloat16 && weight.size(1) == hidden.size(1),
           "weight", "got shape ", shape(weight), " of ", dtype(weight), "; takes bfloat16 [V, ", hidden.size(1), "]");
+  const int64_t rows = hidden.size(0), columns = weight.size(0), inner = hidden.size(1);
   require(out.dim() == 2 && out.scalar_type() == ScalarType::Float && out.size(0) == hidden.size(0) &&
               out.size(1) == weight.size(0) && (out.size(1) <= 1 || out.stride(1) == 1),
           "out", "got shape ", shape(out), " of ", dtype(out), "; takes float32 [", hidden.size(0), ", ",
           weight.size(0), "], rows of stride 1");
+  require(rows <= 1 || out.stride(0) >= columns, "out", "its rows overlap; takes a tensor that can be written");
   const Tensor a = packed(hidden), b = packed(weight);
-  const int64_t rows = hidden.size(0), columns = weight.size(0), inner = hidden.size(1);
   const WideProduct& loops = pick_wide_product();
-  const std::unique_ptr<uint32_t[]> words = words_of(data<bfloat16>(a), rows, inner, inner);
+  const std::vector<uint32_t> padded = padded_words(data<bfloat16>(a), rows, inner);
+  const uint32_t* words = inner % 2 ? padded.data() : data<uint32_t>(a);
   float* to = mutable_data<float>(out);
   const int64_t stride = out.stride(0);
   const int64_t panels = (columns + loops.columns - 1) / loops.columns;
@@ -41,7 +41,7 @@ void wide_product_(const Tensor& hidden, const Tensor& weight, const Tensor& out
       const int64_t begin = p * loops.columns;
       const int64_t count = columns - begin < loops.columns ? columns - begin : loops.columns;
       loops.pack(data<bfloat16>(b) + begin * inner, inner, count, inner, panel.get());
-      loops.multiply(words.get(), rows, panel.get(), inner, to + begin, stride, count);
+      loops.multiply(words, rows, panel.get(), inner, to + begin, stride, count);
     }
   });
 }

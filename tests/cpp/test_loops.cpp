@@ -37,7 +37,7 @@ void softmax_loops(const SoftmaxLoops<T>& loops, double rounding, std::mt19937& 
     const float temperature = n % 2 ? 1.f : 0.7f;
     std::vector<double> z;
     const auto logits = random_logits<T>(n, n % 3 ? 0.f : 100.f, random, z);
-    const SoftmaxSums sums = loops.chunk(logits.get(), n, kLog2E / temperature);
+    const SoftmaxSums sums = loops.chunk(logits.get(), n, kLog2E / temperature, logits.get());
     const double max = *std::max_element(z.begin(), z.end());
     double sum = 0, dot = 0;
     for (const double value : z) {

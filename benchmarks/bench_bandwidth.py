@@ -1,0 +1,16 @@
+"""How fast this machine reads and copies memory: what bounds everything that reads logits."""
+
+import torch
+
+from .harness import Contest
+from .sizes import Sizes
+
+
+def test_bandwidth(contest: Contest, sizes: Sizes) -> None:
+    source = torch.ones(sizes.sequences * sizes.tokens * sizes.vocabulary // 2)  # the bytes of the logits
+    target = torch.empty_like(source)
+    contest(
+        "memory bandwidth",
+        f"{source.nbytes:,} bytes",
+        yardsticks={"read": lambda: source.sum(), "copy": lambda: target.copy_(source)},
+    )

@@ -1,0 +1,24 @@
+"""compact: the indices of a mask, in a buffer of given capacity."""
+
+import torch
+
+import d3s_kernels as d3s
+
+from . import inputs
+from .harness import Contest, close, describe
+from .sizes import Sizes
+
+
+def test_compact(contest: Contest, sizes: Sizes) -> None:
+    mask = torch.rand(sizes.batch, generator=inputs.generator()) < 0.1
+    capacity = int(mask.sum())
+    contest(
+        "compact, one position in ten",
+        describe(*sizes.batch),
+        lambda: d3s.compact(mask, capacity)[0],
+        peers={
+            "nonzero": lambda: mask.flatten().nonzero().squeeze(1),
+            "nonzero_static": lambda: torch.nonzero_static(mask.flatten(), size=capacity, fill_value=-1).squeeze(1),
+        },
+        agree=close(0),
+    )

@@ -1,0 +1,90 @@
+"""linear_logprob_entropy: the LM head and what follows it, beside the bare product."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+import d3s_kernels as d3s
+
+from . import inputs, peers
+from .harness import Contest, Work, close, describe
+from .sizes import Sizes
+
+WIDTHS = ["narrow", "wide"]  # the peer takes its time: it is measured, and checked against, where the head is narrow
+# Inputs and logits: as a bfloat16 model has them, with logits kept in float32 (the default), and all in float32.
+PRECISIONS = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16, fp32 logits": (torch.bfloat16, torch.float32),
+    "fp32": (torch.float32, torch.float32),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_forward(contest: Contest, sizes: Sizes, width: str, precision: str) -> None:
+    dtype, logits_dtype = PRECISIONS[precision]
+    hidden, weight, labels = lm_head(sizes, width, dtype)
+    contest(
+        f"linear_logprob_entropy forward, {width}, {precision}",
+        size_of(hidden, weight),
+        lambda: d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=logits_dtype),
+        peers={"PyTorch": lambda: peers.plain(linear(hidden, weight), labels)} if width == "narrow" else {},
+        yardsticks={"matmul": lambda: linear(hidden, weight)},
+        agree=close(0.2 if dtype == torch.bfloat16 else 1e-3),  # PyTorch rounds the logits to the inputs' precision
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "precision"), [("narrow", "bf16"), ("narrow", "bf16, fp32 logits"), ("wide", "bf16")]
+)
+def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: str) -> None:
+    dtype, logits_dtype = PRECISIONS[precision]
+    hidden, weight, labels = lm_head(sizes, width, dtype)
+    every = inputs.advantages(len(labels))
+    few = every * (torch.arange(len(every)) % 10 == 0)
+
+    def step(function: Callable, gradient: torch.Tensor) -> Work:
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+
+        def forward_backward() -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(function(*leaves), leaves, gradient)
+
+        return forward_backward
+
+    def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=logits_dtype)[0]
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return peers.plain(linear(hidden, weight), labels)[0]
+
+    contest(
+        f"linear_logprob_entropy forward + backward, 10% of the tokens, {width}, {precision}",
+        size_of(hidden, weight),
+        step(ours, few),
+        peers={"PyTorch": step(plain, few)} if width == "narrow" else {},
+        yardsticks={"all tokens": step(ours, every)},
+        agree=close_in_norm(0.02),
+    )
+
+
+def lm_head(sizes: Sizes, width: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, the LM head's weight, and labels; the logits come out about normal with sigma 3."""
+    features, random = getattr(sizes, width), inputs.generator()
+    hidden = torch.empty(sizes.head_tokens, features, dtype=dtype).normal_(generator=random)
+    weight = torch.empty(sizes.vocabulary, features, dtype=dtype).normal_(std=3 / features**0.5, generator=random)
+    return hidden, weight, torch.randint(sizes.vocabulary, (sizes.head_tokens,), generator=random)
+
+
+def size_of(hidden: torch.Tensor, weight: torch.Tensor) -> str:
+    return describe(len(hidden), *weight.shape[::-1], dtype=hidden.dtype)
+
+
+def close_in_norm(tolerance: float):
+    def agree(name: str, ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> None:
+        for mine, other in zip(ours, theirs, strict=True):
+            error = (mine.float() - other.float()).norm() / mine.float().norm()
+            assert error <= tolerance, f"{name}: a gradient is {error:.2g} off, relative in norm"
+
+    return agree

@@ -1,0 +1,152 @@
+"""logprob_entropy and entropy: forward, backward, and with half of the rows masked."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import d3s_kernels as d3s
+
+from . import inputs, peers
+from .harness import Contest, Prepared, Work, close, describe
+from .sizes import Sizes
+
+LOW_PRECISION = {"TRL": 0.5, "verl": 0.5}  # both round to bfloat16 in between
+
+
+@pytest.fixture(scope="module")
+def logits(sizes: Sizes) -> torch.Tensor:
+    return inputs.logits_and_labels(sizes)[0]
+
+
+@pytest.fixture(scope="module")
+def labels(sizes: Sizes) -> torch.Tensor:
+    return inputs.logits_and_labels(sizes)[1]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Callable | None:
+    return peers.compiled(peers.shifted)
+
+
+@pytest.fixture(scope="module")
+def size(logits: torch.Tensor) -> str:
+    return describe(*logits.shape, dtype=logits.dtype)
+
+
+def test_forward(contest: Contest, logits, labels, compiled, size) -> None:
+    contest(
+        "logprob_entropy forward",
+        size,
+        lambda: d3s.logprob_entropy(logits, labels),
+        peers={
+            "TRL": lambda: peers.trl_grpo(logits, labels),
+            "verl": lambda: peers.verl(logits, labels),
+            "PyTorch": lambda: peers.plain(logits, labels),
+            "torch.compile": compiled and (lambda: compiled(logits, labels)),
+        },
+        yardsticks={"logits.sum()": lambda: logits.sum()},
+        agree=close(1e-3, **LOW_PRECISION),
+    )
+
+
+def test_entropy(contest: Contest, logits, size) -> None:
+    contest(
+        "entropy",
+        size,
+        lambda: d3s.entropy(logits),
+        peers={"TRL": lambda: peers.entropy_from_logits(logits)},
+        yardsticks={"logits.sum()": lambda: logits.sum()},
+        agree=close(1e-3, **LOW_PRECISION),
+    )
+
+
+def test_backward(contest: Contest, logits, labels, compiled, size) -> None:
+    gradients = inputs.advantages(*labels.shape), inputs.entropies(*labels.shape)
+
+    def of(function: Callable) -> Work:
+        return backward(function, logits, labels, *gradients)
+
+    contest(
+        "logprob_entropy backward, both gradients",
+        size,
+        of(d3s.logprob_entropy),
+        peers={
+            "TRL": of(peers.trl_entropy_bonus),
+            "verl": of(peers.verl),
+            "PyTorch": of(peers.plain),
+            "torch.compile": compiled and of(compiled),
+        },
+        yardsticks={"empty + fill_": lambda: torch.empty_like(logits).fill_(0)},
+        agree=close_gradient(1e-2, TRL=0.05, verl=0.05),
+    )
+
+
+def test_backward_of_logprob_alone(contest: Contest, logits, labels, size) -> None:
+    gradient = inputs.advantages(*labels.shape)
+    contest(
+        "logprob_entropy backward, logprob alone",
+        size,
+        backward(d3s.logprob_entropy, logits, labels, gradient),
+        peers={"TRL": backward(peers.trl_grpo, logits, labels, gradient)},
+        yardsticks={"empty + fill_": lambda: torch.empty_like(logits).fill_(0)},
+        agree=close_gradient(1e-2, TRL=0.05),
+    )
+
+
+@pytest.mark.parametrize("pattern", ["alternate", "right-padded"])
+def test_half_masked(contest: Contest, logits, labels, size, pattern: str) -> None:
+    mask = half(pattern, labels)
+    contest(
+        f"logprob_entropy forward, half of the rows masked ({pattern})",
+        size,
+        lambda: d3s.logprob_entropy(logits, labels, row_mask=mask),
+        yardsticks={"all rows": lambda: d3s.logprob_entropy(logits, labels)},
+    )
+
+
+@pytest.mark.parametrize("pattern", ["alternate", "right-padded"])
+def test_backward_half_masked(contest: Contest, logits, labels, size, pattern: str) -> None:
+    mask = half(pattern, labels)
+    gradients = inputs.advantages(*labels.shape), inputs.entropies(*labels.shape)
+
+    def masked(leaf: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return d3s.logprob_entropy(leaf, labels, row_mask=mask)
+
+    contest(
+        f"logprob_entropy backward, half of the rows masked ({pattern})",
+        size,
+        backward(masked, logits, labels, *gradients),
+        yardsticks={"all rows": backward(d3s.logprob_entropy, logits, labels, *gradients)},
+    )
+
+
+def half(pattern: str, labels: torch.Tensor) -> torch.Tensor:
+    if pattern == "right-padded":
+        return inputs.right_padded(*labels.shape)
+    return (torch.arange(labels.numel()) % 2 == 0).view_as(labels)
+
+
+def backward(function: Callable, logits: torch.Tensor, labels: torch.Tensor, *gradients: torch.Tensor) -> Work:
+    """The backward pass alone; with one gradient, of the log-probability alone."""
+    leaf = logits.detach().requires_grad_()
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        return function(leaf, labels)[: len(gradients)]
+
+    def gradient(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        incoming = [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs, strict=True)]
+        return torch.autograd.grad(outputs, leaf, incoming)[0]
+
+    return Prepared(forward, gradient)
+
+
+def close_gradient(tolerance: float, **by_name: float):
+    """Relative in norm, on some of the tokens: peaked ones and others."""
+
+    def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        mine, other = ours[:, ::15].float(), theirs[:, ::15].float()
+        error = (mine - other).norm() / mine.norm()
+        assert error <= by_name.get(name, tolerance), f"{name}: the gradient is {error:.2g} off, relative in norm"
+
+    return agree

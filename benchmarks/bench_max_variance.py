@@ -1,0 +1,52 @@
+"""max_variance_select over many groups, and over one pool of rollouts."""
+
+import pytest
+import torch
+
+import d3s_kernels as d3s
+
+from . import inputs, peers
+from .harness import Contest, describe
+from .sizes import Sizes
+
+
+@pytest.mark.parametrize("where", ["groups", "pool"])
+def test_max_variance_select(contest: Contest, sizes: Sizes, where: str) -> None:
+    shape, keep = (sizes.groups, sizes.keep) if where == "groups" else ((1, sizes.pool), sizes.pool_keep)
+    values = inputs.advantages(*shape)
+    contest(
+        f"max_variance_select, {where}",
+        f"{describe(*shape)}, keep {keep:,}",
+        lambda: d3s.max_variance_select(values, keep),
+        peers={
+            "vectorised PyTorch": lambda: peers.max_variance(values, keep),
+            "PODS's loop": lambda: peers.pods(values, keep),
+        },
+        agree=same_variance(values, keep),
+    )
+
+
+def test_select_rollouts(contest: Contest, sizes: Sizes) -> None:
+    advantages = inputs.advantages(*sizes.groups)
+    pooled = advantages.view(1, -1)
+    kept = sizes.keep * len(advantages)
+    contest(
+        "select_rollouts, over all groups",
+        f"{describe(*sizes.groups)}, keep {kept:,}",
+        lambda: d3s.select_rollouts(advantages, sizes.keep),
+        peers={"vectorised PyTorch": lambda: peers.max_variance(pooled, kept).view_as(advantages)},
+        agree=same_variance(pooled, kept),
+    )
+
+
+def same_variance(values: torch.Tensor, keep: int):
+    """Another subset is as good, if its variance is; float32 sums may also miss the best by a hair."""
+
+    def variance(mask: torch.Tensor) -> torch.Tensor:
+        return values[mask.reshape(values.shape)].view(len(values), keep).double().var(dim=-1)
+
+    def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        worst = (variance(theirs) / variance(ours) - 1).abs().max()
+        assert worst <= 1e-5, f"{name}: a variance is {worst:.2g} off"
+
+    return agree

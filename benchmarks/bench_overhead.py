@@ -1,0 +1,30 @@
+"""What a call costs before it does any work: the smallest inputs, none of which needs a gradient."""
+
+import pytest
+import torch
+
+import d3s_kernels as d3s
+
+from .harness import Contest
+
+FEW = torch.tensor([0.5, -1.0, 2.0, 0.0])
+GROUPS = FEW.view(2, 2)
+LOGITS = FEW.view(1, 4)
+LABELS = torch.tensor([2])
+KEPT = FEW > 0
+
+CALLS = {
+    "topk_mask": lambda: d3s.topk_mask(FEW, 0.5),
+    "select_tokens": lambda: d3s.select_tokens(FEW, FEW, 0.5),
+    "compact": lambda: d3s.compact(KEPT, 4),
+    "group_advantages": lambda: d3s.group_advantages(GROUPS),
+    "max_variance_select": lambda: d3s.max_variance_select(FEW, 2),
+    "select_rollouts": lambda: d3s.select_rollouts(GROUPS, 1),
+    "entropy": lambda: d3s.entropy(LOGITS),
+    "logprob_entropy": lambda: d3s.logprob_entropy(LOGITS, LABELS),
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_overhead(contest: Contest, op: str) -> None:
+    contest(f"overhead of {op}", "4 values", CALLS[op])

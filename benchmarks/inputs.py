@@ -1,0 +1,42 @@
+"""Inputs as a trainer has them, the same in every run."""
+
+from functools import lru_cache
+
+import torch
+
+from .sizes import Sizes
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(20_250_922)
+
+
+@lru_cache(maxsize=1)
+def logits_and_labels(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    """[sequences, tokens, vocabulary] and the sampled tokens.
+
+    Normal logits; in every fourth row one token stands far above the others, and was sampled. Filled in place: no more
+    memory is ever held than the result takes.
+    """
+    random = generator()
+    logits = torch.empty(sizes.sequences, sizes.tokens, sizes.vocabulary, dtype=dtype).normal_(std=3, generator=random)
+    labels = torch.randint(sizes.vocabulary, (sizes.sequences, sizes.tokens), generator=random)
+    peaked = torch.arange(0, labels.numel(), 4)
+    height = torch.empty(len(peaked)).uniform_(15, 30, generator=random)
+    logits.view(-1, sizes.vocabulary)[peaked, labels.view(-1)[peaked]] = height.to(dtype)
+    return logits, labels
+
+
+def entropies(*shape: int) -> torch.Tensor:
+    """Most tokens are nearly certain, a few are not."""
+    return 8 * torch.rand(shape, generator=generator()) ** 4
+
+
+def advantages(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator())
+
+
+def right_padded(sequences: int, tokens: int) -> torch.Tensor:
+    """A mask [sequences, tokens] of completions that end anywhere; half of the positions are padding."""
+    lengths = (torch.arange(sequences) + 0.5) * tokens / sequences
+    return torch.arange(tokens) < lengths.round().unsqueeze(1)

@@ -1,0 +1,141 @@
+"""The same questions, answered as trainers answer them today.
+
+TRL's functions are imported from TRL. The others are written here as their users write them, each at its best: batched
+and vectorised wherever torch can do it.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from trl.trainer.utils import entropy_from_logits, nanstd, selective_log_softmax_and_entropy
+
+# Log-probability and entropy from logits ------------------------------------------------------------------------------
+
+
+def plain(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """What one writes first, in float32."""
+    logps = logits.float().log_softmax(-1)
+    return logps.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logps.exp() * logps).sum(-1)
+
+
+def shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Our own formula, H = log S - T / S. Written for torch.compile, which fuses it into few passes."""
+    logits = logits.float()
+    highest = logits.amax(-1, keepdim=True)
+    below = logits - highest
+    weight = below.exp()
+    total = weight.sum(-1)
+    entropy = total.log() - (below * weight).sum(-1) / total
+    chosen = (logits.gather(-1, labels.unsqueeze(-1)) - highest).squeeze(-1)
+    return chosen - total.log(), entropy
+
+
+def verl(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """verl's formulas where flash-attention is missing, on flat [tokens, vocabulary] logits in their own precision."""
+    logits, shape = logits.flatten(0, -2), labels.shape
+    entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+    rows = zip(logits, labels.flatten(), strict=True)
+    logprob = torch.stack([F.log_softmax(row, -1).gather(-1, label) for row, label in rows])
+    return logprob.view(shape), entropy.view(shape)
+
+
+def trl_grpo(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """As TRL's GRPO calls it: the entropy is a metric, and has no gradient."""
+    return selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=False)
+
+
+def trl_entropy_bonus(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """With an entropy bonus in the loss."""
+    return selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=True)
+
+
+def compiled(function: Callable) -> Callable | None:
+    """None where torch.compile does not work, for want of a C++ compiler."""
+    try:
+        torch.compile(torch.neg)(torch.ones(8))
+    except Exception:
+        return None
+    return torch.compile(function, dynamic=False)
+
+
+# Masks of the highest scores ------------------------------------------------------------------------------------------
+
+
+def topk_scatter(scores: Tensor, ratio: float) -> Tensor:
+    kept = scores.topk(math.ceil(ratio * scores.shape[-1]), sorted=False).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, kept, True)
+
+
+def kthvalue(scores: Tensor, ratio: float) -> Tensor:
+    rank = scores.shape[-1] - math.ceil(ratio * scores.shape[-1]) + 1
+    return scores >= scores.kthvalue(rank, keepdim=True).values
+
+
+def quantile(scores: Tensor, ratio: float) -> Tensor:
+    """The threshold of TRL's `top_entropy_quantile`."""
+    return scores >= scores.quantile(1 - ratio, dim=-1, keepdim=True)
+
+
+def trl_token_mask(logits: Tensor, advantages: Tensor, ratio: float) -> Tensor:
+    """|A| H of TRL's entropy, and TRL's quantile over the batch."""
+    scores = advantages.abs().unsqueeze(-1) * entropy_from_logits(logits).float()
+    return quantile(scores.flatten(), ratio)
+
+
+# Rollouts -------------------------------------------------------------------------------------------------------------
+
+
+def max_variance(values: Tensor, keep: int) -> Tensor:
+    """The `keep` values of each row with the largest variance: sort, running sums, every split at once."""
+    ordered, order = values.sort(dim=-1)
+    centred = ordered.double() - ordered.mean(-1, keepdim=True)
+    low, high = centred[..., :keep], centred[..., -keep:].flip(-1)
+    sums = torch.stack([low, low.square(), high, high.square()]).cumsum(-1)
+    low_sum, low_square, high_sum, high_square = F.pad(sums, (1, 0))
+    total, square = low_sum + high_sum.flip(-1), low_square + high_square.flip(-1)
+    from_bottom = (square - total.square() / keep).argmax(-1, keepdim=True)
+    position = torch.arange(values.shape[-1])
+    kept = (position < from_bottom) | (position >= values.shape[-1] - keep + from_bottom)
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def pods(values: Tensor, keep: int) -> Tensor:
+    """PODS's loop over the splits, as its multi-GPU trainer has it: batched over the groups."""
+    order = values.argsort(dim=-1, descending=True)
+    best = order[:, :keep]
+    variances = values.gather(-1, best).var(dim=-1)
+    for top in range(keep):
+        split = torch.cat([order[:, :top], order[:, top - keep :]], dim=-1)
+        spread = values.gather(-1, split).var(dim=-1)
+        better = spread > variances
+        if better.any():
+            variances = torch.where(better, spread, variances)
+            best = torch.where(better.unsqueeze(-1), split, best)
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, best, True)
+
+
+def trl_advantages(rewards: Tensor) -> Tensor:
+    """`scale_rewards="group"`, on the flat rewards that TRL gathers from all ranks."""
+    groups, size = rewards.shape
+    flat = rewards.flatten()
+    mean = torch.nanmean(flat.view(-1, size), dim=1).repeat_interleave(size, dim=0)
+    std = nanstd(flat.view(-1, size), dim=1).repeat_interleave(size, dim=0)
+    return torch.nan_to_num((flat - mean) / (std + 1e-4), nan=0.0).view(groups, size)
+
+
+def verl_advantages(rewards: Tensor) -> Tensor:
+    """verl's loop over groups and rollouts (GRPO, outcome rewards)."""
+    groups, size = rewards.shape
+    scores = rewards.flatten().clone()
+    owner = [group for group in range(groups) for _ in range(size)]
+    members: dict[int, list[Tensor]] = {}
+    for row, group in enumerate(owner):
+        members.setdefault(group, []).append(scores[row])
+    mean = {group: torch.stack(rows).mean() for group, rows in members.items()}
+    std = {group: torch.stack(rows).std() for group, rows in members.items()}
+    for row, group in enumerate(owner):
+        scores[row] = (scores[row] - mean[group]) / (std[group] + 1e-6)
+    return scores.view(groups, size)

@@ -1,0 +1,175 @@
+"""One run as a table, a Markdown page, and plain data."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from .harness import OURS, describe
+from .judging import Faster, Target, Verdict, Within
+from .sizes import Sizes
+from .targets import TARGETS
+from .timing import Contenders, Timing
+
+PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches: less than this it does not see
+
+
+@dataclass(frozen=True)
+class Line:
+    """A target and what became of it: without a bound it is only reported, without its peer not measured."""
+
+    what: str
+    size: str
+    ours: str
+    against: str
+    value: str
+    bound: str
+    verdict: Verdict | None
+
+    @property
+    def outcome(self) -> str:
+        return {True: "met", False: "not met", None: "reported"}[self.verdict.met] if self.verdict else "not measured"
+
+
+def lines(contests: dict[str, Contenders], short: bool) -> list[Line]:
+    """The targets in their order, then every other contest. A short run judges nothing: its inputs are too small."""
+    named = {target.contest for target in TARGETS}
+    others = [target for contest in contests if contest not in named for target in reported(contest, contests[contest])]
+    judged = [judge(target, contests[target.contest]) for target in (*TARGETS, *others) if target.contest in contests]
+    return [unbound(line) for line in judged] if short else judged
+
+
+def reported(contest: str, contenders: Contenders) -> list[Target]:
+    if OURS not in contenders:
+        return []
+    peers = tuple(name for name, timing in contenders.items() if timing.role == "peer")
+    yardsticks = [name for name, timing in contenders.items() if timing.role == "yardstick"]
+    return [Faster(contest, peers)] * bool(peers) + [Within(contest, name) for name in yardsticks]
+
+
+def judge(target: Target, contenders: Contenders) -> Line:
+    verdict = target.judge(contenders)
+    return Line(
+        what=target.contest,
+        size=contenders[OURS].size,
+        ours=duration(contenders[OURS].median),
+        against=against(target, verdict, contenders),
+        value=f"{verdict.value:.3g}{target.unit}" if verdict else "",
+        bound=target.bound,
+        verdict=verdict,
+    )
+
+
+def against(target: Target, verdict: Verdict | None, contenders: Contenders) -> str:
+    if verdict is None:
+        return f"{' or '.join(target.than)}: missing here"
+    return f"{verdict.against}: {duration(contenders[verdict.against].median)}" if verdict.against else ""
+
+
+def unbound(line: Line) -> Line:
+    return replace(line, bound="", verdict=line.verdict and replace(line.verdict, margin=None))
+
+
+def memory_line(peaks: dict[str, int], sizes: Sizes, short: bool) -> list[Line]:
+    """Beside its logits the forward pass may hold one float32 row per thread, and nothing else that grows with V."""
+    if not peaks:
+        return []
+    allowed = 4 * sizes.vocabulary * torch.get_num_threads()
+    rival = min(peaks.keys() - {OURS}, key=peaks.__getitem__)
+    value = peaks[OURS] / peaks[rival]
+    margin = allowed / max(peaks[OURS], PEAK_STEP)
+    line = Line(
+        what="logprob_entropy forward, peak memory beyond the logits",
+        size=describe(sizes.sequences, sizes.tokens, sizes.vocabulary, dtype=torch.bfloat16),
+        ours=mebibytes(peaks[OURS]),
+        against=f"{rival}: {mebibytes(peaks[rival])}",
+        value=mebibytes(peaks[OURS]),
+        bound=f"<= {mebibytes(allowed)}",
+        verdict=Verdict(value, (value, value), rival, margin),
+    )
+    return [unbound(line) if short else line]
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:.3g} MiB" if count >= PEAK_STEP else f"< {PEAK_STEP / 2**20:g} MiB"
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+
+
+def gigabytes_per_second(contests: dict[str, Contenders]) -> dict[str, float]:
+    """A copy reads and writes: both count."""
+    found = contests.get("memory bandwidth", {})
+    moved = {"read": 1, "copy": 2}
+    return {name: moved[name] * byte_count(timing) / timing.median / 1e9 for name, timing in found.items()}
+
+
+def byte_count(timing: Timing) -> int:
+    return int(timing.size.removesuffix(" bytes").replace(",", ""))
+
+
+COLUMNS = ("what", "size", "ours", "against", "ratio", "target", "")
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    return line.what, line.size, line.ours, line.against, line.value, line.bound, line.outcome
+
+
+def table(title: str, caption: str, judged: list[Line]) -> Table:
+    colour = {"met": "green", "not met": "bold red", "reported": "dim", "not measured": "yellow"}
+    result = Table(title=title, caption=caption, header_style="bold", row_styles=["", "on grey7"])
+    for column in COLUMNS:
+        is_number = column in ("ours", "ratio", "target")
+        result.add_column(column, justify="right" if is_number else "left", no_wrap=column not in ("what", "size"))
+    for line in judged:
+        *plain, outcome = cells(line)
+        result.add_row(*plain, Text(outcome, style=colour[outcome]))
+    return result
+
+
+def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, Contenders]) -> str:
+    contenders = [
+        (contest, timing.size, name, duration(timing.median), duration(timing.iqr), str(len(timing.seconds)))
+        for contest, rivals in contests.items()
+        for name, timing in sorted(rivals.items(), key=lambda pair: pair[1].median)
+    ]
+    return "\n\n".join(
+        [
+            f"# {title}",
+            caption,
+            markdown_table(COLUMNS, [cells(line) for line in judged]),
+            "## Every contender",
+            markdown_table(("contest", "size", "contender", "median", "spread (IQR)", "rounds"), contenders),
+            "",
+        ]
+    )
+
+
+def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows))
+
+
+def data(judged: list[Line], contests: dict[str, Contenders]) -> dict[str, Any]:
+    return {
+        "gigabytes_per_second": gigabytes_per_second(contests),
+        "targets": [asdict(line) | {"outcome": line.outcome} for line in judged],
+        "contests": {
+            contest: {
+                name: {
+                    "role": timing.role,
+                    "size": timing.size,
+                    "median_seconds": timing.median,
+                    "iqr_seconds": timing.iqr,
+                    "rounds": len(timing.seconds),
+                    "calls_per_round": timing.calls_per_round,
+                }
+                for name, timing in rivals.items()
+            }
+            for contest, rivals in contests.items()
+        },
+    }

@@ -1,0 +1,44 @@
+"""How large the inputs are: as the targets state them, or small enough for continuous integration."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    # Logits [sequences, tokens, vocabulary].
+    sequences: int = 8
+    tokens: int = 128
+    vocabulary: int = 151_936
+    # The LM head: tokens at once, and width of the hidden states.
+    head_tokens: int = 1_024
+    narrow: int = 896
+    wide: int = 3_584
+    # Scores of tokens: a batch of sequences, and one segment.
+    batch: tuple[int, int] = (512, 8_192)
+    segment: int = 4 * 1024 * 1024
+    # Rollouts: groups of which a few are kept, and one pool.
+    groups: tuple[int, int] = (1_024, 64)
+    keep: int = 16
+    pool: int = 65_536
+    pool_keep: int = 16_384
+    # A contest has at least so many rounds, and more as long as they take no more seconds than this.
+    rounds: int = 3
+    seconds: float = 20.0
+
+
+FULL = Sizes()
+SHORT = Sizes(
+    sequences=4,
+    tokens=16,
+    vocabulary=32_000,
+    head_tokens=64,
+    narrow=64,
+    wide=256,
+    batch=(32, 4_096),
+    segment=256 * 1024,
+    groups=(64, 64),
+    pool=4_096,
+    pool_keep=1_024,
+    rounds=3,
+    seconds=0.5,
+)

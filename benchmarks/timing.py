@@ -1,0 +1,36 @@
+"""What pytest-benchmark wrote down, as contests and their contenders."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+Contenders = dict[str, "Timing"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    role: str  # ours, peer or yardstick
+    size: str
+    median: float
+    iqr: float
+    calls_per_round: int
+    seconds: list[float]  # of one call, round by round
+
+    def over(self, other: "Timing") -> list[float]:
+        """Ratio to another contender of the same contest, round by round."""
+        return [mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)]
+
+
+def read(path: Path) -> dict[str, Contenders]:
+    contests: dict[str, Contenders] = {}
+    for row in json.loads(path.read_text())["benchmarks"]:
+        stats = row["stats"]
+        contests.setdefault(row["group"], {})[row["name"]] = Timing(
+            role=row["extra_info"]["role"],
+            size=row["extra_info"]["size"],
+            median=stats["median"],
+            iqr=stats["iqr"],
+            calls_per_round=stats["iterations"],
+            seconds=stats["data"],
+        )
+    return contests

@@ -1,0 +1,197 @@
+"""What the test files share: strategies for awkward inputs, and comparisons no wider than float32 needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VOCABULARIES = (1, 2, 31, 50_257, 128_256, 151_936, 152_064)
+INF, NAN = math.inf, math.nan
+
+dtypes = st.sampled_from(DTYPES)
+seeds = st.integers(0, 2**32 - 1)
+leading_shapes = st.lists(st.integers(0, 3), max_size=2).map(tuple)
+
+
+def random_generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def assert_identical(actual: Tensor, expected: Tensor) -> None:
+    """Equal numbers, NaN where NaN, of the same shape and dtype."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    if actual.dtype.is_floating_point:
+        integers = {4: torch.int32, 2: torch.int16}[actual.element_size()]
+        actual, expected = actual.contiguous().view(integers), expected.contiguous().view(integers)
+    assert torch.equal(actual, expected)
+
+
+def assert_entropy(actual: Tensor, expected: Tensor) -> None:
+    """Within 1e-5 nats of float64, and never negative."""
+    assert not (actual < 0).any()
+    torch.testing.assert_close(actual, expected.float(), rtol=0, atol=1e-5, equal_nan=True)
+
+
+def assert_logprob(actual: Tensor, expected: Tensor) -> None:
+    """Within 1e-5 nats; far below the maximum the four roundings of (z - max) / temperature - log S are more."""
+    torch.testing.assert_close(actual, expected.float(), rtol=2**-22, atol=1e-5, equal_nan=True)
+
+
+def assert_gradient(actual: Tensor, expected: Tensor, floor: float = 0.0) -> None:
+    """Within 1e-5 in norm of the float64 gradient; in half precision within a rounding step of it, rounded.
+
+    `floor` is what rounding may leave where the terms that make up the gradient cancel.
+    """
+    assert (actual.shape, actual.dtype) == (expected.shape, actual.dtype)
+    tolerance = 1e-5 if actual.dtype == torch.float32 else torch.finfo(actual.dtype).eps
+    error = (actual.double() - expected.to(actual.dtype).double()).norm().item()
+    assert error <= max(tolerance * expected.double().norm().item(), floor)
+
+
+@contextmanager
+def unwritten(*tensors: Tensor) -> Iterator[None]:
+    """Neither the numbers of these tensors nor autograd's count of writes may change."""
+    before = [(tensor.detach().clone(), tensor._version) for tensor in tensors]
+    yield
+    for tensor, (copy, version) in zip(tensors, before, strict=True):
+        assert_identical(tensor.detach(), copy)
+        assert tensor._version == version
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- logits ----------------------------------------------------------------------------------------------------------
+
+
+def random_logits(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows as a model makes them, taken in turn: spread out, with one token far above the rest, far from 0."""
+    logits = torch.randn(shape) * 3
+    rows = logits.view(-1, shape[-1])
+    rows[1::4, 0] += 30
+    rows[2::4] += 1000
+    rows[3::4] -= 1000
+    return logits.to(dtype)
+
+
+def random_labels(*shape: int, vocabulary: int, generator: torch.Generator | None = None) -> Tensor:
+    """Tokens; about one in four rows has none."""
+    labels = torch.randint(vocabulary, shape, generator=generator)
+    return labels.masked_fill(torch.rand(shape, generator=generator) < 0.25, -100)
+
+
+def whole_number_product(*rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """hidden [..., 16] and weight [vocabulary, 16] of small whole numbers (over 8): their product is never rounded, so
+    the logits are the same however it is cut."""
+    hidden, weight = torch.randint(-2, 3, (*rows, 16)), torch.randint(-2, 3, (vocabulary, 16))
+    return hidden.to(dtype), weight.to(dtype) / 8
+
+
+class LogitsCase(NamedTuple):
+    logits: Tensor
+    labels: Tensor
+    options: dict[str, object]  # temperature and row_mask
+
+
+@st.composite
+def logits_cases(draw: st.DrawFn, special: tuple[float, ...] = (), max_vocabulary: int = 80) -> LogitsCase:
+    """Logits of any shape and dtype, with `special` values strewn in, and every kind of temperature and mask."""
+    generator = random_generator(draw(seeds))
+    shape = draw(leading_shapes)
+    vocabulary = draw(st.integers(1, max_vocabulary))
+    spread, shift = draw(st.sampled_from([0.1, 3.0, 30.0])), draw(st.sampled_from([0.0, 1000.0, -1000.0]))
+    logits = torch.randn(*shape, vocabulary, generator=generator) * spread + shift
+    if special and logits.numel():
+        places = st.integers(0, logits.numel() - 1)
+        for place, value in draw(st.lists(st.tuples(places, st.sampled_from(special)), max_size=12)):
+            logits.view(-1)[place] = value
+    labels = random_labels(*shape, vocabulary=vocabulary, generator=generator)
+    row_mask = torch.rand(shape, generator=generator) < 0.7 if draw(st.booleans()) else None
+    options = {"temperature": draw(temperatures(shape)), "row_mask": row_mask}
+    return LogitsCase(logits.to(draw(dtypes)), labels.to(draw(st.sampled_from([torch.int64, torch.int32]))), options)
+
+
+@st.composite
+def temperatures(draw: st.DrawFn, shape: tuple[int, ...]) -> float | Tensor:
+    """A number, a 0-d tensor, one for each row, or what broadcasts to the rows."""
+    value = draw(st.sampled_from([1.0, 0.7, 0.1, 4.0]))
+    shapes = [(), shape, shape[-1:], (*shape[:-1], 1) if shape else ()]
+    of = draw(st.sampled_from([None, *shapes]))
+    if of is None:
+        return value
+    rows = value * (0.5 + torch.rand(of, generator=random_generator(draw(seeds))))
+    return rows.to(draw(st.sampled_from([torch.float32, torch.float64])))
+
+
+# ---- segments --------------------------------------------------------------------------------------------------------
+
+
+class Segmented(NamedTuple):
+    """Values in segments: rows of the last dimension, or pieces of a 1-D tensor that `offsets` names."""
+
+    values: Tensor
+    offsets: Tensor | None
+    mask: Tensor | None
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """The shape of one number for each segment."""
+        return self.values.shape[:-1] if self.offsets is None else (len(self.offsets) - 1,)
+
+
+# Few different numbers, so that most segments have ties.
+repetitive = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5])
+awkward = repetitive | st.sampled_from([INF, -INF, NAN]) | st.floats(width=32)
+
+
+@st.composite
+def segmented(draw: st.DrawFn, elements: st.SearchStrategy[float], max_length: int = 12) -> Segmented:
+    """Ragged or rectangular, with empty segments, with none at all, with and without a mask, of any dtype."""
+    offsets = None
+    if draw(st.booleans()):
+        lengths = draw(st.lists(st.integers(0, max_length), max_size=5))
+        shape: tuple[int, ...] = (sum(lengths),)
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=draw(st.sampled_from([torch.int32, torch.int64])))
+    else:
+        shape = (*draw(leading_shapes), draw(st.integers(0, max_length)))
+    count = math.prod(shape)
+    values = torch.tensor(draw(st.lists(elements, min_size=count, max_size=count)), dtype=torch.float32)
+    kept = draw(st.none() | st.lists(st.booleans(), min_size=count, max_size=count))
+    mask = None if kept is None else torch.tensor(kept, dtype=torch.bool).view(shape)
+    return Segmented(values.view(shape).to(draw(dtypes)), offsets, mask)
+
+
+def cut(total: int, segments: int) -> Tensor:
+    """Offsets of `segments` random pieces of `total`, some of them empty."""
+    inner = torch.randint(total + 1, (segments - 1,)).sort().values
+    return torch.cat([torch.tensor([0]), inner, torch.tensor([total])])
+
+
+@st.composite
+def ratios(draw: st.DrawFn) -> float | Tensor:
+    """In (0, 1], as a number or as a 0-d tensor of either precision."""
+    value = draw(st.sampled_from([0.05, 0.07, 0.1, 0.2, 0.5, 1.0]) | st.floats(1e-6, 1.0))
+    dtype = draw(st.sampled_from([None, torch.float32, torch.float64]))
+    return value if dtype is None else torch.tensor(value, dtype=dtype)

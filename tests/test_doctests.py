@@ -1,0 +1,30 @@
+"""The examples in the docstrings of the public names say the truth."""
+
+import doctest
+import inspect
+
+import pytest
+
+import d3s_kernels
+
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+DOCUMENTED = [
+    name
+    for name in d3s_kernels.__all__
+    if inspect.isfunction(getattr(d3s_kernels, name)) or name == "DownSamplingSchedule"
+]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_examples(name: str) -> None:
+    tests = doctest.DocTestFinder(recurse=False).find(getattr(d3s_kernels, name), name)
+    assert sum(len(test.examples) for test in tests) > 0, f"{name} has no example"
+    report: list[str] = []
+    for test in tests:
+        doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.append)
+    assert not report, "".join(report)
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTED, "Budget", "TokenSelection", "build_info"])
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    assert inspect.getdoc(getattr(d3s_kernels, name))

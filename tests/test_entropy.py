@@ -1,0 +1,305 @@
+"""entropy and logprob_entropy, forward and backward."""
+
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    INF,
+    NAN,
+    VOCABULARIES,
+    LogitsCase,
+    assert_entropy,
+    assert_gradient,
+    assert_logprob,
+    assert_same_bits,
+    logits_cases,
+    random_labels,
+    random_logits,
+    unwritten,
+)
+from hypothesis import given, settings
+from torch import Tensor
+
+from d3s_kernels import entropy, logprob_entropy, reference
+
+# Both sides of what the CPU kernels cut at: a pair of vectors (8, 16, 32 logits) and a chunk (8192).
+CUTS = (7, 8, 9, 15, 16, 17, 32, 33, 8191, 8192, 8193, 16_415)
+
+
+def cancelled(cotangents: Tensor, temperature: float | Tensor = 1.0) -> float:
+    """What float32 leaves of g (1 - p) / temperature where the label's probability p is nearly 1."""
+    return 1e-6 * (cotangents / temperature).norm().item()
+
+
+def check(logits: Tensor, labels: Tensor, **options: object) -> None:
+    """Values and both gradients against float64."""
+    logits = logits.requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    expected = reference.logprob_entropy(exact, labels, **options)
+    actual = logprob_entropy(logits, labels, **options)
+    assert_logprob(actual[0], expected[0])
+    assert_entropy(actual[1], expected[1])
+
+    cotangents = [torch.randn(labels.shape) for _ in range(2)]
+    (gradient,) = torch.autograd.grad(actual, logits, cotangents)
+    (exact_gradient,) = torch.autograd.grad(expected, exact, [g.double() for g in cotangents])
+    assert_gradient(gradient, exact_gradient, floor=cancelled(torch.stack(cotangents), options.get("temperature", 1.0)))
+
+
+# ---- accuracy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_vocabularies(vocabulary: int, dtype: torch.dtype) -> None:
+    check(random_logits(2, 4, vocabulary, dtype=dtype), random_labels(2, 4, vocabulary=vocabulary))
+
+
+@pytest.mark.simd
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", CUTS)
+def test_where_a_row_is_cut(vocabulary: int, dtype: torch.dtype) -> None:
+    check(random_logits(5, vocabulary, dtype=dtype), random_labels(5, vocabulary=vocabulary), temperature=0.7)
+
+
+@given(logits_cases(special=(INF, -INF, NAN, 3e38, -3e38, 1e20, 88.0)))
+def test_any_logits(case: LogitsCase) -> None:
+    logprob, row_entropy = logprob_entropy(case.logits, case.labels, **case.options)
+    expected = reference.logprob_entropy(case.logits, case.labels, **case.options)
+    assert_logprob(logprob, expected[0])
+    assert_entropy(row_entropy, expected[1])
+    assert_same_bits(entropy(case.logits, **case.options), row_entropy)
+
+
+@given(logits_cases(special=(-INF,)))
+def test_gradient_of_any_logits(case: LogitsCase) -> None:
+    case.logits[..., 0] = 0  # a row of nothing but -inf has no gradient
+    check(case.logits, case.labels, **case.options)
+
+
+@settings(max_examples=20)
+@given(logits_cases(max_vocabulary=6))
+def test_the_reference_gradient_is_the_derivative(case: LogitsCase) -> None:
+    """The float64 gradient that all others are compared with, also beside a masked vocabulary."""
+    walls = torch.zeros(case.logits.shape, dtype=torch.float64)
+    walls[..., 1::3] = -INF
+    labels = case.labels.masked_fill(case.labels % 3 == 1, -100)  # -inf has no derivative
+    logits = case.logits.double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: reference.logprob_entropy(z + walls, labels, **case.options), (logits,))
+
+
+@pytest.mark.simd
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_coarse_logits(temperature: float, dtype: torch.dtype) -> None:
+    """Half precision far from 0 has few different logits, and equal terms of a sum are rounded the same way."""
+    logits = (torch.randn(40, 8192) * 3 - 1000).to(torch.bfloat16).to(dtype)
+    check(logits, random_labels(40, vocabulary=8192), temperature=temperature)
+
+
+def test_even_logits_have_the_entropy_of_a_fair_die() -> None:
+    vocabularies = [1, 2, 31, 8193, 50_257]
+    found = torch.stack([entropy(torch.full((v,), 7.0)) for v in vocabularies])
+    assert_entropy(found, torch.tensor(vocabularies).double().log())
+
+
+def test_matches_torch_distributions() -> None:
+    logits = random_logits(40, 1000)
+    assert_entropy(entropy(logits), torch.distributions.Categorical(logits=logits.double()).entropy())
+
+
+def test_many_rows() -> None:
+    """More rows than 65,535, the limit of a grid dimension."""
+    check(torch.randn(70_000, 5), random_labels(70_000, vocabulary=5))
+
+
+# ---- special logits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.simd
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("padding", [1, 40, 9000])
+def test_padded_vocabulary_counts_nothing(padding: int, dtype: torch.dtype) -> None:
+    """-inf logits after, before and between the others change neither result nor gradient."""
+    logits = random_logits(6, 1000, dtype=dtype)
+    labels = random_labels(6, vocabulary=1000)
+    walls = torch.full((6, padding), -INF, dtype=dtype)
+    for padded, start in [(torch.cat([logits, walls], -1), 0), (torch.cat([walls, logits], -1), padding)]:
+        moved = labels + start * (labels != -100)
+        check(padded, moved)
+        padded.requires_grad_()
+        (gradient,) = torch.autograd.grad(sum(logprob_entropy(padded, moved)).sum(), padded)
+        assert (gradient[padded == -INF] == 0).all()
+
+
+@pytest.mark.parametrize("row", [[-INF] * 3, [0.0, INF, 1.0], [INF, INF, 0.0], [0.0, NAN, 1.0], [NAN, -INF, NAN]])
+@pytest.mark.parametrize("width", [3, 20_000])
+def test_rows_without_a_distribution_are_nan(row: list[float], width: int) -> None:
+    logits = torch.randn(3, width)
+    logits[1] = torch.tensor(row).repeat(width // 3 + 1)[:width]
+    logprob, row_entropy = logprob_entropy(logits, torch.zeros(3, dtype=torch.long))
+    assert logprob.isnan().tolist() == row_entropy.isnan().tolist() == [False, True, False]
+
+
+def test_a_nan_row_leaves_its_neighbours_gradient_alone() -> None:
+    logits = random_logits(4, 100)
+    labels = torch.tensor([1, 2, 3, 4])
+    good = [0, 1, 3]
+    logits[2, 50] = NAN
+    logits.requires_grad_()
+    (gradient,) = torch.autograd.grad(sum(logprob_entropy(logits, labels)).sum(), logits)
+    alone = logits.detach()[good].requires_grad_()
+    (gradient_alone,) = torch.autograd.grad(sum(logprob_entropy(alone, labels[good])).sum(), alone)
+    assert_same_bits(gradient[good], gradient_alone)
+
+
+@pytest.mark.parametrize("place", [0, 17, 8191, 8192, 9999])
+def test_a_single_finite_logit_is_certain(place: int) -> None:
+    logits = torch.full((10_000,), -INF)
+    logits[place] = -1234.5
+    logprob, row_entropy = logprob_entropy(logits, torch.tensor(place))
+    assert (logprob.item(), row_entropy.item()) == (0.0, 0.0)
+
+
+def test_an_impossible_label_has_logprob_minus_infinity() -> None:
+    logprob, _ = logprob_entropy(torch.tensor([0.0, -INF, 1.0]), torch.tensor(1))
+    assert logprob.item() == -INF
+
+
+@pytest.mark.parametrize("height", [5.0, 15.0, 30.0, 60.0, 120.0])
+@pytest.mark.parametrize("shift", [0.0, 1000.0, -1000.0])
+def test_peaked_rows(height: float, shift: float) -> None:
+    """Entropy far below 1e-5 keeps its leading digits: nothing cancels in log S - T / S, wherever the logits lie."""
+    logits = torch.randint(-3, 4, (4, 5000)) + shift  # exact in float32
+    logits[:, 77] = height + shift
+    expected = reference.entropy(logits)
+    found = entropy(logits)
+    assert_entropy(found, expected)
+    torch.testing.assert_close(found, expected.float(), rtol=0.05, atol=2e-7)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_target_means_logprob_zero_and_no_logprob_gradient() -> None:
+    logits = random_logits(2, 3, 50).requires_grad_()
+    logprob, row_entropy = logprob_entropy(logits, torch.full((2, 3), -100))
+    assert (logprob == 0).all()
+    assert_entropy(row_entropy, reference.entropy(logits))
+    (gradient,) = torch.autograd.grad(logprob.sum(), logits, retain_graph=True)
+    assert (gradient == 0).all()
+    (from_both,) = torch.autograd.grad(logprob.sum() + row_entropy.sum(), logits)
+    (from_entropy,) = torch.autograd.grad(entropy(logits).sum(), logits)
+    assert_same_bits(from_both, from_entropy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masked_rows_are_zero_whatever_is_in_them(dtype: torch.dtype) -> None:
+    logits, labels = random_logits(8, 3, 100, dtype=dtype), random_labels(8, 3, vocabulary=100)
+    row_mask = torch.rand(8, 3) < 0.5
+    logits[~row_mask] = NAN
+    logits.requires_grad_()
+    for results in (
+        logprob_entropy(logits, labels, row_mask=row_mask),
+        (entropy(logits, row_mask=row_mask),),
+    ):
+        assert all((result[~row_mask] == 0).all() for result in results)
+        (gradient,) = torch.autograd.grad(sum(results).sum(), logits)
+        assert (gradient[~row_mask] == 0).all()
+        assert gradient[row_mask].isfinite().all()
+
+
+def test_rows_with_a_zero_gradient_get_exactly_zero() -> None:
+    logits = random_logits(6, 300).requires_grad_()
+    logprob, row_entropy = logprob_entropy(logits, torch.arange(6))
+    wanted = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+    (gradient,) = torch.autograd.grad(((logprob + row_entropy) * wanted).sum(), logits)
+    assert (gradient.abs().sum(-1) > 0).tolist() == wanted.bool().tolist()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    """Empty results stay connected to the graph."""
+    logits = torch.empty(*shape, 10, requires_grad=True)
+    results = logprob_entropy(logits, torch.empty(shape, dtype=torch.long))
+    assert all(result.shape == shape and result.dtype == torch.float32 for result in results)
+    sum(result.sum() for result in results).backward()
+    assert logits.grad.shape == logits.shape
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def test_kinds_of_temperature_agree() -> None:
+    logits, labels = random_logits(4, 6, 100), random_labels(4, 6, vocabulary=100)
+    expected = logprob_entropy(logits, labels, temperature=0.7)
+    for temperature in (
+        torch.tensor(0.7),
+        torch.tensor(0.7, dtype=torch.float64),
+        torch.full((4, 6), 0.7),
+        torch.full((6,), 0.7),
+        torch.full((4, 1), 0.7),
+        torch.full((1, 6), 0.7, dtype=torch.float64),
+        torch.tensor(0.7).expand(4, 6),
+    ):
+        for actual, same in zip(logprob_entropy(logits, labels, temperature=temperature), expected, strict=True):
+            assert_same_bits(actual, same)
+
+
+def test_temperature_divides_the_logits() -> None:
+    """Powers of two divide exactly, so even the bits agree."""
+    logits, labels = random_logits(8, 100), random_labels(8, vocabulary=100)
+    per_row = torch.tensor([0.5, 2.0]).repeat(4)
+    divided = logprob_entropy(logits / per_row.unsqueeze(-1), labels)
+    torch.testing.assert_close(logprob_entropy(logits, labels, temperature=per_row), divided, rtol=2**-22, atol=2e-6)
+
+
+def test_label_dtypes_agree() -> None:
+    logits, labels = random_logits(50, 100), random_labels(50, vocabulary=100)
+    for wide, narrow in zip(logprob_entropy(logits, labels), logprob_entropy(logits, labels.int()), strict=True):
+        assert_same_bits(narrow, wide)
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+def test_each_gradient_alone_and_both_together() -> None:
+    logits, labels = random_logits(5, 200).requires_grad_(), torch.arange(5)
+    weights = torch.randn(2, 5)
+    total = torch.zeros(5, 200, dtype=torch.float64)
+    for chosen in (0, 1):
+        exact = logits.detach().double().requires_grad_()
+        wanted = weights[chosen]
+        (expected,) = torch.autograd.grad(reference.logprob_entropy(exact, labels)[chosen], exact, wanted.double())
+        (gradient,) = torch.autograd.grad(logprob_entropy(logits, labels)[chosen], logits, wanted)
+        assert_gradient(gradient, expected, floor=cancelled(wanted))
+        total += expected
+    both = (torch.stack(logprob_entropy(logits, labels)) * weights).sum()
+    assert_gradient(torch.autograd.grad(both, logits)[0], total, floor=cancelled(weights))
+
+
+def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
+    logits, labels, temperature = random_logits(6, 9000).requires_grad_(), torch.arange(6), torch.full((6,), 0.9)
+    row_mask = torch.tensor([True] * 5 + [False])
+    inputs = (logits, labels, temperature, row_mask)
+    with unwritten(*inputs):
+        loss = sum(logprob_entropy(logits, labels, temperature=temperature, row_mask=row_mask)).sum()
+        first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    assert_same_bits(first, second)
+
+
+def test_gradient_accumulates_over_uses() -> None:
+    """The same logits under two temperatures in one loss, as an entropy bonus at another temperature has them."""
+    logits = random_logits(4, 60).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    (entropy(logits).sum() + entropy(logits, temperature=2.0).sum()).backward()
+    (reference.entropy(exact).sum() + reference.entropy(exact, temperature=2.0).sum()).backward()
+    assert_gradient(logits.grad, exact.grad)
+
+
+def test_without_a_wanted_gradient_there_is_no_graph() -> None:
+    logits = random_logits(3, 20)
+    assert not entropy(logits).requires_grad
+    with torch.no_grad():
+        assert not entropy(logits.requires_grad_()).requires_grad
+    assert entropy(logits).requires_grad

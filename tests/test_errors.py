@@ -1,0 +1,245 @@
+"""Every bad argument is refused, by name: "ratio: got 1.5; takes a number in (0, 1]"."""
+
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import NAN
+
+from d3s_kernels import (
+    compact,
+    entropy,
+    group_advantages,
+    linear_logprob_entropy,
+    logprob_entropy,
+    max_variance_select,
+    select_rollouts,
+    select_tokens,
+    select_tokens_from_logits,
+    topk_mask,
+)
+
+LOGITS, LABELS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
+SCORES, FLAT = torch.zeros(2, 6), torch.zeros(12)
+HIDDEN, WEIGHT, TARGETS = torch.zeros(3, 4), torch.zeros(7, 4), torch.zeros(3, dtype=torch.long)
+EACH = torch.zeros(2)
+ELSEWHERE = torch.device("meta")
+
+
+def bad(argument: str, function: Callable[..., object], *args: object, **kwargs: object) -> object:
+    return pytest.param(argument, function, args, kwargs)
+
+
+def logits_cases() -> list[object]:
+    """What every function of logits refuses."""
+    cases = []
+    for function, rest, mask in (
+        (entropy, (), "row_mask"),
+        (logprob_entropy, (LABELS,), "row_mask"),
+        (select_tokens_from_logits, (EACH, 0.5), "mask"),
+    ):
+        cases += [
+            bad("logits", function, LOGITS.double(), *rest),
+            bad("logits", function, LOGITS.long(), *rest),
+            bad("logits", function, LOGITS.tolist(), *rest),
+            bad("logits", function, torch.zeros(()), *rest),
+            bad("logits", function, torch.zeros(2, 3, 10)[..., ::2], *rest),
+            bad("logits", function, torch.zeros(2, 5, 3).mT, *rest),
+            bad("temperature", function, LOGITS, *rest, temperature=0.0),
+            bad("temperature", function, LOGITS, *rest, temperature=-1.0),
+            bad("temperature", function, LOGITS, *rest, temperature=NAN),
+            bad("temperature", function, LOGITS, *rest, temperature=math.inf),
+            bad("temperature", function, LOGITS, *rest, temperature="hot"),
+            bad("temperature", function, LOGITS, *rest, temperature=torch.tensor(0.0)),
+            bad("temperature", function, LOGITS, *rest, temperature=torch.tensor(1)),
+            bad("temperature", function, LOGITS, *rest, temperature=torch.tensor([1.0, -1.0, 1.0])),
+            bad("temperature", function, LOGITS, *rest, temperature=torch.full((2, 3), NAN)),
+            bad("temperature", function, LOGITS, *rest, temperature=torch.ones(4)),
+            bad("temperature", function, LOGITS, *rest, temperature=torch.ones(2, 3, 1)),
+            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3)}),
+            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3, dtype=torch.int32)}),
+            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(3, dtype=torch.bool)}),
+            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3, 5, dtype=torch.bool)}),
+            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3, dtype=torch.bool, device=ELSEWHERE)}),
+        ]
+    return cases
+
+
+def label_cases() -> list[object]:
+    cases = []
+    for function, inputs, labels, vocabulary in (
+        (logprob_entropy, (LOGITS,), LABELS, 5),
+        (linear_logprob_entropy, (HIDDEN, WEIGHT), TARGETS, 7),
+    ):
+        for label in (vocabulary, 2**40, -1, -99, -101):
+            wrong = labels.clone()
+            wrong.view(-1)[-1] = label
+            cases.append(bad("labels", function, *inputs, wrong))
+        cases += [
+            bad("labels", function, *inputs, labels.float()),
+            bad("labels", function, *inputs, labels[1:]),
+            bad("labels", function, *inputs, labels.unsqueeze(-1)),
+            bad("labels", function, *inputs, labels.to(ELSEWHERE)),
+            bad("labels", function, *inputs, None),
+        ]
+    return cases
+
+
+def linear_cases() -> list[object]:
+    def head(argument: str, **changes: object) -> object:
+        return bad(
+            argument, linear_logprob_entropy, **{"hidden": HIDDEN, "weight": WEIGHT, "labels": TARGETS, **changes}
+        )
+
+    return [
+        head("hidden", hidden=HIDDEN.double(), weight=WEIGHT.double()),
+        head("hidden", hidden=torch.zeros(()), labels=TARGETS[0]),
+        head("weight", weight=WEIGHT.bfloat16()),
+        head("weight", weight=WEIGHT[:, :3]),
+        head("weight", weight=WEIGHT[0]),
+        head("weight", weight=WEIGHT.to(ELSEWHERE)),
+        head("bias", bias=torch.zeros(4)),
+        head("bias", bias=torch.zeros(7, dtype=torch.float16)),
+        head("row_mask", row_mask=torch.ones(3)),
+        head("row_mask", row_mask=torch.ones(2, dtype=torch.bool)),
+        head("temperature", temperature=0.0),
+        head("temperature", temperature=NAN),
+        head("temperature", temperature=torch.tensor(-1.0)),
+        head("temperature", temperature=torch.tensor([1.0, 0.0, 1.0])),
+        head("temperature", temperature=torch.ones(4)),
+        head("logit_softcap", logit_softcap=0.0),
+        head("logit_softcap", logit_softcap=-30.0),
+        head("logit_softcap", logit_softcap=NAN),
+        head("logits_dtype", logits_dtype=torch.float64),
+        head("logits_dtype", logits_dtype=torch.int32),
+        head("max_rows", max_rows=-1),
+        head("max_grad_rows", max_grad_rows=-1),
+        head("workspace_bytes", workspace_bytes=0),
+    ]
+
+
+def segment_cases() -> list[object]:
+    """What every function of segments refuses."""
+    cases = []
+    for name, function, rest in (
+        ("scores", topk_mask, (0.5,)),
+        ("entropy", select_tokens, (torch.tensor(1.0), 0.5)),
+        ("rewards", group_advantages, ()),
+        ("values", max_variance_select, (2,)),
+        ("advantages|values", select_rollouts, (2,)),
+    ):
+        cases += [
+            bad(name, function, SCORES.double(), *rest),
+            bad(name, function, SCORES.long(), *rest),
+            bad(name, function, torch.zeros(()), *rest),
+            bad(name, function, [0.0, 1.0], *rest),
+            bad(f"{name}|offsets", function, SCORES, *rest, offsets=torch.tensor([0, 12])),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([1, 12])),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 8, 6, 12])),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, -3, 12])),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 11])),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 13])),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 2**40, 12])),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([], dtype=torch.long)),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([[0, 12]])),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0.0, 12.0])),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 12], dtype=torch.int16)),
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 12], device=ELSEWHERE)),
+            bad("offsets", function, FLAT, *rest, offsets=[0, 12]),
+        ]
+        if function not in (group_advantages, select_rollouts):
+            cases += [
+                bad("mask", function, SCORES, *rest, mask=torch.ones(2, 6)),
+                bad("mask", function, SCORES, *rest, mask=torch.ones(6, dtype=torch.bool)),
+                bad("mask", function, SCORES, *rest, mask=torch.ones(2, 6, dtype=torch.bool, device=ELSEWHERE)),
+                bad("max_segment", function, SCORES, *rest, max_segment=-1),
+                bad("max_segment", function, SCORES, *rest, max_segment=1.5),
+            ]
+    return cases
+
+
+def quota_cases() -> list[object]:
+    """Ratio, k and keep."""
+    cases = []
+    for function, args in (
+        (topk_mask, (SCORES,)),
+        (select_tokens, (SCORES, EACH)),
+        (select_tokens_from_logits, (LOGITS, EACH)),
+    ):
+        numbers = (0.0, -0.1, 1.0 + 1e-9, 20, NAN, math.inf)
+        cases += [bad("ratio", function, *args, number) for number in numbers]
+        cases += [bad("ratio", function, *args, torch.tensor(float(number))) for number in (0.0, -0.1, 1.5, NAN)]
+        cases += [
+            bad("ratio", function, *args, torch.tensor([0.5, 0.5])),
+            bad("ratio", function, *args, torch.tensor(1)),
+            bad("ratio", function, *args, torch.tensor(0.5, device=ELSEWHERE)),
+            bad("ratio", function, *args, None),
+            bad("ratio", function, *args, "half"),
+            bad("ratio", function, *args, True),
+        ]
+    for function in (max_variance_select, select_rollouts):
+        cases += [bad("keep", function, SCORES, number) for number in (0, -1, 2.5, None, "two", True)]
+        cases += [bad("keep", function, SCORES, torch.tensor(number)) for number in (0, -1, 2.5, [2, 2])]
+    return [
+        *cases,
+        bad("k", topk_mask, SCORES, k=0),
+        bad("k", topk_mask, SCORES, k=-3),
+        bad("k", topk_mask, SCORES, k=1.5),
+        bad("ratio|k", topk_mask, SCORES),
+        bad("ratio|k", topk_mask, SCORES, 0.5, k=3),
+    ]
+
+
+def other_cases() -> list[object]:
+    mask = torch.ones(3, dtype=torch.bool)
+    return [
+        bad("advantages", select_tokens, SCORES, torch.zeros(3), 0.5),
+        bad("advantages", select_tokens, SCORES, torch.zeros(6), 0.5),
+        bad("advantages", select_tokens, SCORES, torch.zeros(2, 1), 0.5),
+        bad("advantages", select_tokens, SCORES, 1.0, 0.5),
+        bad("advantages", select_tokens, SCORES, EACH.to(ELSEWHERE), 0.5),
+        bad("advantages", select_tokens, FLAT, torch.zeros(3), 0.5, offsets=torch.tensor([0, 5, 12])),
+        bad("advantages", select_tokens_from_logits, LOGITS, torch.zeros(3), 0.5),
+        bad("offsets", select_tokens_from_logits, LOGITS[0], torch.zeros(1), 0.5, offsets=torch.tensor([0, 4])),
+        bad("scope", select_tokens, SCORES, EACH, 0.5, scope="token"),
+        bad("scope", select_tokens, SCORES, EACH, 0.5, scope="group"),
+        bad("scope", select_tokens_from_logits, LOGITS, EACH, 0.5, scope=None),
+        bad("scope", select_rollouts, SCORES, 2, scope="sequence"),
+        bad("mask", compact, torch.ones(3), 2),
+        bad("mask", compact, [True], 2),
+        bad("capacity", compact, mask, -1),
+        bad("capacity", compact, mask, 1.5),
+        bad("scale", group_advantages, SCORES, scale="std"),
+        bad("scale", group_advantages, SCORES, scale=True),
+        bad("eps", group_advantages, SCORES, eps=-1e-4),
+        bad("eps", group_advantages, SCORES, eps=NAN),
+        bad("eps", group_advantages, SCORES, eps=math.inf),
+        bad("ddof", group_advantages, SCORES, ddof=-1),
+        bad("ddof", group_advantages, SCORES, ddof=0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "function", "args", "kwargs"),
+    [*logits_cases(), *label_cases(), *linear_cases(), *segment_cases(), *quota_cases(), *other_cases()],
+)
+def test_bad_argument(argument: str, function: Callable[..., object], args: tuple, kwargs: dict) -> None:
+    with pytest.raises((ValueError, TypeError)) as error:
+        function(*args, **kwargs)
+    assert re.search(rf"\b({argument})\b", str(error.value)), f"does not name {argument}: {error.value}"
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("ratio: got 1.5; takes a number in (0, 1]", lambda: topk_mask(SCORES, 1.5)),
+        ("labels: got 5", lambda: logprob_entropy(LOGITS, torch.full((2, 3), 5))),
+        ("keep: got 0; takes at least 1", lambda: max_variance_select(SCORES, 0)),
+        ("offsets: ", lambda: group_advantages(FLAT, offsets=torch.tensor([0, 8, 6, 12]))),
+    ],
+)
+def test_a_message_says_what_was_given_and_what_is_taken(message: str, call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()

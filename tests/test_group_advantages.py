@@ -1,0 +1,128 @@
+"""group_advantages: GRPO's (R - mean) / (std + eps), with unscorable rewards left out."""
+
+import math
+
+import pytest
+import torch
+from helpers import DTYPES, NAN, Segmented, assert_identical, cut, repetitive, segmented
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from d3s_kernels import group_advantages, reference
+
+SCALES = ("group", "batch", "none")
+rewards = repetitive | st.just(NAN) | st.floats(-1000, 1000, width=32)
+
+
+def assert_advantages(actual: Tensor, expected: Tensor) -> None:
+    """Float64 on both sides, so only the last rounding and the order of a sum may differ."""
+    torch.testing.assert_close(actual, expected, rtol=2**-22, atol=1e-9)
+
+
+@given(segmented(rewards), st.sampled_from(SCALES), st.sampled_from([1e-4, 1e-6, 0.5]), st.integers(0, 3))
+def test_any_groups(case: Segmented, scale: str, eps: float, ddof: int) -> None:
+    options = {"offsets": case.offsets, "scale": scale, "eps": eps, "ddof": ddof}
+    found = group_advantages(case.values, **options)
+    assert found.dtype == torch.float32
+    assert_advantages(found, reference.group_advantages(case.values, **options))
+
+
+# ---- the formulas trainers use ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grpo(dtype: torch.dtype) -> None:
+    """TRL's scale_rewards="group", verl's GRPO."""
+    values = torch.randn(20, 8).to(dtype)
+    exact = values.double()
+    expected = (exact - exact.mean(-1, keepdim=True)) / (exact.std(-1, keepdim=True) + 1e-4)
+    assert_advantages(group_advantages(values), expected.float())
+
+
+def test_batch_scale_is_the_deviation_of_all_rewards() -> None:
+    """TRL's scale_rewards="batch", Lite-PPO: around the mean of the batch, not of each group."""
+    values = torch.randn(20, 8) + 5 * torch.randn(20, 1)
+    exact = values.double()
+    expected = (exact - exact.mean(-1, keepdim=True)) / (exact.std() + 1e-4)
+    assert_advantages(group_advantages(values, scale="batch"), expected.float())
+
+
+def test_no_scale() -> None:
+    """Dr. GRPO."""
+    values = torch.randn(20, 8)
+    expected = values.double() - values.double().mean(-1, keepdim=True)
+    assert_advantages(group_advantages(values, scale="none"), expected.float())
+
+
+def test_ddof() -> None:
+    found = [group_advantages(torch.tensor([0.0, 0.0, 3.0]), eps=0.0, ddof=ddof)[2].item() for ddof in (0, 1, 2)]
+    assert found == pytest.approx([math.sqrt(2), 2 / math.sqrt(3), 2 / math.sqrt(6)], rel=1e-6)
+
+
+def test_rewards_far_from_zero() -> None:
+    """Differences of 0.01 at 1000: in float32 their squares would be lost in those of the mean."""
+    values = torch.where(torch.rand(50, 16) < 0.5, 1000.01, 999.99)
+    exact = values.double()
+    expected = (exact - exact.mean(-1, keepdim=True)) / (exact.std(-1, keepdim=True) + 1e-4)
+    mixed = (values != values[:, :1]).any(-1)
+    assert_advantages(group_advantages(values)[mixed], expected[mixed].float())
+
+
+# ---- unscorable, alone, equal ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_unscorable_rewards_are_left_out(scale: str) -> None:
+    values = torch.randn(6, 8)
+    gaps = torch.rand(6, 8) < 0.3
+    values[gaps] = NAN
+    found = group_advantages(values, scale=scale)
+    assert (found[gaps] == 0).all()
+    lengths = (~gaps).sum(-1)
+    without = group_advantages(values[~gaps], offsets=torch.cat([torch.tensor([0]), lengths.cumsum(0)]), scale=scale)
+    assert_advantages(found[~gaps], without)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+@pytest.mark.parametrize("group", [[7.25], [7.25, NAN], [NAN, NAN], [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, NAN], []])
+def test_groups_without_a_spread_have_advantage_zero(group: list[float], eps: float, scale: str) -> None:
+    """Also beside groups that have one, and also where nothing is added to a deviation of 0."""
+    values = torch.tensor([*group, 1.0, 2.0, 4.0])
+    found = group_advantages(values, offsets=torch.tensor([0, len(group), len(group) + 3]), scale=scale, eps=eps)
+    assert (found[: len(group)] == 0).all()
+    assert (found[len(group) :] != 0).all()
+
+
+def test_ddof_not_below_the_group_size_leaves_a_deviation_of_zero() -> None:
+    assert group_advantages(torch.tensor([0.0, 1.0]), eps=0.5, ddof=2).tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0)])
+def test_no_rewards(shape: tuple[int, ...], scale: str) -> None:
+    assert_identical(group_advantages(torch.empty(shape), scale=scale), torch.empty(shape))
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_long_and_many_ragged_groups() -> None:
+    values = torch.randn(100_000)
+    assert_advantages(group_advantages(values), reference.group_advantages(values))
+    offsets = cut(100_000, 300)
+    assert_advantages(group_advantages(values, offsets=offsets), reference.group_advantages(values, offsets=offsets))
+
+
+def test_layouts_agree() -> None:
+    values = torch.randn(5, 6)
+    expected = group_advantages(values)
+    flat = group_advantages(values.flatten(), offsets=torch.arange(0, 31, 6, dtype=torch.int32))
+    assert_identical(flat.view(5, 6), expected)
+    assert_identical(group_advantages(values.T.contiguous().T), expected)
+    assert_identical(torch.stack([group_advantages(row) for row in values]), expected)
+
+
+def test_advantages_have_no_gradient() -> None:
+    assert not group_advantages(torch.randn(4, requires_grad=True)).requires_grad

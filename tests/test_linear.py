@@ -1,0 +1,316 @@
+"""linear_logprob_entropy: the LM head whose logits are never kept."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    INF,
+    NAN,
+    assert_entropy,
+    assert_gradient,
+    assert_identical,
+    assert_logprob,
+    assert_same_bits,
+    dtypes,
+    leading_shapes,
+    random_generator,
+    random_labels,
+    seeds,
+    temperatures,
+    unwritten,
+    whole_number_product,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
+
+
+class Head(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def requiring_grad(self) -> "Head":
+        return Head(*(None if t is None else t.detach().clone().requires_grad_() for t in self))
+
+    def exact(self) -> "Head":
+        return Head(*(None if t is None else t.detach().double().requires_grad_() for t in self))
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [tensor for tensor in self if tensor is not None]
+
+    def __call__(self, function, labels: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        return function(self.hidden, self.weight, labels, bias=self.bias, **options)
+
+
+def random_head(
+    *rows: int,
+    width: int = 16,
+    vocabulary: int = 300,
+    bias: bool = True,
+    dtype: torch.dtype = torch.float32,
+    generator: torch.Generator | None = None,
+) -> Head:
+    """Logits with a deviation of about 3, as a language model's."""
+
+    def normal(*shape: int, deviation: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * deviation).to(dtype)
+
+    weight = normal(vocabulary, width, deviation=3 / math.sqrt(width))
+    return Head(normal(*rows, width), weight, normal(vocabulary) if bias else None)
+
+
+def whole_number_head(*rows: int, vocabulary: int = 300, dtype: torch.dtype = torch.float32) -> Head:
+    return Head(*whole_number_product(*rows, vocabulary=vocabulary, dtype=dtype), None)
+
+
+def rounding_errors(
+    exact: Head,
+    labels: Tensor,
+    cotangents: list[Tensor],
+    dtype: torch.dtype,
+    temperature: float | Tensor = 1.0,
+    row_mask: Tensor | None = None,
+    logit_softcap: float | None = None,
+    **_: object,
+) -> list[float]:
+    """What the gradients of hidden, weight and bias may be off by where the terms of their sums cancel.
+
+    The gradient of a logit is off by 1e-6 g p / temperature, as in test_entropy.py, and in half precision it is rounded
+    to the dtype of the weight. Errors of different logits have nothing to do with each other: their squares add up.
+    """
+    logits = reference._head_logits(*exact, logit_softcap).detach().requires_grad_()
+    results = reference.logprob_entropy(logits, labels, temperature=temperature, row_mask=row_mask)
+    (gradient,) = torch.autograd.grad(results, logits, [g.double() for g in cotangents])
+    heat = torch.as_tensor(temperature).unsqueeze(-1)
+    size = torch.softmax(logits.detach() / heat, -1) * sum(g.abs() for g in cotangents).unsqueeze(-1) / heat
+    step = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    square = (1e-6 * size + step * gradient.abs()).square().reshape(-1, logits.shape[-1])
+    hidden = exact.hidden.detach().square().reshape(-1, exact.hidden.shape[-1])
+    sums = square @ exact.weight.detach().square(), square.T @ hidden, square.sum(0)
+    return [total.sum().sqrt().item() for total in sums]
+
+
+def check(head: Head, labels: Tensor, **options: object) -> None:
+    """Values and all gradients against float64."""
+    head, exact = head.requiring_grad(), head.exact()
+    actual = head(linear_logprob_entropy, labels, **options)
+    expected = exact(reference.linear_logprob_entropy, labels, **options)
+    assert_logprob(actual[0], expected[0])
+    assert_entropy(actual[1], expected[1])
+    cotangents = [torch.randn(labels.shape) for _ in range(2)]
+    found = torch.autograd.grad(actual, head.leaves, cotangents)
+    wanted = torch.autograd.grad(expected, exact.leaves, [g.double() for g in cotangents])
+    floors = rounding_errors(exact, labels, cotangents, head.hidden.dtype, **options)
+    for gradient, exact_gradient, floor in zip(found, wanted, floors, strict=False):  # there may be no bias
+        assert_gradient(gradient, exact_gradient, floor)
+
+
+def one_row_at_a_time(vocabulary: int) -> int:
+    """A workspace for the logits of one row."""
+    return 4 * vocabulary
+
+
+# ---- accuracy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [1, 2, 31, 50_257, 151_936])
+def test_vocabularies(vocabulary: int, dtype: torch.dtype) -> None:
+    check(random_head(2, 3, width=64, vocabulary=vocabulary, dtype=dtype), random_labels(2, 3, vocabulary=vocabulary))
+
+
+@given(st.data())
+def test_any_arguments(data: st.DataObject) -> None:
+    generator = random_generator(data.draw(seeds))
+    rows = data.draw(leading_shapes)
+    vocabulary = data.draw(st.integers(1, 60))
+    head = random_head(
+        *rows,
+        width=data.draw(st.integers(1, 20)),
+        vocabulary=vocabulary,
+        bias=data.draw(st.booleans()),
+        dtype=data.draw(dtypes),
+        generator=generator,
+    )
+    check(
+        head,
+        random_labels(*rows, vocabulary=vocabulary, generator=generator),
+        temperature=data.draw(temperatures(rows)),
+        logit_softcap=data.draw(st.sampled_from([None, 2.0, 30.0])),
+        row_mask=torch.rand(rows, generator=generator) < 0.7 if data.draw(st.booleans()) else None,
+        workspace_bytes=data.draw(st.sampled_from([None, one_row_at_a_time(vocabulary), 3000, 20_000])),
+    )
+
+
+@pytest.mark.simd
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 64, 65, 200])
+@pytest.mark.parametrize("workspace_rows", [1, 7, 64])
+def test_pieces_of_the_rows(rows: int, workspace_rows: int, dtype: torch.dtype) -> None:
+    """Whatever piece fits the workspace, the last one may be short."""
+    workspace_bytes = workspace_rows * one_row_at_a_time(300)
+    check(random_head(rows, dtype=dtype), random_labels(rows, vocabulary=300), workspace_bytes=workspace_bytes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 1100])
+@pytest.mark.parametrize("vocabulary", [8191, 8193, 20_000])
+def test_pieces_of_the_vocabulary(vocabulary: int, rows: int, dtype: torch.dtype) -> None:
+    """A workspace smaller than a row, and fewer and more rows than are taken at a time then."""
+    head, labels = random_head(rows, vocabulary=vocabulary, dtype=dtype), random_labels(rows, vocabulary=vocabulary)
+    check(head, labels, workspace_bytes=10_000)
+
+
+@pytest.mark.parametrize("vocabulary", [300, 8192, 20_000])
+def test_given_its_logits_it_is_logprob_entropy(vocabulary: int) -> None:
+    """Bit for bit, however rows and vocabulary are cut into tiles."""
+    head, labels = whole_number_head(40, vocabulary=vocabulary), random_labels(40, vocabulary=vocabulary)
+    expected = logprob_entropy(head.hidden @ head.weight.T, labels)
+    for workspace_bytes in (None, 1, one_row_at_a_time(vocabulary), 500_000):
+        actual = head(linear_logprob_entropy, labels, workspace_bytes=workspace_bytes)
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("logits_dtype", [torch.bfloat16, torch.float16])
+def test_logits_may_be_rounded(logits_dtype: torch.dtype) -> None:
+    head, labels = whole_number_head(40, dtype=logits_dtype), random_labels(40, vocabulary=300)
+    rounded = (head.hidden.float() @ head.weight.float().T).to(logits_dtype)
+    expected = reference.logprob_entropy(rounded, labels)
+    actual = head(linear_logprob_entropy, labels, logits_dtype=logits_dtype)
+    assert_logprob(actual[0], expected[0])
+    assert_entropy(actual[1], expected[1])
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_masked_rows_are_not_read() -> None:
+    head, labels = random_head(12), random_labels(12, vocabulary=300)
+    row_mask = torch.rand(12) < 0.5
+    head.hidden[~row_mask] = NAN
+    head = head.requiring_grad()
+    results = head(linear_logprob_entropy, labels, row_mask=row_mask)
+    assert all((result[~row_mask] == 0).all() for result in results)
+    gradients = torch.autograd.grad(sum(results).sum(), head.leaves)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][~row_mask] == 0).all()
+
+
+def test_backward_works_only_on_rows_with_a_gradient() -> None:
+    """A row without one is not even looked at: NaN in it reaches no gradient (autograd's 0 * NaN would)."""
+    head, labels = random_head(10), torch.arange(10)
+    idle = torch.arange(10) % 3 == 0
+    head.hidden[idle] = NAN
+    head = head.requiring_grad()
+    logprob, row_entropy = head(linear_logprob_entropy, labels)
+    assert logprob[idle].isnan().all()
+    gradients = torch.autograd.grad((logprob + row_entropy)[~idle].sum(), head.leaves)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][idle] == 0).all()
+    assert (gradients[0][~idle] != 0).any(-1).all()
+
+
+def test_no_target_has_no_logprob_gradient() -> None:
+    head = random_head(5).requiring_grad()
+    logprob, _ = head(linear_logprob_entropy, torch.full((5,), -100))
+    assert (logprob == 0).all()
+    assert all((gradient == 0).all() for gradient in torch.autograd.grad(logprob.sum(), head.leaves))
+
+
+def test_masked_vocabulary() -> None:
+    """A bias of -inf takes tokens out of the vocabulary: they count nothing, and nothing flows into their weights."""
+    head, labels = random_head(6), torch.arange(6)
+    head.bias[200:] = -INF
+    check(head, labels)
+    head = head.requiring_grad()
+    _, weight_gradient, bias_gradient = torch.autograd.grad(
+        sum(head(linear_logprob_entropy, labels)).sum(), head.leaves
+    )
+    assert (weight_gradient[200:] == 0).all()
+    assert (bias_gradient[200:] == 0).all()
+
+
+@pytest.mark.parametrize("rows", [(0,), (2, 0), (0, 3)])
+def test_no_rows(rows: tuple[int, ...]) -> None:
+    head = random_head(*rows).requiring_grad()
+    results = head(linear_logprob_entropy, torch.empty(rows, dtype=torch.long))
+    assert all(result.shape == rows for result in results)
+    for gradient, leaf in zip(torch.autograd.grad(sum(results).sum(), head.leaves), head.leaves, strict=True):
+        assert_identical(gradient, torch.zeros_like(leaf))
+
+
+def test_all_rows_masked() -> None:
+    head = random_head(4).requiring_grad()
+    results = head(linear_logprob_entropy, torch.arange(4), row_mask=torch.zeros(4, dtype=torch.bool))
+    assert all((result == 0).all() for result in results)
+    assert all((gradient == 0).all() for gradient in torch.autograd.grad(sum(results).sum(), head.leaves))
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", [5, 6, 50])
+def test_bounds_that_hold_change_nothing(bound: int) -> None:
+    head, labels = whole_number_head(10).requiring_grad(), torch.arange(10)
+    row_mask = torch.arange(10) % 2 == 0  # 5 rows
+    plain = head(linear_logprob_entropy, labels, row_mask=row_mask)
+    bounded = head(linear_logprob_entropy, labels, row_mask=row_mask, max_rows=bound, max_grad_rows=bound)
+    for ours, theirs in zip(bounded, plain, strict=True):
+        assert_same_bits(ours, theirs)
+    gradients = [torch.autograd.grad(sum(results).sum(), head.leaves) for results in (bounded, plain)]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert_gradient(ours, theirs.double())
+
+
+def test_more_rows_than_max_rows_are_all_nan() -> None:
+    head, labels = random_head(10), torch.arange(10)
+    row_mask = torch.arange(10) % 2 == 0
+    for result in head(linear_logprob_entropy, labels, row_mask=row_mask, max_rows=4):
+        assert result[row_mask].isnan().all()
+
+
+def test_more_gradients_than_max_grad_rows_are_all_nan() -> None:
+    head, labels = random_head(10).requiring_grad(), torch.arange(10)
+    logprob, row_entropy = head(linear_logprob_entropy, labels, max_grad_rows=4)
+    assert logprob.isfinite().all()
+    wanted = (torch.arange(10) % 2 == 0).float()  # 5 rows
+    gradients = torch.autograd.grad(((logprob + row_entropy) * wanted).sum(), head.leaves)
+    assert gradients[0][wanted.bool()].isnan().all()
+    assert all(gradient.isnan().all() for gradient in gradients[1:])
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
+def test_one_gradient_alone(wanted: str) -> None:
+    frozen, labels = random_head(5), torch.arange(5)
+    alone = frozen._replace(**{wanted: getattr(frozen, wanted).clone().requires_grad_()})
+    together = frozen.requiring_grad()
+    (gradient,) = torch.autograd.grad(sum(alone(linear_logprob_entropy, labels)).sum(), getattr(alone, wanted))
+    (expected,) = torch.autograd.grad(sum(together(linear_logprob_entropy, labels)).sum(), getattr(together, wanted))
+    assert_same_bits(gradient, expected)
+
+
+def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
+    head, labels = random_head(30).requiring_grad(), random_labels(30, vocabulary=300)
+    with unwritten(labels, *head.leaves):
+        loss = sum(head(linear_logprob_entropy, labels, workspace_bytes=10_000)).sum()
+        first, second = (torch.autograd.grad(loss, head.leaves, retain_graph=True) for _ in range(2))
+    for once, again in zip(first, second, strict=True):
+        assert_same_bits(once, again)
+
+
+def test_strided_inputs() -> None:
+    """Hidden states sliced out of a longer sequence, tied weights transposed."""
+    hidden, weight = torch.randn(3, 9, 16), torch.randn(16, 300).T
+    check(Head(hidden[:, 1:-1], weight, None), random_labels(3, 7, vocabulary=300))
+    check(Head(hidden.transpose(0, 1), weight, None), random_labels(9, 3, vocabulary=300))

@@ -1,0 +1,298 @@
+"""torch sees every op: fake kernels, autograd, torch.compile, and numbers that change from step to step."""
+
+from collections.abc import Callable
+from itertools import chain, repeat
+
+import pytest
+import torch
+from helpers import assert_identical, random_labels, random_logits, whole_number_product
+from torch import Tensor
+
+import d3s_kernels as d3s
+
+OPS = torch.ops.d3s_kernels
+REGISTERED = {
+    name.removeprefix("d3s_kernels::").partition(".")[0]
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("d3s_kernels::")
+}
+
+# ---- opcheck ---------------------------------------------------------------------------------------------------------
+
+
+def logits_samples() -> list[Tensor]:
+    """Packed, strided, of half precision, of no rows."""
+    base = random_logits(3, 4, 40)
+    return [
+        base,
+        base[:, 1:, :33].transpose(0, 1),
+        random_logits(5, 40, dtype=torch.bfloat16),
+        base[:0],
+        base.clone().requires_grad_(),
+    ]
+
+
+def samples_of_logits() -> list[tuple]:
+    samples = []
+    for logits in logits_samples():
+        rows = logits.shape[:-1]
+        labels = random_labels(*rows, vocabulary=logits.shape[-1])
+        mask = torch.rand(rows) < 0.7
+        samples += [(logits, None), (logits, labels), (logits, labels, 0.7, 0.5 + torch.rand(rows), mask)]
+    return samples
+
+
+def samples_of_the_backward() -> list[tuple]:
+    samples = []
+    for logits, labels, *options in samples_of_logits():
+        rows = logits.shape[:-1]
+        _, *state = OPS.logprob_entropy(logits.detach(), labels, *options)
+        gradient = None if labels is None else torch.randn(rows)
+        samples.append((gradient, torch.randn(rows), logits.detach(), labels, *state, *options))
+    return samples
+
+
+def states(rows: int) -> Tensor:
+    return torch.tensor([torch.finfo().min, 0.0, 0.0, -torch.inf]).repeat(rows, 1)
+
+
+def samples_of_tiles() -> list[tuple]:
+    return [(states(5), random_logits(5, 20), labels, 10, 0.7) for labels in (None, torch.full((5,), 12))]
+
+
+def samples_of_finished_states() -> list[tuple]:
+    state = states(5)
+    OPS.softmax_state_(state, random_logits(5, 20), torch.arange(5), 0)
+    return [(state, 0.7), (state, 1.0, 0.5 + torch.rand(5))]
+
+
+def samples_of_the_tile_backward() -> list[tuple]:
+    logits, labels = random_logits(5, 20), torch.arange(5)
+    _, *state = OPS.logprob_entropy(logits, labels)
+    return [
+        (torch.randn(5), torch.randn(5), logits, labels, *state, 0),
+        (None, torch.randn(5), logits, None, *state, 0),
+    ]
+
+
+def random_head() -> tuple[Tensor, ...]:
+    return torch.randn(2, 3, 8), torch.randn(30, 8), random_labels(2, 3, vocabulary=30), torch.randn(30)
+
+
+def samples_of_the_head() -> list[tuple]:
+    hidden, weight, labels, bias = random_head()
+    temperature, mask = 0.5 + torch.rand(2, 3), torch.rand(2, 3) < 0.7
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    return [
+        (hidden, weight, labels),
+        (hidden, weight, labels, bias, 1.0, temperature, 30.0, mask, 6, 6, torch.float32, 500),
+        (hidden[:, :0], weight, labels[:, :0]),
+        (leaves[0], leaves[1], labels, leaves[2]),
+        (hidden.transpose(0, 1), leaves[1], labels.T),
+    ]
+
+
+def samples_of_the_head_backward() -> list[tuple]:
+    hidden, weight, labels, bias = random_head()
+    options = 0.7, None, 30.0, None, 6, torch.float32, 500
+    _, *state = OPS.linear_logprob_entropy(hidden, weight, labels, bias, *options[:3])
+    saved = hidden, weight, labels, bias, *state, *options
+    g_logprob, g_entropy = torch.randn(2, 2, 3)
+    return [
+        (g_logprob, g_entropy, *saved, [True, True, True]),
+        (g_logprob, None, *saved, [True, False, False]),
+        (None, g_entropy, *saved, [False, True, False]),
+    ]
+
+
+OFFSETS = torch.tensor([0, 5, 5, 24])
+
+
+def value_samples() -> list[tuple[Tensor, Tensor | None]]:
+    values = torch.randn(4, 6)
+    return [
+        (values, None),
+        (values.T, None),
+        (values.bfloat16(), None),
+        (values.flatten(), OFFSETS),
+        (values[:0], None),
+    ]
+
+
+def samples_of_scores() -> list[tuple]:
+    samples = []
+    for values, offsets in value_samples():
+        mask = torch.rand(values.shape) < 0.7
+        samples += [
+            (values, 0.3, None, None, mask, offsets),
+            (values, None, torch.tensor(0.3), None, None, offsets, 24, True),
+            (values, None, None, 3, mask, offsets),
+        ]
+    return samples
+
+
+def samples_of_entropies() -> list[tuple]:
+    samples = []
+    for values, offsets in value_samples():
+        each = torch.randn(values.shape[:-1] if offsets is None else (3,))
+        for pooled in (True, False):
+            samples.append((values, each, 0.3, None, None, offsets, None, pooled))
+            samples.append(
+                (values, torch.randn(values.shape), None, torch.tensor(0.3), None, offsets, 24, pooled, True)
+            )
+    return samples
+
+
+def samples_of_logits_to_select() -> list[tuple]:
+    samples = []
+    for logits in logits_samples():
+        tokens = logits.shape[:-1]
+        for pooled in (True, False):
+            samples.append((logits.detach(), torch.randn(tokens), 0.3, None, None, None, None, 0.7, None, pooled))
+    return samples
+
+
+SAMPLES: dict[str, Callable[[], list[tuple]]] = {
+    "logprob_entropy": samples_of_logits,
+    "logprob_entropy_backward": samples_of_the_backward,
+    "softmax_state_": samples_of_tiles,
+    "softmax_state_finish": samples_of_finished_states,
+    "logprob_entropy_backward_": samples_of_the_tile_backward,
+    "linear_logprob_entropy": samples_of_the_head,
+    "linear_logprob_entropy_backward": samples_of_the_head_backward,
+    "wide_product_": lambda: [(torch.randn(5, 8).bfloat16(), torch.randn(30, 8).bfloat16(), torch.empty(5, 30))],
+    "topk_mask": samples_of_scores,
+    "select_tokens": samples_of_entropies,
+    "select_tokens_from_logits": samples_of_logits_to_select,
+    "compact": lambda: [(torch.rand(4, 6) < 0.5, 7), ((torch.rand(4, 6) < 0.5).T, 30), (torch.ones(0).bool(), 2)],
+    "group_advantages": lambda: [(values, offsets, "batch") for values, offsets in value_samples()],
+    "max_variance_select": lambda: [
+        sample
+        for values, offsets in value_samples()
+        for sample in (
+            (values, 3, None, torch.rand(values.shape) < 0.8, offsets),
+            (values, None, torch.tensor(3), None, offsets, 24, True),
+        )
+    ],
+}
+
+
+def test_every_op_has_samples() -> None:
+    assert set(SAMPLES) == REGISTERED
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_opcheck(name: str) -> None:
+    for sample in SAMPLES[name]():
+        torch.library.opcheck(getattr(OPS, name).default, sample)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def pipeline(logits: Tensor, labels: Tensor, rewards: Tensor, ratio: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
+    """One step of D3S from logits on: rollouts, tokens, and a loss over what is kept."""
+    advantages = d3s.group_advantages(rewards)
+    rollouts = d3s.select_rollouts(advantages, keep)
+    logprob, entropy = d3s.logprob_entropy(logits, labels)
+    mask = (labels != -100) & rollouts.view(-1, 1)
+    kept = d3s.select_tokens(entropy.detach(), advantages.view(-1), ratio, mask=mask)
+    indices, _ = d3s.compact(kept.mask, 16)
+    loss = -(logprob * advantages.view(-1, 1) * kept.mask).sum() / kept.count.clamp(min=1)
+    return loss, rollouts, kept.mask, kept.threshold, indices
+
+
+def step(groups: int, tokens: int) -> tuple[Tensor, ...]:
+    rollouts = groups * 4
+    logits = random_logits(rollouts, tokens, 50).requires_grad_()
+    labels = random_labels(rollouts, tokens, vocabulary=50)
+    return logits, labels, torch.randint(2, (groups, 4)).float(), torch.rand(()) * 0.5 + 0.1, torch.randint(1, 4, ())
+
+
+def assert_compiled_agrees(compiled: Callable, arguments: tuple[Tensor, ...]) -> None:
+    results = []
+    for function in (compiled, pipeline):
+        leaf = arguments[0].detach().clone().requires_grad_()
+        loss, *others = function(leaf, *arguments[1:])
+        results.append((loss.detach(), *others, *torch.autograd.grad(loss, leaf)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_compiles_whole_for_every_shape() -> None:
+    """Also by Inductor, which makes a kernel of what is around the ops."""
+    compiled = torch.compile(pipeline, fullgraph=True, dynamic=True)
+    for groups, tokens in ((2, 7), (3, 9), (5, 11)):
+        assert_compiled_agrees(compiled, step(groups, tokens))
+
+
+def compiled_once(function: Callable) -> Callable:
+    """One graph, compiled by the first call; a later call that would need another one raises."""
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    stances = chain(["default"], repeat("fail_on_recompile"))
+
+    def call(*args: object) -> object:
+        with torch.compiler.set_stance(next(stances)):
+            return compiled(*args)
+
+    return call
+
+
+def test_one_graph_for_all_shapes() -> None:
+    compiled = compiled_once(pipeline)
+    for i in range(20):
+        assert_compiled_agrees(compiled, step(2 + i % 5, 6 + i))
+
+
+SCORES, MASK, LOGITS, LABELS = torch.randn(6, 40), torch.rand(6, 40) < 0.5, random_logits(6, 30), torch.arange(6)
+HIDDEN, WEIGHT = whole_number_product(6, vocabulary=30)
+
+# What a schedule changes from step to step: the function, and its number at step i = 0..19.
+CHANGING: dict[str, tuple[Callable, Callable[[int], object]]] = {
+    "k": (lambda k: d3s.topk_mask(SCORES, k=k), lambda i: 2 + i),
+    "ratio": (lambda ratio: d3s.topk_mask(SCORES, ratio), lambda i: torch.tensor(0.05 + 0.04 * i)),
+    "ratio of tokens": (
+        lambda ratio: d3s.select_tokens(SCORES.abs(), SCORES[:, 0], ratio),
+        lambda i: torch.tensor(0.05 + 0.04 * i, dtype=torch.float64),
+    ),
+    "keep": (lambda keep: d3s.max_variance_select(SCORES, keep), lambda i: 2 + i),
+    "keep as a tensor": (lambda keep: d3s.max_variance_select(SCORES, keep), lambda i: torch.tensor(1 + i)),
+    "keep of rollouts": (lambda keep: d3s.select_rollouts(SCORES, keep), lambda i: 2 + i),
+    "capacity": (lambda capacity: d3s.compact(MASK, capacity), lambda i: 2 + 5 * i),
+    "temperature": (
+        lambda temperature: d3s.logprob_entropy(LOGITS, LABELS, temperature=temperature),
+        lambda i: torch.tensor(0.5 + 0.1 * i),
+    ),
+    "temperature of a selection": (
+        lambda temperature: d3s.select_tokens_from_logits(LOGITS, LABELS.float(), 0.5, temperature=temperature),
+        lambda i: torch.tensor(0.5 + 0.1 * i),
+    ),
+    "max_rows": (
+        lambda rows: d3s.linear_logprob_entropy(HIDDEN, WEIGHT, LABELS, max_rows=rows, max_grad_rows=rows),
+        lambda i: 7 + i,  # not the number of rows: torch.compile takes equal sizes for one
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_changing_number_compiles_once(name: str) -> None:
+    function, number = CHANGING[name]
+    compiled = compiled_once(function)
+    for i in range(20):
+        actual, expected = compiled(number(i)), function(number(i))
+        if isinstance(actual, Tensor):
+            actual, expected = (actual,), (expected,)
+        for one, other in zip(actual, expected, strict=True):
+            assert_identical(one, other)
+
+
+def test_changing_bounds_of_the_gradient_compile_once() -> None:
+    weight = WEIGHT.clone().requires_grad_()
+
+    def loss(rows: int) -> Tensor:
+        return sum(d3s.linear_logprob_entropy(HIDDEN, weight, LABELS, max_grad_rows=rows)).sum()
+
+    compiled = compiled_once(loss)
+    (expected,) = torch.autograd.grad(loss(6), weight)
+    for rows in range(7, 27):
+        torch.testing.assert_close(torch.autograd.grad(compiled(rows), weight)[0], expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,85 @@
+"""DownSamplingSchedule: the budget at a point of training."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d3s_kernels import Budget, DownSamplingSchedule
+
+SHAPES = ("linear", "cosine", "exponential")
+progresses = st.floats(0, 1)
+
+
+def test_the_defaults_are_the_papers() -> None:
+    schedule = DownSamplingSchedule()
+    assert schedule(0.0) == Budget(8, 0.05)
+    assert schedule(0.5) == (20, pytest.approx(0.125))
+    assert schedule(1.0) == Budget(32, 0.20)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_ends_are_exact(shape: str) -> None:
+    start, end = Budget(5, 0.07), Budget(19, 0.31)
+    schedule = DownSamplingSchedule(start, end, shape)
+    assert schedule(0) == start
+    assert schedule(1) == end
+
+
+@given(progresses)
+def test_linear(progress: float) -> None:
+    found = DownSamplingSchedule(Budget(8, 0.05), Budget(32, 0.20))(progress)
+    assert found.rollouts == math.floor(8 + 24 * progress + 0.5)
+    assert found.token_ratio == pytest.approx((1 - progress) * 0.05 + progress * 0.20)
+
+
+@given(progresses)
+def test_cosine_is_linear_in_a_smooth_step(progress: float) -> None:
+    ends = Budget(8, 0.05), Budget(32, 0.20)
+    step = 0.5 * (1 - math.cos(math.pi * progress))
+    found = DownSamplingSchedule(*ends, "cosine")(progress).token_ratio
+    assert found == pytest.approx((1 - step) * 0.05 + step * 0.20)
+
+
+@given(progresses)
+def test_exponential_grows_by_equal_factors(progress: float) -> None:
+    found = DownSamplingSchedule(Budget(8, 0.05), Budget(32, 0.20), "exponential")(progress)
+    assert found.token_ratio == pytest.approx(0.05 * 4**progress)
+    assert found.rollouts == math.floor(8 * 4**progress + 0.5)
+
+
+@given(st.sampled_from(SHAPES), st.integers(1, 64), st.integers(1, 64), progresses, progresses)
+def test_it_never_turns_back_nor_leaves_its_ends(shape: str, start: int, end: int, one: float, other: float) -> None:
+    schedule = DownSamplingSchedule(Budget(start, start / 64), Budget(end, end / 64), shape)
+    early, late = schedule(min(one, other)), schedule(max(one, other))
+    low, high = (early, late) if start <= end else (late, early)
+    assert min(start, end) <= low.rollouts <= high.rollouts <= max(start, end)
+    assert min(start, end) / 64 <= low.token_ratio + 1e-15
+    assert low.token_ratio <= high.token_ratio + 1e-15
+    assert high.token_ratio <= max(start, end) / 64 + 1e-15
+
+
+def test_rollouts_are_rounded_half_up() -> None:
+    """Not to even, as Python's round does: 8.5 is 9 and 9.5 is 10."""
+    assert DownSamplingSchedule(Budget(8, 0.1), Budget(9, 0.1))(0.5).rollouts == 9
+    assert DownSamplingSchedule(Budget(9, 0.1), Budget(10, 0.1))(0.5).rollouts == 10
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("progress", [-0.01, 1.01, math.nan, math.inf, -math.inf])
+def test_progress_outside_training(shape: str, progress: float) -> None:
+    with pytest.raises(ValueError, match="progress"):
+        DownSamplingSchedule(shape=shape)(progress)
+
+
+@pytest.mark.parametrize("name", ["start", "end"])
+@pytest.mark.parametrize("budget", [Budget(0, 0.1), Budget(8, 0.0), Budget(8, 1.5), Budget(8, math.nan)])
+def test_impossible_budgets(name: str, budget: Budget) -> None:
+    with pytest.raises(ValueError, match=name):
+        DownSamplingSchedule(**{name: budget})
+
+
+def test_unknown_shape() -> None:
+    with pytest.raises(ValueError, match="shape"):
+        DownSamplingSchedule(shape="square")

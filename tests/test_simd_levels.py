@@ -1,0 +1,33 @@
+"""The loops compiled for other SIMD levels than the best one that runs here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from d3s_kernels import build_info
+
+SCRIPT = """
+import sys, d3s_kernels, pytest
+level = sys.argv[1]
+if d3s_kernels.build_info()["simd"] != level:
+    sys.exit(77)  # this machine lacks it
+sys.exit(pytest.main(["-q", "-m", "simd", "-p", "no:cacheprovider", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("level", build_info()["simd_levels"])
+def test_accuracy(level: str) -> None:
+    if level == build_info()["simd"]:
+        pytest.skip("every other test runs at this level")
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, level, str(Path(__file__).parent)],
+        env={**os.environ, "D3S_KERNELS_SIMD": level},
+        capture_output=True,
+        text=True,
+    )
+    if run.returncode == 77:
+        pytest.skip(f"this machine has no {level}")
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,0 +1,219 @@
+"""topk_mask: exactly k of each segment, ties to the lower index."""
+
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    INF,
+    NAN,
+    Segmented,
+    assert_identical,
+    awkward,
+    cut,
+    ratios,
+    repetitive,
+    segmented,
+    unwritten,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from d3s_kernels import reference, topk_mask
+
+
+def check(scores: Tensor, *args: object, **options: object) -> Tensor:
+    chosen = topk_mask(scores, *args, **options)
+    assert_identical(chosen, reference.topk_mask(scores, *args, **options))
+    return chosen
+
+
+@given(segmented(awkward), ratios(), st.booleans())
+def test_any_share_of_any_segments(case: Segmented, ratio: float | Tensor, drop_zeros: bool) -> None:
+    check(case.values, ratio, mask=case.mask, offsets=case.offsets, drop_zeros=drop_zeros)
+
+
+@given(segmented(repetitive), st.integers(1, 14), st.booleans())
+def test_any_number_of_any_segments(case: Segmented, k: int, drop_zeros: bool) -> None:
+    check(case.values, k=k, mask=case.mask, offsets=case.offsets, drop_zeros=drop_zeros)
+
+
+# ---- how many --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_ratio", [float, torch.tensor, lambda value: torch.tensor(value, dtype=torch.float64)])
+@pytest.mark.parametrize("n", [1, 3, 100, 250, 1000])
+def test_whole_percents_are_exact(as_ratio, n: int) -> None:
+    """7 % of 100 is 7, although the double 0.07 times 100 is 7.000000000000001."""
+    scores = torch.rand(n)
+    kept = [int(topk_mask(scores, as_ratio(percent / 100)).sum()) for percent in range(1, 101)]
+    assert kept == [-(-percent * n // 100) for percent in range(1, 101)]
+
+
+def test_n_counts_what_is_neither_masked_nor_nan() -> None:
+    scores, mask = torch.rand(100), torch.ones(100, dtype=torch.bool)
+    scores[:30] = NAN
+    mask[20:50] = False  # 50 are left
+    chosen = topk_mask(scores, 0.1, mask=mask)
+    assert chosen.sum() == 5
+    assert not chosen[:50].any()
+
+
+def test_k_beyond_the_segment_keeps_all_of_it() -> None:
+    scores = torch.tensor([[1.0, NAN, -INF], [0.0, 2.0, 3.0]])
+    assert topk_mask(scores, k=10).tolist() == [[True, False, True], [True, True, True]]
+
+
+# ---- ties ------------------------------------------------------------------------------------------------------------
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    scores = torch.tensor([0.0, 5.0, -0.0, 0.0, 5.0, -1.0])
+    kept = [topk_mask(scores, k=k).nonzero().flatten().tolist() for k in range(1, 7)]
+    assert kept == [[1], [1, 4], [0, 1, 4], [0, 1, 2, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("n", [10, 1000, 100_000, 300_000])
+def test_equal_scores_keep_the_first(n: int) -> None:
+    """A quantile as threshold would keep all of them."""
+    chosen = topk_mask(torch.full((n,), 0.25), 0.2)
+    assert_identical(chosen, torch.arange(n) < n // 5)
+
+
+def test_mostly_zeros() -> None:
+    """5 % of the scores are not 0 and 20 % are asked for: those, and the first of the zeros; or no zeros at all."""
+    scores = torch.zeros(1000)
+    high = torch.randperm(1000)[:50]
+    scores[high] = torch.rand(50) + 0.1
+    chosen = topk_mask(scores, 0.2)
+    assert chosen.sum() == 200
+    assert chosen[high].all()
+    first_zeros = (scores == 0).nonzero().flatten()[:150]
+    assert chosen[first_zeros].all()
+    assert_identical(topk_mask(scores, 0.2, drop_zeros=True), scores != 0)
+
+
+def test_zeros_that_are_dropped_still_count() -> None:
+    """10 % of 100 scores is 10, of which 90 are 0; it is not 10 % of the 10 others."""
+    scores = torch.zeros(100)
+    scores[::10] = 1 + torch.rand(10)
+    assert topk_mask(scores, 0.1, drop_zeros=True).sum() == 10
+    assert topk_mask(scores, 0.05, drop_zeros=True).sum() == 5
+
+
+def test_negative_scores_are_below_zeros_and_are_not_zeros() -> None:
+    scores = torch.tensor([-1.0, -0.0, -2.0, 0.0])
+    assert topk_mask(scores, k=3).tolist() == [True, True, False, True]
+    assert topk_mask(scores, k=3, drop_zeros=True).tolist() == [True, False, False, False]
+
+
+# ---- special scores --------------------------------------------------------------------------------------------------
+
+
+def test_nan_is_never_chosen_and_moves_nothing() -> None:
+    scores = torch.rand(500)
+    with_nan = torch.cat([scores, torch.full((7,), NAN)])[torch.randperm(507)]
+    chosen = topk_mask(with_nan, 0.2)
+    assert chosen.sum() == 100
+    assert_identical(with_nan[chosen].sort().values, scores.sort().values[-100:])
+
+
+@pytest.mark.parametrize("nothing", ["nan", "masked"])
+def test_segments_with_nothing_usable(nothing: str) -> None:
+    scores, mask = torch.rand(3, 40), torch.ones(3, 40, dtype=torch.bool)
+    if nothing == "nan":
+        scores[1] = NAN
+    else:
+        mask[1] = False
+    assert topk_mask(scores, 0.1, mask=mask).sum(-1).tolist() == [4, 0, 4]
+
+
+# ---- long segments ---------------------------------------------------------------------------------------------------
+
+
+def scores_of_kind(kind: str, n: int) -> Tensor:
+    place = torch.arange(n)
+    return {
+        "normal": lambda: torch.randn(n),
+        "few values": lambda: torch.randint(3, (n,)).float(),
+        "ascending": lambda: place.float(),
+        "descending": lambda: -place.float(),
+        "mostly zero": lambda: torch.randn(n) * (torch.rand(n) < 0.03),
+        "sawtooth": lambda: (place % max(1, n // 1024)).float(),  # what looks at every so many-th sees one value only
+        "clusters": lambda: torch.randn(n) * 1e-6 + (torch.rand(n) < 0.1),
+        "wide": lambda: torch.randn(n) * 10.0 ** torch.randint(-40, 38, (n,)),  # down to subnormal numbers
+    }[kind]()
+
+
+KINDS = ["normal", "few values", "ascending", "descending", "mostly zero", "sawtooth", "clusters", "wide"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [32_768, pytest.param(32_769, marks=pytest.mark.simd), 131_071, 131_072, 400_001])
+def test_long_segments(kind: str, n: int) -> None:
+    """Both sides of every length at which the CPU kernel changes its way."""
+    scores = scores_of_kind(kind, n)
+    scores[torch.randint(n, (n // 100,))] = NAN
+    mask = torch.rand(n) < 0.9
+    for quota in ({"ratio": 0.05}, {"k": 1}, {"ratio": 0.9, "mask": mask}):
+        check(scores, **quota)
+
+
+def test_a_sample_that_misleads() -> None:
+    """The CPU kernel guesses from 1024 keys between which two the k-th is. Here it narrows 400,000 keys down to the ones
+    and twos, and of these sees nothing but ones: a wrong guess may cost time, never the result."""
+    ones_and_twos = torch.cat([torch.full((80_000 - 1024,), 1.0), torch.full((80_000,), 2.0)])
+    middle = torch.zeros(160_000)
+    step = 160_000 // 1024
+    seen = torch.arange(1024) * step + torch.arange(1024) % step
+    middle[seen] = 1.0
+    middle[middle == 0] = ones_and_twos[torch.randperm(len(ones_and_twos))]
+    scores = torch.tensor([0.0, 3.0]).repeat_interleave(120_000)[torch.randperm(240_000)]
+    place = torch.randperm(400_000)[:160_000].sort().values
+    others = torch.ones(400_000, dtype=torch.bool).index_fill(0, place, False)
+    scores = torch.zeros(400_000).masked_scatter(others, scores).index_copy(0, place, middle)
+    for ratio in (0.4, 0.49, 0.51, 0.6):
+        check(scores, ratio)
+
+
+@pytest.mark.simd
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_ragged_segments(dtype: torch.dtype) -> None:
+    scores, offsets = torch.randn(200_000).to(dtype), cut(200_000, 700)
+    check(scores, 0.1, offsets=offsets, mask=torch.rand(200_000) < 0.8)
+
+
+def test_long_and_short_segments_together() -> None:
+    offsets = torch.tensor([0, 0, 5, 140_005, 140_006, 340_006, 340_100], dtype=torch.int32)
+    check(torch.randint(50, (340_100,)).float(), 0.2, offsets=offsets)
+
+
+@pytest.mark.parametrize("shape", [(70_000, 3), (3, 70_000)])
+def test_more_than_65535_rows_or_columns(shape: tuple[int, int]) -> None:
+    check(torch.randn(shape), 0.2)
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def test_layouts_agree() -> None:
+    scores, mask = torch.randint(9, (4, 50)).float(), torch.rand(4, 50) < 0.8
+    expected = topk_mask(scores, 0.2, mask=mask)
+    for dtype in (torch.int32, torch.int64):
+        offsets = torch.arange(0, 201, 50, dtype=dtype)
+        flat = topk_mask(scores.flatten(), 0.2, mask=mask.flatten(), offsets=offsets, max_segment=50)
+        assert_identical(flat.view(4, 50), expected)
+    for row in range(4):
+        assert_identical(topk_mask(scores[row], 0.2, mask=mask[row]), expected[row])
+    assert_identical(topk_mask(scores.T.contiguous().T, 0.2, mask=mask.T.contiguous().T), expected)
+    assert_identical(topk_mask(scores[:, None].expand(4, 2, 50), 0.2), topk_mask(scores, 0.2)[:, None].expand(4, 2, 50))
+
+
+def test_the_inputs_are_not_written() -> None:
+    scores, mask, offsets = torch.randn(30), torch.rand(30) < 0.5, torch.tensor([0, 10, 30])
+    with unwritten(scores, mask, offsets):
+        topk_mask(scores, 0.3, mask=mask, offsets=offsets, drop_zeros=True)
+
+
+def test_a_mask_has_no_gradient() -> None:
+    assert not topk_mask(torch.randn(10, requires_grad=True), 0.5).requires_grad
