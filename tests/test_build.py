@@ -1,4 +1,4 @@
-"""The built library: what it asks of torch, what it does to the process, and that every SIMD level computes the same."""
+"""The built library: what it asks of torch, what it does to the process, that all SIMD levels compute the same."""
 
 from __future__ import annotations
 

@@ -160,8 +160,8 @@ def test_long_segments(kind: str, n: int) -> None:
 
 
 def test_a_sample_that_misleads() -> None:
-    """The CPU kernel guesses from 1024 keys between which two the k-th is. Here it narrows 400,000 keys down to the ones
-    and twos, and of these sees nothing but ones: a wrong guess may cost time, never the result."""
+    """The CPU kernel guesses from 1024 keys between which two the k-th is. Here it narrows 400,000 keys down to the
+    ones and twos, and of these sees nothing but ones: a wrong guess may cost time, never the result."""
     ones_and_twos = torch.cat([torch.full((80_000 - 1024,), 1.0), torch.full((80_000,), 2.0)])
     middle = torch.zeros(160_000)
     step = 160_000 // 1024

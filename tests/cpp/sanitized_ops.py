@@ -48,7 +48,8 @@ def tokens() -> None:
         op.select_tokens(scores, torch.randn(3), 0.2, offsets=cuts, pooled=False, drop_zeros=True)
         for capacity in (0, 5, n + 3):
             indices, count = op.compact(mask, capacity)
-            assert count.item() == mask.sum() and len(indices) == capacity
+            assert count.item() == mask.sum()
+            assert len(indices) == capacity
     op.select_tokens_from_logits(torch.randn(2, 3, 100), torch.randn(2), 0.5)
 
 
