@@ -141,6 +141,18 @@ def test_rows_without_a_distribution_are_nan(row: list[float], width: int) -> No
     assert logprob.isnan().tolist() == row_entropy.isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.simd
+def test_a_nan_of_any_bits_shows() -> None:
+    """Arithmetic on the bits of a float may turn a NaN into a number."""
+    logits = torch.randn(400, 50)
+    places = torch.randint(50, (400,))
+    payloads = torch.randint(1, 2**22, (400,), dtype=torch.int32)
+    signs = torch.randint(2, (400,), dtype=torch.int32) << 31
+    logits[torch.arange(400), places] = (0x7FC00000 | payloads | signs).view(torch.float32)
+    for result in logprob_entropy(logits, (places + 1) % 50):
+        assert result.isnan().all()
+
+
 def test_a_nan_row_leaves_its_neighbours_gradient_alone() -> None:
     logits = random_logits(4, 100)
     labels = torch.tensor([1, 2, 3, 4])
