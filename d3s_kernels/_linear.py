@@ -338,11 +338,10 @@ def _past_rows_are_one(picked: _Picked, temperatures: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b``; half precision on a CPU rounds the product before it is added."""
-    if a.dtype == torch.float32:
-        # In one go over a whole vocabulary, some BLAS libraries lose two digits: they add term after term.
-        for begin in range(0, a.shape[1], _TILE):
-            total.addmm_(a[:, begin : begin + _TILE], b[begin : begin + _TILE])
-    elif a.is_cuda:
+    if a.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += a @ b
+        return
+    # Piece by piece, and not by addmm_: some BLAS libraries add term after term to what is there, and over a whole
+    # vocabulary lose a digit or two.
+    for begin in range(0, a.shape[1], _TILE):
+        total += a[:, begin : begin + _TILE] @ b[begin : begin + _TILE]
