@@ -10,7 +10,7 @@ class Sizes:
     tokens: int = 128
     vocabulary: int = 151_936
     # The LM head: tokens at once, and width of the hidden states.
-    head_tokens: int = 1_024
+    head_tokens: int = 512
     narrow: int = 896
     wide: int = 3_584
     # Scores of tokens: a batch of sequences, and one segment.
@@ -23,7 +23,7 @@ class Sizes:
     pool_keep: int = 16_384
     # A contest has at least so many rounds, and more as long as they take no more seconds than this.
     rounds: int = 3
-    seconds: float = 20.0
+    seconds: float = 8.0
 
 
 FULL = Sizes()
