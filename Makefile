@@ -78,7 +78,7 @@ $(OLDEST)/.set-up:
 test-oldest: setup $(OLDEST)/.set-up  ## the tests of the ops under torch 2.11, with the library built above
 	rm -rf build/wheel && $(BIN)/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	$(OLDEST)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
-	cd build && ../$(OLDEST)/bin/python -m pytest ../tests --import-mode=importlib -p no:cacheprovider
+	cd build && ../$(OLDEST)/bin/python -m pytest ../tests -p no:cacheprovider
 
 clean:  ## remove what was built
 	rm -rf build $(STAMP)
