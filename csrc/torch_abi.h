@@ -4,11 +4,16 @@
 // What the ops need of torch is little: look at tensors, make new ones, refuse bad arguments, run in parallel.
 #pragma once
 
+#if defined(D3S_CUDA) && !defined(D3S_EMULATED)
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -16,7 +21,9 @@
 #include <vector>
 
 #include "core/float_bits.h"
+#include "core/rows.h"
 #include "core/segments.h"
+#include "ops/device.h"
 
 namespace d3s {
 
@@ -77,6 +84,17 @@ inline void require_float(const char* argument, const Tensor& tensor) {
           dtype(tensor), "; takes float32, bfloat16 or float16");
 }
 
+inline FloatType float_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16:
+      return FloatType::kBfloat16;
+    case ScalarType::Half:
+      return FloatType::kFloat16;
+    default:
+      return FloatType::kFloat32;
+  }
+}
+
 inline Tensor packed(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
@@ -119,6 +137,46 @@ inline std::vector<int64_t> leading_sizes(const Tensor& tensor, int64_t dims) {
   return std::vector<int64_t>(sizes.data(), sizes.data() + dims);
 }
 
+// ---- the device ------------------------------------------------------------------------------------------------
+
+// The tensor where its values can be read and checked. Those on a GPU are taken on trust, since to look at them is to
+// wait for the GPU: only D3S_KERNELS_CHECK=1 asks for it.
+inline OptionalTensor on_host(const Tensor& tensor) {
+#if defined(D3S_CUDA)
+  const char* setting = std::getenv("D3S_KERNELS_CHECK");
+  if (!setting || std::string(setting) != "1") return std::nullopt;
+#if !defined(D3S_EMULATED)
+  return torch::stable::to(tensor, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+#endif
+#endif
+  return tensor;
+}
+
+// The device of `like`, made the current one for as long as this lives.
+class TorchDevice : public Device {
+ public:
+  explicit TorchDevice(const Tensor& like) : like_(like) {
+#if defined(D3S_CUDA) && !defined(D3S_EMULATED)
+    index = like.get_device_index();
+    guard_.emplace(index);
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+#endif
+  }
+
+  // From torch's allocator, which gives it to nobody else before what is on the stream by then has run.
+  void* scratch(int64_t bytes) override {
+    rooms_.push_back(empty({bytes > 0 ? bytes : 1}, ScalarType::Byte, like_));
+    return rooms_.back().mutable_data_ptr();
+  }
+
+ private:
+  const Tensor& like_;
+  std::vector<Tensor> rooms_;
+#if defined(D3S_CUDA) && !defined(D3S_EMULATED)
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+#endif
+};
+
 // ---- looking at tensors ----------------------------------------------------------------------------------------
 
 template <class T>
@@ -137,45 +195,42 @@ T* mutable_data(const Tensor& tensor) {
 }
 
 // Rows along the last dimension, whatever the strides of the others.
-class Rows {
- public:
-  Rows(const char* argument, const Tensor& tensor) {
-    const int64_t dims = tensor.dim();
-    require(dims >= 1, argument, "got a 0-d tensor; takes [..., V]");
-    columns = tensor.size(dims - 1);
-    require(columns <= 1 || tensor.stride(dims - 1) == 1, argument, "the last dimension has stride ",
-            tensor.stride(dims - 1), "; takes stride 1 (any stride in the others), call .contiguous()");
-    // Neighbouring dimensions that step evenly are one.
-    for (int64_t i = 0; i < dims - 1; ++i) {
-      const int64_t size = tensor.size(i), stride = tensor.stride(i);
-      count *= size;
-      if (size == 1) continue;
-      if (!sizes_.empty() && strides_.back() == size * stride) {
-        sizes_.back() *= size;
-        strides_.back() = stride;
-      } else {
-        sizes_.push_back(size);
-        strides_.push_back(stride);
-      }
+inline RowLayout rows_of(const char* argument, const Tensor& tensor) {
+  const int64_t dims = tensor.dim();
+  require(dims >= 1, argument, "got a 0-d tensor; takes [..., V]");
+  RowLayout rows;
+  rows.columns = tensor.size(dims - 1);
+  require(rows.columns <= 1 || tensor.stride(dims - 1) == 1, argument, "the last dimension has stride ",
+          tensor.stride(dims - 1), "; takes stride 1 (any stride in the others), call .contiguous()");
+  for (int64_t i = 0; i < dims - 1; ++i) {
+    const int64_t size = tensor.size(i), stride = tensor.stride(i);
+    rows.count *= size;
+    if (size == 1) continue;
+    if (rows.dims > 0 && rows.strides[rows.dims - 1] == size * stride) {  // they step evenly: they are one
+      rows.sizes[rows.dims - 1] *= size;
+      rows.strides[rows.dims - 1] = stride;
+    } else {
+      require(rows.dims < RowLayout::kMaxDims, argument, "its strides take more than ", int{RowLayout::kMaxDims},
+              " dimensions to describe; call .contiguous()");
+      rows.sizes[rows.dims] = size;
+      rows.strides[rows.dims++] = stride;
     }
   }
+  return rows;
+}
 
-  // Where row i starts, in elements.
-  int64_t offset(int64_t i) const {
-    int64_t offset = 0;
-    for (size_t d = sizes_.size(); d-- > 0; i /= sizes_[d]) offset += (d ? i % sizes_[d] : i) * strides_[d];
-    return offset;
-  }
+// Offsets start at 0, do not decrease and end at the number of values.
+template <class Offset>
+void require_offsets(const Offset* offsets, const Segments& segments, const char* argument) {
+  require(offsets[0] == 0, "offsets", "starts at ", offsets[0], "; must start at 0");
+  for (int64_t i = 0; i < segments.count; ++i)
+    require(offsets[i] <= offsets[i + 1], "offsets", "decreases from ", offsets[i], " to ", offsets[i + 1], " at ",
+            i + 1, "; must not decrease");
+  require(offsets[segments.count] == segments.limit, "offsets", "ends at ", offsets[segments.count],
+          "; must end at the length of ", argument, ", ", segments.limit);
+}
 
-  int64_t count = 1;
-  int64_t columns = 0;
-
- private:
-  std::vector<int64_t> sizes_, strides_;
-};
-
-// The segments of `values`: its last dimension, or what `offsets` cuts a 1-D tensor into. On the CPU the offsets'
-// values are checked; a GPU kernel clamps them instead.
+// The segments of `values`: its last dimension, or what `offsets` cuts a 1-D tensor into.
 inline Segments segments_of(const Tensor& values, const OptionalTensor& offsets, const char* argument) {
   require(values.dim() >= 1, argument, "got a 0-d tensor; takes [..., n]");
   Segments segments;
@@ -197,27 +252,14 @@ inline Segments segments_of(const Tensor& values, const OptionalTensor& offsets,
     segments.offsets32 = data<int32_t>(*offsets);
   else
     segments.offsets64 = data<int64_t>(*offsets);
-  if (!offsets->is_cpu()) return segments;
-  require(segments.begin(0) == 0, "offsets", "starts at ", segments.begin(0), "; must start at 0");
-  for (int64_t i = 0; i < segments.count; ++i)
-    require(segments.begin(i) <= segments.end(i), "offsets", "decreases from ", segments.begin(i), " to ",
-            segments.end(i), " at ", i + 1, "; must not decrease");
-  require(segments.begin(segments.count) == values.size(0), "offsets", "ends at ", segments.begin(segments.count),
-          "; must end at the length of ", argument, ", ", values.size(0));
-  return segments;
-}
-
-// Calls `body` with the Tag of the tensor's element type: `using T = typename decltype(tag)::type`.
-template <class Body>
-decltype(auto) dispatch_float(const Tensor& tensor, Body&& body) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::BFloat16:
-      return body(Tag<bfloat16>());
-    case ScalarType::Half:
-      return body(Tag<float16>());
-    default:
-      return body(Tag<float>());
+  segments.limit = values.size(0);
+  if (const OptionalTensor known = on_host(*offsets)) {
+    if (type == ScalarType::Int)
+      require_offsets(data<int32_t>(*known), segments, argument);
+    else
+      require_offsets(data<int64_t>(*known), segments, argument);
   }
+  return segments;
 }
 
 // All of `values` as one segment.
@@ -228,9 +270,11 @@ inline Segments pool(const Tensor& values) {
   return all;
 }
 
-// A hint that only GPUs use.
-inline void require_max_segment(const OptionalInt& max_segment) {
+// The caller's bound on a segment's length, or what is known without it; only GPUs use it, to size their launches.
+inline int64_t longest_of(const Segments& segments, int64_t values, const OptionalInt& max_segment) {
   require(!max_segment || *max_segment >= 0, "max_segment", "got ", max_segment.value_or(0), "; takes at least 0");
+  if (!segments.ragged()) return segments.length;
+  return max_segment && *max_segment < values ? *max_segment : values;
 }
 
 // ---- running in parallel ---------------------------------------------------------------------------------------
@@ -253,3 +297,10 @@ void parallel_segments(const Segments& segments, int64_t values, int64_t grain, 
 }
 
 }  // namespace d3s
+
+// The dispatch key that this library's kernels are registered for.
+#if defined(D3S_CUDA) && !defined(D3S_EMULATED)
+#define D3S_REGISTER(library) STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CUDA, library)
+#else
+#define D3S_REGISTER(library) STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, library)
+#endif

@@ -15,10 +15,25 @@ struct float16 {
   uint16_t bits;
 };
 
+enum class FloatType { kFloat32, kBfloat16, kFloat16 };
+
 template <class T>
 struct Tag {  // a type as an argument
   using type = T;
 };
+
+// Calls `body` with the Tag of an element type: `using T = typename decltype(tag)::type`.
+template <class Body>
+decltype(auto) dispatch_float(FloatType type, Body&& body) {
+  switch (type) {
+    case FloatType::kBfloat16:
+      return body(Tag<bfloat16>());
+    case FloatType::kFloat16:
+      return body(Tag<float16>());
+    default:
+      return body(Tag<float>());
+  }
+}
 
 namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
 

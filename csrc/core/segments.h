@@ -13,10 +13,18 @@ struct Segments {
   const int32_t* offsets32 = nullptr;  // at most one of the two is set
   const int64_t* offsets64 = nullptr;
 
+  int64_t limit = 0;  // the number of values, where there are offsets
+
+  // Offsets that nobody has checked stay within the values: what they cut is empty, or wrong, but never out of bounds.
   D3S_HOST_DEVICE int64_t begin(int64_t i) const {
-    return offsets32 ? offsets32[i] : offsets64 ? offsets64[i] : i * length;
+    if (!ragged()) return i * length;
+    const int64_t offset = offsets32 ? offsets32[i] : offsets64[i];
+    return offset < 0 ? 0 : offset < limit ? offset : limit;
   }
-  D3S_HOST_DEVICE int64_t end(int64_t i) const { return begin(i + 1); }
+  D3S_HOST_DEVICE int64_t end(int64_t i) const {
+    const int64_t first = begin(i), last = begin(i + 1);
+    return last < first ? first : last;
+  }
   D3S_HOST_DEVICE bool ragged() const { return offsets32 || offsets64; }
 };
 

@@ -82,5 +82,11 @@ D3S_HOST_DEVICE GradientLine gradient_line(float g_logprob, float g_entropy, con
           g_logprob / temperature};
 }
 
+// The gradient at the label, whose logit is `distance` from the maximum.
+D3S_HOST_DEVICE float label_gradient(const GradientLine& line, float distance, float temperature) {
+  const float e = expf(distance / temperature);
+  return line.target + (e == 0.f ? 0.f : e * (line.offset + line.slope * distance));  // not 0 * inf
+}
+
 }  // namespace
 }  // namespace d3s

@@ -2,6 +2,7 @@
 // out of the statistics and its advantage is 0.
 #include <cmath>
 
+#include "../ops/rollouts.h"
 #include "../torch_abi.h"
 
 namespace d3s {
@@ -45,41 +46,23 @@ Statistics statistics(const T* rewards, int64_t begin, int64_t end) {
   return s;
 }
 
-Tensor group_advantages(const Tensor& rewards, const OptionalTensor& offsets, const std::string& scale, double eps,
-                        int64_t ddof) {
-  require_float("rewards", rewards);
-  require(scale == "group" || scale == "batch" || scale == "none", "scale", "got '", scale,
-          "'; takes 'group', 'batch' or 'none'");
-  require(eps >= 0 && std::isfinite(eps), "eps", "got ", eps, "; takes a finite number of at least 0");
-  require(ddof >= 0, "ddof", "got ", ddof, "; takes at least 0");
-  const Segments groups = segments_of(rewards, offsets, "rewards");
-  const Tensor source = packed(rewards);
-  const Tensor advantages = empty(leading_sizes(rewards, rewards.dim()), ScalarType::Float, rewards);
-  float* out = mutable_data<float>(advantages);
-  const bool per_group = scale == "group", unscaled = scale == "none";
-  dispatch_float(source, [&](auto tag) {
-    const auto* p = data<typename decltype(tag)::type>(source);
-    const double batch_deviation = scale == "batch" ? statistics(p, 0, source.numel()).deviation(ddof) : 0.0;
-    parallel_segments(groups, source.numel(), kGrain, [&](int64_t first, int64_t last) {
+}  // namespace
+
+void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions& options, float* out, Device&) {
+  dispatch_float(rewards.type, [&](auto tag) {
+    const auto* p = static_cast<const typename decltype(tag)::type*>(rewards.values);
+    const double batch_deviation =
+        options.scale == AdvantageScale::kBatch ? statistics(p, 0, rewards.total).deviation(options.ddof) : 0.0;
+    parallel_segments(rewards.segments, rewards.total, kGrain, [&](int64_t first, int64_t last) {
       for (int64_t group = first; group < last; ++group) {
-        const int64_t begin = groups.begin(group), end = groups.end(group);
+        const int64_t begin = rewards.segments.begin(group), end = rewards.segments.end(group);
         const Statistics s = statistics(p, begin, end);
-        const double deviation = per_group ? s.deviation(ddof) : batch_deviation;
-        const double divisor = unscaled ? 1.0 : deviation + eps, mean = s.mean();
-        for (int64_t i = begin; i < end; ++i) {
-          const double reward = to_float(p[i]), difference = reward - mean;
-          // NaN: unscorable. Equal rewards leave no advantage, also where eps is 0.
-          const bool none = reward != reward || difference == 0.0 || s.count == 1;
-          out[i] = none ? 0.f : static_cast<float>(difference / divisor);
-        }
+        const double deviation = options.scale == AdvantageScale::kGroup ? s.deviation(options.ddof) : batch_deviation;
+        const double divisor = options.scale == AdvantageScale::kNone ? 1.0 : deviation + options.eps;
+        for (int64_t i = begin; i < end; ++i) out[i] = advantage_of(to_float(p[i]), s.mean(), s.count, divisor);
       }
     });
   });
-  return advantages;
 }
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, m) { m.impl("group_advantages", TORCH_BOX(&group_advantages)); }
 
 }  // namespace d3s

@@ -4,6 +4,7 @@
 
 #include "../core/order_key.h"
 #include "../core/split_scan.h"
+#include "../ops/rollouts.h"
 #include "../torch_abi.h"
 #include "order_keys.h"
 
@@ -106,51 +107,20 @@ void select_segment(const T* values, const bool* mask, int64_t n, int64_t k, Roo
   for (int64_t i = usable - (k - low); i < usable; ++i) out[index_of(entries[i])] = true;
 }
 
-int64_t require_keep(const OptionalInt& keep, const OptionalTensor& keep_tensor) {
-  require(keep.has_value() != keep_tensor.has_value(), "keep", "takes one number or one 0-d tensor");
-  int64_t k = keep.value_or(0);
-  if (keep_tensor) {
-    const auto type = keep_tensor->scalar_type();
-    require(keep_tensor->numel() == 1 && (type == ScalarType::Long || type == ScalarType::Int), "keep", "got shape ",
-            shape(*keep_tensor), " of ", dtype(*keep_tensor), "; takes a number or a 0-d int64 or int32 tensor");
-    k = type == ScalarType::Long ? *data<int64_t>(*keep_tensor) : *data<int32_t>(*keep_tensor);
-  }
-  require(k >= 1, "keep", "got ", k, "; takes at least 1");
-  return k;
-}
+}  // namespace
 
-Tensor max_variance_select(const Tensor& values, const OptionalInt& keep, const OptionalTensor& keep_tensor,
-                           const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment,
-                           bool pooled) {
-  require_float("values", values);
-  require_max_segment(max_segment);
-  int64_t k = require_keep(keep, keep_tensor);
-  Segments segments = segments_of(values, offsets, "values");
-  require(values.numel() < int64_t{1} << 32, "values", "got ", values.numel(), " of them; takes fewer than 2^32");
-  const OptionalTensor usable = require_mask("mask", mask, values, values.dim());
-  const Tensor source = packed(values);
-  const Tensor out = empty(leading_sizes(values, values.dim()), ScalarType::Bool, values);
-  if (pooled) {
-    k = std::min(k, values.numel()) * segments.count;
-    segments = pool(values);
-  }
-  const bool* m = data<bool>(usable);
-  bool* to = mutable_data<bool>(out);
-  dispatch_float(source, [&](auto tag) {
-    const auto* p = data<typename decltype(tag)::type>(source);
-    parallel_segments(segments, source.numel(), kGrain, [&](int64_t first, int64_t last) {
+void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* out, Device&) {
+  const Segments& segments = values.segments;
+  dispatch_float(values.type, [&](auto tag) {
+    const auto* p = static_cast<const typename decltype(tag)::type*>(values.values);
+    parallel_segments(segments, values.total, kGrain, [&](int64_t first, int64_t last) {
       Room room;
       for (int64_t segment = first; segment < last; ++segment) {
-        const int64_t begin = segments.begin(segment), end = segments.end(segment);
-        select_segment(p + begin, m ? m + begin : nullptr, end - begin, k, room, to + begin);
+        const int64_t begin = segments.begin(segment), n = segments.end(segment) - begin;
+        select_segment(p + begin, values.mask ? values.mask + begin : nullptr, n, keep.of(n), room, out + begin);
       }
     });
   });
-  return out;
 }
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, m) { m.impl("max_variance_select", TORCH_BOX(&max_variance_select)); }
 
 }  // namespace d3s

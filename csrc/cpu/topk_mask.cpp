@@ -9,9 +9,9 @@
 #include <memory>
 #include <numeric>
 
-#include "../core/order_key.h"
+#include "../ops/selection.h"
+#include "../torch_abi.h"
 #include "order_keys.h"
-#include "vocabulary.h"
 
 namespace d3s {
 namespace {
@@ -32,47 +32,46 @@ int64_t total(const std::vector<int64_t>& counts) { return std::accumulate(count
 
 // ---- scores ----------------------------------------------------------------------------------------------------
 
-// |A| * H of every token, or plain scores: computed as keys are made, never stored.
-struct Scores {
-  Tensor values;
-  OptionalTensor advantages;  // float32: 0-d, one for each of `sequences`, or one for each value
-  bool per_token = false;
-  Segments sequences;  // what an advantage per sequence belongs to
-  const bool* mask = nullptr;
-
-  int64_t keys(const OrderKeys& loops, int64_t begin, int64_t end, uint32_t* keys) const {
-    return dispatch_float(values, [&](auto tag) {
-      const auto from = loops.from(tag);
-      const auto* scores = data<typename decltype(tag)::type>(values);
-      const float* advantage = data<float>(advantages);
-      const auto part = [&](int64_t a, int64_t b, const float* each, float one) {
-        return from(scores + a, each ? each + a : nullptr, one, mask ? mask + a : nullptr, b - a, keys + (a - begin));
-      };
-      if (!advantage) return part(begin, end, nullptr, 1.f);
-      if (per_token) return part(begin, end, advantage, 0.f);
-      if (advantages->dim() == 0) return part(begin, end, nullptr, *advantage);
-      int64_t present = 0;
-      for (int64_t i = sequence_of(begin), a = begin; a < end; ++i) {
-        const int64_t b = std::min(end, sequences.end(i));
-        if (b <= a) continue;
-        present += part(a, b, nullptr, advantage[i]);
-        a = b;
-      }
-      return present;
-    });
+// The sequence that a position belongs to: the last that starts at or before it.
+int64_t sequence_of(const Segments& sequences, int64_t position) {
+  if (!sequences.ragged()) return sequences.length > 0 ? position / sequences.length : 0;
+  int64_t low = 0, high = sequences.count;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (sequences.begin(middle) <= position ? low : high) = middle;
   }
+  return low;
+}
 
- private:
-  int64_t sequence_of(int64_t position) const {
-    if (!sequences.ragged()) return sequences.length > 0 ? position / sequences.length : 0;
-    int64_t low = 0, high = sequences.count;  // the last sequence that starts at or before position
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      (sequences.begin(middle) <= position ? low : high) = middle;
+// Writes the keys of the scores [begin, end) and returns how many are present.
+int64_t make_keys(const Scores& scores, const OrderKeys& loops, int64_t begin, int64_t end, uint32_t* keys) {
+  return dispatch_float(scores.type, [&](auto tag) {
+    const auto from = loops.from(tag);
+    const auto* values = static_cast<const typename decltype(tag)::type*>(scores.values);
+    const auto part = [&](int64_t a, int64_t b, const float* each, float one) {
+      return from(values + a, each ? each + a : nullptr, one, scores.mask ? scores.mask + a : nullptr, b - a,
+                  keys + (a - begin));
+    };
+    switch (scores.kind) {
+      case Scores::Advantages::kNone:
+        return part(begin, end, nullptr, 1.f);
+      case Scores::Advantages::kOne:
+        return part(begin, end, nullptr, *scores.advantages);
+      case Scores::Advantages::kPerToken:
+        return part(begin, end, scores.advantages, 0.f);
+      default:
+        break;
     }
-    return low;
-  }
-};
+    int64_t present = 0;
+    for (int64_t i = sequence_of(scores.sequences, begin), a = begin; a < end; ++i) {
+      const int64_t b = std::min(end, scores.sequences.end(i));
+      if (b <= a) continue;
+      present += part(a, b, nullptr, scores.advantages[i]);
+      a = b;
+    }
+    return present;
+  });
+}
 
 // The keys of one stretch of scores, stored or made when they are asked for.
 struct SegmentKeys {
@@ -84,7 +83,7 @@ struct SegmentKeys {
 
   uint32_t at(int64_t i) const {
     uint32_t key = stored ? stored[i] : kAbsent;
-    if (!stored) scores->keys(*loops, begin + i, begin + i + 1, &key);
+    if (!stored) make_keys(*scores, *loops, begin + i, begin + i + 1, &key);
     return key;
   }
 
@@ -105,7 +104,7 @@ struct SegmentKeys {
       const Keys room = stored ? nullptr : new_keys(kPiece);
       for (int64_t piece = first; piece < last; ++piece) {
         const int64_t a = piece * kPiece, b = std::min(n, a + kPiece);
-        if (!stored) scores->keys(*loops, begin + a, begin + b, room.get());
+        if (!stored) make_keys(*scores, *loops, begin + a, begin + b, room.get());
         body(piece, a, b, stored ? stored + a : room.get());
       }
     });
@@ -196,36 +195,6 @@ Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
   return search.bisect(k);
 }
 
-// How many to keep: a number, or a share of what is there.
-struct Quota {
-  int64_t k = 0;
-  double ratio = 0;
-  double slack = kDoubleSlack;
-
-  Quota(const OptionalFloat& ratio_given, const OptionalTensor& ratio_tensor, const OptionalInt& k_given) {
-    const int given = (ratio_given ? 1 : 0) + (ratio_tensor ? 1 : 0) + (k_given ? 1 : 0);
-    require(given == 1, "ratio", "got ", given, " of ratio and k; takes exactly one of the two");
-    if (k_given) {
-      require(*k_given >= 1, "k", "got ", *k_given, "; takes at least 1");
-      k = *k_given;
-      return;
-    }
-    if (ratio_tensor) {
-      const bool wide = ratio_tensor->scalar_type() == ScalarType::Double;
-      require(ratio_tensor->numel() == 1 && (wide || ratio_tensor->scalar_type() == ScalarType::Float), "ratio",
-              "got shape ", shape(*ratio_tensor), " of ", dtype(*ratio_tensor),
-              "; takes a 0-d float32 or float64 tensor");
-      ratio = wide ? *data<double>(*ratio_tensor) : *data<float>(*ratio_tensor);
-      slack = wide ? kDoubleSlack : kFloatSlack;
-    } else {
-      ratio = *ratio_given;
-    }
-    require(ratio > 0 && ratio <= 1, "ratio", "got ", ratio, "; takes a number in (0, 1]");
-  }
-
-  int64_t of(int64_t present) const { return k > 0 ? std::min(k, present) : keep_from_ratio(ratio, present, slack); }
-};
-
 struct Selected {
   int64_t count = 0;
   float threshold = INFINITY;  // the lowest kept score
@@ -269,7 +238,7 @@ Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zero
   SegmentKeys keys{&loops, end - begin, nullptr, &scores, begin};
   int64_t present = 0;
   if (room) {
-    present = scores.keys(loops, begin, end, room);
+    present = make_keys(scores, loops, begin, end, room);
     keys.stored = room;
   } else {
     present = keys.count([&](const uint32_t* p, int64_t n) { return loops.count_from(p, n, 1); });
@@ -281,16 +250,16 @@ Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zero
   return write_mask(keys, find_cut(keys, present, quota.of(present)), drop_zeros, mask);
 }
 
-// Writes the mask of all segments, and count and threshold of each where they are wanted.
-void select(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, bool* mask,
-            int32_t* count, float* threshold) {
+}  // namespace
+
+void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t values,
+                int64_t, const SelectionOutputs& outputs, Device&) {
   const auto run = [&](int64_t segment, uint32_t* room) {
     const int64_t begin = segments.begin(segment), end = segments.end(segment);
-    const Selected selected = select_segment(scores, quota, drop_zeros, begin, end, room, mask + begin);
-    if (count) count[segment] = static_cast<int32_t>(selected.count);
-    if (threshold) threshold[segment] = selected.threshold;
+    const Selected selected = select_segment(scores, quota, drop_zeros, begin, end, room, outputs.mask + begin);
+    if (outputs.count) outputs.count[segment] = static_cast<int32_t>(selected.count);
+    if (outputs.threshold) outputs.threshold[segment] = selected.threshold;
   };
-  const int64_t values = segments.count > 0 ? segments.end(segments.count - 1) : 0;
   const auto length = [&](int64_t segment) { return segments.end(segment) - segments.begin(segment); };
   parallel_segments(segments, values, kGrain, [&](int64_t first, int64_t last) {
     int64_t longest = 0;
@@ -302,94 +271,6 @@ void select(const Scores& scores, const Quota& quota, bool drop_zeros, const Seg
   });
   for (int64_t segment = 0; segment < segments.count; ++segment)  // one after the other, each on all threads
     if (length(segment) >= kLong) run(segment, nullptr);
-}
-
-Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
-                 const OptionalInt& k, const OptionalTensor& mask, const OptionalTensor& offsets,
-                 const OptionalInt& max_segment, bool drop_zeros) {
-  require_float("scores", scores);
-  require_max_segment(max_segment);
-  const Segments segments = segments_of(scores, offsets, "scores");
-  const Quota quota(ratio, ratio_tensor, k);
-  const OptionalTensor present = require_mask("mask", mask, scores, scores.dim());
-  const Tensor out = empty(leading_sizes(scores, scores.dim()), ScalarType::Bool, scores);
-  const Scores source{packed(scores), std::nullopt, false, {}, data<bool>(present)};
-  select(source, quota, drop_zeros, segments, mutable_data<bool>(out), nullptr, nullptr);
-  return out;
-}
-
-// Which of its three shapes the advantages have. Where [S] with offsets is both, it is one for each token.
-Scores scores_of(const Tensor& entropy, const Tensor& advantages, const Segments& sequences, const OptionalTensor& mask,
-                 bool ragged) {
-  require(advantages.scalar_type() == ScalarType::Float, "advantages", "got dtype ", dtype(advantages),
-          "; takes float32");
-  require_same_device("advantages", advantages, entropy);
-  const int64_t dims = entropy.dim();
-  const bool per_token = advantages.dim() == dims && same_shape(advantages, entropy, dims);
-  const bool per_sequence = ragged ? advantages.dim() == 1 && advantages.size(0) == sequences.count
-                                   : advantages.dim() == dims - 1 && same_shape(advantages, entropy, dims - 1);
-  require(per_token || per_sequence || advantages.dim() == 0, "advantages", "got shape ", shape(advantages),
-          "; takes one for each token, ", shape(entropy), ", one for each of ", sequences.count,
-          " sequences, or a 0-d tensor");
-  return {packed(entropy), packed(advantages), per_token, sequences, data<bool>(mask)};
-}
-
-struct Selection {
-  Tensor mask, count, threshold;
-};
-
-Selection select_by_score(const Tensor& entropy, const Tensor& advantages, const Quota& quota,
-                          const OptionalTensor& mask, const OptionalTensor& offsets, bool pooled, bool drop_zeros) {
-  const Segments sequences = segments_of(entropy, offsets, "entropy");
-  const OptionalTensor present = require_mask("mask", mask, entropy, entropy.dim());
-  const Scores scores = scores_of(entropy, advantages, sequences, present, offsets.has_value());
-  std::vector<int64_t> per_segment;
-  if (!pooled)
-    per_segment = offsets ? std::vector<int64_t>{sequences.count} : leading_sizes(entropy, entropy.dim() - 1);
-  const Selection out{empty(leading_sizes(entropy, entropy.dim()), ScalarType::Bool, entropy),
-                      empty(per_segment, ScalarType::Int, entropy), empty(per_segment, ScalarType::Float, entropy)};
-  select(scores, quota, drop_zeros, pooled ? pool(entropy) : sequences, mutable_data<bool>(out.mask),
-         mutable_data<int32_t>(out.count), mutable_data<float>(out.threshold));
-  return out;
-}
-
-std::tuple<Tensor, Tensor, Tensor> select_tokens(const Tensor& entropy, const Tensor& advantages,
-                                                 const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
-                                                 const OptionalTensor& mask, const OptionalTensor& offsets,
-                                                 const OptionalInt& max_segment, bool pooled, bool drop_zeros) {
-  require_float("entropy", entropy);
-  require_max_segment(max_segment);
-  const Quota quota(ratio, ratio_tensor, std::nullopt);
-  const Selection out = select_by_score(entropy, advantages, quota, mask, offsets, pooled, drop_zeros);
-  return {out.mask, out.count, out.threshold};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
-    const Tensor& logits, const Tensor& advantages, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
-    const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment, double temperature,
-    const OptionalTensor& temperature_tensor, bool pooled, bool drop_zeros) {
-  require_float("logits", logits);
-  require(logits.dim() >= 2, "logits", "got shape ", shape(logits), "; takes [..., n, V]");
-  require_max_segment(max_segment);
-  const int64_t dims = logits.dim() - 1;
-  const Quota quota(ratio, ratio_tensor, std::nullopt);
-  const Labels no_labels(std::nullopt, logits, dims, 0);
-  const Temperatures temperatures(temperature, temperature_tensor, logits, dims);
-  const OptionalTensor present = require_mask("mask", mask, logits, dims);
-  const Tensor entropy = empty(leading_sizes(logits, dims), ScalarType::Float, logits);
-  // Refuses what is wrong before the long pass over the logits, not after it.
-  scores_of(entropy, advantages, segments_of(entropy, offsets, "logits"), present, offsets.has_value());
-  row_statistics(logits, no_labels, temperatures, data<bool>(present), {nullptr, mutable_data<float>(entropy)});
-  const Selection out = select_by_score(entropy, advantages, quota, present, offsets, pooled, drop_zeros);
-  return {out.mask, entropy, out.count, out.threshold};
-}
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, m) {
-  m.impl("topk_mask", TORCH_BOX(&topk_mask));
-  m.impl("select_tokens", TORCH_BOX(&select_tokens));
-  m.impl("select_tokens_from_logits", TORCH_BOX(&select_tokens_from_logits));
 }
 
 }  // namespace d3s

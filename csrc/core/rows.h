@@ -1,0 +1,30 @@
+// Rows of logits: where each starts, whatever the strides of the leading dimensions.
+#pragma once
+
+#include <cstdint>
+
+#include "macros.h"
+
+namespace d3s {
+
+struct RowLayout {
+  static constexpr int kMaxDims = 6;  // after neighbouring dimensions that step evenly have become one
+
+  int64_t count = 1;    // of rows
+  int64_t columns = 0;  // of each
+  int dims = 0;
+  int64_t sizes[kMaxDims] = {};
+  int64_t strides[kMaxDims] = {};
+
+  // Where row i starts, in elements.
+  D3S_HOST_DEVICE int64_t offset(int64_t i) const {
+    int64_t offset = 0;
+    for (int d = dims - 1; d > 0; --d) {
+      offset += i % sizes[d] * strides[d];
+      i /= sizes[d];
+    }
+    return dims > 0 ? offset + i * strides[0] : offset;
+  }
+};
+
+}  // namespace d3s

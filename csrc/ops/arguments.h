@@ -1,0 +1,34 @@
+// Arguments that several ops take, checked and brought into the form that the back-ends take.
+#pragma once
+
+#include "../torch_abi.h"
+#include "rollouts.h"
+#include "selection.h"
+#include "vocabulary.h"
+
+namespace d3s {
+
+// The rows of logits with all that belongs to them, and the tensors that what it points at lives in.
+class LogitsArgument {
+ public:
+  LogitsArgument(const Tensor& logits, double temperature, const OptionalTensor& temperature_tensor);
+
+  void set_labels(const OptionalTensor& labels, int64_t vocabulary);
+  void set_row_mask(const OptionalTensor& row_mask);
+
+  int64_t dims;  // that the rows have
+  LogitsRows rows;
+
+ private:
+  const Tensor& logits_;
+  OptionalTensor temperatures_, labels_, row_mask_;
+};
+
+// For states, which have no logits any more.
+Temperatures temperatures_of(double temperature, const OptionalTensor& tensor, const Tensor& like, int64_t row_dims,
+                             OptionalTensor& owner);
+
+// A 0-d tensor on the device is read there, and here only to be checked.
+Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k);
+
+}  // namespace d3s

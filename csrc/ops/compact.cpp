@@ -1,0 +1,22 @@
+// compact: its arguments and results, on every device.
+#include "arguments.h"
+
+namespace d3s {
+namespace {
+
+std::tuple<Tensor, Tensor> compact(const Tensor& mask, int64_t capacity) {
+  require(mask.scalar_type() == ScalarType::Bool, "mask", "got dtype ", dtype(mask), "; takes bool");
+  require(capacity >= 0, "capacity", "got ", capacity, "; takes at least 0");
+  const Tensor source = packed(mask);
+  const Tensor indices = empty({capacity}, ScalarType::Long, mask), count = empty({1}, ScalarType::Long, mask);
+  TorchDevice device(mask);
+  compact_indices(data<uint8_t>(source), source.numel(), mutable_data<int64_t>(indices), capacity,
+                  mutable_data<int64_t>(count), device);
+  return {indices, count};
+}
+
+}  // namespace
+
+D3S_REGISTER(m) { m.impl("compact", TORCH_BOX(&compact)); }
+
+}  // namespace d3s

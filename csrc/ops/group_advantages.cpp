@@ -1,0 +1,35 @@
+// group_advantages: its arguments and results, on every device.
+#include <cmath>
+
+#include "arguments.h"
+
+namespace d3s {
+namespace {
+
+Tensor group_advantages(const Tensor& rewards, const OptionalTensor& offsets, const std::string& scale, double eps,
+                        int64_t ddof) {
+  require_float("rewards", rewards);
+  require(scale == "group" || scale == "batch" || scale == "none", "scale", "got '", scale,
+          "'; takes 'group', 'batch' or 'none'");
+  require(eps >= 0 && std::isfinite(eps), "eps", "got ", eps, "; takes a finite number of at least 0");
+  require(ddof >= 0, "ddof", "got ", ddof, "; takes at least 0");
+  const AdvantageScale by = scale == "group"   ? AdvantageScale::kGroup
+                            : scale == "batch" ? AdvantageScale::kBatch
+                                               : AdvantageScale::kNone;
+  const Tensor source = packed(rewards);
+  SegmentedValues groups;
+  groups.values = source.const_data_ptr();
+  groups.type = float_type(source);
+  groups.segments = segments_of(rewards, offsets, "rewards");
+  groups.total = rewards.numel();
+  const Tensor advantages = empty(leading_sizes(rewards, rewards.dim()), ScalarType::Float, rewards);
+  TorchDevice device(rewards);
+  group_advantages_of(groups, {by, eps, ddof}, mutable_data<float>(advantages), device);
+  return advantages;
+}
+
+}  // namespace
+
+D3S_REGISTER(m) { m.impl("group_advantages", TORCH_BOX(&group_advantages)); }
+
+}  // namespace d3s

@@ -1,0 +1,186 @@
+// logprob_entropy, its backward, and the same tile by tile: their arguments and results, on every device.
+#include "arguments.h"
+
+namespace d3s {
+
+Temperatures temperatures_of(double temperature, const OptionalTensor& tensor, const Tensor& like, int64_t row_dims,
+                             OptionalTensor& owner) {
+  const auto good = [](double t) { return t >= Temperatures::kLowest && t <= Temperatures::kHighest; };
+  Temperatures temperatures;
+  if (!tensor) {
+    require(good(temperature), "temperature", "got ", temperature, "; takes a number above 0, in [1e-15, 1e15]");
+    temperatures.one = static_cast<float>(temperature);
+    return temperatures;
+  }
+  require(tensor->scalar_type() == ScalarType::Float, "temperature", "got dtype ", dtype(*tensor), "; takes float32");
+  require_same_device("temperature", *tensor, like);
+  owner = tensor->dim() == 0 ? *tensor : require_per_row("temperature", *tensor, like, row_dims);
+  temperatures.values = data<float>(*owner);
+  temperatures.per_row = tensor->dim() > 0;
+  if (const OptionalTensor known = on_host(*owner)) {
+    const float* values = data<float>(*known);
+    const int64_t n = known->numel();
+    for (int64_t i = 0; i < n; ++i)
+      require(good(values[i]), "temperature", "got ", values[i], " at row ", i,
+              "; takes numbers above 0, in [1e-15, 1e15]");
+  }
+  return temperatures;
+}
+
+LogitsArgument::LogitsArgument(const Tensor& logits, double temperature, const OptionalTensor& temperature_tensor)
+    : logits_(logits) {
+  require_float("logits", logits);
+  rows.layout = rows_of("logits", logits);
+  rows.logits = logits.const_data_ptr();
+  rows.type = float_type(logits);
+  dims = logits.dim() - 1;
+  rows.temperatures = temperatures_of(temperature, temperature_tensor, logits, dims, temperatures_);
+}
+
+void LogitsArgument::set_labels(const OptionalTensor& labels, int64_t vocabulary) {
+  if (!labels) return;
+  const auto type = labels->scalar_type();
+  require(type == ScalarType::Long || type == ScalarType::Int, "labels", "got dtype ", dtype(*labels),
+          "; takes int64 or int32");
+  labels_ = require_per_row("labels", *labels, logits_, dims);
+  const bool wide = type == ScalarType::Long;
+  const auto set = [wide](Labels& to, const Tensor& from) {
+    if (wide)
+      to.labels64 = data<int64_t>(from);
+    else
+      to.labels32 = data<int32_t>(from);
+  };
+  set(rows.labels, *labels_);
+  if (const OptionalTensor known = on_host(*labels_)) {
+    Labels values;
+    set(values, *known);
+    for (int64_t row = 0; row < rows.layout.count; ++row)
+      require(values[row] == kNoTarget || (values[row] >= 0 && values[row] < vocabulary), "labels", "got ", values[row],
+              " at row ", row, "; takes -100 (no target) or a token in [0, ", vocabulary, ")");
+  }
+}
+
+void LogitsArgument::set_row_mask(const OptionalTensor& row_mask) {
+  row_mask_ = require_mask("row_mask", row_mask, logits_, dims);
+  rows.row_mask = data<bool>(row_mask_);
+}
+
+namespace {
+
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// One float32 for each row: logprob, entropy, row_max, log_sum.
+FourTensors new_outputs(const std::vector<int64_t>& sizes, const Tensor& like) {
+  const auto output = [&] { return empty(sizes, ScalarType::Float, like); };
+  return {output(), output(), output(), output()};
+}
+
+RowOutputs pointers(const FourTensors& outputs) {
+  return {mutable_data<float>(std::get<0>(outputs)), mutable_data<float>(std::get<1>(outputs)),
+          mutable_data<float>(std::get<2>(outputs)), mutable_data<float>(std::get<3>(outputs))};
+}
+
+FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, double temperature,
+                            const OptionalTensor& temperature_tensor, const OptionalTensor& row_mask) {
+  LogitsArgument argument(logits, temperature, temperature_tensor);
+  argument.set_labels(labels, argument.rows.layout.columns);
+  argument.set_row_mask(row_mask);
+  FourTensors outputs = new_outputs(leading_sizes(logits, argument.dims), logits);
+  TorchDevice device(logits);
+  row_statistics(argument.rows, pointers(outputs), device);
+  return outputs;
+}
+
+// What the gradient of the rows is made from, and the tensors it lives in.
+class GradientsArgument {
+ public:
+  GradientsArgument(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy, const Tensor& entropy,
+                    const Tensor& row_max, const Tensor& log_sum, const Tensor& logits, int64_t dims) {
+    const auto checked = [&](const char* argument, const Tensor& tensor) {
+      require(tensor.scalar_type() == ScalarType::Float, argument, "got dtype ", dtype(tensor), "; takes float32");
+      owners_.push_back(require_per_row(argument, tensor, logits, dims));
+      return data<float>(owners_.back());
+    };
+    if (grad_logprob) rows.g_logprob = checked("grad_logprob", *grad_logprob);
+    if (grad_entropy) rows.g_entropy = checked("grad_entropy", *grad_entropy);
+    rows.entropy = checked("entropy", entropy);
+    rows.row_max = checked("row_max", row_max);
+    rows.log_sum = checked("log_sum", log_sum);
+  }
+
+  RowGradients rows;
+
+ private:
+  std::vector<Tensor> owners_;
+};
+
+Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
+                                const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
+                                const Tensor& row_max, const Tensor& log_sum, double temperature,
+                                const OptionalTensor& temperature_tensor, const OptionalTensor& row_mask) {
+  LogitsArgument argument(logits, temperature, temperature_tensor);
+  argument.set_labels(labels, argument.rows.layout.columns);
+  argument.set_row_mask(row_mask);
+  const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
+  const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
+  TorchDevice device(logits);
+  row_gradients(argument.rows, gradients.rows, 0, out.mutable_data_ptr(), rows_of("logits", out), device);
+  return out;
+}
+
+void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
+                               const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
+                               const Tensor& row_max, const Tensor& log_sum, int64_t first_token, double temperature,
+                               const OptionalTensor& temperature_tensor) {
+  LogitsArgument argument(logits, temperature, temperature_tensor);
+  require(first_token >= 0, "first_token", "got ", first_token, "; takes at least 0");
+  for (int64_t i = 0; i < argument.dims; ++i)
+    require(logits.size(i) <= 1 || logits.stride(i) >= logits.size(argument.dims), "logits",
+            "its rows overlap; takes a tensor that can be written in place");
+  argument.set_labels(labels, INT64_MAX);
+  const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
+  TorchDevice device(logits);
+  row_gradients(argument.rows, gradients.rows, first_token, logits.mutable_data_ptr(), argument.rows.layout, device);
+}
+
+RowState* require_state(const Tensor& state, const Tensor* logits) {
+  constexpr int64_t kFloats = sizeof(RowState) / sizeof(float);
+  require(
+      state.scalar_type() == ScalarType::Float && state.dim() == 2 && state.size(1) == kFloats && state.is_contiguous(),
+      "state", "got shape ", shape(state), " of ", dtype(state), "; takes contiguous float32 [rows, 4]");
+  require(!logits || (logits->dim() == 2 && logits->size(0) == state.size(0)), "logits",
+          "takes [rows, tile] with the rows of state, ", shape(state));
+  return mutable_data<RowState>(state);
+}
+
+void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, int64_t first_token,
+                    double temperature, const OptionalTensor& temperature_tensor) {
+  LogitsArgument argument(logits, temperature, temperature_tensor);
+  require(first_token >= 0, "first_token", "got ", first_token, "; takes at least 0");
+  RowState* states = require_state(state, &logits);
+  argument.set_labels(labels, INT64_MAX);
+  TorchDevice device(logits);
+  merge_tile(argument.rows, first_token, states, device);
+}
+
+FourTensors softmax_state_finish(const Tensor& state, double temperature, const OptionalTensor& temperature_tensor) {
+  const RowState* states = require_state(state, nullptr);
+  OptionalTensor owner;
+  const Temperatures temperatures = temperatures_of(temperature, temperature_tensor, state, 1, owner);
+  FourTensors outputs = new_outputs({state.size(0)}, state);
+  TorchDevice device(state);
+  finish_states(states, state.size(0), temperatures, pointers(outputs), device);
+  return outputs;
+}
+
+}  // namespace
+
+D3S_REGISTER(m) {
+  m.impl("logprob_entropy", TORCH_BOX(&logprob_entropy));
+  m.impl("logprob_entropy_backward", TORCH_BOX(&logprob_entropy_backward));
+  m.impl("logprob_entropy_backward_", TORCH_BOX(&logprob_entropy_backward_));
+  m.impl("softmax_state_", TORCH_BOX(&softmax_state_));
+  m.impl("softmax_state_finish", TORCH_BOX(&softmax_state_finish));
+}
+
+}  // namespace d3s

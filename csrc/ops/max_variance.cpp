@@ -1,0 +1,59 @@
+// max_variance_select: its arguments and results, on every device.
+#include "arguments.h"
+
+namespace d3s {
+namespace {
+
+Keep keep_of(const OptionalInt& keep, const OptionalTensor& keep_tensor) {
+  require(keep.has_value() != keep_tensor.has_value(), "keep", "takes one number or one 0-d tensor");
+  const auto require_keep = [](int64_t k) { require(k >= 1, "keep", "got ", k, "; takes at least 1"); };
+  Keep number;
+  if (keep) {
+    require_keep(*keep);
+    number.number = *keep;
+    return number;
+  }
+  const auto type = keep_tensor->scalar_type();
+  const bool wide = type == ScalarType::Long;
+  require(keep_tensor->numel() == 1 && (wide || type == ScalarType::Int), "keep", "got shape ", shape(*keep_tensor),
+          " of ", dtype(*keep_tensor), "; takes a number or a 0-d int64 or int32 tensor");
+  if (wide)
+    number.on_device64 = data<int64_t>(*keep_tensor);
+  else
+    number.on_device32 = data<int32_t>(*keep_tensor);
+  if (const OptionalTensor known = on_host(*keep_tensor))
+    require_keep(wide ? *data<int64_t>(*known) : *data<int32_t>(*known));
+  return number;
+}
+
+Tensor max_variance_select(const Tensor& values, const OptionalInt& keep, const OptionalTensor& keep_tensor,
+                           const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment,
+                           bool pooled) {
+  require_float("values", values);
+  Keep number = keep_of(keep, keep_tensor);
+  SegmentedValues segmented;
+  segmented.segments = segments_of(values, offsets, "values");
+  segmented.total = values.numel();
+  segmented.longest = longest_of(segmented.segments, segmented.total, max_segment);
+  require(segmented.total < int64_t{1} << 32, "values", "got ", segmented.total, " of them; takes fewer than 2^32");
+  const OptionalTensor usable = require_mask("mask", mask, values, values.dim());
+  const Tensor source = packed(values);
+  const Tensor out = empty(leading_sizes(values, values.dim()), ScalarType::Bool, values);
+  if (pooled) {
+    number.times = segmented.segments.count;
+    segmented.segments = pool(values);
+    segmented.longest = segmented.total;
+  }
+  segmented.values = source.const_data_ptr();
+  segmented.type = float_type(source);
+  segmented.mask = data<bool>(usable);
+  TorchDevice device(values);
+  max_variance_mask(segmented, number, mutable_data<bool>(out), device);
+  return out;
+}
+
+}  // namespace
+
+D3S_REGISTER(m) { m.impl("max_variance_select", TORCH_BOX(&max_variance_select)); }
+
+}  // namespace d3s

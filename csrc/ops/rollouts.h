@@ -1,0 +1,59 @@
+// The ops over groups of rollouts, and compact, as each back-end implements them: the files of these names in cpu/ and
+// cuda/. Arguments come checked, from the files of these names here. Nothing here knows torch.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/float_bits.h"
+#include "../core/segments.h"
+#include "device.h"
+
+namespace d3s {
+
+// How many values of each segment are kept.
+struct Keep {
+  int64_t number = 0;
+  const int32_t* on_device32 = nullptr;  // a number that is on the device
+  const int64_t* on_device64 = nullptr;
+  int64_t times = 1;  // pooled: for each of so many groups
+
+  // A number on the device that was not checked and is below 1 keeps nothing.
+  D3S_HOST_DEVICE int64_t of(int64_t values) const {
+    const int64_t each = on_device32 ? *on_device32 : on_device64 ? *on_device64 : number;
+    return each < 1 ? 0 : each < values ? each * times : values * times;
+  }
+};
+
+struct SegmentedValues {
+  const void* values = nullptr;
+  FloatType type = FloatType::kFloat32;
+  Segments segments;
+  int64_t total = 0;    // values in all
+  int64_t longest = 0;  // bounds a segment's length as far as is known, else it is the total; a hint
+  const bool* mask = nullptr;
+};
+
+void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* out, Device& device);
+
+enum class AdvantageScale { kGroup, kBatch, kNone };
+
+struct AdvantageOptions {
+  AdvantageScale scale;
+  double eps;
+  int64_t ddof;
+};
+
+// A NaN reward is unscorable. Equal rewards leave no advantage, also where eps is 0; neither does a group of one.
+D3S_HOST_DEVICE float advantage_of(double reward, double mean, int64_t scored, double divisor) {
+  const double difference = reward - mean;
+  const bool none = reward != reward || difference == 0.0 || scored == 1;
+  return none ? 0.f : static_cast<float>(difference / divisor);
+}
+
+void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions& options, float* out, Device& device);
+
+// The indices of true values, ascending, -1 after the last; and how many there are. A true value is any byte but 0.
+void compact_indices(const uint8_t* mask, int64_t n, int64_t* indices, int64_t capacity, int64_t* count,
+                     Device& device);
+
+}  // namespace d3s

@@ -1,0 +1,156 @@
+// topk_mask, select_tokens, select_tokens_from_logits: their arguments and results, on every device.
+#include "arguments.h"
+
+namespace d3s {
+
+Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k) {
+  const int given = (ratio ? 1 : 0) + (ratio_tensor ? 1 : 0) + (k ? 1 : 0);
+  require(given == 1, "ratio", "got ", given, " of ratio and k; takes exactly one of the two");
+  const auto require_ratio = [](double share) {
+    require(share > 0 && share <= 1, "ratio", "got ", share, "; takes a number in (0, 1]");
+  };
+  Quota quota;
+  if (k) {
+    require(*k >= 1, "k", "got ", *k, "; takes at least 1");
+    quota.k = *k;
+  } else if (ratio) {
+    require_ratio(*ratio);
+    quota.ratio = *ratio;
+  } else {
+    const bool wide = ratio_tensor->scalar_type() == ScalarType::Double;
+    require(ratio_tensor->numel() == 1 && (wide || ratio_tensor->scalar_type() == ScalarType::Float), "ratio",
+            "got shape ", shape(*ratio_tensor), " of ", dtype(*ratio_tensor),
+            "; takes a 0-d float32 or float64 tensor");
+    quota.slack = wide ? kDoubleSlack : kFloatSlack;
+    if (wide)
+      quota.ratio64 = data<double>(*ratio_tensor);
+    else
+      quota.ratio32 = data<float>(*ratio_tensor);
+    if (const OptionalTensor known = on_host(*ratio_tensor))
+      require_ratio(wide ? *data<double>(*known) : static_cast<double>(*data<float>(*known)));
+  }
+  return quota;
+}
+
+namespace {
+
+Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
+                 const OptionalInt& k, const OptionalTensor& mask, const OptionalTensor& offsets,
+                 const OptionalInt& max_segment, bool drop_zeros) {
+  require_float("scores", scores);
+  const Segments segments = segments_of(scores, offsets, "scores");
+  const int64_t longest = longest_of(segments, scores.numel(), max_segment);
+  const Quota quota = quota_of(ratio, ratio_tensor, k);
+  const OptionalTensor present = require_mask("mask", mask, scores, scores.dim());
+  const Tensor source_values = packed(scores);
+  const Tensor out = empty(leading_sizes(scores, scores.dim()), ScalarType::Bool, scores);
+  Scores source;
+  source.values = source_values.const_data_ptr();
+  source.type = float_type(scores);
+  source.mask = data<bool>(present);
+  TorchDevice device(scores);
+  select_top(source, quota, drop_zeros, segments, scores.numel(), longest, {mutable_data<bool>(out)}, device);
+  return out;
+}
+
+// Which of its three shapes the advantages have. Where [S] with offsets is both, it is one for each token.
+Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences) {
+  require(advantages.scalar_type() == ScalarType::Float, "advantages", "got dtype ", dtype(advantages),
+          "; takes float32");
+  require_same_device("advantages", advantages, entropy);
+  const int64_t dims = entropy.dim();
+  if (advantages.dim() == 0) return Scores::Advantages::kOne;
+  if (advantages.dim() == dims && same_shape(advantages, entropy, dims)) return Scores::Advantages::kPerToken;
+  const bool per_sequence = sequences.ragged()
+                                ? advantages.dim() == 1 && advantages.size(0) == sequences.count
+                                : advantages.dim() == dims - 1 && same_shape(advantages, entropy, dims - 1);
+  require(per_sequence, "advantages", "got shape ", shape(advantages), "; takes one for each token, ", shape(entropy),
+          ", one for each of ", sequences.count, " sequences, or a 0-d tensor");
+  return Scores::Advantages::kPerSequence;
+}
+
+// The arguments of select_tokens, checked; and its results, once they are computed.
+struct TokenSelection {
+  Tensor advantages;
+  OptionalTensor present;
+  Segments sequences;
+  Quota quota;
+  int64_t longest;
+  Scores scores;
+  bool pooled, drop_zeros;
+  Tensor mask, count, threshold;
+
+  TokenSelection(const Tensor& entropy, const char* name, const Tensor& advantages_given, const OptionalFloat& ratio,
+                 const OptionalTensor& ratio_tensor, const OptionalTensor& mask_given, const OptionalTensor& offsets,
+                 const OptionalInt& max_segment, bool pooled, bool drop_zeros)
+      : advantages(packed(advantages_given)),
+        present(require_mask("mask", mask_given, entropy, entropy.dim())),
+        sequences(segments_of(entropy, offsets, name)),
+        quota(quota_of(ratio, ratio_tensor, std::nullopt)),
+        longest(longest_of(sequences, entropy.numel(), max_segment)),
+        pooled(pooled),
+        drop_zeros(drop_zeros),
+        mask(empty(leading_sizes(entropy, entropy.dim()), ScalarType::Bool, entropy)),
+        count(empty(segment_sizes(entropy), ScalarType::Int, entropy)),
+        threshold(empty(segment_sizes(entropy), ScalarType::Float, entropy)) {
+    scores.kind = kind_of(advantages, entropy, sequences);
+    scores.advantages = data<float>(advantages);
+    scores.sequences = sequences;
+    scores.mask = data<bool>(present);
+  }
+
+  std::vector<int64_t> segment_sizes(const Tensor& entropy) const {
+    if (pooled) return {};
+    return sequences.ragged() ? std::vector<int64_t>{sequences.count} : leading_sizes(entropy, entropy.dim() - 1);
+  }
+
+  // `entropy` is contiguous.
+  void run(const Tensor& entropy, Device& device) {
+    scores.values = entropy.const_data_ptr();
+    scores.type = float_type(entropy);
+    const int64_t values = entropy.numel();
+    select_top(scores, quota, drop_zeros, pooled ? pool(entropy) : sequences, values, pooled ? values : longest,
+               {mutable_data<bool>(mask), mutable_data<int32_t>(count), mutable_data<float>(threshold)}, device);
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> select_tokens(const Tensor& entropy, const Tensor& advantages,
+                                                 const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
+                                                 const OptionalTensor& mask, const OptionalTensor& offsets,
+                                                 const OptionalInt& max_segment, bool pooled, bool drop_zeros) {
+  require_float("entropy", entropy);
+  TokenSelection selection(entropy, "entropy", advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled,
+                           drop_zeros);
+  TorchDevice device(entropy);
+  selection.run(packed(entropy), device);
+  return {selection.mask, selection.count, selection.threshold};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
+    const Tensor& logits, const Tensor& advantages, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
+    const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment, double temperature,
+    const OptionalTensor& temperature_tensor, bool pooled, bool drop_zeros) {
+  LogitsArgument argument(logits, temperature, temperature_tensor);
+  require(logits.dim() >= 2, "logits", "got shape ", shape(logits), "; takes [..., n, V]");
+  const Tensor entropy = empty(leading_sizes(logits, argument.dims), ScalarType::Float, logits);
+  // Refuses what is wrong before the long pass over the logits, not after it.
+  TokenSelection selection(entropy, "logits", advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled,
+                           drop_zeros);
+  argument.rows.row_mask = selection.scores.mask;
+  RowOutputs outputs;
+  outputs.entropy = mutable_data<float>(entropy);
+  TorchDevice device(logits);
+  row_statistics(argument.rows, outputs, device);
+  selection.run(entropy, device);
+  return {selection.mask, entropy, selection.count, selection.threshold};
+}
+
+}  // namespace
+
+D3S_REGISTER(m) {
+  m.impl("topk_mask", TORCH_BOX(&topk_mask));
+  m.impl("select_tokens", TORCH_BOX(&select_tokens));
+  m.impl("select_tokens_from_logits", TORCH_BOX(&select_tokens_from_logits));
+}
+
+}  // namespace d3s

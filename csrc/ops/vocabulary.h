@@ -1,0 +1,108 @@
+// The ops over logits, as each back-end implements them: cpu/logprob_entropy.cpp, cuda/logprob_entropy.cu. Arguments
+// come checked, from ops/logprob_entropy.cpp. Nothing here knows torch.
+#pragma once
+
+#include "../core/order_key.h"
+#include "../core/rows.h"
+#include "../core/segments.h"
+#include "../core/softmax_state.h"
+#include "device.h"
+
+namespace d3s {
+
+constexpr int64_t kNoTarget = -100;
+
+// One temperature for all rows (a number, or a value on the device), or one for each.
+struct Temperatures {
+  // Beyond these, 1 / t^2 or a distance times t would leave float32.
+  static constexpr double kLowest = 1e-15, kHighest = 1e15;
+
+  const float* values = nullptr;
+  bool per_row = false;
+  float one = 1.f;
+
+  // NaN for one that was not checked and is not good: so is all that comes of it.
+  D3S_HOST_DEVICE float operator[](int64_t row) const {
+    if (!values) return one;
+    const float t = values[per_row ? row : 0];
+    return t > 0.999f * static_cast<float>(kLowest) && t < 1.001f * static_cast<float>(kHighest) ? t : NAN;
+  }
+};
+
+// Labels of rows, kNoTarget where there is none.
+struct Labels {
+  const int64_t* labels64 = nullptr;  // at most one of the two is set
+  const int32_t* labels32 = nullptr;
+
+  D3S_HOST_DEVICE int64_t operator[](int64_t row) const {
+    return labels64 ? labels64[row] : labels32 ? labels32[row] : kNoTarget;
+  }
+
+  // The label's place in a tile of `columns` tokens from first_token on, or -1.
+  D3S_HOST_DEVICE int64_t in_tile(int64_t row, int64_t first_token, int64_t columns) const {
+    const int64_t place = (*this)[row] - first_token;
+    return place >= 0 && place < columns ? place : -1;
+  }
+};
+
+struct LogitsRows {
+  const void* logits = nullptr;
+  FloatType type = FloatType::kFloat32;
+  RowLayout layout;
+  Labels labels;
+  Temperatures temperatures;
+  const bool* row_mask = nullptr;  // false: the row is not read, and gives 0
+
+  D3S_HOST_DEVICE bool masked_out(int64_t row) const { return row_mask && !row_mask[row]; }
+};
+
+struct RowOutputs {  // each of one float a row, or null
+  float* logprob = nullptr;
+  float* entropy = nullptr;
+  float* row_max = nullptr;
+  float* log_sum = nullptr;
+
+  D3S_HOST_DEVICE void write(int64_t row, const RowStatistics& statistics, float label_logprob) const {
+    if (logprob) logprob[row] = label_logprob;
+    if (entropy) entropy[row] = statistics.entropy;
+    if (row_max) row_max[row] = statistics.max;
+    if (log_sum) log_sum[row] = statistics.log_sum;
+  }
+};
+
+// What the gradient of a row is made from.
+struct RowGradients {
+  const float* g_logprob = nullptr;  // null: no such gradient
+  const float* g_entropy = nullptr;
+  const float* entropy = nullptr;
+  const float* row_max = nullptr;
+  const float* log_sum = nullptr;
+
+  D3S_HOST_DEVICE float of_logprob(int64_t row, const Labels& labels) const {
+    return g_logprob && labels[row] != kNoTarget ? g_logprob[row] : 0.f;
+  }
+  D3S_HOST_DEVICE float of_entropy(int64_t row) const { return g_entropy ? g_entropy[row] : 0.f; }
+  D3S_HOST_DEVICE RowStatistics statistics(int64_t row) const { return {entropy[row], row_max[row], log_sum[row]}; }
+};
+
+// The state of a row while its logits come tile by tile: four floats.
+struct RowState {
+  SoftmaxState state;
+  float label_logit;  // -inf until its tile has come
+};
+
+// Statistics of all rows, zeros for those that row_mask leaves out.
+void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, Device& device);
+
+// The gradient of all rows, tokens from first_token on, to `out`, which may be the logits; 0 for rows without one.
+void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
+                   const RowLayout& out_layout, Device& device);
+
+// Merges a tile, tokens from first_token on, into the states of its rows.
+void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device);
+
+// Statistics of finished states.
+void finish_states(const RowState* states, int64_t count, const Temperatures& temperatures, const RowOutputs& outputs,
+                   Device& device);
+
+}  // namespace d3s
