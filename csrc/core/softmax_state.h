@@ -47,8 +47,9 @@ D3S_HOST_DEVICE SoftmaxState rebase(const SoftmaxState& state, float max, float 
 
 D3S_HOST_DEVICE SoftmaxState merge(const SoftmaxState& a, const SoftmaxState& b, float inverse_temperature) {
   const bool a_leads = a.max >= b.max;
-  const SoftmaxState& leader = a_leads ? a : b;
-  const SoftmaxState moved = rebase(a_leads ? b : a, leader.max, inverse_temperature);
+  const SoftmaxState leader = a_leads ? a : b;  // copies: a GPU would keep what references choose among in memory
+  const SoftmaxState follower = a_leads ? b : a;
+  const SoftmaxState moved = rebase(follower, leader.max, inverse_temperature);
   return {leader.max, leader.sum + moved.sum, leader.dot + moved.dot};
 }
 

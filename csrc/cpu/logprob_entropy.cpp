@@ -141,9 +141,9 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
 void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device&) {
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto start = [&](int64_t row) { return states[row].state; };
+    const auto start = [&](int64_t row) { return states[row].get(); };
     const auto done = [&](int64_t row, const SoftmaxState& state) {
-      states[row].state = state;
+      states[row].set(state);
       const int64_t label = rows.labels.in_tile(row, first_token, rows.layout.columns);
       const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
       if (label >= 0) states[row].label_logit = to_float(p[label]);
@@ -155,7 +155,7 @@ void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, D
 void finish_states(const RowState* states, int64_t count, const Temperatures& temperatures, const RowOutputs& outputs,
                    Device&) {
   for (int64_t row = 0; row < count; ++row) {
-    const RowStatistics statistics = finish(states[row].state, temperatures[row]);
+    const RowStatistics statistics = finish(states[row].get(), temperatures[row]);
     outputs.write(row, statistics, log_probability(states[row].label_logit, statistics, temperatures[row]));
   }
 }

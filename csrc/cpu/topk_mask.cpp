@@ -32,17 +32,6 @@ int64_t total(const std::vector<int64_t>& counts) { return std::accumulate(count
 
 // ---- scores ----------------------------------------------------------------------------------------------------
 
-// The sequence that a position belongs to: the last that starts at or before it.
-int64_t sequence_of(const Segments& sequences, int64_t position) {
-  if (!sequences.ragged()) return sequences.length > 0 ? position / sequences.length : 0;
-  int64_t low = 0, high = sequences.count;
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    (sequences.begin(middle) <= position ? low : high) = middle;
-  }
-  return low;
-}
-
 // Writes the keys of the scores [begin, end) and returns how many are present.
 int64_t make_keys(const Scores& scores, const OrderKeys& loops, int64_t begin, int64_t end, uint32_t* keys) {
   return dispatch_float(scores.type, [&](auto tag) {
@@ -63,7 +52,7 @@ int64_t make_keys(const Scores& scores, const OrderKeys& loops, int64_t begin, i
         break;
     }
     int64_t present = 0;
-    for (int64_t i = sequence_of(scores.sequences, begin), a = begin; a < end; ++i) {
+    for (int64_t i = scores.sequences.find(begin), a = begin; a < end; ++i) {
       const int64_t b = std::min(end, scores.sequences.end(i));
       if (b <= a) continue;
       present += part(a, b, nullptr, scores.advantages[i]);

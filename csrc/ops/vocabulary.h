@@ -87,8 +87,11 @@ struct RowGradients {
 
 // The state of a row while its logits come tile by tile: four floats.
 struct RowState {
-  SoftmaxState state;
-  float label_logit;  // -inf until its tile has come
+  float max, sum, dot;
+  float label_logit;  // NaN until its tile has come
+
+  D3S_HOST_DEVICE SoftmaxState get() const { return {max, sum, dot}; }
+  D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
 };
 
 // Statistics of all rows, zeros for those that row_mask leaves out.

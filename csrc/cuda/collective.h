@@ -1,0 +1,113 @@
+// Sums, maxima and scans over the threads of a warp or of a block, in an order that is always the same.
+#pragma once
+
+#include "cuda.h"
+
+namespace d3s {
+
+struct Sum {
+  template <class T>
+  D3S_HOST_DEVICE T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+struct Max {
+  template <class T>
+  D3S_HOST_DEVICE T operator()(T a, T b) const {
+    return a < b ? b : a;
+  }
+};
+struct Min {
+  template <class T>
+  D3S_HOST_DEVICE T operator()(T a, T b) const {
+    return b < a ? b : a;
+  }
+};
+
+// A butterfly: all lanes get the same bits.
+template <class T, class Op>
+__device__ __forceinline__ T warp_reduce(T value, const Op& op) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value = op(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
+// The sum of the lanes before this one, and, in `value`, up to and with this one.
+template <class T>
+__device__ __forceinline__ T warp_exclusive_sum(T& value) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T before = __shfl_up_sync(kAllLanes, value, step);
+    if (lane >= step) value += before;
+  }
+  const T before = __shfl_up_sync(kAllLanes, value, 1);
+  return lane > 0 ? before : T{};
+}
+
+// One warp that works by itself. `rank` is a thread's place in it.
+struct WarpGroup {
+  static constexpr int kSharedBytes = 0;
+
+  int rank, size = kWarp;
+
+  __device__ explicit WarpGroup(void*) : rank(static_cast<int>(threadIdx.x) % kWarp) {}
+  __device__ void sync() const { __syncwarp(); }
+
+  template <class T, class Op>
+  __device__ T reduce(T value, const Op& op) const {
+    return warp_reduce(value, op);
+  }
+  // The sum of the threads before this one.
+  template <class T>
+  __device__ T exclusive_sum(T value) const {
+    return warp_exclusive_sum(value);
+  }
+};
+
+// The whole block, of full warps.
+struct BlockGroup {
+  static constexpr int kSharedBytes = kWarp * 8;  // a value of each warp
+
+  int rank, size;
+
+  __device__ explicit BlockGroup(void* shared)
+      : rank(static_cast<int>(threadIdx.x)), size(static_cast<int>(blockDim.x)), shared_(shared) {}
+  __device__ void sync() const { __syncthreads(); }
+
+  template <class T, class Op>
+  __device__ T reduce(T value, const Op& op) const {
+    const T own = warp_reduce(value, op);
+    T* of_warps = room<T>();
+    if (rank % kWarp == 0) of_warps[rank / kWarp] = own;
+    __syncthreads();
+    T total = of_warps[0];
+    for (int warp = 1; warp < size / kWarp; ++warp) total = op(total, of_warps[warp]);
+    __syncthreads();  // the room is used again
+    return total;
+  }
+
+  template <class T>
+  __device__ T exclusive_sum(T value) const {
+    T up_to = value;
+    const T before = warp_exclusive_sum(up_to);
+    T* of_warps = room<T>();
+    if (rank % kWarp == kWarp - 1) of_warps[rank / kWarp] = up_to;
+    __syncthreads();
+    T earlier{};
+    for (int warp = 0; warp < rank / kWarp; ++warp) earlier += of_warps[warp];
+    __syncthreads();
+    return earlier + before;
+  }
+
+ private:
+  template <class T>
+  __device__ T* room() const {
+    static_assert(sizeof(T) <= 8, "the room is for 8 bytes of each warp");
+    return static_cast<T*>(shared_);
+  }
+
+  void* shared_;
+};
+
+}  // namespace d3s

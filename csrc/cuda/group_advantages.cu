@@ -1,0 +1,91 @@
+// group_advantages: (reward - mean of its group) / (standard deviation + eps). A warp for each group, or a block where
+// groups are large; scale="batch" has a launch before, in which one block goes through all rewards.
+#include "../ops/rollouts.h"
+#include "collective.h"
+
+namespace d3s {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kBatchThreads = 1024;
+constexpr int64_t kLargeGroup = 512;  // on average; from here on a block for each
+
+// Two passes in double: the mean first, then the squares of what is left.
+struct Statistics {
+  double mean, deviation;
+  int64_t count;
+};
+
+template <class T, class Group>
+__device__ Statistics statistics(const T* rewards, int64_t begin, int64_t end, int64_t ddof, const Group& group) {
+  double sum = 0.0;
+  int64_t count = 0;
+  for (int64_t i = begin + group.rank; i < end; i += group.size) {
+    const double reward = to_float(rewards[i]);
+    if (reward != reward) continue;
+    sum += reward;
+    ++count;
+  }
+  Statistics s = {0.0, 0.0, group.reduce(count, Sum())};
+  sum = group.reduce(sum, Sum());
+  if (s.count > 0) s.mean = sum / static_cast<double>(s.count);
+  double squares = 0.0;
+  for (int64_t i = begin + group.rank; i < end; i += group.size) {
+    const double difference = to_float(rewards[i]) - s.mean;
+    if (difference == difference) squares += difference * difference;
+  }
+  squares = group.reduce(squares, Sum());
+  if (s.count > ddof) s.deviation = sqrt(squares / static_cast<double>(s.count - ddof));
+  return s;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBatchThreads)
+    batch_deviation(const T* rewards, int64_t n, int64_t ddof, double* deviation) {
+  const BlockGroup block(dynamic_shared<unsigned char>());
+  const Statistics s = statistics(rewards, 0, n, ddof, block);
+  if (block.rank == 0) *deviation = s.deviation;
+}
+
+template <class T, class Group>
+__global__ void __launch_bounds__(kThreads)
+    write_advantages(const T* rewards, const __grid_constant__ Segments groups,
+                     const __grid_constant__ AdvantageOptions options, const double* batch, float* out) {
+  const Group group(dynamic_shared<unsigned char>());
+  const int64_t each = blockDim.x / group.size, number = blockIdx.x * each + threadIdx.x / group.size;
+  if (number >= groups.count) return;
+  const int64_t begin = groups.begin(number), end = groups.end(number);
+  const Statistics s = statistics(rewards, begin, end, options.ddof, group);
+  const double deviation = options.scale == AdvantageScale::kGroup ? s.deviation : batch ? *batch : 0.0;
+  const double divisor = options.scale == AdvantageScale::kNone ? 1.0 : deviation + options.eps;
+  for (int64_t i = begin + group.rank; i < end; i += group.size)
+    out[i] = advantage_of(to_float(rewards[i]), s.mean, s.count, divisor);
+}
+
+}  // namespace
+
+void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions& options, float* out, Device& device) {
+  const Segments& groups = rewards.segments;
+  if (groups.ragged()) clear(out, 0xff, rewards.total * sizeof(float), device);  // NaN where bad offsets leave a gap
+  if (groups.count == 0) return;
+  dispatch_float(rewards.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* p = static_cast<const T*>(rewards.values);
+    double* batch = nullptr;
+    if (options.scale == AdvantageScale::kBatch) {
+      batch = device.scratch_of<double>(1);
+      launch("group_advantages (batch)", batch_deviation<T>, 1, kBatchThreads, BlockGroup::kSharedBytes, device, p,
+             rewards.total, options.ddof, batch);
+    }
+    const auto run = [&](auto kernel, int64_t per_block, size_t shared) {
+      launch("group_advantages", kernel, ceil_div(groups.count, per_block), kThreads, shared, device, p, groups,
+             options, static_cast<const double*>(batch), out);
+    };
+    if (rewards.total / groups.count < kLargeGroup)
+      run(write_advantages<T, WarpGroup>, kThreads / kWarp, WarpGroup::kSharedBytes);
+    else
+      run(write_advantages<T, BlockGroup>, 1, BlockGroup::kSharedBytes);
+  });
+}
+
+}  // namespace d3s

@@ -1,0 +1,347 @@
+// logprob_entropy and its backward: one pass over the logits each way.
+//
+// A row is cut into slices of a fixed size. A block goes through a slice with a state in every thread; each warp merges
+// its lanes, then its warps are merged, then the slices from left to right. Where rows are many, a block takes a whole
+// row and meets no barrier before its end; where they are few, each slice gets a block. Either way the same numbers are
+// added in the same order: a row's result has the same bits in any batch.
+#include "../ops/selection.h"
+#include "../ops/vocabulary.h"
+#include "softmax_lane.h"
+
+namespace d3s {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarp;
+// 1,536 threads with 64 bytes on the way each are three times what hides the latency. A row that lies askew takes more
+// registers: two blocks.
+template <bool kAligned>
+constexpr int kBlocksPerSm = kAligned ? 3 : 2;
+constexpr int kInFlight = 4;   // vectors that a thread loads before it uses the first
+constexpr int kSlice = 32768;  // elements; d3s_kernels/_linear.py cuts where this does
+
+template <class T>
+constexpr int kTile = kThreads * kInFlight * kPerVector<T>;  // what a block loads at a time
+
+D3S_HOST_DEVICE int slices_of(int columns) { return static_cast<int>(ceil_div(columns, kSlice)); }
+
+// Where the states of a row go, or come from.
+struct RowSink {
+  RowOutputs outputs;
+  RowState* states = nullptr;  // a tile's are merged into these; else outputs are written
+  int64_t first_token = 0;
+};
+
+template <class T>
+__device__ const T* row_at(const LogitsRows& rows, int64_t row) {
+  return static_cast<const T*>(rows.logits) + rows.layout.offset(row);
+}
+
+// Each warp's share of a slice, merged over its lanes.
+template <class T, bool kAligned>
+__device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int columns, int slice, float temperature) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int end = min((slice + 1) * kSlice, columns);
+  constexpr int kShare = kTile<T> / kWarps;  // 2 KB in a row for each warp
+  const float scale = kLog2E / temperature;
+  LaneState state;
+  for (int begin = slice * kSlice + warp * kShare; begin < end; begin += kTile<T>) {
+    uint4 vectors[kInFlight];
+    const int own = begin + lane * kPerVector<T>;
+    if (reader.inside(begin, begin + kShare)) {
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) vectors[i] = reader.whole(own + i * kWarp * kPerVector<T>);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) vectors[i] = reader.edge(own + i * kWarp * kPerVector<T>);
+    }
+    state.template add<T>(vectors, scale);
+  }
+  return warp_merge(state.state(scale), 1.f / temperature);
+}
+
+// The shares of a slice's warps, of which each lane below kWarps holds one, merged.
+__device__ SoftmaxState merge_shares(const SoftmaxState* shares, float temperature) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  return warp_merge(lane < kWarps ? shares[lane] : SoftmaxState(), 1.f / temperature);
+}
+
+// What a row's state leads to; by one thread.
+template <class T>
+__device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxState& state, const RowSink& sink) {
+  const int64_t label = rows.labels.in_tile(row, sink.first_token, rows.layout.columns);
+  const T* p = row_at<T>(rows, row);
+  if (sink.states) {
+    sink.states[row].set(state);
+    if (label >= 0) sink.states[row].label_logit = to_float(p[label]);
+    return;
+  }
+  const float temperature = rows.temperatures[row];
+  const RowStatistics statistics = finish(state, temperature);
+  // A label that is no token, which nobody has checked, gives NaN.
+  const float logprob = label >= 0 ? log_probability(to_float(p[label]), statistics, temperature)
+                                   : (rows.labels[row] == kNoTarget ? 0.f : NAN);
+  sink.outputs.write(row, statistics, logprob);
+}
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
+    whole_rows(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink) {
+  SoftmaxState* shares = dynamic_shared<SoftmaxState>();  // [slices][kWarps]
+  const int64_t row = blockIdx.x;
+  if (rows.masked_out(row)) {
+    if (threadIdx.x == 0) sink.outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
+    return;
+  }
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int columns = static_cast<int>(rows.layout.columns), slices = slices_of(columns);
+  const float temperature = rows.temperatures[row];
+  const RowReader<T, kAligned> reader(row_at<T>(rows, row), columns);
+  for (int slice = 0; slice < slices; ++slice) {
+    const SoftmaxState share = warp_share(reader, columns, slice, temperature);
+    if (threadIdx.x % kWarp == 0) shares[slice * kWarps + warp] = share;
+  }
+  __syncthreads();
+  if (warp > 0) return;
+  SoftmaxState state = sink.states ? sink.states[row].get() : SoftmaxState();
+  for (int slice = 0; slice < slices; ++slice)
+    state = merge(state, merge_shares(shares + slice * kWarps, temperature), 1.f / temperature);
+  if (threadIdx.x == 0) finish_row<T>(rows, row, state, sink);
+}
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
+    single_slices(const __grid_constant__ LogitsRows rows, SoftmaxState* slice_states) {
+  SoftmaxState* shares = dynamic_shared<SoftmaxState>();  // [kWarps]
+  const int columns = static_cast<int>(rows.layout.columns), slices = slices_of(columns);
+  const int64_t row = blockIdx.x / slices;
+  if (rows.masked_out(row)) return;
+  const float temperature = rows.temperatures[row];
+  const RowReader<T, kAligned> reader(row_at<T>(rows, row), columns);
+  const SoftmaxState share = warp_share(reader, columns, static_cast<int>(blockIdx.x % slices), temperature);
+  if (threadIdx.x % kWarp == 0) shares[threadIdx.x / kWarp] = share;
+  __syncthreads();
+  if (threadIdx.x >= kWarp) return;
+  const SoftmaxState state = merge_shares(shares, temperature);
+  if (threadIdx.x == 0) slice_states[blockIdx.x] = state;
+}
+
+template <class T>
+__global__ void merge_slices(const __grid_constant__ LogitsRows rows, const SoftmaxState* slice_states,
+                             const __grid_constant__ RowSink sink) {
+  const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (row >= rows.layout.count) return;
+  if (rows.masked_out(row)) {
+    sink.outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
+    return;
+  }
+  const int slices = slices_of(static_cast<int>(rows.layout.columns));
+  const float inverse_temperature = 1.f / rows.temperatures[row];
+  SoftmaxState state = sink.states ? sink.states[row].get() : SoftmaxState();
+  for (int slice = 0; slice < slices; ++slice)
+    state = merge(state, slice_states[row * slices + slice], inverse_temperature);
+  finish_row<T>(rows, row, state, sink);
+}
+
+template <class T>
+bool is_aligned(const LogitsRows& rows) {
+  if (misalignment(rows.logits) != 0) return false;
+  for (int d = 0; d < rows.layout.dims; ++d)
+    if (rows.layout.strides[d] % kPerVector<T> != 0) return false;
+  return true;
+}
+
+// Calls body(Tag<T>, aligned) with the second as a constant.
+template <class Body>
+void dispatch_rows(const LogitsRows& rows, const Body& body) {
+  dispatch_float(rows.type, [&](auto tag) {
+    if (is_aligned<typename decltype(tag)::type>(rows))
+      body(tag, std::true_type());
+    else
+      body(tag, std::false_type());
+  });
+}
+
+// A row's shares must fit in shared memory without asking for more of it: 8 million tokens, far above any vocabulary.
+constexpr int64_t kMostSlices = kSharedWithoutAsking / (kWarps * sizeof(SoftmaxState));
+
+constexpr int64_t kMostColumns = INT32_MAX - 2 * kSlice;  // a place in a row, and past its end, is an int
+
+void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
+  if (rows.layout.columns > kMostColumns)
+    throw std::invalid_argument("logits: got rows of " + std::to_string(rows.layout.columns) +
+                                " tokens; takes fewer than 2^31 on a GPU");
+  const int64_t count = rows.layout.count, slices = slices_of(static_cast<int>(rows.layout.columns));
+  if (count == 0) return;
+  // Fewer rows than fill the machine once over leave multiprocessors idle, or the last of them alone with a row.
+  const int64_t resident = int64_t{device_attribute(device, cudaDevAttrMultiProcessorCount)} * kBlocksPerSm<true>;
+  const bool few = slices > 1 && (count < 2 * resident || slices > kMostSlices);
+  dispatch_rows(rows, [&](auto tag, auto aligned) {
+    using T = typename decltype(tag)::type;
+    constexpr bool kAligned = decltype(aligned)::value;
+    if (!few) {
+      launch("logprob_entropy", whole_rows<T, kAligned>, count, kThreads,
+             (slices > 0 ? slices : 1) * kWarps * sizeof(SoftmaxState), device, rows, sink);
+      return;
+    }
+    const int64_t tasks = count * slices;
+    auto* states = device.scratch_of<SoftmaxState>(tasks);
+    launch("logprob_entropy (slices)", single_slices<T, kAligned>, tasks, kThreads, kWarps * sizeof(SoftmaxState),
+           device, rows, states);
+    constexpr int kMergers = 128;
+    launch("logprob_entropy (merge)", merge_slices<T>, ceil_div(count, kMergers), kMergers, 0, device, rows,
+           static_cast<const SoftmaxState*>(states), sink);
+  });
+}
+
+__global__ void finish_all(const RowState* states, int64_t count, const __grid_constant__ Temperatures temperatures,
+                           const __grid_constant__ RowOutputs outputs) {
+  const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (row >= count) return;
+  const RowStatistics statistics = finish(states[row].get(), temperatures[row]);
+  outputs.write(row, statistics, log_probability(states[row].label_logit, statistics, temperatures[row]));
+}
+
+// ---- backward --------------------------------------------------------------------------------------------------
+
+constexpr int kGradientThreads = 256;
+template <class T>
+constexpr int64_t kGradientTile = int64_t{kGradientThreads} * kInFlight * kPerVector<T>;
+constexpr int kTilesPerBlock = 4;  // 64 KB: what a row costs before the first element is spread over many
+
+// What turns a logit of one row into its gradient.
+struct RowGradient {
+  GradientLine line;
+  float max, scale, temperature;
+  int64_t label;  // its place in the tile, or -1
+  bool undefined;
+
+  __device__ float operator()(float z) const {
+    const float distance = z - max, e = exp2_fast(distance * scale);
+    const float slope_part = line.slope * fmaxf(distance, -FLT_MAX);  // not -inf * 0
+    const float gradient = e * (line.offset + slope_part);
+    return e > 0.f ? gradient : e;  // 0 where the logit is -inf; NaN stays
+  }
+  __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
+};
+
+template <class T>
+__device__ uint4 gradient_of(const uint4& logits, int64_t first, const RowGradient& row) {
+  constexpr int kElements = kPerVector<T>;
+  float g[kElements];
+  int i = 0;
+  for_elements<T>(logits, [&](float z) {
+    g[i] = row(z);
+    if (first + i == row.label) g[i] = row.at_label(z);
+    if (row.undefined) g[i] = NAN;
+    ++i;
+  });
+  if constexpr (kElements == 4)
+    return make_uint4(bits_of_float(g[0]), bits_of_float(g[1]), bits_of_float(g[2]), bits_of_float(g[3]));
+  else
+    return make_uint4(pack<T>(g[0], g[1]), pack<T>(g[2], g[3]), pack<T>(g[4], g[5]), pack<T>(g[6], g[7]));
+}
+
+// The vector at logits[i], from memory that this kernel may be writing: in place, logits and gradient lie alike, so a
+// vector is only ever read by the thread that writes it.
+template <class T>
+__device__ uint4 load_logits(const T* logits, int64_t i, int shift) {
+  const auto* p = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(logits + i) - shift);
+  return shift == 0 ? load_plain(p) : shifted(load_plain(p), load_plain(p + 1), shift);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kGradientThreads)
+    write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
+                    int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
+  constexpr int64_t kVector = kPerVector<T>, kPiece = kGradientTile<T> * kTilesPerBlock;
+  const int64_t columns = rows.layout.columns, pieces = ceil_div(columns, kPiece);
+  const int64_t row = blockIdx.x / pieces, begin = blockIdx.x % pieces * kPiece;
+  const int64_t end = begin + kPiece < columns ? begin + kPiece : columns;
+  const T* logits = row_at<T>(rows, row);
+  T* gradient = out + out_layout.offset(row);
+  const float g_logprob = rows.masked_out(row) ? 0.f : gradients.of_logprob(row, rows.labels);
+  const float g_entropy = rows.masked_out(row) ? 0.f : gradients.of_entropy(row);
+  const bool none = g_logprob == 0.f && g_entropy == 0.f;  // then the logits are not read
+
+  RowGradient f;
+  if (!none) {
+    const RowStatistics statistics = gradients.statistics(row);
+    f.temperature = rows.temperatures[row];
+    f.line = gradient_line(g_logprob, g_entropy, statistics, f.temperature);
+    f.max = statistics.max;
+    f.scale = kLog2E / f.temperature;
+    f.label = rows.labels.in_tile(row, first_token, columns);
+    f.undefined = statistics.log_sum != statistics.log_sum || f.temperature != f.temperature;
+  }
+  const auto write_one = [&](int64_t i) {
+    float g = 0.f;
+    if (!none) {
+      const float z = to_float(logits[i]);
+      g = f.undefined ? NAN : i == f.label ? f.at_label(z) : f(z);
+    }
+    gradient[i] = from_float<T>(g);
+  };
+
+  // Vectors begin where the gradient's address is a multiple of 16; what is left at both ends goes one by one.
+  const int64_t head = (16 - misalignment(gradient + begin)) % 16 / static_cast<int64_t>(sizeof(T));
+  const int64_t first = begin + head < end ? begin + head : end;
+  const int shift = misalignment(logits + first);
+  // A vector that lies askew is read from two, of which neither may leave the row.
+  const int64_t margin = shift == 0 ? 0 : kVector;
+  const int64_t first_whole = !none && first < margin ? first + kVector : first;
+  const int64_t room = end - first_whole, spare = none || end + margin <= columns ? 0 : margin;
+  const int64_t vectors = room > spare ? (room - spare) / kVector : 0;
+  for (int64_t i = begin + threadIdx.x; i < first_whole && i < end; i += blockDim.x) write_one(i);
+  for (int64_t i = first_whole + vectors * kVector + threadIdx.x; i < end; i += blockDim.x) write_one(i);
+
+  for (int64_t v = threadIdx.x; v < vectors; v += kGradientThreads * kInFlight) {
+    uint4 z[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int64_t place = v + j * kGradientThreads;
+      if (!none && place < vectors) z[j] = load_logits(logits, first_whole + place * kVector, shift);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int64_t place = v + j * kGradientThreads, i = first_whole + place * kVector;
+      if (place >= vectors) break;
+      const uint4 g = none ? make_uint4(0, 0, 0, 0) : gradient_of<T>(z[j], i, f);
+      store_streaming(reinterpret_cast<uint4*>(gradient + i), g);
+    }
+  }
+}
+
+}  // namespace
+
+void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, Device& device) {
+  RowSink sink;
+  sink.outputs = outputs;
+  reduce_rows(rows, sink, device);
+}
+
+void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device) {
+  RowSink sink;
+  sink.states = states;
+  sink.first_token = first_token;
+  reduce_rows(rows, sink, device);
+}
+
+void finish_states(const RowState* states, int64_t count, const Temperatures& temperatures, const RowOutputs& outputs,
+                   Device& device) {
+  constexpr int kFinishers = 128;
+  launch("softmax_state_finish", finish_all, ceil_div(count, kFinishers), kFinishers, 0, device, states, count,
+         temperatures, outputs);
+}
+
+void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
+                   const RowLayout& out_layout, Device& device) {
+  dispatch_float(rows.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int64_t tasks = rows.layout.count * ceil_div(rows.layout.columns, kGradientTile<T> * kTilesPerBlock);
+    launch("logprob_entropy_backward", write_gradients<T>, tasks, kGradientThreads, 0, device, rows, gradients,
+           first_token, static_cast<T*>(out), out_layout);
+  });
+}
+
+}  // namespace d3s

@@ -1,0 +1,257 @@
+// max_variance_select: of each segment the k values with the largest variance. Sort, try every split, mark both ends.
+//
+// One launch does it all for segments of up to 4,096: a warp for each small one, a block for each larger one, sorted in
+// shared memory. Longer ones of known length are sorted by several launches, then each is one block's again.
+#include <cfloat>
+
+#include "../core/order_key.h"
+#include "../core/split_scan.h"
+#include "../ops/rollouts.h"
+#include "collective.h"
+#include "segment_sort.h"
+
+namespace d3s {
+namespace {
+
+// A value's order key above its index: one integer to sort by, ties to the lower index. Values that cannot be kept come
+// last.
+using Entry = unsigned long long;
+constexpr uint32_t kUnusable = UINT32_MAX;
+
+D3S_HOST_DEVICE Entry entry(uint32_t key, int64_t index) { return Entry{key} << 32 | static_cast<uint32_t>(index); }
+D3S_HOST_DEVICE uint32_t key_of(Entry e) { return static_cast<uint32_t>(e >> 32); }
+
+template <class T>
+__device__ uint32_t usable_key(const T* values, const bool* mask, int64_t i) {
+  const float value = to_float(values[i]);
+  const bool finite = fabsf(value) <= FLT_MAX;
+  return finite && (!mask || mask[i]) ? order_key(value) : kUnusable;
+}
+
+// ---- splits ------------------------------------------------------------------------------------------------------
+
+// How many of the kept k come from the low end of n sorted keys, n > k. `at(i)` is the i-th key.
+//
+// Split i has the first i and the last k - i; the next one has key i in place of key n - k + i. So the moments of all
+// splits are one running sum of such exchanges. A thread has a stretch of the splits.
+template <class Keys, class Group>
+__device__ int64_t best_split(const Keys& at, int64_t n, int64_t k, const Group& group) {
+  const double shift = order_key_value(at(n / 2)), count = static_cast<double>(k);
+  const auto value = [&](int64_t i) { return static_cast<double>(order_key_value(at(i))) - shift; };
+  const auto exchange = [&](Moments& moments, int64_t split) {
+    const double in = value(split), out = value(n - k + split);
+    moments.sum += in - out;
+    moments.square += in * in - out * out;
+  };
+  const int64_t each = ceil_div(k + 1, group.size), first = min(group.rank * each, k + 1),
+                last = min(first + each, k + 1);
+
+  Moments high, own;
+  for (int64_t i = first; i < last && i < k; ++i) {
+    high.add(value(n - k + i));
+    exchange(own, i);
+  }
+  const Moments start = {group.reduce(high.sum, Sum()) + group.exclusive_sum(own.sum),
+                         group.reduce(high.square, Sum()) + group.exclusive_sum(own.square)};
+  const auto for_splits = [&](const auto& body) {
+    Moments moments = start;
+    for (int64_t i = first; i < last; ++i) {
+      body(i, split_spread(moments, Moments(), count));
+      if (i < k) exchange(moments, i);
+    }
+  };
+  double best = -HUGE_VAL;
+  for_splits([&](int64_t, double spread) { best = spread > best ? spread : best; });
+  const double equal = equal_spread(group.reduce(best, Max()));
+  int64_t chosen = 0;
+  for_splits([&](int64_t i, double spread) { chosen = spread >= equal ? i : chosen; });
+  return group.reduce(chosen, Max());
+}
+
+// Which of the sorted entries are kept: the first `low` and, of those that are usable, the last `high`.
+struct Ends {
+  int64_t low, high, usable;
+
+  D3S_HOST_DEVICE bool keeps(int64_t rank) const { return rank < low || (rank >= usable - high && rank < usable); }
+};
+
+template <class Keys, class Group>
+__device__ Ends find_ends(const Keys& at, int64_t usable, int64_t k, const Group& group) {
+  if (usable <= k) return {usable, 0, usable};
+  if (k <= 1) return {k, 0, usable};  // one value has no variance, whichever it is
+  const int64_t low = best_split(at, usable, k, group);
+  return {low, k - low, usable};
+}
+
+// ---- in one launch -----------------------------------------------------------------------------------------------
+
+// Sorts n entries; every exchange puts the smaller one first, so what is past the end never moves and n may be any
+// number.
+template <class Group>
+__device__ void bitonic_sort(Entry* entries, int64_t n, const Group& group) {
+  const auto order = [&](int64_t a, int64_t b) {
+    if (b >= n) return;
+    const Entry first = entries[a], second = entries[b];
+    if (second < first) entries[a] = second, entries[b] = first;
+  };
+  int64_t padded = 1;
+  while (padded < n) padded *= 2;
+  for (int64_t size = 2; size <= padded; size *= 2) {
+    const int64_t half = size / 2;
+    for (int64_t i = group.rank; i < padded / 2; i += group.size) {  // the second half backwards
+      const int64_t begin = i / half * size, place = i % half;
+      order(begin + place, begin + size - 1 - place);
+    }
+    group.sync();
+    for (int64_t stride = half / 2; stride > 0; stride /= 2) {
+      for (int64_t i = group.rank; i < padded / 2; i += group.size) {
+        const int64_t a = i / stride * 2 * stride + i % stride;
+        order(a, a + stride);
+      }
+      group.sync();
+    }
+  }
+}
+
+// Segments with a length in [shortest, longest]: another launch has the others.
+struct SizeClass {
+  int64_t shortest, longest;
+  int64_t capacity;  // entries that fit in a segment's shared memory; longer ones are sorted in `spill`
+  Entry* spill;      // as many entries as there are values
+};
+
+template <class T, class Group>
+__global__ void __launch_bounds__(1024)
+    select_segments(const T* values, const bool* mask, const __grid_constant__ Segments segments,
+                    const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, bool* out) {
+  auto* shared = dynamic_shared<unsigned char>();
+  const Group group(shared);
+  const int64_t each = blockDim.x / group.size, place = threadIdx.x / group.size;
+  const int64_t segment = blockIdx.x * each + place;
+  if (segment >= segments.count) return;
+  const int64_t begin = segments.begin(segment), n = segments.end(segment) - begin;
+  if (n < sizes.shortest || n > sizes.longest) return;
+  Entry* entries = n <= sizes.capacity ? reinterpret_cast<Entry*>(shared + Group::kSharedBytes) + place * sizes.capacity
+                                       : sizes.spill + begin;
+
+  int64_t usable = 0;
+  for (int64_t i = group.rank; i < n; i += group.size) {
+    const uint32_t key = usable_key(values + begin, mask ? mask + begin : nullptr, i);
+    entries[i] = entry(key, i);
+    usable += key != kUnusable;
+  }
+  usable = group.reduce(usable, Sum());
+  group.sync();
+  bitonic_sort(entries, n, group);
+  const auto at = [&](int64_t i) { return key_of(entries[i]); };
+  const Ends ends = find_ends(at, usable, keep.of(n), group);
+  for (int64_t rank = group.rank; rank < n; rank += group.size)
+    out[begin + static_cast<uint32_t>(entries[rank])] = ends.keeps(rank);
+}
+
+// ---- long segments -----------------------------------------------------------------------------------------------
+
+// The segment of each value above its key, and its index.
+template <class T>
+__global__ void make_entries(const T* values, const bool* mask, int64_t n, const __grid_constant__ Segments segments,
+                             uint64_t* entries, uint32_t* indices) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  entries[i] = static_cast<uint64_t>(segments.find(i)) << 32 | usable_key(values, mask, i);
+  indices[i] = static_cast<uint32_t>(i);
+}
+
+// How many of n sorted keys are usable, which are the first.
+template <class Keys>
+__device__ int64_t count_usable(const Keys& at, int64_t n) {
+  int64_t low = 0, high = n;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (at(middle) == kUnusable)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return low;
+}
+
+__global__ void __launch_bounds__(1024)
+    find_sorted_ends(SortedEntries sorted, const __grid_constant__ Segments segments, const __grid_constant__ Keep keep,
+                     Ends* ends) {
+  const BlockGroup block(dynamic_shared<unsigned char>());
+  const int64_t begin = segments.begin(blockIdx.x), n = segments.end(blockIdx.x) - begin;
+  const auto at = [&](int64_t i) { return static_cast<uint32_t>(sorted.entries[begin + i]); };
+  const Ends found = find_ends(at, count_usable(at, n), keep.of(n), block);
+  if (block.rank == 0) ends[blockIdx.x] = found;
+}
+
+__global__ void write_sorted_mask(SortedEntries sorted, int64_t n, const __grid_constant__ Segments segments,
+                                  const Ends* ends, bool* out) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const int64_t segment = static_cast<int64_t>(sorted.entries[i] >> 32);
+  out[sorted.indices[i]] = ends[segment].keeps(i - segments.begin(segment));
+}
+
+template <class T>
+void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, Device& device) {
+  const Segments& segments = values.segments;
+  const int64_t n = values.total;
+  constexpr int kThreads = 256;
+  auto* entries = device.scratch_of<uint64_t>(2 * n);
+  auto* indices = device.scratch_of<uint32_t>(2 * n);
+  auto* ends = device.scratch_of<Ends>(segments.count);
+  launch("max_variance_select (keys)", make_entries<T>, ceil_div(n, kThreads), kThreads, 0, device,
+         static_cast<const T*>(values.values), values.mask, n, segments, entries, indices);
+  int bits = 32;
+  while (segments.count > int64_t{1} << (bits - 32)) ++bits;
+  const SortedEntries sorted = sort_entries(entries, entries + n, indices, indices + n, n, bits, device);
+  launch("max_variance_select (splits)", find_sorted_ends, segments.count, 1024, BlockGroup::kSharedBytes, device,
+         sorted, segments, keep, ends);
+  launch("max_variance_select (mask)", write_sorted_mask, ceil_div(n, kThreads), kThreads, 0, device, sorted, n,
+         segments, static_cast<const Ends*>(ends), out);
+}
+
+// ---- which of them, and how many threads -------------------------------------------------------------------------
+
+constexpr int64_t kWarpSegment = 128;    // up to this length a warp sorts faster than a block can meet
+constexpr int64_t kBlockSegment = 4096;  // 32 KB of entries: all GPUs have that without asking
+constexpr int kWarpsPerBlock = 4;
+
+int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : length <= 2048 ? 512 : 1024; }
+
+}  // namespace
+
+void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* out, Device& device) {
+  const Segments& segments = values.segments;
+  const int64_t n = values.total, longest = values.longest;
+  if (segments.ragged()) clear(out, 0, n, device);  // what bad offsets leave out is not selected
+  if (segments.count == 0) return;
+  // With offsets and no bound, `longest` is all values: lengths are known on the device alone.
+  const bool known = !segments.ragged() || longest < n || segments.count == 1;
+  dispatch_float(values.type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (longest > kBlockSegment && known) {
+      select_sorted<T>(values, keep, out, device);
+      return;
+    }
+    // A segment beyond what was said, or beyond a block's memory, is sorted in memory: slower, and right.
+    Entry* spill = n > kWarpSegment && segments.ragged() ? device.scratch_of<Entry>(n) : nullptr;
+    const auto run = [&](auto kernel, int64_t per_block, int threads, size_t group_bytes, const SizeClass& sizes) {
+      launch("max_variance_select", kernel, ceil_div(segments.count, per_block), threads,
+             group_bytes + per_block * sizes.capacity * sizeof(Entry), device, static_cast<const T*>(values.values),
+             values.mask, segments, keep, sizes, out);
+    };
+    const int64_t in_warp = longest < kWarpSegment ? longest : kWarpSegment;
+    const int64_t in_block = longest < kBlockSegment ? longest : kBlockSegment;
+    const bool small_only = known && longest <= kWarpSegment;
+    if (longest <= kWarpSegment || !known)
+      run(select_segments<T, WarpGroup>, kWarpsPerBlock, kWarpsPerBlock * kWarp, WarpGroup::kSharedBytes,
+          {0, small_only ? INT64_MAX : kWarpSegment, in_warp, spill});
+    if (longest > kWarpSegment)
+      run(select_segments<T, BlockGroup>, 1, threads_for(in_block), BlockGroup::kSharedBytes,
+          {known ? 0 : kWarpSegment + 1, INT64_MAX, in_block, spill});
+  });
+}
+
+}  // namespace d3s

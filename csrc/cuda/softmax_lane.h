@@ -1,0 +1,48 @@
+// The inner loop of every entropy on a GPU: one thread's share of a softmax state, taken in vectors.
+//
+// A group of vectors is searched for its maximum first; what was summed before is moved to the new maximum once for the
+// group; then an element costs one exponential. Nothing in the loop waits for another thread.
+#pragma once
+
+#include "../core/softmax_state.h"
+#include "collective.h"
+#include "vectors.h"
+
+namespace d3s {
+
+// Below this, 2^d is 0 in float32. The product of a -inf logit with its e = 0 is taken with this in its place: -inf * 0
+// would be NaN. NaN reaches the sums through e.
+constexpr float kLowestDistance = -200.f;
+
+struct LaneState {
+  float max = -FLT_MAX;
+  float sum = 0.f;
+  float dot = 0.f;  // in units of 2's exponent: distances times `scale`, which is log2(e) / temperature
+
+  template <class T, int kCount>
+  __device__ __forceinline__ void add(const uint4 (&vectors)[kCount], float scale) {
+    const float new_max = fmaxf(max, largest<T>(vectors));
+    const float move = (max - new_max) * scale, factor = exp2_fast(move);
+    dot = factor * fmaf(factor > 0.f ? move : 0.f, sum, dot);  // a move of -inf with a factor of 0 is NaN
+    sum *= factor;
+    max = new_max;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      for_elements<T>(vectors[i], [&](float z) {
+        const float distance = (z - max) * scale, e = exp2_fast(distance);
+        sum += e;
+        dot = fmaf(fmaxf(distance, kLowestDistance), e, dot);
+      });
+  }
+
+  __device__ SoftmaxState state(float scale) const { return {max, sum, dot / scale}; }
+};
+
+// The states of the warp's lanes merged: the same bits in all lanes.
+__device__ __forceinline__ SoftmaxState warp_merge(const SoftmaxState& own, float inverse_temperature) {
+  const float max = warp_reduce(own.max, Max());
+  const SoftmaxState moved = rebase(own, max, inverse_temperature);
+  return {max, warp_reduce(moved.sum, Sum()), warp_reduce(moved.dot, Sum())};
+}
+
+}  // namespace d3s

@@ -1,0 +1,367 @@
+// topk_mask, select_tokens: exactly k of each segment, ties to the lower index.
+//
+// The k-th largest key is found digit by digit: a histogram of one digit among the keys that agree in the higher ones
+// tells the next. Then a key is kept that lies above it, and of those that equal it the first few. All counts are whole
+// numbers, so the order in which atomics add them does not matter.
+//
+// A segment that fits in shared memory is one block's, in one launch. A longer one, of known length, is cut into pieces
+// that blocks share; a launch ends each pass, so no block ever waits for another. A segment that turns out longer than
+// the caller said is read again for each pass instead: slower, and right.
+#include "collective.h"
+#include "score_keys.h"
+
+namespace d3s {
+namespace {
+
+// 32 bits in three digits: tables of 8 KB, and three passes.
+constexpr int kDigits = 3;
+constexpr int kBins = 2048;
+D3S_HOST_DEVICE int shift_of(int digit) { return digit == 0 ? 21 : digit == 1 ? 10 : 0; }
+D3S_HOST_DEVICE uint32_t bin_of(uint32_t key, int digit) { return key >> shift_of(digit) & (digit == 2 ? 1023 : 2047); }
+// Whether a key agrees with a prefix in the digits before this one.
+D3S_HOST_DEVICE bool agrees(uint32_t key, uint32_t prefix, int digit) {
+  return digit == 0 || key >> shift_of(digit - 1) == prefix;
+}
+
+// How far the search for the k-th largest key has come.
+struct Found {
+  uint32_t prefix;  // its digits so far; the key itself in the end
+  uint32_t equal;   // keys that agree with it
+  int64_t above;    // keys that are larger
+};
+
+// The first bin has nothing but absent keys: order_key gives no other value below 2^21.
+D3S_HOST_DEVICE int64_t present_of(const uint32_t* first_histogram, int64_t n) { return n - first_histogram[0]; }
+
+// The bin of the k-th largest key, by the whole block; `above` keys are larger than those of the histogram.
+__device__ Found find_bin(const uint32_t* histogram, int digit, const Found& before, int64_t k, const BlockGroup& block,
+                          Found* shared) {
+  const int bins = digit == 2 ? 1024 : kBins, each = bins / block.size > 0 ? bins / block.size : 1;
+  const int first = block.rank * each;  // counted from the top: thread 0 has the largest bins
+  int64_t own = 0;
+  for (int i = first; i < first + each && i < bins; ++i) own += histogram[bins - 1 - i];
+  int64_t above = before.above + block.exclusive_sum(own);
+  if (above < k && k <= above + own)
+    for (int i = first; i < first + each; ++i) {
+      const uint32_t here = histogram[bins - 1 - i];
+      if (above + here >= k) {
+        *shared = {before.prefix << (digit == 2 ? 10 : 11) | static_cast<uint32_t>(bins - 1 - i), here, above};
+        break;
+      }
+      above += here;
+    }
+  block.sync();
+  const Found found = *shared;
+  block.sync();
+  return found;
+}
+
+__device__ void clear_histogram(uint32_t* histogram, const BlockGroup& block) {
+  for (int i = block.rank; i < kBins; i += block.size) histogram[i] = 0;
+  block.sync();
+}
+
+// Whether keys are written that equal the k-th, and how many of them are left to take from here on.
+struct Cut {
+  uint32_t key;
+  int64_t ties;
+  bool all_ties;
+};
+
+D3S_HOST_DEVICE Cut cut_at(const Found& found, int64_t k) {
+  return {found.prefix, k - found.above, k - found.above == found.equal};
+}
+
+// Of a segment: what is kept by rank and then dropped for being 0, and the lowest key that is kept.
+struct Kept {
+  uint32_t zeros;
+  uint32_t lowest;
+};
+
+D3S_HOST_DEVICE void write_selected(const SelectionOutputs& outputs, int64_t segment, int64_t k, const Kept& kept) {
+  const int64_t count = k - kept.zeros;
+  if (outputs.count) outputs.count[segment] = static_cast<int32_t>(count);
+  if (outputs.threshold) outputs.threshold[segment] = count > 0 ? order_key_value(kept.lowest) : INFINITY;
+}
+
+// Writes the mask of [begin, end), whose first tie is number `ties_before` of the segment. Warps take stretches one
+// after the other, so that ties are counted in the order of their index.
+template <class Keys>
+__device__ Kept write_mask(Keys& keys, int64_t begin, int64_t end, const Cut& cut, int64_t ties_before, bool drop_zeros,
+                           bool* mask, const BlockGroup& block) {
+  const int warps = block.size / kWarp, warp = block.rank / kWarp, lane = block.rank % kWarp;
+  const int64_t stretch = ceil_div(ceil_div(end - begin, warps), kWarp) * kWarp;
+  const int64_t from = begin + warp * stretch, to = from + stretch < end ? from + stretch : end;
+  int64_t tie = ties_before;
+  if (!cut.all_ties) {
+    int64_t own = 0;
+    for (int64_t i = from + lane; i < to; i += kWarp) own += keys(i) == cut.key;
+    own = warp_reduce(own, Sum());
+    tie += block.exclusive_sum(lane == 0 ? own : 0);
+    tie = __shfl_sync(kAllLanes, tie, 0);
+  }
+  Kept kept = {0, UINT32_MAX};
+  for (int64_t first = from; first < to; first += kWarp) {
+    const int64_t i = first + lane;
+    const uint32_t key = i < to ? keys(i) : kAbsent;
+    bool take = key > cut.key || (key == cut.key && cut.all_ties);
+    if (!cut.all_ties) {
+      const unsigned equal = __ballot_sync(kAllLanes, i < to && key == cut.key);
+      const int64_t number = tie + __popc(equal & ((1u << lane) - 1));
+      take = take || (i < to && key == cut.key && number < cut.ties);
+      tie += __popc(equal);
+    }
+    if (take && drop_zeros && key == kZeroKey) {
+      take = false;
+      ++kept.zeros;
+    }
+    if (take && key < kept.lowest) kept.lowest = key;
+    if (i < to) mask[i] = take;
+  }
+  kept.zeros = block.reduce(kept.zeros, Sum());
+  kept.lowest = block.reduce(kept.lowest, Min());
+  return kept;
+}
+
+__device__ void write_nothing(int64_t begin, int64_t end, bool* mask, const BlockGroup& block) {
+  for (int64_t i = begin + block.rank; i < end; i += block.size) mask[i] = false;
+}
+
+// What every block has of shared memory, before the keys.
+struct Shared {
+  uint32_t histogram[kBins];
+  Found found;
+  alignas(16) unsigned char group[BlockGroup::kSharedBytes];
+};
+
+// ---- a block for each segment ------------------------------------------------------------------------------------
+
+// A segment's keys: in shared memory where they fit, else made again whenever they are asked for.
+struct SegmentKeys {
+  ScoreKeys source;
+  const uint32_t* stored;  // or null
+  int64_t begin;
+
+  __device__ uint32_t operator()(int64_t position) { return stored ? stored[position - begin] : source(position); }
+};
+
+constexpr int kMostThreads = 1024;
+
+// Segments with a length in [shortest, longest]: another launch has the others.
+struct SizeClass {
+  int64_t shortest, longest;
+  int64_t capacity;  // keys that fit in shared memory
+};
+
+__global__ void __launch_bounds__(kMostThreads)
+    select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros,
+                    const __grid_constant__ Segments segments, const __grid_constant__ SizeClass sizes,
+                    const __grid_constant__ SelectionOutputs outputs) {
+  Shared& shared = *dynamic_shared<Shared>();
+  auto* stored = reinterpret_cast<uint32_t*>(&shared + 1);
+  const BlockGroup block(shared.group);
+  const int64_t segment = blockIdx.x;
+  const int64_t begin = segments.begin(segment), end = segments.end(segment), n = end - begin;
+  if (n < sizes.shortest || n > sizes.longest) return;
+  const bool fits = n <= sizes.capacity;
+  SegmentKeys keys = {ScoreKeys(scores), fits ? stored : nullptr, begin};
+
+  clear_histogram(shared.histogram, block);
+  for (int64_t i = begin + block.rank; i < end; i += block.size) {
+    const uint32_t key = keys.source(i);
+    if (fits) stored[i - begin] = key;
+    atomicAdd(&shared.histogram[bin_of(key, 0)], 1u);
+  }
+  block.sync();
+  const int64_t k = quota.of(present_of(shared.histogram, n));
+  if (k == 0) {
+    write_nothing(begin, end, outputs.mask, block);
+    if (block.rank == 0) write_selected(outputs, segment, 0, {0, 0});
+    return;
+  }
+  Found found = find_bin(shared.histogram, 0, {0, 0, 0}, k, block, &shared.found);
+  for (int digit = 1; digit < kDigits; ++digit) {
+    clear_histogram(shared.histogram, block);
+    for (int64_t i = begin + block.rank; i < end; i += block.size) {
+      const uint32_t key = keys(i);
+      if (agrees(key, found.prefix, digit)) atomicAdd(&shared.histogram[bin_of(key, digit)], 1u);
+    }
+    block.sync();
+    found = find_bin(shared.histogram, digit, found, k, block, &shared.found);
+  }
+  const Kept kept = write_mask(keys, begin, end, cut_at(found, k), 0, drop_zeros, outputs.mask, block);
+  if (block.rank == 0) write_selected(outputs, segment, k, kept);
+}
+
+// ---- many blocks for each segment --------------------------------------------------------------------------------
+
+constexpr int kPieceThreads = 512;
+constexpr int64_t kPiece = 16384;  // 256 pieces for 4 million scores: two for each multiprocessor of an H200
+
+// What the launches leave each other, for each segment.
+struct Progress {
+  uint32_t histograms[kDigits][kBins];
+  Found found[kDigits];
+  int64_t k;
+  Kept kept;
+};
+
+struct Pieces {
+  const Scores scores;
+  const Quota quota;
+  const Segments segments;
+  int64_t per_segment;
+  Progress* progress;
+  uint32_t* ties;  // [segments][per_segment]: keys of a piece that equal the k-th
+};
+
+// What a block is about: a piece of a segment. The last piece goes on to the end, however long the segment is.
+struct Piece {
+  int64_t segment, number, begin, end, length;
+
+  __device__ explicit Piece(const Pieces& pieces)
+      : segment(blockIdx.x / pieces.per_segment), number(blockIdx.x % pieces.per_segment) {
+    const int64_t first = pieces.segments.begin(segment), last = pieces.segments.end(segment);
+    length = last - first;
+    begin = first + number * kPiece < last ? first + number * kPiece : last;
+    end = number + 1 < pieces.per_segment && begin + kPiece < last ? begin + kPiece : last;
+  }
+};
+
+// The search as it stands before `digit`: the last histogram is searched by every block of the segment, which costs
+// less than to wait for one of them. The first block writes down what was found.
+__device__ Found resume(const Pieces& pieces, const Piece& piece, int digit, int64_t& k, const BlockGroup& block,
+                        Shared& shared) {
+  Progress& progress = pieces.progress[piece.segment];
+  k = digit == 1 ? pieces.quota.of(present_of(progress.histograms[0], piece.length)) : digit > 1 ? progress.k : 0;
+  if (k == 0) return {0, 0, 0};  // nothing is found yet, or nothing is kept: progress.k is 0 from the start
+  const Found before = digit > 1 ? progress.found[digit - 2] : Found{0, 0, 0};
+  const Found found = find_bin(progress.histograms[digit - 1], digit - 1, before, k, block, &shared.found);
+  if (piece.number == 0 && block.rank == 0) {
+    progress.found[digit - 1] = found;
+    if (digit == 1) progress.k = k;
+  }
+  return found;
+}
+
+template <int kDigit>
+__global__ void __launch_bounds__(kPieceThreads) count_digit(const __grid_constant__ Pieces pieces) {
+  Shared& shared = *dynamic_shared<Shared>();
+  const BlockGroup block(shared.group);
+  const Piece piece(pieces);
+  int64_t k;
+  const Found found = resume(pieces, piece, kDigit, k, block, shared);
+  if (kDigit > 0 && k == 0) return;
+  ScoreKeys keys(pieces.scores);
+  clear_histogram(shared.histogram, block);
+  for (int64_t i = piece.begin + block.rank; i < piece.end; i += block.size) {
+    const uint32_t key = keys(i);
+    if (agrees(key, found.prefix, kDigit)) atomicAdd(&shared.histogram[bin_of(key, kDigit)], 1u);
+  }
+  block.sync();
+  uint32_t* total = pieces.progress[piece.segment].histograms[kDigit];
+  for (int i = block.rank; i < kBins; i += block.size)
+    if (shared.histogram[i] > 0) atomicAdd(&total[i], shared.histogram[i]);
+}
+
+__global__ void __launch_bounds__(kPieceThreads) count_ties(const __grid_constant__ Pieces pieces) {
+  Shared& shared = *dynamic_shared<Shared>();
+  const BlockGroup block(shared.group);
+  const Piece piece(pieces);
+  int64_t k;
+  const Found found = resume(pieces, piece, kDigits, k, block, shared);
+  if (piece.number == 0 && block.rank == 0) pieces.progress[piece.segment].kept = {0, UINT32_MAX};
+  if (k == 0 || cut_at(found, k).all_ties) return;
+  ScoreKeys keys(pieces.scores);
+  uint32_t own = 0;
+  for (int64_t i = piece.begin + block.rank; i < piece.end; i += block.size) own += keys(i) == found.prefix;
+  own = block.reduce(own, Sum());
+  if (block.rank == 0) pieces.ties[blockIdx.x] = own;
+}
+
+__global__ void __launch_bounds__(kPieceThreads)
+    write_pieces(const __grid_constant__ Pieces pieces, bool drop_zeros, bool* mask) {
+  Shared& shared = *dynamic_shared<Shared>();
+  const BlockGroup block(shared.group);
+  const Piece piece(pieces);
+  Progress& progress = pieces.progress[piece.segment];
+  if (progress.k == 0) {
+    write_nothing(piece.begin, piece.end, mask, block);
+    return;
+  }
+  const Cut cut = cut_at(progress.found[kDigits - 1], progress.k);
+  int64_t before = 0;
+  if (!cut.all_ties) {
+    for (int64_t i = block.rank; i < piece.number; i += block.size)
+      before += pieces.ties[piece.segment * pieces.per_segment + i];
+    before = block.reduce(before, Sum());
+  }
+  ScoreKeys keys(pieces.scores);
+  const Kept kept = write_mask(keys, piece.begin, piece.end, cut, before, drop_zeros, mask, block);
+  if (block.rank > 0) return;
+  if (kept.zeros > 0) atomicAdd(&progress.kept.zeros, kept.zeros);
+  if (kept.lowest < UINT32_MAX) atomicMin(&progress.kept.lowest, kept.lowest);
+}
+
+__global__ void write_results(const Progress* progress, int64_t segments,
+                              const __grid_constant__ SelectionOutputs outputs) {
+  const int64_t segment = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (segment < segments) write_selected(outputs, segment, progress[segment].k, progress[segment].kept);
+}
+
+void select_in_pieces(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments,
+                      int64_t longest, const SelectionOutputs& outputs, Device& device) {
+  const int64_t per_segment = ceil_div(longest, kPiece), blocks = segments.count * per_segment;
+  auto* progress = device.scratch_of<Progress>(segments.count);
+  clear(progress, 0, segments.count * static_cast<int64_t>(sizeof(Progress)), device);
+  const Pieces pieces = {scores, quota, segments, per_segment, progress, device.scratch_of<uint32_t>(blocks)};
+  const size_t shared = sizeof(Shared);
+  launch("topk_mask (first digit)", count_digit<0>, blocks, kPieceThreads, shared, device, pieces);
+  launch("topk_mask (second digit)", count_digit<1>, blocks, kPieceThreads, shared, device, pieces);
+  launch("topk_mask (third digit)", count_digit<2>, blocks, kPieceThreads, shared, device, pieces);
+  launch("topk_mask (ties)", count_ties, blocks, kPieceThreads, shared, device, pieces);
+  launch("topk_mask (mask)", write_pieces, blocks, kPieceThreads, shared, device, pieces, drop_zeros, outputs.mask);
+  if (outputs.count || outputs.threshold)
+    launch("select_tokens (results)", write_results, ceil_div(segments.count, 128), 128, 0, device,
+           static_cast<const Progress*>(progress), segments.count, outputs);
+}
+
+// ---- which of the two, and how many threads ----------------------------------------------------------------------
+
+constexpr int64_t kSmall = 2048;  // scores; where lengths are unknown, such segments do not pay for the long ones' room
+
+// Threads that have some 16 keys each; the tables of digits are work for a few warps at least.
+int threads_for(int64_t length) {
+  return length <= 1024 ? 128 : length <= 4096 ? 256 : length <= 16384 ? 512 : kMostThreads;
+}
+
+}  // namespace
+
+void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t values,
+                int64_t longest, const SelectionOutputs& outputs, Device& device) {
+  if (values > UINT32_MAX)
+    throw std::invalid_argument("scores: got " + std::to_string(values) + " of them; takes fewer than 2^32 on a GPU");
+  if (segments.ragged()) clear(outputs.mask, 0, values, device);  // what bad offsets leave out is not selected
+  const int64_t room = device_attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin) - sizeof(Shared);
+  const int64_t capacity = room / static_cast<int64_t>(sizeof(uint32_t));
+  const auto select_blocks = [&](int64_t shortest, int64_t most) {
+    const int64_t keys = most < capacity ? most : capacity;
+    const int threads = threads_for(keys);
+    const SizeClass sizes = {shortest, most < longest ? most : INT64_MAX, keys};
+    launch("topk_mask", select_segments, segments.count, threads, sizeof(Shared) + keys * sizeof(uint32_t), device,
+           scores, quota, drop_zeros, segments, sizes, outputs);
+  };
+  // With offsets and no bound, `longest` is all values: lengths are known on the device alone. A segment beyond the
+  // capacity is slow there, and the caller can say so with max_segment.
+  const bool known = !segments.ragged() || longest < values || segments.count == 1;
+  if (longest > capacity && known) {
+    select_in_pieces(scores, quota, drop_zeros, segments, longest, outputs, device);
+  } else if (known || longest <= kSmall) {
+    select_blocks(0, longest);
+  } else {
+    select_blocks(0, kSmall);
+    select_blocks(kSmall + 1, longest);
+  }
+}
+
+}  // namespace d3s

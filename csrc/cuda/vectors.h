@@ -1,0 +1,122 @@
+// Vectors of 16 bytes out of a row that may start anywhere: which elements a thread gets depends on their place in the
+// row alone, never on the address, so that a row's result has the same bits wherever the row lies.
+#pragma once
+
+#include "cuda.h"
+
+namespace d3s {
+
+D3S_HOST_DEVICE uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// What fills a vector past the end of its row: a logit of -inf counts nothing.
+template <class T>
+constexpr uint32_t kFillWord = 0xff800000u;  // float
+template <>
+inline constexpr uint32_t kFillWord<bfloat16> = 0xff80ff80u;
+template <>
+inline constexpr uint32_t kFillWord<float16> = 0xfc00fc00u;
+
+D3S_HOST_DEVICE uint32_t bits_of(float value) { return bits_of_float(value); }
+D3S_HOST_DEVICE uint32_t bits_of(bfloat16 value) { return value.bits; }
+D3S_HOST_DEVICE uint32_t bits_of(float16 value) { return value.bits; }
+
+// How many bytes past a multiple of 16 an address is.
+D3S_HOST_DEVICE int misalignment(const void* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) & 15); }
+
+// The 16 bytes that start `bytes` (below 16, even) into two neighbouring vectors.
+__device__ __forceinline__ uint4 shifted(const uint4& first, const uint4& second, int bytes) {
+  uint32_t w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+  const bool by_one = bytes & 4, by_two = bytes & 8;
+  const int bits = bytes % 4 * 8;
+#pragma unroll
+  for (int i = 0; i < 7; ++i) w[i] = by_one ? w[i + 1] : w[i];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) w[i] = by_two ? w[i + 2] : w[i];
+  return make_uint4(__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits),
+                    __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
+}
+
+// A row of elements, read 16 bytes at a time. Its length and a slice more fit in an int: registers are scarce.
+template <class T, bool kAligned>
+class RowReader {
+ public:
+  __device__ RowReader(const T* row, int columns)
+      : row_(row), columns_(columns), shift_(kAligned ? 0 : misalignment(row)) {}
+
+  // Whether the elements [begin, end) and, of a row that starts askew, their neighbours lie in the row.
+  __device__ bool inside(int begin, int end) const {
+    constexpr int margin = kAligned ? 0 : kPerVector<T>;
+    return begin >= margin && end + margin <= columns_;
+  }
+
+  // The vector of elements from i on, all of them inside.
+  __device__ uint4 whole(int i) const {
+    if (kAligned) return load_streaming(reinterpret_cast<const uint4*>(row_ + i));
+    const auto* p = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(row_ + i) - shift_);
+    return shifted(load_cached(p), load_cached(p + 1), shift_);
+  }
+
+  // The same, at the ends of the row: one by one, -inf for what is not there.
+  __device__ uint4 edge(int i) const {
+    if (inside(i, i + kPerVector<T>)) return whole(i);
+    constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+    uint32_t w[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      w[j] = kFillWord<T>;
+#pragma unroll
+      for (int part = 0; part < kPerWord; ++part) {
+        const int place = i + j * kPerWord + part;
+        if (place >= columns_) continue;
+        if constexpr (kPerWord == 1)
+          w[j] = bits_of(row_[place]);
+        else
+          w[j] = (w[j] & ~(0xffffu << part * 16)) | bits_of(row_[place]) << part * 16;
+      }
+    }
+    return make_uint4(w[0], w[1], w[2], w[3]);
+  }
+
+ private:
+  const T* row_;
+  int columns_;
+  int shift_;
+};
+
+// body(z) for the elements of a vector, in their order.
+template <class T, class Body>
+__device__ __forceinline__ void for_elements(const uint4& v, const Body& body) {
+  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      body(float_of_bits(w[i]));
+    } else {
+      float low, high;
+      unpack(w[i], Tag<T>(), low, high);
+      body(low);
+      body(high);
+    }
+  }
+}
+
+// The largest element of some vectors; NaN loses.
+template <class T, int kCount>
+__device__ __forceinline__ float largest(const uint4 (&v)[kCount]) {
+  if constexpr (sizeof(T) == 4) {
+    float m = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) for_elements<T>(v[i], [&](float z) { m = fmaxf(m, z); });
+    return m;
+  } else {
+    uint32_t m = packed_max<T>(packed_max<T>(v[0].x, v[0].y), packed_max<T>(v[0].z, v[0].w));
+#pragma unroll
+    for (int i = 1; i < kCount; ++i)
+      m = packed_max<T>(m, packed_max<T>(packed_max<T>(v[i].x, v[i].y), packed_max<T>(v[i].z, v[i].w)));
+    float low, high;
+    unpack(m, Tag<T>(), low, high);
+    return fmaxf(low, high);
+  }
+}
+
+}  // namespace d3s
