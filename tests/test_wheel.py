@@ -1,0 +1,333 @@
+"""The wheel: installed in a clean environment, it works; and its libraries hold and ask for what its name promises.
+
+It is built here, for CUDA where there is an nvcc, unless D3S_TEST_WHEEL names one.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from test_build import allowed_shims
+
+if not sys.platform.startswith("linux"):
+    pytest.skip("wheels are built on Linux", allow_module_level=True)
+pytest.importorskip("auditwheel")
+pytest.importorskip("elftools")
+pytest.importorskip("packaging")
+
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
+from elftools.elf.sections import SymbolTableSection
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
+
+ROOT = Path(__file__).parents[1]
+TOOL = ROOT / "tools" / "wheel.py"
+MACHINE_CODE = {80, 86, 89, 90, 100, 120}
+PTX = {120}
+# What any system has where the tag holds (PEP 600), and what torch brings.
+OF_GLIBC = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}
+OF_THE_SYSTEM = OF_GLIBC | {"libgcc_s.so.1", "libstdc++.so.6"}
+OF_TORCH = {"libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "libc10_cuda.so"}
+
+
+def toolkit() -> str:
+    """The version of the nvcc that the tool would take; none where there is no nvcc, or one that is too old."""
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which(os.environ.get("CUDACXX", "nvcc"))
+    if nvcc is None:
+        return "none"
+    said = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    assert release
+    return f"{release[1]}.{release[2]}" if (int(release[1]), int(release[2])) >= (12, 8) else "none"
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if given := os.environ.get("D3S_TEST_WHEEL"):
+        return Path(given).resolve()
+    needed = [name for name in ("pip", "scikit_build_core", "pybind11") if importlib.util.find_spec(name) is None]
+    if needed:
+        pytest.skip(f"needs {', '.join(needed)} to build a wheel")
+    out = tmp_path_factory.mktemp("dist")
+    built = subprocess.run([sys.executable, TOOL, toolkit(), "--out", out], capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="session")
+def local_version(wheel: Path) -> str:
+    """cpu or cu130: what the name of the wheel promises, and all that follows is held to."""
+    return str(parse_wheel_filename(wheel.name)[1].local)
+
+
+@pytest.fixture(scope="session")
+def needs_cuda(local_version: str) -> None:
+    if local_version == "cpu":
+        pytest.skip("a wheel without CUDA")
+
+
+def with_dependencies(name: str, seen: dict[str, importlib.metadata.Distribution]) -> None:
+    if name not in seen:
+        seen[name] = importlib.metadata.distribution(name)
+        for requirement in map(Requirement, seen[name].requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                with_dependencies(requirement.name, seen)
+
+
+@dataclass
+class Environment:
+    python: Path
+    packages: Path
+
+    def run(self, *arguments: str | Path) -> str:
+        # -I: neither this folder nor PYTHONPATH is searched. In the folder of the environment, so not in the sources.
+        command = [self.python, "-I", *arguments]
+        done = subprocess.run(command, cwd=self.packages, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="session")
+def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment of its own with torch, what torch depends on, and the wheel; nothing else.
+
+    To fetch torch again would take minutes, so links stand for it. pip installs the wheel without an index: what it
+    says it depends on has to be there.
+    """
+    folder = tmp_path_factory.mktemp("clean")
+    links = folder / "links"
+    links.mkdir()
+    wanted: dict[str, importlib.metadata.Distribution] = {}
+    with_dependencies("torch", wanted)
+    for distribution in wanted.values():
+        files = distribution.files
+        if files is None:
+            pytest.skip(f"{distribution.name} does not say which files it has")
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            if not (links / top).exists():
+                (links / top).symlink_to(Path(str(distribution.locate_file(top))))
+
+    venv.create(folder / "venv", with_pip=False, symlinks=True)
+    python = folder / "venv" / "bin" / "python"
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
+    (packages / "torch.pth").write_text(f"{links}\n")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    installed = subprocess.run([*pip, "install", "--quiet", "--no-index", wheel], capture_output=True, text=True)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    return Environment(python, packages)
+
+
+class Binary:
+    """What the loader would read of a library."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        self.needed: set[str] = set()
+        self.search_paths: set[str] = set()
+        self.undefined: set[str] = set()
+        self.versions: set[str] = set()  # as in GLIBC_2.34
+        with path.open("rb") as file:
+            for section in ELFFile(file).iter_sections():
+                if isinstance(section, DynamicSection):
+                    tags = list(section.iter_tags())
+                    self.needed = {tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"}
+                    self.search_paths = {str(tag) for tag in tags if tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH")}
+                elif isinstance(section, SymbolTableSection) and section.name == ".dynsym":
+                    names = (symbol.name for symbol in section.iter_symbols() if symbol.entry.st_shndx == "SHN_UNDEF")
+                    self.undefined = set(filter(None, names))
+                elif isinstance(section, GNUVerNeedSection):
+                    for _, of_library in section.iter_versions():
+                        self.versions |= {version.name for version in of_library}
+
+
+@pytest.fixture(scope="session")
+def binaries(clean: Environment) -> dict[str, Binary]:
+    paths = (clean.packages / "d3s_kernels").glob("*.so")
+    return {path.name.partition(".")[0]: Binary(path) for path in paths}
+
+
+def test_the_name(wheel: Path, local_version: str) -> None:
+    name, version, _, tags = parse_wheel_filename(wheel.name)
+    in_lists = re.search(r"^project\(d3s_kernels VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE)
+    assert in_lists
+    assert str(name) == "d3s-kernels"
+    assert version.base_version == in_lists[1]
+    assert re.fullmatch(r"cpu|cu\d{3}", local_version)
+    if "D3S_TEST_WHEEL" not in os.environ:
+        assert local_version == ("cpu" if toolkit() == "none" else "cu" + toolkit().replace(".", ""))
+    interpreter = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert {(tag.interpreter, tag.abi) for tag in tags} == {(interpreter, interpreter)}
+    assert all(re.fullmatch(r"manylinux_2_\d+_\w+|manylinux(1|2010|2014)_\w+", tag.platform) for tag in tags)
+
+
+def test_what_is_in_it(wheel: Path, local_version: str) -> None:
+    """The package and what says what it is, the CUDA library where it is promised, and none of torch's."""
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"d3s_kernels"}
+    libraries = {Path(name).name.partition(".")[0] for name in names if ".so" in name}
+    assert libraries == {"_cpu", "_build_info"} | ({"_cuda"} if local_version != "cpu" else set())
+    assert "d3s_kernels/py.typed" in names
+
+
+def test_it_runs_in_a_clean_environment(clean: Environment) -> None:
+    assert "WRONG" not in clean.run("-m", "d3s_kernels")
+
+
+def test_it_says_what_it_is(clean: Environment, wheel: Path, local_version: str) -> None:
+    script = """
+import importlib.metadata, json, d3s_kernels
+print(json.dumps([d3s_kernels.__file__, d3s_kernels.__version__, importlib.metadata.version("d3s_kernels"),
+                  d3s_kernels.build_info()]))
+"""
+    path, version, of_metadata, info = json.loads(clean.run("-c", script))
+    assert Path(path).is_relative_to(clean.packages)
+    assert version == of_metadata == info["version"] == str(parse_wheel_filename(wheel.name)[1])
+    if local_version == "cpu":
+        assert info["cuda"] is None
+    else:
+        major, minor = info["cuda"].split(".")[:2]
+        assert f"cu{major}{minor}" == local_version
+        assert {int(name.partition("-")[0]) for name in info["cuda_architectures"].split()} == MACHINE_CODE
+
+
+def test_no_symbol_of_torch_is_newer_than_the_target(binaries: dict[str, Binary]) -> None:
+    wanted = {name for binary in binaries.values() for name in binary.undefined if re.search("torch|aoti|c10", name)}
+    assert wanted
+    assert wanted <= set(allowed_shims())  # test_build.py holds the table to the target
+    assert "libtorch_cpu.so" in binaries["_cpu"].needed
+
+
+def test_nothing_else_is_needed(binaries: dict[str, Binary]) -> None:
+    for binary in binaries.values():
+        needed = {name for name in binary.needed if not name.startswith("ld-linux")}
+        assert needed <= OF_THE_SYSTEM | OF_TORCH, binary.name
+        assert not binary.search_paths, binary.name
+
+
+@pytest.mark.usefixtures("needs_cuda")
+def test_cudart_is_inside(binaries: dict[str, Binary]) -> None:
+    cuda = binaries["_cuda"]
+    assert not [name for name in cuda.needed if "cudart" in name]
+    assert not [name for name in cuda.undefined if re.match(r"(__)?cuda[A-Z]", name)]
+
+
+@pytest.mark.usefixtures("needs_cuda")
+def test_the_cuda_library_asks_for_torch_as_a_whole(binaries: dict[str, Binary]) -> None:
+    """`import torch` keeps libtorch_cuda.so to itself, and libtorch.so is what has it on every torch with CUDA."""
+    assert "libtorch.so" in binaries["_cuda"].needed
+
+
+def cuobjdumps() -> Iterator[str]:
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc")
+    places = [f"{home}/bin"] if home else []
+    places += [str(Path(nvcc).resolve().parent)] if nvcc else []
+    places += map(str, Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin"))
+    for place in [*places, None]:
+        if found := shutil.which("cuobjdump", path=place):
+            yield found
+
+
+@pytest.mark.usefixtures("needs_cuda")
+def test_it_holds_all_architectures(clean: Environment) -> None:
+    tool = next(cuobjdumps(), None)
+    if tool is None:
+        pytest.skip("needs cuobjdump")
+    library = clean.packages / "d3s_kernels" / "_cuda.so"
+    files: dict[str, list[int]] = {}
+    for kind in ("elf", "ptx"):
+        said = subprocess.run([tool, f"--list-{kind}", library], check=True, capture_output=True, text=True).stdout
+        files[kind] = [int(number) for number in re.findall(r"\.sm_(\d+)\.", said)]
+    assert set(files["elf"]) == MACHINE_CODE
+    assert set(files["ptx"]) == PTX
+    # Every source has each of them: there are as many files of one as of another.
+    assert len({files["elf"].count(number) for number in MACHINE_CODE} | {files["ptx"].count(*PTX)}) == 1
+
+
+def test_the_tag_is_what_auditwheel_computes(wheel: Path) -> None:
+    command = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
+    said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert said["sym_tag"] in {tag.platform for tag in parse_wheel_filename(wheel.name)[3]}
+    assert set(said["external_libs"]) <= OF_TORCH  # all that keeps it from saying that tag of the whole
+    assert not said["unsupported_isa"]
+
+
+def test_no_system_symbol_is_newer_than_the_tag(wheel: Path, binaries: dict[str, Binary]) -> None:
+    named = re.search(r"(manylinux_(\d+)_(\d+))_(\w+)", wheel.stem)
+    assert named
+    glibc = int(named[2]), int(named[3])
+    policies = json.loads((importlib.resources.files("auditwheel.policy") / "manylinux-policy.json").read_text())
+    (promised,) = (policy["symbol_versions"][named[4]] for policy in policies if policy["name"] == named[1])
+    for binary in binaries.values():
+        assert binary.versions
+        for version in binary.versions:
+            library, _, number = version.rpartition("_")
+            assert library != "GLIBC" or tuple(map(int, number.split("."))) <= glibc, f"{binary.name}: {version}"
+            assert number in promised[library], f"{binary.name}: {version}"
+
+
+@pytest.fixture
+def fake_toolkit(tmp_path: Path) -> Path:
+    """A toolkit that is of CUDA 13.0 and compiles nothing."""
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    return nvcc.parents[1]
+
+
+def refused(cuda: str, **environment: str) -> str:
+    """What the tool says when it builds nothing; with a PATH that has no nvcc, and no other word of one."""
+    rest = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDACXX")}
+    rest["PATH"] = "/nonexistent"
+    done = subprocess.run([sys.executable, TOOL, cuda], env=rest | environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("asked", ["12.8", "12.9", "13.1"])
+@pytest.mark.parametrize("named", ["CUDA_HOME", "CUDACXX", "PATH"])
+def test_another_toolkit_is_refused(fake_toolkit: Path, asked: str, named: str) -> None:
+    folder = fake_toolkit / "bin"
+    value = {"CUDA_HOME": fake_toolkit, "CUDACXX": folder / "nvcc", "PATH": f"{folder}:/usr/bin:/bin"}[named]
+    said = refused(asked, **{named: str(value)})
+    assert f"CUDA={asked}, but {folder / 'nvcc'} is of CUDA 13.0" in said
+    assert f"set CUDA_HOME to a {asked} toolkit, or say CUDA=13.0" in said
+
+
+def test_a_missing_nvcc_is_named(tmp_path: Path) -> None:
+    assert "CUDA=13.0, but there is no nvcc in PATH: set CUDA_HOME to a 13.0 toolkit, or say CUDA=none" in refused(
+        "13.0"
+    )
+    assert f"no nvcc in {tmp_path}/bin (CUDA_HOME)" in refused("13.0", CUDA_HOME=str(tmp_path))
+    assert f"no nvcc in {tmp_path}/nvcc (CUDACXX)" in refused("13.0", CUDACXX=f"{tmp_path}/nvcc")
+
+
+def test_an_nvcc_that_does_not_run_is_named(fake_toolkit: Path) -> None:
+    (fake_toolkit / "bin" / "nvcc").write_text("#!/bin/sh\necho 'no licence' >&2\nexit 1\n")
+    assert "does not say a release: 'no licence'" in refused("13.0", CUDA_HOME=str(fake_toolkit))
+
+
+@pytest.mark.parametrize("cuda", ["", "13", "cu130", "13.0.88", "cpu", "12.6"])
+def test_no_version_of_a_toolkit_is_refused(fake_toolkit: Path, cuda: str) -> None:
+    assert f"CUDA={cuda}: takes" in refused(cuda, CUDA_HOME=str(fake_toolkit))

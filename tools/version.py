@@ -1,0 +1,21 @@
+"""The version of the package, as scikit-build-core asks for it: CMakeLists.txt is the one place that has it.
+
+D3S_LOCAL_VERSION, which tools/wheel.py sets, adds what a wheel is for: cu130 makes 0.1.0 to 0.1.0+cu130.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+LISTS = Path(__file__).resolve().parents[1] / "CMakeLists.txt"
+
+
+def dynamic_metadata(field: str, settings: Mapping[str, object]) -> str:
+    found = re.search(r"^project\(d3s_kernels VERSION (\S+)", LISTS.read_text(encoding="utf-8"), re.MULTILINE)
+    if field != "version" or settings or not found:
+        raise ValueError(f"{field}: takes version, without settings, from the project(...) of {LISTS}")
+    local = os.environ.get("D3S_LOCAL_VERSION")
+    return f"{found[1]}+{local}" if local else found[1]
