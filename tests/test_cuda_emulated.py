@@ -1,0 +1,103 @@
+"""The CUDA kernels' own source, run on the CPU: against the reference, under AddressSanitizer, and with the threads of
+a block in a different order each time. It needs a C++ compiler and CMake, no GPU and no nvcc."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+CMAKE = shutil.which("cmake", path=TOOLS)
+CXX = shutil.which("g++")
+
+pytestmark = pytest.mark.skipif(CMAKE is None or CXX is None, reason="needs cmake and g++")
+
+# Every test of the ops runs on the emulated kernels too. Left out are those of what does not depend on the kernels.
+SUITES = (
+    ("test_entropy.py", "test_compact.py", "test_group_advantages.py", "test_topk_mask.py", "test_errors.py"),
+    ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
+    ("test_linear.py", "test_registration.py"),
+)
+
+
+def build(folder: Path, *options: str) -> Path:
+    """The emulated library, in a folder that the next run finds again."""
+    environment = {**os.environ, "PATH": TOOLS}
+    torch_root = Path(torch.__file__).parent
+    configure = [CMAKE, "-S", str(TESTS / "cuda_shim"), "-B", str(folder), f"-DTORCH_ROOT={torch_root}", *options]
+    if shutil.which("ninja", path=TOOLS):
+        configure += ["-G", "Ninja"]
+    for command in (configure, [CMAKE, "--build", str(folder), "--parallel", "2"]):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain() -> Path:
+    return build(ROOT / "build" / f"emulated-torch-{torch.__version__}")
+
+
+@pytest.fixture(scope="module")
+def sanitized() -> Path:
+    return build(ROOT / "build" / f"emulated-sanitized-torch-{torch.__version__}", "-DD3S_SANITIZE=ON")
+
+
+def run_pytest(library: Path, *arguments: str, **environment: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "tests.emulated_cuda", "-p", "no:cacheprovider", "-W", "ignore"]
+    done = subprocess.run(
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "D3S_EMULATED_LIBRARY": str(library / "_emulated.so"), **environment},
+    )
+    print(done.stdout[-300:])
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite[0])
+def test_the_tests_of_the_ops(suite: tuple[str, ...], plain: Path) -> None:
+    seed = str(secrets.randbits(31))
+    print(f"D3S_SHIM_SEED={seed} runs the threads in the same order again")
+    files = [str(TESTS / name) for name in suite]
+    run_pytest(plain, *files, D3S_KERNELS_CHECK="1", D3S_SHIM_SEED=seed)
+
+
+def test_what_only_the_cuda_kernels_have(plain: Path) -> None:
+    run_pytest(plain, str(TESTS / "cuda_shim" / "kernels.py"))
+
+
+def test_under_address_sanitizer(sanitized: Path) -> None:
+    """All but the grids of 70,000 blocks, which take a minute each."""
+    run_pytest(
+        sanitized,
+        str(TESTS / "cuda_shim" / "kernels.py"),
+        "-k",
+        "not a_grid_is_wide",
+        # Python and torch are not sanitized: the sanitizers' own libraries have to be there first.
+        LD_PRELOAD=" ".join(runtime(name) for name in ("libasan.so", "libubsan.so")),
+        ASAN_OPTIONS="detect_leaks=0",
+    )
+
+
+def test_the_shim(plain: Path, sanitized: Path) -> None:
+    """What the tests above rest on: a missing barrier shows, and what cannot go on stops with a message."""
+    for folder in (plain, sanitized):
+        done = subprocess.run([folder / "test_shim"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def runtime(name: str) -> str:
+    assert CXX is not None
+    return subprocess.run([CXX, f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
