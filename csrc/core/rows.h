@@ -18,12 +18,18 @@ struct RowLayout {
 
   // Where row i starts, in elements.
   D3S_HOST_DEVICE int64_t offset(int64_t i) const {
+#if defined(__CUDA_ARCH__)
+    auto rest = static_cast<uint32_t>(i);  // no more rows than blocks in a grid: 64-bit division is a subroutine
+#else
+    auto rest = static_cast<uint64_t>(i);
+#endif
     int64_t offset = 0;
     for (int d = dims - 1; d > 0; --d) {
-      offset += i % sizes[d] * strides[d];
-      i /= sizes[d];
+      const auto size = static_cast<decltype(rest)>(sizes[d]);
+      offset += static_cast<int64_t>(rest % size) * strides[d];
+      rest /= size;
     }
-    return dims > 0 ? offset + i * strides[0] : offset;
+    return dims > 0 ? offset + static_cast<int64_t>(rest) * strides[0] : offset;
   }
 };
 

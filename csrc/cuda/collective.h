@@ -48,6 +48,7 @@ __device__ __forceinline__ T warp_exclusive_sum(T& value) {
 // One warp that works by itself. `rank` is a thread's place in it.
 struct WarpGroup {
   static constexpr int kSharedBytes = 0;
+  static constexpr int kMostThreads = 4 * kWarp;  // in a block, which has several
 
   int rank, size = kWarp;
 
@@ -68,6 +69,7 @@ struct WarpGroup {
 // The whole block, of full warps.
 struct BlockGroup {
   static constexpr int kSharedBytes = kWarp * 8;  // a value of each warp
+  static constexpr int kMostThreads = 1024;
 
   int rank, size;
 

@@ -8,7 +8,7 @@
 namespace d3s {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = BlockGroup::kMostThreads;
 constexpr int64_t kPiece = 32768;
 constexpr int64_t kMostPieces =
     64;  // a longer mask has longer pieces: the last block reads all of it, however it is cut

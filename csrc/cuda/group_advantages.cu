@@ -7,7 +7,7 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kBatchThreads = 1024;
+constexpr int kBatchThreads = BlockGroup::kMostThreads;
 constexpr int64_t kLargeGroup = 512;  // on average; from here on a block for each
 
 // Two passes in double: the mean first, then the squares of what is left.

@@ -255,7 +255,8 @@ __global__ void __launch_bounds__(kGradientThreads)
     write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
                     int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
   constexpr int64_t kVector = kPerVector<T>, kPiece = kGradientTile<T> * kTilesPerBlock;
-  const int64_t columns = rows.layout.columns, pieces = ceil_div(columns, kPiece);
+  const int64_t columns = rows.layout.columns;
+  const auto pieces = static_cast<unsigned>(ceil_div(columns, kPiece));
   const int64_t row = blockIdx.x / pieces, begin = blockIdx.x % pieces * kPiece;
   const int64_t end = begin + kPiece < columns ? begin + kPiece : columns;
   const T* logits = row_at<T>(rows, row);

@@ -30,24 +30,23 @@ __device__ uint32_t usable_key(const T* values, const bool* mask, int64_t i) {
 
 // ---- splits ------------------------------------------------------------------------------------------------------
 
-// How many of the kept k come from the low end of n sorted keys, n > k. `at(i)` is the i-th key.
+// How many of the kept k come from the low end of n sorted keys, n > k > 1. `at(i)` is the i-th key.
 //
 // Split i has the first i and the last k - i; the next one has key i in place of key n - k + i. So the moments of all
 // splits are one running sum of such exchanges. A thread has a stretch of the splits.
 template <class Keys, class Group>
-__device__ int64_t best_split(const Keys& at, int64_t n, int64_t k, const Group& group) {
-  const double shift = order_key_value(at(n / 2)), count = static_cast<double>(k);
-  const auto value = [&](int64_t i) { return static_cast<double>(order_key_value(at(i))) - shift; };
-  const auto exchange = [&](Moments& moments, int64_t split) {
+__device__ int best_split(const Keys& at, int n, int k, const Group& group) {
+  const double shift = order_key_value(at(n / 2)), count = k;
+  const auto value = [&](int i) { return static_cast<double>(order_key_value(at(i))) - shift; };
+  const auto exchange = [&](Moments& moments, int split) {
     const double in = value(split), out = value(n - k + split);
     moments.sum += in - out;
     moments.square += in * in - out * out;
   };
-  const int64_t each = ceil_div(k + 1, group.size), first = min(group.rank * each, k + 1),
-                last = min(first + each, k + 1);
+  const int each = k / group.size + 1, first = min(group.rank * each, k + 1), last = min(first + each, k + 1);
 
   Moments high, own;
-  for (int64_t i = first; i < last && i < k; ++i) {
+  for (int i = first; i < min(last, k); ++i) {
     high.add(value(n - k + i));
     exchange(own, i);
   }
@@ -55,16 +54,16 @@ __device__ int64_t best_split(const Keys& at, int64_t n, int64_t k, const Group&
                          group.reduce(high.square, Sum()) + group.exclusive_sum(own.square)};
   const auto for_splits = [&](const auto& body) {
     Moments moments = start;
-    for (int64_t i = first; i < last; ++i) {
+    for (int i = first; i < last; ++i) {
       body(i, split_spread(moments, Moments(), count));
       if (i < k) exchange(moments, i);
     }
   };
   double best = -HUGE_VAL;
-  for_splits([&](int64_t, double spread) { best = spread > best ? spread : best; });
+  for_splits([&](int, double spread) { best = spread > best ? spread : best; });
   const double equal = equal_spread(group.reduce(best, Max()));
-  int64_t chosen = 0;
-  for_splits([&](int64_t i, double spread) { chosen = spread >= equal ? i : chosen; });
+  int chosen = 0;
+  for_splits([&](int i, double spread) { chosen = spread >= equal ? i : chosen; });
   return group.reduce(chosen, Max());
 }
 
@@ -76,37 +75,38 @@ struct Ends {
 };
 
 template <class Keys, class Group>
-__device__ Ends find_ends(const Keys& at, int64_t usable, int64_t k, const Group& group) {
-  if (usable <= k) return {usable, 0, usable};
+__device__ Ends find_ends(const Keys& at, int usable, int64_t keep, const Group& group) {
+  if (usable <= keep) return {usable, 0, usable};
+  const int k = static_cast<int>(keep);
   if (k <= 1) return {k, 0, usable};  // one value has no variance, whichever it is
-  const int64_t low = best_split(at, usable, k, group);
+  const int low = best_split(at, usable, k, group);
   return {low, k - low, usable};
 }
 
 // ---- in one launch -----------------------------------------------------------------------------------------------
 
-// Sorts n entries; every exchange puts the smaller one first, so what is past the end never moves and n may be any
+// Sorts n entries. Every exchange puts the smaller one first, so what is past the end never moves and n may be any
 // number.
 template <class Group>
-__device__ void bitonic_sort(Entry* entries, int64_t n, const Group& group) {
-  const auto order = [&](int64_t a, int64_t b) {
+__device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
+  const auto order = [&](int a, int b) {
     if (b >= n) return;
     const Entry first = entries[a], second = entries[b];
     if (second < first) entries[a] = second, entries[b] = first;
   };
-  int64_t padded = 1;
-  while (padded < n) padded *= 2;
-  for (int64_t size = 2; size <= padded; size *= 2) {
-    const int64_t half = size / 2;
-    for (int64_t i = group.rank; i < padded / 2; i += group.size) {  // the second half backwards
-      const int64_t begin = i / half * size, place = i % half;
-      order(begin + place, begin + size - 1 - place);
+  int log_padded = 0;
+  while (log_padded < 31 && int64_t{1} << log_padded < n) ++log_padded;
+  const int pairs = log_padded > 0 ? 1 << (log_padded - 1) : 0;
+  for (int log_half = 0; log_half < log_padded; ++log_half) {
+    for (int i = group.rank; i < pairs; i += group.size) {  // the second half backwards
+      const int begin = i >> log_half << log_half, place = i - begin;
+      order(2 * begin + place, 2 * begin + (2 << log_half) - 1 - place);
     }
     group.sync();
-    for (int64_t stride = half / 2; stride > 0; stride /= 2) {
-      for (int64_t i = group.rank; i < padded / 2; i += group.size) {
-        const int64_t a = i / stride * 2 * stride + i % stride;
-        order(a, a + stride);
+    for (int log_stride = log_half - 1; log_stride >= 0; --log_stride) {
+      for (int i = group.rank; i < pairs; i += group.size) {
+        const int begin = i >> log_stride << log_stride, a = begin + i;
+        order(a, a + (1 << log_stride));
       }
       group.sync();
     }
@@ -116,37 +116,54 @@ __device__ void bitonic_sort(Entry* entries, int64_t n, const Group& group) {
 // Segments with a length in [shortest, longest]: another launch has the others.
 struct SizeClass {
   int64_t shortest, longest;
-  int64_t capacity;  // entries that fit in a segment's shared memory; longer ones are sorted in `spill`
-  Entry* spill;      // as many entries as there are values
+  int capacity;  // entries that fit in a segment's shared memory; longer ones are sorted in `spill`
+  Entry* spill;  // as many entries as there are values
 };
 
+// One segment, with room for its entries.
 template <class T, class Group>
-__global__ void __launch_bounds__(1024)
-    select_segments(const T* values, const bool* mask, const __grid_constant__ Segments segments,
-                    const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, bool* out) {
-  auto* shared = dynamic_shared<unsigned char>();
-  const Group group(shared);
-  const int64_t each = blockDim.x / group.size, place = threadIdx.x / group.size;
-  const int64_t segment = blockIdx.x * each + place;
-  if (segment >= segments.count) return;
-  const int64_t begin = segments.begin(segment), n = segments.end(segment) - begin;
-  if (n < sizes.shortest || n > sizes.longest) return;
-  Entry* entries = n <= sizes.capacity ? reinterpret_cast<Entry*>(shared + Group::kSharedBytes) + place * sizes.capacity
-                                       : sizes.spill + begin;
-
-  int64_t usable = 0;
-  for (int64_t i = group.rank; i < n; i += group.size) {
-    const uint32_t key = usable_key(values + begin, mask ? mask + begin : nullptr, i);
+__device__ void select_segment(const T* values, const bool* mask, int n, int64_t k, Entry* entries, const Group& group,
+                               bool* out) {
+  int usable = 0;
+  for (int i = group.rank; i < n; i += group.size) {
+    const uint32_t key = usable_key(values, mask, i);
     entries[i] = entry(key, i);
     usable += key != kUnusable;
   }
   usable = group.reduce(usable, Sum());
   group.sync();
   bitonic_sort(entries, n, group);
-  const auto at = [&](int64_t i) { return key_of(entries[i]); };
-  const Ends ends = find_ends(at, usable, keep.of(n), group);
-  for (int64_t rank = group.rank; rank < n; rank += group.size)
-    out[begin + static_cast<uint32_t>(entries[rank])] = ends.keeps(rank);
+  const auto at = [&](int i) { return key_of(entries[i]); };
+  const Ends ends = find_ends(at, usable, k, group);
+  for (int rank = group.rank; rank < n; rank += group.size)
+    out[static_cast<uint32_t>(entries[rank])] = ends.keeps(rank);
+}
+
+constexpr int kBlockThreads = 512;  // eight entries each at most; twice as many would leave a thread too few registers
+
+template <class Group>
+constexpr int kMostThreads = std::is_same_v<Group, BlockGroup> ? kBlockThreads : Group::kMostThreads;
+
+template <class T, class Group>
+__global__ void __launch_bounds__(kMostThreads<Group>, 1)
+    select_segments(const T* values, const bool* mask, const __grid_constant__ Segments segments,
+                    const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, bool* out) {
+  auto* shared = dynamic_shared<unsigned char>();
+  const Group group(shared);
+  const int place = static_cast<int>(threadIdx.x) / group.size;
+  const int64_t segment = int64_t{blockIdx.x} * (static_cast<int>(blockDim.x) / group.size) + place;
+  if (segment >= segments.count) return;
+  const int64_t begin = segments.begin(segment), n = segments.end(segment) - begin;
+  if (n < sizes.shortest || n > sizes.longest) return;
+  const auto select = [&](Entry* entries) {
+    select_segment(values + begin, mask ? mask + begin : nullptr, static_cast<int>(n), keep.of(n), entries, group,
+                   out + begin);
+  };
+  // Twice, so that the compiler knows which entries are in shared memory.
+  if (n <= sizes.capacity)
+    select(reinterpret_cast<Entry*>(shared + Group::kSharedBytes) + place * sizes.capacity);
+  else
+    select(sizes.spill + begin);
 }
 
 // ---- long segments -----------------------------------------------------------------------------------------------
@@ -163,10 +180,10 @@ __global__ void make_entries(const T* values, const bool* mask, int64_t n, const
 
 // How many of n sorted keys are usable, which are the first.
 template <class Keys>
-__device__ int64_t count_usable(const Keys& at, int64_t n) {
-  int64_t low = 0, high = n;
+__device__ int count_usable(const Keys& at, int n) {
+  int low = 0, high = n;
   while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
+    const int middle = low + (high - low) / 2;
     if (at(middle) == kUnusable)
       high = middle;
     else
@@ -175,12 +192,13 @@ __device__ int64_t count_usable(const Keys& at, int64_t n) {
   return low;
 }
 
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(BlockGroup::kMostThreads)
     find_sorted_ends(SortedEntries sorted, const __grid_constant__ Segments segments, const __grid_constant__ Keep keep,
                      Ends* ends) {
   const BlockGroup block(dynamic_shared<unsigned char>());
-  const int64_t begin = segments.begin(blockIdx.x), n = segments.end(blockIdx.x) - begin;
-  const auto at = [&](int64_t i) { return static_cast<uint32_t>(sorted.entries[begin + i]); };
+  const int64_t begin = segments.begin(blockIdx.x);
+  const int n = static_cast<int>(segments.end(blockIdx.x) - begin);
+  const auto at = [&](int i) { return static_cast<uint32_t>(sorted.entries[begin + i]); };
   const Ends found = find_ends(at, count_usable(at, n), keep.of(n), block);
   if (block.rank == 0) ends[blockIdx.x] = found;
 }
@@ -190,7 +208,7 @@ __global__ void write_sorted_mask(SortedEntries sorted, int64_t n, const __grid_
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= n) return;
   const int64_t segment = static_cast<int64_t>(sorted.entries[i] >> 32);
-  out[sorted.indices[i]] = ends[segment].keeps(i - segments.begin(segment));
+  out[sorted.indices[i]] = ends[segment].keeps(static_cast<int>(i - segments.begin(segment)));
 }
 
 template <class T>
@@ -206,8 +224,8 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
   int bits = 32;
   while (segments.count > int64_t{1} << (bits - 32)) ++bits;
   const SortedEntries sorted = sort_entries(entries, entries + n, indices, indices + n, n, bits, device);
-  launch("max_variance_select (splits)", find_sorted_ends, segments.count, 1024, BlockGroup::kSharedBytes, device,
-         sorted, segments, keep, ends);
+  launch("max_variance_select (splits)", find_sorted_ends, segments.count, BlockGroup::kMostThreads,
+         BlockGroup::kSharedBytes, device, sorted, segments, keep, ends);
   launch("max_variance_select (mask)", write_sorted_mask, ceil_div(n, kThreads), kThreads, 0, device, sorted, n,
          segments, static_cast<const Ends*>(ends), out);
 }
@@ -216,15 +234,16 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
 
 constexpr int64_t kWarpSegment = 128;    // up to this length a warp sorts faster than a block can meet
 constexpr int64_t kBlockSegment = 4096;  // 32 KB of entries: all GPUs have that without asking
-constexpr int kWarpsPerBlock = 4;
 
-int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : length <= 2048 ? 512 : 1024; }
+int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : kBlockThreads; }
 
 }  // namespace
 
 void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* out, Device& device) {
   const Segments& segments = values.segments;
   const int64_t n = values.total, longest = values.longest;
+  if (n > INT32_MAX)
+    throw std::invalid_argument("values: got " + std::to_string(n) + " of them; takes fewer than 2^31 on a GPU");
   if (segments.ragged()) clear(out, 0, n, device);  // what bad offsets leave out is not selected
   if (segments.count == 0) return;
   // With offsets and no bound, `longest` is all values: lengths are known on the device alone.
@@ -246,11 +265,11 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
     const int64_t in_block = longest < kBlockSegment ? longest : kBlockSegment;
     const bool small_only = known && longest <= kWarpSegment;
     if (longest <= kWarpSegment || !known)
-      run(select_segments<T, WarpGroup>, kWarpsPerBlock, kWarpsPerBlock * kWarp, WarpGroup::kSharedBytes,
-          {0, small_only ? INT64_MAX : kWarpSegment, in_warp, spill});
+      run(select_segments<T, WarpGroup>, WarpGroup::kMostThreads / kWarp, WarpGroup::kMostThreads,
+          WarpGroup::kSharedBytes, {0, small_only ? INT64_MAX : kWarpSegment, static_cast<int>(in_warp), spill});
     if (longest > kWarpSegment)
       run(select_segments<T, BlockGroup>, 1, threads_for(in_block), BlockGroup::kSharedBytes,
-          {known ? 0 : kWarpSegment + 1, INT64_MAX, in_block, spill});
+          {known ? 0 : kWarpSegment + 1, INT64_MAX, static_cast<int>(in_block), spill});
   });
 }
 

@@ -145,15 +145,13 @@ struct SegmentKeys {
   __device__ uint32_t operator()(int64_t position) { return stored ? stored[position - begin] : source(position); }
 };
 
-constexpr int kMostThreads = 1024;
-
 // Segments with a length in [shortest, longest]: another launch has the others.
 struct SizeClass {
   int64_t shortest, longest;
   int64_t capacity;  // keys that fit in shared memory
 };
 
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(BlockGroup::kMostThreads)
     select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros,
                     const __grid_constant__ Segments segments, const __grid_constant__ SizeClass sizes,
                     const __grid_constant__ SelectionOutputs outputs) {
@@ -210,7 +208,7 @@ struct Pieces {
   const Scores scores;
   const Quota quota;
   const Segments segments;
-  int64_t per_segment;
+  unsigned per_segment;
   Progress* progress;
   uint32_t* ties;  // [segments][per_segment]: keys of a piece that equal the k-th
 };
@@ -245,7 +243,7 @@ __device__ Found resume(const Pieces& pieces, const Piece& piece, int digit, int
 }
 
 template <int kDigit>
-__global__ void __launch_bounds__(kPieceThreads) count_digit(const __grid_constant__ Pieces pieces) {
+__global__ void __launch_bounds__(kPieceThreads, 1) count_digit(const __grid_constant__ Pieces pieces) {
   Shared& shared = *dynamic_shared<Shared>();
   const BlockGroup block(shared.group);
   const Piece piece(pieces);
@@ -264,7 +262,7 @@ __global__ void __launch_bounds__(kPieceThreads) count_digit(const __grid_consta
     if (shared.histogram[i] > 0) atomicAdd(&total[i], shared.histogram[i]);
 }
 
-__global__ void __launch_bounds__(kPieceThreads) count_ties(const __grid_constant__ Pieces pieces) {
+__global__ void __launch_bounds__(kPieceThreads, 1) count_ties(const __grid_constant__ Pieces pieces) {
   Shared& shared = *dynamic_shared<Shared>();
   const BlockGroup block(shared.group);
   const Piece piece(pieces);
@@ -279,7 +277,7 @@ __global__ void __launch_bounds__(kPieceThreads) count_ties(const __grid_constan
   if (block.rank == 0) pieces.ties[blockIdx.x] = own;
 }
 
-__global__ void __launch_bounds__(kPieceThreads)
+__global__ void __launch_bounds__(kPieceThreads, 1)
     write_pieces(const __grid_constant__ Pieces pieces, bool drop_zeros, bool* mask) {
   Shared& shared = *dynamic_shared<Shared>();
   const BlockGroup block(shared.group);
@@ -311,7 +309,8 @@ __global__ void write_results(const Progress* progress, int64_t segments,
 
 void select_in_pieces(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments,
                       int64_t longest, const SelectionOutputs& outputs, Device& device) {
-  const int64_t per_segment = ceil_div(longest, kPiece), blocks = segments.count * per_segment;
+  const auto per_segment = static_cast<unsigned>(ceil_div(longest, kPiece));
+  const int64_t blocks = segments.count * per_segment;
   auto* progress = device.scratch_of<Progress>(segments.count);
   clear(progress, 0, segments.count * static_cast<int64_t>(sizeof(Progress)), device);
   const Pieces pieces = {scores, quota, segments, per_segment, progress, device.scratch_of<uint32_t>(blocks)};
@@ -332,7 +331,7 @@ constexpr int64_t kSmall = 2048;  // scores; where lengths are unknown, such seg
 
 // Threads that have some 16 keys each; the tables of digits are work for a few warps at least.
 int threads_for(int64_t length) {
-  return length <= 1024 ? 128 : length <= 4096 ? 256 : length <= 16384 ? 512 : kMostThreads;
+  return length <= 1024 ? 128 : length <= 4096 ? 256 : length <= 16384 ? 512 : BlockGroup::kMostThreads;
 }
 
 }  // namespace
