@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from disassembly import Instruction, Resources, cuobjdump, kernels, loops, resources, shortest_way
 
 import d3s_kernels
 from d3s_kernels import _build_info
-from tests.disassembly import Instruction, Resources, cuobjdump, kernels, loops, resources, shortest_way
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = Path(_build_info.__file__).parent / "_cuda.so"

@@ -53,13 +53,13 @@ def sanitized() -> Path:
 
 
 def run_pytest(library: Path, *arguments: str, **environment: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "tests.emulated_cuda", "-p", "no:cacheprovider", "-W", "ignore"]
+    command = [sys.executable, "-m", "pytest", "-p", "emulated_cuda", "-p", "no:cacheprovider", "-W", "ignore"]
     done = subprocess.run(
         [*command, *arguments],
         capture_output=True,
         text=True,
         check=False,
-        cwd=ROOT,
+        cwd=TESTS,
         env={**os.environ, "D3S_EMULATED_LIBRARY": str(library / "_emulated.so"), **environment},
     )
     print(done.stdout[-300:])

@@ -1,21 +1,18 @@
 """What only the CUDA kernels have: several launches for several sizes, rows that lie askew, values that nobody checked.
 
-Run by test_cuda_emulated.py, with the plugin tests/emulated_cuda.py. The emulated device is small (D3S_SHIM_SMS,
-D3S_SHIM_SHARED), so that every path is taken by inputs that a CPU gets through.
+Run by test_cuda_emulated.py, with the plugin tests/emulated_cuda.py, and on a GPU by cuda/test_suites.py. The emulated
+device is small (D3S_SHIM_SMS, D3S_SHIM_SHARED), so that every path is taken by inputs that a CPU gets through.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
-
-import d3s_kernels as d3s
-from d3s_kernels import reference
-from tests.helpers import (
+from helpers import (
     DTYPES,
     assert_entropy,
     assert_gradient,
@@ -26,6 +23,10 @@ from tests.helpers import (
     random_labels,
     random_logits,
 )
+from torch import Tensor
+
+import d3s_kernels as d3s
+from d3s_kernels import reference
 
 SLICE = 32768  # kSlice in csrc/cuda/logprob_entropy.cu
 SEEDS = range(1, 9)
@@ -322,6 +323,7 @@ def test_a_bad_temperature_gives_nan(temperature: float) -> None:
     ]
 
 
+@pytest.mark.skipif("D3S_EMULATED_LIBRARY" not in os.environ, reason="a GPU's shared memory is what it is")
 def test_the_launch_says_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("D3S_SHIM_SHARED", "1")
     with pytest.raises(RuntimeError, match="d3s_kernels: topk_mask"):

@@ -1,0 +1,43 @@
+"""Each op once on small inputs, for compute-sanitizer: every kernel, every size class, rows that lie askew.
+
+compute-sanitizer --tool racecheck python tests/cuda/sanitized.py
+"""
+
+import torch
+
+import d3s_kernels as d3s
+
+GPU = torch.device("cuda")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, vocabulary in ((3, 40_000), (700, 33), (5, 1021)):
+            logits = torch.randn(rows, vocabulary, device=GPU).to(dtype).requires_grad_()
+            logprob, entropy = d3s.logprob_entropy(logits, torch.randint(vocabulary, (rows,), device=GPU))
+            (logprob.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
+    hidden = torch.randn(20, 16, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(3000, 16, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(3000, (20,), device=GPU)
+    d3s.linear_logprob_entropy(hidden, weight, labels, max_grad_rows=20)[0].sum().backward()  # type: ignore[no-untyped-call]
+
+    offsets = torch.tensor([0, 0, 100, 3000, 9000], device=GPU)
+    for length in (100, 3000, 9000, 200_000):
+        scores = torch.randint(0, 50, (length,), device=GPU).float()
+        d3s.topk_mask(scores, 0.1)
+        d3s.select_tokens(scores, torch.tensor(1.0, device=GPU), 0.5, drop_zeros=True)
+        d3s.max_variance_select(scores, 30)
+        d3s.compact(scores > 10, length)
+        d3s.group_advantages(scores)
+    ragged = torch.randint(0, 50, (9000,), device=GPU).float()
+    d3s.topk_mask(ragged, 0.1, offsets=offsets)
+    d3s.max_variance_select(ragged, 30, offsets=offsets)
+    d3s.group_advantages(ragged, offsets=offsets, scale="batch")
+    d3s.select_tokens_from_logits(torch.randn(4, 9, 500, device=GPU), torch.randn(4, device=GPU), 0.3)
+    torch.cuda.synchronize()
+    print("every op ran")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""On GPU tensors: full sizes, repeatability, graphs, streams, no synchronisation, torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from helpers import assert_entropy, assert_identical, assert_logprob, assert_same_bits, random_labels
+from torch import Tensor
+
+import d3s_kernels as d3s
+from d3s_kernels import reference
+
+VOCABULARY = 151_936
+GPU = torch.device("cuda")
+
+
+def logits_like_a_models(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal numbers; every fourth row has one token far above the rest."""
+    logits = torch.randn(*shape, device=GPU, dtype=dtype) * 3
+    logits.view(-1, shape[-1])[::4, 17] += 30
+    return logits
+
+
+def tensors(result: object) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)  # type: ignore[arg-type]
+
+
+Call = Callable[[], object]
+
+
+def calls() -> dict[str, Call]:
+    """Every op, on inputs that stay where they are."""
+    logits = logits_like_a_models(40, 20_000)
+    labels = random_labels(40, vocabulary=20_000).to(GPU)
+    hidden, weight = torch.randn(40, 64, device=GPU).bfloat16(), torch.randn(20_000, 64, device=GPU).bfloat16()
+    scores = torch.randint(0, 1000, (8, 5000), device=GPU).float()
+    long = torch.rand(300_000, device=GPU)
+    advantages, rewards = torch.randn(8, device=GPU), torch.randint(0, 3, (64, 8), device=GPU).float()
+    offsets = torch.arange(0, 512 + 1, 8, device=GPU)
+    mask = torch.rand(8, 5000, device=GPU) < 0.5
+    row_mask = torch.rand(40, device=GPU) < 0.5
+    ratio, keep = torch.tensor(0.1, device=GPU), torch.tensor(3, device=GPU)
+    entropy, row_max, log_sum = torch.ops.d3s_kernels.logprob_entropy(logits, labels)[1:]
+    gradient = torch.randn(40, device=GPU)
+    backward = torch.ops.d3s_kernels.logprob_entropy_backward
+    return {
+        "entropy": lambda: d3s.entropy(logits),
+        "entropy, masked": lambda: d3s.entropy(logits, row_mask=row_mask, temperature=torch.tensor(0.7, device=GPU)),
+        "logprob_entropy": lambda: d3s.logprob_entropy(logits, labels),
+        "logprob_entropy, one row": lambda: d3s.logprob_entropy(logits[:1], labels[:1]),
+        "logprob_entropy_backward": lambda: backward(gradient, gradient, logits, labels, entropy, row_max, log_sum),
+        "linear_logprob_entropy": lambda: d3s.linear_logprob_entropy(
+            hidden, weight, labels, row_mask=row_mask, max_rows=40, max_grad_rows=40
+        ),
+        "topk_mask": lambda: d3s.topk_mask(scores, ratio, mask=mask),
+        "topk_mask, ragged": lambda: d3s.topk_mask(rewards.flatten(), 0.3, offsets=offsets),
+        "topk_mask, long": lambda: d3s.topk_mask(long, 0.1),
+        "select_tokens": lambda: d3s.select_tokens(scores, advantages, 0.1, mask=mask)[::2],
+        "select_tokens, sequence": lambda: d3s.select_tokens(scores, advantages, 0.1, scope="sequence"),
+        "select_tokens_from_logits": lambda: d3s.select_tokens_from_logits(
+            logits.view(8, 5, -1), advantages, 0.3, mask=row_mask.view(8, 5)
+        ),
+        "compact": lambda: d3s.compact(mask, 6000),
+        "group_advantages": lambda: d3s.group_advantages(rewards),
+        "group_advantages, batch": lambda: d3s.group_advantages(rewards.flatten(), offsets=offsets, scale="batch"),
+        "max_variance_select": lambda: d3s.max_variance_select(rewards, keep),
+        "max_variance_select, ragged": lambda: d3s.max_variance_select(rewards.flatten(), 3, offsets=offsets),
+        "max_variance_select, long": lambda: d3s.max_variance_select(long, 5000),
+        "select_rollouts": lambda: d3s.select_rollouts(rewards, 3),
+    }
+
+
+NAMES = (
+    "entropy", "entropy, masked", "logprob_entropy", "logprob_entropy, one row", "logprob_entropy_backward",
+    "linear_logprob_entropy", "topk_mask", "topk_mask, ragged", "topk_mask, long", "select_tokens",
+    "select_tokens, sequence", "select_tokens_from_logits", "compact", "group_advantages", "group_advantages, batch",
+    "max_variance_select", "max_variance_select, ragged", "max_variance_select, long", "select_rollouts",
+)  # fmt: skip
+
+
+@pytest.fixture
+def no_synchronisation() -> Iterator[Callable[[], None]]:
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_bits_every_time(name: str) -> None:
+    call = calls()[name]
+    first = [tensor.clone() for tensor in tensors(call())]
+    for _ in range(20):
+        for again, expected in zip(tensors(call()), first, strict=True):
+            assert_same_bits(again, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_waits_for_the_gpu(name: str, no_synchronisation: Callable[[], None]) -> None:
+    call = calls()[name]
+    call()
+    no_synchronisation()
+    call()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_a_graph(name: str) -> None:
+    call = calls()[name]
+    expected = [tensor.clone() for tensor in tensors(call())]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # on another stream than the default one, too
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = tensors(call())
+    for tensor in captured:
+        tensor.zero_()
+    graph.replay()
+    for ours, theirs in zip(captured, expected, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_on_the_current_stream() -> None:
+    """Work that is queued on a stream before the op is done before it, without a word to the device."""
+    stream = torch.cuda.Stream()
+    scores = torch.zeros(1 << 20, device=GPU)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        scores += torch.arange(1 << 20, device=GPU)
+        mask = d3s.topk_mask(scores, k=10)
+    stream.synchronize()
+    assert mask.nonzero().flatten().tolist() == list(range((1 << 20) - 10, 1 << 20))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 100, 2000])
+def test_full_vocabulary(rows: int, dtype: torch.dtype) -> None:
+    logits = logits_like_a_models(rows, VOCABULARY, dtype=dtype).requires_grad_()
+    labels = random_labels(rows, vocabulary=VOCABULARY).to(GPU)
+    logprob, entropy = d3s.logprob_entropy(logits, labels)
+    g_logprob, g_entropy = torch.randn(rows, device=GPU), torch.randn(rows, device=GPU)
+    (ours,) = torch.autograd.grad((logprob * g_logprob + entropy * g_entropy).sum(), logits)
+    tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    for part in range(0, rows, 200):  # float64 of all would not leave much
+        piece = slice(part, part + 200)
+        exact_logits = logits.detach()[piece].double().requires_grad_()
+        exact = reference.logprob_entropy(exact_logits, labels[piece])
+        assert_logprob(logprob[piece], exact[0])
+        assert_entropy(entropy[piece], exact[1])
+        (theirs,) = torch.autograd.grad((exact[0] * g_logprob[piece] + exact[1] * g_entropy[piece]).sum(), exact_logits)
+        assert (ours[piece].double() - theirs).norm() <= tolerance * theirs.norm()
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    logits = logits_like_a_models(3000, VOCABULARY)
+    labels = random_labels(3000, vocabulary=VOCABULARY).to(GPU)
+    everything = d3s.logprob_entropy(logits, labels)
+    for rows in (slice(0, 1), slice(7, 30), slice(100, 900), slice(1500, 3000)):
+        for ours, whole in zip(d3s.logprob_entropy(logits[rows], labels[rows]), everything, strict=True):
+            assert_same_bits(ours, whole[rows])
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    logits = torch.zeros(16_000, VOCABULARY, device=GPU, dtype=torch.bfloat16)
+    logits[-1] = logits_like_a_models(VOCABULARY)
+    entropy = d3s.entropy(logits)
+    assert_entropy(entropy[-1:], reference.entropy(logits[-1:]))
+    torch.testing.assert_close(entropy[:-1], torch.full_like(entropy[:-1], float(torch.log(torch.tensor(VOCABULARY)))))
+
+
+def test_topk_of_a_batch_of_millions() -> None:
+    scores = torch.randint(0, 100_000, (4 << 20,), device=GPU).float()
+    for ratio in (0.05, 0.1, 0.2):
+        mask = d3s.topk_mask(scores, ratio)
+        order = scores.sort(descending=True, stable=True).indices
+        k = -(-int(ratio * 1000) * len(scores) // 1000)
+        assert_identical(mask.nonzero().flatten(), order[:k].sort().values)
+
+
+def test_max_variance_of_a_pool() -> None:
+    for n in (65_536, 1 << 20):
+        values = torch.randint(0, 50, (n,)).float()
+        ours = d3s.max_variance_select(values.to(GPU), n // 4)
+        assert_identical(ours.cpu(), reference.max_variance_select(values, n // 4))
+
+
+def test_half_precision_heads() -> None:
+    hidden, weight = torch.randn(500, 256, device=GPU).bfloat16(), torch.randn(50_000, 256, device=GPU).bfloat16() / 8
+    labels = random_labels(500, vocabulary=50_000).to(GPU)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    ours = d3s.linear_logprob_entropy(*leaves, labels, workspace_bytes=40_000_000)
+    theirs = reference.linear_logprob_entropy(*exact, labels)
+    torch.testing.assert_close(ours[0], theirs[0].float(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(ours[1], theirs[1].float(), atol=1e-4, rtol=1e-5)
+    grads = torch.autograd.grad(ours[0].sum() + ours[1].sum(), leaves)
+    exact_grads = torch.autograd.grad(theirs[0].sum() + theirs[1].sum(), exact)
+    for mine, right in zip(grads, exact_grads, strict=True):
+        assert (mine.double() - right).norm() <= 2e-2 * right.norm()
+
+
+@pytest.mark.parametrize("name", ["logprob_entropy", "topk_mask", "max_variance_select", "compact", "group_advantages"])
+def test_opcheck(name: str) -> None:
+    op = getattr(torch.ops.d3s_kernels, name).default
+    arguments = {
+        "logprob_entropy": (torch.randn(4, 50, device=GPU, requires_grad=True), torch.tensor([1, 2, 3, -100]).to(GPU)),
+        "topk_mask": (torch.randn(4, 50, device=GPU), 0.5),
+        "max_variance_select": (torch.randn(4, 50, device=GPU), 5),
+        "compact": (torch.rand(4, 50, device=GPU) < 0.5, 60),
+        "group_advantages": (torch.randn(4, 50, device=GPU),),
+    }
+    torch.library.opcheck(op, arguments[name])
+
+
+def test_compiled_in_one_graph() -> None:
+    def step(logits: Tensor, labels: Tensor, advantages: Tensor, ratio: Tensor) -> Tensor:
+        logprob, entropy = d3s.logprob_entropy(logits, labels)
+        kept = d3s.select_tokens(entropy.detach(), advantages, ratio)
+        return (torch.where(kept.mask, logprob, logprob.detach()) * advantages.unsqueeze(-1)).sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for tokens in (16, 32, 48):
+        logits = logits_like_a_models(4, tokens, 1000).requires_grad_()
+        labels = random_labels(4, tokens, vocabulary=1000).to(GPU)
+        inputs = labels, torch.randn(4, device=GPU), torch.tensor(0.2, device=GPU)
+        (ours,) = torch.autograd.grad(compiled(logits, *inputs), logits)
+        (eager,) = torch.autograd.grad(step(logits, *inputs), logits)
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one() -> None:
+    logits = torch.randn(4, 5000, device="cuda:1")
+    assert_entropy(d3s.entropy(logits), reference.entropy(logits))
+    assert torch.cuda.current_device() == 0

@@ -1,0 +1,64 @@
+"""A pytest plugin: in this process, ops on CPU tensors are computed on the GPU. So every test of the ops runs on the
+CUDA kernels as it stands.
+
+    cd tests; python -m pytest -p on_cuda test_topk_mask.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from d3s_kernels import _linear, _ops
+
+OPS = (
+    "logprob_entropy",
+    "logprob_entropy_backward",
+    "linear_logprob_entropy",
+    "linear_logprob_entropy_backward",
+    "softmax_state_",
+    "softmax_state_finish",
+    "logprob_entropy_backward_",
+    "topk_mask",
+    "select_tokens",
+    "select_tokens_from_logits",
+    "compact",
+    "group_advantages",
+    "max_variance_select",
+)
+
+
+def to_gpu(tensor: Tensor) -> Tensor:
+    """With its strides, and starting as many bytes past a multiple of 16 as it does here."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    return whole.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def on_gpu(name: str) -> Any:
+    op = getattr(torch.ops.d3s_kernels, name).default
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        there: list[tuple[Tensor, Tensor]] = []
+
+        def send(tensor: Tensor) -> Tensor:
+            there.append((tensor, to_gpu(tensor)))
+            return there[-1][1]
+
+        sent, sent_options = tree_map_only(Tensor, send, (arguments, options))
+        result = op(*sent, **sent_options)
+        if name.endswith("_"):
+            for here, moved in there:
+                here.copy_(moved)
+        return tree_map_only(Tensor, lambda tensor: tensor.cpu(), result)
+
+    return run
+
+
+assert _ops.has_cuda
+_library = torch.library.Library("d3s_kernels", "IMPL")
+for _name in OPS:
+    _library.impl(_name, on_gpu(_name), "CPU")
+_linear._SIZES["cpu"] = _linear._SIZES["cuda"]
