@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-oldest demo bench bench-short lint format sanitize wheel clean
+.PHONY: help setup test test-oldest gpu demo bench bench-short lint format sanitize wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -37,6 +37,9 @@ test: setup  ## the whole test suite
 
 demo: setup  ## the main job on real input, with a picture
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+gpu:  ## all that needs an NVIDIA GPU, in nine minutes: build, tests, compute-sanitizer, benchmarks; STAGE=bench runs one
+	$(PYTHON) tools/gpu.py
 
 bench: setup  ## all benchmarks, against the peers: a table, and JSON and a plot in benchmarks/results/
 	$(BIN)/python -m benchmarks

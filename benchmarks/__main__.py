@@ -3,6 +3,7 @@
     python -m benchmarks                 all of it: the full sizes, some ten minutes, a file in benchmarks/results/
     python -m benchmarks --short         does every benchmark run? Small inputs; writes nothing
     python -m benchmarks --only topk     some of it (pytest's -k); writes nothing
+    python -m benchmarks --device cuda   all of it on a GPU, with its own sizes and targets; some two minutes
 
 A missed target is no error; a benchmark that fails is one.
 """
@@ -15,11 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from . import machine, memory, plot, report, timing
 from .report import Line
-from .sizes import FULL, SHORT
+from .sizes import sizes_for
+from .targets import TARGETS
 from .timing import Contenders
 
 HERE = Path(__file__).parent
@@ -28,21 +31,33 @@ HERE = Path(__file__).parent
 def main() -> int:
     options = arguments()
     console = Console(width=None if sys.stdout.isatty() else 180)
-    facts = machine.describe()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        console.print("[bold red]There is no CUDA device here.")
+        return 1
+    facts = machine.describe(options.device)
     if facts["load_before"] > 0.5:
         console.print(f"[yellow]This machine is busy (load {facts['load_before']:.1f}): timings will not mean much.")
-    contests, failed = run_pytest(options.short, options.only)
-    judged = report.lines(contests, options.short)
-    peaks = {} if options.only else memory.measure(options.short)
-    judged += report.memory_line(peaks, SHORT if options.short else FULL, options.short)
+    contests, failed = run_pytest(options)
+    whole = not options.short and not options.only
+    judged = report.lines(contests, TARGETS[options.device], short=options.short, whole=whole)
+    sizes = sizes_for(options.device, options.short)
+    if options.device == "cuda":
+        peaks, allowed = memory.of_contest(contests.get("logprob_entropy forward", {})), None
+    else:
+        peaks, allowed = {} if options.only else memory.measure(options.short), memory.allowed(sizes)
+    judged += report.memory_line(peaks, sizes, options.short, allowed)
 
     title = "d3s_kernels, small inputs: no targets" if options.short else "d3s_kernels: targets and what was measured"
     caption = describe(facts, report.gigabytes_per_second(contests))
     console.print(report.table(title, caption, judged))
     if failed:
         console.print("[bold red]A benchmark failed; see above.")
-    elif not options.short and not options.only:
-        console.print(f"Written to {write(facts, title, caption, judged, contests, peaks)}.{{json,md,png}}")
+    # A GPU is at hand for minutes: what was measured there is kept, whatever failed beside it.
+    if whole and (not failed or (options.device == "cuda" and contests)):
+        facts["failed"] = failed
+        console.print(
+            f"Written to {write(options.out, facts, title, caption, judged, contests, peaks)}.{{json,md,png}}"
+        )
     return int(failed)
 
 
@@ -50,31 +65,56 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="small inputs, under two minutes; writes nothing")
     parser.add_argument("--only", metavar="EXPRESSION", help="some benchmarks (pytest's -k); writes nothing")
+    parser.add_argument("--device", choices=list(TARGETS), default="cpu", help="where the inputs are")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, default=HERE / "results", help="where results are written"
+    )
+    parser.add_argument("--seconds", type=float, help="start no benchmark after so long")
     return parser.parse_args()
 
 
-def run_pytest(short: bool, only: str | None) -> tuple[dict[str, Contenders], bool]:
+def run_pytest(options: argparse.Namespace) -> tuple[dict[str, Contenders], bool]:
     """The contests that were held, and whether any failed. pytest's own lines are the progress shown."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         command = [sys.executable, "-m", "pytest", str(HERE), "-v", "--no-header", "--benchmark-quiet"]
-        command += [f"--benchmark-json={results}", *(["--short"] if short else []), *(["-k", only] if only else [])]
+        command += [f"--benchmark-json={results}", f"--device={options.device}"]
+        command += ["--short"] if options.short else []
+        command += ["-k", options.only] if options.only else []
+        command += [f"--seconds={options.seconds}"] if options.seconds else []
         done = subprocess.run(command, cwd=HERE.parent, check=False)
         return (timing.read(results) if results.exists() else {}), done.returncode != 0
 
 
 def describe(facts: dict[str, Any], bandwidth: dict[str, float]) -> str:
-    parts = [f"{facts['cpu']}, {facts['threads']} threads of {facts['cores']} cores", facts["date"]]
+    parts = [name_of(facts), facts["date"]]
     parts += [f"{package} {version}" for package, version in facts["versions"].items() if package != "transformers"]
     parts += [f"commit {facts['commit']}"] if facts["commit"] else []
     parts += [f"{name} {rate:.1f} GB/s" for name, rate in bandwidth.items()]
     return (
         f"{'; '.join(parts)}. Contenders take turns: times are medians over the rounds, ratios the medians of the "
-        "rounds' ratios. Warm-up, and with it torch.compile's compilation, is not counted."
+        f"rounds' ratios. Warm-up, and with it torch.compile's compilation, is not counted.{how(facts['device'])}"
+    )
+
+
+def name_of(facts: dict[str, Any]) -> str:
+    if facts["device"] == "cuda":
+        return f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}"
+    return f"{facts['cpu']}, {facts['threads']} threads of {facts['cores']} cores"
+
+
+def how(device: str) -> str:
+    if device == "cpu":
+        return ""
+    return (
+        " Timed by CUDA events; what takes less than a millisecond and does not wait for the GPU, by replaying a CUDA "
+        "graph, over copies of small inputs that are together larger than the GPU's cache. Overheads are the time "
+        "until the call returns."
     )
 
 
 def write(
+    folder: Path,
     facts: dict[str, Any],
     title: str,
     caption: str,
@@ -82,12 +122,13 @@ def write(
     contests: dict[str, Contenders],
     peaks: dict[str, int],
 ) -> Path:
-    base = HERE / "results" / f"{facts['machine']}-{facts['date']}"
-    base.parent.mkdir(exist_ok=True)
+    base = folder / f"{facts['machine']}-{facts['date']}"
+    base.parent.mkdir(parents=True, exist_ok=True)
     everything = facts | report.data(judged, contests) | {"peak_extra_bytes": peaks}
     base.with_suffix(".json").write_text(json.dumps(everything, indent=1, default=str) + "\n")
     base.with_suffix(".md").write_text(report.markdown(title, caption, judged, contests))
-    plot.save(base.with_suffix(".png"), title, f"{facts['cpu']}, {facts['cores']} cores, {facts['date']}", judged)
+    where = name_of(facts) if facts["device"] == "cuda" else f"{facts['cpu']}, {facts['cores']} cores"
+    plot.save(base.with_suffix(".png"), title, f"{where}, {facts['date']}", judged)
     return base
 
 

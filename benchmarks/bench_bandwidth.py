@@ -2,12 +2,13 @@
 
 import torch
 
+from . import inputs
 from .harness import Contest
 from .sizes import Sizes
 
 
 def test_bandwidth(contest: Contest, sizes: Sizes) -> None:
-    source = torch.ones(sizes.sequences * sizes.tokens * sizes.vocabulary // 2)  # the bytes of the logits
+    source = inputs.advantages(sizes.sequences * sizes.tokens * sizes.vocabulary // 2)  # the bytes of the logits
     target = torch.empty_like(source)
     contest(
         "memory bandwidth",

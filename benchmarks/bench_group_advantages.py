@@ -12,10 +12,11 @@ def test_group_advantages(contest: Contest, sizes: Sizes) -> None:
     contest(
         "group_advantages",
         describe(*sizes.groups),
-        lambda: d3s.group_advantages(rewards),
+        d3s.group_advantages,
+        inputs=(rewards,),
         peers={
-            "TRL": lambda: peers.trl_advantages(rewards),
-            "verl's loop": lambda: peers.verl_advantages(rewards),
+            "TRL": peers.trl_peers.UTILS and peers.trl_advantages,
+            "verl's loop": peers.looping(peers.verl_advantages),
         },
         agree=close(2e-3),  # verl's epsilon is another
     )

@@ -9,10 +9,11 @@ from torch.nn.functional import linear
 import d3s_kernels as d3s
 
 from . import inputs, peers
-from .harness import Contest, Work, close, describe
+from .clock import Work
+from .harness import Contest, close, describe
 from .sizes import Sizes
 
-WIDTHS = ["narrow", "wide"]  # the peer takes its time: it is measured, and checked against, where the head is narrow
+WIDTHS = ["narrow", "wide"]
 # Inputs and logits: as a bfloat16 model has them, with logits kept in float32 (the default), and all in float32.
 PRECISIONS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
@@ -26,12 +27,18 @@ PRECISIONS = {
 def test_forward(contest: Contest, sizes: Sizes, width: str, precision: str) -> None:
     dtype, logits_dtype = PRECISIONS[precision]
     hidden, weight, labels = lm_head(sizes, width, dtype)
+    yardsticks = {"matmul": lambda: linear(hidden, weight)}
+    if peers.ON_GPU and dtype != logits_dtype:
+        yardsticks["matmul to fp32"] = lambda: torch.mm(hidden, weight.T, out_dtype=logits_dtype)
     contest(
         f"linear_logprob_entropy forward, {width}, {precision}",
         size_of(hidden, weight),
         lambda: d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=logits_dtype),
-        peers={"PyTorch": lambda: peers.plain(linear(hidden, weight), labels)} if width == "narrow" else {},
-        yardsticks={"matmul": lambda: linear(hidden, weight)},
+        peers={
+            "PyTorch": (lambda: peers.plain(linear(hidden, weight), labels)) if fast(width) else None,
+            "TRL's chunked head": peers.trl_peers.CHUNKED and (lambda: peers.trl_head(hidden, weight, labels)),
+        },
+        yardsticks=yardsticks,
         agree=close(0.2 if dtype == torch.bfloat16 else 1e-3),  # PyTorch rounds the logits to the inputs' precision
     )
 
@@ -43,7 +50,7 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
     dtype, logits_dtype = PRECISIONS[precision]
     hidden, weight, labels = lm_head(sizes, width, dtype)
     every = inputs.advantages(len(labels))
-    few = every * (torch.arange(len(every)) % 10 == 0)
+    few = every * (torch.arange(len(every), device=every.device) % 10 == 0)
 
     def step(function: Callable, gradient: torch.Tensor) -> Work:
         leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
@@ -59,22 +66,34 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
     def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return peers.plain(linear(hidden, weight), labels)[0]
 
+    def chunked(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return peers.trl_head(hidden, weight, labels)[0]
+
     contest(
         f"linear_logprob_entropy forward + backward, 10% of the tokens, {width}, {precision}",
         size_of(hidden, weight),
         step(ours, few),
-        peers={"PyTorch": step(plain, few)} if width == "narrow" else {},
+        peers={
+            "PyTorch": step(plain, few) if fast(width) else None,
+            "TRL's chunked head": peers.trl_peers.CHUNKED and step(chunked, few),
+        },
         yardsticks={"all tokens": step(ours, every)},
         agree=close_in_norm(0.02),
     )
 
 
+def fast(width: str) -> bool:
+    """PyTorch takes its time: on a CPU it is measured, and checked against, where the head is narrow."""
+    return peers.ON_GPU or width == "narrow"
+
+
 def lm_head(sizes: Sizes, width: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, the LM head's weight, and labels; the logits come out about normal with sigma 3."""
     features, random = getattr(sizes, width), inputs.generator()
-    hidden = torch.empty(sizes.head_tokens, features, dtype=dtype).normal_(generator=random)
-    weight = torch.empty(sizes.vocabulary, features, dtype=dtype).normal_(std=3 / features**0.5, generator=random)
-    return hidden, weight, torch.randint(sizes.vocabulary, (sizes.head_tokens,), generator=random)
+    like = {"dtype": dtype, "device": inputs.device}
+    hidden = torch.empty(sizes.head_tokens, features, **like).normal_(generator=random)
+    weight = torch.empty(sizes.vocabulary, features, **like).normal_(std=3 / features**0.5, generator=random)
+    return hidden, weight, torch.randint(sizes.vocabulary, (sizes.head_tokens,), generator=random, device=inputs.device)
 
 
 def size_of(hidden: torch.Tensor, weight: torch.Tensor) -> str:

@@ -8,10 +8,12 @@ import torch
 import d3s_kernels as d3s
 
 from . import inputs, peers
-from .harness import Contest, Prepared, Work, close, describe
+from .clock import Prepared, Work
+from .harness import Contest, close, describe
 from .sizes import Sizes
 
-LOW_PRECISION = {"TRL": 0.5, "verl": 0.5}  # both round to bfloat16 in between
+LOW_PRECISION_GRADIENT = {"TRL": 0.05, "TRL without Triton": 0.05, "verl": 0.05}
+LOW_PRECISION = {"TRL": 0.5, "TRL without Triton": 0.5, "verl": 0.5}  # they round to bfloat16 in between
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +42,15 @@ def test_forward(contest: Contest, logits, labels, compiled, size) -> None:
         size,
         lambda: d3s.logprob_entropy(logits, labels),
         peers={
-            "TRL": lambda: peers.trl_grpo(logits, labels),
-            "verl": lambda: peers.verl(logits, labels),
+            peers.TRL: peers.from_trl(lambda: peers.trl_grpo(logits, labels)),
+            "TRL without Triton": peers.trl_torch and (lambda: peers.trl_torch(logits, labels)),
+            "verl": peers.looping(lambda: peers.verl(logits, labels)),
             "PyTorch": lambda: peers.plain(logits, labels),
             "torch.compile": compiled and (lambda: compiled(logits, labels)),
         },
         yardsticks={"logits.sum()": lambda: logits.sum()},
         agree=close(1e-3, **LOW_PRECISION),
+        moves=logits.nbytes,
     )
 
 
@@ -55,9 +59,10 @@ def test_entropy(contest: Contest, logits, size) -> None:
         "entropy",
         size,
         lambda: d3s.entropy(logits),
-        peers={"TRL": lambda: peers.entropy_from_logits(logits)},
+        peers={peers.TRL: peers.from_trl(lambda: peers.trl_entropy(logits))},
         yardsticks={"logits.sum()": lambda: logits.sum()},
         agree=close(1e-3, **LOW_PRECISION),
+        moves=logits.nbytes,
     )
 
 
@@ -67,18 +72,23 @@ def test_backward(contest: Contest, logits, labels, compiled, size) -> None:
     def of(function: Callable) -> Work:
         return backward(function, logits, labels, *gradients)
 
+    yardsticks = {"empty + fill_": lambda: torch.empty_like(logits).fill_(0)}
+    if peers.ON_GPU:
+        yardsticks["copy"] = lambda: torch.empty_like(logits).copy_(logits)
     contest(
         "logprob_entropy backward, both gradients",
         size,
         of(d3s.logprob_entropy),
         peers={
-            "TRL": of(peers.trl_entropy_bonus),
-            "verl": of(peers.verl),
+            peers.TRL: peers.from_trl(of(peers.trl_entropy_bonus)),
+            "TRL without Triton": peers.trl_torch and of(peers.trl_torch),
+            "verl": peers.looping(of(peers.verl)),
             "PyTorch": of(peers.plain),
             "torch.compile": compiled and of(compiled),
         },
-        yardsticks={"empty + fill_": lambda: torch.empty_like(logits).fill_(0)},
-        agree=close_gradient(1e-2, TRL=0.05, verl=0.05),
+        yardsticks=yardsticks,
+        agree=close_gradient(1e-2, **LOW_PRECISION_GRADIENT),
+        moves=2 * logits.nbytes,
     )
 
 
@@ -88,9 +98,10 @@ def test_backward_of_logprob_alone(contest: Contest, logits, labels, size) -> No
         "logprob_entropy backward, logprob alone",
         size,
         backward(d3s.logprob_entropy, logits, labels, gradient),
-        peers={"TRL": backward(peers.trl_grpo, logits, labels, gradient)},
+        peers={peers.TRL: peers.from_trl(backward(peers.trl_grpo, logits, labels, gradient))},
         yardsticks={"empty + fill_": lambda: torch.empty_like(logits).fill_(0)},
         agree=close_gradient(1e-2, TRL=0.05),
+        moves=2 * logits.nbytes,
     )
 
 
@@ -124,7 +135,7 @@ def test_backward_half_masked(contest: Contest, logits, labels, size, pattern: s
 def half(pattern: str, labels: torch.Tensor) -> torch.Tensor:
     if pattern == "right-padded":
         return inputs.right_padded(*labels.shape)
-    return (torch.arange(labels.numel()) % 2 == 0).view_as(labels)
+    return (torch.arange(labels.numel(), device=labels.device) % 2 == 0).view_as(labels)
 
 
 def backward(function: Callable, logits: torch.Tensor, labels: torch.Tensor, *gradients: torch.Tensor) -> Work:

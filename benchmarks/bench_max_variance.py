@@ -17,10 +17,11 @@ def test_max_variance_select(contest: Contest, sizes: Sizes, where: str) -> None
     contest(
         f"max_variance_select, {where}",
         f"{describe(*shape)}, keep {keep:,}",
-        lambda: d3s.max_variance_select(values, keep),
+        lambda values: d3s.max_variance_select(values, keep),
+        inputs=(values,),
         peers={
-            "vectorised PyTorch": lambda: peers.max_variance(values, keep),
-            "PODS's loop": lambda: peers.pods(values, keep),
+            "vectorised PyTorch": lambda values: peers.max_variance(values, keep),
+            "PODS's loop": peers.looping(lambda values: peers.pods(values, keep)),
         },
         agree=same_variance(values, keep),
     )
@@ -33,8 +34,13 @@ def test_select_rollouts(contest: Contest, sizes: Sizes) -> None:
     contest(
         "select_rollouts, over all groups",
         f"{describe(*sizes.groups)}, keep {kept:,}",
-        lambda: d3s.select_rollouts(advantages, sizes.keep),
-        peers={"vectorised PyTorch": lambda: peers.max_variance(pooled, kept).view_as(advantages)},
+        lambda advantages: d3s.select_rollouts(advantages, sizes.keep),
+        inputs=(advantages,),
+        peers={
+            "vectorised PyTorch": lambda advantages: peers.max_variance(advantages.view(1, -1), kept).view_as(
+                advantages
+            )
+        },
         agree=same_variance(pooled, kept),
     )
 

@@ -5,12 +5,13 @@ import torch
 
 import d3s_kernels as d3s
 
+from . import inputs
 from .harness import Contest
 
-FEW = torch.tensor([0.5, -1.0, 2.0, 0.0])
+FEW = torch.tensor([0.5, -1.0, 2.0, 0.0], device=inputs.device)
 GROUPS = FEW.view(2, 2)
 LOGITS = FEW.view(1, 4)
-LABELS = torch.tensor([2])
+LABELS = torch.tensor([2], device=inputs.device)
 KEPT = FEW > 0
 
 CALLS = {
@@ -27,4 +28,4 @@ CALLS = {
 
 @pytest.mark.parametrize("op", CALLS)
 def test_overhead(contest: Contest, op: str) -> None:
-    contest(f"overhead of {op}", "4 values", CALLS[op])
+    contest(f"overhead of {op}", "4 values", CALLS[op], of_caller=True)

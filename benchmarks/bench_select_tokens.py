@@ -18,7 +18,7 @@ RATIO = 0.1
 def test_select_tokens(contest: Contest, sizes: Sizes, scope: str) -> None:
     entropy, advantages = inputs.entropies(*sizes.batch), inputs.advantages(sizes.batch[0])
 
-    def scores() -> torch.Tensor:
+    def scores(entropy: torch.Tensor) -> torch.Tensor:
         product = advantages.abs().unsqueeze(-1) * entropy
         return product.flatten() if scope == "batch" else product
 
@@ -26,11 +26,12 @@ def test_select_tokens(contest: Contest, sizes: Sizes, scope: str) -> None:
     contest(
         f"select_tokens, of each {scope}, {RATIO:.0%}",
         describe(*sizes.batch),
-        lambda: d3s.select_tokens(entropy, advantages, RATIO, scope=scope).mask,
+        lambda entropy: d3s.select_tokens(entropy, advantages, RATIO, scope=scope).mask,
+        inputs=(entropy,),
         peers={
-            "topk + scatter": lambda: peers.topk_scatter(scores(), RATIO),
-            "kthvalue": lambda: peers.kthvalue(scores(), RATIO),
-            "quantile": (lambda: peers.quantile(scores(), RATIO)) if quantile_fits else None,
+            "topk + scatter": lambda entropy: peers.topk_scatter(scores(entropy), RATIO),
+            "kthvalue": lambda entropy: peers.kthvalue(scores(entropy), RATIO),
+            "quantile": (lambda entropy: peers.quantile(scores(entropy), RATIO)) if quantile_fits else None,
         },
         agree=same_kept(0.01),
     )
@@ -43,7 +44,8 @@ def test_select_tokens_from_logits(contest: Contest, sizes: Sizes) -> None:
         "select_tokens_from_logits",
         describe(*logits.shape, dtype=logits.dtype),
         lambda: d3s.select_tokens_from_logits(logits, advantages, RATIO).mask,
-        peers={"TRL": lambda: peers.trl_token_mask(logits, advantages, RATIO)},
+        peers={peers.TRL: peers.from_trl(lambda: peers.trl_token_mask(logits, advantages, RATIO))},
         yardsticks={"logprob_entropy": lambda: d3s.logprob_entropy(logits, labels)},
         agree=same_kept(0.2),  # TRL's entropies are rounded to bfloat16
+        moves=logits.nbytes,
     )

@@ -17,11 +17,12 @@ def test_topk_mask(contest: Contest, sizes: Sizes, segments: str, ratio: float) 
     contest(
         f"topk_mask of a {segments}, {ratio:.0%}",
         describe(*shape),
-        lambda: d3s.topk_mask(scores, ratio),
+        lambda scores: d3s.topk_mask(scores, ratio),
+        inputs=(scores,),
         peers={
-            "topk + scatter": lambda: peers.topk_scatter(scores, ratio),
-            "kthvalue": lambda: peers.kthvalue(scores, ratio),
-            "quantile": lambda: peers.quantile(scores, ratio),
+            "topk + scatter": lambda scores: peers.topk_scatter(scores, ratio),
+            "kthvalue": lambda scores: peers.kthvalue(scores, ratio),
+            "quantile": lambda scores: peers.quantile(scores, ratio),
         },
         agree=same_kept(0.01),
     )

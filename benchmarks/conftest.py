@@ -1,20 +1,41 @@
-"""`pytest benchmarks [--short]`; `python -m benchmarks` calls it and makes a table of what comes out."""
+"""`pytest benchmarks [--short] [--device cuda]`; `python -m benchmarks` calls it and makes a table of it."""
+
+from time import monotonic
 
 import pytest
+import torch
 
+from . import inputs
+from .clock import Clock, clocks
 from .harness import Contest
-from .sizes import FULL, SHORT, Sizes
+from .sizes import Sizes, sizes_for
+
+START = monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--short", action="store_true", help="small inputs and few rounds: does every benchmark run?")
+    parser.addoption("--device", default="cpu", help="where the inputs are: cpu or cuda")
+    parser.addoption("--seconds", type=float, help="a benchmark that would start later than this is skipped")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    inputs.device = torch.device(config.getoption("--device"))
 
 
 @pytest.fixture(scope="session")
 def sizes(request: pytest.FixtureRequest) -> Sizes:
-    return SHORT if request.config.getoption("--short") else FULL
+    return sizes_for(inputs.device.type, request.config.getoption("--short"))
+
+
+@pytest.fixture(scope="session")
+def both_clocks() -> tuple[Clock, Clock]:
+    return clocks(inputs.device)
 
 
 @pytest.fixture
-def contest(benchmark, sizes: Sizes) -> Contest:
-    return Contest(benchmark, sizes)
+def contest(request: pytest.FixtureRequest, benchmark, sizes: Sizes, both_clocks: tuple[Clock, Clock]) -> Contest:
+    limit = request.config.getoption("--seconds")
+    if limit and monotonic() - START > limit:
+        pytest.skip(f"the run has had its {limit:.0f} seconds")
+    return Contest(benchmark, sizes, *both_clocks)

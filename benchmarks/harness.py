@@ -7,67 +7,65 @@ benchmark of its own, all of one contest in one group.
 
 import copy
 import gc
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from .clock import Clock, CpuClock, Ready, Work
 from .sizes import Sizes
 
 OURS = "d3s_kernels"
-Work = Callable[[], Any]
 Agree = Callable[[str, Any, Any], None]
 
-SECONDS_PER_TURN = 0.02  # a contender faster than this is called several times a turn
 MOST_ROUNDS = 21
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Work on something that is made anew for every call, untimed: a backward pass uses up its graph."""
-
-    prepare: Callable[[], Any]
-    work: Callable[[Any], Any]
-
-    def __call__(self) -> Any:
-        return self.work(self.prepare())
 
 
 class Contest:
     """The `contest` fixture: checks that all contenders agree, lets them take turns, records what each took."""
 
-    def __init__(self, benchmark: Any, sizes: Sizes) -> None:
+    def __init__(
+        self, benchmark: Any, sizes: Sizes, clock: Clock | None = None, caller_clock: Clock | None = None
+    ) -> None:
         self.benchmark = benchmark
         self.sizes = sizes
+        self.clock = clock or CpuClock()
+        self.caller_clock = caller_clock or self.clock
 
     def __call__(
         self,
         group: str,
         size: str,
-        ours: Work | None = None,
+        ours: Callable[..., Any] | None = None,
         *,
-        peers: dict[str, Work | None] | None = None,
-        yardsticks: dict[str, Work] | None = None,
+        inputs: tuple[Tensor, ...] = (),
+        peers: dict[str, Callable[..., Any] | None] | None = None,
+        yardsticks: dict[str, Callable[..., Any]] | None = None,
         agree: Agree | None = None,
+        moves: int | None = None,
+        of_caller: bool = False,
     ) -> None:
         """`peers` give the same result, which `agree` checks; `yardsticks` do other work to compare the time with.
 
-        A peer that is None does not exist on this machine.
+        A peer that is None does not exist on this machine. `inputs` are handed to every contender: a GPU's clock may
+        copy them. `moves` is how many bytes ours has to read and write; `of_caller` asks what a call costs its caller.
         """
         self.benchmark._mode = "contest"  # else pytest-benchmark warns of a fixture that was not used
-        peers = {name: peer for name, peer in (peers or {}).items() if peer is not None}
-        contenders = ({OURS: ours} if ours else {}) | peers | (yardsticks or {})
+        clock = self.caller_clock if of_caller else self.clock
+        roles = dict.fromkeys(peers or {}, "peer") | dict.fromkeys(yardsticks or {}, "yardstick") | {OURS: "ours"}
+        given = {OURS: ours} | (peers or {}) | (yardsticks or {})
+        contenders = {name: clock.bind(work, inputs) for name, work in given.items() if work is not None}
         if ours and agree:
-            check(ours, peers, agree)
-        turns, calls = take_turns(contenders, self.sizes.seconds, self.sizes.rounds)
-        for name in contenders:
-            role = "ours" if name == OURS else "peer" if name in peers else "yardstick"
-            self._record(group, name, turns[name], calls[name], {"size": size, "role": role})
+            check(contenders[OURS], {name: contenders[name] for name in contenders if roles[name] == "peer"}, agree)
+        turns, ready = take_turns(contenders, clock, self.sizes.seconds, self.sizes.rounds)
+        for name, work in contenders.items():
+            facts = {"size": size, "role": roles[name], "timed_by": ready[name].timed_by}
+            facts |= {"moves": moves if name == OURS else None, "peak_bytes": clock.peak_bytes(work)}
+            self._record(group, name, turns[name], ready[name].calls, facts)
 
-    def _record(self, group: str, name: str, seconds: list[float], calls: int, extra_info: dict[str, str]) -> None:
+    def _record(self, group: str, name: str, seconds: list[float], calls: int, extra_info: dict[str, Any]) -> None:
         """A benchmark of pytest-benchmark's, as its fixture would have recorded it after timing it alone."""
         row = copy.copy(self.benchmark)
         row.group, row.name, row.fullname, row.extra_info = group, name, f"{group}::{name}", extra_info
@@ -84,10 +82,10 @@ def check(ours: Work, peers: dict[str, Work], agree: Agree) -> None:
 
 
 def take_turns(
-    contenders: dict[str, Work], seconds: float, fewest_rounds: int
-) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each contender's turn in each round, and the number of calls in such a turn."""
-    calls = {name: calls_per_turn(work) for name, work in contenders.items()}
+    contenders: dict[str, Work], clock: Clock, seconds: float, fewest_rounds: int
+) -> tuple[dict[str, list[float]], dict[str, Ready]]:
+    """Seconds of each contender's turn in each round, and what such a turn was."""
+    ready = {name: clock.ready(work) for name, work in contenders.items()}
     turns: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     collects = gc.isenabled()
@@ -97,36 +95,13 @@ def take_turns(
         start, rounds = perf_counter(), 0
         while rounds < fewest_rounds or (rounds < MOST_ROUNDS and perf_counter() - start < seconds):
             for name in names:
-                turns[name].append(time(contenders[name], calls[name]))
+                turns[name].append(clock.time(ready[name].work, ready[name].calls))
             names.reverse()  # so that each follows and precedes each other one equally often
             rounds += 1
     finally:
         if collects:
             gc.enable()
-    return turns, calls
-
-
-def calls_per_turn(work: Work) -> int:
-    """Also the warm-up: compilers run and caches fill here, and none of it is counted."""
-    first, calls = time(work, 1), 1
-    if first > 1 or isinstance(work, Prepared):
-        return 1
-    while (took := time(work, calls)) < SECONDS_PER_TURN / 4:
-        calls *= 4
-    return math.ceil(calls * SECONDS_PER_TURN / took)
-
-
-def time(work: Work, calls: int) -> float:
-    if isinstance(work, Prepared):
-        made = work.prepare()
-        start = perf_counter()
-        work.work(made)
-        return perf_counter() - start
-    repeat = range(calls)
-    start = perf_counter()
-    for _ in repeat:
-        work()
-    return perf_counter() - start
+    return turns, ready
 
 
 def close(tolerance: float, **by_name: float) -> Agree:

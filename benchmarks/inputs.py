@@ -6,9 +6,11 @@ import torch
 
 from .sizes import Sizes
 
+device = torch.device("cpu")  # of all inputs; conftest.py sets it before any is made
+
 
 def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(20_250_922)
+    return torch.Generator(device).manual_seed(20_250_922)
 
 
 @lru_cache(maxsize=1)
@@ -19,24 +21,25 @@ def logits_and_labels(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> tupl
     memory is ever held than the result takes.
     """
     random = generator()
-    logits = torch.empty(sizes.sequences, sizes.tokens, sizes.vocabulary, dtype=dtype).normal_(std=3, generator=random)
-    labels = torch.randint(sizes.vocabulary, (sizes.sequences, sizes.tokens), generator=random)
-    peaked = torch.arange(0, labels.numel(), 4)
-    height = torch.empty(len(peaked)).uniform_(15, 30, generator=random)
+    shape = sizes.sequences, sizes.tokens
+    logits = torch.empty(*shape, sizes.vocabulary, dtype=dtype, device=device).normal_(std=3, generator=random)
+    labels = torch.randint(sizes.vocabulary, shape, generator=random, device=device)
+    peaked = torch.arange(0, labels.numel(), 4, device=device)
+    height = torch.empty(len(peaked), device=device).uniform_(15, 30, generator=random)
     logits.view(-1, sizes.vocabulary)[peaked, labels.view(-1)[peaked]] = height.to(dtype)
     return logits, labels
 
 
 def entropies(*shape: int) -> torch.Tensor:
     """Most tokens are nearly certain, a few are not."""
-    return 8 * torch.rand(shape, generator=generator()) ** 4
+    return 8 * torch.rand(shape, generator=generator(), device=device) ** 4
 
 
 def advantages(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=generator())
+    return torch.randn(shape, generator=generator(), device=device)
 
 
 def right_padded(sequences: int, tokens: int) -> torch.Tensor:
     """A mask [sequences, tokens] of completions that end anywhere; half of the positions are padding."""
-    lengths = (torch.arange(sequences) + 0.5) * tokens / sequences
-    return torch.arange(tokens) < lengths.round().unsqueeze(1)
+    lengths = (torch.arange(sequences, device=device) + 0.5) * tokens / sequences
+    return torch.arange(tokens, device=device) < lengths.round().unsqueeze(1)

@@ -77,7 +77,45 @@ class Under:
         return Verdict(value, quartiles, "", self.microseconds / value)
 
 
-Target = Faster | Within | Under
+@dataclass(frozen=True)
+class Moves:
+    """Ours reads and writes what it has to at no less than this many terabytes a second."""
+
+    contest: str
+    terabytes: float
+    unit: ClassVar[str] = " TB/s"
+
+    @property
+    def bound(self) -> str:
+        return f">= {self.terabytes:g} TB/s"
+
+    def judge(self, contenders: Contenders) -> Verdict | None:
+        ours = contenders[OURS]
+        if ours.moves is None:
+            return None
+        value, quartiles = spread([ours.moves / seconds / 1e12 for seconds in ours.seconds])
+        return Verdict(value, quartiles, "", value / self.terabytes)
+
+
+@dataclass(frozen=True)
+class ShareOf:
+    """Ours reaches at least this share of the bandwidth of `of`, which moves the same bytes."""
+
+    contest: str
+    of: str
+    percent: float
+    unit: ClassVar[str] = "% of the bandwidth"
+
+    @property
+    def bound(self) -> str:
+        return f">= {self.percent:g}%"
+
+    def judge(self, contenders: Contenders) -> Verdict | None:
+        value, quartiles = spread([100 * ratio for ratio in contenders[self.of].over(contenders[OURS])])
+        return Verdict(value, quartiles, self.of, value / self.percent)
+
+
+Target = Faster | Within | Under | Moves | ShareOf
 
 
 def spread(values: list[float]) -> tuple[float, tuple[float, float]]:

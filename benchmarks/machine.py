@@ -14,9 +14,10 @@ import torch
 import d3s_kernels as d3s
 
 
-def describe() -> dict[str, Any]:
+def describe(device: str) -> dict[str, Any]:
     return {
-        "machine": name(),
+        "machine": word(gpu()["gpu"] if device == "cuda" else f"{cpu_model()} {os.cpu_count()} cores"),
+        "device": device,
         "date": date.today().isoformat(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -26,12 +27,34 @@ def describe() -> dict[str, Any]:
         | {package: installed(package) for package in ("torch", "trl", "transformers", "d3s_kernels")},
         "commit": commit(),
         "build_info": d3s.build_info(),
+    } | (gpu() if device == "cuda" else {})
+
+
+def word(name: str) -> str:
+    """For files: `amd-epyc-2-cores`"""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def gpu() -> dict[str, Any]:
+    facts = torch.cuda.get_device_properties(torch.device("cuda"))
+    return {
+        "gpu": facts.name,
+        "compute_capability": f"{facts.major}.{facts.minor}",
+        "multiprocessors": facts.multi_processor_count,
+        "memory_bytes": facts.total_memory,
+        "cache_bytes": facts.L2_cache_size,
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "triton": installed("triton"),
     }
 
 
-def name() -> str:
-    """A word for files: `amd-epyc-2-cores`"""
-    return re.sub(r"[^a-z0-9]+", "-", f"{cpu_model()} {os.cpu_count()} cores".lower()).strip("-")
+def driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
 
 
 def cpu_model() -> str:
@@ -50,7 +73,7 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that was measured; `+` if files were changed since. None outside a git checkout."""
+    """The commit that was measured; `+` if files were changed since. Outside a git checkout, what D3S_COMMIT says."""
 
     def git(*words: str) -> str | None:
         here = Path(__file__).parent
@@ -58,4 +81,6 @@ def commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     head = git("rev-parse", "--short=12", "HEAD")
-    return f"{head}+" if head and git("status", "--porcelain", "--untracked-files=no") else head
+    if head is None:
+        return os.environ.get("D3S_COMMIT")
+    return f"{head}+" if git("status", "--porcelain", "--untracked-files=no") else head

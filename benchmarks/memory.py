@@ -15,6 +15,7 @@ import torch
 
 from . import inputs
 from .sizes import FULL, SHORT, Sizes
+from .timing import Contenders
 
 
 def ours() -> Callable:
@@ -43,6 +44,20 @@ def measure(short: bool) -> dict[str, int]:
     if high_water() is None:
         return {}
     return {name: in_own_process(name, short) for name in CONTENDERS}
+
+
+def allowed(sizes: Sizes) -> int:
+    """Beside its logits the forward pass may hold one float32 row per thread, and nothing else that grows with V."""
+    return 4 * sizes.vocabulary * torch.get_num_threads()
+
+
+def of_contest(contenders: Contenders) -> dict[str, int]:
+    """On a GPU torch's allocator tells, call by call."""
+    return {
+        name: timing.peak_bytes
+        for name, timing in contenders.items()
+        if timing.role != "yardstick" and timing.peak_bytes is not None
+    }
 
 
 def in_own_process(name: str, short: bool) -> int:

@@ -1,7 +1,7 @@
 """The same questions, answered as trainers answer them today.
 
-TRL's functions are imported from TRL. The others are written here as their users write them, each at its best: batched
-and vectorised wherever torch can do it.
+TRL's functions are imported from TRL (trl_peers.py). The others are written here as their users write them, each at its
+best: batched and vectorised wherever torch can do it.
 """
 
 import math
@@ -10,7 +10,26 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from trl.trainer.utils import entropy_from_logits, nanstd, selective_log_softmax_and_entropy
+
+from . import inputs, trl_peers
+from .targets import TRL_TRITON
+
+# What TRL runs on this device, by its name in the tables: torch functions, or on a GPU a kernel of its own.
+ON_GPU = trl_peers.ON_GPU
+TRL = TRL_TRITON if ON_GPU else "TRL"
+trl_torch = trl_peers.TORCH  # its torch functions on a GPU, as it was before it had a kernel; None elsewhere
+Peer = Callable[..., object]
+
+
+def from_trl(peer: Peer) -> Peer | None:
+    """A peer that calls TRL's functions on logits."""
+    return peer if (trl_peers.TRITON if ON_GPU else trl_peers.UTILS) else None
+
+
+def looping(peer: Peer) -> Peer | None:
+    """A peer that loops over rows or values in Python: on a GPU it takes seconds, which tell nothing."""
+    return None if ON_GPU else peer
+
 
 # Log-probability and entropy from logits ------------------------------------------------------------------------------
 
@@ -44,18 +63,35 @@ def verl(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 def trl_grpo(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """As TRL's GRPO calls it: the entropy is a metric, and has no gradient."""
-    return selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=False)
+    if ON_GPU:
+        logprob, entropy = trl_peers.TRITON(logits, labels)
+        return logprob, entropy.detach()
+    return trl_peers.UTILS.selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=False)
 
 
 def trl_entropy_bonus(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """With an entropy bonus in the loss."""
-    return selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=True)
+    if ON_GPU:
+        return trl_peers.TRITON(logits, labels)
+    return trl_peers.UTILS.selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=True)
+
+
+def trl_entropy(logits: Tensor) -> Tensor:
+    if ON_GPU:
+        return trl_peers.TRITON(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device))[1]
+    return trl_peers.UTILS.entropy_from_logits(logits)
+
+
+def trl_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """TRL's LM head in pieces of the vocabulary, which keeps no logits either."""
+    size = getattr(trl_peers.UTILS, "_CHUNKED_LOGPROB_CHUNK_SIZE", 8_192)
+    return trl_peers.CHUNKED.apply(hidden, weight, None, labels, 1.0, size, None, 1.0, ("entropy",))[:2]
 
 
 def compiled(function: Callable) -> Callable | None:
-    """None where torch.compile does not work, for want of a C++ compiler."""
+    """None where torch.compile does not work, for want of a C++ compiler or of Triton."""
     try:
-        torch.compile(torch.neg)(torch.ones(8))
+        torch.compile(torch.neg)(torch.ones(8, device=inputs.device))
     except Exception:
         return None
     return torch.compile(function, dynamic=False)
@@ -81,7 +117,7 @@ def quantile(scores: Tensor, ratio: float) -> Tensor:
 
 def trl_token_mask(logits: Tensor, advantages: Tensor, ratio: float) -> Tensor:
     """|A| H of TRL's entropy, and TRL's quantile over the batch."""
-    scores = advantages.abs().unsqueeze(-1) * entropy_from_logits(logits).float()
+    scores = advantages.abs().unsqueeze(-1) * trl_entropy(logits).float()
     return quantile(scores.flatten(), ratio)
 
 
@@ -97,7 +133,7 @@ def max_variance(values: Tensor, keep: int) -> Tensor:
     low_sum, low_square, high_sum, high_square = F.pad(sums, (1, 0))
     total, square = low_sum + high_sum.flip(-1), low_square + high_square.flip(-1)
     from_bottom = (square - total.square() / keep).argmax(-1, keepdim=True)
-    position = torch.arange(values.shape[-1])
+    position = torch.arange(values.shape[-1], device=values.device)
     kept = (position < from_bottom) | (position >= values.shape[-1] - keep + from_bottom)
     return torch.zeros_like(kept).scatter_(-1, order, kept)
 
@@ -122,7 +158,7 @@ def trl_advantages(rewards: Tensor) -> Tensor:
     groups, size = rewards.shape
     flat = rewards.flatten()
     mean = torch.nanmean(flat.view(-1, size), dim=1).repeat_interleave(size, dim=0)
-    std = nanstd(flat.view(-1, size), dim=1).repeat_interleave(size, dim=0)
+    std = trl_peers.UTILS.nanstd(flat.view(-1, size), dim=1).repeat_interleave(size, dim=0)
     return torch.nan_to_num((flat - mean) / (std + 1e-4), nan=0.0).view(groups, size)
 
 

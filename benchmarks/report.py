@@ -10,7 +10,6 @@ from rich.text import Text
 from .harness import OURS, describe
 from .judging import Faster, Target, Verdict, Within
 from .sizes import Sizes
-from .targets import TARGETS
 from .timing import Contenders, Timing
 
 PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches: less than this it does not see
@@ -33,12 +32,24 @@ class Line:
         return {True: "met", False: "not met", None: "reported"}[self.verdict.met] if self.verdict else "not measured"
 
 
-def lines(contests: dict[str, Contenders], short: bool) -> list[Line]:
-    """The targets in their order, then every other contest. A short run judges nothing: its inputs are too small."""
-    named = {target.contest for target in TARGETS}
+def lines(
+    contests: dict[str, Contenders], targets: tuple[Target, ...], *, short: bool = False, whole: bool = False
+) -> list[Line]:
+    """The targets in their order, then every other contest. A short run judges nothing: its inputs are too small.
+
+    Of a whole run, targets whose contest was not held are told too.
+    """
+    named = {target.contest for target in targets}
     others = [target for contest in contests if contest not in named for target in reported(contest, contests[contest])]
-    judged = [judge(target, contests[target.contest]) for target in (*TARGETS, *others) if target.contest in contests]
+    held = [target for target in (*targets, *others) if whole or target.contest in contests]
+    judged = [
+        judge(target, contests[target.contest]) if target.contest in contests else absent(target) for target in held
+    ]
     return [unbound(line) for line in judged] if short else judged
+
+
+def absent(target: Target) -> Line:
+    return Line(target.contest, "", "", "no time was taken in this run", "", target.bound, None)
 
 
 def reported(contest: str, contenders: Contenders) -> list[Target]:
@@ -72,21 +83,19 @@ def unbound(line: Line) -> Line:
     return replace(line, bound="", verdict=line.verdict and replace(line.verdict, margin=None))
 
 
-def memory_line(peaks: dict[str, int], sizes: Sizes, short: bool) -> list[Line]:
-    """Beside its logits the forward pass may hold one float32 row per thread, and nothing else that grows with V."""
-    if not peaks:
+def memory_line(peaks: dict[str, int], sizes: Sizes, short: bool, allowed: int | None) -> list[Line]:
+    if not peaks.keys() - {OURS}:
         return []
-    allowed = 4 * sizes.vocabulary * torch.get_num_threads()
     rival = min(peaks.keys() - {OURS}, key=peaks.__getitem__)
-    value = peaks[OURS] / peaks[rival]
-    margin = allowed / max(peaks[OURS], PEAK_STEP)
+    value = peaks[OURS] / max(peaks[rival], 1)
+    margin = allowed / max(peaks[OURS], PEAK_STEP) if allowed else None
     line = Line(
         what="logprob_entropy forward, peak memory beyond the logits",
         size=describe(sizes.sequences, sizes.tokens, sizes.vocabulary, dtype=torch.bfloat16),
         ours=mebibytes(peaks[OURS]),
         against=f"{rival}: {mebibytes(peaks[rival])}",
         value=mebibytes(peaks[OURS]),
-        bound=f"<= {mebibytes(allowed)}",
+        bound=f"<= {mebibytes(allowed)}" if allowed else "",
         verdict=Verdict(value, (value, value), rival, margin),
     )
     return [unbound(line) if short else line]
@@ -134,7 +143,7 @@ def table(title: str, caption: str, judged: list[Line]) -> Table:
 
 def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, Contenders]) -> str:
     contenders = [
-        (contest, timing.size, name, duration(timing.median), duration(timing.iqr), str(len(timing.seconds)))
+        (contest, timing.size, name, duration(timing.median), duration(timing.iqr), rounds(timing))
         for contest, rivals in contests.items()
         for name, timing in sorted(rivals.items(), key=lambda pair: pair[1].median)
     ]
@@ -148,6 +157,10 @@ def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, C
             "",
         ]
     )
+
+
+def rounds(timing: Timing) -> str:
+    return f"{len(timing.seconds)}" + (f" ({timing.timed_by})" if timing.timed_by != "host" else "")
 
 
 def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -167,6 +180,9 @@ def data(judged: list[Line], contests: dict[str, Contenders]) -> dict[str, Any]:
                     "iqr_seconds": timing.iqr,
                     "rounds": len(timing.seconds),
                     "calls_per_round": timing.calls_per_round,
+                    "timed_by": timing.timed_by,
+                    "bytes_per_second": timing.moves and timing.moves / timing.median,
+                    "peak_extra_bytes": timing.peak_bytes,
                 }
                 for name, timing in rivals.items()
             }

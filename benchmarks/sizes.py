@@ -1,6 +1,6 @@
 """How large the inputs are: as the targets state them, or small enough for continuous integration."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -42,3 +42,11 @@ SHORT = Sizes(
     rounds=3,
     seconds=0.5,
 )
+# A GPU has to be filled, and is done sooner.
+FULL_CUDA = replace(FULL, tokens=1_024, head_tokens=4_096, rounds=5, seconds=0.6)
+SHORT_CUDA = replace(SHORT, seconds=0.1)
+
+
+def sizes_for(device: str, short: bool) -> Sizes:
+    full, small = (FULL, SHORT) if device == "cpu" else (FULL_CUDA, SHORT_CUDA)
+    return small if short else full

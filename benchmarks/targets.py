@@ -3,11 +3,23 @@
 The bounds are meant for the sizes of a full run, and for a machine that does nothing else.
 """
 
-from .judging import Faster, Target, Under, Within
+from .judging import Faster, Moves, ShareOf, Target, Under, Within
 
 TORCH_TOPK = ("topk + scatter", "kthvalue")
+TRL_TRITON = "TRL's Triton kernel"
 
-TARGETS: tuple[Target, ...] = (
+CALLS = (
+    "topk_mask",
+    "select_tokens",
+    "compact",
+    "group_advantages",
+    "max_variance_select",
+    "select_rollouts",
+    "entropy",
+    "logprob_entropy",
+)
+
+CPU: tuple[Target, ...] = (
     Faster("logprob_entropy forward", ("TRL",), 30),
     Faster("logprob_entropy forward", ("torch.compile",), 4),
     Within("logprob_entropy forward", "logits.sum()", 2),
@@ -27,12 +39,31 @@ TARGETS: tuple[Target, ...] = (
     Faster("topk_mask of a segment, 20%", TORCH_TOPK, 3),
     Faster("max_variance_select, groups", ("vectorised PyTorch",), 5),
     Faster("max_variance_select, pool", ("vectorised PyTorch",), 5),
-    Under("overhead of topk_mask", 8),
-    Under("overhead of select_tokens", 8),
-    Under("overhead of compact", 8),
-    Under("overhead of group_advantages", 8),
-    Under("overhead of max_variance_select", 8),
-    Under("overhead of select_rollouts", 8),
-    Under("overhead of entropy", 12),
-    Under("overhead of logprob_entropy", 12),
+    *(Under(f"overhead of {call}", 12 if call in ("entropy", "logprob_entropy") else 8) for call in CALLS),
 )
+
+# Those of an NVIDIA H200. Without a bound they are only reported.
+CUDA: tuple[Target, ...] = (
+    Moves("logprob_entropy forward", 4.2),
+    Faster("logprob_entropy forward", (TRL_TRITON,), 1.15),
+    Faster("logprob_entropy forward", ("torch.compile",)),
+    ShareOf("logprob_entropy backward, both gradients", "copy", 90),
+    Faster("logprob_entropy backward, both gradients", (TRL_TRITON,)),
+    Within("logprob_entropy forward, half of the rows masked (alternate)", "all rows", 0.55),
+    Within("logprob_entropy forward, half of the rows masked (right-padded)", "all rows", 0.55),
+    Within("select_tokens_from_logits", "logprob_entropy", 1.03),
+    Within("linear_logprob_entropy forward, wide, bf16", "matmul", 1.07),
+    Within("linear_logprob_entropy forward, wide, bf16, fp32 logits", "matmul", 1.13),
+    Within("linear_logprob_entropy forward, narrow, bf16", "matmul"),
+    Within("linear_logprob_entropy forward, narrow, bf16, fp32 logits", "matmul"),
+    Within("linear_logprob_entropy forward + backward, 10% of the tokens, wide, bf16", "all tokens", 0.40),
+    *(Under(f"topk_mask of a batch, {ratio}", 20) for ratio in ("5%", "10%", "20%")),
+    *(Under(f"topk_mask of a segment, {ratio}", 60) for ratio in ("5%", "10%", "20%")),
+    *(Faster(f"topk_mask of a {where}, 10%", TORCH_TOPK) for where in ("batch", "segment")),
+    Under("max_variance_select, groups", 8),
+    Under("max_variance_select, pool", 100),
+    *(Faster(f"max_variance_select, {where}", ("vectorised PyTorch",)) for where in ("groups", "pool")),
+    *(Under(f"overhead of {call}", 12) for call in CALLS),
+)
+
+TARGETS = {"cpu": CPU, "cuda": CUDA}

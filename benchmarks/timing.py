@@ -15,6 +15,9 @@ class Timing:
     iqr: float
     calls_per_round: int
     seconds: list[float]  # of one call, round by round
+    timed_by: str = "host"
+    moves: int | None = None  # bytes that ours has to read and write
+    peak_bytes: int | None = None  # beyond what was held before the call
 
     def over(self, other: "Timing") -> list[float]:
         """Ratio to another contender of the same contest, round by round."""
@@ -23,14 +26,14 @@ class Timing:
 
 def read(path: Path) -> dict[str, Contenders]:
     contests: dict[str, Contenders] = {}
+    recorded = ("role", "size", "timed_by", "moves", "peak_bytes")
     for row in json.loads(path.read_text())["benchmarks"]:
         stats = row["stats"]
         contests.setdefault(row["group"], {})[row["name"]] = Timing(
-            role=row["extra_info"]["role"],
-            size=row["extra_info"]["size"],
             median=stats["median"],
             iqr=stats["iqr"],
             calls_per_round=stats["iterations"],
             seconds=stats["data"],
+            **{name: row["extra_info"][name] for name in recorded},
         )
     return contests

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import d3s_kernels
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -52,6 +54,12 @@ def sanitized() -> Path:
     return build(ROOT / "build" / f"emulated-sanitized-torch-{torch.__version__}", "-DD3S_SANITIZE=ON")
 
 
+def child_environment() -> dict[str, str]:
+    """For another Python, in which this very package is imported."""
+    package = str(Path(d3s_kernels.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
+
+
 def run_pytest(library: Path, *arguments: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "emulated_cuda", "-p", "no:cacheprovider", "-W", "ignore"]
     done = subprocess.run(
@@ -60,7 +68,7 @@ def run_pytest(library: Path, *arguments: str, **environment: str) -> None:
         text=True,
         check=False,
         cwd=TESTS,
-        env={**os.environ, "D3S_EMULATED_LIBRARY": str(library / "_emulated.so"), **environment},
+        env={**child_environment(), "D3S_EMULATED_LIBRARY": str(library / "_emulated.so"), **environment},
     )
     print(done.stdout[-300:])
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
-from test_cuda_emulated import SUITES, TESTS
+from test_cuda_emulated import SUITES, TESTS, child_environment
 
 
 @pytest.mark.parametrize("name", [name for suite in SUITES for name in suite] + ["cuda_shim/kernels.py"])
@@ -20,7 +19,7 @@ def test_on_the_gpu(name: str) -> None:
         text=True,
         check=False,
         cwd=TESTS,
-        env={**os.environ, **checked},
+        env={**child_environment(), **checked},
     )
     print(done.stdout[-300:])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,0 +1,156 @@
+"""Clocks for a GPU: events around many calls, the replay of a CUDA graph for short ones, and the caller's time.
+
+A GPU works behind its caller's back, and keeps in its cache what it read last. So calls are queued up behind a pause
+(else the GPU would wait for Python within the time measured), and small inputs are copied until they are larger than
+the cache.
+"""
+
+import gc
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .clock import CpuClock, Prepared, Ready, Work
+
+TURN = 0.005  # seconds: several calls a turn, where one takes less
+REPLAY_BELOW = 1e-3  # seconds: shorter calls are timed without the gaps between their launches
+PAUSE = 2_000_000  # cycles, about a millisecond: Python's head start
+MOST_COPIES = 512
+MOST_CALLS_IN_GRAPH = 512
+MOST_CALLS_QUEUED = 200  # fewer launches than the driver queues up before it makes the caller wait
+
+
+class Rotating:
+    """The same work on copies of its inputs in turn: together twice the cache, so that none is found there."""
+
+    def __init__(self, work: Callable[..., Any], tensors: tuple[Tensor, ...], cache_bytes: int) -> None:
+        wanted = math.ceil(2 * cache_bytes / max(1, sum(tensor.nbytes for tensor in tensors)))
+        self.work = work
+        self.count = min(MOST_COPIES, max(1, wanted))
+        copies = [tensors] + [tuple(tensor.clone() for tensor in tensors) for _ in range(self.count - 1)]
+        self.next = itertools.cycle(copies).__next__
+
+    def __call__(self) -> Any:
+        return self.work(*self.next())
+
+
+class Replay:
+    """So many calls of a work, recorded as a CUDA graph."""
+
+    def __init__(self, work: Work, calls: int) -> None:
+        self.calls = calls
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            work()  # what is only set up on a stream's first call cannot be recorded
+        torch.cuda.current_stream().wait_stream(aside)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=aside):
+            for _ in range(calls):
+                work()
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+class CudaClock:
+    def __init__(self, device: torch.device) -> None:
+        self.cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        gc.freeze()  # torch collects garbage before every recording: not again through all that was imported
+
+    def bind(self, work: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Work:
+        return Rotating(work, tensors, self.cache_bytes) if tensors else work
+
+    def ready(self, work: Work) -> Ready:
+        work()
+        if isinstance(work, Prepared):
+            self.time(work, 1)
+            return Ready(work, 1, "events")
+        took = self.time(work, 1)
+        if took < TURN:
+            took = self.time(work, 8) / 8
+        calls = max(1, math.ceil(TURN / took))
+        if took < REPLAY_BELOW and not synchronises(work):
+            replay = Replay(work, max(copies(work), min(calls, MOST_CALLS_IN_GRAPH)))
+            self.time(replay, replay.calls)
+            replays = math.ceil(TURN / self.time(replay, replay.calls))
+            return Ready(replay, replays * replay.calls, "graph replay")
+        self.time(work, calls)
+        return Ready(work, calls, "events")
+
+    def time(self, work: Work, calls: int) -> float:
+        call, times = work, calls
+        if isinstance(work, Prepared):
+            made = work.prepare()
+
+            def call() -> None:
+                work.work(made)
+
+        elif isinstance(work, Replay):
+            times = calls // work.calls
+        return elapsed(call, times)
+
+    def peak_bytes(self, work: Work) -> int | None:
+        made = work.prepare() if isinstance(work, Prepared) else None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _ = work.work(made) if isinstance(work, Prepared) else work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+
+class CallerClock(CpuClock):
+    """What a call costs before it returns; the GPU is done with all of it before and after, untimed."""
+
+    def ready(self, work: Work) -> Ready:
+        work()
+        return Ready(work, min(MOST_CALLS_QUEUED, self.calls_per_turn(work)), "caller")
+
+    def time(self, work: Work, calls: int) -> float:
+        seconds = 0.0
+        for queued in chunks(calls):
+            torch.cuda.synchronize()
+            seconds += super().time(work, queued)
+        torch.cuda.synchronize()
+        return seconds
+
+
+def elapsed(call: Work, times: int) -> float:
+    """Seconds on the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(PAUSE)
+    start.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def synchronises(work: Work) -> bool:
+    """Such work cannot be recorded. Asked beforehand: a recording that fails leaves torch's allocator in disorder."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    except RuntimeError as problem:
+        if "synchroniz" not in str(problem):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
+
+
+def copies(work: Work) -> int:
+    return work.count if isinstance(work, Rotating) else 1
+
+
+def chunks(calls: int) -> list[int]:
+    full, rest = divmod(calls, MOST_CALLS_QUEUED)
+    return [MOST_CALLS_QUEUED] * full + [rest] * bool(rest)
