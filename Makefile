@@ -38,7 +38,7 @@ test: setup  ## the whole test suite
 demo: setup  ## the main job on real input, with a picture
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-gpu:  ## all that needs an NVIDIA GPU, in nine minutes: build, tests, compute-sanitizer, benchmarks; STAGE=bench runs one
+gpu:  ## all that needs an NVIDIA GPU, in nine minutes; STAGE=bench runs a part of it
 	$(PYTHON) tools/gpu.py
 
 bench: setup  ## all benchmarks, against the peers: a table, and JSON and a plot in benchmarks/results/
@@ -78,7 +78,11 @@ $(OLDEST)/.set-up:
 	$(OLDEST)/bin/pip install -q 'torch==2.11.0' numpy pytest hypothesis
 	touch $@
 
-test-oldest: setup $(OLDEST)/.set-up  ## the tests of the ops under torch 2.11, with the library built above
+test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the library built above; and a build against it
+	$(BIN)/cmake -S . -B build/oldest -G Ninja -DCMAKE_CUDA_ARCHITECTURES=90-real \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(OLDEST)/bin/python) \
+	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > build/oldest.log
+	$(BIN)/cmake --build build/oldest
 	rm -rf build/wheel && $(BIN)/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	$(OLDEST)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
 	cd build && ../$(OLDEST)/bin/python -m pytest ../tests -p no:cacheprovider

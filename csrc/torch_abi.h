@@ -25,6 +25,10 @@
 #include "core/segments.h"
 #include "ops/device.h"
 
+#if !defined(STABLE_TORCH_ERROR_CODE_CHECK)  // its name in torch 2.11
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace d3s {
 
 using torch::headeronly::ScalarType;
