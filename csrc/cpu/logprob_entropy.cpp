@@ -72,7 +72,9 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, co
 
 }  // namespace
 
-void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, Device&) {
+const bool kMakesKeys = false;  // made in vectors, by topk_mask.cpp
+
+void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput&, Device&) {
   for (int64_t row = 0; row < rows.layout.count; ++row)
     if (rows.masked_out(row)) outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
   dispatch_float(rows.type, [&](auto tag) {

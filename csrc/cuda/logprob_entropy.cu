@@ -4,8 +4,8 @@
 // its lanes, then its warps are merged, then the slices from left to right. Where rows are many, a block takes a whole
 // row and meets no barrier before its end; where they are few, each slice gets a block. Either way the same numbers are
 // added in the same order: a row's result has the same bits in any batch.
-#include "../ops/selection.h"
 #include "../ops/vocabulary.h"
+#include "score_keys.h"
 #include "softmax_lane.h"
 
 namespace d3s {
@@ -28,9 +28,15 @@ D3S_HOST_DEVICE int slices_of(int columns) { return static_cast<int>(ceil_div(co
 // Where the states of a row go, or come from.
 struct RowSink {
   RowOutputs outputs;
+  KeyOutput keys;
   RowState* states = nullptr;  // a tile's are merged into these; else outputs are written
   int64_t first_token = 0;
 };
+
+__device__ void write_masked_row(int64_t row, const RowSink& sink) {
+  sink.outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
+  if (sink.keys.keys) sink.keys.keys[row] = kAbsent;
+}
 
 template <class T>
 __device__ const T* row_at(const LogitsRows& rows, int64_t row) {
@@ -82,6 +88,7 @@ __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxSta
   const float logprob = label >= 0 ? log_probability(to_float(p[label]), statistics, temperature)
                                    : (rows.labels[row] == kNoTarget ? 0.f : NAN);
   sink.outputs.write(row, statistics, logprob);
+  if (sink.keys.keys) sink.keys.keys[row] = key_of_entropy(sink.keys.scores, row, statistics.entropy);
 }
 
 template <class T, bool kAligned>
@@ -90,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
   SoftmaxState* shares = dynamic_shared<SoftmaxState>();  // [slices][kWarps]
   const int64_t row = blockIdx.x;
   if (rows.masked_out(row)) {
-    if (threadIdx.x == 0) sink.outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
+    if (threadIdx.x == 0) write_masked_row(row, sink);
     return;
   }
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -132,7 +139,7 @@ __global__ void merge_slices(const __grid_constant__ LogitsRows rows, const Soft
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (row >= rows.layout.count) return;
   if (rows.masked_out(row)) {
-    sink.outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
+    write_masked_row(row, sink);
     return;
   }
   const int slices = slices_of(static_cast<int>(rows.layout.columns));
@@ -315,9 +322,12 @@ __global__ void __launch_bounds__(kGradientThreads)
 
 }  // namespace
 
-void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, Device& device) {
+const bool kMakesKeys = true;  // by the thread that has the entropy: no other kernel reads it, the mask, and A again
+
+void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device) {
   RowSink sink;
   sink.outputs = outputs;
+  sink.keys = keys;
   reduce_rows(rows, sink, device);
 }
 

@@ -6,29 +6,37 @@
 
 namespace d3s {
 
+D3S_HOST_DEVICE uint32_t weighted_key(float advantage, float entropy) { return order_key(fabsf(advantage) * entropy); }
+
+// The key of a position whose entropy is at hand, and which is not masked.
+__device__ inline uint32_t key_of_entropy(const Scores& scores, int64_t position, float entropy) {
+  switch (scores.kind) {
+    case Scores::Advantages::kNone:
+      return order_key(entropy);
+    case Scores::Advantages::kOne:
+      return weighted_key(scores.advantages[0], entropy);
+    case Scores::Advantages::kPerToken:
+      return weighted_key(scores.advantages[position], entropy);
+    default:
+      return weighted_key(scores.advantages[scores.sequences.find(position)], entropy);
+  }
+}
+
 // What a thread remembers from one position to the next, which is a little further on.
 class ScoreKeys {
  public:
   __device__ explicit ScoreKeys(const Scores& scores) : scores_(scores) {}
 
   __device__ uint32_t operator()(int64_t position) {
+    if (scores_.keys) return scores_.keys[position];
     if (scores_.mask && !scores_.mask[position]) return kAbsent;
     const float score = value(position);
-    switch (scores_.kind) {
-      case Scores::Advantages::kNone:
-        return order_key(score);
-      case Scores::Advantages::kOne:
-        return weighted(scores_.advantages[0], score);
-      case Scores::Advantages::kPerToken:
-        return weighted(scores_.advantages[position], score);
-      default:
-        return weighted(scores_.advantages[sequence(position)], score);
-    }
+    if (scores_.kind == Scores::Advantages::kPerSequence)
+      return weighted_key(scores_.advantages[sequence(position)], score);
+    return key_of_entropy(scores_, position, score);
   }
 
  private:
-  __device__ static uint32_t weighted(float advantage, float entropy) { return order_key(fabsf(advantage) * entropy); }
-
   __device__ float value(int64_t position) const {
     switch (scores_.type) {
       case FloatType::kBfloat16:

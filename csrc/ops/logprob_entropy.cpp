@@ -87,7 +87,7 @@ FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, 
   argument.set_row_mask(row_mask);
   FourTensors outputs = new_outputs(leading_sizes(logits, argument.dims), logits);
   TorchDevice device(logits);
-  row_statistics(argument.rows, pointers(outputs), device);
+  row_statistics(argument.rows, pointers(outputs), {}, device);
   return outputs;
 }
 

@@ -14,7 +14,8 @@ namespace d3s {
 struct Scores {
   enum class Advantages { kNone, kOne, kPerSequence, kPerToken };
 
-  const void* values = nullptr;  // one for each position: scores, or entropies
+  const void* values = nullptr;    // one for each position: scores, or entropies
+  const uint32_t* keys = nullptr;  // instead: the order keys themselves, which came with the entropies
   FloatType type = FloatType::kFloat32;
   Advantages kind = Advantages::kNone;
   const float* advantages = nullptr;

@@ -140,7 +140,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
   RowOutputs outputs;
   outputs.entropy = mutable_data<float>(entropy);
   TorchDevice device(logits);
-  row_statistics(argument.rows, outputs, device);
+  KeyOutput keys;
+  if (kMakesKeys) {
+    keys = {selection.scores, device.scratch_of<uint32_t>(entropy.numel())};
+    selection.scores.keys = keys.keys;
+  }
+  row_statistics(argument.rows, outputs, keys, device);
   selection.run(entropy, device);
   return {selection.mask, entropy, selection.count, selection.threshold};
 }

@@ -7,6 +7,7 @@
 #include "../core/segments.h"
 #include "../core/softmax_state.h"
 #include "device.h"
+#include "selection.h"
 
 namespace d3s {
 
@@ -94,8 +95,16 @@ struct RowState {
   D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
 };
 
+// The order keys of |A| * H, made as the entropies are: a back-end that has nothing to gain from it leaves `keys` alone
+// and says so by kMakesKeys.
+struct KeyOutput {
+  Scores scores;
+  uint32_t* keys = nullptr;  // one for each row, or null
+};
+extern const bool kMakesKeys;
+
 // Statistics of all rows, zeros for those that row_mask leaves out.
-void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, Device& device);
+void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device);
 
 // The gradient of all rows, tokens from first_token on, to `out`, which may be the logits; 0 for rows without one.
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
