@@ -22,32 +22,77 @@ __device__ inline uint32_t key_of_entropy(const Scores& scores, int64_t position
   }
 }
 
-// What a thread remembers from one position to the next, which is a little further on.
+// Positions that a thread loads before it looks at the first: as many loads are on their way at a time.
+constexpr int kKeysInFlight = 8;
+
+// How many of the positions first, first + stride, ... lie before end, up to those in flight.
+D3S_HOST_DEVICE int wanted(int64_t first, int stride, int64_t end) {
+  const int64_t left = end - first;
+  const int span = left < int64_t{kKeysInFlight} * stride ? static_cast<int>(left) : kKeysInFlight * stride;
+  return span > 0 ? (span + stride - 1) / stride : 0;
+}
+
 class ScoreKeys {
  public:
   __device__ explicit ScoreKeys(const Scores& scores) : scores_(scores) {}
 
-  __device__ uint32_t operator()(int64_t position) {
-    if (scores_.keys) return scores_.keys[position];
-    if (scores_.mask && !scores_.mask[position]) return kAbsent;
-    const float score = value(position);
-    if (scores_.kind == Scores::Advantages::kPerSequence)
-      return weighted_key(scores_.advantages[sequence(position)], score);
-    return key_of_entropy(scores_, position, score);
+  // The keys of the positions first, first + stride, ... of which `count` are wanted.
+  __device__ void load(int64_t first, int stride, int count, uint32_t (&keys)[kKeysInFlight]) {
+    if (scores_.keys) {
+      const uint32_t* from = scores_.keys + first;
+      for_wanted(count, [&](int i) { keys[i] = from[i * stride]; });
+      return;
+    }
+    float values[kKeysInFlight];
+    switch (scores_.type) {
+      case FloatType::kBfloat16:
+        load_values<bfloat16>(first, stride, count, values);
+        break;
+      case FloatType::kFloat16:
+        load_values<float16>(first, stride, count, values);
+        break;
+      default:
+        load_values<float>(first, stride, count, values);
+    }
+    const float* advantages = scores_.advantages;
+    switch (scores_.kind) {
+      case Scores::Advantages::kNone:
+        for_wanted(count, [&](int i) { keys[i] = order_key(values[i]); });
+        break;
+      case Scores::Advantages::kOne: {
+        const float one = *advantages;
+        for_wanted(count, [&](int i) { keys[i] = weighted_key(one, values[i]); });
+        break;
+      }
+      case Scores::Advantages::kPerToken:
+        advantages += first;
+        for_wanted(count, [&](int i) { keys[i] = weighted_key(advantages[i * stride], values[i]); });
+        break;
+      default:
+        for_wanted(count, [&](int i) { keys[i] = weighted_key(advantages[sequence(first + i * stride)], values[i]); });
+    }
+    if (!scores_.mask) return;
+    const bool* mask = scores_.mask + first;
+    for_wanted(count, [&](int i) {
+      if (!mask[i * stride]) keys[i] = kAbsent;
+    });
   }
 
  private:
-  __device__ float value(int64_t position) const {
-    switch (scores_.type) {
-      case FloatType::kBfloat16:
-        return to_float(static_cast<const bfloat16*>(scores_.values)[position]);
-      case FloatType::kFloat16:
-        return to_float(static_cast<const float16*>(scores_.values)[position]);
-      default:
-        return static_cast<const float*>(scores_.values)[position];
-    }
+  template <class Body>
+  __device__ static void for_wanted(int count, const Body& body) {
+#pragma unroll
+    for (int i = 0; i < kKeysInFlight; ++i)
+      if (i < count) body(i);
   }
 
+  template <class T>
+  __device__ void load_values(int64_t first, int stride, int count, float (&values)[kKeysInFlight]) const {
+    const T* from = static_cast<const T*>(scores_.values) + first;
+    for_wanted(count, [&](int i) { values[i] = to_float(from[i * stride]); });
+  }
+
+  // The sequence of a position, which is most often that of the one before.
   __device__ int64_t sequence(int64_t position) {
     if (position < begin_ || position >= end_) {
       sequence_ = scores_.sequences.find(position);

@@ -84,6 +84,19 @@ D3S_HOST_DEVICE void write_selected(const SelectionOutputs& outputs, int64_t seg
   if (outputs.threshold) outputs.threshold[segment] = count > 0 ? order_key_value(kept.lowest) : INFINITY;
 }
 
+// body(position, key) for the thread's share of [begin, end).
+template <class Keys, class Body>
+__device__ void for_keys(Keys& keys, int64_t begin, int64_t end, const BlockGroup& block, const Body& body) {
+  for (int64_t first = begin + block.rank; first < end; first += kKeysInFlight * block.size) {
+    uint32_t batch[kKeysInFlight];
+    const int count = wanted(first, block.size, end);
+    keys.load(first, block.size, count, batch);
+#pragma unroll
+    for (int i = 0; i < kKeysInFlight; ++i)
+      if (i < count) body(first + i * block.size, batch[i]);
+  }
+}
+
 // Writes the mask of [begin, end), whose first tie is number `ties_before` of the segment. Warps take stretches one
 // after the other, so that ties are counted in the order of their index.
 template <class Keys>
@@ -92,23 +105,30 @@ __device__ Kept write_mask(Keys& keys, int64_t begin, int64_t end, const Cut& cu
   const int warps = block.size / kWarp, warp = block.rank / kWarp, lane = block.rank % kWarp;
   const int64_t stretch = ceil_div(ceil_div(end - begin, warps), kWarp) * kWarp;
   const int64_t from = begin + warp * stretch, to = from + stretch < end ? from + stretch : end;
+  // body(position, key) for the warp's stretch, lane by lane in the order of the positions; past its end with kAbsent.
+  const auto for_stretch = [&](const auto& body) {
+    for (int64_t first = from; first < to; first += kKeysInFlight * kWarp) {
+      uint32_t batch[kKeysInFlight];
+      const int count = wanted(first + lane, kWarp, to);
+      keys.load(first + lane, kWarp, count, batch);
+#pragma unroll
+      for (int i = 0; i < kKeysInFlight; ++i) body(first + i * kWarp + lane, i < count ? batch[i] : kAbsent);
+    }
+  };
   int64_t tie = ties_before;
   if (!cut.all_ties) {
     int64_t own = 0;
-    for (int64_t i = from + lane; i < to; i += kWarp) own += keys(i) == cut.key;
+    for_stretch([&](int64_t, uint32_t key) { own += key == cut.key; });
     own = warp_reduce(own, Sum());
-    tie += block.exclusive_sum(lane == 0 ? own : 0);
-    tie = __shfl_sync(kAllLanes, tie, 0);
+    tie += __shfl_sync(kAllLanes, block.exclusive_sum(lane == 0 ? own : 0), 0);
   }
   Kept kept = {0, UINT32_MAX};
-  for (int64_t first = from; first < to; first += kWarp) {
-    const int64_t i = first + lane;
-    const uint32_t key = i < to ? keys(i) : kAbsent;
+  for_stretch([&](int64_t position, uint32_t key) {
     bool take = key > cut.key || (key == cut.key && cut.all_ties);
-    if (!cut.all_ties) {
-      const unsigned equal = __ballot_sync(kAllLanes, i < to && key == cut.key);
+    if (!cut.all_ties) {  // the key of a tie is never kAbsent
+      const unsigned equal = __ballot_sync(kAllLanes, key == cut.key);
       const int64_t number = tie + __popc(equal & ((1u << lane) - 1));
-      take = take || (i < to && key == cut.key && number < cut.ties);
+      take = take || (key == cut.key && number < cut.ties);
       tie += __popc(equal);
     }
     if (take && drop_zeros && key == kZeroKey) {
@@ -116,8 +136,8 @@ __device__ Kept write_mask(Keys& keys, int64_t begin, int64_t end, const Cut& cu
       ++kept.zeros;
     }
     if (take && key < kept.lowest) kept.lowest = key;
-    if (i < to) mask[i] = take;
-  }
+    if (position < to) mask[position] = take;
+  });
   kept.zeros = block.reduce(kept.zeros, Sum());
   kept.lowest = block.reduce(kept.lowest, Min());
   return kept;
@@ -142,7 +162,16 @@ struct SegmentKeys {
   const uint32_t* stored;  // or null
   int64_t begin;
 
-  __device__ uint32_t operator()(int64_t position) { return stored ? stored[position - begin] : source(position); }
+  __device__ void load(int64_t first, int stride, int count, uint32_t (&keys)[kKeysInFlight]) {
+    if (!stored) {
+      source.load(first, stride, count, keys);
+      return;
+    }
+    const uint32_t* from = stored + (first - begin);
+#pragma unroll
+    for (int i = 0; i < kKeysInFlight; ++i)
+      if (i < count) keys[i] = from[i * stride];
+  }
 };
 
 // Segments with a length in [shortest, longest]: another launch has the others.
@@ -165,11 +194,10 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads)
   SegmentKeys keys = {ScoreKeys(scores), fits ? stored : nullptr, begin};
 
   clear_histogram(shared.histogram, block);
-  for (int64_t i = begin + block.rank; i < end; i += block.size) {
-    const uint32_t key = keys.source(i);
-    if (fits) stored[i - begin] = key;
+  for_keys(keys.source, begin, end, block, [&](int64_t position, uint32_t key) {
+    if (fits) stored[position - begin] = key;
     atomicAdd(&shared.histogram[bin_of(key, 0)], 1u);
-  }
+  });
   block.sync();
   const int64_t k = quota.of(present_of(shared.histogram, n));
   if (k == 0) {
@@ -180,10 +208,9 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads)
   Found found = find_bin(shared.histogram, 0, {0, 0, 0}, k, block, &shared.found);
   for (int digit = 1; digit < kDigits; ++digit) {
     clear_histogram(shared.histogram, block);
-    for (int64_t i = begin + block.rank; i < end; i += block.size) {
-      const uint32_t key = keys(i);
+    for_keys(keys, begin, end, block, [&](int64_t, uint32_t key) {
       if (agrees(key, found.prefix, digit)) atomicAdd(&shared.histogram[bin_of(key, digit)], 1u);
-    }
+    });
     block.sync();
     found = find_bin(shared.histogram, digit, found, k, block, &shared.found);
   }
@@ -252,10 +279,9 @@ __global__ void __launch_bounds__(kPieceThreads, 1) count_digit(const __grid_con
   if (kDigit > 0 && k == 0) return;
   ScoreKeys keys(pieces.scores);
   clear_histogram(shared.histogram, block);
-  for (int64_t i = piece.begin + block.rank; i < piece.end; i += block.size) {
-    const uint32_t key = keys(i);
+  for_keys(keys, piece.begin, piece.end, block, [&](int64_t, uint32_t key) {
     if (agrees(key, found.prefix, kDigit)) atomicAdd(&shared.histogram[bin_of(key, kDigit)], 1u);
-  }
+  });
   block.sync();
   uint32_t* total = pieces.progress[piece.segment].histograms[kDigit];
   for (int i = block.rank; i < kBins; i += block.size)
@@ -272,12 +298,12 @@ __global__ void __launch_bounds__(kPieceThreads, 1) count_ties(const __grid_cons
   if (k == 0 || cut_at(found, k).all_ties) return;
   ScoreKeys keys(pieces.scores);
   uint32_t own = 0;
-  for (int64_t i = piece.begin + block.rank; i < piece.end; i += block.size) own += keys(i) == found.prefix;
+  for_keys(keys, piece.begin, piece.end, block, [&](int64_t, uint32_t key) { own += key == found.prefix; });
   own = block.reduce(own, Sum());
   if (block.rank == 0) pieces.ties[blockIdx.x] = own;
 }
 
-__global__ void __launch_bounds__(kPieceThreads, 1)
+__global__ void __launch_bounds__(kPieceThreads, 2)
     write_pieces(const __grid_constant__ Pieces pieces, bool drop_zeros, bool* mask) {
   Shared& shared = *dynamic_shared<Shared>();
   const BlockGroup block(shared.group);
