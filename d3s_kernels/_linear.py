@@ -10,13 +10,15 @@ row anyway: so a row's result has the same bits as from its whole logits.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 _op = torch.ops.d3s_kernels
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 
 class _Sizes(NamedTuple):
@@ -199,10 +201,23 @@ def _checked_head(
     return _Head(weight, bias, logit_softcap, logits_dtype)
 
 
+def _without_autocast(function: _Kernel) -> _Kernel:
+    """Products have the precision that the arguments say, also where a backward runs within torch.autocast."""
+
+    @wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        device = next(argument.device.type for argument in arguments if isinstance(argument, Tensor))
+        with torch.autocast(device, enabled=False):
+            return function(*arguments, **options)
+
+    return cast(_Kernel, run)
+
+
 def _require_bound(name: str, bound: int | None) -> None:
     _require(bound is None or bound >= 0, f"{name}: got {bound}; takes at least 0")
 
 
+@_without_autocast
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -257,6 +272,7 @@ def forward(
     return logprob, entropy, row_max, log_sum
 
 
+@_without_autocast
 def backward(
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
@@ -295,6 +311,8 @@ def backward(
 
     rows, targets, h, m, s = (gather(values) for values in (hidden, labels, entropy, row_max, log_sum))
     g_logprob, g_entropy = (None if grad is None else gather(grad) for grad in (grad_logprob, grad_entropy))
+    if g_logprob is not None and hidden.is_cuda:  # labels that nobody has checked: one that is no token gives NaN
+        g_logprob = torch.where(targets < weight.shape[0], g_logprob, torch.nan)
     temperatures = temperature_tensor
     if temperatures is not None and temperatures.dim() > 0:
         temperatures = _past_rows_are_one(picked, gather(temperatures))

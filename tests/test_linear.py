@@ -336,3 +336,15 @@ def test_strided_inputs() -> None:
     hidden, weight = torch.randn(3, 9, 16), torch.randn(16, 300).T
     check(Head(hidden[:, 1:-1], weight, None), random_labels(3, 7, vocabulary=300))
     check(Head(hidden.transpose(0, 1), weight, None), random_labels(9, 3, vocabulary=300))
+
+
+def test_a_backward_within_autocast() -> None:
+    """Autocast is for layers: what this op computes, its arguments say."""
+    hidden, weight = torch.randn(40, 32).requires_grad_(), torch.randn(9000, 32).requires_grad_()
+    logprob, entropy = linear_logprob_entropy(hidden, weight, torch.randint(9000, (40,)))
+    loss = logprob.sum() + entropy.sum()
+    expected = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = torch.autograd.grad(loss, (hidden, weight))
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert_same_bits(mine, theirs)

@@ -26,8 +26,9 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // ---- launching -------------------------------------------------------------------------------------------------
 
 inline void require_success(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string("d3s_kernels: ") + what + ": " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // else the next launch, which may be good, would be told of it again
+  throw std::runtime_error(std::string("d3s_kernels: ") + what + ": " + cudaGetErrorString(error));
 }
 
 inline int device_attribute(const Device& device, cudaDeviceAttr attribute) {
@@ -60,10 +61,12 @@ void launch(const char* name, void (*kernel)(Params...), int64_t blocks, int thr
   if (blocks <= 0) return;
   if (blocks > INT32_MAX) throw std::runtime_error(std::string("d3s_kernels: ") + name + ": too many blocks");
   require_success(cudaSetDevice(device.index), "cudaSetDevice");
+  // All that there is, whatever this launch needs: the limit is the kernel's, which another thread may be launching
+  // too.
   if (shared_bytes > kSharedWithoutAsking)
-    require_success(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-        name);
+    require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         device_attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin)),
+                    name);
   launch_kernel(kernel, dim3(static_cast<unsigned>(blocks)), threads, shared_bytes,
                 static_cast<cudaStream_t>(device.stream), args...);
   require_success(cudaGetLastError(), name);

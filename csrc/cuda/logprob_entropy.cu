@@ -86,7 +86,7 @@ __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxSta
   const RowStatistics statistics = finish(state, temperature);
   // A label that is no token, which nobody has checked, gives NaN.
   const float logprob = label >= 0 ? log_probability(to_float(p[label]), statistics, temperature)
-                                   : (rows.labels[row] == kNoTarget ? 0.f : NAN);
+                                   : (rows.labels.bad(row, rows.layout.columns) ? NAN : 0.f);
   sink.outputs.write(row, statistics, logprob);
   if (sink.keys.keys) sink.keys.keys[row] = key_of_entropy(sink.keys.scores, row, statistics.entropy);
 }
@@ -280,7 +280,8 @@ __global__ void __launch_bounds__(kGradientThreads)
     f.max = statistics.max;
     f.scale = kLog2E / f.temperature;
     f.label = rows.labels.in_tile(row, first_token, columns);
-    f.undefined = statistics.log_sum != statistics.log_sum || f.temperature != f.temperature;
+    f.undefined = statistics.log_sum != statistics.log_sum || f.temperature != f.temperature ||
+                  (g_logprob != 0.f && rows.labels.bad(row, gradients.vocabulary));
   }
   const auto write_one = [&](int64_t i) {
     float g = 0.f;

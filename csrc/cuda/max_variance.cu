@@ -242,8 +242,8 @@ int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 
 void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* out, Device& device) {
   const Segments& segments = values.segments;
   const int64_t n = values.total, longest = values.longest;
-  if (n > INT32_MAX)
-    throw std::invalid_argument("values: got " + std::to_string(n) + " of them; takes fewer than 2^31 on a GPU");
+  if (n > int64_t{1} << 30)
+    throw std::invalid_argument("values: got " + std::to_string(n) + " of them; takes at most 2^30 on a GPU");
   if (segments.ragged()) clear(out, 0, n, device);  // what bad offsets leave out is not selected
   if (segments.count == 0) return;
   // With offsets and no bound, `longest` is all values: lengths are known on the device alone.
@@ -255,7 +255,8 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
       return;
     }
     // A segment beyond what was said, or beyond a block's memory, is sorted in memory: slower, and right.
-    Entry* spill = n > kWarpSegment && segments.ragged() ? device.scratch_of<Entry>(n) : nullptr;
+    const bool may_spill = segments.ragged() && (longest < n || n > kBlockSegment);
+    Entry* spill = may_spill ? device.scratch_of<Entry>(n) : nullptr;
     const auto run = [&](auto kernel, int64_t per_block, int threads, size_t group_bytes, const SizeClass& sizes) {
       launch("max_variance_select", kernel, ceil_div(segments.count, per_block), threads,
              group_bytes + per_block * sizes.capacity * sizeof(Entry), device, static_cast<const T*>(values.values),

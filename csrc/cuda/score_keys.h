@@ -18,6 +18,7 @@ __device__ inline uint32_t key_of_entropy(const Scores& scores, int64_t position
     case Scores::Advantages::kPerToken:
       return weighted_key(scores.advantages[position], entropy);
     default:
+      if (scores.sequences.count == 0) return kAbsent;  // by offsets that nobody has checked
       return weighted_key(scores.advantages[scores.sequences.find(position)], entropy);
   }
 }
@@ -69,7 +70,10 @@ class ScoreKeys {
         for_wanted(count, [&](int i) { keys[i] = weighted_key(advantages[i * stride], values[i]); });
         break;
       default:
-        for_wanted(count, [&](int i) { keys[i] = weighted_key(advantages[sequence(first + i * stride)], values[i]); });
+        for_wanted(count, [&](int i) {
+          const int64_t at = sequence(first + i * stride);
+          keys[i] = at < scores_.sequences.count ? weighted_key(advantages[at], values[i]) : kAbsent;
+        });
     }
     if (!scores_.mask) return;
     const bool* mask = scores_.mask + first;
@@ -94,7 +98,7 @@ class ScoreKeys {
 
   // The sequence of a position, which is most often that of the one before.
   __device__ int64_t sequence(int64_t position) {
-    if (position < begin_ || position >= end_) {
+    if (scores_.sequences.count > 0 && (position < begin_ || position >= end_)) {
       sequence_ = scores_.sequences.find(position);
       begin_ = scores_.sequences.begin(sequence_);
       end_ = scores_.sequences.end(sequence_);

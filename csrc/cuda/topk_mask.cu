@@ -51,9 +51,7 @@ __device__ Found find_bin(const uint32_t* histogram, int digit, const Found& bef
       above += here;
     }
   block.sync();
-  const Found found = *shared;
-  block.sync();
-  return found;
+  return *shared;  // the next one is written after a barrier that comes after this
 }
 
 __device__ void clear_histogram(uint32_t* histogram, const BlockGroup& block) {

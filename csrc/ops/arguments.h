@@ -29,6 +29,7 @@ Temperatures temperatures_of(double temperature, const OptionalTensor& tensor, c
                              OptionalTensor& owner);
 
 // A 0-d tensor on the device is read there, and here only to be checked.
-Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k);
+Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k,
+               const Tensor& like);
 
 }  // namespace d3s

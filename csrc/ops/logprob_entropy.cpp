@@ -121,7 +121,8 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
   LogitsArgument argument(logits, temperature, temperature_tensor);
   argument.set_labels(labels, argument.rows.layout.columns);
   argument.set_row_mask(row_mask);
-  const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
+  GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
+  gradients.rows.vocabulary = argument.rows.layout.columns;
   const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
   TorchDevice device(logits);
   row_gradients(argument.rows, gradients.rows, 0, out.mutable_data_ptr(), rows_of("logits", out), device);
@@ -150,6 +151,7 @@ RowState* require_state(const Tensor& state, const Tensor* logits) {
       "state", "got shape ", shape(state), " of ", dtype(state), "; takes contiguous float32 [rows, 4]");
   require(!logits || (logits->dim() == 2 && logits->size(0) == state.size(0)), "logits",
           "takes [rows, tile] with the rows of state, ", shape(state));
+  if (logits) require_same_device("state", state, *logits);
   return mutable_data<RowState>(state);
 }
 

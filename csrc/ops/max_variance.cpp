@@ -4,7 +4,7 @@
 namespace d3s {
 namespace {
 
-Keep keep_of(const OptionalInt& keep, const OptionalTensor& keep_tensor) {
+Keep keep_of(const OptionalInt& keep, const OptionalTensor& keep_tensor, const Tensor& like) {
   require(keep.has_value() != keep_tensor.has_value(), "keep", "takes one number or one 0-d tensor");
   const auto require_keep = [](int64_t k) { require(k >= 1, "keep", "got ", k, "; takes at least 1"); };
   Keep number;
@@ -17,6 +17,7 @@ Keep keep_of(const OptionalInt& keep, const OptionalTensor& keep_tensor) {
   const bool wide = type == ScalarType::Long;
   require(keep_tensor->numel() == 1 && (wide || type == ScalarType::Int), "keep", "got shape ", shape(*keep_tensor),
           " of ", dtype(*keep_tensor), "; takes a number or a 0-d int64 or int32 tensor");
+  require_same_device("keep", *keep_tensor, like);
   if (wide)
     number.on_device64 = data<int64_t>(*keep_tensor);
   else
@@ -30,7 +31,7 @@ Tensor max_variance_select(const Tensor& values, const OptionalInt& keep, const 
                            const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment,
                            bool pooled) {
   require_float("values", values);
-  Keep number = keep_of(keep, keep_tensor);
+  Keep number = keep_of(keep, keep_tensor, values);
   SegmentedValues segmented;
   segmented.segments = segments_of(values, offsets, "values");
   segmented.total = values.numel();

@@ -3,7 +3,8 @@
 
 namespace d3s {
 
-Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k) {
+Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k,
+               const Tensor& like) {
   const int given = (ratio ? 1 : 0) + (ratio_tensor ? 1 : 0) + (k ? 1 : 0);
   require(given == 1, "ratio", "got ", given, " of ratio and k; takes exactly one of the two");
   const auto require_ratio = [](double share) {
@@ -21,6 +22,7 @@ Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, c
     require(ratio_tensor->numel() == 1 && (wide || ratio_tensor->scalar_type() == ScalarType::Float), "ratio",
             "got shape ", shape(*ratio_tensor), " of ", dtype(*ratio_tensor),
             "; takes a 0-d float32 or float64 tensor");
+    require_same_device("ratio", *ratio_tensor, like);
     quota.slack = wide ? kDoubleSlack : kFloatSlack;
     if (wide)
       quota.ratio64 = data<double>(*ratio_tensor);
@@ -40,7 +42,7 @@ Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const Optiona
   require_float("scores", scores);
   const Segments segments = segments_of(scores, offsets, "scores");
   const int64_t longest = longest_of(segments, scores.numel(), max_segment);
-  const Quota quota = quota_of(ratio, ratio_tensor, k);
+  const Quota quota = quota_of(ratio, ratio_tensor, k, scores);
   const OptionalTensor present = require_mask("mask", mask, scores, scores.dim());
   const Tensor source_values = packed(scores);
   const Tensor out = empty(leading_sizes(scores, scores.dim()), ScalarType::Bool, scores);
@@ -86,7 +88,7 @@ struct TokenSelection {
       : advantages(packed(advantages_given)),
         present(require_mask("mask", mask_given, entropy, entropy.dim())),
         sequences(segments_of(entropy, offsets, name)),
-        quota(quota_of(ratio, ratio_tensor, std::nullopt)),
+        quota(quota_of(ratio, ratio_tensor, std::nullopt, entropy)),
         longest(longest_of(sequences, entropy.numel(), max_segment)),
         pooled(pooled),
         drop_zeros(drop_zeros),

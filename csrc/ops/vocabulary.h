@@ -39,6 +39,12 @@ struct Labels {
     return labels64 ? labels64[row] : labels32 ? labels32[row] : kNoTarget;
   }
 
+  // Whether a label is neither a token nor none, which nobody may have checked.
+  D3S_HOST_DEVICE bool bad(int64_t row, int64_t vocabulary) const {
+    const int64_t label = (*this)[row];
+    return label != kNoTarget && (label < 0 || label >= vocabulary);
+  }
+
   // The label's place in a tile of `columns` tokens from first_token on, or -1.
   D3S_HOST_DEVICE int64_t in_tile(int64_t row, int64_t first_token, int64_t columns) const {
     const int64_t place = (*this)[row] - first_token;
@@ -78,6 +84,7 @@ struct RowGradients {
   const float* entropy = nullptr;
   const float* row_max = nullptr;
   const float* log_sum = nullptr;
+  int64_t vocabulary = INT64_MAX;  // where it is known: of a tile it is not
 
   D3S_HOST_DEVICE float of_logprob(int64_t row, const Labels& labels) const {
     return g_logprob && labels[row] != kNoTarget ? g_logprob[row] : 0.f;

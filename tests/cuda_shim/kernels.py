@@ -28,6 +28,7 @@ from torch import Tensor
 import d3s_kernels as d3s
 from d3s_kernels import reference
 
+OP = torch.ops.d3s_kernels
 SLICE = 32768  # kSlice in csrc/cuda/logprob_entropy.cu
 SEEDS = range(1, 9)
 SMALL_SHARED = "24576"  # bytes: some 4,000 keys beside the tables of csrc/cuda/topk_mask.cu
@@ -77,8 +78,8 @@ def gradient(logits: Tensor, labels: Tensor) -> Tensor:
 
 def cases() -> dict[str, Case]:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, SLICE + 777, generator=generator).bfloat16()
-    labels = torch.tensor([5, -100, SLICE + 3])
+    logits = torch.randn(6, SLICE + 777, generator=generator).bfloat16()  # many rows for one multiprocessor
+    labels = torch.tensor([5, -100, SLICE + 3, 7, 8, 9])
     scores = torch.randint(0, 50, (9000,), generator=generator).float()
     ragged = torch.tensor([0, 3000, 3000, 3100, 9000])
     rewards = torch.randint(0, 6, (9000,), generator=generator).float()
@@ -132,10 +133,10 @@ VOCABULARIES = (1, 7, 1023, 8192, SLICE - 1, SLICE, SLICE + 1, 2 * SLICE + 5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_few_rows_and_many(vocabulary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = random_logits(4, vocabulary, dtype=dtype)
-    labels = random_labels(4, vocabulary=vocabulary)
+    logits = random_logits(6, vocabulary, dtype=dtype)
+    labels = random_labels(6, vocabulary=vocabulary)
     results = []
-    for multiprocessors in (1, 2, 132):  # 2: the last whose rows are shared out, 3 x 2 x 2 > 4
+    for multiprocessors in (1, 2):  # 6 rows are many for the first, with its three blocks, and few for the second
         monkeypatch.setenv("D3S_SHIM_SMS", str(multiprocessors))
         results.append(d3s.logprob_entropy(logits, labels))
     expected = reference.logprob_entropy(logits, labels)
@@ -192,6 +193,92 @@ def test_more_rows_than_a_grid_is_wide() -> None:
     labels = torch.randint(3, (70_001,))
     for ours, exact in zip(d3s.logprob_entropy(logits, labels), reference.logprob_entropy(logits, labels), strict=True):
         torch.testing.assert_close(ours, exact.float(), atol=1e-5, rtol=1e-6)
+
+
+def fresh_state(rows: int) -> Tensor:
+    state = torch.zeros(rows, 4)
+    state[:, 0], state[:, 3] = torch.finfo(torch.float32).min, torch.nan
+    return state
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 6])  # of one multiprocessor: slices get blocks; rows get blocks
+@pytest.mark.parametrize("vocabulary", [SLICE + 3, 2 * SLICE + 5])
+def test_rows_and_slices_and_tiles_give_the_same_bits(
+    vocabulary: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, labels = random_logits(rows, vocabulary, dtype=dtype), torch.randint(SLICE, vocabulary, (rows,))
+    labels[0] = 5
+    results = []
+    for multiprocessors in ("1", "132"):
+        monkeypatch.setenv("D3S_SHIM_SMS", multiprocessors)
+        results.append(d3s.logprob_entropy(logits, labels))
+        for cuts in ([0], [0, SLICE], list(range(0, vocabulary, SLICE))):  # the second: a tile of slices after another
+            state = fresh_state(rows)
+            for first, last in zip(cuts, [*cuts[1:], vocabulary], strict=True):
+                OP.softmax_state_(state, logits[:, first:last].contiguous(), labels, first)
+            logprob, entropy, *_ = OP.softmax_state_finish(state)
+            results.append((logprob, entropy))
+    expected = reference.logprob_entropy(logits, labels)
+    assert_logprob(results[0][0], expected[0])
+    assert_entropy(results[0][1], expected[1])
+    for result in results[1:]:
+        for ours, first in zip(result, results[0], strict=True):
+            assert_same_bits(ours, first)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whole_rows_of_several_slices_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(6, SLICE + 777, generator=torch.Generator().manual_seed(0)).bfloat16()
+    monkeypatch.setenv("D3S_SHIM_SMS", "1")
+    monkeypatch.setenv("D3S_SHIM_SEED", "99")
+    first = d3s.entropy(logits)
+    monkeypatch.setenv("D3S_SHIM_SEED", str(seed))
+    assert_same_bits(d3s.entropy(logits), first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_of_tiles(dtype: torch.dtype) -> None:
+    vocabulary = SLICE + 777
+    logits, labels = random_logits(3, vocabulary, dtype=dtype), torch.tensor([5, SLICE + 3, -100])
+    _, entropy, row_max, log_sum = OP.logprob_entropy(logits, labels)
+    g = torch.tensor([1.0, -0.5, 2.0]), torch.tensor([0.3, 0.0, 1.0])
+    whole = OP.logprob_entropy_backward(*g, logits, labels, entropy, row_max, log_sum)
+    for first in (0, SLICE):
+        tile = logits[:, first : first + SLICE].contiguous()
+        wanted = whole[:, first : first + SLICE]
+        OP.logprob_entropy_backward_(*g, tile, labels, entropy, row_max, log_sum, first)
+        assert_same_bits(tile, wanted.contiguous())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [7, 1000, 1001])
+@pytest.mark.parametrize("special", ["all -inf", "+inf", "NaN", "far below"])
+def test_gradient_of_an_undefined_row(special: str, vocabulary: int, dtype: torch.dtype) -> None:
+    logits = random_logits(2, vocabulary, dtype=dtype)
+    if special == "all -inf":
+        logits[0] = -torch.inf
+    else:
+        logits[0, vocabulary // 2] = {"+inf": torch.inf, "NaN": torch.nan, "far below": 0.0}[special]
+        logits[0, 0] = logits[0, -1] = logits[0, : vocabulary // 5] = -torch.inf if special != "far below" else -3e4
+    leaf = logits.requires_grad_()
+    logprob, entropy = d3s.logprob_entropy(leaf, torch.tensor([3, 4]))
+    (ours,) = torch.autograd.grad(logprob.sum() + entropy.sum(), leaf)
+    exact = logits.detach().double().requires_grad_()
+    theirs = torch.autograd.grad(sum(x.sum() for x in reference.logprob_entropy(exact, torch.tensor([3, 4]))), exact)[0]
+    assert torch.equal(ours.isnan(), theirs.isnan())
+
+
+def test_a_masked_row_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("D3S_SHIM_SMS", "132")
+    logits = random_logits(3, SLICE + 9)
+    logits[1] = torch.nan
+    row_mask = torch.tensor([True, False, True])
+    labels = torch.tensor([1, 2, 3])
+    ours = d3s.logprob_entropy(logits, labels, row_mask=row_mask)
+    for mine, exact in zip(ours, reference.logprob_entropy(logits, labels, row_mask=row_mask), strict=True):
+        assert mine[1] == 0
+        assert torch.allclose(mine, exact.float(), atol=1e-4)
 
 
 # ---- selections: both sides of every threshold -----------------------------------------------------------------------
@@ -261,6 +348,55 @@ def test_compact_of_any_length(n: int) -> None:
                 assert_identical(ours, expected)
 
 
+def test_long_offsets_of_a_batch() -> None:
+    values = torch.randint(0, 5, (50_000,)).float()
+    offsets = cut(len(values), 40)
+    assert_identical(
+        d3s.max_variance_select(values, 7, offsets=offsets), reference.max_variance_select(values, 7, offsets=offsets)
+    )
+
+
+@pytest.mark.parametrize("shared", ["232448", SMALL_SHARED])
+def test_zeros_are_counted_out_wherever_they_are(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More zeros than are dropped by chance: in pieces, their number is a sum over blocks."""
+    monkeypatch.setenv("D3S_SHIM_SHARED", shared)
+    entropy = torch.zeros(2, 40_000)
+    entropy[:, ::97] = torch.rand(2, 413)
+    for scope in ("batch", "sequence"):
+        ours = d3s.select_tokens(entropy, torch.tensor([1.0, -2.0]), 0.5, scope=scope, drop_zeros=True)
+        theirs = reference.select_tokens(entropy, torch.tensor([1.0, -2.0]), 0.5, scope=scope, drop_zeros=True)
+        for mine, exact in zip(ours, theirs, strict=True):
+            assert_identical(mine, exact)
+
+
+@pytest.mark.parametrize("length", [40_000, 100])
+def test_nothing_to_select(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No score is there, or the ratio is bad: in pieces as in one block."""
+    monkeypatch.setenv("D3S_SHIM_SHARED", SMALL_SHARED)
+    scores = torch.rand(2, length)
+    for given in (
+        d3s.topk_mask(scores, 0.5, mask=torch.zeros(2, length, dtype=torch.bool)),
+        d3s.topk_mask(torch.full((2, length), torch.nan), 0.5),
+        d3s.topk_mask(scores, torch.tensor(-1.0)),
+    ):
+        assert not given.any()
+    kept = d3s.select_tokens(scores, torch.tensor(1.0), torch.tensor(torch.nan))
+    assert (kept.mask.any().item(), kept.count.item(), kept.threshold.item()) == (False, 0, torch.inf)
+
+
+@pytest.mark.parametrize("max_segment", [None, 0, 1, 30, 49])
+def test_few_values_in_segments_longer_than_said(max_segment: int | None) -> None:
+    values, offsets = torch.randint(0, 9, (100,)).float(), torch.tensor([0, 50, 100])
+    ours = d3s.max_variance_select(values, 7, offsets=offsets, max_segment=max_segment)
+    assert_identical(ours, reference.max_variance_select(values, 7, offsets=offsets))
+
+
+@pytest.mark.parametrize("length", [100, 700, 5000])
+def test_one_value_of_any_size(length: int) -> None:
+    values = torch.randn(20, length) * 10.0 ** torch.randint(-15, 15, (20, length))
+    assert_identical(d3s.max_variance_select(values, 1), reference.max_variance_select(values, 1))
+
+
 # ---- values that nobody checked --------------------------------------------------------------------------------------
 
 
@@ -271,7 +407,7 @@ def test_a_label_that_is_no_token(label: int, monkeypatch: pytest.MonkeyPatch) -
     logprob, entropy = d3s.logprob_entropy(logits, labels)
     assert logprob.isnan().tolist() == [False, True, False]
     assert not entropy.isnan().any()
-    gradient(logits, labels)
+    assert gradient(logits, labels).isnan().all(1).tolist() == [False, True, False]
     monkeypatch.setenv("D3S_KERNELS_CHECK", "1")
     with pytest.raises(ValueError, match="labels: got"):
         d3s.logprob_entropy(logits, labels)
@@ -292,7 +428,7 @@ def test_bad_offsets_stay_within_bounds(offsets: list[int], monkeypatch: pytest.
         d3s.max_variance_select(torch.randn(9000), 2, offsets=cuts * 450, max_segment=8000),
         d3s.select_rollouts(values, 1, offsets=cuts),
         *d3s.select_tokens(values, torch.ones(groups), 0.5, offsets=cuts, scope="sequence"),
-        d3s.select_tokens(values, torch.ones(groups), 0.5, offsets=cuts).mask if groups else torch.zeros(0),
+        d3s.select_tokens(values, torch.ones(groups), 0.5, offsets=cuts).mask,
         d3s.group_advantages(values, offsets=cuts),
     ]
     for result in results:
@@ -330,9 +466,17 @@ def test_the_launch_says_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
         d3s.topk_mask(torch.randn(9), 0.5)
 
 
-def test_long_offsets_of_a_batch() -> None:
-    values = torch.randint(0, 5, (50_000,)).float()
-    offsets = cut(len(values), 40)
-    assert_identical(
-        d3s.max_variance_select(values, 7, offsets=offsets), reference.max_variance_select(values, 7, offsets=offsets)
-    )
+@pytest.mark.parametrize("offsets", [[7], [20]])
+def test_offsets_without_a_segment(offsets: list[int]) -> None:
+    kept = d3s.select_tokens(torch.rand(20), torch.ones(0), 0.5, offsets=torch.tensor(offsets))
+    assert not kept.mask.any()
+
+
+@pytest.mark.parametrize("offsets", [[5, 20], [0, 7]])
+def test_rewards_that_bad_offsets_leave_out_are_nan(offsets: list[int]) -> None:
+    for _ in range(3):  # memory that was used before
+        torch.ones(20)
+    advantages = d3s.group_advantages(torch.randn(20), offsets=torch.tensor(offsets))
+    inside = torch.zeros(20, dtype=torch.bool)
+    inside[offsets[0] : offsets[1]] = True
+    assert advantages.isnan().tolist() == (~inside).tolist()
