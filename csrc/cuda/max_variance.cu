@@ -9,6 +9,7 @@
 #include "../ops/rollouts.h"
 #include "collective.h"
 #include "segment_sort.h"
+#include "size_class.h"
 
 namespace d3s {
 namespace {
@@ -113,13 +114,6 @@ __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   }
 }
 
-// Segments with a length in [shortest, longest]: another launch has the others.
-struct SizeClass {
-  int64_t shortest, longest;
-  int capacity;  // entries that fit in a segment's shared memory; longer ones are sorted in `spill`
-  Entry* spill;  // as many entries as there are values
-};
-
 // One segment, with room for its entries.
 template <class T, class Group>
 __device__ void select_segment(const T* values, const bool* mask, int n, int64_t k, Entry* entries, const Group& group,
@@ -135,8 +129,11 @@ __device__ void select_segment(const T* values, const bool* mask, int n, int64_t
   bitonic_sort(entries, n, group);
   const auto at = [&](int i) { return key_of(entries[i]); };
   const Ends ends = find_ends(at, usable, k, group);
-  for (int rank = group.rank; rank < n; rank += group.size)
-    out[static_cast<uint32_t>(entries[rank])] = ends.keeps(rank);
+  for (int rank = group.rank; rank < n; rank += group.size) {
+    const auto index = static_cast<uint32_t>(entries[rank]);
+    // Offsets that nobody checked may have two segments share their room in memory.
+    if (index < static_cast<uint32_t>(n)) out[index] = ends.keeps(rank);
+  }
 }
 
 constexpr int kBlockThreads = 512;  // eight entries each at most; twice as many would leave a thread too few registers
@@ -147,14 +144,15 @@ constexpr int kMostThreads = std::is_same_v<Group, BlockGroup> ? kBlockThreads :
 template <class T, class Group>
 __global__ void __launch_bounds__(kMostThreads<Group>, 1)
     select_segments(const T* values, const bool* mask, const __grid_constant__ Segments segments,
-                    const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, bool* out) {
+                    const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, Entry* spill,
+                    bool* out) {
   auto* shared = dynamic_shared<unsigned char>();
   const Group group(shared);
   const int place = static_cast<int>(threadIdx.x) / group.size;
   const int64_t segment = int64_t{blockIdx.x} * (static_cast<int>(blockDim.x) / group.size) + place;
   if (segment >= segments.count) return;
   const int64_t begin = segments.begin(segment), n = segments.end(segment) - begin;
-  if (n < sizes.shortest || n > sizes.longest) return;
+  if (!sizes.has(n)) return;
   const auto select = [&](Entry* entries) {
     select_segment(values + begin, mask ? mask + begin : nullptr, static_cast<int>(n), keep.of(n), entries, group,
                    out + begin);
@@ -163,7 +161,7 @@ __global__ void __launch_bounds__(kMostThreads<Group>, 1)
   if (n <= sizes.capacity)
     select(reinterpret_cast<Entry*>(shared + Group::kSharedBytes) + place * sizes.capacity);
   else
-    select(sizes.spill + begin);
+    select(spill + begin);
 }
 
 // ---- long segments -----------------------------------------------------------------------------------------------
@@ -246,8 +244,7 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
     throw std::invalid_argument("values: got " + std::to_string(n) + " of them; takes at most 2^30 on a GPU");
   if (segments.ragged()) clear(out, 0, n, device);  // what bad offsets leave out is not selected
   if (segments.count == 0) return;
-  // With offsets and no bound, `longest` is all values: lengths are known on the device alone.
-  const bool known = !segments.ragged() || longest < n || segments.count == 1;
+  const bool known = lengths_are_bounded(segments, longest, n);
   dispatch_float(values.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (longest > kBlockSegment && known) {
@@ -260,17 +257,17 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
     const auto run = [&](auto kernel, int64_t per_block, int threads, size_t group_bytes, const SizeClass& sizes) {
       launch("max_variance_select", kernel, ceil_div(segments.count, per_block), threads,
              group_bytes + per_block * sizes.capacity * sizeof(Entry), device, static_cast<const T*>(values.values),
-             values.mask, segments, keep, sizes, out);
+             values.mask, segments, keep, sizes, spill, out);
     };
     const int64_t in_warp = longest < kWarpSegment ? longest : kWarpSegment;
     const int64_t in_block = longest < kBlockSegment ? longest : kBlockSegment;
     const bool small_only = known && longest <= kWarpSegment;
     if (longest <= kWarpSegment || !known)
       run(select_segments<T, WarpGroup>, WarpGroup::kMostThreads / kWarp, WarpGroup::kMostThreads,
-          WarpGroup::kSharedBytes, {0, small_only ? INT64_MAX : kWarpSegment, static_cast<int>(in_warp), spill});
+          WarpGroup::kSharedBytes, {0, small_only ? INT64_MAX : kWarpSegment, in_warp});
     if (longest > kWarpSegment)
       run(select_segments<T, BlockGroup>, 1, threads_for(in_block), BlockGroup::kSharedBytes,
-          {known ? 0 : kWarpSegment + 1, INT64_MAX, static_cast<int>(in_block), spill});
+          {known ? 0 : kWarpSegment + 1, INT64_MAX, in_block});
   });
 }
 

@@ -9,6 +9,7 @@
 // the caller said is read again for each pass instead: slower, and right.
 #include "collective.h"
 #include "score_keys.h"
+#include "size_class.h"
 
 namespace d3s {
 namespace {
@@ -172,12 +173,6 @@ struct SegmentKeys {
   }
 };
 
-// Segments with a length in [shortest, longest]: another launch has the others.
-struct SizeClass {
-  int64_t shortest, longest;
-  int64_t capacity;  // keys that fit in shared memory
-};
-
 __global__ void __launch_bounds__(BlockGroup::kMostThreads)
     select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros,
                     const __grid_constant__ Segments segments, const __grid_constant__ SizeClass sizes,
@@ -187,7 +182,7 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads)
   const BlockGroup block(shared.group);
   const int64_t segment = blockIdx.x;
   const int64_t begin = segments.begin(segment), end = segments.end(segment), n = end - begin;
-  if (n < sizes.shortest || n > sizes.longest) return;
+  if (!sizes.has(n)) return;
   const bool fits = n <= sizes.capacity;
   SegmentKeys keys = {ScoreKeys(scores), fits ? stored : nullptr, begin};
 
@@ -374,9 +369,8 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
     launch("topk_mask", select_segments, segments.count, threads, sizeof(Shared) + keys * sizeof(uint32_t), device,
            scores, quota, drop_zeros, segments, sizes, outputs);
   };
-  // With offsets and no bound, `longest` is all values: lengths are known on the device alone. A segment beyond the
-  // capacity is slow there, and the caller can say so with max_segment.
-  const bool known = !segments.ragged() || longest < values || segments.count == 1;
+  // A segment beyond the capacity is slow where its length is not known here; the caller can say so with max_segment.
+  const bool known = lengths_are_bounded(segments, longest, values);
   if (longest > capacity && known) {
     select_in_pieces(scores, quota, drop_zeros, segments, longest, outputs, device);
   } else if (known || longest <= kSmall) {
