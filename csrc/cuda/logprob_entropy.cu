@@ -180,7 +180,7 @@ void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
                                 " tokens; takes fewer than 2^31 on a GPU");
   const int64_t count = rows.layout.count, slices = slices_of(static_cast<int>(rows.layout.columns));
   if (count == 0) return;
-  // Fewer rows than fill the machine once over leave multiprocessors idle, or the last of them alone with a row.
+  // Fewer rows than fill the machine twice over leave multiprocessors idle, or the last of them alone with a row.
   const int64_t resident = int64_t{device_attribute(device, cudaDevAttrMultiProcessorCount)} * kBlocksPerSm<true>;
   const bool few = slices > 1 && (count < 2 * resident || slices > kMostSlices);
   dispatch_rows(rows, [&](auto tag, auto aligned) {

@@ -45,6 +45,8 @@ def calls() -> dict[str, Call]:
     entropy, row_max, log_sum = torch.ops.d3s_kernels.logprob_entropy(logits, labels)[1:]
     gradient = torch.randn(40, device=GPU)
     backward = torch.ops.d3s_kernels.logprob_entropy_backward
+    head_backward = torch.ops.d3s_kernels.linear_logprob_entropy_backward
+    head = torch.ops.d3s_kernels.linear_logprob_entropy(hidden, weight, labels)[1:]
     return {
         "entropy": lambda: d3s.entropy(logits),
         "entropy, masked": lambda: d3s.entropy(logits, row_mask=row_mask, temperature=torch.tensor(0.7, device=GPU)),
@@ -54,6 +56,23 @@ def calls() -> dict[str, Call]:
         "linear_logprob_entropy": lambda: d3s.linear_logprob_entropy(
             hidden, weight, labels, row_mask=row_mask, max_rows=40, max_grad_rows=40
         ),
+        "linear_logprob_entropy_backward": lambda: head_backward(
+            gradient * row_mask,
+            None,
+            hidden,
+            weight,
+            labels,
+            None,
+            *head,
+            1.0,
+            None,
+            None,
+            None,
+            40,
+            torch.float32,
+            1 << 20,
+            [True, True, False],
+        )[:2],
         "topk_mask": lambda: d3s.topk_mask(scores, ratio, mask=mask),
         "topk_mask, ragged": lambda: d3s.topk_mask(rewards.flatten(), 0.3, offsets=offsets),
         "topk_mask, long": lambda: d3s.topk_mask(long, 0.1),
@@ -74,8 +93,8 @@ def calls() -> dict[str, Call]:
 
 NAMES = (
     "entropy", "entropy, masked", "logprob_entropy", "logprob_entropy, one row", "logprob_entropy_backward",
-    "linear_logprob_entropy", "topk_mask", "topk_mask, ragged", "topk_mask, long", "select_tokens",
-    "select_tokens, sequence", "select_tokens_from_logits", "compact", "group_advantages", "group_advantages, batch",
+    "linear_logprob_entropy", "linear_logprob_entropy_backward", "topk_mask", "topk_mask, ragged", "topk_mask, long",
+    "select_tokens", "select_tokens, sequence", "select_tokens_from_logits", "compact", "group_advantages", "group_advantages, batch",
     "max_variance_select", "max_variance_select, ragged", "max_variance_select, long", "select_rollouts",
 )  # fmt: skip
 
