@@ -94,8 +94,9 @@ def calls() -> dict[str, Call]:
 NAMES = (
     "entropy", "entropy, masked", "logprob_entropy", "logprob_entropy, one row", "logprob_entropy_backward",
     "linear_logprob_entropy", "linear_logprob_entropy_backward", "topk_mask", "topk_mask, ragged", "topk_mask, long",
-    "select_tokens", "select_tokens, sequence", "select_tokens_from_logits", "compact", "group_advantages", "group_advantages, batch",
-    "max_variance_select", "max_variance_select, ragged", "max_variance_select, long", "select_rollouts",
+    "select_tokens", "select_tokens, sequence", "select_tokens_from_logits", "compact", "group_advantages",
+    "group_advantages, batch", "max_variance_select", "max_variance_select, ragged", "max_variance_select, long",
+    "select_rollouts",
 )  # fmt: skip
 
 
