@@ -127,6 +127,20 @@ def test_rows_that_lie_askew_are_read_in_wide_loads_too(architecture: str) -> No
     assert len(way) <= 13 * 32  # below what an H200 has time for
 
 
+@built
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name in ("sm_90", "sm_100")])
+def test_the_loop_of_the_backward(architecture: str) -> None:
+    """All of it, with what is for labels and for rows that lie askew: a copy at 4.3 TB/s leaves time for some 27."""
+    functions = kernels(LIBRARY, architecture)
+    code = functions[find(functions, "15write_gradientsINS_8bfloat16E")]
+    loop = min((loop for loop in loops(code) if exponentials(loop) >= 32), key=len)
+    print(f"{architecture} write_gradients bfloat16: at most {len(loop) / 32:.2f} instructions for an element")
+    assert len(loop) <= 20 * 32
+    assert exponentials(loop) == 32 + IN_FLIGHT  # each vector may hold the label, whose exponential is exact
+    assert sum(opcode.endswith(".128") for opcode in loads(loop)) >= IN_FLIGHT
+    assert not [instruction for instruction in loop if re.match("BAR|SHFL|LDL|STL", instruction.opcode)]
+
+
 def plain(name: str) -> str:
     if shutil.which("c++filt") is None:
         return name

@@ -174,10 +174,14 @@ constexpr int64_t kMostSlices = kSharedWithoutAsking / (kWarps * sizeof(SoftmaxS
 
 constexpr int64_t kMostColumns = INT32_MAX - 2 * kSlice;  // a place in a row, and past its end, is an int
 
-void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
-  if (rows.layout.columns > kMostColumns)
-    throw std::invalid_argument("logits: got rows of " + std::to_string(rows.layout.columns) +
+void require_columns(int64_t columns) {
+  if (columns > kMostColumns)
+    throw std::invalid_argument("logits: got rows of " + std::to_string(columns) +
                                 " tokens; takes fewer than 2^31 on a GPU");
+}
+
+void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
+  require_columns(rows.layout.columns);
   const int64_t count = rows.layout.count, slices = slices_of(static_cast<int>(rows.layout.columns));
   if (count == 0) return;
   // Fewer rows than fill the machine twice over leave multiprocessors idle, or the last of them alone with a row.
@@ -213,110 +217,115 @@ __global__ void finish_all(const RowState* states, int64_t count, const __grid_c
 
 constexpr int kGradientThreads = 256;
 template <class T>
-constexpr int64_t kGradientTile = int64_t{kGradientThreads} * kInFlight * kPerVector<T>;
+constexpr int kGradientTile = kGradientThreads * kInFlight * kPerVector<T>;
 constexpr int kTilesPerBlock = 4;  // 64 KB: what a row costs before the first element is spread over many
+template <class T>
+constexpr int kPiece = kGradientTile<T> * kTilesPerBlock;
 
 // What turns a logit of one row into its gradient.
 struct RowGradient {
   GradientLine line;
   float max, scale, temperature;
-  int64_t label;  // its place in the tile, or -1
-  bool undefined;
+
+  __device__ RowGradient(const RowStatistics& row, float g_logprob, float g_entropy, float temperature, bool defined)
+      : line(gradient_line(g_logprob, g_entropy, row, temperature)),
+        max(defined ? row.max : NAN),  // with which everything is NaN
+        scale(kLog2E / temperature),
+        temperature(temperature) {}
 
   __device__ float operator()(float z) const {
     const float distance = z - max, e = exp2_fast(distance * scale);
-    const float slope_part = line.slope * fmaxf(distance, -FLT_MAX);  // not -inf * 0
-    const float gradient = e * (line.offset + slope_part);
-    return e > 0.f ? gradient : e;  // 0 where the logit is -inf; NaN stays
+    const float gradient = e * fmaf(line.slope, distance, line.offset);
+    return e > 0.f ? gradient : e;  // 0 where the logit is -inf, whose product would be NaN; NaN stays
   }
   __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
 };
 
 template <class T>
-__device__ uint4 gradient_of(const uint4& logits, int64_t first, const RowGradient& row) {
-  constexpr int kElements = kPerVector<T>;
-  float g[kElements];
+__device__ uint4 gradient_of(const uint4& logits, const RowGradient& row) {
+  float g[kPerVector<T>];
   int i = 0;
-  for_elements<T>(logits, [&](float z) {
-    g[i] = row(z);
-    if (first + i == row.label) g[i] = row.at_label(z);
-    if (row.undefined) g[i] = NAN;
-    ++i;
-  });
-  if constexpr (kElements == 4)
+  for_elements<T>(logits, [&](float z) { g[i++] = row(z); });
+  if constexpr (kPerVector<T> == 4)
     return make_uint4(bits_of_float(g[0]), bits_of_float(g[1]), bits_of_float(g[2]), bits_of_float(g[3]));
   else
     return make_uint4(pack<T>(g[0], g[1]), pack<T>(g[2], g[3]), pack<T>(g[4], g[5]), pack<T>(g[6], g[7]));
 }
 
-// The vector at logits[i], from memory that this kernel may be writing: in place, logits and gradient lie alike, so a
-// vector is only ever read by the thread that writes it.
+// The vector at p, from memory that this kernel may be writing: in place, logits and gradient lie alike (shift is 0),
+// so a vector is only ever read by the thread that writes it.
 template <class T>
-__device__ uint4 load_logits(const T* logits, int64_t i, int shift) {
-  const auto* p = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(logits + i) - shift);
-  return shift == 0 ? load_plain(p) : shifted(load_plain(p), load_plain(p + 1), shift);
+__device__ uint4 load_logits(const T* p, int shift) {
+  const auto* from = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(p) - shift);
+  return shift == 0 ? load_plain(from) : shifted(load_plain(from), load_plain(from + 1), shift);
+}
+
+// Elements to the next address that is a multiple of 16.
+template <class T>
+__device__ int elements_to_vector(const T* p) {
+  return (16 - misalignment(p)) % 16 / static_cast<int>(sizeof(T));
+}
+
+template <class T>
+__device__ void write_zeros(T* p, int n) {
+  const int head = min(elements_to_vector(p), n), vectors = (n - head) / kPerVector<T>;
+  for (int i = static_cast<int>(threadIdx.x); i < head; i += kGradientThreads) p[i] = from_float<T>(0.f);
+  for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kGradientThreads)
+    store_streaming(reinterpret_cast<uint4*>(p + head) + v, make_uint4(0, 0, 0, 0));
+  for (int i = head + vectors * kPerVector<T> + static_cast<int>(threadIdx.x); i < n; i += kGradientThreads)
+    p[i] = from_float<T>(0.f);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kGradientThreads)
     write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
                     int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
-  constexpr int64_t kVector = kPerVector<T>, kPiece = kGradientTile<T> * kTilesPerBlock;
-  const int64_t columns = rows.layout.columns;
-  const auto pieces = static_cast<unsigned>(ceil_div(columns, kPiece));
-  const int64_t row = blockIdx.x / pieces, begin = blockIdx.x % pieces * kPiece;
-  const int64_t end = begin + kPiece < columns ? begin + kPiece : columns;
+  constexpr int kVector = kPerVector<T>;
+  const int columns = static_cast<int>(rows.layout.columns), thread = static_cast<int>(threadIdx.x);
+  const auto pieces = static_cast<unsigned>(ceil_div(columns, kPiece<T>));
+  const int64_t row = blockIdx.x / pieces;
+  const int begin = static_cast<int>(blockIdx.x % pieces) * kPiece<T>, end = min(begin + kPiece<T>, columns);
   const T* logits = row_at<T>(rows, row);
   T* gradient = out + out_layout.offset(row);
-  const float g_logprob = rows.masked_out(row) ? 0.f : gradients.of_logprob(row, rows.labels);
-  const float g_entropy = rows.masked_out(row) ? 0.f : gradients.of_entropy(row);
-  const bool none = g_logprob == 0.f && g_entropy == 0.f;  // then the logits are not read
-
-  RowGradient f;
-  if (!none) {
-    const RowStatistics statistics = gradients.statistics(row);
-    f.temperature = rows.temperatures[row];
-    f.line = gradient_line(g_logprob, g_entropy, statistics, f.temperature);
-    f.max = statistics.max;
-    f.scale = kLog2E / f.temperature;
-    f.label = rows.labels.in_tile(row, first_token, columns);
-    f.undefined = statistics.log_sum != statistics.log_sum || f.temperature != f.temperature ||
-                  (g_logprob != 0.f && rows.labels.bad(row, gradients.vocabulary));
+  const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
+  if (rows.masked_out(row) || (g_logprob == 0.f && g_entropy == 0.f)) {  // the logits are not read
+    write_zeros(gradient + begin, end - begin);
+    return;
   }
-  const auto write_one = [&](int64_t i) {
-    float g = 0.f;
-    if (!none) {
-      const float z = to_float(logits[i]);
-      g = f.undefined ? NAN : i == f.label ? f.at_label(z) : f(z);
-    }
-    gradient[i] = from_float<T>(g);
+  const RowStatistics statistics = gradients.statistics(row);
+  const bool bad_label = g_logprob != 0.f && rows.labels.bad(row, gradients.vocabulary);
+  const RowGradient f(statistics, g_logprob, g_entropy, rows.temperatures[row],
+                      statistics.log_sum == statistics.log_sum && !bad_label);
+  const int label = static_cast<int>(rows.labels.in_tile(row, first_token, columns));
+  const auto write_one = [&](int i) {
+    const float z = to_float(logits[i]);
+    gradient[i] = from_float<T>(i == label ? f.at_label(z) : f(z));
   };
 
-  // Vectors begin where the gradient's address is a multiple of 16; what is left at both ends goes one by one.
-  const int64_t head = (16 - misalignment(gradient + begin)) % 16 / static_cast<int64_t>(sizeof(T));
-  const int64_t first = begin + head < end ? begin + head : end;
-  const int shift = misalignment(logits + first);
-  // A vector that lies askew is read from two, of which neither may leave the row.
-  const int64_t margin = shift == 0 ? 0 : kVector;
-  const int64_t first_whole = !none && first < margin ? first + kVector : first;
-  const int64_t room = end - first_whole, spare = none || end + margin <= columns ? 0 : margin;
-  const int64_t vectors = room > spare ? (room - spare) / kVector : 0;
-  for (int64_t i = begin + threadIdx.x; i < first_whole && i < end; i += blockDim.x) write_one(i);
-  for (int64_t i = first_whole + vectors * kVector + threadIdx.x; i < end; i += blockDim.x) write_one(i);
+  // Vectors begin where the gradient's address is a multiple of 16; what is left at both ends goes one by one. One that
+  // lies askew in the logits is read from two, of which neither may leave the row.
+  const int first = min(begin + elements_to_vector(gradient + begin), end);
+  const int shift = misalignment(logits + first), margin = shift == 0 ? 0 : kVector;
+  const int first_whole = first < margin ? first + kVector : first;
+  const int vectors = (end - first_whole - (end + margin <= columns ? 0 : margin)) / kVector;  // may be negative
+  for (int i = begin + thread; i < min(first_whole, end); i += kGradientThreads) write_one(i);
+  for (int i = first_whole + max(vectors, 0) * kVector + thread; i < end; i += kGradientThreads) write_one(i);
 
-  for (int64_t v = threadIdx.x; v < vectors; v += kGradientThreads * kInFlight) {
+  for (int v = thread; v < vectors; v += kGradientThreads * kInFlight) {
     uint4 z[kInFlight];
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      const int64_t place = v + j * kGradientThreads;
-      if (!none && place < vectors) z[j] = load_logits(logits, first_whole + place * kVector, shift);
+      const int place = v + j * kGradientThreads;
+      if (place < vectors) z[j] = load_logits(logits + first_whole + place * kVector, shift);
     }
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      const int64_t place = v + j * kGradientThreads, i = first_whole + place * kVector;
+      const int place = v + j * kGradientThreads, i = first_whole + place * kVector;
       if (place >= vectors) break;
-      const uint4 g = none ? make_uint4(0, 0, 0, 0) : gradient_of<T>(z[j], i, f);
-      store_streaming(reinterpret_cast<uint4*>(gradient + i), g);
+      const bool has_label = static_cast<unsigned>(label - i) < static_cast<unsigned>(kVector);
+      const float label_logit = has_label ? to_float(logits[label]) : 0.f;  // before it may be overwritten
+      store_streaming(reinterpret_cast<uint4*>(gradient + i), gradient_of<T>(z[j], f));
+      if (has_label) gradient[label] = from_float<T>(f.at_label(label_logit));
     }
   }
 }
@@ -348,9 +357,10 @@ void finish_states(const RowState* states, int64_t count, const Temperatures& te
 
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
                    const RowLayout& out_layout, Device& device) {
+  require_columns(rows.layout.columns);
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int64_t tasks = rows.layout.count * ceil_div(rows.layout.columns, kGradientTile<T> * kTilesPerBlock);
+    const int64_t tasks = rows.layout.count * ceil_div(rows.layout.columns, kPiece<T>);
     launch("logprob_entropy_backward", write_gradients<T>, tasks, kGradientThreads, 0, device, rows, gradients,
            first_token, static_cast<T*>(out), out_layout);
   });
