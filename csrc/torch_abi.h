@@ -293,11 +293,19 @@ void parallel_for(int64_t n, int64_t grain, const Body& body) {
     torch::stable::parallel_for(0, n, grain, body);
 }
 
-// body(first, last) over segments, some `grain` values at least to a thread.
+// body(first, last) over segments, some `grain` values at least to a thread. Threads share the values evenly, not the
+// segments: those that start among a thread's values are its own.
 template <class Body>
 void parallel_segments(const Segments& segments, int64_t values, int64_t grain, const Body& body) {
-  const int64_t average = segments.count > 0 ? values / segments.count + 1 : 1;
-  parallel_for(segments.count, grain / average + 1, body);
+  if (values <= grain) {
+    body(int64_t{0}, segments.count);
+    return;
+  }
+  torch::stable::parallel_for(0, values, grain, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin > 0 ? segments.first_from(begin) : 0;
+    const int64_t last = end < values ? segments.first_from(end) : segments.count;
+    if (first < last) body(first, last);
+  });
 }
 
 }  // namespace d3s

@@ -27,15 +27,24 @@ struct Segments {
   }
   D3S_HOST_DEVICE bool ragged() const { return offsets32 || offsets64; }
 
-  // The segment that a position belongs to: the last that starts at or before it.
-  D3S_HOST_DEVICE int64_t find(int64_t position) const {
-    if (!ragged()) return length > 0 ? position / length : 0;
+  // The first segment that starts at or after a position; `count` where there is none.
+  D3S_HOST_DEVICE int64_t first_from(int64_t position) const {
+    if (!ragged()) return length > 0 ? (position + length - 1) / length : 0;
     int64_t low = 0, high = count;
-    while (high - low > 1) {
+    while (low < high) {
       const int64_t middle = low + (high - low) / 2;
-      (begin(middle) <= position ? low : high) = middle;
+      if (begin(middle) < position)
+        low = middle + 1;
+      else
+        high = middle;
     }
     return low;
+  }
+
+  // The segment that a position belongs to: the last that starts at or before it.
+  D3S_HOST_DEVICE int64_t find(int64_t position) const {
+    const int64_t next = first_from(position + 1);
+    return next > 0 ? next - 1 : 0;
   }
 };
 
