@@ -152,7 +152,7 @@ def plain(name: str) -> str:
     shutil.which("nvcc") is None or shutil.which("cmake", path=TOOLS) is None, reason="needs nvcc, cmake"
 )
 def test_it_compiles_without_a_warning(tmp_path: Path) -> None:
-    """For one architecture: the front end, which warns, is the same for all. Machine code for all is in the library."""
+    """For all architectures of the wheels; a warning is an error here."""
     environment = {**os.environ, "PATH": TOOLS}
     generator = ["-G", "Ninja"] if shutil.which("ninja", path=TOOLS) else []
     pybind11 = subprocess.run(
@@ -160,7 +160,6 @@ def test_it_compiles_without_a_warning(tmp_path: Path) -> None:
     ).stdout.strip()
     configure = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), *generator, "-DD3S_WERROR=ON", "-DD3S_CUDA=ON"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}"]
-    configure += ["-DCMAKE_CUDA_ARCHITECTURES=90-real"]
     build = ["cmake", "--build", str(tmp_path), "--target", "d3s_kernels_cuda", "--parallel", "2"]
     for command in (configure, build):
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
