@@ -47,16 +47,18 @@ bench: setup  ## all benchmarks, against the peers: a table, and JSON and a plot
 bench-short: setup  ## the benchmarks on small inputs, to see that they run
 	$(BIN)/python -m benchmarks --short
 
+CXX_FILES = find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h'
+
 lint: setup  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+	$(CXX_FILES) | xargs $(BIN)/clang-format --dry-run --Werror
 
 format: setup  ## put the code into form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' | xargs $(BIN)/clang-format -i
+	$(CXX_FILES) | xargs $(BIN)/clang-format -i
 
 # The library is sanitized, Python is not: the sanitizers' own libraries have to be there first.
 SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)

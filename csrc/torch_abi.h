@@ -5,6 +5,10 @@
 #pragma once
 
 #if defined(D3S_CUDA) && !defined(D3S_EMULATED)
+#define D3S_ON_GPU  // tests emulate the CUDA kernels on the CPU
+#endif
+
+#if defined(D3S_ON_GPU)
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #endif
@@ -149,7 +153,7 @@ inline OptionalTensor on_host(const Tensor& tensor) {
 #if defined(D3S_CUDA)
   const char* setting = std::getenv("D3S_KERNELS_CHECK");
   if (!setting || std::string(setting) != "1") return std::nullopt;
-#if !defined(D3S_EMULATED)
+#if defined(D3S_ON_GPU)
   return torch::stable::to(tensor, torch::stable::Device(torch::headeronly::DeviceType::CPU));
 #endif
 #endif
@@ -160,7 +164,7 @@ inline OptionalTensor on_host(const Tensor& tensor) {
 class TorchDevice : public Device {
  public:
   explicit TorchDevice(const Tensor& like) : like_(like) {
-#if defined(D3S_CUDA) && !defined(D3S_EMULATED)
+#if defined(D3S_ON_GPU)
     index = like.get_device_index();
     guard_.emplace(index);
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
@@ -176,7 +180,7 @@ class TorchDevice : public Device {
  private:
   const Tensor& like_;
   std::vector<Tensor> rooms_;
-#if defined(D3S_CUDA) && !defined(D3S_EMULATED)
+#if defined(D3S_ON_GPU)
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 #endif
 };
@@ -297,21 +301,21 @@ void parallel_for(int64_t n, int64_t grain, const Body& body) {
 // segments: those that start among a thread's values are its own.
 template <class Body>
 void parallel_segments(const Segments& segments, int64_t values, int64_t grain, const Body& body) {
-  if (values <= grain) {
-    body(int64_t{0}, segments.count);
-    return;
-  }
-  torch::stable::parallel_for(0, values, grain, [&](int64_t begin, int64_t end) {
+  const auto share = [&](int64_t begin, int64_t end) {
     const int64_t first = begin > 0 ? segments.first_from(begin) : 0;
     const int64_t last = end < values ? segments.first_from(end) : segments.count;
     if (first < last) body(first, last);
-  });
+  };
+  if (values > 0)
+    parallel_for(values, grain, share);
+  else
+    share(0, 0);  // empty segments have results too
 }
 
 }  // namespace d3s
 
 // The dispatch key that this library's kernels are registered for.
-#if defined(D3S_CUDA) && !defined(D3S_EMULATED)
+#if defined(D3S_ON_GPU)
 #define D3S_REGISTER(library) STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CUDA, library)
 #else
 #define D3S_REGISTER(library) STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, library)

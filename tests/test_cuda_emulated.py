@@ -60,18 +60,23 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
 
 
-def run_pytest(library: Path, *arguments: str, **environment: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "emulated_cuda", "-p", "no:cacheprovider", "-W", "ignore"]
+def run_pytest(plugin: str, *arguments: str, **environment: str) -> None:
+    """In a process of its own, where the plugin has other kernels take the place of the CPU's."""
+    command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", "-W", "ignore"]
     done = subprocess.run(
         [*command, *arguments],
         capture_output=True,
         text=True,
         check=False,
         cwd=TESTS,
-        env={**child_environment(), "D3S_EMULATED_LIBRARY": str(library / "_emulated.so"), **environment},
+        env={**child_environment(), **environment},
     )
     print(done.stdout[-300:])
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+
+
+def run_emulated(library: Path, *arguments: str, **environment: str) -> None:
+    run_pytest("emulated_cuda", *arguments, D3S_EMULATED_LIBRARY=str(library / "_emulated.so"), **environment)
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite[0])
@@ -79,16 +84,16 @@ def test_the_tests_of_the_ops(suite: tuple[str, ...], plain: Path) -> None:
     seed = str(secrets.randbits(31))
     print(f"D3S_SHIM_SEED={seed} runs the threads in the same order again")
     files = [str(TESTS / name) for name in suite]
-    run_pytest(plain, *files, D3S_KERNELS_CHECK="1", D3S_SHIM_SEED=seed)
+    run_emulated(plain, *files, D3S_KERNELS_CHECK="1", D3S_SHIM_SEED=seed)
 
 
 def test_what_only_the_cuda_kernels_have(plain: Path) -> None:
-    run_pytest(plain, str(TESTS / "cuda_shim" / "kernels.py"))
+    run_emulated(plain, str(TESTS / "cuda_shim" / "kernels.py"))
 
 
 def test_under_address_sanitizer(sanitized: Path) -> None:
     """All but the grids of 70,000 blocks, which take a minute each."""
-    run_pytest(
+    run_emulated(
         sanitized,
         str(TESTS / "cuda_shim" / "kernels.py"),
         "-k",

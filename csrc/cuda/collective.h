@@ -102,6 +102,21 @@ struct BlockGroup {
     return earlier + before;
   }
 
+  // The sum over all threads of the warps before this one: the same in all its lanes.
+  template <class T>
+  __device__ T sum_before_warp(T value) const {
+    const T own = warp_reduce(value, Sum());
+    return __shfl_sync(kAllLanes, exclusive_sum(rank % kWarp == 0 ? own : T{}), 0);
+  }
+
+  // The warp's stretch of [begin, end): stretches follow each other, so that warps whose lanes go through theirs side
+  // by side see all in order.
+  __device__ void warp_stretch(int64_t begin, int64_t end, int64_t& from, int64_t& to) const {
+    const int64_t stretch = ceil_div(ceil_div(end - begin, size / kWarp), kWarp) * kWarp;
+    from = begin + rank / kWarp * stretch;  // may lie past `to`: then there is nothing left
+    to = from + stretch < end ? from + stretch : end;
+  }
+
  private:
   template <class T>
   __device__ T* room() const {

@@ -4,6 +4,7 @@
 // values that a batch has is cheaper than a second launch or a wait for other blocks.
 #include "../ops/rollouts.h"
 #include "collective.h"
+#include "vectors.h"
 
 namespace d3s {
 namespace {
@@ -22,7 +23,7 @@ D3S_HOST_DEVICE int count_bytes(uint32_t word) {
 
 // How many of the thread's share of mask[0, end) are true; the mask may start anywhere.
 __device__ int64_t count_before(const uint8_t* mask, int64_t end, const BlockGroup& block) {
-  const int64_t head = (16 - static_cast<int64_t>(reinterpret_cast<uintptr_t>(mask) & 15)) % 16;
+  const int64_t head = elements_to_vector(mask);
   const int64_t first = head < end ? head : end, vectors = (end - first) / 16;
   int64_t count = 0;
   for (int64_t i = block.rank; i < first; i += block.size) count += mask[i] != 0;
@@ -37,18 +38,15 @@ __device__ int64_t count_before(const uint8_t* mask, int64_t end, const BlockGro
 __global__ void __launch_bounds__(kThreads)
     write_indices(const uint8_t* mask, int64_t n, int64_t piece, int64_t* indices, int64_t capacity, int64_t* count) {
   const BlockGroup block(dynamic_shared<unsigned char>());
-  const int warps = block.size / kWarp, warp = block.rank / kWarp, lane = block.rank % kWarp;
+  const int lane = block.rank % kWarp;
   const int64_t begin = blockIdx.x * piece < n ? blockIdx.x * piece : n, end = begin + piece < n ? begin + piece : n;
   int64_t next = block.reduce(count_before(mask, begin, block), Sum());
 
-  // Each warp has a stretch of the piece, so that its lanes go through it in the order of the indices.
-  const int64_t stretch = ceil_div(ceil_div(end - begin, warps), kWarp) * kWarp;
-  const int64_t from = begin + warp * stretch < end ? begin + warp * stretch : end;
-  const int64_t to = from + stretch < end ? from + stretch : end;
+  int64_t from, to;
+  block.warp_stretch(begin, end, from, to);
   int64_t own = 0;
   for (int64_t i = from + lane; i < to; i += kWarp) own += mask[i] != 0;
-  own = warp_reduce(own, Sum());
-  next += __shfl_sync(kAllLanes, block.exclusive_sum(lane == 0 ? own : 0), 0);
+  next += block.sum_before_warp(own);
   for (int64_t first = from; first < to; first += kWarp) {
     const int64_t i = first + lane;
     const bool taken = i < to && mask[i] != 0;

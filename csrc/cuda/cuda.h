@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "../core/float_bits.h"
 #include "../ops/device.h"
@@ -150,7 +151,7 @@ __device__ __forceinline__ void unpack(uint32_t word, Tag<float16>, float& low, 
 template <class T>
 __device__ __forceinline__ uint32_t packed_max(uint32_t a, uint32_t b) {
   uint32_t c;
-  if constexpr (sizeof(T) == sizeof(bfloat16) && std::is_same_v<T, bfloat16>)
+  if constexpr (std::is_same_v<T, bfloat16>)
     asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   else
     asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));

@@ -260,12 +260,6 @@ __device__ uint4 load_logits(const T* p, int shift) {
   return shift == 0 ? load_plain(from) : shifted(load_plain(from), load_plain(from + 1), shift);
 }
 
-// Elements to the next address that is a multiple of 16.
-template <class T>
-__device__ int elements_to_vector(const T* p) {
-  return (16 - misalignment(p)) % 16 / static_cast<int>(sizeof(T));
-}
-
 template <class T>
 __device__ void write_zeros(T* p, int n) {
   const int head = min(elements_to_vector(p), n), vectors = (n - head) / kPerVector<T>;

@@ -96,14 +96,14 @@ __device__ void for_keys(Keys& keys, int64_t begin, int64_t end, const BlockGrou
   }
 }
 
-// Writes the mask of [begin, end), whose first tie is number `ties_before` of the segment. Warps take stretches one
-// after the other, so that ties are counted in the order of their index.
+// Writes the mask of [begin, end), whose first tie is number `ties_before` of the segment. Each warp
+// has a stretch, so that ties are counted in the order of their index.
 template <class Keys>
 __device__ Kept write_mask(Keys& keys, int64_t begin, int64_t end, const Cut& cut, int64_t ties_before, bool drop_zeros,
                            bool* mask, const BlockGroup& block) {
-  const int warps = block.size / kWarp, warp = block.rank / kWarp, lane = block.rank % kWarp;
-  const int64_t stretch = ceil_div(ceil_div(end - begin, warps), kWarp) * kWarp;
-  const int64_t from = begin + warp * stretch, to = from + stretch < end ? from + stretch : end;
+  const int lane = block.rank % kWarp;
+  int64_t from, to;
+  block.warp_stretch(begin, end, from, to);
   // body(position, key) for the warp's stretch, lane by lane in the order of the positions; past its end with kAbsent.
   const auto for_stretch = [&](const auto& body) {
     for (int64_t first = from; first < to; first += kKeysInFlight * kWarp) {
@@ -118,8 +118,7 @@ __device__ Kept write_mask(Keys& keys, int64_t begin, int64_t end, const Cut& cu
   if (!cut.all_ties) {
     int64_t own = 0;
     for_stretch([&](int64_t, uint32_t key) { own += key == cut.key; });
-    own = warp_reduce(own, Sum());
-    tie += __shfl_sync(kAllLanes, block.exclusive_sum(lane == 0 ? own : 0), 0);
+    tie += block.sum_before_warp(own);
   }
   Kept kept = {0, UINT32_MAX};
   for_stretch([&](int64_t position, uint32_t key) {

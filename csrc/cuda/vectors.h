@@ -6,8 +6,6 @@
 
 namespace d3s {
 
-D3S_HOST_DEVICE uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
 // What fills a vector past the end of its row: a logit of -inf counts nothing.
 template <class T>
 constexpr uint32_t kFillWord = 0xff800000u;  // float
@@ -22,6 +20,12 @@ D3S_HOST_DEVICE uint32_t bits_of(float16 value) { return value.bits; }
 
 // How many bytes past a multiple of 16 an address is.
 D3S_HOST_DEVICE int misalignment(const void* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) & 15); }
+
+// Elements to the next address that is a multiple of 16.
+template <class T>
+D3S_HOST_DEVICE int elements_to_vector(const T* p) {
+  return (16 - misalignment(p)) % 16 / static_cast<int>(sizeof(T));
+}
 
 // The 16 bytes that start `bytes` (below 16, even) into two neighbouring vectors.
 __device__ __forceinline__ uint4 shifted(const uint4& first, const uint4& second, int bytes) {

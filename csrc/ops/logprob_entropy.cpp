@@ -55,8 +55,8 @@ void LogitsArgument::set_labels(const OptionalTensor& labels, int64_t vocabulary
     Labels values;
     set(values, *known);
     for (int64_t row = 0; row < rows.layout.count; ++row)
-      require(values[row] == kNoTarget || (values[row] >= 0 && values[row] < vocabulary), "labels", "got ", values[row],
-              " at row ", row, "; takes -100 (no target) or a token in [0, ", vocabulary, ")");
+      require(!values.bad(row, vocabulary), "labels", "got ", values[row], " at row ", row,
+              "; takes -100 (no target) or a token in [0, ", vocabulary, ")");
   }
 }
 
