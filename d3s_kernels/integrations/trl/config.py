@@ -1,0 +1,115 @@
+"""D3S's options beside TRL's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from ...schedule import Budget, DownSamplingSchedule
+
+_CHOICES = {
+    "rollout_scope": ("batch", "group"),
+    "token_scope": ("batch", "sequence"),
+    "entropy_from": ("auto", "update", "rollout"),
+    "loss_denominator": ("kept", "all"),
+    "advantages_from": ("all", "kept"),
+}
+
+
+@dataclass
+class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
+    """``GRPOConfig`` with D3S's options (arXiv 2509.22115); from the command line too, as ``GRPOConfig``'s own.
+
+    Raises:
+        ValueError: an option that is none of those it takes; ``top_entropy_quantile`` below 1, which would choose
+            tokens a second time.
+
+    Example:
+        >>> from d3s_kernels.integrations.trl import D3SConfig
+        >>> config = D3SConfig("out", num_generations=8, rollouts_start=2, rollouts_end=8, use_cpu=True, bf16=False)
+        >>> config.token_ratio_start, config.token_ratio_end, config.rollout_scope
+        (0.05, 0.2, 'batch')
+    """
+
+    rollouts_start: int = field(
+        default=8,
+        metadata={"help": "Rollouts of each group that are trained on at the start; clamped to [2, num_generations]."},
+    )
+    rollouts_end: int = field(
+        default=32, metadata={"help": "Rollouts of each group that are trained on at the end; clamped likewise."}
+    )
+    token_ratio_start: float = field(
+        default=0.05, metadata={"help": "Share of the kept rollouts' tokens that gets a gradient at the start."}
+    )
+    token_ratio_end: float = field(
+        default=0.20, metadata={"help": "Share of the kept rollouts' tokens that gets a gradient at the end."}
+    )
+    schedule_shape: str = field(
+        default="linear",
+        metadata={"help": "The way from start to end: 'linear' (the paper's), 'cosine' or 'exponential'."},
+    )
+    rollout_scope: str = field(
+        default="batch",
+        metadata={
+            "help": "'batch' pools all groups and keeps those rollouts whose advantages vary most (D3S); 'group' keeps "
+            "the same number of each group (D3S-I, and the subset that PODS picks).",
+            "choices": _CHOICES["rollout_scope"],
+        },
+    )
+    token_scope: str = field(
+        default="batch",
+        metadata={
+            "help": "'batch' ranks tokens by |advantage| x entropy over all sequences of all processes; 'sequence' "
+            "keeps the share of each sequence.",
+            "choices": _CHOICES["token_scope"],
+        },
+    )
+    entropy_from: str = field(
+        default="auto",
+        metadata={
+            "help": "Whose entropy chooses tokens. 'update': that of the training forward, micro-batch by micro-batch; "
+            "no extra pass. 'rollout': that of a pass without gradient over the kept rollouts, for the whole "
+            "generation batch; the training forward then skips what was dropped, where that is exact. 'auto': as "
+            "'rollout' where the trainer makes such a pass anyway, for old log-probabilities, else 'update'.",
+            "choices": _CHOICES["entropy_from"],
+        },
+    )
+    loss_denominator: str = field(
+        default="kept",
+        metadata={
+            "help": "What gradients are averaged over: 'kept' tokens, or 'all' valid ones (steps are smaller then, by "
+            "the share of tokens kept).",
+            "choices": _CHOICES["loss_denominator"],
+        },
+    )
+    drop_zeros: bool = field(
+        default=False,
+        metadata={"help": "Leave tokens of score 0 out as well, even if fewer than the share remain."},
+    )
+    advantages_from: str = field(
+        default="all",
+        metadata={
+            "help": "'all': advantages are those of the whole group (D3S). 'kept': normalised anew over the kept "
+            "rollouts of each group (PODS, with rollout_scope='group' and token ratios of 1).",
+            "choices": _CHOICES["advantages_from"],
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}; takes one of {', '.join(map(repr, choices))}")
+        if self.top_entropy_quantile < 1:
+            raise ValueError(
+                f"top_entropy_quantile: got {self.top_entropy_quantile}; D3S chooses tokens itself and takes 1.0 (its "
+                "share is token_ratio_start to token_ratio_end)"
+            )
+        self.schedule()
+
+    def schedule(self) -> DownSamplingSchedule:
+        """How the budget grows; :func:`d3s_kernels.DownSamplingSchedule` says what is refused."""
+        start = Budget(self.rollouts_start, self.token_ratio_start)
+        end = Budget(self.rollouts_end, self.token_ratio_end)
+        return DownSamplingSchedule(start, end, self.schedule_shape)  # type: ignore[arg-type]  # checked there

@@ -1,0 +1,100 @@
+"""TRL's fused LM head, computed by :func:`d3s_kernels.linear_logprob_entropy`.
+
+TRL runs the model's body, and hands the hidden states that have a label to one function. Here that function is ours:
+no logits are held, and its backward computes only the rows whose gradient is not 0. All around it (MoE, PEFT, FSDP,
+VLMs) stays TRL's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl.trainer.utils as trl_utils
+from torch import Tensor
+
+from ... import _ops
+from ...vocab import linear_logprob_entropy
+
+_TRLS_HEAD = trl_utils._ChunkedLogProbFunction
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_said: set[str] = set()
+
+
+class _Head:
+    """Stands where TRL's ``ChunkedLogProbFunction`` stands: the same arguments and results."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("entropy",),
+    ) -> tuple[Tensor | None, ...]:
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        reason = _why_not(hidden, weight, dtype, logit_scale, outputs)
+        if reason is not None:
+            if reason not in _said:
+                _said.add(reason)
+                warnings.warn(f"d3s_kernels: TRL's own LM head is used, because {reason}", stacklevel=2)
+            theirs: tuple[Tensor | None, ...] = _TRLS_HEAD.apply(
+                hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+            )
+            return theirs
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        if final_logit_softcapping is None:
+            temperature = temperature / logit_scale
+        elif logit_scale != 1:  # the scale comes before the cap
+            hidden = hidden * logit_scale
+            bias = None if bias is None else bias * logit_scale
+        logprob, entropy = linear_logprob_entropy(
+            hidden, weight, targets, bias=bias, temperature=temperature, logit_softcap=final_logit_softcapping
+        )
+        return logprob, entropy if "entropy" in outputs else None, None, None, None
+
+
+def _why_not(
+    hidden: Tensor, weight: Tensor, dtype: torch.dtype, logit_scale: float, outputs: tuple[str, ...]
+) -> str | None:
+    """What keeps our head from being used, or None."""
+    if hasattr(weight, "ds_id"):
+        return "ZeRO-3 takes the head's weight away again before its backward"
+    if weight.dtype not in _FLOATS or dtype not in _FLOATS:
+        return f"the head's weight is {weight.dtype} and its products {dtype}; ours takes float32, bfloat16 or float16"
+    if not (hidden.device.type == "cpu" or (hidden.device.type == "cuda" and _ops.has_cuda)):
+        return f"there are no kernels here for tensors on {hidden.device.type}"
+    if not logit_scale > 0:
+        return f"the model scales its logits by {logit_scale}"
+    more = sorted(set(outputs) - {"log_probs", "entropy"})
+    if more:
+        return f"{', '.join(more)} is asked for"
+    return None
+
+
+_OURS = {
+    "_ChunkedLogProbFunction": _Head,
+    # TRL packs the positions that have a label where its own kernels run; with ours, everywhere.
+    "_use_triton": lambda device: True,
+}
+
+
+@contextmanager
+def d3s_head() -> Iterator[None]:
+    """While this lasts, models with TRL's fused LM head are scored by ours; outside, nothing is changed."""
+    module: dict[str, Any] = vars(trl_utils)
+    theirs = {name: module[name] for name in _OURS if name in module}
+    module.update((name, _OURS[name]) for name in theirs)
+    try:
+        yield
+    finally:
+        module.update(theirs)

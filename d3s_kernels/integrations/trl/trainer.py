@@ -1,0 +1,345 @@
+"""``GRPOTrainer`` with D3S between its generation and its update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from trl import GRPOTrainer
+from trl.trainer.grpo_trainer import disable_gradient_checkpointing
+
+from ...rollouts import group_advantages
+from ...schedule import Budget
+from ...tokens import select_tokens
+from .config import D3SConfig
+from .gradient import gradient_weights, loss_mask, only_through
+from .head import d3s_head
+from .rollouts import Batch, choose_rollouts, keep_rollouts, take, trimmed
+
+# What TRL's method takes of a batch beside its tokens.
+_IMAGES = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+_Scores = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+class _Passes:
+    """The passes without gradient that TRL makes over a generation batch, before its rewards are known."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names  # of what they give, in their order
+        self.postponed: list[str] = []  # until the rollouts are chosen
+        self.entropy: Tensor | None = None
+
+
+class D3STrainer(GRPOTrainer):  # type: ignore[misc]
+    """``GRPOTrainer`` that trains on the rollouts and the tokens that D3S chooses. Same arguments, same methods.
+
+    After a generation batch has its advantages, rollouts are chosen over all processes (max variance), each process
+    gets the same number of rows, and the rest is forgotten: dropped rollouts enter no further forward, and no pass for
+    old or reference log-probabilities (but with vLLM's correction, which needs them before). Then, from each training
+    forward or from one pass before the update (``entropy_from``), exactly the top share of tokens by
+    ``|advantage| * entropy``. A loss is TRL's own, whatever its type, of all valid tokens of the kept rollouts;
+    gradient flows through the kept tokens alone, times all / kept if ``loss_denominator="kept"``, as far as TRL's
+    denominator counts tokens (those of ``luspo`` do not). KL and entropy bonus likewise. The value of the loss that
+    TRL logs stays that of all tokens.
+
+    Evaluation is TRL's.
+
+    Logged beside TRL's own: ``d3s/rollouts_kept`` (of all processes, a generation batch), ``d3s/zero_advantage`` and
+    ``d3s/zero_advantage_kept`` (share of the rollouts whose advantage is 0; all, and kept), and for each micro-batch of
+    all processes ``d3s/tokens_kept``, ``d3s/token_ratio``, ``d3s/threshold`` (the lowest kept score),
+    ``d3s/entropy_kept``, ``d3s/entropy_dropped`` (means, nats); ``d3s/num_tokens_kept`` sums up the tokens since this
+    run began.
+
+    Raises:
+        TypeError: ``args`` that are no :class:`D3SConfig`.
+    """
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: D3SConfig | None = None, *more: Any, **options: Any
+    ) -> None:
+        if args is not None and not isinstance(args, D3SConfig):
+            raise TypeError(f"args: got a {type(args).__name__}; takes a D3SConfig")
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = D3SConfig(f"{name.split('/')[-1]}-D3S")
+        super().__init__(model, reward_funcs, args, *more, **options)
+        self._schedule = args.schedule()
+        self._passes: _Passes | None = None  # while TRL makes a generation batch
+        self._loss_inputs: Batch | None = None  # while TRL computes a training loss
+        self._num_tokens_kept = 0
+
+    def _budget(self) -> Budget:
+        steps = self.state.max_steps
+        return self._schedule(min(1.0, self.state.global_step / steps) if steps > 0 else 0.0)
+
+    def _log(self, **values: float) -> None:
+        for name, value in values.items():
+            self._metrics["train"][f"d3s/{name}"].append(value)
+
+    # ---- rollouts: after TRL's generation ----------------------------------------------------------------------------
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        if not self.model.training:
+            evaluated: Batch = super()._generate_and_score_completions(inputs)
+            return evaluated
+        self._passes = passes = _Passes(self._pass_names())
+        try:
+            batch: Batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self._passes = None
+        batch = {name: value for name, value in batch.items() if name not in passes.postponed}
+        if passes.entropy is not None:
+            batch["d3s_entropy"] = passes.entropy
+        batch = self._keep_rollouts(batch)
+        for name in passes.postponed:
+            batch |= self._postponed(name, batch)
+        if self._tokens_before_update:
+            self._choose_tokens_of_batch(batch)
+        return batch
+
+    @property
+    def _corrects_sampling(self) -> bool:
+        return bool(self.use_vllm and self.vllm_importance_sampling_correction)
+
+    def _pass_names(self) -> list[str]:
+        """TRL's passes without gradient over a generation batch: its own conditions."""
+        aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
+        names = [] if aligned and not self._corrects_sampling else ["old_per_token_logps"]
+        return names if self.beta == 0 else [*names, "ref_per_token_logps"]
+
+    @property
+    def _tokens_before_update(self) -> bool:
+        source = self.args.entropy_from
+        return bool(source == "rollout" or (source == "auto" and "old_per_token_logps" in self._pass_names()))
+
+    def _keep_rollouts(self, batch: Batch) -> Batch:
+        accelerator, own = self.accelerator, batch["advantages"]
+        here, ranks = accelerator.process_index, accelerator.num_processes
+        with_images = own.new_tensor([float("num_images" in batch)])
+        everyones = accelerator.gather(torch.cat([own, with_images])).view(ranks, -1)
+        advantages = everyones[:, :-1].reshape(-1, self.num_generations)
+        images = bool(everyones[:, -1].any())  # they stay where they are
+        kept = choose_rollouts(
+            advantages,
+            self._budget().rollouts,
+            self.args.rollout_scope,
+            multiple=ranks * self.args.steps_per_generation,
+            ranks=ranks if images and ranks > 1 else None,
+        )
+        if self.args.advantages_from == "kept":
+            survivors = advantages.masked_fill(~kept.view_as(advantages), torch.nan)  # NaN is left out
+            batch["advantages"] = group_advantages(survivors, scale=self.scale_rewards).view(ranks, -1)[here]
+        zero = advantages.flatten() == 0
+        self._log(
+            rollouts_kept=int(kept.sum()),
+            zero_advantage=float(zero.float().mean()),
+            zero_advantage_kept=float(zero[kept].float().mean()),
+        )
+        batch = trimmed(keep_rollouts(batch, kept, self._tokenizer.pad_token_id, accelerator), self.pad_to_multiple_of)
+        batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
+        return batch
+
+    def _postponed(self, name: str, batch: Batch) -> Batch:
+        """A pass that TRL asked for before the rollouts were chosen."""
+        if name == "ref_per_token_logps":
+            return {name: self._score(self.ref_model, batch)[0]}
+        logprob, entropy, _ = self._score(self.model, batch, compute_entropy=self._tokens_before_update)
+        return {name: logprob} if entropy is None else {name: logprob, "d3s_entropy": entropy}
+
+    def _score(self, model: Any, batch: Batch, **options: Any) -> _Scores:
+        """TRL's pass without gradient over the rows of a batch."""
+        tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        images = {name: batch[name] for name in _IMAGES if name in batch}
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            return self._get_per_token_logps_and_entropies(
+                model,
+                tokens,
+                attention,
+                batch["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+                **images,
+                **options,
+            )
+
+    # ---- tokens: before the update, or as TRL scores them for its loss -----------------------------------------------
+
+    def _choose_tokens_of_batch(self, batch: Batch) -> None:
+        """Marks the tokens of a whole generation batch."""
+        if "d3s_entropy" not in batch:
+            batch["d3s_entropy"] = self._entropy(batch)
+        # A rollout that nobody scored has advantage 0: so are its scores, but its tokens count.
+        entropy = torch.where(batch["advantages"][:, None] == 0, 0.0, batch["d3s_entropy"])
+        batch["d3s_kept"], threshold = self._choose_tokens(entropy, batch["advantages"], loss_mask(batch).bool())
+        batch["d3s_tokens_kept"] = self.accelerator.gather(batch["d3s_kept"].sum()).sum()
+        self._log(threshold=float(threshold))
+
+    def _entropy(self, batch: Batch) -> Tensor:
+        """Of every token whose rollout has an advantage; NaN elsewhere."""
+        useful = batch["advantages"] != 0
+        # As many rows on every process: a sharded model's forward is a joint one.
+        rows = int(self.accelerator.gather(useful.sum()).max())
+        entropy = torch.full(batch["completion_ids"].shape, torch.nan, device=useful.device)
+        if rows > 0:
+            first = useful.long().argsort(descending=True, stable=True)[:rows]
+            scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
+            assert scored is not None  # it was asked for
+            entropy[first] = scored.float()
+        return entropy
+
+    def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The mask of this process's tokens, exactly the budget's share of all processes'; and the threshold."""
+        ratio, drop_zeros = self._budget().token_ratio, self.args.drop_zeros
+        if self.args.token_scope == "sequence":
+            chosen = select_tokens(entropy, advantages, ratio, mask=mask, scope="sequence", drop_zeros=drop_zeros)
+            return chosen.mask, chosen.threshold[chosen.count > 0].mean()
+        rows, columns = entropy.shape
+        # NaN is neither chosen nor counted, so it serves as padding.
+        everyones = self._gathered(torch.where(mask, entropy, torch.nan))
+        chosen = select_tokens(everyones, self._gathered(advantages), ratio, drop_zeros=drop_zeros)
+        first = self.accelerator.process_index * rows
+        return chosen.mask[first : first + rows, :columns], chosen.threshold
+
+    def _gathered(self, values: Tensor) -> Tensor:
+        """The rows of all processes, NaN where one has fewer columns."""
+        if values.dim() > 1:
+            values = self.accelerator.pad_across_processes(values, dim=1, pad_index=torch.nan)
+        everyones: Tensor = self.accelerator.gather(values.contiguous())
+        return everyones
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
+        self._loss_inputs = inputs if self.model.training else None
+        try:
+            loss: Tensor = super()._compute_loss(model, inputs)
+        finally:
+            self._loss_inputs = None
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *more: Any, **options: Any
+    ) -> _Scores:
+        def score(model: Any, tokens: Tensor, attention: Tensor, columns: int, **changed: Any) -> _Scores:
+            method = super(D3STrainer, self)._get_per_token_logps_and_entropies
+            scores: _Scores = method(model, tokens, attention, columns, *more, **{**options, **changed})
+            return scores
+
+        arguments = model, input_ids, attention_mask, logits_to_keep
+        with d3s_head():
+            if self._loss_inputs is not None:
+                return self._score_for_loss(score, self._loss_inputs, *arguments)
+            if self._passes is not None and self._passes.names:
+                return self._score_before_rewards(score, self._passes, *arguments)
+            return score(*arguments)
+
+    def _score_before_rewards(
+        self,
+        score: Callable[..., _Scores],
+        passes: _Passes,
+        model: Any,
+        tokens: Tensor,
+        attention: Tensor,
+        columns: int,
+    ) -> _Scores:
+        """TRL's passes for log-probabilities that only the update needs wait until the rollouts are chosen."""
+        name = passes.names.pop(0)
+        old = name == "old_per_token_logps"
+        # Needed at once: the old policy's where vLLM's sampling is corrected, and an adapter's reference, which TRL has
+        # set up for this call alone.
+        if self._corrects_sampling if old else self.ref_model is None:
+            logprob, entropy, aux = score(
+                model, tokens, attention, columns, compute_entropy=old and self._tokens_before_update
+            )
+            if old:
+                passes.entropy = entropy
+            return logprob, None, aux
+        passes.postponed.append(name)
+        return torch.zeros(tokens.shape[0], columns, device=tokens.device), None, None
+
+    def _score_for_loss(
+        self, score: Callable[..., _Scores], inputs: Batch, model: Any, tokens: Tensor, attention: Tensor, columns: int
+    ) -> _Scores:
+        """What TRL's loss is made of; gradient flows through the kept tokens only."""
+        mask, kept = loss_mask(inputs).bool(), inputs.get("d3s_kept")
+        if kept is not None and self._tokens_are_independent(inputs):
+            logprob, entropy, aux = self._score_kept(score, inputs, kept, model, tokens, attention, columns)
+        else:
+            logprob, entropy, aux = score(model, tokens, attention, columns)
+        assert entropy is not None  # TRL's loss always asks for it
+        if kept is None:
+            kept, threshold = self._choose_tokens(entropy.detach(), inputs["advantages"], mask)
+            self._log(threshold=float(threshold))
+        totals = self._log_tokens(kept, mask, entropy.detach())
+        if logprob.requires_grad:
+            policy = bonus = torch.ones((), device=kept.device)
+            if self.args.loss_denominator == "kept":
+                policy, bonus = gradient_weights(self.loss_type, kept, mask, inputs, totals)
+            logprob.register_hook(only_through(kept, policy))  # type: ignore[no-untyped-call]
+            if entropy.requires_grad:
+                entropy.register_hook(only_through(kept, bonus))  # type: ignore[no-untyped-call]
+        return logprob, entropy, aux
+
+    def _tokens_are_independent(self, inputs: Batch) -> bool:
+        """Whether a token's gradient depends on no other token's log-probability, so that others need none."""
+        return bool(
+            self.importance_sampling_level == "token"
+            and self.loss_type != "vespo"
+            and self.beta == 0
+            and self.off_policy_mask_threshold is None
+            and not self._entropy_bonus_enabled
+            and not self.aux_loss_enabled
+            and "num_images" not in inputs
+        )
+
+    def _score_kept(
+        self, score: Callable[..., _Scores], inputs: Batch, kept: Tensor, model: Any, tokens: Tensor,
+        attention: Tensor, columns: int,
+    ) -> _Scores:  # fmt: skip
+        """Scores of the kept tokens from rows that have one, up to the last one; elsewhere what was known before.
+
+        Where there is none, of one row and token: every process takes part in a sharded model's forward.
+        """
+        rows = kept.any(dim=1)
+        rows[0] |= ~rows.any()
+        used = int(kept.any(dim=0).nonzero().amax()) + 1 if bool(kept.any()) else 1
+        prompt = tokens.shape[1] - columns
+        needed = kept[rows, :used]
+
+        def of_kept(labels: Tensor, **model_inputs: Any) -> Any:
+            """The model, with labels at kept tokens only: the head computes no others."""
+            labels = labels.clone()
+            labels[:, prompt:].masked_fill_(~needed, -100)
+            return model(labels=labels, **model_inputs)
+
+        cut = slice(0, prompt + used)
+        logprob, entropy, aux = score(of_kept, tokens[rows, cut], attention[rows, cut], used)
+        assert entropy is not None
+        known = inputs.get("old_per_token_logps")  # so that the ratio of a dropped token is 1
+        if known is None:
+            known = torch.zeros(kept.shape, device=kept.device)
+        everywhere = torch.where(kept, 0.0, known).to(logprob.dtype)
+        estimate = inputs["d3s_entropy"]
+        estimate = torch.where(estimate.isnan(), estimate[loss_mask(inputs).bool()].nanmean(), estimate)
+        entropies = torch.where(kept, 0.0, estimate).to(entropy.dtype)
+        place = rows.nonzero()[:, 0]
+        logprob, entropy = (pad(values, (0, columns - used)) for values in (logprob, entropy))
+        return everywhere.index_add(0, place, logprob), entropies.index_add(0, place, entropy), aux
+
+    def _log_tokens(self, kept: Tensor, mask: Tensor, entropy: Tensor) -> Tensor:
+        """Logs what was kept; tokens kept and all, of all processes."""
+        sums = torch.stack([kept.sum(), mask.sum(), entropy[kept].sum(), entropy[mask & ~kept].sum()])
+        totals: Tensor = self.accelerator.reduce(sums.double(), reduction="sum")
+        number, everything, of_kept, of_dropped = totals.tolist()
+        self._num_tokens_kept += int(number)
+        self._metrics["train"]["d3s/num_tokens_kept"] = [self._num_tokens_kept]  # the last one, where TRL takes a mean
+        self._log(tokens_kept=number, token_ratio=number / max(1, everything))
+        if number > 0:
+            self._log(entropy_kept=of_kept / number)
+        if number < everything:
+            self._log(entropy_dropped=of_dropped / (everything - number))
+        return totals[:2].float()
