@@ -20,9 +20,10 @@ import torch
 from rich.console import Console
 
 from . import machine, memory, plot, report, timing
+from .harness import describe
 from .report import Line
-from .sizes import sizes_for
-from .targets import TARGETS
+from .sizes import rollouts, sizes_for
+from .targets import STEP_CONTEST, STEP_MEMORY, TARGETS
 from .timing import Contenders
 
 HERE = Path(__file__).parent
@@ -41,14 +42,16 @@ def main() -> int:
     whole = not options.short and not options.only
     judged = report.lines(contests, TARGETS[options.device], short=options.short, whole=whole)
     sizes = sizes_for(options.device, options.short)
-    if options.device == "cuda":
-        peaks, allowed = memory.of_contest(contests.get("logprob_entropy forward", {})), None
-    else:
-        peaks, allowed = {} if options.only else memory.measure(options.short), memory.allowed(sizes)
-    judged += report.memory_line(peaks, sizes, options.short, allowed)
+    peaks = peak_memory(options, contests)
+    logits = describe(sizes.sequences, sizes.tokens, sizes.vocabulary, dtype=torch.bfloat16)
+    allowed = memory.allowed(sizes) if options.device == "cpu" else None
+    judged += report.memory_line(memory.FORWARD, logits, peaks[memory.FORWARD], short=options.short, allowed=allowed)
+    judged += report.memory_line(
+        memory.STEP, rollouts(sizes), peaks[memory.STEP], short=options.short, share=STEP_MEMORY
+    )
 
     title = "d3s_kernels, small inputs: no targets" if options.short else "d3s_kernels: targets and what was measured"
-    caption = describe(facts, report.gigabytes_per_second(contests))
+    caption = circumstances(facts, report.gigabytes_per_second(contests))
     console.print(report.table(title, caption, judged))
     if failed:
         console.print("[bold red]A benchmark failed; see above.")
@@ -86,7 +89,15 @@ def run_pytest(options: argparse.Namespace) -> tuple[dict[str, Contenders], bool
         return (timing.read(results) if results.exists() else {}), done.returncode != 0
 
 
-def describe(facts: dict[str, Any], bandwidth: dict[str, float]) -> str:
+def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) -> dict[str, dict[str, int]]:
+    """Bytes by contest and contender: on a GPU those of the contests held, on a CPU each measured by itself."""
+    if options.device == "cuda":
+        held = {memory.FORWARD: "logprob_entropy forward", memory.STEP: f"{STEP_CONTEST}, 0.5B"}
+        return {what: memory.of_contest(contests.get(contest, {})) for what, contest in held.items()}
+    return {what: {} if options.only else memory.measure(what, options.short) for what in memory.CONTESTS}
+
+
+def circumstances(facts: dict[str, Any], bandwidth: dict[str, float]) -> str:
     parts = [name_of(facts), facts["date"]]
     parts += [f"{package} {version}" for package, version in facts["versions"].items() if package != "transformers"]
     parts += [f"commit {facts['commit']}"] if facts["commit"] else []
@@ -120,7 +131,7 @@ def write(
     caption: str,
     judged: list[Line],
     contests: dict[str, Contenders],
-    peaks: dict[str, int],
+    peaks: dict[str, dict[str, int]],
 ) -> Path:
     base = folder / f"{facts['machine']}-{facts['date']}"
     base.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""How much memory the forward pass takes on top of its logits, at its peak.
+"""How much memory some work takes on top of what is there before it, at its peak.
 
-Each contender runs in a process of its own, since a peak can only rise. The logits are filled in place, and the
-contender has answered for a tiny vocabulary before: what is counted is the work alone, no thread pools, no libraries.
+Each contender runs in a process of its own, since a peak can only rise. It has run before, on a tiny vocabulary or as a
+whole: what is counted is the work alone, no thread pools, no libraries.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,33 +18,59 @@ from . import inputs
 from .sizes import FULL, SHORT, Sizes
 from .timing import Contenders
 
+Work = Callable[[], Any]
+FORWARD, STEP = "logprob_entropy forward, peak memory beyond the logits", "TRL's update, peak memory beyond its model"
 
-def ours() -> Callable:
+
+def forward(function: Callable, sizes: Sizes) -> Work:
+    """A forward pass; the logits are filled in place."""
+    logits, labels = inputs.logits_and_labels(sizes)
+    tiny = torch.zeros(sizes.sequences, sizes.tokens, 512, dtype=logits.dtype)
+    with torch.no_grad():
+        function(tiny, labels % 512)
+    return torch.no_grad()(lambda: function(logits, labels))
+
+
+def ours(sizes: Sizes) -> Work:
     import d3s_kernels as d3s
 
-    return d3s.logprob_entropy
+    return forward(d3s.logprob_entropy, sizes)
 
 
-def trl() -> Callable:
+def trl(sizes: Sizes) -> Work:
     from .peers import trl_grpo
 
-    return trl_grpo
+    return forward(trl_grpo, sizes)
 
 
-def plain() -> Callable:
+def plain(sizes: Sizes) -> Work:
     from .peers import plain
 
-    return plain
+    return forward(plain, sizes)
 
 
-CONTENDERS = {"d3s_kernels": ours, "TRL": trl, "PyTorch": plain}
+def step(name: str) -> Callable[[Sizes], Work]:
+    def prepared(sizes: Sizes) -> Work:
+        from .trl_step import update
+
+        work = update(name, sizes)
+        work()
+        return work
+
+    return prepared
 
 
-def measure(short: bool) -> dict[str, int]:
+CONTESTS: dict[str, dict[str, Callable[[Sizes], Work]]] = {
+    FORWARD: {"d3s_kernels": ours, "TRL": trl, "PyTorch": plain},
+    STEP: {"d3s_kernels": step("d3s_kernels"), "GRPOTrainer": step("GRPOTrainer")},
+}
+
+
+def measure(contest: str, short: bool) -> dict[str, int]:
     """Bytes by contender; empty where the system does not tell (it does on Linux)."""
     if high_water() is None:
         return {}
-    return {name: in_own_process(name, short) for name in CONTENDERS}
+    return {name: in_own_process(contest, name, short) for name in CONTESTS[contest]}
 
 
 def allowed(sizes: Sizes) -> int:
@@ -60,22 +87,18 @@ def of_contest(contenders: Contenders) -> dict[str, int]:
     }
 
 
-def in_own_process(name: str, short: bool) -> int:
-    command = [sys.executable, "-m", __name__, name, *(["--short"] if short else [])]
+def in_own_process(contest: str, name: str, short: bool) -> int:
+    command = [sys.executable, "-m", __name__, contest, name, *(["--short"] if short else [])]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True, check=True)
     return int(done.stdout.split()[-1])
 
 
-def growth(function: Callable, sizes: Sizes) -> int:
-    logits, labels = inputs.logits_and_labels(sizes)
-    tiny = torch.zeros(sizes.sequences, sizes.tokens, 512, dtype=logits.dtype)
-    with torch.no_grad():
-        function(tiny, labels % 512)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is held now
-        before = high_water()
-        function(logits, labels)
-        return high_water() - before
+def growth(work: Work) -> int:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is held now
+    before = high_water()
+    work()
+    return high_water() - before
 
 
 def high_water() -> int | None:
@@ -87,4 +110,4 @@ def high_water() -> int | None:
 
 
 if __name__ == "__main__":
-    print(growth(CONTENDERS[sys.argv[1]](), SHORT if "--short" in sys.argv else FULL))
+    print(growth(CONTESTS[sys.argv[1]][sys.argv[2]](SHORT if "--short" in sys.argv else FULL)))

@@ -3,13 +3,11 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from rich.table import Table
 from rich.text import Text
 
-from .harness import OURS, describe
+from .harness import OURS
 from .judging import Faster, Target, Verdict, Within
-from .sizes import Sizes
 from .timing import Contenders, Timing
 
 PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches: less than this it does not see
@@ -83,19 +81,32 @@ def unbound(line: Line) -> Line:
     return replace(line, bound="", verdict=line.verdict and replace(line.verdict, margin=None))
 
 
-def memory_line(peaks: dict[str, int], sizes: Sizes, short: bool, allowed: int | None) -> list[Line]:
+def memory_line(
+    what: str,
+    size: str,
+    peaks: dict[str, int],
+    *,
+    short: bool,
+    allowed: int | None = None,
+    share: float | None = None,
+) -> list[Line]:
+    """Ours against the smallest of the others: at most `allowed` bytes, or at most a `share` of the other's."""
     if not peaks.keys() - {OURS}:
         return []
     rival = min(peaks.keys() - {OURS}, key=peaks.__getitem__)
-    value = peaks[OURS] / max(peaks[rival], 1)
-    margin = allowed / max(peaks[OURS], PEAK_STEP) if allowed else None
+    mine, value = max(peaks[OURS], PEAK_STEP), peaks[OURS] / max(peaks[rival], 1)
+    bound, margin = "", None
+    if allowed is not None:
+        bound, margin = f"<= {mebibytes(allowed)}", allowed / mine
+    if share is not None:
+        bound, margin = f"<= {share:g}x the memory", share * peaks[rival] / mine
     line = Line(
-        what="logprob_entropy forward, peak memory beyond the logits",
-        size=describe(sizes.sequences, sizes.tokens, sizes.vocabulary, dtype=torch.bfloat16),
+        what=what,
+        size=size,
         ours=mebibytes(peaks[OURS]),
         against=f"{rival}: {mebibytes(peaks[rival])}",
-        value=mebibytes(peaks[OURS]),
-        bound=f"<= {mebibytes(allowed)}" if allowed else "",
+        value=mebibytes(peaks[OURS]) if share is None else f"{value:.3g}x the memory",
+        bound=bound,
         verdict=Verdict(value, (value, value), rival, margin),
     )
     return [unbound(line) if short else line]

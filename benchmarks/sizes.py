@@ -21,6 +21,9 @@ class Sizes:
     keep: int = 16
     pool: int = 65_536
     pool_keep: int = 16_384
+    # TRL's update: rollouts of a group, and tokens of each.
+    rollouts: int = 16
+    completion: int = 64
     # A contest has at least so many rounds, and more as long as they take no more seconds than this.
     rounds: int = 3
     seconds: float = 8.0
@@ -39,14 +42,19 @@ SHORT = Sizes(
     groups=(64, 64),
     pool=4_096,
     pool_keep=1_024,
+    completion=16,
     rounds=3,
     seconds=0.5,
 )
 # A GPU has to be filled, and is done sooner.
-FULL_CUDA = replace(FULL, tokens=1_024, head_tokens=4_096, rounds=5, seconds=0.6)
+FULL_CUDA = replace(FULL, tokens=1_024, head_tokens=4_096, completion=1_024, rounds=5, seconds=0.6)
 SHORT_CUDA = replace(SHORT, seconds=0.1)
 
 
 def sizes_for(device: str, short: bool) -> Sizes:
     full, small = (FULL, SHORT) if device == "cpu" else (FULL_CUDA, SHORT_CUDA)
     return small if short else full
+
+
+def rollouts(sizes: Sizes) -> str:
+    return f"{sizes.rollouts} rollouts x {sizes.completion:,} tokens x {sizes.vocabulary:,}"

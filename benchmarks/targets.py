@@ -5,6 +5,8 @@ The bounds are meant for the sizes of a full run, and for a machine that does no
 
 from .judging import Faster, Moves, ShareOf, Target, Under, Within
 
+STEP_CONTEST = "TRL's update, half of the rollouts and 10% of their tokens"
+STEP_MEMORY = 0.4  # of GRPOTrainer's
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
 
@@ -39,6 +41,7 @@ CPU: tuple[Target, ...] = (
     Faster("topk_mask of a segment, 20%", TORCH_TOPK, 3),
     Faster("max_variance_select, groups", ("vectorised PyTorch",), 5),
     Faster("max_variance_select, pool", ("vectorised PyTorch",), 5),
+    Within(STEP_CONTEST, "GRPOTrainer", 0.30),
     *(Under(f"overhead of {call}", 12 if call in ("entropy", "logprob_entropy") else 8) for call in CALLS),
 )
 
