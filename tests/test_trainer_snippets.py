@@ -1,0 +1,415 @@
+"""The snippets of docs/trainers.md do what the page says, on inputs of the layout that each trainer's hook passes."""
+
+import re
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from d3s_kernels import reference
+
+PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+SNIPPETS: dict[str, Any] = {}
+for block in BLOCKS:
+    exec(compile(block, str(PAGE), "exec"), SNIPPETS)
+
+GROUPS, GROUP, KEEP, RATIO = 4, 6, 2, 0.25
+
+
+def test_every_snippet_is_tested_here() -> None:
+    defined = set(re.findall(r"^def (\w+)", "\n".join(BLOCKS), re.MULTILINE))
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert defined == set(re.findall(r'SNIPPETS\["(\w+)"\]', source))
+
+
+def test_lines_are_short() -> None:
+    assert [line for block in BLOCKS for line in block.splitlines() if len(line) > 120] == []
+
+
+# ---- what is expected ------------------------------------------------------------------------------------------------
+
+
+def rewards_of_groups() -> Tensor:
+    """Distinct rewards, of different spread in each group, the first without any: pooling decides."""
+    return torch.randn(GROUPS, GROUP) * torch.arange(GROUPS).unsqueeze(1) + torch.randn(GROUPS, 1)
+
+
+def expected_rollouts(rewards: Tensor, scale: str = "group") -> tuple[Tensor, Tensor]:
+    advantages = reference.group_advantages(rewards, scale=scale)
+    kept = reference.select_rollouts(advantages, KEEP)
+    assert kept.sum() == KEEP * GROUPS
+    return advantages, kept
+
+
+def check_gradient(result: Tensor, logprob: Tensor, with_gradient: Tensor) -> None:
+    """The same values; gradient for the marked tokens alone."""
+    torch.testing.assert_close(result, logprob, rtol=0, atol=0)
+    weights = torch.rand(result.shape) + 1
+    (gradient,) = torch.autograd.grad((result * weights).sum(), logprob)
+    torch.testing.assert_close(gradient, weights * with_gradient, rtol=0, atol=0)
+
+
+def expected_tokens(entropy: Tensor, advantages: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    kept = reference.select_tokens(entropy.detach(), advantages, RATIO, mask=mask.bool(), **options).mask
+    assert 0 < kept.sum() < mask.sum()
+    return kept
+
+
+def padded(rows: int, width: int) -> dict[str, Tensor]:
+    """Right-padded [rows, width] tensors; what is padding or masked out has the highest entropy."""
+    mask = torch.arange(width) < torch.randint(width // 2, width, (rows, 1))
+    return {
+        "logprob": torch.randn(rows, width, requires_grad=True),
+        "entropy": torch.where(mask, torch.rand(rows, width) + 0.1, 99.0).requires_grad_(),
+        "advantages": torch.randn(rows, 1).expand(rows, width).contiguous(),
+        "mask": mask,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_keep_tokens(dtype: torch.dtype) -> None:
+    t = padded(5, 20)
+    result = SNIPPETS["keep_tokens"](t["logprob"], t["entropy"], t["advantages"], t["mask"].to(dtype), RATIO)
+    check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))
+
+
+# ---- slime -----------------------------------------------------------------------------------------------------------
+
+
+class Sample:
+    """What slime.utils.types.Sample has of use here."""
+
+    def __init__(self, index: int, reward: Any) -> None:
+        self.index, self.reward, self.metadata = index, reward, {"source": index}
+
+    def get_reward_value(self, args: Any) -> float:
+        return self.reward if not args.reward_key else self.reward[args.reward_key]
+
+
+@pytest.mark.parametrize("reward_key", [None, "score"])
+def test_slime_rollouts(reward_key: str | None) -> None:
+    rewards = rewards_of_groups()
+    if reward_key:
+        rewards = rewards.sign()  # whole numbers, as a verifier gives them
+    advantages, kept = expected_rollouts(rewards)
+    values = [[int(r) if reward_key else r for r in row] for row in rewards.tolist()]
+    groups = [
+        [Sample(g * GROUP + i, {reward_key: r, "other": 7} if reward_key else r) for i, r in enumerate(row)]
+        for g, row in enumerate(values)
+    ]
+    everything, data = [sample for group in groups for sample in group], groups
+    args = SimpleNamespace(reward_key=reward_key)
+    assert SNIPPETS["slime_drop_rollouts"](args, data, KEEP) is None  # slime goes on with the list it gave
+
+    survivors = [sample for group in data for sample in group]
+    assert survivors == [s for s, k in zip(everything, kept.flatten().tolist(), strict=True) if k]
+    assert [s.metadata["source"] for s in survivors] == [s.index for s in survivors]
+
+    raw, normalised = SNIPPETS["slime_rewards"](args, survivors)
+    assert raw == [v for v, k in zip(chain.from_iterable(values), kept.flatten().tolist(), strict=True) if k]
+    torch.testing.assert_close(torch.tensor(normalised), advantages[kept], rtol=1e-6, atol=1e-6)
+
+
+def test_slime_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def policy_loss_function(*arguments: Any) -> str:
+        calls.append(arguments)
+        return "its result"
+
+    for name in ("slime", "slime.backends", "slime.backends.megatron_utils", "slime.backends.megatron_utils.loss"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(
+        sys.modules["slime.backends.megatron_utils.loss"], "policy_loss_function", policy_loss_function, raising=False
+    )
+
+    totals, responses, vocabulary, temperature = [9, 7, 14], [4, 3, 9], 50, 0.7
+    logits = torch.full((1, sum(totals) + 6, vocabulary), torch.nan)  # prompts and padding must not be read
+    clean, end = [], 0
+    for total, response in zip(totals, responses, strict=True):
+        end += total
+        clean.append(torch.randn(response, vocabulary) * 0.01)
+        clean[-1][::2, 2:] -= 40  # ln 2 at any temperature
+        clean[-1][1::2, 0] += 6  # more than that at 1, less at 0.7
+        if response == 9:
+            clean[-1][3:6] = torch.randn(3, vocabulary) * 0.01  # masked below, and of the highest entropy
+        logits[0, end - response - 1 : end - 1] = clean[-1]  # the row before a token predicts it
+    logits.requires_grad_()
+    masks = [torch.ones(n, dtype=torch.int32) for n in responses]
+    masks[2][3:6] = 0  # a tool's answer
+    advantages = [torch.full((n,), a) for n, a in zip(responses, (0.5, -1.5, 1.0), strict=True)]
+    batch = {
+        "total_lengths": totals,
+        "response_lengths": responses,
+        "loss_masks": masks,
+        "advantages": [a.clone() for a in advantages],
+        "log_probs": object(),
+    }
+    before = dict(batch)
+    args, reducer = SimpleNamespace(rollout_temperature=temperature), object()
+    assert SNIPPETS["slime_token_loss"](args, batch, logits, reducer, RATIO) == "its result"
+
+    ((got_args, got_batch, got_logits, got_reducer),) = calls
+    assert got_args is args
+    assert got_logits is logits
+    assert got_reducer is reducer
+    assert all(batch[name] is before[name] for name in before)  # a recomputed loss starts from the same batch
+    assert all(got_batch[name] is before[name] for name in before if name != "advantages")
+    entropy = reference.entropy(torch.cat(clean), temperature=temperature).float()
+    kept = expected_tokens(entropy, torch.cat(advantages), torch.cat(masks))
+    unscaled = reference.entropy(torch.cat(clean)).float()
+    assert not torch.equal(kept, expected_tokens(unscaled, torch.cat(advantages), torch.cat(masks)))
+    assert [len(a) for a in got_batch["advantages"]] == responses
+    assert torch.equal(torch.cat(got_batch["advantages"]), torch.cat(advantages) * kept)
+    assert all(torch.equal(a, b) for a, b in zip(batch["advantages"], advantages, strict=True))
+
+
+# ---- OpenRLHF --------------------------------------------------------------------------------------------------------
+
+
+class ExperienceMaker:
+    """RemoteExperienceMaker: advantages for all experiences, which it returns."""
+
+    def __init__(self) -> None:
+        self.args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=GROUP))
+        self.seen = 0
+
+    def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
+        self.seen = len(experiences)
+        for experience in experiences:
+            experience.advantages = experience.rewards.unsqueeze(1) * 2
+        return experiences
+
+
+def test_openrlhf_rollouts() -> None:
+    rewards = rewards_of_groups()
+    _, kept = expected_rollouts(rewards)
+    experiences = [SimpleNamespace(rewards=reward.view(1), index=[i]) for i, reward in enumerate(rewards.flatten())]
+    maker = SNIPPETS["openrlhf_maker"](ExperienceMaker, KEEP)()
+    chosen = maker.compute_advantages_and_returns(list(experiences))
+    assert maker.seen == GROUPS * GROUP
+    assert chosen == [e for e, k in zip(experiences, kept.flatten().tolist(), strict=True) if k]
+    assert all(torch.equal(e.advantages, e.rewards.view(1, 1) * 2) for e in chosen)
+
+
+def test_openrlhf_refuses_experiences_of_several_rows() -> None:
+    experiences = [SimpleNamespace(rewards=pair) for pair in rewards_of_groups().view(-1, 2)]
+    with pytest.raises(ValueError, match="zip"):
+        SNIPPETS["openrlhf_maker"](ExperienceMaker, KEEP)().compute_advantages_and_returns(experiences)
+
+
+def test_openrlhf_tokens() -> None:
+    t = padded(3, 12)
+    prompt = torch.full((3, 7), 50.0)  # entropy of prompts, high
+    output = SimpleNamespace(entropy=torch.cat([prompt, t["entropy"]], 1))
+    experience = SimpleNamespace(advantages=t["advantages"], action_mask=t["mask"].long())
+    result = SNIPPETS["openrlhf_tokens"](t["logprob"], output, experience, RATIO)
+    check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))
+
+
+# ---- AReaL -----------------------------------------------------------------------------------------------------------
+
+
+def test_areal_rollouts() -> None:
+    rewards = rewards_of_groups()
+    data: list[dict[str, Any]] = [
+        {
+            "rewards": row,
+            "input_ids": torch.randint(9, (GROUP, 5 + g)),
+            "loss_mask": torch.rand(GROUP, 5 + g),
+            "rl_loss_weight": 0.5,
+            "images": ["a"],
+            "table": torch.rand(GROUP + 1, 3),  # not a row for each rollout
+        }
+        for g, row in enumerate(rewards)
+    ]
+    before = [dict(group) for group in data]
+    smaller = SNIPPETS["areal_drop_rollouts"](data, KEEP)
+    assert len(smaller) == GROUPS
+    for old, new, untouched, row in zip(before, smaller, data, rewards, strict=True):
+        kept = reference.max_variance_select(row, KEEP)
+        assert all(untouched[name] is old[name] for name in old)
+        assert list(new) == list(old)
+        for name in ("rewards", "input_ids", "loss_mask"):
+            assert torch.equal(new[name], old[name][kept])
+        assert len(new["rewards"]) == KEEP
+        assert all(new[name] is old[name] for name in ("rl_loss_weight", "images", "table"))
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_areal_tokens(scope: str, tree: bool) -> None:
+    lengths = torch.tensor([9, 4, 17, 6])
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    n = int(lengths.sum())
+    advantages = torch.randn(4).repeat_interleave(lengths)
+    mask = (torch.arange(n) % 5 != 0).float()  # AReaL's loss_mask is float
+    logprob, entropy = torch.randn(n, requires_grad=True), torch.rand(n, requires_grad=True) * (1 + 9 * (mask == 0))
+    input_data = {"advantages": advantages, "loss_mask": mask, "logprobs": torch.randn(n)}
+    if not tree:
+        input_data["cu_seqlens"] = offsets
+    before = dict(input_data)
+    calls: list[Any] = []
+
+    def grpo_loss_fn(logprobs: Tensor, entropy: Tensor, input_data: dict[str, Any], **kwargs: Any) -> str:
+        calls.append((logprobs, entropy, input_data, kwargs))
+        return "its loss"
+
+    loss_fn = SNIPPETS["areal_loss"](grpo_loss_fn, RATIO, scope)
+    assert loss_fn(logprob, entropy, input_data, eps_clip=0.2, vocab_min_logits=None) == "its loss"
+    ((got, got_entropy, got_data, kwargs),) = calls
+    assert got_entropy is entropy
+    assert got_data is input_data
+    assert input_data == before  # the same tensors
+    assert kwargs == {"eps_clip": 0.2, "vocab_min_logits": None}
+    kept = expected_tokens(entropy, advantages, mask, offsets=None if tree else offsets, scope=scope)
+    check_gradient(got, logprob, kept)
+
+
+# ---- prime-rl --------------------------------------------------------------------------------------------------------
+
+
+def test_prime_rl_rollouts() -> None:
+    rewards = torch.randn(GROUP)
+    traces = [SimpleNamespace(reward=float(reward)) for reward in rewards]
+    assigned: list[tuple[Any, float]] = []
+
+    def assign_advantages(trace: Any, values: float) -> None:
+        assert isinstance(values, float)
+        assigned.append((trace, values))
+
+    pairs = ((SimpleNamespace(), trace) for trace in traces)  # iter_trainable_traces is a generator
+    SNIPPETS["prime_rl_score"](pairs, assign_advantages, KEEP)
+    assert [trace for trace, _ in assigned] == traces  # each once, in order
+    values = torch.tensor([value for _, value in assigned])
+    kept = reference.max_variance_select(rewards, KEEP)
+    torch.testing.assert_close(values, (rewards - rewards.mean()) * kept, rtol=1e-5, atol=1e-6)
+    assert (values != 0).sum() == KEEP
+
+
+@pytest.mark.parametrize("components", [False, True])
+def test_prime_rl_tokens(components: bool) -> None:
+    total = 40
+    mask = torch.rand(1, total) < 0.8
+    weights = (torch.rand(1, total) < 0.7).float() if components else None
+    logprob = torch.randn(1, total, requires_grad=True)
+    out = {"logprobs": logprob, "entropy": torch.rand(1, total) + 0.1}
+    advantages = torch.randn(1, total)
+    chosen_from = mask & (weights != 0) if components else mask
+    result = SNIPPETS["prime_rl_tokens"](out, advantages, mask, weights, RATIO)
+    assert out["logprobs"] is logprob
+    kept = expected_tokens(out["entropy"], advantages, chosen_from)
+    check_gradient(result, logprob, kept | ~chosen_from)
+
+
+# ---- SkyRL -----------------------------------------------------------------------------------------------------------
+
+
+class TrainingInputBatch(dict[str, Any]):
+    """A dictionary of [B, ...] tensors, lists of tensors and None, with metadata beside it."""
+
+    metadata: dict[str, Any] | None = None
+
+
+class TensorList:
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, index: list[int]) -> "TensorList":
+        assert isinstance(index, list)
+        return TensorList([self.tensors[i] for i in index])
+
+
+def test_skyrl_rollouts() -> None:
+    rewards, width, padding = rewards_of_groups(), 5, 3
+    rows, half = GROUPS * GROUP, GROUPS * GROUP // 2
+    per_token = torch.zeros(rows + padding, width)
+    per_token[:rows, 2] = rewards.flatten()
+    per_token[rows:, 2] = 1e3  # rows that fill up the ranks
+    data = TrainingInputBatch(
+        rewards=per_token,
+        sequences=torch.arange(rows + padding).unsqueeze(1).expand(-1, 9),
+        advantages=torch.randn(rows + padding, width),
+        pixel_values=TensorList([torch.full((1, 2), i) for i in range(rows + padding)]),
+        values=None,
+    )
+    data.metadata = {
+        "policy_mini_batch_boundaries": [(0, half), (half, rows)],
+        "policy_prompt_boundaries": [(g * GROUP, (g + 1) * GROUP) for g in range(GROUPS)],
+        "uids": ["all", "of", "them"],
+        "response_length": width,
+    }
+    before, metadata = dict(data), dict(data.metadata)
+    smaller = SNIPPETS["skyrl_drop_rollouts"](data, GROUP, KEEP)
+    assert all(data[name] is before[name] for name in before)
+    assert data.metadata == metadata
+
+    advantages = reference.group_advantages(rewards)
+    kept = reference.max_variance_select(advantages.view(2, half), KEEP * GROUPS // 2).flatten()
+    chosen = kept.nonzero().flatten()
+    assert type(smaller) is TrainingInputBatch
+    assert list(smaller) == list(data)
+    for name in ("rewards", "sequences", "advantages"):
+        assert torch.equal(smaller[name], data[name][chosen])
+    assert [int(t[0, 0]) for t in smaller["pixel_values"].tensors] == chosen.tolist()
+    assert smaller["values"] is None
+    each = KEEP * GROUPS // 2
+    assert smaller.metadata["policy_mini_batch_boundaries"] == [(0, each), (each, 2 * each)]
+    prompts = [chosen[begin:end] // GROUP for begin, end in smaller.metadata["policy_prompt_boundaries"]]
+    assert len(prompts) == GROUPS
+    assert all((prompt == g).all() for g, prompt in enumerate(prompts))  # each row under its own prompt
+    assert sum(map(len, prompts)) == len(chosen)
+    assert smaller.metadata["uids"] == metadata["uids"]
+    assert smaller.metadata["response_length"] == width
+
+
+def test_skyrl_tokens() -> None:
+    t = padded(4, 11)
+    edge = torch.full((4, 1), 50.0)
+    output = {"entropy": torch.cat([edge.expand(-1, 6), t["entropy"], edge], 1)}  # [B, S]: predicts the next token
+    mask = t["mask"].float()
+    result = SNIPPETS["skyrl_tokens"](t["logprob"], output, 11, t["advantages"], mask, RATIO)
+    check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))
+
+
+# ---- open-instruct ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalise", [lambda r: r - r.mean(1, keepdims=True), lambda r: np.sign(r)])
+def test_open_instruct_rollouts(normalise: Callable[[Any], Any]) -> None:
+    advantages = normalise(rewards_of_groups().double().numpy()).flatten()
+    n = len(advantages)
+    batch = SimpleNamespace(queries=[[i, 0] for i in range(n)])
+    result = SimpleNamespace(
+        responses=[[i, 1] for i in range(n)], masks=[[i, 2] for i in range(n)], logprobs=[[i, 3.0] for i in range(n)]
+    )
+    values, columns = SNIPPETS["open_instruct_rollouts"](advantages, batch, result, GROUP, KEEP)
+    kept = reference.select_rollouts(torch.tensor(advantages, dtype=torch.float32).view(-1, GROUP), KEEP).flatten()
+    rows = kept.nonzero().flatten().tolist()
+    assert len(rows) == KEEP * GROUPS
+    assert isinstance(values, np.ndarray)
+    assert values.tolist() == advantages[rows].tolist()
+    assert columns == {
+        "queries": [[i, 0] for i in rows],
+        "responses": [[i, 1] for i in rows],
+        "masks": [[i, 2] for i in rows],
+        "vllm_logprobs": [[i, 3.0] for i in rows],
+    }
+    assert len(batch.queries) == len(result.responses) == len(result.masks) == len(result.logprobs) == n
+
+
+def test_open_instruct_tokens() -> None:
+    packs, length = 2, 30
+    advantages, masks = torch.randn(3, packs, length), torch.rand(3, packs, length) < 0.6
+    data = SimpleNamespace(advantages=list(advantages), response_masks=list(masks))
+    logprob, entropy = torch.randn(packs, length - 1, requires_grad=True), torch.rand(packs, length - 1) + 0.1
+    result = SNIPPETS["open_instruct_tokens"](logprob, entropy, data, 1, RATIO)
+    check_gradient(result, logprob, expected_tokens(entropy, advantages[1][:, 1:], masks[1][:, 1:]))
