@@ -1,0 +1,86 @@
+"""D3SConfig: what it takes, from code and from the command line; and which TRL it is for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("trl")
+import tiny_trl
+from trl import GRPOConfig, TrlParser
+
+from d3s_kernels import Budget
+from d3s_kernels.integrations import trl as integration
+from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
+
+OURS = {field.name: field for field in dataclasses.fields(D3SConfig)}.keys() - {
+    field.name for field in dataclasses.fields(GRPOConfig)
+}
+
+
+def test_defaults_are_the_papers() -> None:
+    config = D3SConfig("out", use_cpu=True, bf16=False)
+    assert config.schedule().start == Budget(8, 0.05)
+    assert config.schedule().end == Budget(32, 0.20)
+    assert (config.schedule().shape, config.rollout_scope, config.token_scope) == ("linear", "batch", "batch")
+    assert (config.entropy_from, config.loss_denominator, config.drop_zeros) == ("auto", "kept", False)
+    assert config.advantages_from == "all"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout_scope": "sequence"}, r"rollout_scope: got 'sequence'; takes one of 'batch', 'group'"),
+        ({"token_scope": "group"}, r"token_scope: got 'group'; takes one of 'batch', 'sequence'"),
+        ({"entropy_from": "old"}, r"entropy_from: got 'old'; takes one of 'auto', 'update', 'rollout'"),
+        ({"loss_denominator": "none"}, r"loss_denominator: got 'none'; takes one of 'kept', 'all'"),
+        ({"advantages_from": "group"}, r"advantages_from: got 'group'; takes one of 'all', 'kept'"),
+        ({"rollouts_start": 0}, r"start: got 0 rollouts; takes at least 1"),
+        ({"token_ratio_end": 1.5}, r"end: got a token_ratio of 1.5; takes a number in \(0, 1\]"),
+        ({"schedule_shape": "step"}, r"shape: got 'step'; takes one of 'linear'"),
+        ({"top_entropy_quantile": 0.2}, r"top_entropy_quantile: got 0.2; D3S chooses tokens itself and takes 1.0"),
+    ],
+)
+def test_bad_options_are_named(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_trl.arguments(**options)
+
+
+def test_every_option_has_help_and_can_be_set_from_the_command_line() -> None:
+    parser = TrlParser([D3SConfig])
+    actions = {action.dest: action for action in parser._actions}
+    assert len(OURS) == 11
+    for name in OURS:
+        assert len(actions[name].help) > 20, name
+    given = (
+        "--output_dir out --use_cpu true --bf16 false --rollouts_start 3 --rollouts_end 5 --token_ratio_start 0.1 "
+        "--token_ratio_end 0.3 --schedule_shape cosine --rollout_scope group --token_scope sequence --entropy_from "
+        "rollout --loss_denominator all --drop_zeros true --advantages_from kept"
+    )
+    (config,) = parser.parse_args_and_config(given.split())
+    assert config.schedule().start == Budget(3, 0.1)
+    assert config.schedule().end == Budget(5, 0.3)
+    assert [getattr(config, name) for name in ("rollout_scope", "token_scope", "entropy_from")] == [
+        "group", "sequence", "rollout",
+    ]  # fmt: skip
+    assert (config.schedule_shape, config.loss_denominator, config.drop_zeros) == ("cosine", "all", True)
+    assert config.advantages_from == "kept"
+
+
+def test_a_trainer_takes_its_own_config_only() -> None:
+    with pytest.raises(TypeError, match="args: got a GRPOConfig; takes a D3SConfig"):
+        D3STrainer(tiny_trl.model(), tiny_trl.share_of_even, tiny_trl.arguments(GRPOConfig))
+
+
+def test_other_versions_of_trl_are_named() -> None:
+    with pytest.raises(ImportError, match=r"found TRL 1\.14\.2; takes 1\.15 to 1\.16"):
+        integration._check_version("1.14.2")
+    with pytest.warns(UserWarning, match=r"found TRL 1\.17\.0; tested with 1\.15 to 1\.16"):
+        integration._check_version("1.17.0")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("version", ["1.15.0", "1.16.0", "1.16.7"])
+def test_tested_versions_are_taken_silently(version: str) -> None:
+    integration._check_version(version)

@@ -1,0 +1,262 @@
+"""TRL's losses with D3S: their value is TRL's, their gradient that of the kept tokens, for every loss that TRL has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+from tiny_trl import GROUP, gradients, loss_and_gradients, micro_batch, model, trainer
+from trl import GRPOTrainer
+
+import d3s_kernels as d3s
+
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+LEVELS = ["token", "sequence"]
+RATIO = 0.25
+CLIPPED = {"epsilon": 0.05, "epsilon_high": 0.1}  # near, so that some ratios are beyond
+
+
+def with_old_policy(batch: dict[str, Tensor], policy: Any, reference: bool = False) -> dict[str, Tensor]:
+    """Log-probabilities of an older policy, not far from this one's; and of a reference."""
+    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    with torch.no_grad():
+        logits = policy(tokens).logits[:, -batch["completion_ids"].shape[1] - 1 : -1]
+        logprob = d3s.logprob_entropy(logits, batch["completion_ids"])[0]
+    random = torch.Generator().manual_seed(9)
+    names = ["old_per_token_logps"] + ["ref_per_token_logps"] * reference
+    return batch | {name: logprob + 0.2 * torch.randn(logprob.shape, generator=random) for name in names}
+
+
+def plain(batch: dict[str, Tensor], options: dict[str, Any]) -> tuple[GRPOTrainer, dict[str, Tensor]]:
+    """TRL's own trainer, and the gradient of its loss with respect to what it scored."""
+    made = trainer(GRPOTrainer, **options)
+    leaves: dict[str, Tensor] = {}
+    score = made._get_per_token_logps_and_entropies
+
+    def kept_apart(*arguments: Any, **more: Any) -> tuple[Tensor, Tensor, Any]:
+        logprob, entropy, aux = score(*arguments, **more)
+        leaves.update(logprob=logprob, entropy=entropy)
+        logprob.retain_grad()
+        entropy.retain_grad()
+        return logprob, entropy, aux
+
+    made._get_per_token_logps_and_entropies = kept_apart
+    return made, leaves
+
+
+def expected_gradient(batch: dict[str, Tensor], options: dict[str, Any], kept: Tensor, weight: Tensor) -> Tensor:
+    """TRL's gradient with respect to its scores, of the kept tokens alone and weighted, pulled back to the model."""
+    made, leaves = plain(batch, options)
+    made.compute_loss(made.model, batch).backward(retain_graph=True)
+    found = {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
+    gradients(made)
+    scores = [leaves[name] for name in found]
+    torch.autograd.backward(scores, [torch.where(kept, grad * weight, 0.0) for grad in found.values()])
+    return gradients(made)
+
+
+def chosen(batch: dict[str, Tensor]) -> Tensor:
+    """The tokens with the largest |A| * H of the micro-batch, by the plain definition."""
+    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with torch.no_grad():
+        logits = model()(tokens, attention_mask=attention).logits[:, -batch["completion_ids"].shape[1] - 1 : -1]
+    entropy = torch.distributions.Categorical(logits=logits.double()).entropy()
+    score = (batch["advantages"].abs()[:, None] * entropy).masked_fill(batch["completion_mask"] == 0, -1)
+    k = -(-int(batch["completion_mask"].sum()) * RATIO // 1)
+    return torch.zeros_like(score, dtype=torch.bool).flatten().index_fill(
+        0, score.flatten().topk(int(k)).indices, True
+    ).view(score.shape)  # fmt: skip
+
+
+def weight_of(loss: str, kept: Tensor, mask: Tensor) -> Tensor:
+    """How many tokens TRL divides by, over how many were kept."""
+    if loss in ("grpo", "sapo"):
+        return mask.sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
+    return torch.tensor(1.0) if loss == "luspo" else mask.sum() / kept.sum()
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_value_is_trls_and_gradient_that_of_the_kept_tokens(loss: str, level: str, denominator: str) -> None:
+    batch = with_old_policy(micro_batch(1), model())
+    options = {"loss_type": loss, "importance_sampling_level": level, **CLIPPED}
+    kept, mask = chosen(batch), batch["completion_mask"]
+    assert 0 < kept.sum() < mask.sum()
+    weight = weight_of(loss, kept, mask) if denominator == "kept" else torch.tensor(1.0)
+    value, _ = loss_and_gradients(trainer(GRPOTrainer, **options), batch)
+    ours = trainer(**options, loss_denominator=denominator, token_ratio_start=RATIO, token_ratio_end=RATIO)
+    our_value, gradient = loss_and_gradients(ours, batch)
+    assert our_value == pytest.approx(value, rel=1e-5)
+    expected = expected_gradient(batch, options, kept, weight)
+    assert expected.norm() > 0
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6 * float(expected.abs().max()) + 1e-9)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dapo", "cispo", "sapo", "dr_grpo"])
+def test_kept_denominator_is_trls_own_with_the_mask_as_tool_mask(loss: str) -> None:
+    """At token level TRL itself can leave tokens out of its loss: as if they were a tool's."""
+    batch = with_old_policy(micro_batch(2), model())
+    kept = chosen(batch)
+    masked = batch | {"tool_mask": kept.long(), "num_items_in_batch": kept.sum()}
+    _, expected = loss_and_gradients(trainer(GRPOTrainer, loss_type=loss, **CLIPPED), masked)
+    if loss == "dr_grpo":  # its denominator is a constant: ours scales as the others do
+        expected = expected * batch["completion_mask"].sum() / kept.sum()
+    _, gradient = loss_and_gradients(trainer(loss_type=loss, **CLIPPED), batch)
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_kl_goes_through_kept_tokens_and_metrics_are_trls(level: str) -> None:
+    batch = with_old_policy(micro_batch(3), model(), reference=True)
+    options = {"loss_type": "grpo", "importance_sampling_level": level, **CLIPPED}
+    ours, theirs = trainer(**options, loss_denominator="all"), trainer(GRPOTrainer, **options)
+    for made in (ours, theirs):
+        made.beta = 0.3  # the reference's scores are in the batch
+    value, _ = loss_and_gradients(theirs, batch)
+    our_value, gradient = loss_and_gradients(ours, batch)
+    assert our_value == pytest.approx(value, rel=1e-5)
+
+    made, leaves = plain(batch, options)
+    made.beta = 0.3
+    made.compute_loss(made.model, batch).backward(retain_graph=True)
+    grad = leaves["logprob"].grad.clone()
+    gradients(made)
+    leaves["logprob"].backward(torch.where(chosen(batch), grad, 0.0))
+    torch.testing.assert_close(gradient, gradients(made), rtol=1e-3, atol=1e-7)
+
+    logged, mine = theirs._metrics["train"], ours._metrics["train"]
+    assert logged["clip_ratio/region_mean"][0] > 0
+    for name in logged:
+        assert mine[name] == pytest.approx(logged[name], rel=1e-4, abs=1e-6), name
+
+
+def test_entropy_bonus_goes_through_kept_tokens() -> None:
+    batch = micro_batch(4)
+    options = {"loss_type": "bnpo", "entropy_coef": 0.5}
+    kept = chosen(batch)
+    weight = weight_of("bnpo", kept, batch["completion_mask"])
+    _, gradient = loss_and_gradients(trainer(**options), batch)
+    expected = expected_gradient(batch, options, kept, weight)
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
+    _, without = loss_and_gradients(trainer(loss_type="bnpo"), batch)
+    assert (gradient - without).norm() > 0.01 * without.norm()
+
+
+def test_by_sequence_every_sequence_has_its_share() -> None:
+    batch = micro_batch(5)
+    made = trainer(token_scope="sequence")
+    made.compute_loss(made.model, batch)
+    expected = sum(-(-int(n) * RATIO // 1) for n in batch["completion_mask"].sum(1))
+    assert made._metrics["train"]["d3s/tokens_kept"] == [expected]
+
+
+def test_tool_tokens_are_neither_counted_nor_kept() -> None:
+    batch = micro_batch(6)
+    tools = batch["completion_mask"].clone()
+    tools[:, 0] = 0
+    batch["tool_mask"] = tools
+    made = trainer(token_ratio_start=0.5, token_ratio_end=0.5)
+    made.compute_loss(made.model, batch)
+    valid = int((batch["completion_mask"] * tools).sum())
+    assert made._metrics["train"]["d3s/tokens_kept"] == [-(-valid // 2)]
+
+
+def test_without_advantages_nothing_moves() -> None:
+    batch = micro_batch(7)
+    batch["advantages"] = torch.zeros(GROUP)
+    _, gradient = loss_and_gradients(trainer(), batch)
+    assert (gradient == 0).all()
+    made = trainer(drop_zeros=True)
+    _, gradient = loss_and_gradients(made, batch)
+    assert (gradient == 0).all()
+    assert made._metrics["train"]["d3s/tokens_kept"] == [0]
+
+
+def test_evaluation_is_trls() -> None:
+    batch = micro_batch(8)
+    ours, theirs = trainer(), trainer(GRPOTrainer)
+    for made in (ours, theirs):
+        made.model.eval()
+    assert ours.compute_loss(ours.model, batch).item() == pytest.approx(
+        theirs.compute_loss(theirs.model, batch).item(), rel=1e-5
+    )
+    assert "d3s/tokens_kept" not in ours._metrics["eval"]
+
+
+# ---- tokens known before the update ----------------------------------------------------------------------------------
+
+
+def known_before(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    batch = dict(batch)
+    made._choose_tokens_of_batch(batch)
+    return batch
+
+
+@pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"])
+def test_the_cut_update_has_the_same_gradient(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = with_old_policy(micro_batch(9), model())
+    options = {"loss_type": loss, "entropy_from": "rollout", "token_ratio_start": 0.1, "token_ratio_end": 0.1}
+    cut = trainer(**options, **CLIPPED)
+    known = known_before(cut, batch)
+    assert cut._tokens_are_independent(known)
+    whole = trainer(**options, **CLIPPED)
+    monkeypatch.setattr(whole, "_tokens_are_independent", lambda inputs: False)
+    (_, gradient), (_, expected) = loss_and_gradients(cut, known), loss_and_gradients(whole, known)
+    assert expected.norm() > 0
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+    for name in ("entropy", "d3s/tokens_kept", "d3s/entropy_kept", "d3s/entropy_dropped"):
+        assert cut._metrics["train"][name] == pytest.approx(whole._metrics["train"][name], rel=1e-4), name
+
+
+def test_the_cut_update_forwards_what_is_kept_only() -> None:
+    batch = micro_batch(10)
+    made = trainer(entropy_from="rollout", token_ratio_start=0.05, token_ratio_end=0.05)
+    known = known_before(made, batch)
+    kept = known["d3s_kept"]
+    seen: list[tuple[tuple[int, ...], int]] = []
+    forward = made.model.forward
+
+    def watched(input_ids: Tensor, labels: Tensor, **more: Any) -> Any:
+        seen.append((tuple(input_ids.shape), int((labels != -100).sum())))
+        return forward(input_ids=input_ids, labels=labels, **more)
+
+    made.model.forward = watched
+    made.compute_loss(made.model, known).backward()
+    last = int(kept.any(0).nonzero().max()) + 1
+    assert seen == [((int(kept.any(1).sum()), 4 + last), int(kept.sum()))]
+    assert last < 10
+    assert kept.any(1).sum() < GROUP
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"importance_sampling_level": "sequence"},
+        {"loss_type": "vespo"},
+        {"entropy_coef": 0.1},
+        {"off_policy_mask_threshold": 0.5},
+    ],
+)
+def test_nothing_is_cut_where_tokens_depend_on_each_other(options: dict[str, Any]) -> None:
+    made = trainer(entropy_from="rollout", **options)
+    known = known_before(made, micro_batch(11))
+    assert not made._tokens_are_independent(known)
+    loss_and_gradients(made, known)
+    made.beta = 0.1
+    assert not made._tokens_are_independent(known)
+
+
+def test_a_micro_batch_without_a_kept_token_is_legal() -> None:
+    made = trainer(entropy_from="rollout")
+    known = known_before(made, micro_batch(12))
+    known["d3s_kept"] = torch.zeros_like(known["d3s_kept"])
+    value, gradient = loss_and_gradients(made, known)
+    assert value == value  # no NaN
+    assert (gradient == 0).all()
+    assert len(gradient) > 0

@@ -1,0 +1,139 @@
+"""The LM head in TRL's model: the same scores and gradients as TRL's own, and TRL's own where ours cannot be used."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+import trl.trainer.utils as trl_utils
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from d3s_kernels.integrations.trl import head as our_head
+from d3s_kernels.integrations.trl.head import d3s_head
+
+SHAPE = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
+}  # fmt: skip
+MODELS = {
+    "Qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
+    "Qwen2, untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False)),
+    "Gemma 2: caps its logits": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SHAPE, head_dim=16, final_logit_softcapping=5.0)
+    ),
+    "Cohere: scales its logits": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.25)),
+    "Phi: has a bias": lambda: PhiForCausalLM(PhiConfig(**SHAPE)),
+}
+
+
+@pytest.fixture
+def labels() -> Tensor:
+    labels = torch.randint(2, SHAPE["vocab_size"], (3, 9))
+    labels[:, :4] = labels[0, 6:] = -100
+    return labels
+
+
+def scored(model: torch.nn.Module, labels: Tensor, ours: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies and the gradient of a loss of both."""
+    tokens = labels.clamp(min=0)
+    if ours:
+        with d3s_head():
+            output = model(tokens, labels=labels, fused_lm_head=True)
+    else:
+        output = model(tokens, labels=labels, fused_lm_head=True)
+    (output.log_probs * 2 - output.entropy).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return output.log_probs.detach(), output.entropy.detach(), gradient
+
+
+# Triton kernels alone before 1.16, and those need a GPU.
+needs_trls = pytest.mark.skipif(not hasattr(trl_utils, "_use_triton"), reason="this TRL has no head for CPUs")
+
+
+@needs_trls
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_trls(name: str, labels: Tensor) -> None:
+    model = MODELS[name]()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(10)
+    trl_utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    for ours, theirs in zip(scored(model, labels, True), scored(model, labels, False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+@needs_trls
+def test_autocast_gives_the_precision_that_trl_takes(labels: Tensor) -> None:
+    model = MODELS["Qwen2, untied"]()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(10)
+    trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    exact = scored(model, labels, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = scored(model, labels, True), scored(model, labels, False)
+    # It did round to bfloat16, and scores no more than TRL does. The weight's gradient it rounds as torch's own linear
+    # does under autocast; TRL keeps that in float32.
+    for mine, other, best, worse in zip(ours, theirs, exact, (1.2, 1.2, 2.5), strict=True):
+        assert mine.dtype == other.dtype == torch.float32
+        assert 0 < (mine - best).norm() <= worse * (other - best).norm()
+
+
+def test_no_label_at_all_stays_connected(labels: Tensor) -> None:
+    model = MODELS["Qwen2, untied"]()
+    trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    logprob, _, gradient = scored(model, torch.full_like(labels, -100), ours=True)
+    assert (logprob == 0).all()
+    assert len(gradient) > 0
+    assert (gradient == 0).all()
+
+
+@needs_trls
+def test_falls_back_to_trls_head_and_says_so_once(labels: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(our_head, "_said", set())
+    double = MODELS["Qwen2, untied"]().double()
+    sharded = MODELS["Qwen2, tied"]()
+    sharded.get_output_embeddings().weight.ds_id = 0  # as ZeRO-3 marks a parameter; TRL gathers it where it is one
+    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", lambda *_: nullcontext())
+    reasons = {"ZeRO-3 takes the head's weight away": sharded, "the head's weight is torch.float64": double}
+    for reason, model in reasons.items():
+        trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        with pytest.warns(UserWarning, match=f"TRL's own LM head is used, because {reason}"):
+            fallen_back = scored(model, labels, True)
+        for mine, other in zip(fallen_back, scored(model, labels, False), strict=True):
+            torch.testing.assert_close(mine, other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scored(double, labels, True)
+
+
+def test_other_outputs_are_left_to_trl() -> None:
+    hidden, weight = torch.zeros(1, 4), torch.zeros(5, 4)
+    assert our_head._why_not(hidden, weight, torch.float32, 1.0, ("log_probs", "is_top1")) == "is_top1 is asked for"
+    assert our_head._why_not(hidden, weight, torch.float32, 1.0, ("log_probs", "entropy")) is None
+    assert "scales its logits by -1" in our_head._why_not(hidden, weight, torch.float32, -1.0, ())
+    assert "tensors on meta" in our_head._why_not(hidden.to("meta"), weight, torch.float32, 1.0, ())
+
+
+def test_trl_is_as_it_was_afterwards() -> None:
+    before = copy.copy(vars(trl_utils))
+    with d3s_head():
+        assert trl_utils._ChunkedLogProbFunction is our_head._Head
+    assert vars(trl_utils) == before
+    with pytest.raises(ZeroDivisionError), d3s_head():
+        1 / 0  # noqa: B018
+    assert vars(trl_utils) == before

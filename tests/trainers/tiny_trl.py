@@ -1,0 +1,122 @@
+"""A model and a trainer that are made in a moment, and a generation batch as TRL's generation leaves it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
+
+VOCABULARY, PAD, EOS = 61, 0, 1
+GROUP = 8
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": PAD, "<eos>": EOS} | {f"w{i}": i for i in range(2, VOCABULARY)}
+    made = Tokenizer(WordLevel(words, unk_token="<eos>"))
+    made.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+
+
+def model(seed: int = 0, **config: Any) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    special = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": EOS}
+    made = Qwen2ForCausalLM(Qwen2Config(**{**shape, **heads, **special, **config}))
+    with torch.no_grad():  # logits far enough apart that entropies differ
+        made.get_output_embeddings().weight.mul_(20)
+    return made
+
+
+def share_of_even(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
+
+
+def arguments(kind: type[GRPOConfig] = D3SConfig, **changed: Any) -> GRPOConfig:
+    common: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(prefix="d3s-"),
+        "per_device_train_batch_size": GROUP,
+        "gradient_accumulation_steps": 2,
+        "num_generations": GROUP,
+        "max_completion_length": 12,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    ours: dict[str, Any] = {}
+    if kind is D3SConfig:
+        ours = {"rollouts_start": 4, "rollouts_end": 4, "token_ratio_start": 0.25, "token_ratio_end": 0.25}
+    return kind(**{**common, **ours, **changed})
+
+
+def trainer(kind: type[GRPOTrainer] = D3STrainer, policy: Any = None, **changed: Any) -> GRPOTrainer:
+    """A trainer that is ready to compute the loss of a batch."""
+    options = {name: changed.pop(name) for name in ("peft_config", "eval_dataset") if name in changed}
+    made = kind(
+        model() if policy is None else policy,
+        changed.pop("reward_funcs", share_of_even),
+        arguments(D3SConfig if kind is D3STrainer else GRPOConfig, **changed),
+        train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(2, 34)]}),
+        processing_class=tokenizer(),
+        **options,
+    )
+    made.model.train()
+    made.state.max_steps = made.args.max_steps
+    made.current_gradient_accumulation_steps = made.args.gradient_accumulation_steps
+    return made
+
+
+def generation_batch(seed: int, rows: int = 2 * GROUP, prompt: int = 4, completion: int = 10) -> dict[str, Tensor]:
+    """Ragged prompts and completions, advantages of groups; one group has none."""
+    random = torch.Generator().manual_seed(seed)
+    begins = torch.randint(0, prompt, (rows, 1), generator=random)
+    ends = torch.randint(1, completion + 1, (rows, 1), generator=random)
+    advantages = torch.randn(rows, generator=random)
+    advantages[GROUP : 2 * GROUP] = 0
+    mask = (torch.arange(completion) < ends).long()
+    return {
+        "prompt_ids": torch.randint(2, VOCABULARY, (rows, prompt), generator=random),
+        "prompt_mask": (torch.arange(prompt) >= begins).long(),
+        "completion_ids": torch.randint(2, VOCABULARY, (rows, completion), generator=random) * mask,
+        "completion_mask": mask,
+        "advantages": advantages,
+        "num_items_in_batch": mask.sum(),
+    }
+
+
+def micro_batch(seed: int, rows: int = GROUP, completion: int = 10) -> dict[str, Tensor]:
+    """Of one group whose advantages differ."""
+    return generation_batch(seed, rows, completion=completion)
+
+
+def gradients(made: GRPOTrainer) -> Tensor:
+    """Of all parameters, as one vector; then forgotten."""
+    found = [parameter.grad for parameter in made.model.parameters() if parameter.requires_grad]
+    vector = torch.cat([torch.zeros(0) if grad is None else grad.flatten() for grad in found])
+    made.model.zero_grad(set_to_none=True)
+    return vector
+
+
+def loss_and_gradients(made: GRPOTrainer, batch: dict[str, Tensor]) -> tuple[float, Tensor]:
+    loss = made.compute_loss(made.model, batch)
+    loss.backward()
+    return loss.item(), gradients(made)
