@@ -176,9 +176,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             batch["d3s_entropy"] = self._entropy(batch)
         # A rollout that nobody scored has advantage 0: so are its scores, but its tokens count.
         entropy = torch.where(batch["advantages"][:, None] == 0, 0.0, batch["d3s_entropy"])
-        batch["d3s_kept"], threshold = self._choose_tokens(entropy, batch["advantages"], loss_mask(batch).bool())
+        batch["d3s_kept"] = self._choose_tokens(entropy, batch["advantages"], loss_mask(batch).bool())
         batch["d3s_tokens_kept"] = self.accelerator.gather(batch["d3s_kept"].sum()).sum()
-        self._log(threshold=float(threshold))
 
     def _entropy(self, batch: Batch) -> Tensor:
         """Of every token whose rollout has an advantage; NaN elsewhere."""
@@ -193,18 +192,25 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             entropy[first] = scored.float()
         return entropy
 
-    def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The mask of this process's tokens, exactly the budget's share of all processes'; and the threshold."""
+    def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """The mask of this process's tokens: exactly the budget's share of all processes' tokens, or of each row's."""
         ratio, drop_zeros = self._budget().token_ratio, self.args.drop_zeros
         if self.args.token_scope == "sequence":
             chosen = select_tokens(entropy, advantages, ratio, mask=mask, scope="sequence", drop_zeros=drop_zeros)
-            return chosen.mask, chosen.threshold[chosen.count > 0].mean()
+            self._log_threshold(chosen.threshold)
+            return chosen.mask
         rows, columns = entropy.shape
         # NaN is neither chosen nor counted, so it serves as padding.
         everyones = self._gathered(torch.where(mask, entropy, torch.nan))
         chosen = select_tokens(everyones, self._gathered(advantages), ratio, drop_zeros=drop_zeros)
+        self._log_threshold(chosen.threshold)
         first = self.accelerator.process_index * rows
-        return chosen.mask[first : first + rows, :columns], chosen.threshold
+        return chosen.mask[first : first + rows, :columns]
+
+    def _log_threshold(self, threshold: Tensor) -> None:
+        finite = threshold[threshold.isfinite()]  # infinite where nothing is kept
+        if finite.numel() > 0:
+            self._log(threshold=float(finite.mean()))
 
     def _gathered(self, values: Tensor) -> Tensor:
         """The rows of all processes, NaN where one has fewer columns."""
@@ -272,8 +278,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             logprob, entropy, aux = score(model, tokens, attention, columns)
         assert entropy is not None  # TRL's loss always asks for it
         if kept is None:
-            kept, threshold = self._choose_tokens(entropy.detach(), inputs["advantages"], mask)
-            self._log(threshold=float(threshold))
+            kept = self._choose_tokens(entropy.detach(), inputs["advantages"], mask)
         totals = self._log_tokens(kept, mask, entropy.detach())
         if logprob.requires_grad:
             policy = bonus = torch.ones((), device=kept.device)

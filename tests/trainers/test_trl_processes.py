@@ -1,0 +1,138 @@
+"""Several processes choose what one would that has all of their rollouts; groups lie on two of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+from tiny_trl import model, trainer
+from trl_ranks import ROWS, batch_of_rank, outcome
+
+HERE = Path(__file__).parent
+PER_RANK = {2: 12, 3: 8}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tokens in the update": (2, {}),
+    "tokens before it": (2, {"entropy_from": "rollout"}),
+    "an odd number to keep": (2, {"rollouts_start": 3, "rollouts_end": 3}),
+    "of each group": (2, {"rollout_scope": "group", "token_scope": "sequence", "loss_type": "bnpo"}),
+    "three processes": (3, {"advantages_from": "kept", "rollout_scope": "group", "loss_type": "grpo"}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict, list, list]:
+    """The number of processes, options, and what each process left: outcome and weights after training."""
+    ranks, options = CASES[request.param]
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    own = options | {"per_device_train_batch_size": PER_RANK[ranks]}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [*command, str(HERE / "trl_ranks.py"), str(folder), json.dumps(own)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    outcomes = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
+    weights = [torch.load(folder / f"weights-{rank}.pt") for rank in range(ranks)]
+    return ranks, options, outcomes, weights
+
+
+def alone(ranks: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The same by a single process, which rounds up to the same number."""
+    made = trainer(
+        policy=model(), per_device_train_batch_size=ROWS, gradient_accumulation_steps=ranks, **options,
+        steps_per_generation=ranks,
+    )  # fmt: skip
+    made.current_gradient_accumulation_steps = ranks
+    return outcome(made, batch_of_rank(1, 0, 1))
+
+
+def tokens_of(row: int, batch: dict[str, Tensor]) -> tuple[int, ...]:
+    return tuple(batch["completion_ids"][row][batch["completion_mask"][row].bool()].tolist())
+
+
+def by_rollout(batch: dict[str, Tensor], name: str) -> dict[tuple[int, ...], Any]:
+    values = batch[name].tolist()
+    mask = batch["completion_mask"].bool()
+    cut = batch[name].dim() == 2
+    return {
+        tokens_of(row, batch): batch[name][row][mask[row]].tolist() if cut else values[row]
+        for row in range(len(values))
+    }
+
+
+def merged(outcomes: list[dict[str, Tensor]], name: str) -> dict[tuple[int, ...], Any]:
+    found: dict[tuple[int, ...], Any] = {}
+    for one in outcomes:
+        rows = by_rollout(one, name)
+        assert not rows.keys() & found.keys()  # no rollout on two processes
+        found |= rows
+    return found
+
+
+def test_the_same_rollouts_and_as_many_on_each_process(together: tuple) -> None:
+    ranks, options, outcomes, _ = together
+    single = alone(ranks, options)
+    assert len({len(one["advantages"]) for one in outcomes}) == 1
+    assert sum(len(one["advantages"]) for one in outcomes) == len(single["advantages"])
+    ours = merged(outcomes, "advantages")
+    expected = by_rollout(single, "advantages")
+    assert ours.keys() == expected.keys()
+    assert all(ours[row] == pytest.approx(expected[row], rel=1e-5, abs=1e-6) for row in ours)
+    for one in outcomes:
+        assert one["num_items_in_batch"] == single["num_items_in_batch"]
+
+
+def test_prompts_travel_with_their_completions(together: tuple) -> None:
+    everything = batch_of_rank(1, 0, 1)
+    prompts = {
+        tokens_of(row, everything): everything["prompt_ids"][row][everything["prompt_mask"][row].bool()].tolist()
+        for row in range(ROWS)
+    }
+    ranks, options, outcomes, _ = together
+    moved = 0
+    for rank, one in enumerate(outcomes):
+        own = batch_of_rank(1, rank, ranks)
+        at_first = {tokens_of(row, own) for row in range(len(own["advantages"]))}
+        for row in range(len(one["advantages"])):
+            moved += tokens_of(row, one) not in at_first
+            assert one["prompt_ids"][row][one["prompt_mask"][row].bool()].tolist() == prompts[tokens_of(row, one)]
+    assert moved > 0 or options.get("rollout_scope") == "group"  # over the batch, one process has more to keep
+
+
+def test_the_same_tokens_and_gradient(together: tuple) -> None:
+    ranks, options, outcomes, _ = together
+    single = alone(ranks, options)
+    if "d3s_kept" in single:
+        assert merged(outcomes, "d3s_kept") == by_rollout(single, "d3s_kept")
+    for one in outcomes:
+        assert one["d3s/tokens_kept"].tolist() == single["d3s/tokens_kept"].tolist()
+        assert one["d3s/rollouts_kept"].tolist() == single["d3s/rollouts_kept"].tolist()
+    gradient = torch.stack([one["gradient"] for one in outcomes]).mean(dim=0)
+    assert gradient.norm() > 0
+    loss = options.get("loss_type", "dapo")
+    if loss != "bnpo":  # a mean over each process's own tokens, in TRL too
+        # The single process accumulates over as many steps; dapo's denominator knows of that.
+        expected = single["gradient"] * (ranks if loss == "grpo" else 1)
+        tolerance = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=tolerance)
+
+
+def test_training_keeps_the_processes_together(together: tuple) -> None:
+    weights = together[3]
+    for other in weights[1:]:
+        assert torch.equal(weights[0], other)
+    start = torch.cat([parameter.detach().flatten() for parameter in model().parameters()])
+    assert not torch.equal(weights[0], start)

@@ -1,0 +1,208 @@
+"""Training with D3STrainer from beginning to end, in TRL's set-ups; and which forwards it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+from datasets import Dataset
+from tiny_trl import GROUP, generation_batch, model, share_of_even, trainer
+from trl import GRPOTrainer
+
+LOGGED = {
+    "rollouts_kept", "zero_advantage", "zero_advantage_kept", "tokens_kept", "token_ratio", "threshold", "entropy_kept",
+    "entropy_dropped", "num_tokens_kept",
+}  # fmt: skip
+
+
+def trained(policy: Any = None, **options: Any) -> list[dict[str, float]]:
+    """What TRL logged at each step; the model has moved."""
+    made = trainer(policy=policy, **options)
+    before = [parameter.detach().clone() for parameter in made.model.parameters() if parameter.requires_grad]
+    made.train()
+    after = [parameter for parameter in made.model.parameters() if parameter.requires_grad]
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    history = [row for row in made.state.log_history if "loss" in row]
+    assert len(history) == made.args.max_steps
+    for row in history:
+        assert 0 < row["grad_norm"] < float("inf")
+    return history
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    """TRL loads the reference policy from where the policy was loaded."""
+    model().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_logs_what_it_kept() -> None:
+    for row in trained(max_steps=3):
+        assert {name.removeprefix("d3s/") for name in row if name.startswith("d3s/")} == LOGGED
+        assert row["d3s/rollouts_kept"] == 8  # of two groups of 8, half each
+        assert 0.25 <= row["d3s/token_ratio"] < 0.35
+        assert row["d3s/entropy_kept"] > row["d3s/entropy_dropped"]
+    assert row["d3s/num_tokens_kept"] > 3 * row["d3s/tokens_kept"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_iterations": 2},
+        {"num_iterations": 2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"steps_per_generation": 4},  # two updates for each generation
+        {"entropy_from": "rollout"},
+        {"entropy_from": "update", "num_iterations": 2},
+        {"rollout_scope": "group", "token_scope": "sequence"},
+        {"advantages_from": "kept", "rollout_scope": "group", "token_ratio_start": 1.0, "token_ratio_end": 1.0},
+        {"gradient_checkpointing": True},
+        {"bf16": True},
+        {"scale_rewards": "batch"},
+        {"mask_truncated_completions": True, "max_completion_length": 100},
+        {"drop_zeros": True},
+        {"pad_to_multiple_of": 8},
+        {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 2 * GROUP, "rollouts_start": 3},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_trains(options: dict[str, Any]) -> None:
+    trained(**options)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_trains_with_a_reference(saved: str, level: str) -> None:
+    for row in trained(policy=saved, beta=0.1, importance_sampling_level=level, loss_type="grpo"):
+        assert row["kl"] >= 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_trains_an_adapter(saved: str, beta: float) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM")
+    trained(policy=saved, peft_config=config, beta=beta, num_iterations=2)
+
+
+def test_evaluates_as_trl_does() -> None:
+    made = trainer(per_device_eval_batch_size=GROUP)
+    made.eval_dataset = Dataset.from_dict({"prompt": ["w2 w3", "w4 w5"]})
+    logged = made.evaluate()
+    assert logged["eval_reward"] >= 0
+    assert not [name for name in logged if "d3s" in name]
+
+
+def test_without_arguments_it_is_d3s(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from d3s_kernels.integrations import trl as integration
+    from d3s_kernels.integrations.trl import trainer as module
+
+    class OnCpu(integration.D3SConfig):
+        def __init__(self, output_dir: str) -> None:
+            super().__init__(str(tmp_path / output_dir), use_cpu=True, bf16=False, num_generations=2)
+
+    monkeypatch.setattr(module, "D3SConfig", OnCpu)
+    made = integration.D3STrainer(saved, share_of_even, train_dataset=Dataset.from_dict({"prompt": ["w2"] * 8}))
+    assert made.args.output_dir.endswith("-D3S")
+
+
+# ---- which forwards it makes -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def rows_forwarded(policy: Any) -> Iterator[list[tuple[bool, int]]]:
+    """For each forward of the fused head: whether it has a gradient, and its rows."""
+    seen: list[tuple[bool, int]] = []
+    forward = policy.forward
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        if more.get("fused_lm_head"):
+            seen.append((torch.is_grad_enabled(), len(more["input_ids"])))
+        return forward(*arguments, **more)
+
+    policy.forward = watched
+    yield seen
+    policy.forward = forward
+
+
+def test_a_dropped_rollout_costs_nothing_after_its_reward(saved: str) -> None:
+    made = trainer(policy=saved, max_steps=1, num_iterations=2, beta=0.1)
+    with rows_forwarded(made.model) as policy, rows_forwarded(made.ref_model) as reference:
+        made.train()
+    kept = 8  # of 16
+    assert sum(rows for _, rows in reference) == kept
+    assert sum(rows for grad, rows in policy if not grad) == kept  # old log-probabilities
+    assert [rows for grad, rows in policy if grad] == [kept // 2, kept // 2]  # two micro-batches
+
+
+def test_by_default_there_is_no_pass_beside_the_update() -> None:
+    made = trainer(max_steps=1)
+    with rows_forwarded(made.model) as policy:
+        made.train()
+    assert policy == [(True, 4), (True, 4)]
+
+
+def test_rollouts_without_advantage_are_not_scored_for_their_entropy() -> None:
+    made = trainer(entropy_from="rollout")
+    batch = generation_batch(3)
+    with rows_forwarded(made.model) as policy:
+        made._choose_tokens_of_batch(batch)
+    assert policy == [(False, GROUP)]  # the other group has none
+    assert batch["d3s_entropy"][GROUP:].isnan().all()
+    assert not batch["d3s_entropy"][:GROUP].isnan().any()
+    # Its tokens count all the same.
+    assert batch["d3s_tokens_kept"] == -(-int(batch["completion_mask"].sum()) // 4)
+    batch["advantages"] = torch.zeros(2 * GROUP)
+    del batch["d3s_entropy"]
+    with rows_forwarded(made.model) as policy:
+        made._choose_tokens_of_batch(batch)
+    assert policy == []
+
+
+@pytest.mark.parametrize("options", [{"num_iterations": 2}, {"beta": 0.1}, {"num_iterations": 2, "beta": 0.1}])
+def test_postponed_passes_give_what_trls_do(saved: str, options: dict[str, Any]) -> None:
+    """All rollouts kept: the batch is TRL's own, with its old and reference log-probabilities."""
+    everything = {"rollouts_start": GROUP, "rollouts_end": GROUP}
+    batches: list[dict[str, Tensor]] = []
+    for kind, more in ((GRPOTrainer, {}), (type(trainer()), everything)):
+        made = trainer(kind, policy=saved, **options, **more)
+        torch.manual_seed(5)
+        inputs = [{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)]
+        batches.append(made._generate_and_score_completions(inputs))
+    theirs, ours = batches
+    assert {"old_per_token_logps", "ref_per_token_logps"} & set(theirs)
+    for name, value in theirs.items():
+        mask = theirs["completion_mask"].bool() if name.endswith("logps") else torch.tensor(True)
+        torch.testing.assert_close(torch.where(mask, ours[name], 0), torch.where(mask, value, 0), msg=name)
+
+
+def test_auto_takes_the_entropy_of_the_old_policys_pass(saved: str) -> None:
+    made = trainer(policy=saved, num_iterations=2)
+    with rows_forwarded(made.model) as policy:
+        batch = made._generate_and_score_completions([{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)])
+    assert sum(rows for _, rows in policy) == len(batch["advantages"])  # one pass, for both
+    valid = int(batch["completion_mask"].sum())
+    assert int(batch["d3s_kept"].sum()) == -(-valid // 4)
+    assert made._metrics["train"]["d3s/threshold"][0] > 0
+
+
+def test_vllms_correction_needs_the_old_policy_at_once() -> None:
+    """The pass is not postponed, its entropies choose the tokens; vLLM itself is not needed for that."""
+    made = trainer()
+    made.use_vllm = True
+    assert made.vllm_importance_sampling_correction
+    assert made._pass_names() == ["old_per_token_logps"]
+    from d3s_kernels.integrations.trl.trainer import _Passes
+
+    made._passes = passes = _Passes(made._pass_names())
+    batch = generation_batch(4)
+    logprob = made._score(made.model, batch)[0]
+    made._passes = None
+    expected, entropy, _ = made._score(made.model, batch, compute_entropy=True)
+    torch.testing.assert_close(logprob, expected)
+    torch.testing.assert_close(passes.entropy, entropy)
+    assert passes.postponed == []

@@ -1,0 +1,57 @@
+"""One of several processes that train together; run by test_trl_processes.py.
+
+torchrun ... trl_ranks.py FOLDER OPTIONS     (JSON) leaves in FOLDER what this process kept, and its gradient
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_trl import generation_batch, gradients, model, trainer
+from torch import Tensor
+
+ROWS = 24  # three groups of 8; on two processes the second one lies on both
+
+
+def batch_of_rank(seed: int, rank: int, ranks: int) -> dict[str, Tensor]:
+    """This process's rows, as wide as its own longest prompt and completion."""
+    batch = generation_batch(seed, ROWS)
+    batch["advantages"][:8] *= 0.1  # so that processes have different numbers of rollouts to keep
+    share = ROWS // ranks
+    own = {name: v[rank * share : (rank + 1) * share] if v.dim() else v for name, v in batch.items()}
+    prompt = int((own["prompt_mask"].any(0)).long().argmax())
+    completion = int(own["completion_mask"].any(0).sum())
+    return {
+        name: value[:, prompt:] if name.startswith("prompt") else value[:, :completion] if value.dim() == 2 else value
+        for name, value in own.items()
+    }
+
+
+def outcome(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What D3S makes of a generation batch: rows, tokens and the gradient of the loss."""
+    batch = made._keep_rollouts(batch)
+    if made._tokens_before_update:
+        made._choose_tokens_of_batch(batch)
+    made.compute_loss(made.model, batch).backward()
+    kept = batch.get("d3s_kept")
+    metrics = {name: torch.tensor(values) for name, values in made._metrics["train"].items() if "d3s" in name}
+    return {**batch, **metrics, "gradient": gradients(made)} | ({} if kept is None else {"d3s_kept": kept})
+
+
+def main(folder: str, options: str) -> None:
+    torch.set_num_threads(1)
+    made = trainer(policy=model(), ddp_backend="gloo", gradient_accumulation_steps=1, **json.loads(options))
+    here, ranks = made.accelerator.process_index, made.accelerator.num_processes
+    assert ranks > 1
+    torch.save(outcome(made, batch_of_rank(1, here, ranks)), Path(folder) / f"{here}.pt")
+    made.train()  # and whole steps, with generation; DDP averages the gradients
+    weights = torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
+    torch.save(weights, Path(folder) / f"weights-{here}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
