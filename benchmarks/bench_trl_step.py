@@ -10,15 +10,47 @@ from .targets import STEP_CONTEST
 SHAPES = ["0.5B", "7B, 2 of its layers"] if inputs.device.type == "cuda" else ["small"]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_update(contest: Contest, sizes: Sizes, shape: str) -> None:
+@pytest.fixture(autouse=True)
+def trls_trainer() -> None:
     if trl_peers.imported("trl.trainer.grpo_trainer") is None:
         pytest.skip("TRL's trainer cannot be imported here")
+
+
+def of(what: str, shape: str) -> str:
+    return what if shape == "small" else f"{what}, {shape}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_update(contest: Contest, sizes: Sizes, shape: str) -> None:
     from .trl_step import GRPO, GRPO_OUR_HEAD, OURS, OURS_PASS, update
 
     contest(
-        STEP_CONTEST if shape == "small" else f"{STEP_CONTEST}, {shape}",
+        of(STEP_CONTEST, shape),
         rollouts(sizes),
         update(OURS, sizes, shape),
         yardsticks={name: update(name, sizes, shape) for name in (GRPO, GRPO_OUR_HEAD, OURS_PASS)},
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_known_tokens(contest: Contest, sizes: Sizes, shape: str) -> None:
+    from .trl_step import known_update
+
+    contest(
+        of("TRL's update, 10% of the tokens known before, of what they need", shape),
+        rollouts(sizes),
+        known_update(sizes, shape, cut=True),
+        yardsticks={"all tokens forwarded": known_update(sizes, shape, cut=False)},
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_useless_rollouts(contest: Contest, sizes: Sizes, shape: str) -> None:
+    from .trl_step import entropy_pass
+
+    contest(
+        of("entropy pass, half of the rollouts without advantage", shape),
+        rollouts(sizes),
+        entropy_pass(sizes, shape, useful=0.5),
+        yardsticks={"all with one": entropy_pass(sizes, shape, useful=1)},
     )

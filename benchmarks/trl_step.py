@@ -60,6 +60,31 @@ def update(name: str, sizes: Sizes, shape: str = "small") -> Callable[[], float]
     return run
 
 
+def known_update(sizes: Sizes, shape: str, cut: bool) -> Callable[[], float]:
+    """The update alone, of tokens that were chosen before it: of what they need, or of all tokens."""
+    trainer = trainer_of(OURS_PASS, sizes, shape)
+    if not cut:
+        trainer._tokens_are_independent = lambda batch: False
+    batch = trainer._keep_rollouts(generation_batch(sizes))
+    trainer._choose_tokens_of_batch(batch)
+
+    def run() -> float:
+        trainer.model.zero_grad(set_to_none=True)
+        loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+        return loss.item()
+
+    return run
+
+
+def entropy_pass(sizes: Sizes, shape: str, useful: float) -> Callable[[], torch.Tensor]:
+    """The pass that chooses tokens before the update, where this share of the rollouts has an advantage."""
+    trainer = trainer_of(OURS_PASS, sizes, shape)
+    batch = generation_batch(sizes)
+    batch["advantages"][round(useful * sizes.rollouts) :] = 0
+    return lambda: trainer._entropy(batch)
+
+
 def trainer_of(name: str, sizes: Sizes, shape: str) -> GRPOTrainer:
     torch.manual_seed(0)
     on_gpu = inputs.device.type == "cuda"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
+import os
+from typing import Any
 
 import pytest
 
 pytest.importorskip("trl")
 import tiny_trl
+import trl
+from datasets import Dataset
 from trl import GRPOConfig, TrlParser
 
 from d3s_kernels import Budget
@@ -84,3 +89,33 @@ def test_other_versions_of_trl_are_named() -> None:
 @pytest.mark.parametrize("version", ["1.15.0", "1.16.0", "1.16.7"])
 def test_tested_versions_are_taken_silently(version: str) -> None:
     integration._check_version(version)
+
+
+@pytest.mark.skipif("D3S_TEST_TRL" not in os.environ, reason="no version was asked for")
+def test_this_is_the_version_that_was_asked_for() -> None:
+    assert trl.__version__ == os.environ["D3S_TEST_TRL"]
+
+
+@pytest.mark.parametrize("documented", [D3SConfig, D3STrainer])
+def test_examples(documented: type, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "model": tiny_trl.model(),
+        "reward": tiny_trl.share_of_even,
+        "prompts": Dataset.from_dict({"prompt": ["w2 w3", "w4"] * 8}),
+        "tokenizer": tiny_trl.tokenizer(),
+        "elsewhere": {
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": [],
+            "max_completion_length": 4,
+            "disable_tqdm": True,
+        },
+    }
+    (test,) = doctest.DocTestFinder(recurse=False).find(documented, globs=given)
+    assert test.examples
+    report: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    monkeypatch.setattr("d3s_kernels.integrations.trl.trainer.D3STrainer.log", lambda self, *_: None)  # it prints
+    runner.run(test, out=report.append)
+    assert not report, "".join(report)

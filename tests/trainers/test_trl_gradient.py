@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
-from tiny_trl import GROUP, gradients, loss_and_gradients, micro_batch, model, trainer
-from trl import GRPOTrainer
+from tiny_trl import GROUP, PlainTrainer, gradients, loss_and_gradients, micro_batch, model, trainer
 
 import d3s_kernels as d3s
 
@@ -31,9 +30,9 @@ def with_old_policy(batch: dict[str, Tensor], policy: Any, reference: bool = Fal
     return batch | {name: logprob + 0.2 * torch.randn(logprob.shape, generator=random) for name in names}
 
 
-def plain(batch: dict[str, Tensor], options: dict[str, Any]) -> tuple[GRPOTrainer, dict[str, Tensor]]:
+def plain(batch: dict[str, Tensor], options: dict[str, Any]) -> tuple[PlainTrainer, dict[str, Tensor]]:
     """TRL's own trainer, and the gradient of its loss with respect to what it scored."""
-    made = trainer(GRPOTrainer, **options)
+    made = trainer(PlainTrainer, **options)
     leaves: dict[str, Tensor] = {}
     score = made._get_per_token_logps_and_entropies
 
@@ -89,7 +88,7 @@ def test_value_is_trls_and_gradient_that_of_the_kept_tokens(loss: str, level: st
     kept, mask = chosen(batch), batch["completion_mask"]
     assert 0 < kept.sum() < mask.sum()
     weight = weight_of(loss, kept, mask) if denominator == "kept" else torch.tensor(1.0)
-    value, _ = loss_and_gradients(trainer(GRPOTrainer, **options), batch)
+    value, _ = loss_and_gradients(trainer(PlainTrainer, **options), batch)
     ours = trainer(**options, loss_denominator=denominator, token_ratio_start=RATIO, token_ratio_end=RATIO)
     our_value, gradient = loss_and_gradients(ours, batch)
     assert our_value == pytest.approx(value, rel=1e-5)
@@ -104,7 +103,7 @@ def test_kept_denominator_is_trls_own_with_the_mask_as_tool_mask(loss: str) -> N
     batch = with_old_policy(micro_batch(2), model())
     kept = chosen(batch)
     masked = batch | {"tool_mask": kept.long(), "num_items_in_batch": kept.sum()}
-    _, expected = loss_and_gradients(trainer(GRPOTrainer, loss_type=loss, **CLIPPED), masked)
+    _, expected = loss_and_gradients(trainer(PlainTrainer, loss_type=loss, **CLIPPED), masked)
     if loss == "dr_grpo":  # its denominator is a constant: ours scales as the others do
         expected = expected * batch["completion_mask"].sum() / kept.sum()
     _, gradient = loss_and_gradients(trainer(loss_type=loss, **CLIPPED), batch)
@@ -115,7 +114,7 @@ def test_kept_denominator_is_trls_own_with_the_mask_as_tool_mask(loss: str) -> N
 def test_kl_goes_through_kept_tokens_and_metrics_are_trls(level: str) -> None:
     batch = with_old_policy(micro_batch(3), model(), reference=True)
     options = {"loss_type": "grpo", "importance_sampling_level": level, **CLIPPED}
-    ours, theirs = trainer(**options, loss_denominator="all"), trainer(GRPOTrainer, **options)
+    ours, theirs = trainer(**options, loss_denominator="all"), trainer(PlainTrainer, **options)
     for made in (ours, theirs):
         made.beta = 0.3  # the reference's scores are in the batch
     value, _ = loss_and_gradients(theirs, batch)
@@ -180,7 +179,7 @@ def test_without_advantages_nothing_moves() -> None:
 
 def test_evaluation_is_trls() -> None:
     batch = micro_batch(8)
-    ours, theirs = trainer(), trainer(GRPOTrainer)
+    ours, theirs = trainer(), trainer(PlainTrainer)
     for made in (ours, theirs):
         made.model.eval()
     assert ours.compute_loss(ours.model, batch).item() == pytest.approx(

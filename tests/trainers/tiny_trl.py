@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
@@ -17,11 +18,21 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import utils as trl_utils
 
 from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
+from d3s_kernels.integrations.trl.head import d3s_head
 
 VOCABULARY, PAD, EOS = 61, 0, 1
 GROUP = 8
+
+
+class PlainTrainer(GRPOTrainer):
+    """TRL's trainer; before 1.16 its LM head needs a GPU, and is ours here."""
+
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> Any:
+        with nullcontext() if hasattr(trl_utils, "_use_triton") else d3s_head():
+            return super()._get_per_token_logps_and_entropies(*arguments, **options)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -58,6 +58,13 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     Raises:
         TypeError: ``args`` that are no :class:`D3SConfig`.
+
+    Example:
+        >>> from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
+        >>> args = D3SConfig("out", num_generations=8, rollouts_start=2, rollouts_end=8, max_steps=1, **elsewhere)
+        >>> trainer = D3STrainer(model, reward, args, train_dataset=prompts, processing_class=tokenizer)
+        >>> trainer.train().global_step
+        1
     """
 
     def __init__(
