@@ -12,6 +12,7 @@ SHAPES = ["0.5B", "7B, 2 of its layers"] if inputs.device.type == "cuda" else ["
 
 @pytest.fixture(autouse=True)
 def trls_trainer() -> None:
+    pytest.importorskip("datasets")  # TRL's functions do with a stand-in, its trainer does not
     if trl_peers.imported("trl.trainer.grpo_trainer") is None:
         pytest.skip("TRL's trainer cannot be imported here")
 
