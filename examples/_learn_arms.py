@@ -1,0 +1,48 @@
+"""The arms of the comparison: a trainer, and its options beside those that all arms share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Denominators are the same everywhere, all tokens of the rollouts trained on: to divide by the kept tokens alone makes
+# steps 5 to 20 times larger, and a comparison would be one of learning rates.
+SAME = {"loss_denominator": "all"}
+
+# The paper's clip range of GSPO, whose ratio is the geometric mean over a sequence, and its denominator.
+GSPO = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4}
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    d3s: bool  # D3STrainer, else TRL's own
+    learning_rate: float  # what `make learn` found for the task of this example: the short form takes it
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+def arms(group: int) -> list[Arm]:
+    """For groups of this size: the paper's schedule is made for 32 rollouts, of which it keeps a quarter, then all."""
+    few, half, many = max(2, group // 4), max(2, group // 2), group
+    tokens = {"token_ratio_start": 0.05, "token_ratio_end": 0.20}
+    grows = {**SAME, **tokens, "rollouts_start": few, "rollouts_end": many}
+    midpoint = {**SAME, **constant((few + many) // 2, 0.125)}
+    pods = {**SAME, **constant(half, 1.0), "rollout_scope": "group", "advantages_from": "kept"}  # its paper: 1/4 to 1/2
+    return [
+        Arm("GRPO", False, 2e-4),
+        Arm("PODS", True, 2e-4, pods),
+        Arm("D3S-I", True, 2e-4, {**grows, "rollout_scope": "group"}),
+        Arm("D3S", True, 2e-4, grows),
+        Arm("D3S, no schedule", True, 2e-4, midpoint),
+        Arm("GSPO", False, 2e-4, GSPO),
+        Arm("GSPO + D3S", True, 2e-4, {**GSPO, **grows}),
+    ]
+
+
+def constant(rollouts: int, tokens: float) -> dict[str, float]:
+    return {
+        "rollouts_start": rollouts,
+        "rollouts_end": rollouts,
+        "token_ratio_start": tokens,
+        "token_ratio_end": tokens,
+    }

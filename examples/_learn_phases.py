@@ -1,0 +1,82 @@
+"""Where the time of a training run goes: its methods are timed from outside, each second belongs to one phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+GENERATION, SELECTION, UPDATE, OTHER = "generation", "selection and scoring", "update", "other"
+PHASES = (GENERATION, SELECTION, UPDATE, OTHER)
+ASIDE = "evaluation"  # not part of training: of no phase, and of no total
+
+
+class Stopwatch:
+    """Gives each second to the innermost phase that it falls into, and to `other` outside of all."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.seconds = dict.fromkeys((*PHASES, ASIDE), 0.0)
+        self._running = [OTHER]
+        self._since = time.perf_counter()
+
+    def enter(self, phase: str) -> None:
+        self.lap()
+        self._running.append(phase)
+
+    def leave(self) -> None:
+        self.lap()
+        self._running.pop()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def lap(self) -> None:
+        """Books the time since the last call."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a GPU works on when a method has returned
+        now = time.perf_counter()
+        self.seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+
+def watch(trainer: GRPOTrainer, stopwatch: Stopwatch) -> None:
+    """Times a trainer's methods. What one of them calls and is timed too counts for that alone."""
+
+    def timed(method: str, phase: str) -> None:
+        original: Callable[..., Any] = getattr(trainer, method)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with stopwatch.phase(phase):
+                return original(*arguments, **options)
+
+        setattr(trainer, method, call)
+
+    timed("_generate", GENERATION)
+    timed("_generate_and_score_completions", SELECTION)  # rewards, old log-probabilities, and what D3S chooses there
+    timed("training_step", UPDATE)  # forward and backward
+    timed("_clip_grad_norm", UPDATE)
+    trainer.add_callback(_OptimizerStep(stopwatch))
+
+
+class _OptimizerStep(TrainerCallback):
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self.stopwatch = stopwatch
+
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+        self.stopwatch.enter(UPDATE)
+
+    def on_optimizer_step(self, *_: object, **__: object) -> None:
+        self.stopwatch.leave()

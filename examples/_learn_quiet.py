@@ -1,0 +1,34 @@
+"""Settings of the process, made before torch and the Hugging Face libraries are imported."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+
+def prepare(threads: int) -> None:
+    """Nothing is fetched: the example's model is made here, and a user's lies on the disk."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        HF_DATASETS_OFFLINE="1",
+        HF_HUB_DISABLE_PROGRESS_BARS="1",
+        TRANSFORMERS_VERBOSITY="error",
+        TOKENIZERS_PARALLELISM="false",
+        OMP_NUM_THREADS=str(threads),
+        OMP_WAIT_POLICY="passive",  # waiting threads sleep: spinning slows down every other process
+    )
+
+
+def silence() -> None:
+    """Of what the libraries print, only errors are left: with many runs the rest hides the progress."""
+    import datasets
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()

@@ -1,0 +1,137 @@
+"""The tables, in Markdown, for the terminal and the file alike. Every figure in them was measured in this run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean, stdev
+
+from _learn_compare import Comparison
+from _learn_setting import Run, Setting
+from _learn_statistics import CONFIDENCE, Measure, measures, paired_difference
+
+BASELINES = ("GRPO", "PODS")
+UPDATE = "update"
+
+
+def report(setting: Setting, comparison: Comparison) -> str:
+    plan = comparison.plan
+    seeds = f"{len(plan.seeds)} seed{'s' * (len(plan.seeds) > 1)}"
+    parts = [
+        f"{conditions()} {seeds}; {setting.steps} steps of the optimiser, {setting.steps_per_batch} on each of "
+        f"{setting.steps // setting.steps_per_batch} batches of {setting.prompts} prompts x {setting.group} rollouts; "
+        f"reward on {setting.held_out} held-out prompts, sampled; times are of training alone, without evaluation.",
+        how_tuned(comparison),
+        "### Arms\n\n" + arms_table(comparison),
+        *(
+            f"### Reward against {base}, paired by seed\n\n{differences_table(comparison, base)}"
+            for base in BASELINES
+            if any(arm.name == base for arm in plan.arms) and len(plan.arms) > 1
+        ),
+        reading(plan.seeds),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def conditions() -> str:
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "trl", "transformers", "d3s_kernels"))
+    return f"{machine()}, {date.today():%d %B %Y}, Python {platform.python_version()}, {versions}."
+
+
+def machine() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return f"{found[1] if found else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def how_tuned(comparison: Comparison) -> str:
+    plan = comparison.plan
+    if not comparison.tuning:
+        return "Learning rates were given, not tuned in this run."
+    grid = ", ".join(f"{rate:g}" for rate in plan.learning_rates)
+    edges = {min(plan.learning_rates), max(plan.learning_rates)}
+    at_edge = [name for name, rate in comparison.learning_rates.items() if rate in edges]
+    note = f" At the edge of the grid: {'; '.join(at_edge)}." if at_edge else ""
+    return (
+        f"Learning rates were tuned for each arm on {len(plan.tuning_seeds)} other seeds, out of {grid}, "
+        f"by the mean reward over the run.{note}"
+    )
+
+
+def arms_table(comparison: Comparison) -> str:
+    rows = []
+    for arm in comparison.plan.arms:
+        runs = of_arm(comparison.runs, arm.name)
+        found = [measures(run) for run in runs]
+        last = [run.points[-1] for run in runs]
+        rows.append(
+            [
+                arm.name,
+                f"{comparison.learning_rates[arm.name]:g}",
+                spread([point[Measure.END] for point in found]),
+                spread([point[Measure.THROUGHOUT] for point in found]),
+                f"{fmean(point.tokens for point in last):,.0f}",
+                f"{fmean(point.total for point in last):.1f}",
+                f"{fmean(point.seconds[UPDATE] for point in last):.1f}",
+            ]
+        )
+    head = ["arm", "learning rate", "reward at the end", "mean over the run", "tokens in the loss", "seconds", "update"]
+    return table(head, rows)
+
+
+def differences_table(comparison: Comparison, base: str) -> str:
+    times = [shortest(comparison.runs, seed) for seed in comparison.plan.seeds]
+
+    def values(name: str, measure: Measure) -> list[float]:
+        runs = of_arm(comparison.runs, name)
+        return [measures(run, time)[measure] for run, time in zip(runs, times, strict=True)]
+
+    rows = []
+    for arm in comparison.plan.arms:
+        if arm.name == base:
+            continue
+        row = [arm.name]
+        for measure in Measure:
+            difference = paired_difference(values(arm.name, measure), values(base, measure))
+            interval = "" if difference.half_width is None else f" ± {difference.half_width:.3f}"
+            row.append(f"{difference.mean:+.3f}{interval}, {difference.verdict}")
+        rows.append(row)
+    return table(["arm", *(measure.value for measure in Measure)], rows)
+
+
+def reading(seeds: Sequence[int]) -> str:
+    equal = "At equal time: when the fastest arm of that seed has ended."
+    if len(seeds) == 1:
+        return f"One seed says nothing about differences: another one may turn them round. {equal}"
+    return (
+        f"± is the half-width of the {CONFIDENCE:.0%} interval of the mean (Student's t, {len(seeds) - 1} degrees of "
+        "freedom), for each difference by itself; in the first table the standard deviation over seeds. An arm whose "
+        f"interval holds 0 is neither better nor worse. {equal}"
+    )
+
+
+def of_arm(runs: Sequence[Run], name: str) -> list[Run]:
+    """In the order of the seeds."""
+    return sorted((run for run in runs if run.job.arm == name), key=lambda run: run.job.seed)
+
+
+def shortest(runs: Sequence[Run], seed: int) -> float:
+    return min(run.points[-1].total for run in runs if run.job.seed == seed)
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,30 @@
+"""The reward: 1 for a completion that ends in the right answer, else 0."""
+
+from __future__ import annotations
+
+import re
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+
+
+def reward(completions: list, answer: list, **_: object) -> list[float]:
+    """TRL's signature: a list of completions, and the data set's column `answer` beside them."""
+    return [float(ends_in(text_of(text), str(right))) for text, right in zip(completions, answer, strict=True)]
+
+
+def text_of(completion: str | list[dict[str, str]]) -> str:
+    """Of a conversation (prompts that are lists of messages) the last message."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def ends_in(completion: str, answer: str) -> bool:
+    """A number has to be the last one of the completion; any other answer its end, but for case and full stops."""
+    right = number(answer.strip())
+    if right is None:
+        return completion.strip().rstrip(".").casefold().endswith(answer.strip().rstrip(".").casefold())
+    found = NUMBER.findall(completion)
+    return bool(found) and number(found[-1]) == right
+
+
+def number(text: str) -> float | None:
+    return float(text.replace(",", "")) if NUMBER.fullmatch(text) else None

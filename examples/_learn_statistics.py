@@ -1,0 +1,68 @@
+"""Differences between arms, paired by seed, with the interval that they are known to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from statistics import fmean, stdev
+
+import numpy as np
+from _learn_setting import Run
+
+CONFIDENCE = 0.95
+
+
+class Measure(Enum):
+    """What is compared of a run."""
+
+    END = "at the end"
+    THROUGHOUT = "mean over the run"
+    AT_EQUAL_TIME = "at equal time"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean over seeds, and the half-width of its confidence interval (None with a single seed)."""
+
+    mean: float
+    half_width: float | None
+
+    @property
+    def verdict(self) -> str:
+        if self.half_width is None:
+            return "one seed"
+        if abs(self.mean) <= self.half_width:
+            return "undecided"
+        return "better" if self.mean > 0 else "worse"
+
+
+def measures(run: Run, time: float = math.inf) -> dict[Measure, float]:
+    """`time`: the seconds of training at which arms are compared at equal time."""
+    steps, rewards = ([getattr(point, name) for point in run.points] for name in ("step", "reward"))
+    seconds = [sum(point.seconds.values()) for point in run.points]
+    area = sum((b - a) * (x + y) / 2 for a, b, x, y in zip(steps, steps[1:], rewards, rewards[1:], strict=False))
+    return {
+        Measure.END: rewards[-1],
+        Measure.THROUGHOUT: area / (steps[-1] - steps[0]),
+        Measure.AT_EQUAL_TIME: float(np.interp(time, seconds, rewards)),
+    }
+
+
+def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
+    """Entry i of both is from the same seed."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    if len(differences) == 1:
+        return Difference(differences[0], None)
+    freedom = len(differences) - 1
+    return Difference(fmean(differences), student_quantile(freedom) * stdev(differences) / math.sqrt(len(differences)))
+
+
+def student_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
+    """The t within which a Student variable lies with this probability: its density summed up, then looked up."""
+    scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
+    t = np.linspace(0, 50, 500_001)
+    density = scale * (1 + t**2 / freedom) ** (-(freedom + 1) / 2)
+    inside = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) * (t[1] - t[0]))])  # of both sides
+    return float(np.interp(confidence, inside, t))
