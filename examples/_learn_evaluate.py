@@ -28,7 +28,6 @@ def held_out_reward(model: PreTrainedModel, problem: Problem, completion: int, b
                 attention_mask=inputs.attention_mask,
                 max_new_tokens=completion,
                 pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,

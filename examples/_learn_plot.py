@@ -37,9 +37,7 @@ def save_plot(path: Path, comparison: Comparison) -> None:
         draw_curve(seconds, name, runs, [[point.total for point in run.points] for run in runs])
     steps.set_xlabel("step of the optimiser")
     tokens.set_xlabel("tokens that had a gradient")
-    # linear up to the first evaluation of the thriftiest arm, since all curves start at none
-    tokens.set_xscale("symlog", linthresh=max(1, min(run.points[1].tokens for run in comparison.runs)))
-    tokens.set_xlim(left=0)
+    tokens.set_xscale("log")  # which has no place for the start, at no tokens
     seconds.set_xlabel("seconds of training (evaluation not counted)")
     for axes in (steps, tokens, seconds):
         axes.set_ylabel("held-out reward")
@@ -74,5 +72,6 @@ def draw_phases(axes: Axes, curves: Sequence[tuple[str, Sequence[Run]]]) -> None
                 axes.text(start + width / 2, y, f"{width / total:.0%}", ha="center", va="center", fontsize=9)
         left += seconds
     axes.invert_yaxis()
+    axes.set_xlim(right=1.35 * totals.max())  # room for the legend
     axes.set_xlabel("seconds of a run, by phase")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=4, frameon=False)
+    axes.legend(loc="lower right", framealpha=0.9)

@@ -24,23 +24,27 @@ class Problem:
 
 
 def problem(setting: Setting) -> Problem:
+    """
+    Raises:
+        ValueError: a data set that does not fit; names the option.
+    """
     if setting.model is None:
         return Problem(task.new_tokenizer(), *split(task.table(), setting.held_out))
     tokenizer = AutoTokenizer.from_pretrained(setting.model, padding_side="left")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return Problem(tokenizer, *split(read(setting.dataset), setting.held_out))
+    return Problem(tokenizer, *split(read(setting.dataset, setting.work), setting.held_out))
 
 
-def read(path: Path) -> datasets.Dataset:
+def read(path: Path, work: Path) -> datasets.Dataset:
     kind = "parquet" if path.suffix == ".parquet" else "json"
     try:
-        table = datasets.load_dataset(kind, data_files=str(path), split="train")
-    except Exception as error:
-        raise SystemExit(f"--dataset: could not read {path} as {kind}: {error}") from error
+        table = datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(work / "data"))
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(f"--dataset: could not read {path} as {kind}: {error.__cause__ or error}") from error
     missing = {"prompt", "answer"} - set(table.column_names)
     if missing:
-        raise SystemExit(
+        raise ValueError(
             f"--dataset: {path} has the columns {', '.join(table.column_names)}; takes prompt and answer "
             f"(missing: {', '.join(sorted(missing))})"
         )
@@ -50,7 +54,7 @@ def read(path: Path) -> datasets.Dataset:
 def split(table: datasets.Dataset, held_out: int) -> tuple[datasets.Dataset, datasets.Dataset]:
     most = int(LARGEST_SHARE_HELD_OUT * len(table))
     if held_out > most:
-        raise SystemExit(f"--held-out: got {held_out}; takes at most {most}, half of the data set's {len(table)} rows")
+        raise ValueError(f"--held-out: got {held_out}; takes at most {most}, half of the data set's {len(table)} rows")
     table = table.shuffle(seed=SPLIT_SEED)
     return table.select(range(held_out, len(table))), table.select(range(held_out))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 def reward(completions: list, answer: list, **_: object) -> list[float]:

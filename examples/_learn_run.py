@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,17 @@ def train(setting: Setting, arm: Arm, job: Job, stepped: Callable[[int], None]) 
     record = Record(setting, own, trainer, stepped)
     trainer.add_callback(record)
     trainer.train()
-    return Run(job, tuple(record.points))
+    run = Run(job, tuple(record.points))
+    del trainer, record
+    release()
+    return run
+
+
+def release() -> None:
+    """What a trainer leaves behind is held by cycles; the next run of this process needs the memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def new_trainer(setting: Setting, arm: Arm, job: Job, own: Problem) -> GRPOTrainer:

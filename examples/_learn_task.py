@@ -18,11 +18,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 LARGEST = 99
-LONGEST_ANSWER = 16  # tokens of a careful answer, with its end
 
-# How often the pupil works after each first word; otherwise he guesses.
+# How often the pupil works after each first word; else there is a guess.
 WORKS_AFTER = {"well": 0.7, "so": 0.6, "okay": 0.5, "hmm": 0.4, "oh": 0.3, "easy": 0.2}
-SLIPS = 0.25  # of the sums of two digits that he works out
+SLIPS = 0.25  # of the sums of two digits
 WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789+:,=", "work", "guess", *WORKS_AFTER]
 
 NO_TARGET = -100

@@ -20,9 +20,9 @@ OWN_TASK = {
     "steps": 100,
     "prompts": 12,
     "group": 16,
-    "micro_batch": 96,
-    "completion": 16,
-    "held_out": 512,
+    "micro_batch": None,  # all rollouts of a step in one forward
+    "completion": 16,  # tokens of a careful answer, with its end
+    "held_out": 1024,
     "evaluate_every": 10,
     "learning_rates": [1e-4, 2e-4, 4e-4],
 }
@@ -36,7 +36,7 @@ USERS_TASK = {
     "evaluate_every": 20,
     "learning_rates": [5e-7, 1e-6, 2e-6],
 }
-SHORT = {"arms": ["GRPO", "PODS", "D3S"], "seeds": 2, "steps": 60, "learning_rates": []}
+SHORT = {"arms": ["GRPO", "PODS", "D3S"], "seeds": 2, "learning_rates": []}
 STEPS_PER_BATCH = 2  # the second is off the policy that sampled: so ratios and clipping, GSPO's too, have work to do
 WARM_UP_STEPS = 450  # a pass rate of about 20 %
 FIRST_TUNING_SEED = 1000  # evaluation seeds count from 0
@@ -61,6 +61,8 @@ def main() -> None:
     plan = Plan(tuple(chosen.arms), tuple(chosen.learning_rates), tuple(chosen.tuning_seeds), tuple(chosen.seeds))
     with TemporaryDirectory() as work:
         setting = setting_of(chosen, Path(work))
+        if setting.model is not None:
+            check_dataset(parser, setting)
         try:
             comparison = compare(setting, plan, chosen.jobs, console)
         except Failed as error:
@@ -84,23 +86,37 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     names = [arm.name for arm in arms(OWN_TASK["group"])]
     add("--out", type=Path, default=Path("learn"), help="folder for the CSV files, plot and tables (default: learn)")
-    add("--short", action="store_true", help="three arms, two seeds, 60 steps, learning rates that a full run found")
+    add("--short", action="store_true", help="three arms, two seeds, learning rates that a full run found")
     add("--model", type=Path, help="folder of a model with its tokenizer; needs --dataset")
     add("--dataset", type=Path, help="JSON, JSONL or Parquet file with the columns prompt and answer")
     add("--arms", nargs="+", choices=names, metavar="ARM", help=f"some of: {'; '.join(names)} (default: all)")
     add("--seeds", type=whole(1), help="how many to evaluate on (default: 5)")
     add("--tuning-seeds", type=whole(1), default=2, help="how many to tune learning rates on (default: 2)")
-    add("--learning-rates", nargs="+", type=positive, metavar="RATE", help="to choose from; one: no tuning")
-    add("--steps", type=whole(1), help="of the optimiser")
-    add("--prompts", type=whole(1), help="of a generation batch")
-    add("--group", type=whole(2), help="rollouts of a prompt")
-    add("--micro-batch", type=whole(1), help="rollouts in one forward")
-    add("--completion", type=whole(1), help="tokens at most")
-    add("--held-out", type=whole(1), help="prompts of the evaluation")
-    add("--evaluate-every", type=whole(1), help="steps between evaluations")
+    add(
+        "--learning-rates",
+        nargs="+",
+        type=positive,
+        metavar="RATE",
+        help=default("learning_rates", "tried for each arm; a single one is not tuned"),
+    )
+    add("--steps", type=whole(1), help=default("steps", "of the optimiser"))
+    add("--prompts", type=whole(1), help=default("prompts", "of a generation batch"))
+    add("--group", type=whole(2), help=default("group", "rollouts of a prompt"))
+    add("--micro-batch", type=whole(1), help=default("micro_batch", "rollouts in one forward"))
+    add("--completion", type=whole(1), help=default("completion", "tokens of a completion at most"))
+    add("--held-out", type=whole(1), help=default("held_out", "prompts of an evaluation"))
+    add("--evaluate-every", type=whole(1), help=default("evaluate_every", "steps between evaluations"))
     add("--jobs", type=whole(1), help="runs at a time (default: 2; 1 with --model)")
     add("--threads", type=whole(1), default=1, help="of each run (default: 1)")
     return parser
+
+
+def default(name: str, text: str) -> str:
+    own, users = (
+        " ".join(map(str, value)) if isinstance(value, list) else value or "all of a step"
+        for value in (OWN_TASK[name], USERS_TASK[name])
+    )
+    return f"{text} (default: {own}; with --model {users})"
 
 
 def whole(least: int):
@@ -132,6 +148,8 @@ def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     if given.short:
         defaults |= SHORT
     values = vars(given) | {name: value for name, value in defaults.items() if getattr(given, name) is None}
+    if values["micro_batch"] is None:
+        values["micro_batch"] = max(1, values["prompts"] * values["group"] // STEPS_PER_BATCH)
     every_arm = arms(values["group"])
     values["arms"] = [arm for arm in every_arm if values["arms"] is None or arm.name in values["arms"]]
     values["seeds"] = range(values["seeds"])
@@ -154,13 +172,25 @@ def check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
     if chosen.model is not None and not chosen.learning_rates:
         parser.error("--learning-rates: those that --short knows are for the example's own task; takes at least one")
     rollouts = chosen.prompts * chosen.group
+    if rollouts % STEPS_PER_BATCH:
+        parser.error(f"--prompts, --group: got {chosen.prompts} x {chosen.group}; takes an even number of rollouts")
     if rollouts % (STEPS_PER_BATCH * chosen.micro_batch):
         parser.error(
-            f"--micro-batch: got {chosen.micro_batch}; takes a divisor of {rollouts / STEPS_PER_BATCH:g}, the rollouts "
+            f"--micro-batch: got {chosen.micro_batch}; takes a divisor of {rollouts // STEPS_PER_BATCH}, the rollouts "
             f"of an optimiser step (--prompts {chosen.prompts} x --group {chosen.group} / {STEPS_PER_BATCH})"
         )
     if chosen.out.exists() and not chosen.out.is_dir():
         parser.error(f"--out: {chosen.out} is not a folder")
+
+
+def check_dataset(parser: argparse.ArgumentParser, setting: Setting) -> None:
+    from _learn_problem import problem
+
+    _learn_quiet.silence()
+    try:
+        problem(setting)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def setting_of(chosen: argparse.Namespace, work: Path) -> Setting:
