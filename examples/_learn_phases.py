@@ -55,19 +55,20 @@ class Stopwatch:
 def watch(trainer: GRPOTrainer, stopwatch: Stopwatch) -> None:
     """Times a trainer's methods. What one of them calls and is timed too counts for that alone."""
 
-    def timed(method: str, phase: str) -> None:
-        original: Callable[..., Any] = getattr(trainer, method)
+    def timed(owner: object, method: str, phase: str) -> None:
+        original: Callable[..., Any] = getattr(owner, method)
 
         def call(*arguments: Any, **options: Any) -> Any:
             with stopwatch.phase(phase):
                 return original(*arguments, **options)
 
-        setattr(trainer, method, call)
+        setattr(owner, method, call)
 
-    timed("_generate", GENERATION)
-    timed("_generate_and_score_completions", SELECTION)  # rewards, old log-probabilities, and what D3S chooses there
-    timed("training_step", UPDATE)  # forward and backward
-    timed("_clip_grad_norm", UPDATE)
+    timed(trainer, "_generate", GENERATION)
+    # rewards, old log-probabilities, and what D3S chooses beside them
+    timed(trainer, "_generate_and_score_completions", SELECTION)
+    timed(trainer, "training_step", UPDATE)  # forward and backward
+    timed(trainer.accelerator, "clip_grad_norm_", UPDATE)
     trainer.add_callback(_OptimizerStep(stopwatch))
 
 
