@@ -29,13 +29,13 @@ def arms(group: int) -> list[Arm]:
     midpoint = {**SAME, **constant((few + many) // 2, 0.125)}
     pods = {**SAME, **constant(half, 1.0), "rollout_scope": "group", "advantages_from": "kept"}  # its paper: 1/4 to 1/2
     return [
-        Arm("GRPO", False, 2e-4),
-        Arm("PODS", True, 2e-4, pods),
-        Arm("D3S-I", True, 2e-4, {**grows, "rollout_scope": "group"}),
-        Arm("D3S", True, 2e-4, grows),
-        Arm("D3S, no schedule", True, 2e-4, midpoint),
-        Arm("GSPO", False, 2e-4, GSPO),
-        Arm("GSPO + D3S", True, 2e-4, {**GSPO, **grows}),
+        Arm("GRPO", False, 4e-4),
+        Arm("PODS", True, 4e-4, pods),
+        Arm("D3S-I", True, 4e-4, {**grows, "rollout_scope": "group"}),
+        Arm("D3S", True, 4e-4, grows),
+        Arm("D3S, no schedule", True, 4e-4, midpoint),
+        Arm("GSPO", False, 4e-4, GSPO),
+        Arm("GSPO + D3S", True, 4e-4, {**GSPO, **grows}),
     ]
 
 

@@ -24,7 +24,7 @@ OWN_TASK = {
     "completion": 16,  # tokens of a careful answer, with its end
     "held_out": 1024,
     "evaluate_every": 10,
-    "learning_rates": [1e-4, 2e-4, 4e-4],
+    "learning_rates": [2e-4, 4e-4, 8e-4],
 }
 USERS_TASK = {
     "steps": 100,
