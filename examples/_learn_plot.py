@@ -33,11 +33,11 @@ def save_plot(path: Path, comparison: Comparison) -> None:
     curves = [(arm.name, of_arm(comparison.runs, arm.name)) for arm in comparison.plan.arms]
     for name, runs in curves:
         draw_curve(steps, name, runs, [[point.step for point in run.points] for run in runs])
-        draw_curve(tokens, name, runs, [[point.tokens for point in run.points] for run in runs])
+        draw_curve(tokens, name, runs, [[point.tokens or np.nan for point in run.points] for run in runs])
         draw_curve(seconds, name, runs, [[point.total for point in run.points] for run in runs])
     steps.set_xlabel("step of the optimiser")
     tokens.set_xlabel("tokens that had a gradient")
-    tokens.set_xscale("log")  # which has no place for the start, at no tokens
+    tokens.set_xscale("log")  # without the start, at no tokens
     seconds.set_xlabel("seconds of training (evaluation not counted)")
     for axes in (steps, tokens, seconds):
         axes.set_ylabel("held-out reward")
@@ -72,6 +72,5 @@ def draw_phases(axes: Axes, curves: Sequence[tuple[str, Sequence[Run]]]) -> None
                 axes.text(start + width / 2, y, f"{width / total:.0%}", ha="center", va="center", fontsize=9)
         left += seconds
     axes.invert_yaxis()
-    axes.set_xlim(right=1.35 * totals.max())  # room for the legend
     axes.set_xlabel("seconds of a run, by phase")
-    axes.legend(loc="lower right", framealpha=0.9)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)

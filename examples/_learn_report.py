@@ -21,9 +21,8 @@ UPDATE = "update"
 
 def report(setting: Setting, comparison: Comparison) -> str:
     plan = comparison.plan
-    seeds = f"{len(plan.seeds)} seed{'s' * (len(plan.seeds) > 1)}"
     parts = [
-        f"{conditions()} {seeds}; {setting.steps} steps of the optimiser, {setting.steps_per_batch} on each of "
+        f"{conditions()} {seeds_of(plan.seeds)}; {setting.steps} steps of the optimiser, {setting.steps_per_batch} on each of "
         f"{setting.steps // setting.steps_per_batch} batches of {setting.prompts} prompts x {setting.group} rollouts; "
         f"reward on {setting.held_out} held-out prompts, sampled; times are of training alone, without evaluation.",
         how_tuned(comparison),
@@ -62,7 +61,7 @@ def how_tuned(comparison: Comparison) -> str:
     at_edge = [name for name, rate in comparison.learning_rates.items() if rate in edges]
     note = f" At the edge of the grid: {'; '.join(at_edge)}." if at_edge else ""
     return (
-        f"Learning rates were tuned for each arm on {len(plan.tuning_seeds)} other seeds, out of {grid}, "
+        f"Learning rates were tuned for each arm on {seeds_of(plan.tuning_seeds, 'other ')}, out of {grid}, "
         f"by the mean reward over the run.{note}"
     )
 
@@ -89,11 +88,12 @@ def arms_table(comparison: Comparison) -> str:
 
 
 def differences_table(comparison: Comparison, base: str) -> str:
-    times = [shortest(comparison.runs, seed) for seed in comparison.plan.seeds]
+    ends = [[run.points[-1] for run in comparison.runs if run.job.seed == seed] for seed in comparison.plan.seeds]
+    least = [(min(end.total for end in arms), min(end.tokens for end in arms)) for arms in ends]
 
     def values(name: str, measure: Measure) -> list[float]:
         runs = of_arm(comparison.runs, name)
-        return [measures(run, time)[measure] for run, time in zip(runs, times, strict=True)]
+        return [measures(run, *equal)[measure] for run, equal in zip(runs, least, strict=True)]
 
     rows = []
     for arm in comparison.plan.arms:
@@ -109,23 +109,26 @@ def differences_table(comparison: Comparison, base: str) -> str:
 
 
 def reading(seeds: Sequence[int]) -> str:
-    equal = "At equal time: when the fastest arm of that seed has ended."
+    equal = (
+        "At equal time, at equal tokens: when the arm of that seed that needs the least has ended, between two "
+        "evaluations if need be."
+    )
     if len(seeds) == 1:
         return f"One seed says nothing about differences: another one may turn them round. {equal}"
     return (
-        f"± is the half-width of the {CONFIDENCE:.0%} interval of the mean (Student's t, {len(seeds) - 1} degrees of "
-        "freedom), for each difference by itself; in the first table the standard deviation over seeds. An arm whose "
+        f"± is the half-width of the {CONFIDENCE:.0%} interval of the mean (Student's t of {len(seeds)} seeds), for "
+        "each difference by itself; in the first table the standard deviation over seeds. An arm whose "
         f"interval holds 0 is neither better nor worse. {equal}"
     )
+
+
+def seeds_of(seeds: Sequence[int], which: str = "") -> str:
+    return f"{len(seeds)} {which}seed{'s' * (len(seeds) > 1)}"
 
 
 def of_arm(runs: Sequence[Run], name: str) -> list[Run]:
     """In the order of the seeds."""
     return sorted((run for run in runs if run.job.arm == name), key=lambda run: run.job.seed)
-
-
-def shortest(runs: Sequence[Run], seed: int) -> float:
-    return min(run.points[-1].total for run in runs if run.job.seed == seed)
 
 
 def spread(values: Sequence[float]) -> str:

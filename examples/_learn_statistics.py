@@ -20,6 +20,7 @@ class Measure(Enum):
     END = "at the end"
     THROUGHOUT = "mean over the run"
     AT_EQUAL_TIME = "at equal time"
+    AT_EQUAL_TOKENS = "at equal tokens"
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,17 @@ class Difference:
         return "better" if self.mean > 0 else "worse"
 
 
-def measures(run: Run, time: float = math.inf) -> dict[Measure, float]:
-    """`time`: the seconds of training at which arms are compared at equal time."""
-    steps, rewards = ([getattr(point, name) for point in run.points] for name in ("step", "reward"))
-    seconds = [sum(point.seconds.values()) for point in run.points]
+def measures(run: Run, time: float = math.inf, tokens: float = math.inf) -> dict[Measure, float]:
+    """`time` and `tokens`: the seconds of training, and tokens with a gradient, at which arms are compared as equal."""
+    steps, rewards, trained_on, seconds = (
+        [getattr(point, name) for point in run.points] for name in ("step", "reward", "tokens", "total")
+    )
     area = sum((b - a) * (x + y) / 2 for a, b, x, y in zip(steps, steps[1:], rewards, rewards[1:], strict=False))
     return {
         Measure.END: rewards[-1],
         Measure.THROUGHOUT: area / (steps[-1] - steps[0]),
         Measure.AT_EQUAL_TIME: float(np.interp(time, seconds, rewards)),
+        Measure.AT_EQUAL_TOKENS: float(np.interp(tokens, trained_on, rewards)),
     }
 
 
