@@ -30,7 +30,7 @@ class Comparison:
     runs: tuple[Run, ...]
 
 
-def compare(setting: Setting, plan: Plan, workers: int, console: Console) -> Comparison:
+def compare(setting: Setting, plan: Plan, console: Console) -> Comparison:
     columns = (
         TextColumn("{task.description:<22}"),
         BarColumn(),
@@ -40,7 +40,7 @@ def compare(setting: Setting, plan: Plan, workers: int, console: Console) -> Com
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as progress, Workers(setting, workers) as pool:
+    with Progress(*columns, console=console) as progress, Workers(setting) as pool:
         grid = [(arm.name, rate) for arm in plan.arms for rate in plan.learning_rates]
         tuning_jobs = [Job(*point, seed) for seed in plan.tuning_seeds for point in grid]
         warm_up_seeds = [] if setting.model else [*plan.seeds, *plan.tuning_seeds]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -22,9 +23,10 @@ UPDATE = "update"
 def report(setting: Setting, comparison: Comparison) -> str:
     plan = comparison.plan
     parts = [
-        f"{conditions()} {seeds_of(plan.seeds)}; {setting.steps} steps of the optimiser, {setting.steps_per_batch} on each of "
-        f"{setting.steps // setting.steps_per_batch} batches of {setting.prompts} prompts x {setting.group} rollouts; "
-        f"reward on {setting.held_out} held-out prompts, sampled; times are of training alone, without evaluation.",
+        f"{conditions()} {seeds_of(plan.seeds)}; {setting.steps} steps of the optimiser, {setting.steps_per_batch} on "
+        f"each of {math.ceil(setting.steps / setting.steps_per_batch)} batches of {setting.prompts} prompts x "
+        f"{setting.group} rollouts; reward on {setting.held_out} held-out prompts, sampled; times are of training "
+        f"alone, without evaluation, {how_many_at_a_time(setting)}.",
         how_tuned(comparison),
         "### Arms\n\n" + arms_table(comparison),
         *(
@@ -35,6 +37,12 @@ def report(setting: Setting, comparison: Comparison) -> str:
         reading(plan.seeds),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def how_many_at_a_time(setting: Setting) -> str:
+    runs = "one run" if setting.jobs == 1 else f"{setting.jobs} runs"
+    threads = "one thread" if setting.threads == 1 else f"{setting.threads} threads"
+    return f"{runs} at a time, {threads} each"
 
 
 def conditions() -> str:

@@ -22,6 +22,7 @@ class Setting:
     held_out: int  # prompts of the evaluation
     evaluate_every: int  # steps
     warm_up_steps: int
+    jobs: int  # runs at a time, each in a worker process
     threads: int  # of a worker process
 
     @property

@@ -25,13 +25,13 @@ class Failed(Exception):
 
 
 class Workers:
-    def __init__(self, setting: Setting, count: int) -> None:
+    def __init__(self, setting: Setting) -> None:
         # Spawned, not forked: torch's threads and CUDA do not survive a fork.
         context = multiprocessing.get_context("spawn")
         self.setting = setting
         self.steps: multiprocessing.Queue[int] = context.Queue()
         self.pool = ProcessPoolExecutor(
-            count, mp_context=context, initializer=_start, initargs=(self.steps, setting.threads)
+            setting.jobs, mp_context=context, initializer=_start, initargs=(self.steps, setting.threads)
         )
 
     def __enter__(self) -> Workers:

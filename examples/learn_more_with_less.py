@@ -64,7 +64,7 @@ def main() -> None:
         if setting.model is not None:
             check_dataset(parser, setting)
         try:
-            comparison = compare(setting, plan, chosen.jobs, console)
+            comparison = compare(setting, plan, console)
         except Failed as error:
             console.print(str(error), markup=False, soft_wrap=True)
             raise SystemExit(1) from None
@@ -207,6 +207,7 @@ def setting_of(chosen: argparse.Namespace, work: Path) -> Setting:
         held_out=chosen.held_out,
         evaluate_every=chosen.evaluate_every,
         warm_up_steps=WARM_UP_STEPS,
+        jobs=chosen.jobs,
         threads=chosen.threads,
     )
 
