@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-oldest gpu demo bench bench-short lint format sanitize wheel clean
+.PHONY: help setup test test-oldest gpu demo learn step bench bench-short lint format sanitize wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -44,8 +44,14 @@ test: setup $(TRL_FOLDER)/.set-up  ## the whole test suite
 	$(BIN)/python -m pytest tests
 	PYTHONPATH=$(abspath $(TRL_FOLDER)) D3S_TEST_TRL=$(OLDEST_TRL) $(BIN)/python -m pytest tests/trainers
 
-demo: setup  ## the main job on real input, with a picture
-	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+demo: setup  ## GRPO, PODS and D3S train a small model side by side, in two minutes; a table and a plot in demo/
+	$(BIN)/python examples/learn_more_with_less.py --short --out demo $(DEMO_ARGS)
+
+learn: setup  ## the same with all arms and more seeds, in a quarter of an hour; in learn/
+	$(BIN)/python examples/learn_more_with_less.py $(LEARN_ARGS)
+
+step: setup  ## one step of D3S beside the same in plain PyTorch: what is kept, that it is the same, what it costs
+	$(BIN)/python examples/one_step/one_step.py $(STEP_ARGS)
 
 gpu:  ## all that needs an NVIDIA GPU, in nine minutes; STAGE=bench runs a part of it
 	$(PYTHON) tools/gpu.py

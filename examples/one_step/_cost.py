@@ -51,7 +51,7 @@ def _resident(field: str) -> int:
     try:
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
     except FileNotFoundError:
-        raise SystemExit("The demo reads memory use from /proc, so it needs Linux (or WSL).") from None
+        raise SystemExit("This reads memory use from /proc, so it needs Linux (or WSL).") from None
     return int(line.split()[1]) * 1024
 
 

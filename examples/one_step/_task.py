@@ -1,4 +1,4 @@
-"""What the demo trains on: a task whose answers can be checked, a small Qwen2 that half knows it, and its rollouts.
+"""What `make step` trains on: a task whose answers can be checked, a small Qwen2 that half knows it, and its rollouts.
 
 The task is the sum of two numbers below 50, spelled by place value ("47" is the two tokens "40 7"). A demonstration
 opens with a few free words, then either works the sum out step by step or just guesses, which is mostly wrong. So a

@@ -1,4 +1,4 @@
-"""One step of D3S on rollouts of a small language model: `make demo`, or `python examples/demo.py --help`."""
+"""One step of D3S on rollouts of a small language model: `make step`, or this file with --help."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ what is kept, that the result is the same, and what it costs in time and memory.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the model, the task and the sampling (default: 0)")
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="where the picture goes (default: demo.png)")
+    parser.add_argument("--out", type=Path, default=Path("step.png"), help="where the picture goes (default: step.png)")
     parser.add_argument("--short", action="store_true", help="a smaller batch and less warm-up: under 30 seconds")
     arguments = parser.parse_args()
     if not arguments.out.absolute().parent.is_dir():

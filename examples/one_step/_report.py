@@ -1,4 +1,4 @@
-"""What the demo says about what it did. Every figure it prints was measured in this run."""
+"""What `make step` says about what it did. Every figure it prints was measured in this run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(console: Console, model: Qwen2ForCausalLM, losses: list[float]) -> Non
 
 
 def rollouts(console: Console, task: Task, batch: Rollouts, entropy: Tensor) -> None:
-    """The sampled batch; ends the demo if there is nothing to select in it."""
+    """The sampled batch; ends the run if there is nothing to select in it."""
     rewards = batch.grouped(batch.rewards)
     groups, group_size = rewards.shape
     heading(console, "2. Its rollouts")
@@ -151,7 +151,7 @@ def _ratios(theirs: Step, ours: Step) -> tuple[float, float]:
 
 
 def agreement(console: Console, batch: Rollouts, entropy: Tensor, points: list[Point]) -> None:
-    """Whether both steps come to the same; ends the demo if not."""
+    """Whether both steps come to the same; ends the run if not."""
     scores = batch.advantages.abs()[:, None] * entropy
     for point in points:
         ours, plain = point.ours, point.plain

@@ -1,4 +1,4 @@
-"""The demo from warm-up to picture: what happens when. `_task`, `_step` and `_cost` do it, `_report` says it."""
+"""`make step` from warm-up to picture: what happens when. `_task`, `_step` and `_cost` do it, `_report` says it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def entropy_of(model: Qwen2ForCausalLM, batch: Rollouts) -> Tensor:
 
 
 def scaled_schedule(console: Console) -> d3s.DownSamplingSchedule:
-    """The paper's schedule, whose numbers are for groups of 32, for groups of this demo's size."""
+    """The paper's schedule, whose numbers are for groups of 32, for groups of this size."""
     paper = d3s.DownSamplingSchedule()
     start, end = (
         d3s.Budget(budget.rollouts * GROUP_SIZE // PAPER_GROUP_SIZE, budget.token_ratio)
