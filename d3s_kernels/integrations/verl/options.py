@@ -1,0 +1,89 @@
+"""What can be set, and what each option takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from ... import Budget, DownSamplingSchedule
+
+
+@dataclasses.dataclass(frozen=True)
+class D3SOptions:
+    """The options of ``trainer.v1.d3s_sync``. ``docs/verl.md`` says what each means.
+
+    Raises:
+        ValueError: from :meth:`from_config`, on a bad value or an unknown key, naming it, what was given and what is
+            taken.
+
+    Example:
+        >>> from d3s_kernels.integrations.verl import D3SOptions
+        >>> options = D3SOptions.from_config({"rollouts_start": 4}, section="trainer.v1.d3s_sync")
+        >>> options.budget(progress=0.0, group_size=16), options.budget(progress=1.0, group_size=16)
+        (Budget(rollouts=4, token_ratio=0.05), Budget(rollouts=16, token_ratio=0.2))
+    """
+
+    rollouts_start: int = 8
+    rollouts_end: int = 32
+    token_ratio_start: float = 0.05
+    token_ratio_end: float = 0.20
+    schedule_shape: Literal["linear", "cosine", "exponential"] = "linear"
+    rollout_scope: Literal["batch", "group"] = "batch"
+    token_scope: Literal["batch", "sequence"] = "batch"
+    loss_denominator: Literal["kept", "all"] = "kept"
+    drop_zeros: bool = False
+    advantages_from: Literal["all", "kept"] = "all"
+
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any], section: str) -> D3SOptions:
+        """The options that stand in a section of a configuration; those that do not have their defaults."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ValueError(f"{section}.{key}: is no option; takes {', '.join(known)}")
+        check_options(values, section)
+        return cls(**values)
+
+    def budget(self, progress: float, group_size: int) -> Budget:
+        """What a step may train on, with the rollouts kept within [2, group_size]: one alone has no advantage."""
+        start = Budget(self.rollouts_start, self.token_ratio_start)
+        end = Budget(self.rollouts_end, self.token_ratio_end)
+        budget = DownSamplingSchedule(start, end, self.schedule_shape)(progress)
+        return budget._replace(rollouts=min(max(budget.rollouts, 2), max(group_size, 2)))
+
+
+def is_whole(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_ratio(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1
+
+
+def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
+    return (lambda value: isinstance(value, str) and value in words), " or ".join(map(repr, words))
+
+
+_TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "rollouts_start": (is_whole, "a whole number of at least 1"),
+    "rollouts_end": (is_whole, "a whole number of at least 1"),
+    "token_ratio_start": (_is_ratio, "a number in (0, 1]"),
+    "token_ratio_end": (_is_ratio, "a number in (0, 1]"),
+    "token_ratio": (_is_ratio, "a number in (0, 1]"),
+    "schedule_shape": _one_of("linear", "cosine", "exponential"),
+    "rollout_scope": _one_of("batch", "group"),
+    "token_scope": _one_of("batch", "sequence"),
+    "loss_denominator": _one_of("kept", "all"),
+    "advantages_from": _one_of("all", "kept"),
+    "drop_zeros": (lambda value: isinstance(value, bool), "true or false"),
+    "base_loss": (lambda value: isinstance(value, str) and value != "d3s", "the name of another policy loss"),
+}
+
+
+def check_options(values: Mapping[str, Any], section: str) -> None:
+    """Raises a ValueError that names the first option with a value it does not take."""
+    for key, value in values.items():
+        fits, takes = _TAKES[key]
+        if not fits(value):
+            raise ValueError(f"{section}.{key}: got {value!r}; takes {takes}")

@@ -1,0 +1,196 @@
+"""Which rows of a batch to keep: plain functions on the driver's CPU tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ... import group_advantages, max_variance_select, select_rollouts, topk_mask
+from .options import is_whole
+
+if TYPE_CHECKING:
+    from verl import DataProto
+
+Scale = Literal["group", "batch", "none"]
+
+
+def rollout_advantages(rewards: Tensor, groups: Iterable[Hashable], *, scale: Scale = "group") -> Tensor:
+    """GRPO's advantages, with verl's eps of 1e-6, for rollouts in any order and groups of any size.
+
+    Args:
+        rewards: ``[N]``, float32, bfloat16 or float16.
+        groups: the group of each rollout; verl's ``uid``.
+        scale: as in :func:`d3s_kernels.group_advantages`.
+
+    Returns:
+        float32 ``[N]``; NaN where the reward is NaN, so that such a rollout is never chosen.
+
+    Raises:
+        ValueError, TypeError: as :func:`d3s_kernels.group_advantages`.
+
+    Example:
+        >>> import torch
+        >>> from d3s_kernels.integrations.verl.rows import rollout_advantages
+        >>> rollout_advantages(torch.tensor([1.0, 5.0, 0.0, 5.0]), ["a", "b", "a", "b"], scale="none")
+        tensor([ 0.5000,  0.0000, -0.5000,  0.0000])
+    """
+    order, offsets = _by_group(groups)
+    advantages = torch.empty(len(rewards))
+    advantages[order] = group_advantages(rewards[order], offsets=offsets, scale=scale, eps=1e-6)
+    return advantages.masked_fill(rewards.isnan(), math.nan)
+
+
+def choose_rows(
+    advantages: Tensor,
+    groups: Iterable[Hashable],
+    keep: int,
+    *,
+    scope: Literal["batch", "group"] = "batch",
+    multiple_of: int = 1,
+) -> Tensor:
+    """The rows that :func:`d3s_kernels.select_rollouts` keeps, for rollouts in any order and groups of any size.
+
+    Where their number is no multiple of ``multiple_of``, it is rounded up: ``scope="batch"`` asks the pool for so many,
+    ``scope="group"`` adds the largest ``|advantage|`` among the rest (ties to the lower row).
+
+    Args:
+        advantages: ``[N]``, float32, bfloat16 or float16; a rollout whose advantage is not finite is never kept.
+        groups: the group of each rollout.
+        keep: rollouts kept for each group, at least 1.
+        scope: "batch" pools all groups (D3S), "group" takes ``keep`` of each (D3S-I, PODS).
+        multiple_of: what the number of rows has to be a multiple of, at least 1.
+
+    Returns:
+        int64, ascending: ``keep`` times the number of groups, rounded up; fewer only where a group (or the pool) has
+        no more that are finite.
+
+    Raises:
+        ValueError: fewer rollouts with a finite advantage than the multiple asks for; multiple_of below 1.
+        ValueError, TypeError: as :func:`d3s_kernels.select_rollouts`.
+
+    Example:
+        >>> import torch
+        >>> from d3s_kernels.integrations.verl.rows import choose_rows
+        >>> advantages, groups = torch.tensor([0.1, 0.0, -0.3, 0.0, 0.2, 0.0]), ["a", "b", "a", "b", "a", "b"]
+        >>> choose_rows(advantages, groups, 1), choose_rows(advantages, groups, 1, multiple_of=3)
+        (tensor([2, 4]), tensor([0, 2, 4]))
+    """
+    if not is_whole(multiple_of):
+        raise ValueError(f"multiple_of: got {multiple_of!r}; takes a whole number of at least 1")
+    order, offsets = _by_group(groups)
+    grouped = advantages[order]
+    mask = select_rollouts(grouped, keep, offsets=offsets, scope=scope)
+    kept = int(mask.sum())
+    missing = -kept % multiple_of
+    if missing:
+        free = grouped.isfinite() & ~mask
+        if int(free.sum()) < missing:
+            raise ValueError(
+                f"multiple_of: got {multiple_of}, and {kept + int(free.sum())} rollouts with a finite advantage; takes "
+                f"at most that many, so that {kept} can be rounded up"
+            )
+        if scope == "batch":
+            mask = max_variance_select(grouped, kept + missing)
+        else:
+            mask = mask | topk_mask(grouped.abs(), k=missing, mask=free)
+    rows: Tensor = order[mask].sort().values
+    return rows
+
+
+def select(
+    batch: DataProto,
+    keep: int,
+    *,
+    scope: Literal["batch", "group"] = "batch",
+    multiple_of: int = 1,
+    scale: Scale = "group",
+) -> Tensor:
+    """The rows of a ``DataProto`` to train on, for ``batch.select_idxs``: in ray_trainer's loop, or in a fork's.
+
+    Groups are ``non_tensor_batch["uid"]``, in any order and of any size. A rollout's advantage is the mean of
+    ``advantages`` over its ``response_mask`` if the batch has them; otherwise it comes from the sums of
+    ``token_level_rewards``, or else of ``token_level_scores``, as in :func:`rollout_advantages`. Advantages that are in
+    the batch travel with the kept rows; a trainer that computes them afterwards normalises the survivors (PODS).
+
+    Args:
+        batch: with tensors ``[N, T]`` as above.
+        keep: rollouts kept for each group; ``DownSamplingSchedule()(progress).rollouts``.
+        scope, multiple_of: as in :func:`choose_rows`. verl wants a multiple of lcm(data-parallel size,
+            ``ppo_mini_batch_size * rollout.n``).
+        scale: as in :func:`d3s_kernels.group_advantages`; not used where the batch has advantages.
+
+    Returns:
+        int64, ascending.
+
+    Raises:
+        ValueError: a batch without these; also as :func:`choose_rows`.
+
+    Example:
+        >>> rows = select(batch, keep=8, multiple_of=64)  # doctest: +SKIP
+        >>> batch = batch.select_idxs(rows)  # doctest: +SKIP
+    """
+    if "uid" not in batch.non_tensor_batch:
+        raise ValueError(f"batch: has {_names(batch.non_tensor_batch)}; takes a non_tensor_batch with 'uid'")
+    uids, data = list(batch.non_tensor_batch["uid"]), batch.batch
+    if "advantages" in data and "response_mask" in data:
+        mask = data["response_mask"].bool()
+        # float64: the mean of equal numbers is that number, however many there are.
+        total = data["advantages"].masked_fill(~mask, 0.0).double().sum(-1)
+        advantages = (total / mask.sum(-1).clamp(min=1)).float()
+    elif "token_level_rewards" in data or "token_level_scores" in data:
+        rewards = data["token_level_rewards" if "token_level_rewards" in data else "token_level_scores"]
+        advantages = rollout_advantages(rewards.float().sum(-1), uids, scale=scale)
+    else:
+        takes = "'advantages' and 'response_mask', 'token_level_rewards' or 'token_level_scores'"
+        raise ValueError(f"batch: has {_names(data)}; takes {takes}")
+    return choose_rows(advantages, uids, keep, scope=scope, multiple_of=multiple_of)
+
+
+def sessions(keys: Sequence[str]) -> list[list[int]]:
+    """Which rows are outputs of one rollout, the last output last; verl's keys are ``{uid}_{session}_{output}``.
+
+    Example:
+        >>> from d3s_kernels.integrations.verl.rows import sessions
+        >>> sessions(["a_0_1", "a_1_0", "a_0_0"])
+        [[1], [2, 0]]
+    """
+    names = [key.rsplit("_", 1) for key in keys]
+    rows: dict[str, list[int]] = {}
+    for row in sorted(range(len(keys)), key=lambda row: int(names[row][1])):
+        rows.setdefault(names[row][0], []).append(row)
+    return list(rows.values())
+
+
+def rows_of_an_update(kept: int, rows: int, before: int, unit: int) -> int:
+    """How many rows an optimiser update takes after the selection: a step makes as many updates as without it.
+
+    Args:
+        kept: rows after the selection.
+        rows: rows before it.
+        before: rows that an update takes without it; verl's ``ppo_mini_batch_size * rollout.n``.
+        unit: what the result has to be a multiple of; data-parallel ranks times rows of a micro-batch.
+
+    Example:
+        >>> from d3s_kernels.integrations.verl.rows import rows_of_an_update
+        >>> rows_of_an_update(kept=512, rows=2048, before=1024, unit=8)  # 2 updates, as before
+        256
+    """
+    updates = -(-rows // before)
+    return -(-kept // (updates * unit)) * unit
+
+
+def _by_group(groups: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
+    """The rows in order of their group, and where each group starts: what ``offsets`` means in the library."""
+    labels: dict[Hashable, int] = {}
+    label = torch.tensor([labels.setdefault(group, len(labels)) for group in groups], dtype=torch.int64)
+    offsets = torch.zeros(len(labels) + 1, dtype=torch.int64)
+    offsets[1:] = label.bincount(minlength=len(labels)).cumsum(0)
+    return label.argsort(stable=True), offsets
+
+
+def _names(mapping: Any) -> str:
+    return ", ".join(map(repr, sorted(mapping.keys()))) or "nothing"

@@ -1,0 +1,180 @@
+"""Which rows verl is to keep: plain functions on tensors, for which verl need not be there."""
+
+import dataclasses
+import doctest
+import importlib
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import d3s_kernels as d3s
+from d3s_kernels.integrations.verl import D3SOptions
+from d3s_kernels.integrations.verl.rows import choose_rows, rollout_advantages, rows_of_an_update, sessions
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+def test_verl_need_not_be_there() -> None:
+    code = "import sys; sys.modules['verl'] = None; from d3s_kernels.integrations.verl import D3SOptions, select"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def shuffled_groups(sizes: list[int]) -> list[str]:
+    uids = [f"group {group}" for group, size in enumerate(sizes) for _ in range(size)]
+    return [uids[i] for i in torch.randperm(len(uids))]
+
+
+def rows_by_group(groups: list[str]) -> dict[str, list[int]]:
+    return {uid: [row for row, other in enumerate(groups) if other == uid] for uid in groups}
+
+
+@pytest.mark.parametrize("name", ["options", "rows"])
+def test_examples(name: str) -> None:
+    module = importlib.import_module(f"d3s_kernels.integrations.verl.{name}")
+    results = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert results.attempted > 2
+    assert not results.failed
+
+
+@given(SIZES)
+def test_advantages_of_groups_in_any_order(sizes: list[int]) -> None:
+    groups = shuffled_groups(sizes)
+    rewards = torch.randn(len(groups))
+    found = {scale: rollout_advantages(rewards, groups, scale=scale) for scale in ("group", "none")}
+    for rows in rows_by_group(groups).values():
+        of_group = rewards[rows].double()
+        centred = of_group - of_group.mean()
+        std = of_group.std() if len(rows) > 1 else 1.0
+        torch.testing.assert_close(found["none"][rows], centred.float(), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found["group"][rows], (centred / (std + 1e-6)).float(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_nan_reward_is_left_out_of_its_group() -> None:
+    found = rollout_advantages(torch.tensor([1.0, math.nan, 3.0, 2.0]), list("aaab"), scale="none")
+    torch.testing.assert_close(found, torch.tensor([-1.0, math.nan, 1.0, 0.0]), equal_nan=True)
+
+
+@given(SIZES, st.integers(1, 9), st.sampled_from(["batch", "group"]))
+def test_rows_are_those_of_select_rollouts(sizes: list[int], keep: int, scope: Any) -> None:
+    groups = shuffled_groups(sizes)
+    advantages = torch.randn(len(groups))
+    by_group = rows_by_group(groups)
+    order = [row for rows in by_group.values() for row in rows]
+    offsets = torch.tensor([0, *(len(rows) for rows in by_group.values())]).cumsum(0)
+    mask = d3s.select_rollouts(advantages[order], keep, offsets=offsets, scope=scope)
+    found = choose_rows(advantages, groups, keep, scope=scope)
+    assert found.dtype == torch.int64
+    assert found.tolist() == sorted(torch.tensor(order)[mask].tolist())
+    if scope == "batch":
+        assert len(found) == min(keep * len(sizes), len(groups))
+    else:
+        assert len(found) == sum(min(keep, size) for size in sizes)
+
+
+@given(SIZES, st.integers(1, 9), st.integers(1, 8), st.sampled_from(["batch", "group"]))
+def test_rows_are_rounded_up_to_a_multiple(sizes: list[int], keep: int, multiple: int, scope: Any) -> None:
+    groups = shuffled_groups(sizes)
+    advantages = torch.randn(len(groups))
+    plain = choose_rows(advantages, groups, keep, scope=scope).tolist()
+    rounded = -(-len(plain) // multiple) * multiple
+    if rounded > len(groups):
+        with pytest.raises(ValueError, match=f"multiple_of: got {multiple}, and {len(groups)} rollouts"):
+            choose_rows(advantages, groups, keep, scope=scope, multiple_of=multiple)
+        return
+    found = choose_rows(advantages, groups, keep, scope=scope, multiple_of=multiple).tolist()
+    assert len(found) == rounded
+    if scope == "batch":
+        assert found == d3s.max_variance_select(advantages, rounded).nonzero().flatten().tolist()
+    else:
+        rest = sorted(set(range(len(groups))) - set(plain), key=lambda row: -abs(float(advantages[row])))
+        assert found == sorted(plain + rest[: rounded - len(plain)])
+
+
+def test_rollouts_that_cannot_be_scored_are_never_kept() -> None:
+    advantages = torch.tensor([1.0, math.nan, -1.0, math.inf, 0.5, -0.5])
+    groups = list("aaabbb")
+    assert choose_rows(advantages, groups, 3, scope="group").tolist() == [0, 2, 4, 5]
+    assert choose_rows(advantages, groups, 3, scope="batch").tolist() == [0, 2, 4, 5]
+    with pytest.raises(ValueError, match="multiple_of: got 5, and 4 rollouts with a finite advantage"):
+        choose_rows(advantages, groups, 3, scope="group", multiple_of=5)
+    assert choose_rows(torch.full((3,), math.nan), list("aab"), 2).tolist() == []
+
+
+def test_groups_without_a_spread_give_their_places_to_others() -> None:
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.5, 0.0])
+    groups = list("aaabbbb")
+    advantages = rollout_advantages(rewards, groups)
+    assert choose_rows(advantages, groups, 2, scope="batch").tolist() == [3, 4, 5, 6]
+    assert choose_rows(advantages, groups, 2, scope="group").tolist() == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("multiple", [0, -1, 1.5, None])
+def test_an_impossible_multiple(multiple: Any) -> None:
+    with pytest.raises(ValueError, match="multiple_of"):
+        choose_rows(torch.randn(4), list("aabb"), 1, multiple_of=multiple)
+
+
+def test_outputs_of_a_rollout() -> None:
+    """Underscores in the uid are its own business; outputs are in order of their number, not of their name."""
+    keys = ["my_uid_0_10", "my_uid_0_9", "my_uid_1_0", "your_uid_0_0"]
+    assert sessions(keys) == [[2], [3], [1, 0]]
+
+
+@given(st.integers(1, 400), st.integers(0, 300), st.integers(1, 100), st.integers(1, 16))
+def test_rows_of_an_update(kept: int, dropped: int, before: int, unit: int) -> None:
+    rows = kept + dropped
+    found = rows_of_an_update(kept, rows, before, unit)
+    updates = math.ceil(rows / before)  # verl pads to whole ones
+    assert found % unit == 0
+    assert math.ceil(kept / found) <= updates, "no more updates than without the selection"
+    assert (found - unit) * updates < kept, "not a unit more than it takes"
+
+
+def test_options_have_the_defaults_of_the_paper() -> None:
+    options = D3SOptions.from_config({}, "trainer.v1.d3s_sync")
+    assert options == D3SOptions(8, 32, 0.05, 0.20, "linear", "batch", "batch", "kept", False, "all")
+    assert options.budget(0.0, 64) == d3s.Budget(8, 0.05)
+    assert options.budget(0.5, 64) == (20, pytest.approx(0.125))
+    assert options.budget(1.0, 64) == d3s.Budget(32, 0.20)
+
+
+def test_the_budget_stays_between_two_and_the_group() -> None:
+    options = D3SOptions(rollouts_start=1, rollouts_end=32)
+    assert options.budget(0.0, 16).rollouts == 2
+    assert options.budget(1.0, 16).rollouts == 16
+
+
+BAD = {
+    "rollouts_start": [0, -1, 2.5, "8", None, True],
+    "rollouts_end": [0, 2.0],
+    "token_ratio_start": [0, 1.01, -0.1, math.nan, "0.1", None, True],
+    "token_ratio_end": [0.0, 2],
+    "schedule_shape": ["square", 1, None],
+    "rollout_scope": ["sequence", None],
+    "token_scope": ["group", None],
+    "loss_denominator": ["some", True],
+    "drop_zeros": [1, "yes", None],
+    "advantages_from": ["survivors", False],
+}
+
+
+def test_every_option_has_bad_values_here() -> None:
+    assert list(BAD) == [field.name for field in dataclasses.fields(D3SOptions)]
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+def test_bad_values(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^here\.{key}: got .*; takes ") as error:
+        D3SOptions.from_config({key: value}, "here")
+    assert repr(value) in str(error.value)
+
+
+def test_unknown_options() -> None:
+    with pytest.raises(ValueError, match=r"^here\.rollout_start: is no option; takes rollouts_start, rollouts_end"):
+        D3SOptions.from_config({"rollout_start": 8}, "here")
