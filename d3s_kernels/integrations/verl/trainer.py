@@ -1,0 +1,237 @@
+"""The trainer mode ``d3s_sync`` of verl's V1 trainer: the synchronous one, updating on chosen rollouts and tokens.
+
+Two overrides choose: :meth:`D3STrainerSync._balance_batch` the rollouts, after the rewards and before the old
+log-probabilities, and :meth:`D3STrainerSync._compute_advantage` the tokens, by the entropy of the old policy, which
+verl's trainer stores beside its log-probabilities. All of it runs in the driver, on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transfer_queue as tq
+import verl
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from ... import Budget, select_tokens
+from .options import D3SOptions
+from .rows import choose_rows, rollout_advantages, rows_of_an_update, sessions
+
+TESTED_WITH = "0.9.1"
+MODE = "d3s_sync"
+SECTION = f"trainer.v1.{MODE}"
+
+# Here the gradient of a token is not its advantage times something: an advantage of 0 would not silence it.
+_NOT_SILENT_AT_ADVANTAGE_0 = ("geo_mean", "dro", "kl_cov")
+
+
+@register_trainer(MODE)
+class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
+    """verl's synchronous V1 trainer with D3S; options in ``trainer.v1.d3s_sync``, see ``docs/verl.md``.
+
+    Raises:
+        ValueError: a bad or unknown option, or a configuration that it does not fit, naming the key, what was given and
+            what is taken.
+
+    Example:
+        ``python -m verl.trainer.main_ppo trainer.v1.trainer_mode=d3s_sync +trainer.v1.d3s_sync.rollouts_start=4 ...``
+    """
+
+    def __init__(self, config: Any) -> None:
+        if verl.__version__ != TESTED_WITH:
+            warnings.warn(f"verl: is {verl.__version__}; {MODE} was tested with {TESTED_WITH}", stacklevel=2)
+        self.d3s = D3SOptions.from_config(config.trainer.v1.get(MODE) or {}, SECTION)
+        _require(config, self.d3s)
+        # verl compares this word, in its replay buffer, when it submits prompts, refills and writes checkpoints.
+        with _values(config, {"trainer.v1.trainer_mode": "sync"}):
+            super().__init__(config)
+        self._rows = (0, 0)  # of this step: before and after the selection
+        self._rows_of_an_update = 0
+        self._advantages: dict[str, float] = {}  # by the keys of the rows that are kept
+
+    @property
+    def _budget(self) -> Budget:
+        progress = (self.global_steps - 1) / self.total_training_steps  # verl counts steps from 1
+        return self.d3s.budget(progress, self.config.actor_rollout_ref.rollout.n)
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
+        """Drops rollouts, then has verl balance the rest.
+
+        Not in ``_compute_reward_colocate``: verl skips that one where rewards come from workers of their own.
+        """
+        kept = self._keep_rollouts(batch, metrics)
+        self._rows = len(batch), len(kept)
+        return super()._balance_batch(kept, metrics, **options)
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """As many optimiser updates in a step as without D3S, each on fewer rows; verl pads to whole updates.
+
+        verl's own multiple, ``ppo_mini_batch_size * rollout.n``, would be filled up with rows of padding again, and its
+        losses that are a mean over sequences would count them.
+        """
+        actor = self.config.actor_rollout_ref.actor
+        before = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        unit = dp_size * _rows_of_a_micro_batch(self.config.actor_rollout_ref)
+        rows, kept = self._rows
+        self._rows_of_an_update = rows_of_an_update(kept, rows, before, unit)
+        return self._rows_of_an_update
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """Has verl compute its advantages, puts those of all rollouts in their place, and chooses the tokens."""
+        batch = super()._compute_advantage(batch, metrics)
+        where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
+        data = tq.kv_batch_get(select_fields=["advantages", "entropy", "response_mask"], **where)
+        offsets = data["response_mask"].offsets()
+        mask = data["response_mask"].values()
+        advantages = data["advantages"].values()
+        entropy = data["entropy"].values()
+        fields = {}
+
+        if self.d3s.advantages_from == "all":
+            of_rows = torch.tensor([self._advantages.get(key, 0.0) for key in batch.keys])  # padding has none
+            advantages = of_rows.repeat_interleave(offsets.diff()) * mask
+            fields = {"advantages": advantages, "returns": advantages}
+
+        tokens = select_tokens(
+            entropy, advantages, self._budget.token_ratio,
+            mask=mask.bool(), offsets=offsets, scope=self.d3s.token_scope, drop_zeros=self.d3s.drop_zeros,
+        )  # fmt: skip
+        # Where no token has a score (drop_zeros, and no group with a spread of rewards) an empty mask would make verl
+        # divide by 0; all advantages are 0 then, so that the mask may as well stay.
+        kept = tokens.mask if tokens.mask.any() else mask.bool()
+        if self.d3s.loss_denominator == "kept":
+            # The loss reads response_mask, but the number of tokens that it divides by is the sum of loss_mask.
+            fields |= {"response_mask": kept.to(mask.dtype), "loss_mask": kept.to(mask.dtype)}
+        else:
+            fields |= {"advantages": advantages * kept}
+
+        nested = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in fields.items()}
+        tq.kv_batch_put(fields=TensorDict(nested, batch_size=len(batch)), **where)
+        metrics.update(_token_metrics(entropy, mask.bool(), kept, tokens.threshold))
+        return batch
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """verl takes ``ppo_mini_batch_size * rollout.n`` rows for an update: for this call, the rows that there are."""
+        rows = {
+            "actor_rollout_ref.actor.ppo_mini_batch_size": self._rows_of_an_update,
+            "actor_rollout_ref.rollout.n": 1,
+        }
+        with _values(self.config, rows):
+            return super()._update_actor(batch, metrics)
+
+    def _keep_rollouts(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """The batch without the rows of dropped rollouts, which leave verl's storage as well."""
+        where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
+        data = tq.kv_batch_get(select_fields=["uid", "rm_scores"], **where)
+        scores, uids = data["rm_scores"].unbind(), list(data["uid"])
+        rollouts = sessions(batch.keys)
+        last = [rows[-1] for rows in rollouts]  # a rollout's reward is that of its last output
+        rewards, groups = torch.stack([scores[row].sum() for row in last]), [uids[row] for row in last]
+
+        scaled = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
+        advantages = rollout_advantages(rewards, groups, scale="group" if scaled else "none")
+        budget = self._budget
+        chosen = choose_rows(advantages, groups, budget.rollouts, scope=self.d3s.rollout_scope).tolist()
+        if not chosen:
+            raise ValueError(f"rm_scores: got no finite reward in {len(rollouts)} rollouts; takes at least one")
+
+        self._advantages = {batch.keys[row]: float(advantages[i]) for i in chosen for row in rollouts[i]}
+        dropped = [key for key in batch.keys if key not in self._advantages]
+        if dropped:  # verl clears the keys of the batch it gets back, no others
+            tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
+
+        scorable = rewards[advantages.isfinite()]
+        metrics.update(
+            {
+                "d3s/rollouts_budget": budget.rollouts,
+                "d3s/rollouts_kept": len(chosen),
+                "d3s/rollouts_kept_share": len(chosen) / len(rollouts),
+                "d3s/zero_advantage_share": float((advantages == 0).float().mean()),
+                "d3s/token_ratio": budget.token_ratio,
+                # verl's own metrics see the kept rollouts alone, which are chosen to be extreme.
+                "d3s/score_of_all/mean": float(scorable.mean()),
+            }
+        )
+        return batch.select_keys([key for key in batch.keys if key in self._advantages])
+
+
+def _require(config: Any, options: D3SOptions) -> None:
+    """Raises a ValueError for what the trainer cannot do right."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    estimator = str(algorithm.adv_estimator)
+    if (algorithm.get("rollout_correction") or {}).get("bypass_mode", False):
+        raise ValueError(
+            f"algorithm.rollout_correction.bypass_mode: got True; {MODE} takes False: bypass mode computes no entropy "
+            "of the old policy, by which the tokens are chosen"
+        )
+    for key, given, critic in (
+        ("critic.enable", config.critic.enable, config.critic.enable),
+        ("algorithm.adv_estimator", estimator, estimator == "gae"),
+    ):
+        if critic:
+            raise ValueError(f"{key}: got {given!r}; {MODE} takes one advantage for a rollout, and no critic")
+    if options.advantages_from == "all":
+        if estimator not in ("grpo", "grpo_vectorized"):
+            raise ValueError(
+                f"algorithm.adv_estimator: got {estimator!r}; takes 'grpo' or 'grpo_vectorized', or, with "
+                f"{SECTION}.advantages_from=kept, any without a critic"
+            )
+        if algorithm.use_kl_in_reward:
+            raise ValueError(
+                f"algorithm.use_kl_in_reward: got True; takes False, or {SECTION}.advantages_from=kept: the divergence "
+                "of dropped rollouts is not computed"
+            )
+    loss = actor.policy_loss.get("loss_mode", "vanilla")
+    if loss == "d3s":
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode: got 'd3s'; {MODE} takes another one: it chooses the tokens"
+        )
+    if options.loss_denominator == "all" and loss in _NOT_SILENT_AT_ADVANTAGE_0:
+        raise ValueError(
+            f"{SECTION}.loss_denominator: got 'all'; takes 'kept' with policy_loss.loss_mode={loss}, where a token of "
+            "advantage 0 has a gradient"
+        )
+
+
+@contextmanager
+def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
+    """The configuration has these values for a while."""
+    before = {key: OmegaConf.select(config, key) for key in values}
+    try:
+        for key, value in values.items():
+            OmegaConf.update(config, key, value)
+        yield
+    finally:
+        for key, value in before.items():
+            OmegaConf.update(config, key, value)
+
+
+def _rows_of_a_micro_batch(config: Any) -> int:
+    """What the rows of a rank have to be a multiple of: micro-batches of fixed size are whole in verl."""
+    sizes = []
+    if not config.actor.use_dynamic_bsz:
+        sizes += [config.actor.ppo_micro_batch_size_per_gpu, config.rollout.log_prob_micro_batch_size_per_gpu]
+    if not config.ref.log_prob_use_dynamic_bsz:
+        sizes += [config.ref.log_prob_micro_batch_size_per_gpu]
+    return math.lcm(*(size for size in sizes if size))
+
+
+def _token_metrics(entropy: Tensor, mask: Tensor, kept: Tensor, threshold: Tensor) -> dict[str, float]:
+    """Means are NaN where there is nothing to take them of."""
+    finite = threshold[threshold.isfinite()]
+    return {
+        "d3s/tokens_kept": int(kept.sum()),
+        "d3s/score_threshold": float(finite.mean()),  # over sequences, if each has its own
+        "d3s/entropy_of_kept": float(entropy[kept].float().mean()),
+        "d3s/entropy_of_dropped": float(entropy[mask & ~kept].float().mean()),
+    }

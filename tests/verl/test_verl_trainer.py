@@ -1,0 +1,383 @@
+"""The trainer mode ``d3s_sync``: verl's own step, on rows in verl's own storage.
+
+What is real and what is not: ``verl_world.py``.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
+pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
+
+import transfer_queue as tq
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+from verl_world import compose_config, make_trainer, put_rollouts, rows_of, run_step
+
+from d3s_kernels.integrations.verl.rows import choose_rows, rollout_advantages
+
+D3S = "+trainer.v1.d3s_sync"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+Rewards = dict[str, list[float]]
+
+
+def draw_rewards(groups: int = 6, size: int = 4) -> Rewards:
+    return {f"u{group}": torch.rand(size).tolist() for group in range(groups)}
+
+
+def flat(rewards: Rewards) -> tuple[Tensor, list[str], list[str]]:
+    """Rewards, uids and keys, one for each rollout."""
+    uids = [uid for uid, group in rewards.items() for _ in group]
+    keys = [f"{uid}_{session}_0" for uid, group in rewards.items() for session in range(len(group))]
+    return torch.tensor([reward for group in rewards.values() for reward in group]), uids, keys
+
+
+def expected_keys(rewards: Rewards, keep: int, scope: Any = "batch", scale: Any = "group") -> list[str]:
+    values, uids, keys = flat(rewards)
+    return [keys[row] for row in choose_rows(rollout_advantages(values, uids, scale=scale), uids, keep, scope=scope)]
+
+
+def verls_advantages(rewards: Rewards, keys: list[str], scaled: bool = True) -> dict[str, float]:
+    """verl's own, of these rollouts."""
+    values, uids, all_keys = flat(rewards)
+    rows = [all_keys.index(key) for key in keys]
+    index: Any = [uids[row] for row in rows]
+    result, _ = compute_grpo_outcome_advantage(
+        values[rows][:, None].clone(), torch.ones(len(rows), 1), index, norm_adv_by_std_in_grpo=scaled
+    )
+    return dict(zip(keys, result.flatten().tolist(), strict=True))
+
+
+def advantages_in(rows: dict[str, Any]) -> dict[str, float]:
+    """One for each row, after a check that it is the same at all of its tokens, and 0 where there is none."""
+    found = {}
+    for key, row in rows.items():
+        assert row["advantages"][0] == 0, "the token of a tool"
+        assert torch.equal(row["returns"], row["advantages"])
+        (found[key],) = row["advantages"][1:].unique().tolist()
+    return found
+
+
+def top_tokens(trainer: Any, advantages: dict[str, float], ratio: float) -> dict[str, Tensor]:
+    """By sorting: the ceil(ratio * n) tokens of the step with the highest |A| * entropy; the first of a row is none."""
+    entropies = trainer.actor_rollout_wg.entropies
+    scores = [
+        (-abs(advantage) * float(entropies[key][place]), key, place)
+        for key, advantage in advantages.items()
+        for place in range(1, len(entropies[key]))
+    ]
+    masks = {key: torch.zeros(len(entropies[key]), dtype=torch.bool) for key in advantages}
+    for _, key, place in sorted(scores)[: math.ceil(ratio * len(scores) - 1e-9)]:
+        masks[key][place] = True
+    return masks
+
+
+def assert_gradient_on(trainer: Any, masks: dict[str, Tensor]) -> None:
+    for key, mask in masks.items():
+        assert torch.equal(trainer.actor_rollout_wg.tokens_with_gradient(key), mask)
+
+
+def test_verl_is_told_sync_where_it_looks_for_that_word() -> None:
+    trainer = make_trainer()
+    assert trainer.trainer_mode == "sync"
+    assert type(trainer.replay_buffer).__name__ == "ReplayBuffer"
+    assert trainer.replay_buffer.trainer_mode == "sync"
+    assert trainer.config.trainer.v1.trainer_mode == "d3s_sync", "what is logged is what was asked for"
+
+
+@pytest.mark.parametrize("scope", ["batch", "group"])
+@pytest.mark.parametrize("loss", ["vanilla", "gspo"])
+def test_a_step_updates_on_the_chosen_rollouts_and_tokens(queue: None, scope: str, loss: str) -> None:
+    rewards = draw_rewards()
+    everything = put_rollouts(rewards)
+    trainer = make_trainer(
+        f"{D3S}.rollouts_start=2", f"{D3S}.rollout_scope={scope}", f"{D3S}.token_ratio_start=0.3", f"{LOSS}={loss}"
+    )
+    batch, metrics = run_step(trainer, 6)
+
+    kept = expected_keys(rewards, 2, scope)
+    assert sorted(batch.keys) == sorted(kept)
+    assert sorted(trainer.actor_rollout_wg.old_log_probs_asked_for) == sorted(kept), "dropped rollouts cost a forward"
+    assert sorted(tq.kv_list()["train"]) == sorted(kept), "verl clears the rows of the batch at the end, no others"
+
+    rows = rows_of(batch, "advantages", "returns", "response_mask", "loss_mask", "rm_scores")
+    of_all = verls_advantages(rewards, everything)
+    found = advantages_in(rows)
+    assert found == pytest.approx({key: of_all[key] for key in kept}, abs=1e-5)
+
+    masks = top_tokens(trainer, found, 0.3)
+    for key, mask in masks.items():
+        assert torch.equal(rows[key]["response_mask"], mask.long())
+        assert torch.equal(rows[key]["loss_mask"], mask.long())
+    assert_gradient_on(trainer, masks)
+    # The mean over tokens divides by those that are kept.
+    workers = trainer.actor_rollout_wg
+    assert workers.denominators == [int(sum(masks[key].sum() for key in keys)) for keys in workers.updates]
+
+    assert metrics["d3s/rollouts_budget"] == 2
+    assert metrics["d3s/rollouts_kept"] == len(kept) == 12
+    assert metrics["d3s/tokens_kept"] == sum(int(mask.sum()) for mask in masks.values())
+    assert metrics["d3s/token_ratio"] == 0.3
+    assert metrics["d3s/score_of_all/mean"] == pytest.approx(float(flat(rewards)[0].mean()))
+    entropy = torch.cat([workers.entropies[key][masks[key]] for key in masks])
+    assert metrics["d3s/entropy_of_kept"] == pytest.approx(float(entropy.mean()))
+    scores = torch.cat([abs(found[key]) * workers.entropies[key][masks[key]] for key in masks])
+    assert metrics["d3s/score_threshold"] == pytest.approx(float(scores.min()), abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "gspo"])
+def test_all_tokens_in_the_denominator(queue: None, loss: str) -> None:
+    """The masks stay as they were; advantages of 0 take the gradient from the others."""
+    rewards = draw_rewards()
+    put_rollouts(rewards)
+    trainer = make_trainer(
+        f"{D3S}.rollouts_start=2", f"{D3S}.loss_denominator=all", f"{D3S}.token_ratio_start=0.3", f"{LOSS}={loss}"
+    )
+    batch, _ = run_step(trainer, 6)
+    of_all = verls_advantages(rewards, flat(rewards)[2])
+    masks = top_tokens(trainer, {key: of_all[key] for key in sorted(batch.keys)}, 0.3)
+    for key, row in rows_of(batch, "advantages", "response_mask", "loss_mask").items():
+        assert row["response_mask"].tolist() == row["loss_mask"].tolist() == [0] + [1] * (len(masks[key]) - 1)
+        torch.testing.assert_close(row["advantages"], of_all[key] * masks[key], atol=1e-5, rtol=0)
+    assert_gradient_on(trainer, masks)
+    workers = trainer.actor_rollout_wg
+    assert workers.denominators == [sum(len(masks[key]) - 1 for key in keys) for keys in workers.updates]
+
+
+def test_tokens_of_each_sequence(queue: None) -> None:
+    put_rollouts(draw_rewards(), length=11)  # of which ten are the model's; equal lengths are not nested in storage
+    trainer = make_trainer(f"{D3S}.token_scope=sequence", f"{D3S}.token_ratio_start=0.25")
+    batch, _ = run_step(trainer, 6)
+    for key, row in rows_of(batch, "response_mask").items():
+        best = trainer.actor_rollout_wg.entropies[key][1:].topk(3).indices + 1
+        assert row["response_mask"].nonzero().flatten().tolist() == sorted(best.tolist())
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_advantages_of_all_and_of_the_kept_differ_as_they_should(queue: None, scaled: bool) -> None:
+    """The same rollouts either way: one keeps the statistics of the whole group, the other the survivors' (PODS)."""
+    rewards = draw_rewards()
+    found = {}
+    for source in ("all", "kept"):
+        everything = put_rollouts(rewards)
+        trainer = make_trainer(
+            f"{D3S}.rollouts_start=3", f"{D3S}.advantages_from={source}", f"{D3S}.rollout_scope=group",
+            f"algorithm.norm_adv_by_std_in_grpo={scaled}",
+        )  # fmt: skip
+        batch, _ = run_step(trainer, 6)
+        found[source] = advantages_in(rows_of(batch, "advantages", "returns"))
+        tq.kv_clear(keys=batch.keys, partition_id="train")
+    kept = expected_keys(rewards, 3, "group", "group" if scaled else "none")
+    assert sorted(found["all"]) == sorted(found["kept"]) == sorted(kept)
+    of_all = verls_advantages(rewards, everything, scaled)
+    assert found["all"] == pytest.approx({key: of_all[key] for key in kept}, abs=1e-5)
+    assert found["kept"] == pytest.approx(verls_advantages(rewards, kept, scaled), abs=1e-5)
+    assert max(abs(found["all"][key] - found["kept"][key]) for key in kept) > 0.01
+    for uid in rewards:  # the mark of PODS: what survives of a group has a mean of 0
+        of_group = [found["kept"][key] for key in kept if key.startswith(uid)]
+        assert sum(of_group) == pytest.approx(0, abs=1e-4)
+
+
+def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
+    """7 groups of 4, 3 groups to an update: verl would make 3. Of the 2 x 7 rows that are kept each takes 5, and so 6
+    on two ranks; or 8 where micro-batches are of 4, of which 2 are enough. Rows of padding fill up and do nothing."""
+    for micro, rows in ((None, [6, 6, 6]), (4, [8, 8])):
+        rewards = draw_rewards(groups=7)
+        put_rollouts(rewards)
+        sizes = []
+        if micro:
+            sizes = [
+                "actor_rollout_ref.actor.use_dynamic_bsz=false",
+                f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+            ]
+        # All tokens: an update without any would be 0 / 0 in verl.
+        trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.token_ratio_start=1.0", *sizes)
+        before = trainer.config.copy()
+        batch, _ = run_step(trainer, 7)
+        assert trainer.config == before
+        workers = trainer.actor_rollout_wg
+        assert [len(keys) for keys in workers.updates] == rows
+        assert sorted(key for keys in workers.updates for key in keys) == sorted(batch.keys)
+        padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding")]
+        assert sorted(set(batch.keys) - set(padding)) == sorted(expected_keys(rewards, 2))
+        assert not any(workers.tokens_with_gradient(key).any() for key in padding)
+        assert all(math.isfinite(loss) for loss in workers.losses)
+        tq.kv_clear(keys=batch.keys, partition_id="train")
+
+
+def test_nothing_is_dropped_where_the_budget_is_the_group(queue: None) -> None:
+    rewards = draw_rewards()
+    everything = put_rollouts(rewards)
+    batch, metrics = run_step(make_trainer(), 6)  # 8 of 4
+    assert sorted(batch.keys) == sorted(everything)
+    assert metrics["d3s/rollouts_budget"] == 4
+
+
+@pytest.mark.parametrize(("step", "rollouts", "ratio"), [(1, 2, 0.1), (6, 3, 0.2), (10, 4, 0.28), (11, 4, 0.3)])
+def test_the_schedule_follows_the_steps_that_are_done(queue: None, step: int, rollouts: int, ratio: float) -> None:
+    put_rollouts(draw_rewards())
+    ends = "rollouts_start=2", "rollouts_end=4", "token_ratio_start=0.1", "token_ratio_end=0.3"
+    trainer = make_trainer(*(f"{D3S}.{end}" for end in ends), step=step, steps=10)
+    batch, metrics = run_step(trainer, 6)
+    assert metrics["d3s/rollouts_budget"] == rollouts
+    assert metrics["d3s/token_ratio"] == pytest.approx(ratio)
+    assert metrics["d3s/rollouts_kept"] == len(rows_of(batch, "uid")) == 6 * rollouts
+
+
+def test_outputs_of_a_rollout_stay_together(queue: None) -> None:
+    """verl gives the advantage of the last output to all of them."""
+    rewards = draw_rewards()
+    put_rollouts(rewards, outputs=3)
+    trainer = make_trainer(f"{D3S}.rollouts_start=2")
+    batch, metrics = run_step(trainer, 6)
+    assert metrics["d3s/rollouts_kept"] == 12
+    rows = rows_of(batch, "advantages", "returns")
+    kept = expected_keys(rewards, 2)
+    assert sorted(rows) == sorted(f"{key[:-1]}{output}" for key in kept for output in range(3))
+    of_all = verls_advantages(rewards, flat(rewards)[2])
+    found = advantages_in(rows)
+    for key in kept:
+        for output in range(3):
+            assert found[f"{key[:-1]}{output}"] == pytest.approx(of_all[key], abs=1e-5)
+
+
+def test_rewards_from_a_colocated_model(queue: None) -> None:
+    """verl asks it just before the rollouts are chosen."""
+    from verl.protocol import DataProto
+
+    put_rollouts({f"u{group}": [0.0] * 4 for group in range(6)}, length=5)
+    rewards: Rewards = {}
+    order: list[str] = []
+
+    class RewardLoop:
+        reward_loop_worker_handles = None
+
+        def compute_rm_score(self, data: Any) -> Any:
+            values, rewards_of = torch.rand(len(data)), {}
+            for key, value in sorted(zip(order, values.tolist(), strict=True)):
+                rewards_of.setdefault(key.split("_")[0], []).append(value)
+            rewards.update(rewards_of)
+            scores = torch.zeros(len(data), 5)
+            scores[:, -1] = values
+            return DataProto.from_dict(tensors={"rm_scores": scores})
+
+    trainer = make_trainer(f"{D3S}.rollouts_start=2")
+    trainer.reward_loop_manager = RewardLoop()
+    sample = trainer.replay_buffer.sample
+
+    def note_order(**options: Any) -> Any:
+        batch, metrics = sample(**options)
+        order.extend(batch.keys)
+        return batch, metrics
+
+    trainer.replay_buffer.sample = note_order
+    batch, _ = run_step(trainer, 6)
+    assert sorted(batch.keys) == sorted(expected_keys(rewards, 2))
+
+
+def test_rollouts_without_a_reward_are_dropped(queue: None) -> None:
+    rewards = draw_rewards()
+    rewards["u1"][2] = rewards["u3"][0] = math.nan
+    rewards["u5"] = [math.nan] * 4
+    put_rollouts(rewards)
+    trainer = make_trainer(f"{D3S}.token_ratio_start=1.0")  # 4 of 4: all that have one
+    batch, metrics = run_step(trainer, 6)
+    values, _, keys = flat(rewards)
+    good = [key for key, value in zip(keys, values.tolist(), strict=True) if not math.isnan(value)]
+    rows = rows_of(batch, "advantages", "returns")
+    assert sorted(rows) == sorted(good)
+    assert advantages_in(rows) == pytest.approx(verls_advantages(rewards, good), abs=1e-5)
+    assert metrics["d3s/score_of_all/mean"] == pytest.approx(float(values.nanmean()))
+    assert all(math.isfinite(loss) for loss in trainer.actor_rollout_wg.losses)
+
+
+def test_no_reward_at_all(queue: None) -> None:
+    put_rollouts({"u0": [math.nan] * 4, "u1": [math.nan] * 4})
+    with pytest.raises(ValueError, match="rm_scores: got no finite reward in 8 rollouts"):
+        run_step(make_trainer(), 2)
+
+
+@pytest.mark.parametrize("drop", ["true", "false"])
+def test_groups_without_a_spread(queue: None, drop: str) -> None:
+    """Nothing to choose by: no gradient, and no division by 0."""
+    put_rollouts({f"u{group}": [1.0] * 4 for group in range(6)})
+    trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.drop_zeros={drop}")
+    batch, metrics = run_step(trainer, 6)
+    assert metrics["d3s/zero_advantage_share"] == 1
+    assert metrics["d3s/rollouts_kept"] == 12
+    workers = trainer.actor_rollout_wg
+    assert not any(workers.tokens_with_gradient(key).any() for key in batch.keys)
+    if drop == "true":  # the mask stays
+        assert workers.losses == [0.0] * 4
+        assert all(row["response_mask"][1:].all() for row in rows_of(batch, "response_mask").values())
+
+
+def test_zeros_can_be_dropped(queue: None) -> None:
+    """Of each group of 4 with a single winner, all are kept; without a spread none has a token that counts."""
+    rewards = {f"u{group}": [0.0, 0.0, 0.0, 1.0] if group == 3 else [1.0] * 4 for group in range(6)}
+    put_rollouts(rewards)
+    trainer = make_trainer(f"{D3S}.drop_zeros=true", f"{D3S}.token_ratio_start=1.0")
+    batch, _ = run_step(trainer, 6)
+    for key, row in rows_of(batch, "response_mask").items():
+        assert row["response_mask"][1:].bool().unique().tolist() == [key.startswith("u3")]
+
+
+def test_verls_metrics_of_the_step(queue: None) -> None:
+    """They read what was written: masks with holes are no obstacle."""
+    put_rollouts(draw_rewards())
+    trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.token_scope=sequence")
+    batch, metrics = run_step(trainer, 6)
+    trainer._get_n_gpus_for_throughput = lambda: 1
+    timing = dict.fromkeys(("step", "gen", "adv", "old_log_prob", "update_actor"), 1.0)
+    trainer._compute_metrics(batch, metrics, timing, global_steps=1, epoch=0)
+    assert math.isfinite(metrics["critic/score/mean"])
+    assert metrics["critic/advantages/max"] > 0 > metrics["critic/advantages/min"]
+
+
+REFUSED = [
+    (["algorithm.rollout_correction.bypass_mode=true"], "algorithm.rollout_correction.bypass_mode: got True; .* False"),
+    (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator: got 'gae'; d3s_sync takes one adv"),
+    (["critic.enable=true"], "critic.enable: got True; d3s_sync takes one advantage for a rollout, and no critic"),
+    (["algorithm.adv_estimator=rloo"], "algorithm.adv_estimator: got 'rloo'; takes 'grpo' or 'grpo_vectorized'"),
+    (["algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward: got True; takes False"),
+    ([f"{LOSS}=d3s"], "policy_loss.loss_mode: got 'd3s'; d3s_sync takes another"),
+    ([f"{LOSS}=dro", f"{D3S}.loss_denominator=all"], "d3s_sync.loss_denominator: got 'all'; takes 'kept'"),
+    ([f"{LOSS}=geo_mean", f"{D3S}.loss_denominator=all"], "d3s_sync.loss_denominator: got 'all'; takes 'kept'"),
+    ([f"{D3S}.rollouts_start=0"], "trainer.v1.d3s_sync.rollouts_start: got 0; takes a whole number of at least 1"),
+    ([f"{D3S}.tokens=0.5"], "trainer.v1.d3s_sync.tokens: is no option; takes rollouts_start"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=[overrides[0] for overrides, _ in REFUSED])
+def test_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_trainer(*overrides)
+
+
+@pytest.mark.parametrize("overrides", [["algorithm.adv_estimator=rloo"], ["algorithm.use_kl_in_reward=true"]])
+def test_what_needs_the_survivors_advantages(queue: None, overrides: list[str]) -> None:
+    """verl computes them; the rollouts are chosen by GRPO's."""
+    rewards = draw_rewards()
+    put_rollouts(rewards)
+    trainer = make_trainer(*overrides, f"{D3S}.advantages_from=kept", f"{D3S}.rollouts_start=2")
+    if trainer.use_reference_policy:
+        trainer.ref_in_actor = True
+    batch, _ = run_step(trainer, 6)
+    assert sorted(batch.keys) == sorted(expected_keys(rewards, 2))
+
+
+def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    import verl
+
+    monkeypatch.setattr(verl, "__version__", "1.0.0")
+    with pytest.warns(UserWarning, match=r"verl: is 1\.0\.0; d3s_sync was tested with 0\.9\.1"):
+        make_trainer()
+
+
+def test_the_lines_of_the_documentation_are_taken() -> None:
+    config = compose_config("trainer.v1.trainer_mode=d3s_sync", f"{D3S}.rollouts_start=4", f"{D3S}.drop_zeros=true")
+    assert dict(config.trainer.v1.d3s_sync) == {"rollouts_start": 4, "drop_zeros": True}

@@ -1,0 +1,178 @@
+"""What the tests of the trainer share: verl's own configuration, storage, rows and loss, and a stand-in for workers.
+
+Real: the configuration (composed by hydra from verl's files), TransferQueue (in a Ray of this machine), the rows
+(``AgentLoopOutput``), the replay buffer, the whole of ``_step_once``, and the loss (``ppo_loss``).
+Not real: the tokenizer, the reward workers, the rollout server; and the group of actor workers, whose policy here is a
+table of log-probabilities. :class:`Workers` divides rows among ranks and mini-batches as verl's engine does.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.utils.losses import ppo_loss
+
+MODE = "trainer.v1.trainer_mode=d3s_sync"
+BASE = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+    "data.train_batch_size=6",
+)
+
+
+def compose_config(*overrides: str) -> DictConfig:
+    """verl's configuration as its main function gets it."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[*BASE, *overrides])
+    OmegaConf.resolve(config)
+    return config
+
+
+class Workers:
+    """Stands in for the group of actor workers, with two data-parallel ranks.
+
+    Its policy is a table: for each row, log-probabilities of the response's tokens that can have a gradient, and
+    entropies. Both have a last row for verl's rows of padding.
+    """
+
+    ranks = 2
+
+    def __init__(self, config: DictConfig) -> None:
+        self._dispatch_info = {"actor": list(range(self.ranks))}
+        self.config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        self.log_probs: dict[str, Tensor] = {}
+        self.entropies: dict[str, Tensor] = {}
+        self.old_log_probs_asked_for: list[str] = []
+        self.updates: list[list[str]] = []  # the keys in each optimiser update
+        self.losses: list[float] = []
+        self.denominators: list[int] = []
+
+    def _of_whole_sequences(self, tables: dict[str, Tensor], keys: list[str], prompts: Tensor) -> Tensor:
+        """As a model gives them: for prompt and response, each token's value at the place before it."""
+        lengths = prompts.offsets().diff().tolist()
+        rows = [
+            torch.cat([torch.zeros(length - 1), tables[key], torch.zeros(1)])
+            for key, length in zip(keys, lengths, strict=True)
+        ]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
+        self.old_log_probs_asked_for = list(batch.keys)
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts", "responses"])
+        for key, length in zip(batch.keys, data["responses"].offsets().diff().tolist(), strict=True):
+            self.log_probs.setdefault(key, (-torch.rand(length) - 0.1).requires_grad_())
+            self.entropies.setdefault(key, torch.rand(length) + 0.1)
+        with torch.no_grad():
+            fields = {"log_probs": self._of_whole_sequences(self.log_probs, batch.keys, data["prompts"])}
+            if batch.extra_info["calculate_entropy"]:  # not for the reference policy
+                fields["entropy"] = self._of_whole_sequences(self.entropies, batch.keys, data["prompts"])
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, len(batch)))
+        return batch
+
+    def update_actor(self, batch: KVBatchMeta) -> dict[str, Any]:
+        """Each rank's rows in mini-batches, the loss of each divided by what the whole mini-batch has."""
+        rows_of_rank, rest = divmod(len(batch), self.ranks)
+        assert not rest
+        mini, rest = divmod(batch.extra_info["mini_batch_size"], self.ranks)
+        assert not rest
+        assert not rows_of_rank % mini, "verl drops the rows of a mini-batch that is not whole"
+        ranks = batch.chunk(self.ranks)
+        for first in range(0, rows_of_rank, mini):
+            parts = [rank.keys[first : first + mini] for rank in ranks]
+            self.updates.append([key for keys in parts for key in keys])
+            data = [tq.kv_batch_get(keys=keys, partition_id=batch.partition_id) for keys in parts]
+            tokens = sum(int(part["loss_mask"].sum()) for part in data)
+            self.denominators.append(tokens)
+            for keys, part in zip(parts, data, strict=True):
+                tu.assign_non_tensor(
+                    part,
+                    dp_size=self.ranks,
+                    batch_num_tokens=tokens,
+                    global_batch_size=batch.extra_info["global_batch_size"],
+                )
+                log_probs = self._of_whole_sequences(self.log_probs, keys, part["prompts"])
+                loss, _ = ppo_loss(self.config, {"log_probs": log_probs}, part)
+                self.losses.append(float(loss.detach()))
+                if loss.isfinite():  # without a kept token it is 0 / 0, and the FSDP engine makes no update of that
+                    (loss / self.ranks).backward()  # data-parallel ranks take the mean
+        return {"metrics": {"mfu": [0.0], "loss": self.losses}}
+
+    def tokens_with_gradient(self, key: str) -> Tensor:
+        grad = self.log_probs[key].grad
+        return torch.zeros_like(self.log_probs[key], dtype=torch.bool) if grad is None else grad != 0
+
+
+def make_trainer(*overrides: str, step: int = 1, steps: int = 1) -> Any:
+    config = compose_config(MODE, *overrides)
+    trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+    trainer.global_steps, trainer.total_training_steps = step, steps
+    trainer.tokenizer = SimpleNamespace(eos_token_id=0, pad_token_id=0)
+    trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: None)
+    trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=["rewards come with the rollouts"])
+    trainer.curr_step_profile = False
+    trainer.actor_rollout_wg = Workers(config)
+    return trainer
+
+
+def put_rollouts(rewards: dict[str, list[float]], outputs: int = 1, length: int | None = None) -> list[str]:
+    """Puts finished groups into the queue, as verl's agent loop does; the first token of a response is no model's."""
+    keys = []
+    for uid, group in rewards.items():
+        for session, reward in enumerate(group):
+            rows, tags = [], []
+            for output in range(outputs):
+                prompt, response = 2 + session % 3, length or 3 + int(torch.randint(6, ()))
+                row = AgentLoopOutput(
+                    prompt_ids=list(range(prompt)),
+                    response_ids=list(range(response)),
+                    response_mask=[0] + [1] * (response - 1),
+                    response_logprobs=[-0.5] * response,
+                    reward_score=reward if output == outputs - 1 else -reward,  # the last one's counts
+                    num_turns=2,
+                    metrics=AgentLoopMetrics(),
+                ).as_dict()
+                ids = torch.cat([row["prompts"], row["responses"]])
+                row |= {
+                    "uid": uid,
+                    "session_id": session,
+                    "raw_prompt": [],
+                    "loss_mask": row["response_mask"],
+                    "input_ids": ids,
+                }
+                row |= {"position_ids": torch.arange(len(ids)), "multi_modal_inputs": {}}
+                rows.append(row)
+                tags.append({"status": "success", "prompt_len": prompt, "response_len": response})
+                tags[-1] |= {"seq_len": len(ids), "global_steps": 1, "min_global_steps": 0, "max_global_steps": 0}
+            names = [f"{uid}_{session}_{output}" for output in range(outputs)]
+            tq.kv_batch_put(keys=names, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags)
+            keys += names
+        tag = {"is_prompt": True, "status": "finished", "global_steps": 1}
+        tq.kv_batch_put(keys=[uid], partition_id="train", tags=[tag])
+    return keys
+
+
+def run_step(trainer: Any, groups: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+    metrics: dict[str, Any] = {}
+    return trainer._step_once(metrics, {}, groups), metrics
+
+
+def rows_of(batch: KVBatchMeta, *fields: str) -> dict[str, TensorDict]:
+    """What the queue has for each row that is not padding."""
+    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
+    data = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=list(fields))
+    return {key: data[row] for row, key in enumerate(keys)}
