@@ -1,0 +1,25 @@
+"""What verl loads by itself in each of its processes (entry points ``verl.plugins``): registers our names with it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+
+
+def _register() -> None:
+    names = {"loss": "actor.policy_loss.loss_mode=d3s"}
+    if importlib.util.find_spec("transfer_queue"):  # verl's V1 trainers cannot be imported without it
+        names["trainer"] = "trainer.v1.trainer_mode=d3s_sync"
+    for module, setting in names.items():
+        try:
+            importlib.import_module(f"{__package__}.{module}")
+        except Exception as error:  # verl would swallow it
+            warnings.warn(
+                f"d3s_kernels: {setting} is not available: {__package__}.{module} could not be imported: {error!r}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+_register()

@@ -1,0 +1,74 @@
+"""verl finds the integration by itself, in a process that imports nothing else, and says so where it cannot be had."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
+
+
+def run(code: str, directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=directory,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+NAMES = """
+import verl
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+print(get_trainer_cls("d3s_sync").__module__, get_policy_loss_fn("d3s").__module__)
+"""
+
+
+def test_importing_verl_registers_both_names(tmp_path: Path) -> None:
+    found = run(NAMES, tmp_path)
+    assert found.stdout.split() == ["d3s_kernels.integrations.verl.trainer", "d3s_kernels.integrations.verl.loss"]
+    assert "d3s_kernels" not in found.stderr
+
+
+def test_it_is_the_entry_point_that_does_it(tmp_path: Path) -> None:
+    found = run(NAMES, tmp_path, VERL_USE_EXTERNAL_PLUGINS="none")
+    assert "Unknown trainer 'd3s_sync'" in found.stderr
+
+
+def test_our_modules_may_come_first(tmp_path: Path) -> None:
+    found = run(f"import d3s_kernels.integrations.verl.trainer\n{NAMES}", tmp_path)
+    assert found.stdout.split() == ["d3s_kernels.integrations.verl.trainer", "d3s_kernels.integrations.verl.loss"]
+    assert "RuntimeWarning" not in found.stderr
+
+
+def test_without_transfer_queue_there_is_the_loss_alone(tmp_path: Path) -> None:
+    """verl's V1 trainers cannot be imported then, and nobody has to hear of it."""
+    found = run(
+        """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "transfer_queue" else find(name, package)
+import sys, verl
+print("d3s_kernels.integrations.verl.trainer" in sys.modules, "verl.trainer.ppo.v1" in sys.modules)
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+print(get_policy_loss_fn("d3s").__name__)
+""",
+        tmp_path,
+    )
+    assert found.stdout.split() == ["False", "False", "d3s_policy_loss"]
+    assert "RuntimeWarning" not in found.stderr
+
+
+def test_what_cannot_be_registered_is_said(tmp_path: Path) -> None:
+    """verl logs the error at debug level."""
+    found = run("import sys; sys.modules['uvicorn'] = None; import verl; print('goes on')", tmp_path)
+    assert found.stdout.split() == ["goes", "on"]
+    assert "RuntimeWarning: d3s_kernels: trainer.v1.trainer_mode=d3s_sync is not available: d3s_kernels" in found.stderr
+    assert "uvicorn" in found.stderr
+    assert "loss_mode=d3s is not available" not in found.stderr
