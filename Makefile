@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-oldest gpu demo learn step bench bench-short lint format sanitize wheel clean
+.PHONY: help setup test test-oldest test-verl gpu demo learn step bench bench-short lint format sanitize wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -105,6 +105,20 @@ test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the li
 	$(OLDEST)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
 	cd build && ../$(OLDEST)/bin/python -m pytest ../tests -p no:cacheprovider \
 	  --ignore ../tests/test_cuda_emulated.py --ignore ../tests/test_cuda_binary.py --ignore ../tests/test_wheel.py
+
+# verl brings the packages of half a training cluster, and torch has to be there first, as above. A build directory of its
+# own: that of .venv remembers the paths of .venv.
+VERL := .venv-verl
+
+$(VERL)/.set-up: $(SOURCES)
+	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -c 'import torch' 2> /dev/null || $(VERL)/bin/pip install -q $(TORCH_INDEX) '$(TORCH)' numpy
+	$(VERL)/bin/pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.26' ninja pytest hypothesis
+	$(VERL)/bin/pip install -q --no-build-isolation -C build-dir=build/verl -C cmake.define.D3S_CUDA=OFF -e '.[verl]'
+	touch $@
+
+test-verl: $(VERL)/.set-up  ## the integration with verl, in an environment of its own
+	$(VERL)/bin/python -m pytest tests/verl
 
 wheel: $(VENV)/.tools  ## a wheel in dist/: CUDA=13.0 with the toolkit in CUDA_HOME or on PATH, CUDA=none without
 	$(if $(CUDA),,$(error CUDA= says what the wheel is for: the version of the toolkit, as in CUDA=13.0, or CUDA=none))
