@@ -40,9 +40,10 @@ $(TRL_FOLDER)/.set-up: $(BIN)/python
 	$(BIN)/pip install -q --no-deps --upgrade --target $(TRL_FOLDER) 'trl==$(OLDEST_TRL)'
 	touch $@
 
-test: setup $(TRL_FOLDER)/.set-up  ## the whole test suite
+test: setup $(TRL_FOLDER)/.set-up  ## the whole test suite, with both ends of TRL's versions, and with verl
 	$(BIN)/python -m pytest tests
 	PYTHONPATH=$(abspath $(TRL_FOLDER)) D3S_TEST_TRL=$(OLDEST_TRL) $(BIN)/python -m pytest tests/trainers
+	$(MAKE) test-verl
 
 demo: setup  ## GRPO, PODS and D3S train a small model side by side, in two minutes; a table and a plot in demo/
 	$(BIN)/python examples/learn_more_with_less.py --short --out demo $(DEMO_ARGS)
