@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
-from tiny_trl import GROUP, PlainTrainer, gradients, loss_and_gradients, micro_batch, model, trainer
+from tiny_trl import GROUP, PlainTrainer, generation_batch, gradients, loss_and_gradients, micro_batch, model, trainer
 
 import d3s_kernels as d3s
 
@@ -135,16 +135,19 @@ def test_kl_goes_through_kept_tokens_and_metrics_are_trls(level: str) -> None:
         assert mine[name] == pytest.approx(logged[name], rel=1e-4, abs=1e-6), name
 
 
-def test_entropy_bonus_goes_through_kept_tokens() -> None:
+@pytest.mark.parametrize("loss", ["bnpo", "grpo", "luspo"])
+def test_entropy_bonus_is_a_mean_over_the_kept_tokens(loss: str) -> None:
+    """Whatever the loss divides by."""
     batch = micro_batch(4)
-    options = {"loss_type": "bnpo", "entropy_coef": 0.5}
-    kept = chosen(batch)
-    weight = weight_of("bnpo", kept, batch["completion_mask"])
-    _, gradient = loss_and_gradients(trainer(**options), batch)
-    expected = expected_gradient(batch, options, kept, weight)
-    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
-    _, without = loss_and_gradients(trainer(loss_type="bnpo"), batch)
-    assert (gradient - without).norm() > 0.01 * without.norm()
+    kept, mask = chosen(batch), batch["completion_mask"]
+    _, with_bonus = loss_and_gradients(trainer(loss_type=loss, entropy_coef=0.5), batch)
+    _, without = loss_and_gradients(trainer(loss_type=loss), batch)
+    made, leaves = plain(batch, {"loss_type": loss})
+    made.compute_loss(made.model, batch)
+    # TRL subtracts coefficient x mean entropy, here for one of two accumulated steps.
+    leaves["entropy"].backward(torch.where(kept, -0.5 / kept.sum() / 2, 0.0))
+    torch.testing.assert_close(with_bonus - without, gradients(made), rtol=1e-3, atol=1e-5)
+    assert mask.sum() > kept.sum()
 
 
 def test_by_sequence_every_sequence_has_its_share() -> None:
@@ -153,6 +156,28 @@ def test_by_sequence_every_sequence_has_its_share() -> None:
     made.compute_loss(made.model, batch)
     expected = sum(-(-int(n) * RATIO // 1) for n in batch["completion_mask"].sum(1))
     assert made._metrics["train"]["d3s/tokens_kept"] == [expected]
+
+
+def test_by_sequence_zeros_can_be_dropped_too() -> None:
+    batch = micro_batch(5)
+    batch["advantages"][2] = 0
+    made = trainer(token_scope="sequence", drop_zeros=True)
+    made.compute_loss(made.model, batch)
+    lengths = torch.cat([batch["completion_mask"].sum(1)[:2], batch["completion_mask"].sum(1)[3:]])
+    assert made._metrics["train"]["d3s/tokens_kept"] == [sum(-(-int(n) * RATIO // 1) for n in lengths)]
+
+
+def test_logged_entropies_are_means_over_kept_and_dropped_tokens() -> None:
+    batch = micro_batch(5)
+    made, kept = trainer(), chosen(batch)
+    made.compute_loss(made.model, batch)
+    entropy = made._score(made.model, batch, compute_entropy=True)[1]
+    logged = {name: values[0] for name, values in made._metrics["train"].items()}
+    assert logged["d3s/entropy_kept"] == pytest.approx(entropy[kept].mean().item(), rel=1e-5)
+    dropped = batch["completion_mask"].bool() & ~kept
+    assert logged["d3s/entropy_dropped"] == pytest.approx(entropy[dropped].mean().item(), rel=1e-5)
+    scores = batch["advantages"].abs()[:, None] * entropy
+    assert logged["d3s/threshold"] == pytest.approx(scores[kept].min().item(), rel=1e-5)
 
 
 def test_tool_tokens_are_neither_counted_nor_kept() -> None:
@@ -185,7 +210,8 @@ def test_evaluation_is_trls() -> None:
     assert ours.compute_loss(ours.model, batch).item() == pytest.approx(
         theirs.compute_loss(theirs.model, batch).item(), rel=1e-5
     )
-    assert "d3s/tokens_kept" not in ours._metrics["eval"]
+    for mode in ("train", "eval"):
+        assert not [name for name in ours._metrics[mode] if "d3s" in name]
 
 
 # ---- tokens known before the update ----------------------------------------------------------------------------------
@@ -247,8 +273,83 @@ def test_nothing_is_cut_where_tokens_depend_on_each_other(options: dict[str, Any
     known = known_before(made, micro_batch(11))
     assert not made._tokens_are_independent(known)
     loss_and_gradients(made, known)
-    made.beta = 0.1
+
+
+def test_nothing_is_cut_with_a_reference_experts_or_images() -> None:
+    made = trainer(entropy_from="rollout")
+    known = known_before(made, micro_batch(11))
+    assert made._tokens_are_independent(known)
+    assert not made._tokens_are_independent(known | {"num_images": [1] * GROUP})
+    made.aux_loss_enabled = True
     assert not made._tokens_are_independent(known)
+    made.aux_loss_enabled, made.beta = False, 0.1
+    assert not made._tokens_are_independent(known)
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo"])
+def test_counts_of_the_generation_batch_make_micro_batches_one_mean(loss: str) -> None:
+    """Micro-batches have kept different numbers of tokens; together they are what TRL makes of the mask as a whole."""
+    whole = with_old_policy(generation_batch(13), model())
+    whole["advantages"][GROUP:] = torch.linspace(-0.4, 0.6, GROUP)
+    options = {"loss_type": loss, "entropy_from": "rollout", "steps_per_generation": 2, **CLIPPED}
+    made = trainer(**options)
+    known = known_before(made, whole)
+    parts = [
+        {name: value[part] if value.dim() else value for name, value in known.items()}
+        for part in (slice(0, GROUP), slice(GROUP, None))
+    ]
+    counts = [int(part["d3s_kept"].sum()) for part in parts]
+    assert counts[0] != counts[1]
+    gradient = sum(loss_and_gradients(made, part)[1] for part in parts)
+    del options["entropy_from"]
+    masked = whole | {"tool_mask": known["d3s_kept"].long(), "num_items_in_batch": known["d3s_kept"].sum()}
+    _, expected = loss_and_gradients(trainer(PlainTrainer, **options), masked)
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_in_the_cut_update_dropped_tokens_have_a_ratio_of_1() -> None:
+    batch = with_old_policy(micro_batch(9), model())
+    whole, cut = trainer(loss_type="grpo", **CLIPPED), trainer(loss_type="grpo", entropy_from="rollout", **CLIPPED)
+    known = known_before(cut, batch)
+    cut.compute_loss(cut.model, known)
+    logprob = whole._score(whole.model, batch)[0]
+    ratio = torch.where(known["d3s_kept"], (logprob - batch["old_per_token_logps"]).exp(), 1)
+    sign = batch["advantages"][:, None].sign()
+    beyond = ((ratio < 0.95) & (sign < 0)) | ((ratio > 1.1) & (sign > 0))
+    mask = batch["completion_mask"].bool()
+    assert beyond[mask].any()
+    assert cut._metrics["train"]["clip_ratio/region_mean"][0] == pytest.approx(beyond[mask].float().mean().item())
+
+
+def test_the_cut_update_keeps_to_the_widths_that_trl_pads_to() -> None:
+    made = trainer(entropy_from="rollout", pad_to_multiple_of=4)
+    known = known_before(made, generation_batch(10, GROUP, prompt=4, completion=16))
+    known["d3s_kept"][:, 9:] = False
+    widths = []
+    forward = made.model.forward
+
+    def watched(**more: Any) -> Any:
+        widths.append(more["input_ids"].shape[1])
+        return forward(**more)
+
+    made.model.forward = watched
+    made.compute_loss(made.model, known)
+    last = int(known["d3s_kept"].any(0).nonzero().max()) + 1
+    assert widths == [4 + -(-last // 4) * 4]
+
+
+def test_a_micro_batch_without_advantages_logs_numbers() -> None:
+    made = trainer(entropy_from="rollout")
+    known = known_before(made, generation_batch(3))
+    useless = {name: value[GROUP:] if value.dim() else value for name, value in known.items()}
+    made.compute_loss(made.model, useless)
+    logged = made._metrics["train"]
+    scored = made._score(made.model, {n: v[:GROUP] if v.dim() else v for n, v in known.items()}, compute_entropy=True)[
+        1
+    ]
+    mean = scored[known["completion_mask"][:GROUP].bool()].mean().item()
+    assert logged["entropy"][-1] == pytest.approx(mean, rel=1e-4)
+    assert logged["d3s/entropy_dropped"][-1] == pytest.approx(mean, rel=1e-4)
 
 
 def test_a_micro_batch_without_a_kept_token_is_legal() -> None:

@@ -78,6 +78,19 @@ def test_scores_are_trls(name: str, labels: Tensor) -> None:
 
 
 @needs_trls
+def test_a_scale_comes_before_the_cap() -> None:
+    hidden, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((5, 8), (31, 8), (31,)))
+    arguments = hidden, weight, bias, torch.randint(31, (5,)), 0.7, 16, 1.5, 0.25, ("log_probs", "entropy")
+    found = []
+    for head in (our_head._Head, our_head._TRLS_HEAD):
+        logprob, entropy, *_ = head.apply(*arguments)
+        grads = torch.autograd.grad((logprob - 2 * entropy).sum(), (hidden, weight, bias))
+        found.append((logprob, entropy, *grads))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@needs_trls
 def test_autocast_gives_the_precision_that_trl_takes(labels: Tensor) -> None:
     model = MODELS["Qwen2, untied"]()
     with torch.no_grad():
@@ -119,6 +132,13 @@ def test_falls_back_to_trls_head_and_says_so_once(labels: Tensor, monkeypatch: p
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scored(double, labels, True)
+
+
+def test_without_triton_and_without_our_kernels_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(our_head, "_TRLS_HEAD", None)
+    double = torch.zeros(2, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="the LM head cannot be ours, because the head's weight is"):
+        our_head._Head.apply(double, double, None, torch.zeros(2, dtype=torch.long), 1.0, 16)
 
 
 def test_other_outputs_are_left_to_trl() -> None:

@@ -86,6 +86,7 @@ def test_the_same_rollouts_and_as_many_on_each_process(together: tuple) -> None:
     ranks, options, outcomes, _ = together
     single = alone(ranks, options)
     assert len({len(one["advantages"]) for one in outcomes}) == 1
+    assert len({int(one["forwards"]) for one in outcomes}) == 1  # a sharded model's are joint ones
     assert sum(len(one["advantages"]) for one in outcomes) == len(single["advantages"])
     ours = merged(outcomes, "advantages")
     expected = by_rollout(single, "advantages")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("trl")
 from tiny_trl import GROUP, PAD, generation_batch, trainer
 
 from d3s_kernels import max_variance_select
-from d3s_kernels.integrations.trl.rollouts import choose_rollouts, take, trimmed
+from d3s_kernels.integrations.trl.rollouts import _joined, choose_rollouts, keep_rollouts, take, trimmed
 
 
 @st.composite
@@ -71,6 +72,16 @@ def test_rollouts_that_cannot_move_are_chosen_on_their_rank() -> None:
     assert by_rank.view(2, 4).tolist() == [[True, True, False, False], [True, False, False, True]]
 
 
+def test_groups_that_cannot_move_are_chosen_on_their_rank() -> None:
+    advantages = torch.tensor(
+        [[9.0, -9.0, 8.0, -8.0], [0.3, 0.1, 0.0, -0.1], [5.0, 1.0, 2.0, -5.0], [1.0, 2.0, 3.0, 4.0]]
+    )
+    kept = choose_rollouts(advantages, 2, "group", multiple=4, ranks=2)
+    assert torch.equal(kept, choose_rollouts(advantages, 2, "group", multiple=4))
+    straddling = choose_rollouts(advantages[:3], 2, "group", multiple=2, ranks=2)
+    assert straddling.view(2, 6).sum(dim=1).tolist() == [3, 3]
+
+
 def test_taken_rows_have_their_images() -> None:
     batch = generation_batch(0, rows=3)
     batch |= {
@@ -88,17 +99,28 @@ def test_taken_rows_have_their_images() -> None:
     assert last["num_items_in_batch"] is batch["num_items_in_batch"]
 
 
-@pytest.mark.parametrize(("multiple", "columns"), [(None, 5), (4, 8), (16, 10)])
-def test_trimmed_of_empty_columns(multiple: int | None, columns: int) -> None:
-    batch = generation_batch(0)
+BY_TOKEN = [
+    "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
+    "sampling_per_token_logps", "importance_sampling_ratio", "d3s_entropy",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("multiple", "prompt", "completion"), [(None, 2, 5), (4, 4, 8), (16, 4, 10)])
+def test_trimmed_of_empty_columns(multiple: int | None, prompt: int, completion: int) -> None:
+    numbers = torch.arange(160.0).view(16, 10)
+    batch = generation_batch(0) | dict.fromkeys(BY_TOKEN, numbers)
     batch["completion_mask"] = (torch.arange(10) < 5).long().expand(16, 10).clone()
-    batch["token_type_ids"] = torch.ones(16, 14)
-    batch["importance_sampling_ratio"] = torch.ones(16, 1)  # of sequences: no columns to cut
+    batch["prompt_mask"] = (torch.arange(4) >= 2).long().expand(16, 4).clone()
+    batch["token_type_ids"] = torch.cat([batch["prompt_ids"], numbers], dim=1)
     cut = trimmed(batch, multiple)
-    assert cut["completion_ids"].shape == cut["completion_mask"].shape == (16, columns)
-    assert cut["token_type_ids"].shape == (16, 4 + columns)
-    assert cut["importance_sampling_ratio"].shape == (16, 1)
-    assert torch.equal(cut["prompt_ids"], batch["prompt_ids"])
+    for name in ("prompt_ids", "prompt_mask"):
+        assert torch.equal(cut[name], batch[name][:, 4 - prompt :])
+    for name in BY_TOKEN:
+        assert torch.equal(cut[name], batch[name][:, :completion])
+    both = torch.cat([cut["prompt_ids"], numbers[:, :completion]], dim=1)
+    assert torch.equal(cut["token_type_ids"], both)
+    batch["importance_sampling_ratio"] = torch.ones(16, 1)  # of sequences
+    assert trimmed(batch, multiple)["importance_sampling_ratio"].shape == (16, 1)
 
 
 def test_trimmed_keeps_one_column_of_nothing() -> None:
@@ -107,20 +129,129 @@ def test_trimmed_keeps_one_column_of_nothing() -> None:
     assert trimmed(batch, None)["completion_ids"].shape == (16, 1)
 
 
+def test_rows_that_arrive_are_padded_on_their_side() -> None:
+    pad_token = 7
+    narrow = {
+        "prompt_ids": torch.tensor([[11, 12]]),
+        "prompt_mask": torch.tensor([[1, 1]]),
+        "completion_ids": torch.tensor([[21]]),
+        "completion_mask": torch.tensor([[1]]),
+        "importance_sampling_ratio": torch.tensor([[0.5]]),
+        "old_per_token_logps": torch.tensor([[-1.0]]),
+        "advantages": torch.tensor([2.0]),
+        "num_items_in_batch": torch.tensor(9),
+    }
+    wide = {
+        "prompt_ids": torch.tensor([13, 14, 15]),
+        "prompt_mask": torch.tensor([0, 1, 1]),
+        "completion_ids": torch.tensor([22, 23]),
+        "completion_mask": torch.tensor([1, 1]),
+        "importance_sampling_ratio": torch.tensor([0.25, 4.0]),
+        "old_per_token_logps": torch.tensor([-2.0, -3.0]),
+        "advantages": torch.tensor(-1.0),
+    }
+    joined = {name: value.tolist() for name, value in _joined(narrow, [wide], pad_token).items()}
+    assert joined == {
+        "prompt_ids": [[pad_token, 11, 12], [13, 14, 15]],
+        "prompt_mask": [[0, 1, 1], [0, 1, 1]],
+        "completion_ids": [[21, pad_token], [22, 23]],
+        "completion_mask": [[1, 0], [1, 1]],
+        "importance_sampling_ratio": [[0.5, 1.0], [0.25, 4.0]],  # TRL sums its logarithm over all columns
+        "old_per_token_logps": [[-1.0, 0.0], [-2.0, -3.0]],
+        "advantages": [2.0, -1.0],
+        "num_items_in_batch": 9,
+    }
+    of_sequences = {"importance_sampling_ratio": torch.tensor([[0.5]])}
+    row = {"importance_sampling_ratio": torch.tensor([2.0])}
+    assert _joined(of_sequences, [row], 0)["importance_sampling_ratio"].tolist() == [[0.5], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "arrivals"),
+    [([6, 1, 2], [[], [(0, 3), (0, 4)], [(0, 5)]]), ([5, 3, 1], [[], [], [(0, 3), (0, 4)]]), ([3, 3, 3], [[], [], []])],
+)
+def test_what_one_rank_has_too_many_of_goes_where_some_are_missing(
+    counts: list[int], arrivals: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks one after another, with a gather that knows what each of them has to give."""
+    kept = torch.cat([torch.arange(8) < count for count in counts])
+    sent = [
+        [{"advantages": torch.tensor(float(10 * rank + row))} for row in range(3, n)] for rank, n in enumerate(counts)
+    ]
+    everyones = [row for rows in sent for row in rows]
+
+    def gather(rows: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        assert rows == sent[rank]
+        return everyones
+
+    monkeypatch.setattr("d3s_kernels.integrations.trl.rollouts.gather_object", gather)
+    for rank in range(3):
+        batch = {"advantages": 10.0 * rank + torch.arange(8.0)}
+        accelerator = SimpleNamespace(process_index=rank, num_processes=3)
+        ours = keep_rollouts(batch, kept, PAD, accelerator)["advantages"].tolist()
+        own = [10.0 * rank + row for row in range(min(counts[rank], 3))]
+        assert ours == own + [10.0 * sender + row for sender, row in arrivals[rank]]
+
+
 def test_kept_rows_are_whole_and_in_their_order() -> None:
     made = trainer(rollouts_start=3, rollouts_end=3)
     batch = generation_batch(5)
     expected = choose_rollouts(batch["advantages"].view(-1, GROUP), 3, "batch", multiple=2)
     kept = made._keep_rollouts(dict(batch))
     assert expected.sum() == 6
-    width = kept["completion_ids"].shape[1]
-    for name in ("prompt_ids", "prompt_mask", "advantages"):
-        assert torch.equal(kept[name], batch[name][expected])
+    width = int(batch["completion_mask"][expected].sum(dim=1).max())
+    prompt = int(batch["prompt_mask"][expected].sum(dim=1).max())
+    assert torch.equal(kept["advantages"], batch["advantages"][expected])
+    for name in ("prompt_ids", "prompt_mask"):
+        assert torch.equal(kept[name], batch[name][expected][:, 4 - prompt :])
     for name in ("completion_ids", "completion_mask"):
         assert torch.equal(kept[name], batch[name][expected][:, :width])
-    assert not batch["completion_mask"][expected][:, width:].any()
     assert kept["num_items_in_batch"] == batch["completion_mask"][expected].sum()
     assert (kept["completion_ids"][kept["completion_mask"] == 0] == PAD).all()
+
+
+def test_widths_are_multiples_where_trl_pads_to_them() -> None:
+    batch = generation_batch(5, prompt=16, completion=32)
+    batch["completion_mask"][:, 20:] = 0
+    kept = trainer(pad_to_multiple_of=8)._keep_rollouts(batch)
+    assert kept["completion_ids"].shape[1] == 24
+    assert kept["prompt_ids"].shape[1] % 8 == 0
+
+
+def test_rows_are_a_multiple_of_the_steps() -> None:
+    with pytest.warns(UserWarning, match=r"rollouts_start: got 3, asking for 3 of 8 rollouts, but 4 are kept"):
+        made = trainer(
+            rollouts_start=3, rollouts_end=3, per_device_train_batch_size=2, gradient_accumulation_steps=4
+        )  # fmt: skip
+    kept = made._keep_rollouts(generation_batch(1, rows=GROUP))
+    assert len(kept["advantages"]) == 4
+
+
+def test_tool_tokens_are_not_counted() -> None:
+    batch = generation_batch(5)
+    batch["tool_mask"] = torch.ones_like(batch["completion_mask"])
+    batch["tool_mask"][:, 0] = 0
+    kept = trainer()._keep_rollouts(batch)
+    assert kept["num_items_in_batch"] == (kept["completion_mask"] * kept["tool_mask"]).sum()
+    assert kept["num_items_in_batch"] == kept["completion_mask"].sum() - 8
+
+
+def test_a_rollout_without_a_token_in_the_loss_takes_no_place() -> None:
+    """As mask_truncated_completions leaves them: often with the lowest reward of all."""
+    batch = generation_batch(5)
+    batch["advantages"] = torch.tensor([-3.0, -3.0, 1.0, 0.5, 0.25, -0.5, -1.0, 0.75] * 2)
+    truncated = batch["advantages"] == -3
+    batch["completion_mask"][truncated] = 0
+    kept = trainer()._keep_rollouts(batch)
+    assert len(kept["advantages"]) == 8
+    assert (kept["completion_mask"].sum(dim=1) > 0).all()
+
+
+def test_advantages_of_tokens_are_refused() -> None:
+    batch = generation_batch(5)
+    batch["advantages"] = batch["advantages"][:, None].expand(-1, 10)
+    with pytest.raises(TypeError, match=r"advantages: got shape \[16, 10\]; takes one for each rollout, \[16\]"):
+        trainer()._keep_rollouts(batch)
 
 
 def test_podss_advantages_are_those_of_the_kept() -> None:
@@ -132,7 +263,12 @@ def test_podss_advantages_are_those_of_the_kept() -> None:
     ):
         left = group[chosen]
         torch.testing.assert_close(ours, (left - left.mean()) / (left.std() + 1e-4))
-    assert kept["advantages"].view(-1, 4).mean(dim=1).abs().max() < 1e-6
+    for scale in ("batch", "none"):  # TRL has divided already, or does not
+        kept = trainer(rollout_scope="group", advantages_from="kept", scale_rewards=scale)._keep_rollouts(dict(batch))
+        for group, chosen, ours in zip(
+            batch["advantages"].view(-1, GROUP), marked, kept["advantages"].view(-1, 4), strict=True
+        ):
+            torch.testing.assert_close(ours, group[chosen] - group[chosen].mean())
     whole = trainer(rollout_scope="group")._keep_rollouts(dict(batch))["advantages"]
     assert torch.equal(whole, batch["advantages"][marked.flatten()])
 

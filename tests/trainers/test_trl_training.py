@@ -96,6 +96,15 @@ def test_evaluates_as_trl_does() -> None:
     assert not [name for name in logged if "d3s" in name]
 
 
+def test_evaluation_drops_nothing() -> None:
+    made = trainer()
+    made.model.eval()
+    inputs = [{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)]
+    batch = made._generate_and_score_completions(inputs)
+    assert len(batch["advantages"]) == len(inputs)
+    assert not [name for name in (*batch, *made._metrics["train"]) if "d3s" in name]
+
+
 def test_without_arguments_it_is_d3s(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from d3s_kernels.integrations import trl as integration
     from d3s_kernels.integrations.trl import trainer as module
@@ -138,6 +147,31 @@ def test_a_dropped_rollout_costs_nothing_after_its_reward(saved: str) -> None:
     assert [rows for grad, rows in policy if grad] == [kept // 2, kept // 2]  # two micro-batches
 
 
+def test_nor_does_it_with_an_adapter_switched_off_as_the_reference(saved: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    made = trainer(policy=saved, peft_config=config, max_steps=1, beta=0.1)
+    with rows_forwarded(made.model.get_base_model()) as policy:
+        batch = made._generate_and_score_completions([{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)])
+    assert [rows for _, rows in policy] == [GROUP]
+    with made.model.disable_adapter():
+        without = made._score(made.model, batch)[0]
+    mask = batch["completion_mask"].bool()
+    torch.testing.assert_close(batch["ref_per_token_logps"][mask], without[mask])
+    assert not torch.allclose(made._score(made.model, batch)[0][mask], without[mask])
+
+
+def test_images_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer()
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(
+        made, "_get_per_token_logps_and_entropies", lambda *_, **options: (seen.update(options), None, None)
+    )
+    images = {"pixel_values": torch.ones(3, 2), "num_images": [1, 2], "image_sizes": torch.ones(3, 2)}
+    made._score(made.model, generation_batch(1, rows=2) | images)
+    assert images.keys() <= seen.keys()
+
+
 def test_by_default_there_is_no_pass_beside_the_update() -> None:
     made = trainer(max_steps=1)
     with rows_forwarded(made.model) as policy:
@@ -151,8 +185,6 @@ def test_rollouts_without_advantage_are_not_scored_for_their_entropy() -> None:
     with rows_forwarded(made.model) as policy:
         made._choose_tokens_of_batch(batch)
     assert policy == [(False, GROUP)]  # the other group has none
-    assert batch["d3s_entropy"][GROUP:].isnan().all()
-    assert not batch["d3s_entropy"][:GROUP].isnan().any()
     # Its tokens count all the same.
     assert batch["d3s_tokens_kept"] == -(-int(batch["completion_mask"].sum()) // 4)
     batch["advantages"] = torch.zeros(2 * GROUP)

@@ -6,6 +6,7 @@ torchrun ... trl_ranks.py FOLDER OPTIONS     (JSON) leaves in FOLDER what this p
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ def batch_of_rank(seed: int, rank: int, ranks: int) -> dict[str, Tensor]:
     """This process's rows, as wide as its own longest prompt and completion."""
     batch = generation_batch(seed, ROWS)
     batch["advantages"][:8] *= 0.1  # so that processes have different numbers of rollouts to keep
+    # The first process's prompts and completions are the shorter ones: rows that come to it are wider.
+    batch["prompt_mask"][:8, :2] = 0
+    batch["completion_mask"][:8, 6:] = 0
+    batch["completion_ids"] *= batch["completion_mask"]
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
     share = ROWS // ranks
     own = {name: v[rank * share : (rank + 1) * share] if v.dim() else v for name, v in batch.items()}
     prompt = int((own["prompt_mask"].any(0)).long().argmax())
@@ -47,10 +53,25 @@ def main(folder: str, options: str) -> None:
     made = trainer(policy=model(), ddp_backend="gloo", gradient_accumulation_steps=1, **json.loads(options))
     here, ranks = made.accelerator.process_index, made.accelerator.num_processes
     assert ranks > 1
-    torch.save(outcome(made, batch_of_rank(1, here, ranks)), Path(folder) / f"{here}.pt")
+    forwards = 0
+    score = made.model.forward
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        return score(*arguments, **options)
+
+    made.model.forward = counted
+    found = outcome(made, batch_of_rank(1, here, ranks))
+    torch.save(found | {"forwards": torch.tensor(forwards)}, Path(folder) / f"{here}.pt")
+    made.model.forward = score
     made.train()  # and whole steps, with generation; DDP averages the gradients
     weights = torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
     torch.save(weights, Path(folder) / f"weights-{here}.pt")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end: there gloo's threads may still want to free what Python holds, and abort.
+    os._exit(0)
 
 
 if __name__ == "__main__":

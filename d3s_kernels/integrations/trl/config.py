@@ -34,7 +34,11 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
 
     rollouts_start: int = field(
         default=8,
-        metadata={"help": "Rollouts of each group that are trained on at the start; clamped to [2, num_generations]."},
+        metadata={
+            "help": "Rollouts of each group that are trained on at the start; clamped to [2, num_generations]. "
+            "Altogether they are rounded up to a multiple of processes x steps per generation, so that a small "
+            "per_device_train_batch_size leaves little to drop."
+        },
     )
     rollouts_end: int = field(
         default=32, metadata={"help": "Rollouts of each group that are trained on at the end; clamped likewise."}
@@ -70,8 +74,9 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
         metadata={
             "help": "Whose entropy chooses tokens. 'update': that of the training forward, micro-batch by micro-batch; "
             "no extra pass. 'rollout': that of a pass without gradient over the kept rollouts, for the whole "
-            "generation batch; the training forward then skips what was dropped, where that is exact. 'auto': as "
-            "'rollout' where the trainer makes such a pass anyway, for old log-probabilities, else 'update'.",
+            "generation batch; the training forward then skips what was dropped, where that leaves the gradient as it "
+            "is. 'auto': as 'rollout' where the trainer makes such a pass anyway, for old log-probabilities, else "
+            "'update'.",
             "choices": _CHOICES["entropy_from"],
         },
     )

@@ -43,6 +43,8 @@ class _Head:
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         reason = _why_not(hidden, weight, dtype, logit_scale, outputs)
         if reason is not None:
+            if _TRLS_HEAD is None:
+                raise RuntimeError(f"d3s_kernels: the LM head cannot be ours, because {reason}; and TRL's needs Triton")
             if reason not in _said:
                 _said.add(reason)
                 warnings.warn(f"d3s_kernels: TRL's own LM head is used, because {reason}", stacklevel=2)
@@ -52,13 +54,10 @@ class _Head:
             return theirs
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-        if final_logit_softcapping is None:
-            temperature = temperature / logit_scale
-        elif logit_scale != 1:  # the scale comes before the cap
-            hidden = hidden * logit_scale
-            bias = None if bias is None else bias * logit_scale
+        # c tanh(s x / c) / T, with s, c and T TRL's scale, cap and temperature, is (c/s) tanh(x / (c/s)) / (T/s).
+        cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         logprob, entropy = linear_logprob_entropy(
-            hidden, weight, targets, bias=bias, temperature=temperature, logit_softcap=final_logit_softcapping
+            hidden, weight, targets, bias=bias, temperature=temperature / logit_scale, logit_softcap=cap
         )
         return logprob, entropy if "entropy" in outputs else None, None, None, None
 

@@ -37,7 +37,8 @@ def choose_rollouts(advantages: Tensor, keep: int, scope: str, multiple: int, ra
         scope: "batch" pools all groups; "group" keeps the same number of each, and one more of those with the widest
             spread where the multiple asks for it.
         multiple: divides ``groups * n``.
-        ranks: where given, each rank's share is chosen from its own rows, so that no rollout has to move.
+        ranks: where given, each rank's share is chosen from its own rows, so that no rollout has to move; from its own
+            groups, if scope is "group" and no group lies on two ranks.
 
     Returns:
         bool ``[groups * n]``.
@@ -45,6 +46,8 @@ def choose_rollouts(advantages: Tensor, keep: int, scope: str, multiple: int, ra
     groups, n = advantages.shape
     keep = min(max(keep, 2), n)
     total = min(advantages.numel(), -(-keep * groups // multiple) * multiple)
+    if ranks is not None and scope == "group" and groups % ranks == 0:
+        return torch.cat([choose_rollouts(own, keep, scope, multiple // ranks) for own in advantages.chunk(ranks)])
     if ranks is not None:
         return max_variance_select(advantages.reshape(ranks, -1), total // ranks).flatten()
     if scope == "batch":
@@ -117,18 +120,32 @@ def _joined(batch: Batch, rows: list[Batch], pad_token: int) -> Batch:
 
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:
-    """Without the columns at the end in which no completion has a token: the longest one may not have been kept."""
-    used = batch["completion_mask"].any(dim=0).nonzero()
-    columns = int(used[-1]) + 1 if len(used) else 1
-    if multiple is not None:
-        columns = -(-columns // multiple) * multiple
-    prompt, width = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
-    if columns >= width:
-        return batch
+    """Without the outer columns that are padding in every row: the longest prompt or completion may not be kept.
+
+    Positions count from a row's first column, padding or not, so cutting on the left moves them all by the same number:
+    rotary embeddings see differences only.
+    """
+    prompt = _width(batch["prompt_mask"].flip(1), multiple)
+    completion = _width(batch["completion_mask"], multiple)
+    before = batch["prompt_ids"].shape[1] - prompt
 
     def cut(name: str, value: Any) -> Any:
+        if name in _PROMPT:
+            return value[:, before:]
         if name in _BOTH:
-            return value[:, : prompt + columns]
-        return value[:, :columns] if name in _COMPLETION and value.shape[1] == width else value
+            return value[:, before : before + prompt + completion]
+        return value[:, :completion] if name in _COMPLETION else value
 
     return {name: cut(name, value) for name, value in batch.items()}
+
+
+def _width(mask: Tensor, multiple: int | None) -> int:
+    """Columns up to the last one with a token, at least one, rounded up to a multiple."""
+    columns = last_column(mask)
+    return columns if multiple is None else min(mask.shape[1], -(-columns // multiple) * multiple)
+
+
+def last_column(mask: Tensor) -> int:
+    """How many columns it takes to hold all that is marked; at least one."""
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return max(1, int((mask.any(dim=0) * places).amax()))

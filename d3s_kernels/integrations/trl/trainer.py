@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from trl import GRPOTrainer
-from trl.trainer.grpo_trainer import disable_gradient_checkpointing
+from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
 
 from ...rollouts import group_advantages
 from ...schedule import Budget
@@ -17,7 +19,7 @@ from ...tokens import select_tokens
 from .config import D3SConfig
 from .gradient import gradient_weights, loss_mask, only_through
 from .head import d3s_head
-from .rollouts import Batch, choose_rollouts, keep_rollouts, take, trimmed
+from .rollouts import Batch, choose_rollouts, keep_rollouts, last_column, take, trimmed
 
 # What TRL's method takes of a batch beside its tokens.
 _IMAGES = (
@@ -41,20 +43,21 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     After a generation batch has its advantages, rollouts are chosen over all processes (max variance), each process
     gets the same number of rows, and the rest is forgotten: dropped rollouts enter no further forward, and no pass for
-    old or reference log-probabilities (but with vLLM's correction, which needs them before). Then, from each training
-    forward or from one pass before the update (``entropy_from``), exactly the top share of tokens by
-    ``|advantage| * entropy``. A loss is TRL's own, whatever its type, of all valid tokens of the kept rollouts;
-    gradient flows through the kept tokens alone, times all / kept if ``loss_denominator="kept"``, as far as TRL's
-    denominator counts tokens (those of ``luspo`` do not). KL and entropy bonus likewise. The value of the loss that
-    TRL logs stays that of all tokens.
+    old or reference log-probabilities (but with vLLM's correction, which needs the old ones before). Then, from each
+    training forward or from one pass before the update (``entropy_from``), exactly the top share of tokens by
+    ``|advantage| * entropy``. The loss is TRL's own, whatever its type, of all valid tokens of the kept rollouts;
+    gradient flows through the kept tokens alone, times all / kept if ``loss_denominator="kept"``, counted where TRL's
+    denominator counts (``docs/trl.md`` has the table). KL and entropy bonus likewise. The value of the loss and the
+    clip metrics stay those of all tokens; but where the update skips what was dropped, a dropped token has a ratio of 1
+    in them, and the entropy of the pass before.
 
     Evaluation is TRL's.
 
     Logged beside TRL's own: ``d3s/rollouts_kept`` (of all processes, a generation batch), ``d3s/zero_advantage`` and
     ``d3s/zero_advantage_kept`` (share of the rollouts whose advantage is 0; all, and kept), and for each micro-batch of
-    all processes ``d3s/tokens_kept``, ``d3s/token_ratio``, ``d3s/threshold`` (the lowest kept score),
-    ``d3s/entropy_kept``, ``d3s/entropy_dropped`` (means, nats); ``d3s/num_tokens_kept`` sums up the tokens since this
-    run began.
+    all processes ``d3s/tokens_kept``, ``d3s/token_ratio``, ``d3s/threshold`` (the lowest kept score; by sequence, their
+    mean over those of the main process), ``d3s/entropy_kept``, ``d3s/entropy_dropped`` (means, nats);
+    ``d3s/num_tokens_kept`` sums up the tokens since this run began.
 
     Raises:
         TypeError: ``args`` that are no :class:`D3SConfig`.
@@ -77,9 +80,29 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             args = D3SConfig(f"{name.split('/')[-1]}-D3S")
         super().__init__(model, reward_funcs, args, *more, **options)
         self._schedule = args.schedule()
+        self._warn_of_rounding()
         self._passes: _Passes | None = None  # while TRL makes a generation batch
         self._loss_inputs: Batch | None = None  # while TRL computes a training loss
         self._num_tokens_kept = 0
+
+    def _warn_of_rounding(self) -> None:
+        """Where a small batch of a device leaves less to drop than was asked for."""
+        everything, multiple = self.args.generation_batch_size, self._multiple
+        rollouts = min(max(self._schedule.start.rollouts, 2), self.num_generations)
+        asked = rollouts * everything // self.num_generations
+        kept = -(-asked // multiple) * multiple
+        if kept > 1.25 * asked:
+            warnings.warn(
+                f"rollouts_start: got {self._schedule.start.rollouts}, asking for {asked} of {everything} rollouts, "
+                f"but {kept} are kept: a multiple of processes x steps per generation, {multiple}. A larger "
+                "per_device_train_batch_size with fewer gradient_accumulation_steps lets more be dropped",
+                stacklevel=3,
+            )
+
+    @property
+    def _multiple(self) -> int:
+        """Of rows, so that each process has as many in each of its micro-batches."""
+        return int(self.accelerator.num_processes * self.args.steps_per_generation)
 
     def _budget(self) -> Budget:
         steps = self.state.max_steps
@@ -100,6 +123,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
             self._passes = None
+        # Zeros stand for what was postponed; they need not move between processes.
         batch = {name: value for name, value in batch.items() if name not in passes.postponed}
         if passes.entropy is not None:
             batch["d3s_entropy"] = passes.entropy
@@ -127,37 +151,47 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _keep_rollouts(self, batch: Batch) -> Batch:
         accelerator, own = self.accelerator, batch["advantages"]
+        if own.dim() != 1:
+            raise TypeError(f"advantages: got shape {list(own.shape)}; takes one for each rollout, [{len(own)}]")
         here, ranks = accelerator.process_index, accelerator.num_processes
+        # A rollout without a token in the loss (truncated, with mask_truncated_completions) is worth no place.
+        worth = own.masked_fill(~loss_mask(batch).bool().any(dim=1), 0)
         with_images = own.new_tensor([float("num_images" in batch)])
-        everyones = accelerator.gather(torch.cat([own, with_images])).view(ranks, -1)
-        advantages = everyones[:, :-1].reshape(-1, self.num_generations)
+        everyones = accelerator.gather(torch.cat([own, worth, with_images])).view(ranks, -1)
+        advantages, worths = (part.reshape(-1, self.num_generations) for part in everyones[:, :-1].chunk(2, dim=1))
         images = bool(everyones[:, -1].any())  # they stay where they are
         kept = choose_rollouts(
-            advantages,
+            worths,
             self._budget().rollouts,
             self.args.rollout_scope,
-            multiple=ranks * self.args.steps_per_generation,
+            self._multiple,
             ranks=ranks if images and ranks > 1 else None,
         )
-        if self.args.advantages_from == "kept":
-            survivors = advantages.masked_fill(~kept.view_as(advantages), torch.nan)  # NaN is left out
-            batch["advantages"] = group_advantages(survivors, scale=self.scale_rewards).view(ranks, -1)[here]
-        zero = advantages.flatten() == 0
+        zero = worths.flatten() == 0
         self._log(
             rollouts_kept=int(kept.sum()),
             zero_advantage=float(zero.float().mean()),
             zero_advantage_kept=float(zero[kept].float().mean()),
         )
+        if self.args.advantages_from == "kept":
+            survivors = advantages.masked_fill(~kept.view_as(advantages), torch.nan)  # NaN is left out
+            # TRL has divided by the batch's spread already, if it is asked to.
+            scale: Literal["group", "none"] = "group" if self.scale_rewards == "group" else "none"
+            batch["advantages"] = group_advantages(survivors, scale=scale).view(ranks, -1)[here]
         batch = trimmed(keep_rollouts(batch, kept, self._tokenizer.pad_token_id, accelerator), self.pad_to_multiple_of)
         batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
         return batch
 
     def _postponed(self, name: str, batch: Batch) -> Batch:
         """A pass that TRL asked for before the rollouts were chosen."""
-        if name == "ref_per_token_logps":
+        if name == "old_per_token_logps":
+            logprob, entropy, _ = self._score(self.model, batch, compute_entropy=self._tokens_before_update)
+            return {name: logprob} if entropy is None else {name: logprob, "d3s_entropy": entropy}
+        if self.ref_model is not None:
             return {name: self._score(self.ref_model, batch)[0]}
-        logprob, entropy, _ = self._score(self.model, batch, compute_entropy=self._tokens_before_update)
-        return {name: logprob} if entropy is None else {name: logprob, "d3s_entropy": entropy}
+        policy = self.accelerator.unwrap_model(self.model)  # whose adapter is switched, as TRL does it
+        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+            return {name: self._score(self.model, batch)[0]}
 
     def _score(self, model: Any, batch: Batch, **options: Any) -> _Scores:
         """TRL's pass without gradient over the rows of a batch."""
@@ -179,25 +213,27 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _choose_tokens_of_batch(self, batch: Batch) -> None:
         """Marks the tokens of a whole generation batch."""
+        advantages, mask = batch["advantages"], loss_mask(batch).bool()
         if "d3s_entropy" not in batch:
             batch["d3s_entropy"] = self._entropy(batch)
-        # A rollout that nobody scored has advantage 0: so are its scores, but its tokens count.
-        entropy = torch.where(batch["advantages"][:, None] == 0, 0.0, batch["d3s_entropy"])
-        batch["d3s_kept"] = self._choose_tokens(entropy, batch["advantages"], loss_mask(batch).bool())
+        # Where the pass left a rollout out, its advantage is 0, and so are its scores; but its tokens count.
+        entropy = torch.where(advantages[:, None] == 0, 0.0, batch["d3s_entropy"])
+        batch["d3s_kept"] = self._choose_tokens(entropy, advantages, mask)
         batch["d3s_tokens_kept"] = self.accelerator.gather(batch["d3s_kept"].sum()).sum()
 
     def _entropy(self, batch: Batch) -> Tensor:
-        """Of every token whose rollout has an advantage; NaN elsewhere."""
-        useful = batch["advantages"] != 0
+        """Of every token whose rollout has an advantage, by a pass of its own; their mean elsewhere."""
+        mask = loss_mask(batch).bool()
+        useful = (batch["advantages"] != 0) & mask.any(dim=1)
         # As many rows on every process: a sharded model's forward is a joint one.
         rows = int(self.accelerator.gather(useful.sum()).max())
-        entropy = torch.full(batch["completion_ids"].shape, torch.nan, device=useful.device)
-        if rows > 0:
-            first = useful.long().argsort(descending=True, stable=True)[:rows]
-            scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
-            assert scored is not None  # it was asked for
-            entropy[first] = scored.float()
-        return entropy
+        if rows == 0:
+            return torch.zeros(mask.shape, device=mask.device)
+        first = useful.long().argsort(descending=True, stable=True)[:rows]
+        scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
+        assert scored is not None  # it was asked for
+        mean = torch.where(mask[first], scored, 0.0).sum() / mask[first].sum().clamp(min=1)
+        return mean.expand(mask.shape).index_copy(0, first, scored)
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """The mask of this process's tokens: exactly the budget's share of all processes' tokens, or of each row's."""
@@ -215,9 +251,9 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         return chosen.mask[first : first + rows, :columns]
 
     def _log_threshold(self, threshold: Tensor) -> None:
-        finite = threshold[threshold.isfinite()]  # infinite where nothing is kept
-        if finite.numel() > 0:
-            self._log(threshold=float(finite.mean()))
+        mean = float(torch.where(threshold.isfinite(), threshold, torch.nan).nanmean())  # infinite: nothing is kept
+        if math.isfinite(mean):
+            self._log(threshold=mean)
 
     def _gathered(self, values: Tensor) -> Tensor:
         """The rows of all processes, NaN where one has fewer columns."""
@@ -261,15 +297,11 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
     ) -> _Scores:
         """TRL's passes for log-probabilities that only the update needs wait until the rollouts are chosen."""
         name = passes.names.pop(0)
-        old = name == "old_per_token_logps"
-        # Needed at once: the old policy's where vLLM's sampling is corrected, and an adapter's reference, which TRL has
-        # set up for this call alone.
-        if self._corrects_sampling if old else self.ref_model is None:
-            logprob, entropy, aux = score(
-                model, tokens, attention, columns, compute_entropy=old and self._tokens_before_update
+        needed_at_once = name == "old_per_token_logps" and self._corrects_sampling
+        if needed_at_once:
+            logprob, passes.entropy, aux = score(
+                model, tokens, attention, columns, compute_entropy=self._tokens_before_update
             )
-            if old:
-                passes.entropy = entropy
             return logprob, None, aux
         passes.postponed.append(name)
         return torch.zeros(tokens.shape[0], columns, device=tokens.device), None, None
@@ -318,9 +350,11 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         """
         rows = kept.any(dim=1)
         rows[0] |= ~rows.any()
-        used = int(kept.any(dim=0).nonzero().amax()) + 1 if bool(kept.any()) else 1
-        prompt = tokens.shape[1] - columns
-        needed = kept[rows, :used]
+        place = rows.nonzero()[:, 0]
+        prompt, used = tokens.shape[1] - columns, last_column(kept)
+        if self.pad_to_multiple_of is not None:
+            used = min(columns, -(prompt + used) // -self.pad_to_multiple_of * self.pad_to_multiple_of - prompt)
+        needed = kept[place, :used]
 
         def of_kept(labels: Tensor, **model_inputs: Any) -> Any:
             """The model, with labels at kept tokens only: the head computes no others."""
@@ -328,30 +362,29 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             labels[:, prompt:].masked_fill_(~needed, -100)
             return model(labels=labels, **model_inputs)
 
-        cut = slice(0, prompt + used)
-        logprob, entropy, aux = score(of_kept, tokens[rows, cut], attention[rows, cut], used)
+        logprob, entropy, aux = score(of_kept, tokens[place, : prompt + used], attention[place, : prompt + used], used)
         assert entropy is not None
         known = inputs.get("old_per_token_logps")  # so that the ratio of a dropped token is 1
         if known is None:
             known = torch.zeros(kept.shape, device=kept.device)
-        everywhere = torch.where(kept, 0.0, known).to(logprob.dtype)
-        estimate = inputs["d3s_entropy"]
-        estimate = torch.where(estimate.isnan(), estimate[loss_mask(inputs).bool()].nanmean(), estimate)
-        entropies = torch.where(kept, 0.0, estimate).to(entropy.dtype)
-        place = rows.nonzero()[:, 0]
-        logprob, entropy = (pad(values, (0, columns - used)) for values in (logprob, entropy))
-        return everywhere.index_add(0, place, logprob), entropies.index_add(0, place, entropy), aux
+
+        def everywhere(of_kept: Tensor, known: Tensor) -> Tensor:
+            known = torch.where(kept, 0.0, known).to(of_kept.dtype)
+            return known.index_add(0, place, pad(of_kept, (0, columns - used)))
+
+        return everywhere(logprob, known), everywhere(entropy, inputs["d3s_entropy"]), aux
 
     def _log_tokens(self, kept: Tensor, mask: Tensor, entropy: Tensor) -> Tensor:
         """Logs what was kept; tokens kept and all, of all processes."""
-        sums = torch.stack([kept.sum(), mask.sum(), entropy[kept].sum(), entropy[mask & ~kept].sum()])
+        of_kept, of_dropped = (torch.where(which, entropy, 0.0).sum() for which in (kept, mask & ~kept))
+        sums = torch.stack([kept.sum(), mask.sum(), of_kept, of_dropped])
         totals: Tensor = self.accelerator.reduce(sums.double(), reduction="sum")
-        number, everything, of_kept, of_dropped = totals.tolist()
+        number, everything, kept_entropy, dropped_entropy = totals.tolist()
         self._num_tokens_kept += int(number)
         self._metrics["train"]["d3s/num_tokens_kept"] = [self._num_tokens_kept]  # the last one, where TRL takes a mean
         self._log(tokens_kept=number, token_ratio=number / max(1, everything))
         if number > 0:
-            self._log(entropy_kept=of_kept / number)
+            self._log(entropy_kept=kept_entropy / number)
         if number < everything:
-            self._log(entropy_dropped=of_dropped / (everything - number))
+            self._log(entropy_dropped=dropped_entropy / (everything - number))
         return totals[:2].float()
