@@ -353,7 +353,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         place = rows.nonzero()[:, 0]
         prompt, used = tokens.shape[1] - columns, last_column(kept)
         if self.pad_to_multiple_of is not None:
-            used = min(columns, -(prompt + used) // -self.pad_to_multiple_of * self.pad_to_multiple_of - prompt)
+            used = min(columns, -(-(prompt + used) // self.pad_to_multiple_of) * self.pad_to_multiple_of - prompt)
         needed = kept[place, :used]
 
         def of_kept(labels: Tensor, **model_inputs: Any) -> Any:
