@@ -32,7 +32,7 @@ def arms(group: int) -> list[Arm]:
         Arm("GRPO", False, 4e-4),
         Arm("PODS", True, 4e-4, pods),
         Arm("D3S-I", True, 4e-4, {**grows, "rollout_scope": "group"}),
-        Arm("D3S", True, 4e-4, grows),
+        Arm("D3S", True, 2e-4, grows),
         Arm("D3S, no schedule", True, 4e-4, midpoint),
         Arm("GSPO", False, 4e-4, GSPO),
         Arm("GSPO + D3S", True, 4e-4, {**GSPO, **grows}),

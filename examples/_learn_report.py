@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
@@ -47,7 +48,16 @@ def how_many_at_a_time(setting: Setting) -> str:
 
 def conditions() -> str:
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "trl", "transformers", "d3s_kernels"))
-    return f"{machine()}, {date.today():%d %B %Y}, Python {platform.python_version()}, {versions}."
+    return f"{machine()}, {date.today():%d %B %Y}, Python {platform.python_version()}, {versions}{commit()}."
+
+
+def commit() -> str:
+    """Of this file, where it lies in a repository; with a + if something was changed since."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        return f", commit {subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()}"
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def machine() -> str:
