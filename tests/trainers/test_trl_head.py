@@ -91,17 +91,18 @@ def test_a_scale_comes_before_the_cap() -> None:
 
 
 @needs_trls
-def test_autocast_gives_the_precision_that_trl_takes(labels: Tensor) -> None:
+def test_autocast_gives_the_precision_that_trl_takes() -> None:
     model = MODELS["Qwen2, untied"]()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(10)
     trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    labels = torch.randint(2, SHAPE["vocab_size"], (16, 65))
     exact = scored(model, labels, False)
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = scored(model, labels, True), scored(model, labels, False)
-    # It did round to bfloat16, and scores no more than TRL does. The weight's gradient it rounds as torch's own linear
+    # It did round to bfloat16, and scores less than TRL does. The weight's gradient it rounds as torch's own linear
     # does under autocast; TRL keeps that in float32.
-    for mine, other, best, worse in zip(ours, theirs, exact, (1.2, 1.2, 2.5), strict=True):
+    for mine, other, best, worse in zip(ours, theirs, exact, (1, 1, 1.5), strict=True):
         assert mine.dtype == other.dtype == torch.float32
         assert 0 < (mine - best).norm() <= worse * (other - best).norm()
 
