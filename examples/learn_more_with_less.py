@@ -116,7 +116,7 @@ def default(name: str, text: str) -> str:
         " ".join(map(str, value)) if isinstance(value, list) else value or "all of a step"
         for value in (OWN_TASK[name], USERS_TASK[name])
     )
-    return f"{text} (default: {own}; with --model {users})"
+    return f"{text} (default: {own})" if own == users else f"{text} (default: {own}; with --model {users})"
 
 
 def whole(least: int):

@@ -182,4 +182,5 @@ def agreement(console: Console, batch: Rollouts, entropy: Tensor, points: list[P
 
 def end(console: Console, picture: Path, seconds: float) -> None:
     console.print(f"\nPicture, which tokens of which rollouts were kept: [bold]{picture.resolve()}[/]", soft_wrap=True)
-    console.print(f"Done in {seconds:.0f} s on {torch.get_num_threads()} threads.")
+    threads = torch.get_num_threads()
+    console.print(f"Done in {seconds:.0f} s on {threads} thread{'s' * (threads > 1)}.")

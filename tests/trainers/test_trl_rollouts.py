@@ -227,6 +227,29 @@ def test_rows_are_a_multiple_of_the_steps() -> None:
     assert len(kept["advantages"]) == 4
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rollouts_start": 8, "rollouts_end": 32},
+            "rollouts_start: got 8, num_generations is 8, so that no rollout is",
+        ),
+        (
+            {"rollouts_end": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+            "rollouts_end: got 5, asking for 5 of 8 rollouts, but 8 are kept",
+        ),
+    ],
+)
+def test_little_to_drop_is_said(options: dict, message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
+        trainer(**options)
+
+
+def test_enough_to_drop_is_not_remarked_upon(recwarn: pytest.WarningsRecorder) -> None:
+    trainer(rollouts_start=4, rollouts_end=8)
+    assert not [warning for warning in recwarn if "rollouts_" in str(warning.message)]
+
+
 def test_tool_tokens_are_not_counted() -> None:
     batch = generation_batch(5)
     batch["tool_mask"] = torch.ones_like(batch["completion_mask"])

@@ -51,6 +51,22 @@ def test_logs_what_it_kept() -> None:
     assert row["d3s/num_tokens_kept"] > 3 * row["d3s/tokens_kept"]
 
 
+def test_a_resumed_run_goes_on_where_it_was(saved: str, tmp_path: Path) -> None:
+    def run(folder: Path, resume: str | None = None) -> list[dict[str, float]]:
+        made = trainer(
+            policy=saved, output_dir=str(folder), save_strategy="steps", save_steps=2, max_steps=4, rollouts_start=2,
+            rollouts_end=8,
+        )  # fmt: skip
+        made.train(resume_from_checkpoint=resume)
+        return [row for row in made.state.log_history if "loss" in row]
+
+    whole = run(tmp_path / "whole")
+    resumed = run(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-2"))
+    for name in ("d3s/rollouts_kept", "d3s/tokens_kept", "d3s/num_tokens_kept", "loss", "grad_norm"):
+        assert [row[name] for row in resumed] == pytest.approx([row[name] for row in whole], rel=1e-4), name
+    assert len({row["d3s/rollouts_kept"] for row in whole}) > 2
+
+
 @pytest.mark.parametrize(
     "options",
     [

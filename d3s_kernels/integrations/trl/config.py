@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
 from ...schedule import Budget, DownSamplingSchedule
-
-_CHOICES = {
-    "rollout_scope": ("batch", "group"),
-    "token_scope": ("batch", "sequence"),
-    "entropy_from": ("auto", "update", "rollout"),
-    "loss_denominator": ("kept", "all"),
-    "advantages_from": ("all", "kept"),
-}
+from .._options import check_options
 
 
 @dataclass
@@ -51,14 +44,17 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
     )
     schedule_shape: str = field(
         default="linear",
-        metadata={"help": "The way from start to end: 'linear' (the paper's), 'cosine' or 'exponential'."},
+        metadata={
+            "help": "The way from start to end; 'linear' is the paper's.",
+            "choices": ["linear", "cosine", "exponential"],
+        },
     )
     rollout_scope: str = field(
         default="batch",
         metadata={
             "help": "'batch' pools all groups and keeps those rollouts whose advantages vary most (D3S); 'group' keeps "
             "the same number of each group (D3S-I, and the subset that PODS picks).",
-            "choices": _CHOICES["rollout_scope"],
+            "choices": ["batch", "group"],
         },
     )
     token_scope: str = field(
@@ -66,7 +62,7 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
         metadata={
             "help": "'batch' ranks tokens by |advantage| x entropy over all sequences of all processes; 'sequence' "
             "keeps the share of each sequence.",
-            "choices": _CHOICES["token_scope"],
+            "choices": ["batch", "sequence"],
         },
     )
     entropy_from: str = field(
@@ -77,15 +73,15 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
             "generation batch; the training forward then skips what was dropped, where that leaves the gradient as it "
             "is. 'auto': as 'rollout' where the trainer makes such a pass anyway, for old log-probabilities, else "
             "'update'.",
-            "choices": _CHOICES["entropy_from"],
+            "choices": ["auto", "update", "rollout"],
         },
     )
     loss_denominator: str = field(
         default="kept",
         metadata={
-            "help": "What gradients are averaged over: 'kept' tokens, or 'all' valid ones (steps are smaller then, by "
-            "the share of tokens kept).",
-            "choices": _CHOICES["loss_denominator"],
+            "help": "What gradients are averaged over: 'kept' tokens, which makes them larger by about 1 / the share "
+            "kept (mind max_grad_norm and the learning rate), or 'all' valid ones.",
+            "choices": ["kept", "all"],
         },
     )
     drop_zeros: bool = field(
@@ -97,24 +93,22 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
         metadata={
             "help": "'all': advantages are those of the whole group (D3S). 'kept': normalised anew over the kept "
             "rollouts of each group (PODS, with rollout_scope='group' and token ratios of 1).",
-            "choices": _CHOICES["advantages_from"],
+            "choices": ["all", "kept"],
         },
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}; takes one of {', '.join(map(repr, choices))}")
+        own = {field.name for field in fields(D3SConfig)} - {field.name for field in fields(GRPOConfig)}
+        check_options({name: getattr(self, name) for name in sorted(own)})
         if self.top_entropy_quantile < 1:
             raise ValueError(
                 f"top_entropy_quantile: got {self.top_entropy_quantile}; D3S chooses tokens itself and takes 1.0 (its "
                 "share is token_ratio_start to token_ratio_end)"
             )
-        self.schedule()
 
     def schedule(self) -> DownSamplingSchedule:
-        """How the budget grows; :func:`d3s_kernels.DownSamplingSchedule` says what is refused."""
+        """How the budget grows."""
         start = Budget(self.rollouts_start, self.token_ratio_start)
         end = Budget(self.rollouts_end, self.token_ratio_end)
         return DownSamplingSchedule(start, end, self.schedule_shape)  # type: ignore[arg-type]  # checked there

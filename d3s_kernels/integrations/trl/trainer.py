@@ -57,7 +57,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
     ``d3s/zero_advantage_kept`` (share of the rollouts whose advantage is 0; all, and kept), and for each micro-batch of
     all processes ``d3s/tokens_kept``, ``d3s/token_ratio``, ``d3s/threshold`` (the lowest kept score; by sequence, their
     mean over those of the main process), ``d3s/entropy_kept``, ``d3s/entropy_dropped`` (means, nats);
-    ``d3s/num_tokens_kept`` sums up the tokens since this run began.
+    ``d3s/num_tokens_kept`` sums up the tokens of the run.
 
     Raises:
         TypeError: ``args`` that are no :class:`D3SConfig`.
@@ -80,24 +80,31 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             args = D3SConfig(f"{name.split('/')[-1]}-D3S")
         super().__init__(model, reward_funcs, args, *more, **options)
         self._schedule = args.schedule()
-        self._warn_of_rounding()
+        self._warn_of_little_to_drop()
         self._passes: _Passes | None = None  # while TRL makes a generation batch
         self._loss_inputs: Batch | None = None  # while TRL computes a training loss
-        self._num_tokens_kept = 0
+        self._num_tokens_kept: int | None = None  # until the first micro-batch
 
-    def _warn_of_rounding(self) -> None:
-        """Where a small batch of a device leaves less to drop than was asked for."""
+    def _warn_of_little_to_drop(self) -> None:
+        """Where groups are small, or the batch of a device is: said once, by the main process."""
         everything, multiple = self.args.generation_batch_size, self._multiple
-        rollouts = min(max(self._schedule.start.rollouts, 2), self.num_generations)
-        asked = rollouts * everything // self.num_generations
-        kept = -(-asked // multiple) * multiple
-        if kept > 1.25 * asked:
-            warnings.warn(
-                f"rollouts_start: got {self._schedule.start.rollouts}, asking for {asked} of {everything} rollouts, "
-                f"but {kept} are kept: a multiple of processes x steps per generation, {multiple}. A larger "
-                "per_device_train_batch_size with fewer gradient_accumulation_steps lets more be dropped",
-                stacklevel=3,
-            )
+        for when, budget in (("start", self._schedule.start), ("end", self._schedule.end)):
+            rollouts = min(max(budget.rollouts, 2), self.num_generations)
+            asked = rollouts * everything // self.num_generations
+            kept = -(-asked // multiple) * multiple
+            if when == "start" and asked == everything:
+                message = f"num_generations is {self.num_generations}, so that no rollout is dropped at the start"
+            elif kept > 1.25 * asked:
+                message = (
+                    f"asking for {asked} of {everything} rollouts, but {kept} are kept: a multiple of processes x "
+                    f"steps per generation, {multiple}. A larger per_device_train_batch_size with fewer "
+                    "gradient_accumulation_steps lets more be dropped"
+                )
+            else:
+                continue
+            if self.accelerator.is_main_process:
+                warnings.warn(f"rollouts_{when}: got {budget.rollouts}, {message}", stacklevel=3)
+            return
 
     @property
     def _multiple(self) -> int:
@@ -380,6 +387,9 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         sums = torch.stack([kept.sum(), mask.sum(), of_kept, of_dropped])
         totals: Tensor = self.accelerator.reduce(sums.double(), reduction="sum")
         number, everything, kept_entropy, dropped_entropy = totals.tolist()
+        if self._num_tokens_kept is None:  # a run that is resumed goes on from what it logged last
+            logged = [row["d3s/num_tokens_kept"] for row in self.state.log_history if "d3s/num_tokens_kept" in row]
+            self._num_tokens_kept = int(logged[-1]) if logged else 0
         self._num_tokens_kept += int(number)
         self._metrics["train"]["d3s/num_tokens_kept"] = [self._num_tokens_kept]  # the last one, where TRL takes a mean
         self._log(tokens_kept=number, token_ratio=number / max(1, everything))

@@ -11,14 +11,14 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
 from ... import select_tokens
-from .options import check_options
+from .._options import check_options
 
 _DEFAULTS: dict[str, Any] = {"base_loss": "vanilla", "token_ratio": 0.20, "token_scope": "batch", "drop_zeros": False}
 
 
 def _options(policy_loss: Any) -> dict[str, Any]:
     options = {key: policy_loss.get(key, default) for key, default in _DEFAULTS.items()}
-    check_options(options, "actor_rollout_ref.actor.policy_loss")
+    check_options(options, "actor_rollout_ref.actor.policy_loss.")
     return options
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ... import Budget, DownSamplingSchedule
+from .._options import check_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class D3SOptions:
         for key in values:
             if key not in known:
                 raise ValueError(f"{section}.{key}: is no option; takes {', '.join(known)}")
-        check_options(values, section)
+        check_options(values, f"{section}.")
         return cls(**values)
 
     def budget(self, progress: float, group_size: int) -> Budget:
@@ -51,39 +52,3 @@ class D3SOptions:
         end = Budget(self.rollouts_end, self.token_ratio_end)
         budget = DownSamplingSchedule(start, end, self.schedule_shape)(progress)
         return budget._replace(rollouts=min(max(budget.rollouts, 2), max(group_size, 2)))
-
-
-def is_whole(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_ratio(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= 1
-
-
-def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
-    return (lambda value: isinstance(value, str) and value in words), " or ".join(map(repr, words))
-
-
-_TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "rollouts_start": (is_whole, "a whole number of at least 1"),
-    "rollouts_end": (is_whole, "a whole number of at least 1"),
-    "token_ratio_start": (_is_ratio, "a number in (0, 1]"),
-    "token_ratio_end": (_is_ratio, "a number in (0, 1]"),
-    "token_ratio": (_is_ratio, "a number in (0, 1]"),
-    "schedule_shape": _one_of("linear", "cosine", "exponential"),
-    "rollout_scope": _one_of("batch", "group"),
-    "token_scope": _one_of("batch", "sequence"),
-    "loss_denominator": _one_of("kept", "all"),
-    "advantages_from": _one_of("all", "kept"),
-    "drop_zeros": (lambda value: isinstance(value, bool), "true or false"),
-    "base_loss": (lambda value: isinstance(value, str) and value != "d3s", "the name of another policy loss"),
-}
-
-
-def check_options(values: Mapping[str, Any], section: str) -> None:
-    """Raises a ValueError that names the first option with a value it does not take."""
-    for key, value in values.items():
-        fits, takes = _TAKES[key]
-        if not fits(value):
-            raise ValueError(f"{section}.{key}: got {value!r}; takes {takes}")

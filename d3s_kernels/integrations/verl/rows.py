@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import group_advantages, max_variance_select, select_rollouts, topk_mask
-from .options import is_whole
+from .._options import is_whole
 
 if TYPE_CHECKING:
     from verl import DataProto
