@@ -224,8 +224,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if "d3s_entropy" not in batch:
             batch["d3s_entropy"] = self._entropy(batch)
         # Where the pass left a rollout out, its advantage is 0, and so are its scores; but its tokens count.
-        entropy = torch.where(advantages[:, None] == 0, 0.0, batch["d3s_entropy"])
-        batch["d3s_kept"] = self._choose_tokens(entropy, advantages, mask)
+        batch["d3s_kept"] = self._choose_tokens(batch["d3s_entropy"], advantages, mask)
         batch["d3s_tokens_kept"] = self.accelerator.gather(batch["d3s_kept"].sum()).sum()
 
     def _entropy(self, batch: Batch) -> Tensor:
