@@ -54,7 +54,7 @@ learn: setup  ## the same with all arms and more seeds, in a quarter of an hour;
 step: setup  ## one step of D3S beside the same in plain PyTorch: what is kept, that it is the same, what it costs
 	$(BIN)/python examples/one_step/one_step.py $(STEP_ARGS)
 
-gpu:  ## all that needs an NVIDIA GPU, in nine minutes; STAGE=bench runs a part of it
+gpu:  ## all that needs an NVIDIA GPU, within nine minutes; STAGE=bench runs a part of it
 	$(PYTHON) tools/gpu.py
 
 bench: setup  ## all benchmarks, against the peers: a table, and JSON and a plot in benchmarks/results/

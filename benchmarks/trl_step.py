@@ -43,19 +43,17 @@ WIDTHS = {"small": 256, "0.5B": 896, "7B, 2 of its layers": 3584}
 
 
 def update(name: str, sizes: Sizes, shape: str = "small") -> Callable[[], float]:
-    """The update, as a function that gives the loss; gradients are made anew at each call, and counted."""
+    """The update, as a function that gives the loss; it makes the gradients, and drops them again."""
     trainer = trainer_of(name, sizes, shape)
     batch = generation_batch(sizes)
 
     def run() -> float:
-        trainer.model.zero_grad(set_to_none=True)
         kept = trainer._keep_rollouts(dict(batch)) if name in (OURS, OURS_PASS) else batch
         if name == OURS_PASS:
             trainer._choose_tokens_of_batch(kept)
         with trainer.compute_loss_context_manager(), d3s_head() if name == GRPO_OUR_HEAD else nullcontext():
             loss = trainer.compute_loss(trainer.model, kept)
-        loss.backward()
-        return loss.item()
+        return backward(trainer, loss)
 
     return run
 
@@ -68,13 +66,13 @@ def known_update(sizes: Sizes, shape: str, cut: bool) -> Callable[[], float]:
     batch = trainer._keep_rollouts(generation_batch(sizes))
     trainer._choose_tokens_of_batch(batch)
 
-    def run() -> float:
-        trainer.model.zero_grad(set_to_none=True)
-        loss = trainer.compute_loss(trainer.model, batch)
-        loss.backward()
-        return loss.item()
+    return lambda: backward(trainer, trainer.compute_loss(trainer.model, batch))
 
-    return run
+
+def backward(trainer: GRPOTrainer, loss: torch.Tensor) -> float:
+    loss.backward()
+    trainer.model.zero_grad(set_to_none=True)  # so that memory is counted with the gradients
+    return loss.item()
 
 
 def entropy_pass(sizes: Sizes, shape: str, useful: float) -> Callable[[], torch.Tensor]:
