@@ -97,7 +97,7 @@ def trainer_of(name: str, sizes: Sizes, shape: str) -> GRPOTrainer:
     )
     model = Qwen2ForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32)
     common: dict[str, Any] = {
-        "output_dir": tempfile.mkdtemp(),
+        "output_dir": f"{tempfile.gettempdir()}/d3s-trl",
         "per_device_train_batch_size": sizes.rollouts,
         "num_generations": sizes.rollouts,
         "max_completion_length": sizes.completion,

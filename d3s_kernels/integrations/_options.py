@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..schedule import Budget, DownSamplingSchedule
+
 
 def is_whole(value: Any) -> bool:
     return type(value) is int and value >= 1
@@ -41,3 +43,10 @@ def check_options(values: Mapping[str, Any], section: str = "") -> None:
         fits, takes = _TAKES[key]
         if not fits(value):
             raise ValueError(f"{section}{key}: got {value!r}; takes {takes}")
+
+
+def schedule_of(options: Any) -> DownSamplingSchedule:
+    """The schedule that options of these names stand for."""
+    start = Budget(options.rollouts_start, options.token_ratio_start)
+    end = Budget(options.rollouts_end, options.token_ratio_end)
+    return DownSamplingSchedule(start, end, options.schedule_shape)

@@ -59,7 +59,7 @@ def share_of_even(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def arguments(kind: type[GRPOConfig] = D3SConfig, **changed: Any) -> GRPOConfig:
     common: dict[str, Any] = {
-        "output_dir": tempfile.mkdtemp(prefix="d3s-"),
+        "output_dir": f"{tempfile.gettempdir()}/d3s-trl",
         "per_device_train_batch_size": GROUP,
         "gradient_accumulation_steps": 2,
         "num_generations": GROUP,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from ...schedule import Budget, DownSamplingSchedule
-from .._options import check_options
+from ...schedule import DownSamplingSchedule
+from .._options import check_options, schedule_of
 
 
 @dataclass
@@ -109,6 +109,4 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
 
     def schedule(self) -> DownSamplingSchedule:
         """How the budget grows."""
-        start = Budget(self.rollouts_start, self.token_ratio_start)
-        end = Budget(self.rollouts_end, self.token_ratio_end)
-        return DownSamplingSchedule(start, end, self.schedule_shape)  # type: ignore[arg-type]  # checked there
+        return schedule_of(self)

@@ -28,6 +28,12 @@ _COMPLETION = {  # padded on the right
 _BOTH = {"token_type_ids", "mm_token_type_ids"}
 
 
+def rows_to_keep(groups: int, n: int, keep: int, multiple: int) -> tuple[int, int]:
+    """Rollouts that a budget asks for, with ``keep`` of each group clamped to [2, n]; and rounded up to a multiple."""
+    asked = min(max(keep, 2), n) * groups
+    return asked, min(groups * n, -(-asked // multiple) * multiple)
+
+
 def choose_rollouts(advantages: Tensor, keep: int, scope: str, multiple: int, ranks: int | None = None) -> Tensor:
     """Marks ``keep`` rollouts for each group, and as many more as it takes to reach a multiple of ``multiple``.
 
@@ -44,8 +50,7 @@ def choose_rollouts(advantages: Tensor, keep: int, scope: str, multiple: int, ra
         bool ``[groups * n]``.
     """
     groups, n = advantages.shape
-    keep = min(max(keep, 2), n)
-    total = min(advantages.numel(), -(-keep * groups // multiple) * multiple)
+    _, total = rows_to_keep(groups, n, keep, multiple)
     if ranks is not None and scope == "group" and groups % ranks == 0:
         return torch.cat([choose_rollouts(own, keep, scope, multiple // ranks) for own in advantages.chunk(ranks)])
     if ranks is not None:

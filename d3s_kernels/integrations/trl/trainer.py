@@ -19,7 +19,7 @@ from ...tokens import select_tokens
 from .config import D3SConfig
 from .gradient import gradient_weights, loss_mask, only_through
 from .head import d3s_head
-from .rollouts import Batch, choose_rollouts, keep_rollouts, last_column, take, trimmed
+from .rollouts import Batch, choose_rollouts, keep_rollouts, last_column, rows_to_keep, take, trimmed
 
 # What TRL's method takes of a batch beside its tokens.
 _IMAGES = (
@@ -87,13 +87,11 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _warn_of_little_to_drop(self) -> None:
         """Where groups are small, or the batch of a device is: said once, by the main process."""
-        everything, multiple = self.args.generation_batch_size, self._multiple
+        everything, n, multiple = self.args.generation_batch_size, self.num_generations, self._multiple
         for when, budget in (("start", self._schedule.start), ("end", self._schedule.end)):
-            rollouts = min(max(budget.rollouts, 2), self.num_generations)
-            asked = rollouts * everything // self.num_generations
-            kept = -(-asked // multiple) * multiple
+            asked, kept = rows_to_keep(everything // n, n, budget.rollouts, multiple)
             if when == "start" and asked == everything:
-                message = f"num_generations is {self.num_generations}, so that no rollout is dropped at the start"
+                message = f"num_generations is {n}, so that no rollout is dropped at the start"
             elif kept > 1.25 * asked:
                 message = (
                     f"asking for {asked} of {everything} rollouts, but {kept} are kept: a multiple of processes x "

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ... import Budget, DownSamplingSchedule
-from .._options import check_options
+from ... import Budget
+from .._options import check_options, schedule_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,5 @@ class D3SOptions:
 
     def budget(self, progress: float, group_size: int) -> Budget:
         """What a step may train on, with the rollouts kept within [2, group_size]: one alone has no advantage."""
-        start = Budget(self.rollouts_start, self.token_ratio_start)
-        end = Budget(self.rollouts_end, self.token_ratio_end)
-        budget = DownSamplingSchedule(start, end, self.schedule_shape)(progress)
+        budget = schedule_of(self)(progress)
         return budget._replace(rollouts=min(max(budget.rollouts, 2), max(group_size, 2)))
