@@ -62,4 +62,19 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   m.def(
       "max_variance_select(Tensor values, SymInt? keep=None, Tensor? keep_tensor=None, Tensor? mask=None, "
       "Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False) -> Tensor");
+
+  // tokens: what a loss weighs each with. Groups are int8, below 0 for none.
+  m.def(
+      "importance_ratio(Tensor logprob, Tensor old_logprob, Tensor? mask=None, Tensor? groups=None, "
+      "Tensor? offsets=None, str level=\"token\", str denominator=\"self\", float low=-20.0, float high=20.0) "
+      "-> Tensor");
+  m.def(
+      "importance_ratio_backward(Tensor grad, Tensor ratio, Tensor? mask=None, Tensor? groups=None, "
+      "float low=-20.0, float high=20.0) -> Tensor");
+  m.def(
+      "entropy_groups(Tensor entropy, float[] quantiles, Tensor? mask=None, Tensor? offsets=None, "
+      "SymInt? max_segment=None, bool pooled=False) -> Tensor");
+  m.def(
+      "adaptive_clip(Tensor entropy, Tensor groups, Tensor? mask, Tensor? offsets, int vocab_size, float alpha=0.02) "
+      "-> Tensor");
 }

@@ -1,6 +1,7 @@
 """The selection step of GRPO-style reinforcement learning, as exact, deterministic torch ops."""
 
 from ._build_info import build_info
+from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, max_variance_select, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
 from .tokens import TokenSelection, compact, select_tokens, select_tokens_from_logits, topk_mask
@@ -12,10 +13,13 @@ __all__ = [
     "Budget",
     "DownSamplingSchedule",
     "TokenSelection",
+    "adaptive_clip",
     "build_info",
     "compact",
     "entropy",
+    "entropy_groups",
     "group_advantages",
+    "importance_ratio",
     "linear_logprob_entropy",
     "logprob_entropy",
     "max_variance_select",

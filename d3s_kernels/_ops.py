@@ -47,6 +47,9 @@ select_tokens_from_logits = _op.select_tokens_from_logits.default
 compact = _op.compact.default
 group_advantages = _op.group_advantages.default
 max_variance_select = _op.max_variance_select.default
+importance_ratio = _op.importance_ratio.default
+entropy_groups = _op.entropy_groups.default
+adaptive_clip = _op.adaptive_clip.default
 
 
 # ---- fake kernels ---------------------------------------------------------------------------------------------------
@@ -174,6 +177,18 @@ def _(values: Tensor, *_: Any, **__: Any) -> Tensor:
     return values.new_empty(values.shape, dtype=torch.bool)
 
 
+@_fake("importance_ratio")
+@_fake("importance_ratio_backward")
+@_fake("adaptive_clip")
+def _(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tokens.new_empty(tokens.shape)
+
+
+@_fake("entropy_groups")
+def _(entropy: Tensor, *_: Any, **__: Any) -> Tensor:
+    return entropy.new_empty(entropy.shape, dtype=torch.int8)
+
+
 # ---- autograd -------------------------------------------------------------------------------------------------------
 # Gradients that did not come stay None, so that entropy used as a score costs nothing in the backward.
 
@@ -230,16 +245,27 @@ def _linear_backward(
     return grads[0], grads[1], None, grads[2], *[None] * 8
 
 
+def _save_ratio(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, mask, groups, _, _, _, ctx.low, ctx.high = inputs
+    ctx.save_for_backward(output, mask, groups)
+
+
+def _ratio_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _op.importance_ratio_backward.default(grad, *ctx.saved_tensors, ctx.low, ctx.high), *[None] * 8
+
+
 def _no_second_derivative(*_: Any) -> None:
-    raise RuntimeError("d3s_kernels: logprob and entropy can be differentiated once, not twice")
+    raise RuntimeError("d3s_kernels: its ops can be differentiated once, not twice")
 
 
-for _name in ("logprob_entropy_backward", "linear_logprob_entropy_backward"):
+torch.library.register_autograd("d3s_kernels::importance_ratio", _ratio_backward, setup_context=_save_ratio)
+
+for _name in ("logprob_entropy_backward", "linear_logprob_entropy_backward", "importance_ratio_backward"):
     torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)
 
 torch.library.register_autograd("d3s_kernels::linear_logprob_entropy", _linear_backward, setup_context=_save_linear)
 
-# Selections have no gradient. Without this, torch would hang a "not implemented" on their float outputs.
+# These have no gradient. Without this, torch would hang a "not implemented" on their float outputs.
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 for _name in (
     "topk_mask",
@@ -248,6 +274,8 @@ for _name in (
     "compact",
     "group_advantages",
     "max_variance_select",
+    "entropy_groups",
+    "adaptive_clip",
 ):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 

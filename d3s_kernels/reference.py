@@ -11,6 +11,7 @@ Scores are float32, as in the ops, so that equal scores here are equal scores th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -302,6 +303,93 @@ def _most_varied(values: Tensor, usable: Tensor, k: int) -> Tensor:
 def _first_sums(values: Tensor, k: int) -> Tensor:
     """The sums of the first 0, 1, ... k values."""
     return torch.cat([values.new_zeros(1), values[:k].cumsum(0)])
+
+
+# ---- tokens: what a loss weighs each with ----------------------------------------------------------------------------
+
+
+def importance_ratio(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    mask: Tensor | None = None,
+    *,
+    level: str = "token",
+    groups: Tensor | None = None,
+    denominator: str = "self",
+    log_bounds: tuple[float, float] | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """pi / pi_old of each token (level "token"), or its mean over a sequence or a group, as the exponential of the mean
+    logarithm. The mean is a constant, times pi / sg[pi] ("self") or pi / pi_old ("old") of the token; outside the mask
+    and all groups: 1.
+    """
+    log_bounds = log_bounds or ((-20, 20) if level == "token" else (-math.inf, 10))
+    present = _in_groups(logprob, mask, groups)
+    new = logprob.double().flatten()[present]
+    shift = new - old_logprob.detach().double().flatten()[present]
+    if level == "token":
+        log_ratio = shift
+    else:
+        means = _group_means(shift.detach(), logprob, mask, groups, offsets)
+        log_ratio = means + (new - new.detach() if denominator == "self" else shift)
+    ratio = torch.ones(logprob.numel(), dtype=torch.float64, device=logprob.device)
+    return ratio.masked_scatter(present, log_ratio.clamp(*log_bounds).exp()).view(logprob.shape)
+
+
+def entropy_groups(
+    entropy: Tensor,
+    mask: Tensor | None = None,
+    quantiles: Sequence[float] = (0.8,),
+    *,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    scope: str = "sequence",
+) -> Tensor:
+    """Above how many cuts a token is, where the cut q has exactly the highest 1 - q above it; -1 outside the mask."""
+    cut_up = entropy if scope == "sequence" else entropy.flatten()
+    masked = mask if mask is None or scope == "sequence" else mask.flatten()
+    within = offsets if scope == "sequence" else None
+    above = [topk_mask(cut_up, 1 - q, mask=masked, offsets=within).to(torch.int8) for q in quantiles]
+    groups = sum(above, torch.zeros_like(cut_up, dtype=torch.int8))
+    return groups.view(entropy.shape).masked_fill(~_usable(entropy, mask).view(entropy.shape), -1)
+
+
+def adaptive_clip(
+    entropy: Tensor,
+    groups: Tensor,
+    mask: Tensor | None = None,
+    *,
+    vocab_size: int,
+    alpha: float = 0.02,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 in no group."""
+    present = _in_groups(entropy, mask, groups)
+    means = _group_means(entropy.double().flatten()[present], entropy, mask, groups, offsets)
+    epsilon = torch.zeros(entropy.numel(), dtype=torch.float64, device=entropy.device)
+    return epsilon.masked_scatter(present, alpha / math.log(vocab_size) * means).view(entropy.shape)
+
+
+def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
+    """Flat: which tokens count."""
+    present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    return (present if groups is None else present & (groups >= 0)).flatten()
+
+
+def _group_means(
+    values: Tensor, tokens: Tensor, mask: Tensor | None, groups: Tensor | None, offsets: Tensor | None
+) -> Tensor:
+    """For each of the values, which belong to the tokens that count, the mean over its group or sequence."""
+    present = _in_groups(tokens, mask, groups)
+    group = torch.zeros_like(present, dtype=torch.int64) if groups is None else groups.long().flatten()
+    all_values = torch.zeros_like(present, dtype=torch.float64).masked_scatter(present, values)
+    means = torch.zeros_like(all_values)
+    for begin, end in _segments(tokens, offsets):
+        part = slice(begin, end)
+        for number in set(group[part][present[part]].tolist()):
+            members = present[part] & (group[part] == number)
+            means[part][members] = all_values[part][members].mean()
+    return means[present]
 
 
 # ---- segments --------------------------------------------------------------------------------------------------------

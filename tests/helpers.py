@@ -12,6 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import d3s_kernels
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABULARIES = (1, 2, 31, 50_257, 128_256, 151_936, 152_064)
 INF, NAN = math.inf, math.nan
@@ -143,6 +145,30 @@ def temperatures(draw: st.DrawFn, shape: tuple[int, ...]) -> float | Tensor:
         return value
     rows = value * (0.5 + torch.rand(of, generator=random_generator(draw(seeds))))
     return rows.to(draw(st.sampled_from([torch.float32, torch.float64])))
+
+
+# ---- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def ratio_results(device: str = "cpu") -> tuple[Tensor, ...]:
+    """Of every form of a ratio: values, gradients, groups and clip ranges, with tokens that are no numbers."""
+    generator = random_generator(11)
+    old = -5 * torch.rand(30, 700, generator=generator)
+    logprob = old + torch.randn(30, 700, generator=generator) ** 3
+    logprob[3, 5], logprob[4, 6], old[5, 7] = NAN, INF, INF
+    mask = torch.rand(30, 700, generator=generator) < 0.8
+    leaf, old, mask = logprob.to(device).requires_grad_(), old.to(device), mask.to(device)
+    entropy = old.abs()
+    groups = d3s_kernels.entropy_groups(entropy, mask, (0.3, 0.5, 0.7, 0.8, 0.9))
+    results = [groups, d3s_kernels.adaptive_clip(entropy, groups, vocab_size=1000)]
+    for level in ("token", "sequence", "entropy_group"):
+        for denominator in ("self", "old"):
+            ratio = d3s_kernels.importance_ratio(
+                leaf, old, mask, level=level, groups=groups if level == "entropy_group" else None,
+                denominator=denominator,
+            )  # fmt: skip
+            results += [ratio.detach(), *torch.autograd.grad(ratio, leaf, entropy)]
+    return tuple(result.cpu() for result in results)
 
 
 # ---- segments --------------------------------------------------------------------------------------------------------

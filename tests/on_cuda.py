@@ -28,6 +28,10 @@ OPS = (
     "compact",
     "group_advantages",
     "max_variance_select",
+    "importance_ratio",
+    "importance_ratio_backward",
+    "entropy_groups",
+    "adaptive_clip",
 )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_same_bits
 
 import d3s_kernels
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(CMAKE is None or CXX is None, reason="needs cmak
 SUITES = (
     ("test_entropy.py", "test_compact.py", "test_group_advantages.py", "test_topk_mask.py", "test_errors.py"),
     ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
-    ("test_linear.py", "test_registration.py"),
+    ("test_linear.py", "test_ratios.py", "test_registration.py"),
 )
 
 
@@ -54,10 +55,10 @@ def sanitized() -> Path:
     return build(ROOT / "build" / f"emulated-sanitized-torch-{torch.__version__}", "-DD3S_SANITIZE=ON")
 
 
-def child_environment() -> dict[str, str]:
+def child_environment(*folders: str) -> dict[str, str]:
     """For another Python, in which this very package is imported."""
-    package = str(Path(d3s_kernels.__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
+    path = [*folders, str(Path(d3s_kernels.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def run_pytest(plugin: str, *arguments: str, **environment: str) -> None:
@@ -85,6 +86,26 @@ def test_the_tests_of_the_ops(suite: tuple[str, ...], plain: Path) -> None:
     print(f"D3S_SHIM_SEED={seed} runs the threads in the same order again")
     files = [str(TESTS / name) for name in suite]
     run_emulated(plain, *files, D3S_KERNELS_CHECK="1", D3S_SHIM_SEED=seed)
+
+
+def test_ratios_have_the_bits_of_the_cpu(plain: Path, tmp_path: Path) -> None:
+    """Sums of integers, and an exponential of additions and multiplications: the same on every device."""
+    for library, name in ((None, "cpu.pt"), (plain, "cuda.pt")):
+        emulated = [] if library is None else ["import emulated_cuda"]
+        environment = {} if library is None else {"D3S_EMULATED_LIBRARY": str(library / "_emulated.so")}
+        code = [
+            *emulated,
+            "import torch",
+            "from helpers import ratio_results",
+            f"torch.save(ratio_results(), {name!r})",
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=False, cwd=tmp_path,
+            env={**child_environment(str(TESTS)), **environment},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+    for one, other in zip(torch.load(tmp_path / "cpu.pt"), torch.load(tmp_path / "cuda.pt"), strict=True):
+        assert_same_bits(one, other)
 
 
 def test_what_only_the_cuda_kernels_have(plain: Path) -> None:

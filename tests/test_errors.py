@@ -9,9 +9,12 @@ import torch
 from helpers import NAN
 
 from d3s_kernels import (
+    adaptive_clip,
     compact,
     entropy,
+    entropy_groups,
     group_advantages,
+    importance_ratio,
     linear_logprob_entropy,
     logprob_entropy,
     max_variance_select,
@@ -221,9 +224,83 @@ def other_cases() -> list[object]:
     ]
 
 
+def ratio_cases() -> list[object]:
+    groups = torch.zeros(2, 6, dtype=torch.int8)
+    ratio = (importance_ratio, SCORES, SCORES)
+    clip = (adaptive_clip, SCORES, groups)
+    return [
+        *(
+            bad(name, function, values, *rest, **more)
+            for name, function, rest, more in (
+                ("logprob", importance_ratio, (SCORES,), {}),
+                ("entropy", entropy_groups, (), {}),
+                ("entropy", adaptive_clip, (groups,), {"vocab_size": 9}),
+            )
+            for values in (SCORES.double(), SCORES.long(), torch.zeros(()), [0.0, 1.0])
+        ),
+        *(
+            bad("offsets", function, FLAT, *rest, offsets=torch.tensor(offsets), **more)
+            for function, rest, more in (
+                (importance_ratio, (FLAT,), {}),
+                (entropy_groups, (), {}),
+                (adaptive_clip, (groups.flatten(),), {"vocab_size": 9}),
+            )
+            for offsets in ([1, 12], [0, 8, 6, 12], [0, 11], [[0, 12]], [0.0, 12.0])
+        ),
+        bad("old_logprob", *ratio[:2], torch.zeros(6)),
+        bad("old_logprob", *ratio[:2], SCORES.double()),
+        bad("old_logprob", *ratio[:2], SCORES.to(ELSEWHERE)),
+        bad("mask", *ratio, torch.ones(2, 6)),
+        bad("mask", *ratio, torch.ones(6, dtype=torch.bool)),
+        bad("level", *ratio, level="word"),
+        bad("level", *ratio, level=None),
+        bad("denominator", *ratio, denominator="new"),
+        bad("denominator", *ratio, denominator=1),
+        bad("groups", *ratio, level="entropy_group"),
+        bad("groups", *ratio, groups=groups),
+        bad("groups", *ratio, level="sequence", groups=groups),
+        bad("groups", *ratio, level="entropy_group", groups=groups.long()),
+        bad("groups", *ratio, level="entropy_group", groups=groups[0]),
+        bad("groups", *ratio, level="entropy_group", groups=groups + 16),
+        bad("log_bounds", *ratio, log_bounds=(0.0, 1.0)),
+        bad("log_bounds", *ratio, log_bounds=(-1.0, NAN)),
+        bad("log_bounds", *ratio, log_bounds=(-1.0, -0.5)),
+        bad("log_bounds", *ratio, log_bounds=20.0),
+        bad("log_bounds", *ratio, log_bounds=("low", "high")),
+        bad("quantiles", entropy_groups, SCORES, quantiles=(0.0,)),
+        bad("quantiles", entropy_groups, SCORES, quantiles=(0.5, 1.0)),
+        bad("quantiles", entropy_groups, SCORES, quantiles=(0.5, 0.5)),
+        bad("quantiles", entropy_groups, SCORES, quantiles=(NAN,)),
+        bad("quantiles", entropy_groups, SCORES, quantiles=0.8),
+        bad("quantiles", entropy_groups, SCORES, quantiles=("high",)),
+        bad("quantiles", entropy_groups, SCORES, quantiles=[i / 20 for i in range(1, 17)]),
+        bad("mask", entropy_groups, SCORES, torch.ones(2, 6)),
+        bad("scope", entropy_groups, SCORES, scope="group"),
+        bad("max_segment", entropy_groups, SCORES, max_segment=-1),
+        bad("groups", *clip[:2], groups + 16, vocab_size=9),
+        bad("groups", *clip[:2], groups.int(), vocab_size=9),
+        bad("groups", *clip[:2], None, vocab_size=9),
+        bad("mask", *clip, torch.ones(2, 6), vocab_size=9),
+        bad("vocab_size", *clip, vocab_size=1),
+        bad("vocab_size", *clip, vocab_size=9.5),
+        bad("vocab_size", *clip, vocab_size=None),
+        bad("alpha", *clip, vocab_size=9, alpha=0.0),
+        bad("alpha", *clip, vocab_size=9, alpha=math.inf),
+        bad("alpha", *clip, vocab_size=9, alpha="wide"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("argument", "function", "args", "kwargs"),
-    [*logits_cases(), *label_cases(), *linear_cases(), *segment_cases(), *quota_cases(), *other_cases()],
+    [
+        *ratio_cases(),
+        *logits_cases(),
+        *label_cases(),
+        *linear_cases(),
+        *segment_cases(),
+        *quota_cases(),
+        *other_cases(),
+    ],
 )
 def test_bad_argument(argument: str, function: Callable[..., object], args: tuple, kwargs: dict) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
@@ -237,6 +314,8 @@ def test_bad_argument(argument: str, function: Callable[..., object], args: tupl
         ("ratio: got 1.5; takes a number in (0, 1]", lambda: topk_mask(SCORES, 1.5)),
         ("labels: got 5", lambda: logprob_entropy(LOGITS, torch.full((2, 3), 5))),
         ("keep: got 0; takes at least 1", lambda: max_variance_select(SCORES, 0)),
+        ("groups: got 16; takes at most 15", lambda: adaptive_clip(FLAT, torch.full((12,), 16).char(), vocab_size=9)),
+        ("quantiles: got 0.5 after 0.5", lambda: entropy_groups(FLAT, quantiles=(0.5, 0.5))),
         ("offsets: ", lambda: group_advantages(FLAT, offsets=torch.tensor([0, 8, 6, 12]))),
     ],
 )

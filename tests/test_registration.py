@@ -152,6 +152,34 @@ def samples_of_logits_to_select() -> list[tuple]:
     return samples
 
 
+def samples_of_groups() -> list[tuple]:
+    samples = []
+    for values, offsets in value_samples():
+        entropy, mask = values.float().abs(), torch.rand(values.shape) < 0.7
+        samples += [(entropy, [0.8], mask, offsets), (entropy, [0.2, 0.5], None, offsets, 24, True)]
+    return samples
+
+
+def samples_of_clips() -> list[tuple]:
+    samples = []
+    for entropy, quantiles, mask, offsets, *_ in samples_of_groups():
+        groups = OPS.entropy_groups(entropy, quantiles, mask, offsets)
+        samples.append((entropy, groups, mask, offsets, 1000, 0.02))
+    return samples
+
+
+def samples_of_ratios() -> list[tuple]:
+    samples = []
+    for entropy, groups, mask, offsets, *_ in samples_of_clips():
+        leaf = (entropy + 0.1 * torch.randn(entropy.shape)).requires_grad_()
+        samples += [
+            (leaf, entropy, mask, None, offsets),
+            (leaf, entropy, mask, None, offsets, "sequence", "self", -torch.inf, 10.0),
+            (leaf.detach(), entropy, None, groups, offsets, "entropy_group", "old", -1.0, 1.0),
+        ]
+    return samples
+
+
 SAMPLES: dict[str, Callable[[], list[tuple]]] = {
     "logprob_entropy": samples_of_logits,
     "logprob_entropy_backward": samples_of_the_backward,
@@ -174,6 +202,12 @@ SAMPLES: dict[str, Callable[[], list[tuple]]] = {
             (values, None, torch.tensor(3), None, offsets, 24, True),
         )
     ],
+    "importance_ratio": samples_of_ratios,
+    "importance_ratio_backward": lambda: [
+        (torch.randn(old.shape), old.exp(), mask, groups) for _, old, mask, groups, *_ in samples_of_ratios()
+    ],
+    "entropy_groups": samples_of_groups,
+    "adaptive_clip": samples_of_clips,
 }
 
 
@@ -224,6 +258,33 @@ def test_a_step_compiles_whole_for_every_shape() -> None:
     compiled = torch.compile(pipeline, fullgraph=True, dynamic=True)
     for groups, tokens in ((2, 7), (3, 9), (5, 11)):
         assert_compiled_agrees(compiled, step(groups, tokens))
+
+
+def clipped_loss(logprob: Tensor, old: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """ESPO's, over GSPO's ratio too."""
+    groups = d3s.entropy_groups(entropy, mask)
+    epsilon = d3s.adaptive_clip(entropy, groups, mask, vocab_size=50)
+    loss = torch.zeros(())
+    for level, given in (("sequence", None), ("entropy_group", groups)):
+        ratio = d3s.importance_ratio(logprob, old, mask, level=level, groups=given)
+        clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
+        loss = loss - (torch.min(ratio * advantages, clipped * advantages) * mask).sum() / mask.sum()
+    return loss
+
+
+def test_a_loss_of_ratios_compiles_whole_for_every_shape() -> None:
+    compiled = torch.compile(clipped_loss, fullgraph=True, dynamic=True)
+    for rows, tokens in ((3, 7), (4, 9), (5, 12)):
+        old = -torch.rand(rows, tokens)
+        start = old + 0.01 * torch.randn(rows, tokens)
+        rest = old, torch.rand(rows, tokens), torch.randn(rows, 1), torch.rand(rows, tokens) < 0.8
+        results = []
+        for function in (compiled, clipped_loss):
+            leaf = start.clone().requires_grad_()
+            loss = function(leaf, *rest)
+            results.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 def compiled_once(function: Callable) -> Callable:

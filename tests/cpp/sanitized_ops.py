@@ -63,7 +63,24 @@ def rollouts() -> None:
             assert torch.equal(ours, reference.max_variance_select(rewards, keep))
 
 
+def ratios() -> None:
+    for shape in ((3, 1), (4, 33), (1, 40_001), (2, 4097), (0, 4), (4, 0)):
+        old = -torch.rand(shape)
+        leaf = (old + 0.1 * torch.randn(shape)).requires_grad_()
+        mask = torch.rand(shape) < 0.8
+        groups = op.entropy_groups(-old, [0.3, 0.8], mask)
+        assert torch.equal(groups, reference.entropy_groups(-old, mask, [0.3, 0.8]))
+        op.adaptive_clip(-old, groups, mask, None, 1000)
+        for level, ids in (("token", None), ("sequence", None), ("entropy_group", groups)):
+            for denominator in ("self", "old"):
+                ratio = op.importance_ratio(leaf.detach(), old, mask, ids, None, level, denominator)
+                exact = reference.importance_ratio(leaf, old, mask, level=level, groups=ids, denominator=denominator)
+                torch.testing.assert_close(ratio, exact.detach().float(), rtol=1e-5, atol=1e-7)
+                op.importance_ratio_backward(old, ratio, mask, ids)
+
+
 vocabulary()
 tokens()
 rollouts()
-print("3 passed, 0 failed")
+ratios()
+print("4 passed, 0 failed")

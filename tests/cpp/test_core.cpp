@@ -3,6 +3,8 @@
 #include <random>
 #include <vector>
 
+#include "../../csrc/core/exact_sum.h"
+#include "../../csrc/core/exponential.h"
 #include "../../csrc/core/float_bits.h"
 #include "../../csrc/core/order_key.h"
 #include "../../csrc/core/softmax_state.h"
@@ -71,6 +73,40 @@ void keep_counts() {
   CHECK(keep_from_ratio(1.0, (int64_t{1} << 40) + 1, kDoubleSlack) == (int64_t{1} << 40) + 1, "all of many");
 }
 
+void exponentials_are_good_to_a_rounding_step(std::mt19937& random) {
+  std::uniform_real_distribution<float> wide(-103.f, 88.7f), near(-0.01f, 0.01f);
+  for (int i = 0; i < 1000000; ++i) {
+    const float x = i % 2 ? wide(random) : near(random);
+    const double exact = std::exp(static_cast<double>(x));
+    const double step = std::nextafter(static_cast<float>(exact), INFINITY) - static_cast<float>(exact);
+    CHECK(std::fabs(exponential(x) - exact) <= step, "e^%.9g", static_cast<double>(x));
+  }
+  CHECK(exponential(0.f) == 1.f && exponential(-0.f) == 1.f, "e^0");
+  CHECK(exponential(-INFINITY) == 0.f && exponential(INFINITY) == INFINITY, "e^infinity");
+  CHECK(std::isnan(exponential(NAN)), "e^NaN");
+}
+
+void sums_do_not_depend_on_their_order(std::mt19937& random) {
+  std::uniform_real_distribution<float> term(-4095.f, 4095.f);
+  std::vector<float> terms(1000);
+  double exact = 0;
+  for (float& t : terms) {
+    t = term(random) * std::exp2(-static_cast<float>(random() % 30));
+    exact += t;
+  }
+  ExactSum forwards, backwards;
+  for (size_t i = 0; i < terms.size(); ++i) {
+    add_term(forwards, terms[i]);
+    add_term(backwards, terms[terms.size() - 1 - i]);
+  }
+  CHECK(forwards.units == backwards.units && forwards.count == 1000, "%lld units",
+        static_cast<long long>(forwards.units));
+  CHECK(std::fabs(mean_of(forwards) - exact / 1000) <= 1e-7 * std::fabs(exact) / 1000 + 0x1p-27, "mean");
+  ExactSum largest;
+  for (int i = 0; i < 1 << 25; ++i) add_term(largest, std::nextafter(kFarTerm, 0.f));
+  CHECK(mean_of(largest) == std::nextafter(kFarTerm, 0.f), "2^25 of the largest terms: %g", mean_of(largest) + 0.);
+}
+
 SoftmaxState state_of(const std::vector<float>& z, size_t begin, size_t end) {
   SoftmaxState state;
   for (size_t i = begin; i < end; ++i) state = merge(state, {z[i], 1.f, 0.f}, 1.f);
@@ -114,6 +150,8 @@ int main() {
   floats_round_to_the_nearest_half(random);
   keys_order_as_floats_do(random);
   keep_counts();
+  exponentials_are_good_to_a_rounding_step(random);
+  sums_do_not_depend_on_their_order(random);
   states_merge_in_any_grouping(random);
   states_of_special_values();
   return report("core");

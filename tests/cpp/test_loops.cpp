@@ -10,6 +10,7 @@
 #include "../../csrc/core/order_key.h"
 #include "../../csrc/core/softmax_state.h"
 #include "../../csrc/cpu/order_keys.h"
+#include "../../csrc/cpu/ratio_loops.h"
 #include "../../csrc/cpu/softmax_rows.h"
 #include "check.h"
 
@@ -103,22 +104,74 @@ void key_loops(const OrderKeys& loops, std::mt19937& random) {
   }
 }
 
-void level(const char* name, const SoftmaxRows& rows, const OrderKeys& keys) {
+template <class T, class Make>
+std::unique_ptr<T[]> array_of(int64_t n, const Make& make) {
+  std::unique_ptr<T[]> values(new T[n]);
+  for (int64_t i = 0; i < n; ++i) values[i] = make(i);
+  return values;
+}
+
+// Of some tokens, with and without a mask and groups; one of them may be too far out to be added.
+void ratio_loops_of(const RatioLoops& loops, int64_t n, bool masked, bool grouped, bool far, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  const auto a = array_of<float>(n, [&](int64_t) { return normal(random); });
+  const auto b = array_of<float>(n, [&](int64_t) { return normal(random); });
+  if (far) a[random() % n] = random() % 2 ? NAN : 1e20f;
+  const auto mask = array_of<bool>(n, [&](int64_t) { return random() % 4 != 0; });
+  const auto ids = array_of<int8_t>(n, [&](int64_t) { return static_cast<int8_t>(random() % 4) - 1; });
+  const TokenStretch tokens = {masked ? mask.get() : nullptr, grouped ? ids.get() : nullptr, n};
+  const auto has = [&](int64_t i) { return (!masked || mask[i]) && (!grouped || ids[i] >= 0); };
+  const auto in_group = [&](int64_t i, int group) { return has(i) && (!grouped || ids[i] == group); };
+
+  auto means = array_of<float>(n, [](int64_t) { return 0.f; });
+  for (int group = 0; group < (grouped ? 3 : 1); ++group) {
+    ExactSum of_differences, of_values, wanted, wanted_of_values;
+    loops.sum(a.get(), b.get(), tokens, group, of_differences);
+    loops.sum(a.get(), nullptr, tokens, group, of_values);
+    for (int64_t i = 0; i < n; ++i)
+      if (in_group(i, group)) add_term(wanted, a[i] - b[i]), add_term(wanted_of_values, a[i]);
+    const auto same = [](const ExactSum& x, const ExactSum& y) {
+      return x.units == y.units && x.count == y.count && x.flags == y.flags;
+    };
+    CHECK(same(of_differences, wanted) && same(of_values, wanted_of_values), "sums of %lld", static_cast<long long>(n));
+    loops.assign(tokens, group, 0.25f * static_cast<float>(group + 1), means.get());
+  }
+  const LogBounds bounds = {-1.f, 2.f};
+  const RatioLimits limits = limits_of(bounds);
+  std::unique_ptr<float[]> plain(new float[n]), gradients(new float[n]), ratios(new float[n]);
+  loops.exponentiate(a.get(), b.get(), tokens, nullptr, bounds, plain.get());
+  std::copy_n(means.get(), n, ratios.get());
+  loops.exponentiate(a.get(), b.get(), tokens, ratios.get(), bounds, ratios.get());  // over the means
+  loops.gradients(a.get(), ratios.get(), tokens, limits, gradients.get());
+  const auto equal = [](float x, float y) { return bits_of_float(x) == bits_of_float(y) || (x != x && y != y); };
+  for (int64_t i = 0; i < n; ++i) {
+    const float mean = has(i) ? 0.25f * static_cast<float>(grouped ? ids[i] + 1 : 1) : 0.f;
+    const float ratio = has(i) ? bounded_ratio(mean + (a[i] - b[i]), bounds) : kNoRatio;
+    CHECK(equal(means[i], mean), "mean %lld of %lld", static_cast<long long>(i), static_cast<long long>(n));
+    CHECK(equal(plain[i], has(i) ? bounded_ratio(a[i] - b[i], bounds) : kNoRatio), "%lld", static_cast<long long>(i));
+    CHECK(equal(ratios[i], ratio), "ratio %lld of %lld", static_cast<long long>(i), static_cast<long long>(n));
+    CHECK(equal(gradients[i], has(i) ? ratio_gradient(a[i], ratio, limits) : 0.f), "%lld", static_cast<long long>(i));
+  }
+}
+
+void level(const char* name, const SoftmaxRows& rows, const OrderKeys& keys, const RatioLoops& ratios) {
   std::mt19937 random(std::random_device{}());
   softmax_loops(rows.float32, 1e-6, random);
   softmax_loops(rows.bf16, 0x1p-8, random);
   softmax_loops(rows.fp16, 0x1p-10, random);
   key_loops(keys, random);
+  for (int64_t n = 1; n <= 3000; n = n < 100 ? n + 1 : n * 2)
+    for (int form = 0; form < 8; ++form) ratio_loops_of(ratios, n, form & 1, form & 2, form & 4, random);
   std::printf("%s done\n", name);
 }
 
 }  // namespace
 
 int main() {
-  level("baseline", baseline::softmax_rows, baseline::order_keys);
+  level("baseline", baseline::softmax_rows, baseline::order_keys, baseline::ratio_loops);
 #if defined(D3S_X86_LEVELS)
-  if (simd_level() >= SimdLevel::avx2) level("avx2", avx2::softmax_rows, avx2::order_keys);
-  if (simd_level() >= SimdLevel::avx512) level("avx512", avx512::softmax_rows, avx512::order_keys);
+  if (simd_level() >= SimdLevel::avx2) level("avx2", avx2::softmax_rows, avx2::order_keys, avx2::ratio_loops);
+  if (simd_level() >= SimdLevel::avx512) level("avx512", avx512::softmax_rows, avx512::order_keys, avx512::ratio_loops);
 #endif
   return report("loops");
 }

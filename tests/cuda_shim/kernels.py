@@ -85,6 +85,8 @@ def cases() -> dict[str, Case]:
     rewards = torch.randint(0, 6, (9000,), generator=generator).float()
     small = rewards[:640].view(10, 64)
     mask = torch.rand(200_001, generator=generator) < 0.3
+    moved = rewards + torch.randn(9000, generator=generator)
+    groups = torch.randint(-1, 16, (9000,), generator=generator, dtype=torch.int8)
     few, many = {"D3S_SHIM_SMS": "132"}, {"D3S_SHIM_SMS": "1"}
     tight = {"D3S_SHIM_SHARED": SMALL_SHARED}
     return {
@@ -105,6 +107,13 @@ def cases() -> dict[str, Case]:
         "group_advantages, warps": Case(lambda: d3s.group_advantages(small)),
         "group_advantages, blocks": Case(lambda: d3s.group_advantages(rewards, scale="batch")),
         "compact": Case(lambda: d3s.compact(mask, 70_000)),
+        "importance_ratio, sequences": Case(
+            lambda: d3s.importance_ratio(moved, rewards, level="sequence", offsets=ragged)
+        ),
+        "importance_ratio, groups": Case(
+            lambda: d3s.importance_ratio(moved, rewards, level="entropy_group", groups=groups, denominator="old")
+        ),
+        "adaptive_clip": Case(lambda: d3s.adaptive_clip(rewards, groups, vocab_size=100, offsets=ragged)),
     }
 
 
@@ -430,6 +439,9 @@ def test_bad_offsets_stay_within_bounds(offsets: list[int], monkeypatch: pytest.
         *d3s.select_tokens(values, torch.ones(groups), 0.5, offsets=cuts, scope="sequence"),
         d3s.select_tokens(values, torch.ones(groups), 0.5, offsets=cuts).mask,
         d3s.group_advantages(values, offsets=cuts),
+        d3s.importance_ratio(values, values, level="sequence", offsets=cuts),
+        d3s.adaptive_clip(values, torch.zeros(20, dtype=torch.int8), vocab_size=9, offsets=cuts),
+        d3s.entropy_groups(values, offsets=cuts),
     ]
     for result in results:
         if result.dtype == torch.bool:  # every byte was written
@@ -473,10 +485,26 @@ def test_offsets_without_a_segment(offsets: list[int]) -> None:
 
 
 @pytest.mark.parametrize("offsets", [[5, 20], [0, 7]])
-def test_rewards_that_bad_offsets_leave_out_are_nan(offsets: list[int]) -> None:
+def test_what_bad_offsets_leave_out_is_nan(offsets: list[int]) -> None:
     for _ in range(3):  # memory that was used before
         torch.ones(20)
-    advantages = d3s.group_advantages(torch.randn(20), offsets=torch.tensor(offsets))
+    values, cuts = torch.randn(20), torch.tensor(offsets)
     inside = torch.zeros(20, dtype=torch.bool)
     inside[offsets[0] : offsets[1]] = True
-    assert advantages.isnan().tolist() == (~inside).tolist()
+    for result in (
+        d3s.group_advantages(values, offsets=cuts),
+        d3s.importance_ratio(values, torch.zeros(20), level="sequence", offsets=cuts),
+    ):
+        assert result.isnan().tolist() == (~inside).tolist()
+
+
+def test_a_bad_group_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, groups = torch.rand(2, 4), torch.tensor([[0, 15, 16, 127], [-1, -128, 3, 3]], dtype=torch.int8)
+    bad = [[False, False, True, True], [False] * 4]
+    for denominator in ("self", "old"):
+        ratio = d3s.importance_ratio(values, values, level="entropy_group", groups=groups, denominator=denominator)
+        assert ratio.isnan().tolist() == bad
+    assert d3s.adaptive_clip(values, groups, vocab_size=9).isnan().tolist() == bad
+    monkeypatch.setenv("D3S_KERNELS_CHECK", "1")
+    with pytest.raises(ValueError, match="groups: got 127; takes at most 15"):
+        d3s.adaptive_clip(values, groups, vocab_size=9)

@@ -1,0 +1,40 @@
+// An importance ratio is e^x of a log-ratio x that is clamped first. Its derivative by x is the ratio itself; at a
+// bound and beyond it is 0.
+#pragma once
+
+#include <cmath>
+
+#include "exponential.h"
+#include "macros.h"
+
+namespace d3s {
+
+struct LogBounds {
+  float low, high;
+};
+
+// The ratios at the bounds.
+struct RatioLimits {
+  float lowest, highest;
+};
+
+namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
+
+constexpr float kNoRatio = 1.f;  // of tokens that do not count: it changes nothing
+
+D3S_HOST_DEVICE float bounded_ratio(float x, const LogBounds& bounds) {
+  return exponential(x < bounds.low ? bounds.low : x > bounds.high ? bounds.high : x);  // NaN stays
+}
+
+// An infinite bound limits nothing, not even a ratio of 0 or of infinity.
+D3S_HOST_DEVICE RatioLimits limits_of(const LogBounds& bounds) {
+  return {bounds.low == -INFINITY ? -1.f : exponential(bounds.low),
+          bounds.high == INFINITY ? NAN : exponential(bounds.high)};
+}
+
+D3S_HOST_DEVICE float ratio_gradient(float grad, float ratio, const RatioLimits& limits) {
+  return ratio <= limits.lowest || ratio >= limits.highest ? 0.f : grad * ratio;
+}
+
+}  // namespace
+}  // namespace d3s

@@ -1,0 +1,118 @@
+// importance_ratio, entropy_groups, adaptive_clip. Two passes: the sums of all groups, then a number for each token.
+// Threads share the tokens, wherever sequences begin and end: sums are exact, so it does not matter who adds what.
+#include <algorithm>
+#include <vector>
+
+#include "../ops/ratios.h"
+#include "../torch_abi.h"
+#include "ratio_loops.h"
+
+namespace d3s {
+namespace {
+
+constexpr int64_t kGrain = 16384;  // tokens; work for a thread
+constexpr int64_t kPiece = 4096;   // tokens that stay in the first-level cache while each group is added up
+
+const RatioLoops& loops() { return D3S_PICK_VARIANT(ratio_loops); }
+
+TokenStretch stretch(const TokenGroups& groups, int64_t begin, int64_t end) {
+  return {groups.mask ? groups.mask + begin : nullptr, groups.ids ? groups.ids + begin : nullptr, end - begin};
+}
+
+// body(sequence, begin, end) for what [begin, end) has of each sequence, on all threads, in pieces.
+template <class Body>
+void for_stretches(const TokenGroups& groups, const Body& body) {
+  const Segments& sequences = groups.sequences;
+  parallel_for(groups.tokens, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = sequences.find(begin), a = begin; a < end; ++i)
+      for (const int64_t last = std::min(end, sequences.end(i)); a < last;) {
+        const int64_t b = std::min(last, a + kPiece);
+        body(i, a, b);
+        a = b;
+      }
+  });
+}
+
+void add_shared(ExactSum& total, const ExactSum& part) {  // a sequence may lie on several threads
+  if (part.count == 0) return;
+  __atomic_fetch_add(&total.units, part.units, __ATOMIC_RELAXED);
+  __atomic_fetch_add(&total.count, part.count, __ATOMIC_RELAXED);
+  if (part.flags) __atomic_fetch_or(&total.flags, part.flags, __ATOMIC_RELAXED);
+}
+
+// The sums of a[i] - b[i], or of a[i], over each group of each sequence.
+std::vector<ExactSum> group_sums(const float* a, const float* b, const TokenGroups& groups) {
+  std::vector<ExactSum> sums(groups.each * groups.sequences.count);
+  for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {
+    for (int group = 0; group < groups.each; ++group) {
+      ExactSum part;
+      loops().sum(a + begin, b ? b + begin : nullptr, stretch(groups, begin, end), group, part);
+      add_shared(sums[sequence * groups.each + group], part);
+    }
+  });
+  return sums;
+}
+
+// out[i] = number(mean of the group) for the tokens of a stretch, `none` for those in no group.
+template <class Number>
+void write_numbers(const std::vector<ExactSum>& sums, const TokenGroups& groups, int64_t sequence,
+                   const TokenStretch& tokens, float none, const Number& number, float* out) {
+  std::fill_n(out, tokens.n, none);
+  for (int group = 0; group < groups.each; ++group) {
+    const ExactSum& sum = sums[sequence * groups.each + group];
+    if (sum.count > 0) loops().assign(tokens, group, number(mean_of(sum)), out);
+  }
+}
+
+}  // namespace
+
+void importance_ratios(const float* logprob, const float* old_logprob, const TokenGroups& groups, RatioForm form,
+                       const LogBounds& bounds, float* out, Device&) {
+  const auto exponentiate = [&](int64_t begin, int64_t end, const float* means) {
+    loops().exponentiate(logprob + begin, old_logprob + begin, stretch(groups, begin, end), means, bounds, out + begin);
+  };
+  if (form == RatioForm::kToken) {
+    parallel_for(groups.tokens, kGrain, [&](int64_t begin, int64_t end) { exponentiate(begin, end, nullptr); });
+    return;
+  }
+  const std::vector<ExactSum> sums = group_sums(logprob, old_logprob, groups);
+  for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {
+    const auto write = [&](float none, const auto& number) {
+      write_numbers(sums, groups, sequence, stretch(groups, begin, end), none, number, out + begin);
+    };
+    if (form == RatioForm::kMean) {
+      write(kNoRatio, [&](float mean) { return bounded_ratio(mean, bounds); });
+    } else {
+      write(0.f, [](float mean) { return mean; });
+      exponentiate(begin, end, out + begin);
+    }
+  });
+}
+
+void importance_ratio_gradients(const RatioGradient& gradient, float* out, Device&) {
+  const RatioGradient& g = gradient;
+  parallel_for(g.groups.tokens, kGrain, [&](int64_t begin, int64_t end) {
+    loops().gradients(g.grad + begin, g.ratio + begin, stretch(g.groups, begin, end), g.limits, out + begin);
+  });
+}
+
+void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out, Device&) {
+  const std::vector<ExactSum> sums = group_sums(values, nullptr, groups);
+  for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {
+    write_numbers(
+        sums, groups, sequence, stretch(groups, begin, end), kNoClip, [&](float mean) { return scale * mean; },
+        out + begin);
+  });
+}
+
+void rank_by_cuts(const CutMasks& masks, int8_t* out, Device&) {
+  parallel_for(masks.tokens, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) out[i] = masks.has(i) ? 0 : -1;
+    for (int cut = 0; cut < masks.cuts; ++cut) {
+      const bool* above = masks.above + cut * masks.tokens;
+      for (int64_t i = begin; i < end; ++i) out[i] = static_cast<int8_t>(out[i] + above[i]);
+    }
+  });
+}
+
+}  // namespace d3s

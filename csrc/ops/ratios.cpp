@@ -1,0 +1,157 @@
+// importance_ratio, entropy_groups, adaptive_clip: their arguments and results, on every device.
+#include "ratios.h"
+
+#include <cmath>
+
+#include "arguments.h"
+
+namespace d3s {
+namespace {
+
+constexpr int64_t kMostTokens = int64_t{1} << 25;  // of a sequence, which an ExactSum takes
+
+void require_float32(const char* argument, const Tensor& tensor) {
+  require(tensor.scalar_type() == ScalarType::Float, argument, "got dtype ", dtype(tensor), "; takes float32");
+}
+
+// The groups of tokens, and the tensors that what it points at lives in.
+class GroupsArgument {
+ public:
+  GroupsArgument(const char* argument, const Tensor& tokens, const OptionalTensor& mask, const OptionalTensor& ids)
+      : mask_(require_mask("mask", mask, tokens, tokens.dim())) {
+    require(tokens.dim() >= 1, argument, "got a 0-d tensor; takes [..., T]");
+    groups.tokens = tokens.numel();
+    groups.mask = data<bool>(mask_);
+    require(groups.tokens <= INT32_MAX, argument, "got ", groups.tokens, " tokens; takes fewer than 2^31");
+    if (!ids) return;
+    require(ids->scalar_type() == ScalarType::Char, "groups", "got dtype ", dtype(*ids), "; takes int8");
+    ids_ = require_per_row("groups", *ids, tokens, tokens.dim());
+    groups.ids = data<int8_t>(ids_);
+    groups.each = kMostGroups;
+  }
+
+  void set_sequences(const char* argument, const Tensor& tokens, const OptionalTensor& offsets) {
+    groups.sequences = segments_of(tokens, offsets, argument);
+    require(groups.sequences.ragged() || groups.sequences.length <= kMostTokens, argument, "got sequences of ",
+            groups.sequences.length, " tokens; takes at most 2^25");
+    const OptionalTensor known = ids_ ? on_host(*ids_) : ids_;
+    if (!known) return;
+    const int8_t* ids = data<int8_t>(known);
+    int8_t largest = 0;
+    for (int64_t i = 0; i < groups.tokens; ++i) largest = ids[i] > largest ? ids[i] : largest;
+    require(largest < kMostGroups, "groups", "got ", int{largest}, "; takes at most ", kMostGroups - 1);
+    groups.each = largest + 1;
+  }
+
+  TokenGroups groups;
+
+ private:
+  OptionalTensor mask_, ids_;
+};
+
+LogBounds bounds_of(double low, double high) {
+  require(low < 0 && high > 0, "log_bounds", "got (", low, ", ", high, "); takes a number below 0 and one above");
+  return {static_cast<float>(low), static_cast<float>(high)};
+}
+
+RatioForm form_of(const std::string& level, const std::string& denominator, bool groups) {
+  require(level == "token" || level == "sequence" || level == "entropy_group", "level", "got '", level,
+          "'; takes 'token', 'sequence' or 'entropy_group'");
+  require(denominator == "self" || denominator == "old", "denominator", "got '", denominator,
+          "'; takes 'self' or 'old'");
+  require(groups == (level == "entropy_group"), "groups", groups ? "given" : "not given", " at level '", level,
+          "'; 'entropy_group' takes them, the others do not");
+  if (level == "token") return RatioForm::kToken;
+  return denominator == "self" ? RatioForm::kMean : RatioForm::kMeanAndToken;
+}
+
+Tensor importance_ratio(const Tensor& logprob, const Tensor& old_logprob, const OptionalTensor& mask,
+                        const OptionalTensor& groups, const OptionalTensor& offsets, const std::string& level,
+                        const std::string& denominator, double low, double high) {
+  require_float32("logprob", logprob);
+  require_float32("old_logprob", old_logprob);
+  const RatioForm form = form_of(level, denominator, groups.has_value());
+  const LogBounds bounds = bounds_of(low, high);
+  GroupsArgument argument("logprob", logprob, mask, groups);
+  argument.set_sequences("logprob", logprob, offsets);
+  const Tensor now = packed(logprob), then = require_per_row("old_logprob", old_logprob, logprob, logprob.dim());
+  const Tensor out = empty(leading_sizes(logprob, logprob.dim()), ScalarType::Float, logprob);
+  TorchDevice device(logprob);
+  importance_ratios(data<float>(now), data<float>(then), argument.groups, form, bounds, mutable_data<float>(out),
+                    device);
+  return out;
+}
+
+Tensor importance_ratio_backward(const Tensor& grad, const Tensor& ratio, const OptionalTensor& mask,
+                                 const OptionalTensor& groups, double low, double high) {
+  require_float32("grad", grad);
+  require_float32("ratio", ratio);
+  const GroupsArgument argument("ratio", ratio, mask, groups);
+  const Tensor from = require_per_row("grad", grad, ratio, ratio.dim()), by = packed(ratio);
+  const Tensor out = empty(leading_sizes(ratio, ratio.dim()), ScalarType::Float, ratio);
+  TorchDevice device(ratio);
+  importance_ratio_gradients({data<float>(from), data<float>(by), argument.groups, limits_of(bounds_of(low, high))},
+                             mutable_data<float>(out), device);
+  return out;
+}
+
+Tensor entropy_groups(const Tensor& entropy, const std::vector<double>& quantiles, const OptionalTensor& mask,
+                      const OptionalTensor& offsets, const OptionalInt& max_segment, bool pooled) {
+  require_float32("entropy", entropy);
+  const int64_t n = entropy.numel(), cuts = static_cast<int64_t>(quantiles.size());
+  require(cuts < kMostGroups, "quantiles", "got ", cuts, " of them; takes at most ", kMostGroups - 1);
+  for (int64_t i = 0; i < cuts; ++i) {
+    const double before = i > 0 ? quantiles[i - 1] : 0.0;
+    require(quantiles[i] > before && quantiles[i] < 1.0, "quantiles", "got ", quantiles[i], " after ", before,
+            "; takes rising numbers in (0, 1)");
+  }
+  const OptionalTensor usable = require_mask("mask", mask, entropy, entropy.dim());
+  Segments segments = segments_of(entropy, offsets, "entropy");
+  int64_t longest = longest_of(segments, n, max_segment);
+  if (pooled) {
+    segments = pool(entropy);
+    longest = n;
+  }
+  const Tensor source = packed(entropy);
+  const Tensor out = empty(leading_sizes(entropy, entropy.dim()), ScalarType::Char, entropy);
+  TorchDevice device(entropy);
+  Scores scores;
+  scores.values = source.const_data_ptr();
+  scores.mask = data<bool>(usable);
+  bool* above = device.scratch_of<bool>(cuts * n);
+  for (int64_t cut = 0; cut < cuts; ++cut) {
+    Quota quota;
+    quota.ratio = 1.0 - quantiles[cut];
+    SelectionOutputs outputs;
+    outputs.mask = above + cut * n;
+    select_top(scores, quota, false, segments, n, longest, outputs, device);
+  }
+  rank_by_cuts({data<float>(source), scores.mask, above, n, static_cast<int>(cuts)}, mutable_data<int8_t>(out), device);
+  return out;
+}
+
+Tensor adaptive_clip(const Tensor& entropy, const Tensor& groups, const OptionalTensor& mask,
+                     const OptionalTensor& offsets, int64_t vocab_size, double alpha) {
+  require_float32("entropy", entropy);
+  require(vocab_size >= 2, "vocab_size", "got ", vocab_size, "; takes at least 2");
+  require(alpha > 0 && std::isfinite(alpha), "alpha", "got ", alpha, "; takes a finite number above 0");
+  GroupsArgument argument("entropy", entropy, mask, groups);
+  argument.set_sequences("entropy", entropy, offsets);
+  const Tensor source = packed(entropy);
+  const Tensor out = empty(leading_sizes(entropy, entropy.dim()), ScalarType::Float, entropy);
+  const float scale = static_cast<float>(alpha / std::log(static_cast<double>(vocab_size)));
+  TorchDevice device(entropy);
+  scaled_group_means(data<float>(source), argument.groups, scale, mutable_data<float>(out), device);
+  return out;
+}
+
+}  // namespace
+
+D3S_REGISTER(m) {
+  m.impl("importance_ratio", TORCH_BOX(&importance_ratio));
+  m.impl("importance_ratio_backward", TORCH_BOX(&importance_ratio_backward));
+  m.impl("entropy_groups", TORCH_BOX(&entropy_groups));
+  m.impl("adaptive_clip", TORCH_BOX(&adaptive_clip));
+}
+
+}  // namespace d3s

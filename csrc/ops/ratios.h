@@ -1,0 +1,68 @@
+// Importance ratios and what belongs to them, as each back-end implements them: cpu/ratios.cpp, cuda/ratios.cu.
+// Arguments come checked, from ops/ratios.cpp. Nothing here knows torch.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/exact_sum.h"
+#include "../core/ratio.h"
+#include "../core/segments.h"
+#include "device.h"
+
+namespace d3s {
+
+constexpr int kMostGroups = 16;  // of a sequence's tokens
+
+// The tokens that share a mean: those of a sequence, or of one group in it.
+struct TokenGroups {
+  static constexpr int kNone = -1, kBad = kMostGroups;
+
+  Segments sequences;
+  int64_t tokens = 0;
+  const bool* mask = nullptr;
+  const int8_t* ids = nullptr;  // below 0: in no group; null: a sequence is one group
+  int each = 1;                 // groups of a sequence, at most
+
+  D3S_HOST_DEVICE bool has(int64_t token) const { return (!mask || mask[token]) && (!ids || ids[token] >= 0); }
+  // A token's group, kNone, or kBad for an id that nobody has checked.
+  D3S_HOST_DEVICE int of(int64_t token) const {
+    if (!has(token)) return kNone;
+    return !ids ? 0 : ids[token] < kMostGroups ? ids[token] : kBad;
+  }
+};
+
+// What a ratio is the exponential of: the token's log-ratio, the mean of its group's, or both together.
+enum class RatioForm { kToken, kMean, kMeanAndToken };
+
+constexpr float kNoClip = 0.f;  // the clip range of tokens in no group
+
+void importance_ratios(const float* logprob, const float* old_logprob, const TokenGroups& groups, RatioForm form,
+                       const LogBounds& bounds, float* out, Device& device);
+
+struct RatioGradient {
+  const float* grad;
+  const float* ratio;
+  TokenGroups groups;
+  RatioLimits limits;
+};
+
+void importance_ratio_gradients(const RatioGradient& gradient, float* out, Device& device);
+
+// scale times the mean of each token's group.
+void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out, Device& device);
+
+// Masks that hold each other, one after the other in `above`: how many of them hold a token; -1 where it has no
+// entropy.
+struct CutMasks {
+  const float* entropy;
+  const bool* mask;
+  const bool* above;
+  int64_t tokens;
+  int cuts;
+
+  D3S_HOST_DEVICE bool has(int64_t i) const { return (!mask || mask[i]) && entropy[i] == entropy[i]; }
+};
+
+void rank_by_cuts(const CutMasks& masks, int8_t* out, Device& device);
+
+}  // namespace d3s

@@ -1,0 +1,207 @@
+"""How far the policy has moved: importance ratios of tokens, sequences and groups of tokens, and ESPO's clip ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from ._arguments import (
+    require_number,
+    require_optional_tensors,
+    require_scope,
+    require_tensors,
+    require_whole,
+)
+
+_LOG_BOUNDS = {"token": (-20.0, 20.0)}
+_OTHER_LOG_BOUNDS = (-torch.inf, 10.0)
+
+
+def importance_ratio(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    mask: Tensor | None = None,
+    *,
+    level: Literal["token", "sequence", "entropy_group"] = "token",
+    groups: Tensor | None = None,
+    denominator: Literal["self", "old"] = "self",
+    log_bounds: tuple[float, float] | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """The importance ratio of every token: GRPO's, GSPO's, or ESPO's. Differentiable in ``logprob``.
+
+    With ``w_t = pi(y_t) / pi_old(y_t)``, sg for "as a constant", and means over the tokens that the mask keeps::
+
+        level "token"           w_t                                              (PPO, GRPO)
+        level "sequence"        sg[s] pi(y_t) / sg[pi(y_t)],  s = exp(mean log w of the sequence)
+                                                                  (GSPO-token, arXiv 2507.18071, eq. 7 and 14)
+        level "entropy_group"   the same, s of the token's group within its sequence
+                                                                  (ESPO, arXiv 2512.00499, eq. 9 and 10)
+
+    So all tokens of a sequence (a group) have the value s, and each passes its own share of the gradient: the
+    derivative of a token's ratio by its log-probability is the ratio. For an advantage per sequence and a loss averaged
+    over its tokens that is GSPO, in value, clipping and gradient; and a token that a selection drops from the loss
+    still counts in s, as long as it is in ``mask``. With ``denominator="old"`` the token's factor is
+    ``pi(y_t) / sg[pi_old(y_t)]``, so that its value is ``s w_t``: ESPO's eq. 9 as it is printed. The default is
+    what the paper's narrow clip ranges fit; its authors published no code.
+
+    A mean is the same to the bit padded and packed, on CPU and GPU (log-ratios are added in units of 2^-26; one beyond
+    4096 counts as infinite). Ratios of tokens that have not moved are exactly 1.
+
+    Args:
+        logprob: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        old_logprob: the same shape; a constant.
+        mask: bool, the shape of ``logprob``. Where it is False nothing is read: ratio 1, gradient 0.
+        level: what a ratio is taken over.
+        groups: int8, the shape of ``logprob``, for level "entropy_group": 0 to 15; below 0 for tokens in no group,
+            which are treated as masked. :func:`entropy_groups` makes them.
+        denominator: of the token's own factor: "self" or "old". At level "token" it means nothing.
+        log_bounds: the logarithm of a ratio is clamped to these, with gradient 0 beyond. None is what verl does:
+            (-20, 20) at level "token", (-inf, 10) else. TRL does not: (-inf, inf).
+        offsets: int32 or int64 ``[S + 1]``, from 0 to N.
+
+    Returns:
+        float32, the shape of ``logprob``.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype, device, offsets, level or denominator; groups without their level
+            or the level without groups; bounds that are not below and above 0.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> old, new = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[-0.9, -2.3, -0.5]])
+        >>> d3s.importance_ratio(new, old)
+        tensor([[1.1052, 0.7408, 1.0000]])
+        >>> d3s.importance_ratio(new, old, torch.tensor([[True, True, False]]), level="sequence")
+        tensor([[0.9048, 0.9048, 1.0000]])
+    """
+    require_tensors(logprob=logprob, old_logprob=old_logprob)
+    require_optional_tensors(logprob, mask=mask, groups=groups, offsets=offsets)
+    _require_words(level=level, denominator=denominator)
+    low, high = _LOG_BOUNDS.get(level, _OTHER_LOG_BOUNDS) if log_bounds is None else _pair(log_bounds)
+    result: Tensor = _ops.importance_ratio(
+        _float32("logprob", logprob), _float32("old_logprob", old_logprob.detach()), mask, groups, offsets, level,
+        denominator, low, high,
+    )  # fmt: skip
+    return result
+
+
+def entropy_groups(
+    entropy: Tensor,
+    mask: Tensor | None = None,
+    quantiles: Sequence[float] = (0.8,),
+    *,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    scope: Literal["sequence", "batch"] = "sequence",
+) -> Tensor:
+    """Groups of tokens of similar entropy, for ESPO (arXiv 2512.00499, eq. 7).
+
+    Each quantile q is a cut with exactly the highest ``1 - q`` of the tokens above it, counted as in
+    :func:`topk_mask`, ties to the lower index; a token's group is the number of cuts below it. The paper does not say
+    how its ranges of entropy are set; its ablation finds a group of the highest 20 % best, which is the default.
+
+    Args:
+        entropy: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. The
+            paper's is the old policy's.
+        mask: bool, the shape of ``entropy``: the completion's tokens.
+        quantiles: rising, in (0, 1), at most 15.
+        offsets: int32 or int64 ``[S + 1]``, from 0 to N.
+        max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
+        scope: "sequence" cuts each sequence by its own quantiles, "batch" all by the same.
+
+    Returns:
+        int8, the shape of ``entropy``: 0 for the lowest entropies, up to the number of quantiles; -1 outside the mask,
+        and where the entropy is NaN. No gradient.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype, device, offsets or scope, quantiles that are none.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> d3s.entropy_groups(torch.tensor([[0.1, 2.0, 0.3, 0.0, 0.2]]), quantiles=(0.4, 0.8))
+        tensor([[0, 2, 1, 0, 1]], dtype=torch.int8)
+    """
+    require_tensors(entropy=entropy)
+    require_optional_tensors(entropy, mask=mask, offsets=offsets)
+    require_whole(max_segment=max_segment)
+    if isinstance(quantiles, (str, Tensor)) or not isinstance(quantiles, Sequence):
+        raise TypeError(f"quantiles: got {type(quantiles).__name__}; takes a sequence of numbers")
+    for quantile in quantiles:
+        require_number(quantiles=quantile)
+    result: Tensor = _ops.entropy_groups(
+        _float32("entropy", entropy), list(quantiles), mask, offsets, max_segment, require_scope(scope, "sequence")
+    )
+    return result
+
+
+def adaptive_clip(
+    entropy: Tensor,
+    groups: Tensor,
+    mask: Tensor | None = None,
+    *,
+    vocab_size: int,
+    alpha: float = 0.02,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """How far a token's ratio may be from 1 before it is clipped: ESPO's epsilon (arXiv 2512.00499, eq. 8).
+
+    ``alpha / log(vocab_size)`` times the mean entropy of the token's group within its sequence: a group of uncertain
+    tokens may move further. The paper prints the entropy of one token over the number of tokens; its text speaks of
+    the group's average normalised entropy, as here. Means are exact, as in :func:`importance_ratio`.
+
+    Args:
+        entropy: ``[..., T]``, nats, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        groups: int8, the shape of ``entropy``: 0 to 15; below 0 for tokens in no group.
+        mask: bool, the shape of ``entropy``.
+        vocab_size: of the policy; its logarithm is the largest entropy there can be.
+        alpha: the range of a group of the largest entropy; the paper's ablation finds 0.02 best.
+        offsets: int32 or int64 ``[S + 1]``, from 0 to N.
+
+    Returns:
+        float32, the shape of ``entropy``: the ratio's range is ``[1 - epsilon, 1 + epsilon]``; 0 for tokens in no group
+        or outside the mask. No gradient.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype, device or offsets; a vocabulary below 2, an alpha not above 0.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> entropy = torch.tensor([[0.02, 1.2, 0.02]])
+        >>> d3s.adaptive_clip(entropy, torch.tensor([[0, 1, 0]], dtype=torch.int8), vocab_size=151_936)
+        tensor([[3.3525e-05, 2.0115e-03, 3.3525e-05]])
+    """
+    require_tensors(entropy=entropy, groups=groups)
+    require_optional_tensors(entropy, mask=mask, offsets=offsets)
+    if vocab_size is None:
+        raise TypeError("vocab_size: got None; takes a whole number")
+    require_whole(vocab_size=vocab_size)
+    require_number(alpha=alpha)
+    result: Tensor = _ops.adaptive_clip(_float32("entropy", entropy), groups, mask, offsets, vocab_size, alpha)
+    return result
+
+
+def _float32(name: str, values: Tensor) -> Tensor:
+    if values.dtype == torch.float32:
+        return values
+    if values.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"{name}: got dtype {values.dtype}; takes float32, bfloat16 or float16")
+    return values.float()
+
+
+def _require_words(**arguments: str) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name}: got {value!r}; takes a word")
+
+
+def _pair(log_bounds: tuple[float, float]) -> tuple[float, float]:
+    if not isinstance(log_bounds, (tuple, list)) or len(log_bounds) != 2:
+        raise TypeError(f"log_bounds: got {log_bounds!r}; takes two numbers, (low, high)")
+    for bound in log_bounds:
+        require_number(log_bounds=bound)
+    return log_bounds[0], log_bounds[1]

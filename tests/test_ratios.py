@@ -1,0 +1,437 @@
+"""importance_ratio, entropy_groups, adaptive_clip: GRPO's, GSPO's and ESPO's ratios, in value and gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import (
+    INF,
+    NAN,
+    Segmented,
+    assert_identical,
+    assert_same_bits,
+    repetitive,
+    seeds,
+    segmented,
+    threads,
+    unwritten,
+)
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from d3s_kernels import adaptive_clip, entropy_groups, importance_ratio, reference, topk_mask
+
+LEVELS = ("token", "sequence", "entropy_group")
+UNBOUNDED = (-INF, INF)
+log_probabilities = st.floats(-20, 0, width=32)
+any_level = st.sampled_from(LEVELS)
+any_denominator = st.sampled_from(["self", "old"])
+any_bounds = st.sampled_from([None, UNBOUNDED, (-0.5, 0.25)])
+
+
+def random_groups(shape: torch.Size, seed: int, most: int = 15) -> Tensor:
+    """From -2 to `most`: whatever is below 0 is no group."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, most + 1, shape, generator=generator, dtype=torch.int8)
+
+
+def moved(old: Tensor, seed: int) -> Tensor:
+    """Log-probabilities of a policy that has moved from `old`, mostly by little."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.tensor([0.0, 1e-3, 0.1, 1.0, 30.0])
+    step = steps[torch.randint(len(steps), old.shape, generator=generator)]
+    return old.float() + step * torch.randn(old.shape, generator=generator)
+
+
+def with_gradient(ratio_of: object, logprob: Tensor, cotangent: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    leaf = logprob.detach().clone().requires_grad_()
+    ratio = ratio_of(leaf, **options)  # type: ignore[operator]
+    return ratio.detach(), torch.autograd.grad(ratio, leaf, cotangent.to(ratio.dtype))[0]
+
+
+def assert_ratio(actual: Tensor, expected: Tensor) -> None:
+    """exp is good to a rounding step; a log-ratio below 30 and its mean are good to two of theirs."""
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=1e-37, equal_nan=True)
+
+
+@given(segmented(log_probabilities), seeds, any_level, any_denominator, any_bounds)
+def test_any_sequences(case: Segmented, seed: int, level: str, denominator: str, bounds: tuple | None) -> None:
+    old = case.values.float()
+    logprob = moved(old, seed)
+    cotangent = torch.randn(old.shape, generator=torch.Generator().manual_seed(seed))
+    options = {
+        "old_logprob": old, "mask": case.mask, "level": level, "denominator": denominator, "log_bounds": bounds,
+        "groups": random_groups(old.shape, seed) if level == "entropy_group" else None, "offsets": case.offsets,
+    }  # fmt: skip
+    with unwritten(old, cotangent):
+        ratio, gradient = with_gradient(importance_ratio, logprob, cotangent, **options)
+    expected, expected_gradient = with_gradient(reference.importance_ratio, logprob.double(), cotangent, **options)
+    assert ratio.dtype == torch.float32
+    # Within rounding of a bound the clamp may fall on either side: then only one of the two has a gradient.
+    edge = torch.zeros_like(ratio, dtype=torch.bool)
+    for bound in bounds or (-20, 20, 10):
+        edge |= (expected / math.exp(min(bound, 80)) - 1).abs() < 1e-5
+    assert_ratio(ratio.clamp(max=1e38), expected.clamp(max=1e38))
+    large = expected > 1e38
+    assert_ratio(gradient[~edge & ~large], expected_gradient[~edge & ~large])
+
+
+# ---- what the papers and the trainers say ----------------------------------------------------------------------------
+
+
+def sample(rows: int = 6, tokens: int = 40, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """logprob, old_logprob and a mask of completions of several lengths; one is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(rows, tokens, generator=generator)
+    logprob = old + 0.1 * torch.randn(rows, tokens, generator=generator)
+    lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
+    lengths[0] = 0
+    return logprob, old, torch.arange(tokens) < lengths
+
+
+def ppo_loss(ratio: Tensor, advantages: Tensor, low: float | Tensor = 0.2, high: float | Tensor = 0.2) -> Tensor:
+    return -torch.min(ratio * advantages, ratio.clamp(1 - torch.as_tensor(low), 1 + torch.as_tensor(high)) * advantages)
+
+
+def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+@pytest.mark.parametrize("clip", [0.02, 10.0])
+def test_gspo_is_gspo_token_when_a_sequence_has_one_advantage(clip: float) -> None:
+    """The paper's eq. 5 beside its eq. 13: the same loss, the same tokens clipped, the same gradient."""
+    logprob, old, mask = sample()
+    advantages = torch.randn(6)
+    results = []
+    for form in ("sequence", "token"):
+        leaf = logprob.clone().requires_grad_()
+        if form == "sequence":
+            ratio = torch.exp(sequence_means(leaf - old, mask))  # eq. 7
+            losses = ppo_loss(ratio, advantages, clip, clip)
+            clipped = (ratio - 1).abs() > clip
+        else:
+            each = importance_ratio(leaf, old, mask, level="sequence", log_bounds=UNBOUNDED)
+            losses = sequence_means(ppo_loss(each, advantages.unsqueeze(-1), clip, clip), mask)
+            losses = torch.where(mask.any(-1), losses, ppo_loss(torch.ones(6), advantages, clip, clip))
+            clipped = ((each - 1).abs() > clip).any(-1)
+        loss = losses.mean()
+        results.append((loss.detach(), clipped, torch.autograd.grad(loss, leaf)[0]))
+    (loss, clipped, gradient), (token_loss, token_clipped, token_gradient) = results
+    torch.testing.assert_close(token_loss, loss)
+    assert torch.equal(token_clipped, clipped)
+    torch.testing.assert_close(token_gradient, gradient, rtol=1e-5, atol=1e-8)
+    assert gradient.any()
+
+
+def test_a_dropped_token_counts_in_the_ratio_of_its_sequence() -> None:
+    """A selection narrows the loss, not the mask; a narrower mask is another ratio."""
+    logprob, old, mask = sample()
+    kept = topk_mask(torch.rand(logprob.shape), 0.2, mask=mask)
+    ratio, gradient = with_gradient(importance_ratio, logprob, kept, old_logprob=old, mask=mask, level="sequence")
+    assert_ratio(ratio[mask], torch.exp(sequence_means(logprob - old, mask)).unsqueeze(-1).expand_as(mask)[mask])
+    assert_identical(gradient, ratio * kept)
+    assert not torch.equal(ratio, importance_ratio(logprob, old, kept, level="sequence"))
+
+
+def test_espo_denominators() -> None:
+    """The default has the group's ratio as its value, the printed one the group's times the token's; the gradients are
+    their values."""
+    logprob, old, mask = sample()
+    entropy = torch.rand(logprob.shape)
+    groups = entropy_groups(entropy, mask)
+    options = {"old_logprob": old, "mask": mask, "level": "entropy_group", "groups": groups}
+    ones = torch.ones_like(logprob)
+    own, own_gradient = with_gradient(importance_ratio, logprob, ones, **options)
+    printed, printed_gradient = with_gradient(importance_ratio, logprob, ones, **options, denominator="old")
+    for group in (0, 1):
+        members = mask & (groups == group)
+        expected = torch.exp(sequence_means(logprob - old, members)).unsqueeze(-1).expand_as(mask)
+        assert_ratio(own[members], expected[members])
+        assert_ratio(printed[members], (expected * torch.exp(logprob - old))[members])
+    assert_identical(own_gradient, own * mask)
+    assert_identical(printed_gradient, printed * mask)
+
+
+def test_a_policy_that_has_not_moved() -> None:
+    """Ratios of exactly 1, whose gradient is that of the log-probability."""
+    _, old, mask = sample(tokens=5000)
+    for level in LEVELS:
+        groups = random_groups(old.shape, 1) if level == "entropy_group" else None
+        ratio, gradient = with_gradient(
+            importance_ratio, old, torch.ones_like(old), old_logprob=old, mask=mask, level=level, groups=groups
+        )
+        assert_identical(ratio, torch.ones_like(old))
+        assert_identical(gradient, (mask if groups is None else mask & (groups >= 0)).float())
+
+
+def test_bounds() -> None:
+    """As verl clamps: on both sides token by token, above a sequence's. Beyond there is no gradient."""
+    shifts = torch.tensor([-60.0, -19.0, 0.0, 19.0, 60.0])
+    ones, zeros = torch.ones(5), torch.zeros(5)
+    ratio, gradient = with_gradient(importance_ratio, shifts, ones, old_logprob=zeros)
+    assert_ratio(ratio, shifts.clamp(-20, 20).exp())
+    assert_identical(gradient != 0, torch.tensor([False, True, True, True, False]))
+    singly = torch.arange(6)  # sequences of one token
+    ratio, gradient = with_gradient(importance_ratio, shifts, ones, old_logprob=zeros, level="sequence", offsets=singly)
+    assert_ratio(ratio, shifts.clamp(max=10).exp())
+    assert_identical(gradient != 0, torch.tensor([True, True, True, False, False]))
+    ratio, gradient = with_gradient(importance_ratio, 2 * shifts, ones, old_logprob=zeros, log_bounds=UNBOUNDED)
+    assert_ratio(ratio, (2 * shifts).exp())
+    assert gradient[-1] == INF
+
+
+# ---- values that are no numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_what_is_masked_is_not_read(level: str, poison: float) -> None:
+    logprob, old, mask = sample()
+    groups = random_groups(mask.shape, 2).clamp(min=0) if level == "entropy_group" else None
+    options = {"mask": mask, "level": level, "groups": groups}
+    clean = with_gradient(importance_ratio, logprob, old, old_logprob=old, **options)
+    dirty = torch.where(mask, logprob, poison), torch.where(mask, old, poison)
+    found = with_gradient(importance_ratio, dirty[0], dirty[1], old_logprob=dirty[1], **options)
+    for one, other in zip(found, clean, strict=True):
+        assert_same_bits(one, other)
+    assert (found[0][~mask] == 1).all()
+    assert (found[1][~mask] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("terms", "mean"),
+    [
+        ([NAN, 0.0], NAN),
+        ([INF, 1.0], INF),
+        ([-INF, 1.0], -INF),
+        ([INF, -INF], NAN),
+        ([INF, NAN, -INF], NAN),
+        ([5000.0, 0.0], INF),  # too far out to be added
+        ([-5000.0, 0.0], -INF),
+        ([4000.0, -4000.0, 0.25, -0.25], 0.0),
+    ],
+)
+def test_means_of_what_is_no_number(terms: list[float], mean: float) -> None:
+    """It stays in its own group."""
+    logprob = torch.tensor([[*terms, 0.5, 0.5], [0.25] * (len(terms) + 2)])
+    groups = torch.tensor([[1] * len(terms) + [0, 0], [1] * (len(terms) + 2)], dtype=torch.int8)
+    options = {"level": "entropy_group", "groups": groups, "log_bounds": UNBOUNDED}
+    ratio = importance_ratio(logprob, torch.zeros_like(logprob), **options)
+    expected = torch.exp(torch.where(groups == 1, torch.tensor([[mean], [0.25]]), 0.5))
+    assert_ratio(ratio, expected)
+
+
+def test_a_far_token_among_many() -> None:
+    """Where vectors add, and one value sends them another way."""
+    logprob = torch.full((3, 10_000), 0.5)
+    logprob[1, 5003] = -1e30
+    ratio = importance_ratio(logprob, torch.zeros_like(logprob), level="sequence")
+    assert_ratio(ratio[:, 0], torch.tensor([math.exp(0.5), 0.0, math.exp(0.5)]))
+
+
+# ---- the same bits ---------------------------------------------------------------------------------------------------
+
+
+def packed(values: Tensor | None, mask: Tensor) -> Tensor | None:
+    return None if values is None else values[mask]
+
+
+@pytest.mark.simd
+@pytest.mark.parametrize("denominator", ["self", "old"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_padded_packed_alone_and_on_one_thread(level: str, denominator: str) -> None:
+    logprob, old, mask = sample(40, 3000)
+    groups = random_groups(mask.shape, 3, most=3) if level == "entropy_group" else None
+    options = {"level": level, "denominator": denominator}
+    cotangent = torch.randn(logprob.shape)
+    padded = with_gradient(importance_ratio, logprob, cotangent, old_logprob=old, mask=mask, groups=groups, **options)
+    with threads(1):
+        one = with_gradient(importance_ratio, logprob, cotangent, old_logprob=old, mask=mask, groups=groups, **options)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), mask.sum(-1).cumsum(0)])
+    flat = with_gradient(
+        importance_ratio, logprob[mask], cotangent[mask], old_logprob=old[mask], groups=packed(groups, mask),
+        offsets=offsets, **options,
+    )  # fmt: skip
+    row = importance_ratio(logprob[7], old[7], mask[7], groups=None if groups is None else groups[7], **options)
+    for i in range(2):
+        assert_same_bits(one[i], padded[i])
+        assert_same_bits(flat[i], padded[i][mask])
+    assert_same_bits(row, padded[0][7])
+
+
+@pytest.mark.simd
+def test_exp_is_good_to_a_rounding_step() -> None:
+    shifts = torch.cat([torch.linspace(-104, 89, 200_001), torch.linspace(-0.01, 0.01, 100_001)])
+    ratio = importance_ratio(shifts, torch.zeros_like(shifts), log_bounds=UNBOUNDED).double()
+    exact = shifts.double().exp()
+    step = torch.nextafter(exact.float(), torch.tensor(INF)).double() - exact.float().double()
+    finite = exact < torch.finfo(torch.float32).max
+    assert ((ratio - exact).abs() <= step)[finite].all()
+    assert (ratio[exact > 3.5e38] == INF).all()
+    assert importance_ratio(torch.tensor([-1e4, 1e4]), torch.zeros(2), log_bounds=UNBOUNDED).tolist() == [0, INF]
+
+
+def test_half_precision() -> None:
+    """Differences are float32; the gradient comes in the type of what it belongs to."""
+    logprob, old, mask = sample()
+    for dtype in (torch.bfloat16, torch.float16):
+        half = logprob.to(dtype)
+        ratio, gradient = with_gradient(importance_ratio, half, logprob, old_logprob=old.to(dtype), mask=mask)
+        assert_identical(ratio, importance_ratio(half.float(), old.to(dtype).float(), mask))
+        assert gradient.dtype == dtype
+
+
+def test_old_log_probabilities_are_constants() -> None:
+    logprob, old, _ = sample()
+    leaves = logprob.requires_grad_(), old.requires_grad_()
+    importance_ratio(*leaves, level="sequence").sum().backward()
+    assert leaves[0].grad is not None
+    assert leaves[1].grad is None
+
+
+def test_no_second_derivative() -> None:
+    leaf = torch.zeros(3, requires_grad=True)
+    gradient = torch.autograd.grad(importance_ratio(leaf, torch.zeros(3)).sum(), leaf, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once, not twice"):
+        gradient.sum().backward()
+
+
+# ---- entropy_groups --------------------------------------------------------------------------------------------------
+
+cuts = st.lists(st.floats(0.01, 0.99), unique=True, max_size=4).map(sorted)
+
+
+@given(segmented(repetitive | st.just(NAN) | st.floats(0, 12, width=32)), cuts, st.sampled_from(["sequence", "batch"]))
+def test_any_groups(case: Segmented, quantiles: list[float], scope: str) -> None:
+    options = {"mask": case.mask, "quantiles": quantiles, "offsets": case.offsets, "scope": scope}
+    found = entropy_groups(case.values, **options)
+    assert found.dtype == torch.int8
+    assert torch.equal(found, reference.entropy_groups(case.values, **options))
+
+
+@pytest.mark.parametrize("tokens", [5, 10, 100, 1000])
+def test_exactly_the_highest_fifth(tokens: int) -> None:
+    """The paper's best: of every sequence its highest 20 %, with the rest below."""
+    entropy = torch.rand(7, tokens)
+    groups = entropy_groups(entropy)
+    assert (groups.sum(-1) == tokens // 5).all()
+    highest = torch.where(groups == 1, entropy, INF).amin(-1)
+    assert (highest >= torch.where(groups == 0, entropy, -INF).amax(-1)).all()
+
+
+def test_as_torch_quantile_cuts_where_no_two_are_equal() -> None:
+    """Of n tokens, with (n - 1) q whole, a cut by value and one by number agree."""
+    entropy = torch.rand(5, 101)
+    quantiles = (0.2, 0.5, 0.9)
+    limits = torch.quantile(entropy, torch.tensor(quantiles), dim=-1, interpolation="nearest")
+    by_value = (entropy > limits.unsqueeze(-1)).sum(0)
+    by_number = entropy_groups(entropy, quantiles=quantiles)
+    assert (by_number - by_value).abs().sum(-1).max() <= len(quantiles)  # each cut: one token above or below
+    assert (by_number >= by_value).all()
+
+
+def test_groups_of_one_token_and_of_ties() -> None:
+    assert entropy_groups(torch.tensor([[0.5]])).tolist() == [[1]]
+    assert entropy_groups(torch.full((1, 5), 0.5)).tolist() == [[1, 0, 0, 0, 0]]
+    assert entropy_groups(torch.full((2, 3), 0.5), quantiles=()).tolist() == [[0, 0, 0]] * 2
+
+
+# ---- adaptive_clip ---------------------------------------------------------------------------------------------------
+
+
+@given(segmented(repetitive | st.floats(0, 12, width=32)), seeds, st.sampled_from([0.01, 0.02, 0.1]))
+def test_any_clip(case: Segmented, seed: int, alpha: float) -> None:
+    assume(not case.values.isinf().any())
+    groups = random_groups(case.values.shape, seed)
+    options = {"vocab_size": 1000, "alpha": alpha, "offsets": case.offsets}
+    found = adaptive_clip(case.values, groups, case.mask, **options)
+    expected = reference.adaptive_clip(case.values, groups, case.mask, **options)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-10)
+
+
+def test_the_scale_of_espo() -> None:
+    """A vocabulary of 151,936: a group of 1.2 nats may move by 2.0e-3, one of 0.02 nats by 3.4e-5."""
+    entropy = torch.tensor([[1.0, 1.4, 0.01, 0.03]])
+    groups = torch.tensor([[1, 1, 0, 0]], dtype=torch.int8)
+    epsilon = adaptive_clip(entropy, groups, vocab_size=151_936)
+    assert epsilon[0].tolist() == pytest.approx([2.01e-3, 2.01e-3, 3.35e-5, 3.35e-5], rel=3e-3)
+
+
+def test_espo_from_end_to_end() -> None:
+    """Groups, ratios, clip ranges and the objective of eq. 5, against the paper's formulas token by token."""
+    logprob, old, mask = sample(tokens=30, seed=5)
+    mask[0, :3] = True
+    entropy = torch.rand(logprob.shape) * 3
+    advantages = torch.randn(6)
+    alpha, vocabulary = 0.05, 5000
+
+    leaf = logprob.clone().requires_grad_()
+    groups = entropy_groups(entropy, mask)
+    ratio = importance_ratio(leaf, old, mask, level="entropy_group", groups=groups)
+    epsilon = adaptive_clip(entropy, groups, mask, vocab_size=vocabulary, alpha=alpha)
+    tokens = ppo_loss(ratio, advantages.unsqueeze(-1), epsilon, epsilon)
+    loss = torch.stack([sequence_means(tokens, mask & (groups == g)) for g in (0, 1)]).sum(0)
+    loss = (loss / torch.stack([(mask & (groups == g)).any(-1) for g in (0, 1)]).sum(0)).mean()
+    gradient = torch.autograd.grad(loss, leaf)[0]
+
+    other = logprob.double().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    clipped = 0
+    for i in range(6):
+        tokens_of_row = mask[i].nonzero().flatten().tolist()
+        ranked = sorted(tokens_of_row, key=lambda t: (-entropy[i, t].item(), t))
+        high = ranked[: math.ceil(0.2 * len(ranked) - 1e-9)]
+        members = [part for part in (sorted(high), [t for t in tokens_of_row if t not in high]) if part]
+        for part in members:
+            s = torch.exp(sum(other[i, t] - old[i, t].double() for t in part) / len(part)).detach()
+            width = alpha / math.log(vocabulary) * sum(entropy[i, t].item() for t in part) / len(part)
+            clipped += bool((s - 1).abs() > width)
+            for t in part:
+                r = s * other[i, t].exp() / other[i, t].exp().detach()
+                term = torch.min(r * advantages[i], r.clamp(1 - width, 1 + width) * advantages[i])
+                total = total - term / len(part) / len(members) / 6
+    torch.testing.assert_close(loss.double(), total)
+    torch.testing.assert_close(gradient.double(), torch.autograd.grad(total, other)[0], rtol=1e-5, atol=1e-8)
+    assert 0 < clipped < 11  # some are, some are not
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_long_sequence_among_short_ones() -> None:
+    """All threads work on it, and each has some of the others."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(0, 9, (400,), generator=generator)
+    lengths[200] = 150_000
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    total = int(offsets[-1])
+    old = -torch.rand(total, generator=generator)
+    logprob = old + 0.1 * torch.randn(total, generator=generator)
+    groups = random_groups(old.shape, 6, most=1)
+    for options in ({"level": "sequence"}, {"level": "entropy_group", "groups": groups}):
+        found = importance_ratio(logprob, old, offsets=offsets, **options)
+        assert_ratio(found, reference.importance_ratio(logprob, old, offsets=offsets, **options))
+
+
+def test_empty() -> None:
+    for shape, offsets in (((0, 5), None), ((3, 0), None), ((0,), torch.tensor([0])), ((0,), torch.tensor([0, 0]))):
+        values = torch.zeros(shape, requires_grad=True)
+        groups = torch.zeros(shape, dtype=torch.int8)
+        for level in LEVELS:
+            given = groups if level == "entropy_group" else None
+            ratio = importance_ratio(values, values.detach(), level=level, groups=given, offsets=offsets)
+            assert ratio.shape == shape
+            ratio.sum().backward()
+        assert entropy_groups(values.detach(), offsets=offsets).shape == shape
+        assert adaptive_clip(values.detach(), groups, vocab_size=10, offsets=offsets).shape == shape
+
+
+def test_strides() -> None:
+    logprob, old, mask = sample()
+    for level in ("token", "sequence"):
+        found = importance_ratio(logprob.T.contiguous().T, old.T.contiguous().T, mask.T.contiguous().T, level=level)
+        assert_same_bits(found, importance_ratio(logprob, old, mask, level=level))
