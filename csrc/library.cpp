@@ -1,8 +1,8 @@
 // Every op of the library: the table of contents. Kernels are in cpu/ and cuda/, under the op's name; the meaning of
 // each is in d3s_kernels/reference.py, and of the arguments in the docstrings of d3s_kernels.
 //
-// A number that a trainer changes from step to step comes as a SymInt (k, keep, capacity, max_rows) or, for those
-// that are no integers, also as a 0-d tensor (ratio_tensor, ...), so that torch.compile compiles once.
+// A number that a trainer changes from step to step comes as a SymInt (capacity, max_rows), as a 0-d tensor
+// (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.
 #include "torch_abi.h"
 
 STABLE_TORCH_LIBRARY(d3s_kernels, m) {
@@ -42,8 +42,9 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
 
   // tokens: segments of scores -> masks
   m.def(
-      "topk_mask(Tensor scores, float? ratio=None, Tensor? ratio_tensor=None, SymInt? k=None, Tensor? mask=None, "
-      "Tensor? offsets=None, SymInt? max_segment=None, bool drop_zeros=False) -> Tensor");
+      "topk_mask(Tensor scores, float? ratio=None, Tensor? ratio_tensor=None, SymInt? k=None, Tensor? k_tensor=None, "
+      "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool drop_zeros=False, bool pooled=False) "
+      "-> Tensor");
   m.def(
       "select_tokens(Tensor entropy, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
       "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=True, bool drop_zeros=False) "

@@ -110,7 +110,7 @@ def topk_mask(
     scores: Tensor,
     ratio: float | Tensor | None = None,
     *,
-    k: int | None = None,
+    k: int | Tensor | None = None,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
@@ -201,7 +201,9 @@ def _usable(scores: Tensor, mask: Tensor | None) -> Tensor:
     return (usable if mask is None else usable & mask).flatten()
 
 
-def _highest(scores: Tensor, usable: Tensor, ratio: float | Tensor | None, k: int | None, drop_zeros: bool) -> Tensor:
+def _highest(
+    scores: Tensor, usable: Tensor, ratio: float | Tensor | None, k: int | Tensor | None, drop_zeros: bool
+) -> Tensor:
     candidates = usable.nonzero().flatten()
     order = scores[candidates].argsort(descending=True, stable=True)  # equal scores stay in the order of their index
     kept = candidates[order[: _how_many(len(candidates), ratio, k)]]
@@ -210,7 +212,7 @@ def _highest(scores: Tensor, usable: Tensor, ratio: float | Tensor | None, k: in
     return torch.zeros_like(usable).index_fill(0, kept, True)
 
 
-def _how_many(n: int, ratio: float | Tensor | None, k: int | None) -> int:
+def _how_many(n: int, ratio: float | Tensor | None, k: int | Tensor | None) -> int:
     """k, or the ratio's share of n rounded up: at least 1, at most n.
 
     A ratio that was rounded when it was written down must not push the product past a whole number: 0.07 of 100 is 7
@@ -220,7 +222,7 @@ def _how_many(n: int, ratio: float | Tensor | None, k: int | None) -> int:
         assert ratio is not None
         slack = 2**-21 if isinstance(ratio, Tensor) and ratio.dtype == torch.float32 else 2**-50
         k = max(1, math.ceil(float(ratio) * n * (1 - slack)))
-    return min(n, k)
+    return min(n, int(k))
 
 
 # ---- rollouts: groups of rewards or advantages -----------------------------------------------------------------------

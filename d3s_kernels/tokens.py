@@ -16,6 +16,7 @@ from ._arguments import (
     require_tensors,
     require_whole,
     temperature_argument,
+    whole_or_tensor,
 )
 
 
@@ -36,7 +37,7 @@ def topk_mask(
     scores: Tensor,
     ratio: float | Tensor | None = None,
     *,
-    k: int | None = None,
+    k: int | Tensor | None = None,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
@@ -51,7 +52,8 @@ def topk_mask(
         scores: ``[..., n]``, a segment for each row; or ``[n]`` with ``offsets``. float32, bfloat16 or float16.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device. (The product is
             forgiven 4 rounding steps of the ratio's own type.)
-        k: how many to mark in each segment, instead of ``ratio``; all where a segment has fewer.
+        k: how many to mark in each segment, instead of ``ratio``; all where a segment has fewer. A number, or a 0-d
+            int64 or int32 tensor, which is read on the device.
         mask: bool, the shape of ``scores``; False is left out, and not counted in n.
         offsets: int32 or int64 ``[segments + 1]``, from 0 to n (flash-attention's ``cu_seqlens``).
         max_segment: the caller's bound on a segment's length: a hint for GPUs, never needed.
@@ -71,10 +73,11 @@ def topk_mask(
     """
     require_tensors(scores=scores)
     require_optional_tensors(scores, mask=mask, offsets=offsets)
-    require_whole(k=k, max_segment=max_segment)
+    require_whole(max_segment=max_segment)
     require_flag(drop_zeros=drop_zeros)
     number, tensor = number_or_tensor("ratio", ratio, scores)
-    result: Tensor = _ops.topk_mask(scores, number, tensor, k, mask, offsets, max_segment, drop_zeros)
+    whole, whole_tensor = (None, None) if k is None else whole_or_tensor("k", k, scores)
+    result: Tensor = _ops.topk_mask(scores, number, tensor, whole, whole_tensor, mask, offsets, max_segment, drop_zeros)
     return result
 
 

@@ -190,8 +190,11 @@ def quota_cases() -> list[object]:
         bad("k", topk_mask, SCORES, k=0),
         bad("k", topk_mask, SCORES, k=-3),
         bad("k", topk_mask, SCORES, k=1.5),
+        *(bad("k", topk_mask, SCORES, k=torch.tensor(number)) for number in (0, -1, 2.5, [2, 2])),
+        bad("k", topk_mask, SCORES, k=torch.tensor(2, device=ELSEWHERE)),
         bad("ratio|k", topk_mask, SCORES),
         bad("ratio|k", topk_mask, SCORES, 0.5, k=3),
+        bad("ratio|k", topk_mask, SCORES, 0.5, k=torch.tensor(3)),
     ]
 
 

@@ -124,9 +124,10 @@ def samples_of_scores() -> list[tuple]:
     for values, offsets in value_samples():
         mask = torch.rand(values.shape) < 0.7
         samples += [
-            (values, 0.3, None, None, mask, offsets),
-            (values, None, torch.tensor(0.3), None, None, offsets, 24, True),
-            (values, None, None, 3, mask, offsets),
+            (values, 0.3, None, None, None, mask, offsets),
+            (values, None, torch.tensor(0.3), None, None, None, offsets, 24, True),
+            (values, None, None, 3, None, mask, offsets),
+            (values, None, None, None, torch.tensor(3), mask, offsets, None, False, True),
         ]
     return samples
 
@@ -311,6 +312,7 @@ HIDDEN, WEIGHT = whole_number_product(6, vocabulary=30)
 # What a schedule changes from step to step: the function, and its number at step i = 0..19.
 CHANGING: dict[str, tuple[Callable, Callable[[int], object]]] = {
     "k": (lambda k: d3s.topk_mask(SCORES, k=k), lambda i: 2 + i),
+    "k as a tensor": (lambda k: d3s.topk_mask(SCORES, k=k), lambda i: torch.tensor(1 + i)),
     "ratio": (lambda ratio: d3s.topk_mask(SCORES, ratio), lambda i: torch.tensor(0.05 + 0.04 * i)),
     "ratio of tokens": (
         lambda ratio: d3s.select_tokens(SCORES.abs(), SCORES[:, 0], ratio),

@@ -33,9 +33,10 @@ def test_any_share_of_any_segments(case: Segmented, ratio: float | Tensor, drop_
     check(case.values, ratio, mask=case.mask, offsets=case.offsets, drop_zeros=drop_zeros)
 
 
-@given(segmented(repetitive), st.integers(1, 14), st.booleans())
-def test_any_number_of_any_segments(case: Segmented, k: int, drop_zeros: bool) -> None:
-    check(case.values, k=k, mask=case.mask, offsets=case.offsets, drop_zeros=drop_zeros)
+@given(segmented(repetitive), st.integers(1, 14), st.sampled_from([None, torch.int32, torch.int64]), st.booleans())
+def test_any_number_of_any_segments(case: Segmented, k: int, dtype: torch.dtype | None, drop_zeros: bool) -> None:
+    given_k = k if dtype is None else torch.tensor(k, dtype=dtype)
+    check(case.values, k=given_k, mask=case.mask, offsets=case.offsets, drop_zeros=drop_zeros)
 
 
 # ---- how many --------------------------------------------------------------------------------------------------------
@@ -61,7 +62,8 @@ def test_n_counts_what_is_neither_masked_nor_nan() -> None:
 
 def test_k_beyond_the_segment_keeps_all_of_it() -> None:
     scores = torch.tensor([[1.0, NAN, -INF], [0.0, 2.0, 3.0]])
-    assert topk_mask(scores, k=10).tolist() == [[True, False, True], [True, True, True]]
+    for k in (10, 2**63 - 1, torch.tensor(2**63 - 1)):
+        assert topk_mask(scores, k=k).tolist() == [[True, False, True], [True, True, True]]
 
 
 # ---- ties ------------------------------------------------------------------------------------------------------------

@@ -28,8 +28,11 @@ class LogitsArgument {
 Temperatures temperatures_of(double temperature, const OptionalTensor& tensor, const Tensor& like, int64_t row_dims,
                              OptionalTensor& owner);
 
-// A 0-d tensor on the device is read there, and here only to be checked.
+// A number of values to keep, at least 1. A 0-d tensor on the device is read there, and here only to be checked.
+Keep keep_of(const char* argument, const OptionalInt& keep, const OptionalTensor& keep_tensor, const Tensor& like);
+
+// The same, or a ratio in its place.
 Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k,
-               const Tensor& like);
+               const OptionalTensor& k_tensor, const Tensor& like);
 
 }  // namespace d3s

@@ -2,36 +2,37 @@
 #include "arguments.h"
 
 namespace d3s {
-namespace {
 
-Keep keep_of(const OptionalInt& keep, const OptionalTensor& keep_tensor, const Tensor& like) {
-  require(keep.has_value() != keep_tensor.has_value(), "keep", "takes one number or one 0-d tensor");
-  const auto require_keep = [](int64_t k) { require(k >= 1, "keep", "got ", k, "; takes at least 1"); };
+Keep keep_of(const char* argument, const OptionalInt& keep, const OptionalTensor& keep_tensor, const Tensor& like) {
+  require(keep.has_value() != keep_tensor.has_value(), argument, "takes one number or one 0-d tensor");
+  const auto require_some = [&](int64_t k) { require(k >= 1, argument, "got ", k, "; takes at least 1"); };
   Keep number;
   if (keep) {
-    require_keep(*keep);
+    require_some(*keep);
     number.number = *keep;
     return number;
   }
   const auto type = keep_tensor->scalar_type();
   const bool wide = type == ScalarType::Long;
-  require(keep_tensor->numel() == 1 && (wide || type == ScalarType::Int), "keep", "got shape ", shape(*keep_tensor),
+  require(keep_tensor->numel() == 1 && (wide || type == ScalarType::Int), argument, "got shape ", shape(*keep_tensor),
           " of ", dtype(*keep_tensor), "; takes a number or a 0-d int64 or int32 tensor");
-  require_same_device("keep", *keep_tensor, like);
+  require_same_device(argument, *keep_tensor, like);
   if (wide)
     number.on_device64 = data<int64_t>(*keep_tensor);
   else
     number.on_device32 = data<int32_t>(*keep_tensor);
   if (const OptionalTensor known = on_host(*keep_tensor))
-    require_keep(wide ? *data<int64_t>(*known) : *data<int32_t>(*known));
+    require_some(wide ? *data<int64_t>(*known) : *data<int32_t>(*known));
   return number;
 }
+
+namespace {
 
 Tensor max_variance_select(const Tensor& values, const OptionalInt& keep, const OptionalTensor& keep_tensor,
                            const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment,
                            bool pooled) {
   require_float("values", values);
-  Keep number = keep_of(keep, keep_tensor, values);
+  Keep number = keep_of("keep", keep, keep_tensor, values);
   SegmentedValues segmented;
   segmented.segments = segments_of(values, offsets, "values");
   segmented.total = values.numel();

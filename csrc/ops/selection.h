@@ -7,6 +7,7 @@
 #include "../core/order_key.h"
 #include "../core/segments.h"
 #include "device.h"
+#include "keep.h"
 
 namespace d3s {
 
@@ -25,7 +26,8 @@ struct Scores {
 
 // How many to keep: a number, or a share of what is there.
 struct Quota {
-  int64_t k = 0;  // 0: the ratio counts
+  bool is_number = false;
+  Keep number;
   double ratio = 0;
   double slack = kDoubleSlack;
   const float* ratio32 = nullptr;  // a ratio that is on the device
@@ -33,7 +35,10 @@ struct Quota {
 
   // A ratio on the device that was not checked and is not good keeps nothing.
   D3S_HOST_DEVICE int64_t of(int64_t present) const {
-    if (k > 0) return k < present ? k : present;
+    if (is_number) {
+      const int64_t wanted = number.of(present);
+      return wanted < present ? wanted : present;
+    }
     const double share = ratio32 ? *ratio32 : ratio64 ? *ratio64 : ratio;
     return share > 0 && share <= 1 && present > 0 ? keep_from_ratio(share, present, slack) : 0;
   }

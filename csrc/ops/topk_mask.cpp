@@ -4,16 +4,16 @@
 namespace d3s {
 
 Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k,
-               const Tensor& like) {
-  const int given = (ratio ? 1 : 0) + (ratio_tensor ? 1 : 0) + (k ? 1 : 0);
+               const OptionalTensor& k_tensor, const Tensor& like) {
+  const int given = (ratio ? 1 : 0) + (ratio_tensor ? 1 : 0) + (k ? 1 : 0) + (k_tensor ? 1 : 0);
   require(given == 1, "ratio", "got ", given, " of ratio and k; takes exactly one of the two");
   const auto require_ratio = [](double share) {
     require(share > 0 && share <= 1, "ratio", "got ", share, "; takes a number in (0, 1]");
   };
   Quota quota;
-  if (k) {
-    require(*k >= 1, "k", "got ", *k, "; takes at least 1");
-    quota.k = *k;
+  if (k || k_tensor) {
+    quota.is_number = true;
+    quota.number = keep_of("k", k, k_tensor, like);
   } else if (ratio) {
     require_ratio(*ratio);
     quota.ratio = *ratio;
@@ -37,12 +37,12 @@ Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, c
 namespace {
 
 Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
-                 const OptionalInt& k, const OptionalTensor& mask, const OptionalTensor& offsets,
-                 const OptionalInt& max_segment, bool drop_zeros) {
+                 const OptionalInt& k, const OptionalTensor& k_tensor, const OptionalTensor& mask,
+                 const OptionalTensor& offsets, const OptionalInt& max_segment, bool drop_zeros, bool pooled) {
   require_float("scores", scores);
-  const Segments segments = segments_of(scores, offsets, "scores");
-  const int64_t longest = longest_of(segments, scores.numel(), max_segment);
-  const Quota quota = quota_of(ratio, ratio_tensor, k, scores);
+  Segments segments = segments_of(scores, offsets, "scores");
+  int64_t longest = longest_of(segments, scores.numel(), max_segment);
+  Quota quota = quota_of(ratio, ratio_tensor, k, k_tensor, scores);
   const OptionalTensor present = require_mask("mask", mask, scores, scores.dim());
   const Tensor source_values = packed(scores);
   const Tensor out = empty(leading_sizes(scores, scores.dim()), ScalarType::Bool, scores);
@@ -50,6 +50,11 @@ Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const Optiona
   source.values = source_values.const_data_ptr();
   source.type = float_type(scores);
   source.mask = data<bool>(present);
+  if (pooled) {
+    quota.number.times = segments.count;
+    segments = pool(scores);
+    longest = scores.numel();
+  }
   TorchDevice device(scores);
   select_top(source, quota, drop_zeros, segments, scores.numel(), longest, {mutable_data<bool>(out)}, device);
   return out;
@@ -88,7 +93,7 @@ struct TokenSelection {
       : advantages(packed(advantages_given)),
         present(require_mask("mask", mask_given, entropy, entropy.dim())),
         sequences(segments_of(entropy, offsets, name)),
-        quota(quota_of(ratio, ratio_tensor, std::nullopt, entropy)),
+        quota(quota_of(ratio, ratio_tensor, std::nullopt, std::nullopt, entropy)),
         longest(longest_of(sequences, entropy.numel(), max_segment)),
         pooled(pooled),
         drop_zeros(drop_zeros),

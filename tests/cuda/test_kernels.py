@@ -74,6 +74,7 @@ def calls() -> dict[str, Call]:
             [True, True, False],
         )[:2],
         "topk_mask": lambda: d3s.topk_mask(scores, ratio, mask=mask),
+        "topk_mask, k": lambda: d3s.topk_mask(scores, k=keep),
         "topk_mask, ragged": lambda: d3s.topk_mask(rewards.flatten(), 0.3, offsets=offsets),
         "topk_mask, long": lambda: d3s.topk_mask(long, 0.1),
         "select_tokens": lambda: d3s.select_tokens(scores, advantages, 0.1, mask=mask)[::2],
@@ -93,10 +94,10 @@ def calls() -> dict[str, Call]:
 
 NAMES = (
     "entropy", "entropy, masked", "logprob_entropy", "logprob_entropy, one row", "logprob_entropy_backward",
-    "linear_logprob_entropy", "linear_logprob_entropy_backward", "topk_mask", "topk_mask, ragged", "topk_mask, long",
-    "select_tokens", "select_tokens, sequence", "select_tokens_from_logits", "compact", "group_advantages",
-    "group_advantages, batch", "max_variance_select", "max_variance_select, ragged", "max_variance_select, long",
-    "select_rollouts",
+    "linear_logprob_entropy", "linear_logprob_entropy_backward", "topk_mask", "topk_mask, k", "topk_mask, ragged",
+    "topk_mask, long", "select_tokens", "select_tokens, sequence", "select_tokens_from_logits", "compact",
+    "group_advantages", "group_advantages, batch", "max_variance_select", "max_variance_select, ragged",
+    "max_variance_select, long", "select_rollouts",
 )  # fmt: skip
 
 

@@ -380,13 +380,14 @@ def test_zeros_are_counted_out_wherever_they_are(shared: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("length", [40_000, 100])
 def test_nothing_to_select(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No score is there, or the ratio is bad: in pieces as in one block."""
+    """No score is there, or the ratio or k is bad: in pieces as in one block."""
     monkeypatch.setenv("D3S_SHIM_SHARED", SMALL_SHARED)
     scores = torch.rand(2, length)
     for given in (
         d3s.topk_mask(scores, 0.5, mask=torch.zeros(2, length, dtype=torch.bool)),
         d3s.topk_mask(torch.full((2, length), torch.nan), 0.5),
         d3s.topk_mask(scores, torch.tensor(-1.0)),
+        d3s.topk_mask(scores, k=torch.tensor(0)),
     ):
         assert not given.any()
     kept = d3s.select_tokens(scores, torch.tensor(1.0), torch.tensor(torch.nan))

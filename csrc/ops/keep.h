@@ -1,0 +1,23 @@
+// How many values of each segment are kept, where that is a number. Nothing here knows torch.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/macros.h"
+
+namespace d3s {
+
+struct Keep {
+  int64_t number = 0;
+  const int32_t* on_device32 = nullptr;  // a number that is on the device
+  const int64_t* on_device64 = nullptr;
+  int64_t times = 1;  // pooled: for each of so many segments
+
+  // A number on the device that was not checked and is below 1 keeps nothing.
+  D3S_HOST_DEVICE int64_t of(int64_t values) const {
+    const int64_t each = on_device32 ? *on_device32 : on_device64 ? *on_device64 : number;
+    return each < 1 ? 0 : each < values ? each * times : values * times;
+  }
+};
+
+}  // namespace d3s
