@@ -7,12 +7,13 @@ at all: types, and tensors on different devices.
 from __future__ import annotations
 
 import numbers
+import os
 
 import torch
 from torch import Tensor
 
 
-def require_tensors(**arguments: Tensor) -> None:
+def require_tensors(**arguments: Tensor | None) -> None:
     """All are tensors, on the device of the first."""
     device = None
     for name, value in arguments.items():
@@ -66,6 +67,23 @@ def require_scope(scope: str, within: str) -> bool:
     return scope == "batch"
 
 
+def require_rule(rule: str, takes: tuple[str, ...]) -> None:
+    if rule not in takes:
+        raise ValueError(f"rule: got {rule!r}; takes one of {', '.join(map(repr, takes))}")
+
+
+def require_generator(generator: torch.Generator | None, rule: str, like: Tensor) -> None:
+    """There is one only where numbers are drawn, and of that device."""
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: got {type(generator).__name__}; takes a torch.Generator or None")
+    if rule != "random":
+        raise ValueError(f"generator: got one with rule {rule!r}; takes one only with rule 'random'")
+    if generator.device.type != like.device.type:
+        raise ValueError(f"generator: is of {generator.device}; takes one of the values' device, {like.device}")
+
+
 def temperature_argument(temperature: float | Tensor, like: Tensor, rows: torch.Size) -> tuple[float, Tensor | None]:
     """The number, or the tensor that replaces it: float32, 0-d or one for each row."""
     if not isinstance(temperature, Tensor):
@@ -106,6 +124,20 @@ def whole_or_tensor(name: str, value: int | Tensor, like: Tensor) -> tuple[int |
         raise TypeError(f"{name}: got None; takes a whole number or a 0-d integer tensor")
     require_whole(**{name: value})
     return value, None
+
+
+def require_keep(keep: int | Tensor) -> None:
+    """At least 1, as far as that can be seen without waiting for a device."""
+    if isinstance(keep, Tensor):
+        if keep.numel() != 1 or keep.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"keep: got shape {list(keep.shape)} of {keep.dtype}; takes a number or a 0-d int64 or int32 tensor"
+            )
+        if torch.compiler.is_compiling() or not (keep.is_cpu or os.environ.get("D3S_KERNELS_CHECK") == "1"):
+            return
+        keep = int(keep)
+    if keep < 1:
+        raise ValueError(f"keep: got {keep}; takes at least 1")
 
 
 def _is_number(value: object) -> bool:

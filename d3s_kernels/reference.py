@@ -127,17 +127,21 @@ def topk_mask(
 
 def select_tokens(
     entropy: Tensor,
-    advantages: Tensor,
+    advantages: Tensor | None,
     ratio: float | Tensor,
     *,
+    rule: str = "advantage_entropy",
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
     scope: str = "batch",
     drop_zeros: bool = False,
+    generator: torch.Generator | None = None,
 ) -> TokenSelection:
-    """topk_mask of the scores |A| * H, over the whole batch or over each sequence."""
-    scores = _per_token(advantages, entropy, offsets).float().abs() * entropy.float()
+    """topk_mask of the rule's scores, over the whole batch or over each sequence; or TRL's quantile, over the batch."""
+    if rule == "entropy_quantile":
+        return _entropy_quantile(entropy, float(ratio), mask)
+    scores = _token_scores(rule, entropy, advantages, offsets, generator)
     pooled = scope == "batch"
     sizes = () if pooled else entropy.shape[:-1] if offsets is None else (len(offsets) - 1,)
 
@@ -184,6 +188,37 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     indices = torch.full((capacity,), -1, dtype=torch.int64, device=mask.device)
     indices[: len(found)] = found[:capacity]
     return indices, torch.tensor([len(found)], device=mask.device)
+
+
+def _token_scores(
+    rule: str,
+    entropy: Tensor,
+    advantages: Tensor | None,
+    offsets: Tensor | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    if rule == "entropy":
+        return entropy.float()
+    if rule == "random":
+        return _random_keys(entropy, generator)
+    assert advantages is not None
+    each = _per_token(advantages, entropy, offsets).float().abs()
+    return each if rule == "advantage" else each * entropy.float()
+
+
+def _random_keys(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """The bits of any positive normal number, each as likely as the others: the highest k are a random subset."""
+    bits = torch.randint(0x00800000, 0x7F800000, like.shape, dtype=torch.int32, device=like.device, generator=generator)
+    return bits.view(torch.float32)
+
+
+def _entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> TokenSelection:
+    """At or above torch's interpolated quantile: more than the share where entropies tie, none where one is NaN."""
+    values = entropy.detach().float()
+    present = values.flatten() if mask is None else values[mask]
+    threshold = torch.quantile(present, 1 - ratio) if len(present) else values.new_tensor(math.inf)
+    chosen = values >= threshold if mask is None else (values >= threshold) & mask
+    return TokenSelection(chosen, entropy, chosen.sum().int(), threshold)
 
 
 def _per_token(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> Tensor:
@@ -267,13 +302,34 @@ def max_variance_select(
 
 
 def select_rollouts(
-    advantages: Tensor, keep: int | Tensor, *, offsets: Tensor | None = None, scope: str = "batch"
+    advantages: Tensor,
+    keep: int | Tensor,
+    *,
+    rule: str = "max_variance",
+    offsets: Tensor | None = None,
+    scope: str = "batch",
+    mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """max_variance_select of each group, or of all groups as one, of which keep * groups are kept (D3S)."""
-    if scope == "group":
-        return max_variance_select(advantages, keep, offsets=offsets)
-    groups = len(_segments(advantages, offsets))
-    return max_variance_select(advantages.flatten(), int(keep) * groups).view(advantages.shape)
+    """The rule's choice in each group, or in all groups as one, of which keep * groups are kept."""
+    values = (_random_keys(advantages, generator) if rule == "random" else advantages).double().flatten()
+    usable = advantages.isfinite().flatten() if mask is None else (advantages.isfinite() & mask).flatten()
+    k, segments = int(keep), _segments(advantages, offsets)
+    if scope == "batch":
+        k, segments = k * len(segments), [(0, len(values))]
+    chosen = torch.zeros_like(usable)
+    for begin, end in segments:
+        part = slice(begin, end)
+        chosen[part] = _chosen(rule, values[part], usable[part], k)
+    return chosen.view(advantages.shape)
+
+
+def _chosen(rule: str, values: Tensor, usable: Tensor, k: int) -> Tensor:
+    if rule == "max_variance":
+        return _most_varied(values, usable, k)
+    if rule == "percentile":
+        return _evenly_spaced(values, usable, k)
+    return _highest(values.abs() if rule == "largest_abs" else values, usable, None, k, False)
 
 
 def _std(values: Tensor, ddof: int) -> Tensor:
@@ -299,6 +355,17 @@ def _most_varied(values: Tensor, usable: Tensor, k: int) -> Tensor:
         spread = (square_low + square_high) - (sum_low + sum_high) ** 2 / k  # k times the variance, for i = 0..k
         low = int((spread >= spread.max() * (1 - 1e-12)).nonzero().max())
         kept = torch.cat([kept[:low], kept[n - (k - low) :]])
+    return torch.zeros_like(usable).index_fill(0, kept, True)
+
+
+def _evenly_spaced(values: Tensor, usable: Tensor, k: int) -> Tensor:
+    """Of n in order those of the ranks nearest to (i + 0.5) / k * (n - 1), for i = 0..k-1; half goes down."""
+    kept = usable.nonzero().flatten()
+    n = len(kept)
+    if n > k:
+        kept = kept[values[kept].argsort(stable=True)]
+        # the nearest, half down, is x - 1/2 rounded up: ((2 i + 1) (n - 1) - k) / (2 k), in whole numbers
+        kept = kept[[-((k - (2 * i + 1) * (n - 1)) // (2 * k)) for i in range(k)]]
     return torch.zeros_like(usable).index_fill(0, kept, True)
 
 

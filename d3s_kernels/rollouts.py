@@ -1,20 +1,27 @@
-"""Which rollouts are worth an update: advantages, and the subset with the largest variance."""
+"""Which rollouts are worth an update: advantages, and the subset with the largest variance or by another rule."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
-from . import _ops
+from . import _ops, _rules
 from ._arguments import (
+    require_generator,
+    require_keep,
     require_number,
     require_optional_tensors,
+    require_rule,
     require_scope,
     require_tensors,
     require_whole,
     whole_or_tensor,
 )
+
+RolloutRule = Literal["max_variance", "highest", "largest_abs", "percentile", "random"]
+ROLLOUT_RULES = get_args(RolloutRule)
 
 
 def group_advantages(
@@ -100,23 +107,49 @@ def select_rollouts(
     advantages: Tensor,
     keep: int | Tensor,
     *,
+    rule: RolloutRule = "max_variance",
     offsets: Tensor | None = None,
     scope: Literal["batch", "group"] = "batch",
+    mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Marks the rollouts that D3S (arXiv 2509.22115) trains on, by :func:`max_variance_select` of their advantages.
+    """Marks the rollouts that a rule trains on: of each group, or of all groups as one.
+
+    ================ ============================================================== ===============================
+    ``rule``         keeps                                                          is
+    ================ ============================================================== ===============================
+    "max_variance"   the subset with the largest variance: max_variance_select      D3S, PODS
+    "highest"        the largest values                                             PODS max-reward; GFPO of a metric
+    "largest_abs"    the largest absolute values                                    CPPO, of advantages
+    "percentile"     those nearest the (i + 0.5) / k quantiles, i = 0 ... k - 1     PODS percentile, as we take it
+    "random"         any subset, all equally likely                                 PODS random
+    ================ ============================================================== ===============================
+
+    Each is exact: ``keep`` values, or all usable ones where there are no more; ties go to the lower index.
+
+    The definition of PODS's percentile rule could not be confirmed: neither its published code nor a text that could
+    be read has it. Here, of the n usable values by (value, index), the ranks nearest to ``(i + 0.5) / k * (n - 1)``
+    are kept, half rounded down; no two of them are the same.
 
     Args:
-        advantages: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
-        keep: rollouts kept for each group, at least 1: a number or a 0-d integer tensor.
+        advantages: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. They
+            may as well be rewards, or another number of each rollout (GFPO's shortest responses: ``-length``).
+        keep: rollouts kept for each group, at least 1: a number, or a 0-d int64 or int32 tensor, which is read on the
+            device.
+        rule: see the table. Sources: D3S, arXiv 2509.22115; PODS, 2504.13818; GFPO, 2508.09726; CPPO, 2503.22342.
         offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
         scope: "batch" pools all groups and keeps ``keep`` times their number, so that groups without a spread give
-            their places to others (D3S); "group" keeps ``keep`` of each (D3S-I; the subset that PODS picks).
+            their places to others (D3S); "group" keeps ``keep`` of each (D3S-I; PODS, GFPO).
+        mask: bool, the shape of ``advantages``; False is never kept. Neither is a value that is NaN or infinite.
+        generator: for "random", of the device of ``advantages``; torch's own where it is None, as it has to be under
+            ``torch.compile(fullgraph=True)``.
 
     Returns:
         bool, the shape of ``advantages``.
 
     Raises:
-        ValueError, TypeError: as :func:`max_variance_select`.
+        ValueError, TypeError: as :func:`max_variance_select`; an unknown rule; a generator with a rule that draws
+            nothing.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -124,10 +157,20 @@ def select_rollouts(
         >>> d3s.select_rollouts(advantages, 1)
         tensor([[False, False, False],
                 [ True,  True, False]])
+        >>> lengths = torch.tensor([[310.0, 120.0, 205.0]])
+        >>> d3s.select_rollouts(-lengths, 2, rule="highest", scope="group")
+        tensor([[False,  True,  True]])
     """
     require_tensors(advantages=advantages)
-    require_optional_tensors(advantages, offsets=offsets)
-    return _select(advantages, keep, offsets, None, None, pooled=require_scope(scope, "group"))
+    require_optional_tensors(advantages, offsets=offsets, mask=mask)
+    require_rule(rule, ROLLOUT_RULES)
+    require_generator(generator, rule, advantages)
+    pooled = require_scope(scope, "group")
+    if rule == "max_variance":
+        return _select(advantages, keep, offsets, None, mask, pooled)
+    whole_or_tensor("keep", keep, advantages)
+    require_keep(keep)
+    return _rules.select_rollouts(rule, advantages, keep, offsets, mask, pooled, generator)
 
 
 def _select(

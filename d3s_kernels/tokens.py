@@ -1,23 +1,28 @@
-"""Which tokens carry the gradient: exact top-K% masks by |A| * H (D3S, arXiv 2509.22115)."""
+"""Which tokens carry the gradient: exact top-K% masks, by |A| * H (D3S, arXiv 2509.22115) or another rule."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from . import _ops
+from . import _ops, _rules
 from ._arguments import (
     number_or_tensor,
     require_flag,
+    require_generator,
     require_optional_tensors,
+    require_rule,
     require_scope,
     require_tensors,
     require_whole,
     temperature_argument,
     whole_or_tensor,
 )
+
+TokenRule = Literal["advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"]
+TOKEN_RULES = get_args(TokenRule)
 
 
 class TokenSelection(NamedTuple):
@@ -83,37 +88,58 @@ def topk_mask(
 
 def select_tokens(
     entropy: Tensor,
-    advantages: Tensor,
+    advantages: Tensor | None,
     ratio: float | Tensor,
     *,
+    rule: TokenRule = "advantage_entropy",
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
     scope: Literal["batch", "sequence"] = "batch",
     drop_zeros: bool = False,
+    generator: torch.Generator | None = None,
 ) -> TokenSelection:
-    """Keeps the share ``ratio`` of the tokens with the largest ``|advantage| * entropy`` (D3S, token level).
+    """Keeps the share ``ratio`` of the tokens with the largest score; by default ``|advantage| * entropy`` (D3S).
 
-    The score is computed in float32 where it is needed and never stored. ``scope="batch"`` pools all tokens, as the
-    paper's formula does; within one sequence of an outcome reward ``|A|`` is constant and only entropy would decide.
-    Counts, ties, NaN: as in :func:`topk_mask`. The result has no gradient.
+    =================== ================================= =========================================================
+    ``rule``            score                             is
+    =================== ================================= =========================================================
+    "advantage_entropy" ``|A| * H``                       D3S, token level
+    "entropy"           ``H``                             80/20 (high-entropy tokens); advantages are not read
+    "advantage"         ``|A|``                           the other half of D3S's score; entropies are not read
+    "random"            a random number                   S-GRPO's share of random tokens; neither is read
+    "entropy_quantile"  ``H``, all at or above a quantile TRL's ``top_entropy_quantile``; advantages are not read
+    =================== ================================= =========================================================
+
+    The score is computed in float32 where it is needed and never stored. ``scope="batch"`` pools all tokens, as D3S's
+    formula does; within one sequence of an outcome reward ``|A|`` is constant and only entropy would decide. Counts,
+    ties, NaN: as in :func:`topk_mask`. With "advantage" nearly everything ties, and ties go to the lower index: the
+    first tokens of a sequence, and the first of the sequences that tie. The result has no gradient.
+
+    "entropy_quantile" is there to reproduce what TRL does on one process, to the bit: it keeps every token whose
+    entropy is at least ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy". The quantile keeps
+    more than the share where entropies tie, and nothing where one is NaN; it fails beyond 2^24 tokens; it waits for
+    the device. It is over the batch, so that ``offsets`` change nothing, and takes no ``drop_zeros``.
 
     Args:
         entropy: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         advantages: one for each token, one for each sequence (``[B]`` for ``[B, T]``, ``[S]`` with offsets), or a 0-d
-            tensor. A shape that is both is one for each token.
+            tensor. A shape that is both is one for each token. May be None where the rule does not read them.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
+        rule: see the table. Sources: D3S, arXiv 2509.22115; 80/20, 2506.01939; S-GRPO, 2504.20834.
         mask: bool, the shape of ``entropy``: the completion's tokens.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
         max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
         scope: "batch" pools all tokens, "sequence" keeps the share of each sequence.
         drop_zeros: leave scores of 0 out as well (groups without a spread of rewards have nothing else).
+        generator: for "random", of the device of ``entropy``; torch's own where it is None, as it has to be under
+            ``torch.compile(fullgraph=True)``.
 
     Returns:
-        :class:`TokenSelection`; its entropy is the argument.
+        :class:`TokenSelection`; its entropy is the argument. With "entropy_quantile" the threshold is the quantile.
 
     Raises:
-        ValueError, TypeError: as :func:`topk_mask`.
+        ValueError, TypeError: as :func:`topk_mask`; an unknown rule; a generator with a rule that draws nothing.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -122,16 +148,27 @@ def select_tokens(
         >>> kept.mask, kept.count
         (tensor([[False,  True, False],
                 [ True, False,  True]]), tensor(3, dtype=torch.int32))
+        >>> d3s.select_tokens(entropy, None, 0.2, rule="entropy").mask
+        tensor([[False,  True, False],
+                [ True, False, False]])
     """
-    require_tensors(entropy=entropy, advantages=advantages)
+    require_rule(rule, TOKEN_RULES)
+    if rule in ("advantage_entropy", "advantage"):
+        require_tensors(entropy=entropy, advantages=advantages)
+    else:
+        require_tensors(entropy=entropy)
     require_optional_tensors(entropy, mask=mask, offsets=offsets)
     require_whole(max_segment=max_segment)
     require_flag(drop_zeros=drop_zeros)
+    require_generator(generator, rule, entropy)
     number, tensor = number_or_tensor("ratio", ratio, entropy)
+    pooled = require_scope(scope, "sequence")
+    if rule == "entropy_quantile":
+        return _entropy_quantile(entropy, ratio, mask, offsets, max_segment, pooled, drop_zeros)
+    values, each = _rules.token_factors(rule, entropy, advantages, generator)
     chosen, count, threshold = _ops.select_tokens(
-        entropy, _float32(advantages), number, tensor, mask, offsets, max_segment, require_scope(scope, "sequence"),
-        drop_zeros,
-    )  # fmt: skip
+        values, _float32(each), number, tensor, mask, offsets, max_segment, pooled, drop_zeros
+    )
     return TokenSelection(chosen, entropy, count, threshold)
 
 
@@ -203,6 +240,25 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     require_whole(capacity=capacity)
     indices, count = _ops.compact(mask, capacity)
     return indices, count
+
+
+def _entropy_quantile(
+    entropy: Tensor,
+    ratio: float | Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    max_segment: int | None,
+    pooled: bool,
+    drop_zeros: bool,
+) -> TokenSelection:
+    if not pooled:
+        raise ValueError("scope: got 'sequence' with rule 'entropy_quantile'; takes 'batch'")
+    if drop_zeros:
+        raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")
+    # for what it refuses: bad arguments
+    select_tokens(entropy, None, ratio, rule="entropy", mask=mask, offsets=offsets, max_segment=max_segment)
+    chosen, count, threshold = _rules.entropy_quantile(entropy, float(ratio), mask)
+    return TokenSelection(chosen, entropy, count, threshold)
 
 
 def _float32(advantages: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from d3s_kernels import (
     select_tokens_from_logits,
     topk_mask,
 )
+from d3s_kernels.rollouts import ROLLOUT_RULES
+from d3s_kernels.tokens import TOKEN_RULES
 
 LOGITS, LABELS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
 SCORES, FLAT = torch.zeros(2, 6), torch.zeros(12)
@@ -131,7 +134,8 @@ def segment_cases() -> list[object]:
         ("entropy", select_tokens, (torch.tensor(1.0), 0.5)),
         ("rewards", group_advantages, ()),
         ("values", max_variance_select, (2,)),
-        ("advantages|values", select_rollouts, (2,)),
+        *(("advantages|values", partial(select_rollouts, rule=rule), (2,)) for rule in ROLLOUT_RULES),
+        *(("entropy", partial(select_tokens, rule=rule), (torch.tensor(1.0), 0.5)) for rule in TOKEN_RULES),
     ):
         cases += [
             bad(name, function, SCORES.double(), *rest),
@@ -152,11 +156,14 @@ def segment_cases() -> list[object]:
             bad("offsets", function, FLAT, *rest, offsets=torch.tensor([0, 12], device=ELSEWHERE)),
             bad("offsets", function, FLAT, *rest, offsets=[0, 12]),
         ]
-        if function not in (group_advantages, select_rollouts):
+        if function is not group_advantages:
             cases += [
                 bad("mask", function, SCORES, *rest, mask=torch.ones(2, 6)),
                 bad("mask", function, SCORES, *rest, mask=torch.ones(6, dtype=torch.bool)),
                 bad("mask", function, SCORES, *rest, mask=torch.ones(2, 6, dtype=torch.bool, device=ELSEWHERE)),
+            ]
+        if function is not group_advantages and name != "advantages|values":
+            cases += [
                 bad("max_segment", function, SCORES, *rest, max_segment=-1),
                 bad("max_segment", function, SCORES, *rest, max_segment=1.5),
             ]
@@ -169,6 +176,7 @@ def quota_cases() -> list[object]:
     for function, args in (
         (topk_mask, (SCORES,)),
         (select_tokens, (SCORES, EACH)),
+        (partial(select_tokens, rule="entropy_quantile"), (SCORES, None)),
         (select_tokens_from_logits, (LOGITS, EACH)),
     ):
         numbers = (0.0, -0.1, 1.0 + 1e-9, 20, NAN, math.inf)
@@ -182,7 +190,7 @@ def quota_cases() -> list[object]:
             bad("ratio", function, *args, "half"),
             bad("ratio", function, *args, True),
         ]
-    for function in (max_variance_select, select_rollouts):
+    for function in (max_variance_select, *(partial(select_rollouts, rule=rule) for rule in ROLLOUT_RULES)):
         cases += [bad("keep", function, SCORES, number) for number in (0, -1, 2.5, None, "two", True)]
         cases += [bad("keep", function, SCORES, torch.tensor(number)) for number in (0, -1, 2.5, [2, 2])]
     return [
@@ -213,6 +221,19 @@ def other_cases() -> list[object]:
         bad("scope", select_tokens, SCORES, EACH, 0.5, scope="group"),
         bad("scope", select_tokens_from_logits, LOGITS, EACH, 0.5, scope=None),
         bad("scope", select_rollouts, SCORES, 2, scope="sequence"),
+        *(bad("rule", select_rollouts, SCORES, 2, rule=rule) for rule in ("best", "entropy", None, ["random"])),
+        *(bad("rule", select_tokens, SCORES, EACH, 0.5, rule=rule) for rule in ("best", "percentile", None, 1)),
+        bad("generator", select_rollouts, SCORES, 2, generator=torch.Generator()),
+        bad("generator", select_rollouts, SCORES, 2, rule="percentile", generator=torch.Generator()),
+        bad("generator", select_rollouts, SCORES, 2, rule="random", generator=7),
+        bad("generator", select_rollouts, SCORES.to(ELSEWHERE), 2, rule="random", generator=torch.Generator()),
+        bad("generator", select_tokens, SCORES, EACH, 0.5, generator=torch.Generator()),
+        bad("generator", select_tokens, SCORES, None, 0.5, rule="random", generator="a seed"),
+        bad("advantages", select_tokens, SCORES, None, 0.5),
+        bad("advantages", select_tokens, SCORES, None, 0.5, rule="advantage"),
+        bad("advantages", select_tokens, SCORES, torch.zeros(3), 0.5, rule="advantage"),
+        bad("scope", select_tokens, SCORES, None, 0.5, rule="entropy_quantile", scope="sequence"),
+        bad("drop_zeros", select_tokens, SCORES, None, 0.5, rule="entropy_quantile", drop_zeros=True),
         bad("mask", compact, torch.ones(3), 2),
         bad("mask", compact, [True], 2),
         bad("capacity", compact, mask, -1),

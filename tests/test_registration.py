@@ -1,6 +1,7 @@
 """torch sees every op: fake kernels, autograd, torch.compile, and numbers that change from step to step."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, repeat
 
 import pytest
@@ -306,6 +307,43 @@ def test_one_graph_for_all_shapes() -> None:
         assert_compiled_agrees(compiled, step(2 + i % 5, 6 + i))
 
 
+def chosen_by_rules(values: Tensor, keep: int | Tensor, ratio: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """Every rule that does not wait for the device and draws nothing, of rows and of ragged groups."""
+    length = values.shape[-1]
+    offsets = torch.arange(0, values.numel() + 1, length)
+    results = [
+        d3s.select_rollouts(values, keep, rule=rule, scope=scope, mask=mask)
+        for rule in ("max_variance", "highest", "largest_abs", "percentile")
+        for scope in ("batch", "group")
+    ]
+    results.append(d3s.select_rollouts(values.flatten(), keep, rule="percentile", offsets=offsets, scope="group"))
+    for rule in ("entropy", "advantage"):
+        results += d3s.select_tokens(values.abs(), values[:, 0], ratio, rule=rule, mask=mask)[::2]
+    return tuple(results)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_rules_compile_whole_for_every_shape(backend: str) -> None:
+    compiled = torch.compile(chosen_by_rules, backend=backend, fullgraph=True, dynamic=True)
+    for rows, length in ((2, 7), (3, 9), (5, 11)):
+        values, keep, mask = torch.randn(rows, length), torch.tensor(rows), torch.rand(rows, length) < 0.7
+        arguments = values, keep, torch.tensor(0.3), mask
+        for actual, expected in zip(compiled(*arguments), chosen_by_rules(*arguments), strict=True):
+            assert_identical(actual, expected)
+
+
+def test_random_choices_compile_whole() -> None:
+    def draw(values: Tensor, keep: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
+        rollouts = d3s.select_rollouts(values, keep, rule="random", scope="group")
+        return rollouts, d3s.select_tokens(values, None, ratio, rule="random").mask
+
+    compiled = compiled_once(draw)
+    for i in range(5):
+        rollouts, tokens = compiled(torch.randn(3 + i, 10 + i), torch.tensor(1 + i), torch.tensor(0.5))
+        assert (rollouts.sum(-1) == 1 + i).all()
+        assert tokens.sum() == -(-(3 + i) * (10 + i) // 2)
+
+
 SCORES, MASK, LOGITS, LABELS = torch.randn(6, 40), torch.rand(6, 40) < 0.5, random_logits(6, 30), torch.arange(6)
 HIDDEN, WEIGHT = whole_number_product(6, vocabulary=30)
 
@@ -321,6 +359,14 @@ CHANGING: dict[str, tuple[Callable, Callable[[int], object]]] = {
     "keep": (lambda keep: d3s.max_variance_select(SCORES, keep), lambda i: 2 + i),
     "keep as a tensor": (lambda keep: d3s.max_variance_select(SCORES, keep), lambda i: torch.tensor(1 + i)),
     "keep of rollouts": (lambda keep: d3s.select_rollouts(SCORES, keep), lambda i: 2 + i),
+    **{
+        f"keep of the rule {rule}{as_tensor}": (
+            partial(d3s.select_rollouts, SCORES, rule=rule),
+            (lambda i: torch.tensor(1 + i)) if as_tensor else lambda i: 2 + i,
+        )
+        for rule in ("highest", "percentile")
+        for as_tensor in ("", ", a tensor")
+    },
     "capacity": (lambda capacity: d3s.compact(MASK, capacity), lambda i: 2 + 5 * i),
     "temperature": (
         lambda temperature: d3s.logprob_entropy(LOGITS, LABELS, temperature=temperature),

@@ -1,19 +1,30 @@
-"""select_rollouts: max_variance_select of advantages, in each group or over all of them."""
+"""select_rollouts: a rule's choice of rollouts, in each group or over all of them."""
 
+import math
+
+import pytest
 import torch
-from helpers import NAN, Segmented, assert_identical, awkward, segmented
+from helpers import INF, NAN, Segmented, assert_identical, awkward, random_generator, seeds, segmented, unwritten
 from hypothesis import given
 from hypothesis import strategies as st
 
 from d3s_kernels import group_advantages, max_variance_select, reference, select_rollouts
 
+RULES = ("max_variance", "highest", "largest_abs", "percentile", "random")
+SCOPES = ("batch", "group")
+rules, scopes = st.sampled_from(RULES), st.sampled_from(SCOPES)
 
-@given(segmented(awkward), st.integers(1, 14), st.sampled_from(["batch", "group"]), st.booleans())
-def test_any_groups(case: Segmented, keep: int, scope: str, as_tensor: bool) -> None:
-    options = {"offsets": case.offsets, "scope": scope}
-    given_keep = torch.tensor(keep) if as_tensor else keep
+
+@given(segmented(awkward), st.integers(1, 14), st.sampled_from([None, torch.int32, torch.int64]), rules, scopes, seeds)
+def test_any_groups(case: Segmented, keep: int, dtype: torch.dtype | None, rule: str, scope: str, seed: int) -> None:
+    def generator() -> torch.Generator | None:
+        return random_generator(seed) if rule == "random" else None
+
+    options = {"rule": rule, "offsets": case.offsets, "scope": scope, "mask": case.mask}
+    given_keep = keep if dtype is None else torch.tensor(keep, dtype=dtype)
     assert_identical(
-        select_rollouts(case.values, given_keep, **options), reference.select_rollouts(case.values, keep, **options)
+        select_rollouts(case.values, given_keep, generator=generator(), **options),
+        reference.select_rollouts(case.values, keep, generator=generator(), **options),
     )
 
 
@@ -51,7 +62,113 @@ def test_within_a_group_advantages_select_what_rewards_select() -> None:
     assert_identical(select_rollouts(group_advantages(rewards), 4, scope="group"), max_variance_select(rewards, 4))
 
 
-def test_unusable_advantages_are_never_kept() -> None:
-    advantages = torch.randn(4, 8)
-    advantages[:, 3] = NAN
-    assert not select_rollouts(advantages, 8)[:, 3].any()
+# ---- what every rule promises ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_exactly_keep_of_what_is_usable(rule: str, scope: str) -> None:
+    """Neither masked nor NaN nor infinite; all, where there are no more."""
+    advantages, mask = torch.randn(5, 12), torch.rand(5, 12) < 0.8
+    advantages[:, 3], advantages[:, 5], advantages[:, 7] = NAN, INF, -INF
+    usable = advantages.isfinite() & mask
+    for keep in (1, 2, 4, 12, 2**63 - 1, torch.tensor(4, dtype=torch.int32), torch.tensor(2**63 - 1)):
+        kept = select_rollouts(advantages, keep, rule=rule, scope=scope, mask=mask)
+        assert not kept[~usable].any()
+        if scope == "batch":
+            assert kept.sum() == min(5 * int(keep), int(usable.sum()))
+        else:
+            assert_identical(kept.sum(-1), usable.sum(-1).clamp(max=int(keep)))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("rule", ["max_variance", "highest", "largest_abs", "percentile"])
+def test_padded_and_ragged_groups_agree(rule: str, scope: str) -> None:
+    values, offsets = torch.randint(-3, 4, (6, 9)).float(), torch.arange(0, 55, 9, dtype=torch.int32)
+    padded = select_rollouts(values, 4, rule=rule, scope=scope)
+    assert_identical(select_rollouts(values.flatten(), 4, rule=rule, scope=scope, offsets=offsets).view(6, 9), padded)
+    assert_identical(select_rollouts(values.T.contiguous().T, 4, rule=rule, scope=scope), padded)
+
+
+@pytest.mark.parametrize("keep", [3, torch.tensor(3)])
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (2, 0, 5)])
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_to_keep(rule: str, shape: tuple[int, ...], keep: int | torch.Tensor) -> None:
+    for scope in SCOPES:
+        assert select_rollouts(torch.rand(shape), keep, rule=rule, scope=scope).shape == shape
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_inputs_are_not_written(rule: str) -> None:
+    inputs = torch.randn(30), torch.rand(30) < 0.5, torch.tensor([0, 10, 30]), torch.tensor(3)
+    with unwritten(*inputs):
+        select_rollouts(inputs[0], inputs[3], rule=rule, mask=inputs[1], offsets=inputs[2])
+
+
+def test_a_choice_has_no_gradient() -> None:
+    for rule in RULES:
+        assert not select_rollouts(torch.randn(4, 6, requires_grad=True), 2, rule=rule).requires_grad
+
+
+# ---- single rules ----------------------------------------------------------------------------------------------------
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    values = torch.tensor([1.0, -1.0, 0.0, -0.0, 1.0, -1.0])
+    assert select_rollouts(values, 3, rule="highest").nonzero().flatten().tolist() == [0, 2, 4]
+    assert select_rollouts(values, 3, rule="largest_abs").nonzero().flatten().tolist() == [0, 1, 4]
+    assert select_rollouts(torch.zeros(7), 3, rule="percentile").nonzero().flatten().tolist() == [1, 3, 5]
+
+
+@pytest.mark.parametrize("n", range(1, 30))
+def test_percentiles_are_the_nearest_ranks(n: int) -> None:
+    """By exhaustion: of all ranks the one nearest to each quantile, and of two the lower."""
+    shuffled = torch.randperm(n)
+    for k in range(1, n + 1):
+        quantiles = [(2 * i + 1) * (n - 1) for i in range(k)]  # over 2 k
+        nearest = [min(range(n), key=lambda r: (abs(2 * k * r - q), r)) for q in quantiles]
+        assert len(set(nearest)) == k
+        kept = select_rollouts(shuffled.float(), k, rule="percentile")
+        assert shuffled[kept].sort().values.tolist() == nearest
+
+
+def test_one_percentile_is_the_lower_median() -> None:
+    values = torch.randn(20, 8)
+    assert_identical(values[select_rollouts(values, 1, rule="percentile", scope="group")], values.median(-1).values)
+
+
+def test_percentiles_of_many_groups() -> None:
+    values, offsets = torch.randint(50, (40_000,)).bfloat16(), torch.tensor([0, 0, 9000, 9001, 30_000, 40_000])
+    for scope in SCOPES:
+        options = {"rule": "percentile", "offsets": offsets, "scope": scope}
+        assert_identical(select_rollouts(values, 999, **options), reference.select_rollouts(values, 999, **options))
+
+
+def test_random_subsets_are_equally_likely() -> None:
+    """All 20 of three from six, 30,000 times: chi-squared of 19 degrees, beyond 60 about once in 250,000 runs."""
+    kept = select_rollouts(torch.zeros(30_000, 6), 3, rule="random", scope="group")
+    subsets = (kept * 2 ** torch.arange(6)).sum(-1).bincount()
+    found = subsets[subsets > 0].double()
+    assert len(found) == math.comb(6, 3)
+    assert (found - 1500).square().sum() / 1500 < 60
+
+
+def test_random_follows_its_generator() -> None:
+    values = torch.zeros(4, 50)
+
+    def draw(seed: int) -> torch.Tensor:
+        return select_rollouts(values, 10, rule="random", generator=random_generator(seed))
+
+    assert_identical(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+    generator = random_generator(1)
+    first, second = (select_rollouts(values, 10, rule="random", generator=generator) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_random_follows_torchs_seed() -> None:
+    def draw() -> torch.Tensor:
+        torch.manual_seed(5)
+        return select_rollouts(torch.zeros(200), 50, rule="random")
+
+    assert_identical(draw(), draw())

@@ -1,4 +1,4 @@
-"""select_tokens and select_tokens_from_logits: topk_mask of |A| * H, with count and threshold."""
+"""select_tokens and select_tokens_from_logits: topk_mask of |A| * H or another score, with count and threshold."""
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from helpers import (
     awkward,
     cut,
     logits_cases,
+    random_generator,
     random_logits,
     ratios,
+    seeds,
     segmented,
     unwritten,
 )
@@ -25,6 +27,7 @@ from torch import Tensor
 from d3s_kernels import TokenSelection, entropy, reference, select_tokens, select_tokens_from_logits, topk_mask
 
 scopes = st.sampled_from(["batch", "sequence"])
+topk_rules = st.sampled_from(["advantage_entropy", "entropy", "advantage", "random"])
 
 
 def check(found: TokenSelection, expected: reference.TokenSelection) -> None:
@@ -41,13 +44,19 @@ def advantages(draw: st.DrawFn, case: Segmented) -> Tensor:
     return torch.tensor(draw(st.lists(awkward, min_size=count, max_size=count)), dtype=torch.float32).view(shape)
 
 
-@given(st.data(), segmented(awkward), ratios(), scopes, st.booleans())
+@given(st.data(), segmented(awkward), ratios(), topk_rules, scopes, st.booleans(), seeds)
 def test_any_arguments(
-    data: st.DataObject, case: Segmented, ratio: float | Tensor, scope: str, drop_zeros: bool
+    data: st.DataObject, case: Segmented, ratio: float | Tensor, rule: str, scope: str, drop_zeros: bool, seed: int
 ) -> None:
+    def generator() -> torch.Generator | None:
+        return random_generator(seed) if rule == "random" else None
+
     arguments = (case.values, data.draw(advantages(case)), ratio)
-    options = {"mask": case.mask, "offsets": case.offsets, "scope": scope, "drop_zeros": drop_zeros}
-    check(select_tokens(*arguments, **options), reference.select_tokens(*arguments, **options))
+    options = {"rule": rule, "mask": case.mask, "offsets": case.offsets, "scope": scope, "drop_zeros": drop_zeros}
+    check(
+        select_tokens(*arguments, generator=generator(), **options),
+        reference.select_tokens(*arguments, generator=generator(), **options),
+    )
 
 
 @given(st.data(), logits_cases(special=(INF, -INF, NAN)), ratios(), scopes, st.booleans())
@@ -107,6 +116,82 @@ def test_half_precision_advantages() -> None:
 def test_infinity_times_zero_is_no_score() -> None:
     found = select_tokens(torch.tensor([INF, 0.0, 1.0, INF]), torch.tensor([0.0, INF, 1.0, 1.0]), 1.0)
     assert found.mask.tolist() == [False, False, True, True]
+
+
+# ---- other rules -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence"])
+def test_entropy_alone(scope: str) -> None:
+    """Advantages, here of no use at all, are not looked at."""
+    values, mask = torch.rand(6, 50), torch.rand(6, 50) < 0.8
+    found = select_tokens(values, None, 0.2, rule="entropy", mask=mask, scope=scope)
+    check(found, select_tokens(values, torch.tensor(1.0), 0.2, mask=mask, scope=scope))
+    check(select_tokens(values, torch.full((3,), NAN), 0.2, rule="entropy", mask=mask, scope=scope), found)
+
+
+def test_the_advantage_alone() -> None:
+    """All tokens of a sequence tie: the first of them are kept, whatever their entropy."""
+    values, each = torch.rand(3, 10), torch.tensor([1.0, -2.0, 0.5])
+    values[1, 0] = NAN
+    found = select_tokens(values, each, 0.2, rule="advantage")
+    assert found.mask.nonzero().tolist() == [[1, i] for i in range(6)]
+    assert (found.count, found.threshold) == (6, 2.0)
+    assert found.entropy is values
+    first_two = torch.arange(10) < 2
+    assert_identical(select_tokens(values, each, 0.2, rule="advantage", scope="sequence").mask, first_two.expand(3, 10))
+
+
+def test_random_tokens_are_spread_evenly() -> None:
+    """Half of 200,000 tokens: every tenth of the batch has 10,000 of them, with a standard deviation below 100."""
+    found = select_tokens(torch.zeros(200_000), None, 0.5, rule="random")
+    assert found.count == 100_000
+    assert ((found.mask.view(10, -1).sum(-1) - 10_000).abs() < 600).all()
+
+
+def test_random_tokens_follow_their_generator() -> None:
+    values, mask = torch.zeros(8, 100), torch.rand(8, 100) < 0.7
+    for scope in ("batch", "sequence"):
+        one, same, other = (
+            select_tokens(values, None, 0.3, rule="random", mask=mask, scope=scope, generator=random_generator(seed))
+            for seed in (1, 1, 2)
+        )
+        assert_identical(one.mask, same.mask)
+        assert not torch.equal(one.mask, other.mask)
+        assert not one.mask[~mask].any()
+
+
+# ---- TRL's quantile --------------------------------------------------------------------------------------------------
+
+
+@given(segmented(awkward), ratios())
+def test_any_quantile(case: Segmented, ratio: float | Tensor) -> None:
+    options = {"rule": "entropy_quantile", "mask": case.mask}
+    check(
+        select_tokens(case.values, None, ratio, **options), reference.select_tokens(case.values, None, ratio, **options)
+    )
+
+
+def test_the_quantile_of_few_tokens_by_hand() -> None:
+    """Of 1, 2, 3, 5 the quantile 0.75 lies a quarter of the way from 3 to 5; the quantile 0.5 between 2 and 3."""
+    values = torch.tensor([[5.0, 1.0, 9.0], [9.0, 3.0, 2.0]])
+    mask = values != 9
+    found = select_tokens(values, None, 0.25, rule="entropy_quantile", mask=mask)
+    assert (found.threshold, found.count) == (3.5, 1)
+    assert found.mask.tolist() == [[True, False, False], [False, False, False]]
+    assert select_tokens(values, None, 0.5, rule="entropy_quantile", mask=mask).threshold == 2.5
+
+
+def test_the_faults_of_the_quantile() -> None:
+    """Ties keep more than the share, one NaN keeps nothing, and 2^24 tokens are too many; of "entropy" none is true."""
+
+    def counts(values: Tensor) -> tuple[int, int]:
+        return tuple(int(select_tokens(values, None, 0.2, rule=rule).count) for rule in ("entropy_quantile", "entropy"))
+
+    assert counts(torch.ones(100)) == (100, 20)
+    assert counts(torch.cat([torch.rand(100), torch.tensor([NAN])])) == (0, 20)
+    with pytest.raises(RuntimeError, match="too large"):
+        select_tokens(torch.zeros(2**24 + 1), None, 0.2, rule="entropy_quantile")
 
 
 # ---- scope -----------------------------------------------------------------------------------------------------------
@@ -188,10 +273,17 @@ def test_padding_never_counts() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 5)])
-@pytest.mark.parametrize("scope", ["batch", "sequence"])
-def test_nothing_to_keep(shape: tuple[int, ...], scope: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "scope"),
+    [
+        *((rule, scope) for rule in ("advantage_entropy", "entropy", "random") for scope in ("batch", "sequence")),
+        ("entropy_quantile", "batch"),
+    ],
+)
+def test_nothing_to_keep(shape: tuple[int, ...], rule: str, scope: str) -> None:
     """An empty rank, or one whose tokens are all masked."""
-    found = select_tokens(torch.rand(shape), torch.tensor(1.0), 0.2, mask=torch.zeros(shape).bool(), scope=scope)
+    options = {"rule": rule, "scope": scope, "mask": torch.zeros(shape).bool()}
+    found = select_tokens(torch.rand(shape), torch.tensor(1.0), 0.2, **options)
     assert found.mask.shape == shape
     assert not found.mask.any()
     assert (found.count == 0).all()
@@ -237,8 +329,9 @@ def test_selections_have_no_gradient() -> None:
     for tensor in select_tokens_from_logits(logits, torch.ones(2, requires_grad=True), 0.5):
         assert not tensor.requires_grad
     row_entropy = entropy(logits)
-    found = select_tokens(row_entropy, torch.ones(2), 0.5)
-    assert not any(tensor.requires_grad for tensor in (found.mask, found.count, found.threshold))
+    for rule in ("advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"):
+        found = select_tokens(row_entropy, torch.ones(2, requires_grad=True), 0.5, rule=rule)
+        assert not any(tensor.requires_grad for tensor in (found.mask, found.count, found.threshold))
     row_entropy[found.mask].sum().backward()  # the mask is usable in a loss
     assert logits.grad is not None
 

@@ -89,6 +89,10 @@ def calls() -> dict[str, Call]:
         "max_variance_select, ragged": lambda: d3s.max_variance_select(rewards.flatten(), 3, offsets=offsets),
         "max_variance_select, long": lambda: d3s.max_variance_select(long, 5000),
         "select_rollouts": lambda: d3s.select_rollouts(rewards, 3),
+        "select_rollouts, highest": lambda: d3s.select_rollouts(rewards, keep, rule="highest", scope="group"),
+        "select_rollouts, percentile": lambda: d3s.select_rollouts(
+            rewards.flatten(), keep, rule="percentile", offsets=offsets, scope="group"
+        ),
     }
 
 
@@ -97,7 +101,7 @@ NAMES = (
     "linear_logprob_entropy", "linear_logprob_entropy_backward", "topk_mask", "topk_mask, k", "topk_mask, ragged",
     "topk_mask, long", "select_tokens", "select_tokens, sequence", "select_tokens_from_logits", "compact",
     "group_advantages", "group_advantages, batch", "max_variance_select", "max_variance_select, ragged",
-    "max_variance_select, long", "select_rollouts",
+    "max_variance_select, long", "select_rollouts", "select_rollouts, highest", "select_rollouts, percentile",
 )  # fmt: skip
 
 

@@ -436,7 +436,11 @@ def test_bad_offsets_stay_within_bounds(offsets: list[int], monkeypatch: pytest.
         d3s.topk_mask(torch.randn(9000), 0.5, offsets=cuts * 450, max_segment=8000),
         d3s.max_variance_select(values, 2, offsets=cuts),
         d3s.max_variance_select(torch.randn(9000), 2, offsets=cuts * 450, max_segment=8000),
-        d3s.select_rollouts(values, 1, offsets=cuts),
+        *(
+            d3s.select_rollouts(values, 1, rule=rule, offsets=cuts, scope=scope)
+            for rule in ("max_variance", "highest", "percentile")
+            for scope in ("batch", "group")
+        ),
         *d3s.select_tokens(values, torch.ones(groups), 0.5, offsets=cuts, scope="sequence"),
         d3s.select_tokens(values, torch.ones(groups), 0.5, offsets=cuts).mask,
         d3s.group_advantages(values, offsets=cuts),

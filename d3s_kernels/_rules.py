@@ -1,0 +1,119 @@
+"""Rules that have no op of their own: put together from the compiled ops and from torch's.
+
+Nothing here waits for a device or goes through segments one by one, but for :func:`entropy_quantile`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _ops
+
+_ALL = 2**62  # more than any segment has
+_LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
+
+
+def select_rollouts(
+    rule: str,
+    values: Tensor,
+    keep: int | Tensor,
+    offsets: Tensor | None,
+    mask: Tensor | None,
+    pooled: bool,
+    generator: torch.Generator | None,
+) -> Tensor:
+    # Max variance keeps every usable value where there are no more than `keep`, and refuses bad arguments.
+    usable = _ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
+    if rule == "percentile":
+        return _percentile(values, keep, usable, offsets, pooled)
+    if rule == "largest_abs":
+        values = values.abs()
+    elif rule == "random":
+        values = random_keys(values, generator)
+    number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
+    result: Tensor = _ops.topk_mask(values, None, None, number, tensor, usable, offsets, None, False, pooled)
+    return result
+
+
+def token_factors(
+    rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """What takes the place of entropy and advantages, so that |A| * H is the rule's score."""
+    if rule == "entropy":
+        return entropy, entropy.new_ones((), dtype=torch.float32)
+    if rule == "random":
+        return torch.ones_like(entropy), random_keys(entropy, generator)
+    assert advantages is not None
+    return (torch.ones_like(entropy) if rule == "advantage" else entropy), advantages
+
+
+def random_keys(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A float32 for each value, independent and of one distribution: every order of them is equally likely.
+
+    Two are equal, and left to their index, about once in 2^31. They are positive normal numbers, so that the order is
+    that of their bits, also where subnormal numbers are flushed to 0.
+    """
+    drawn: dict[str, Any] = {"dtype": torch.int32, "device": like.device}
+    if generator is not None:  # torch.compile takes none, not even None
+        drawn["generator"] = generator
+    bits = torch.randint(_LOWEST_NORMAL, _INFINITY, like.shape, **drawn)
+    return bits.view(torch.float32)
+
+
+def _percentile(values: Tensor, keep: int | Tensor, usable: Tensor, offsets: Tensor | None, pooled: bool) -> Tensor:
+    """Of the n usable values of a segment in order, those of the ranks nearest to (i + 0.5) / k (n - 1), half down.
+
+    The i-th is at most r where (2 i + 1) (n - 1) <= (2 r + 1) k, which counts the ranks up to r without naming them: r
+    is one of them where the count goes up.
+    """
+    segment, segments = _segment_of_each(values, offsets)
+    most = _no_more_than(keep, values.numel())
+    if pooled:
+        segment, segments, most = torch.zeros_like(segment), 1, most * segments
+
+    present = usable.reshape(-1)
+    segment = segment.where(present, segments)  # what is not usable lies behind everything else
+    order = values.reshape(-1).argsort(stable=True)
+    order = order[segment[order].argsort(stable=True)]
+    segment = segment[order]
+    first = torch.searchsorted(segment, segment)
+    n = torch.searchsorted(segment, segment, right=True) - first
+    rank = torch.arange(values.numel(), device=values.device) - first
+    k, span = n.clamp(max=most), (n - 1).clamp(min=1)
+
+    def up_to(r: Tensor) -> Tensor:
+        return torch.minimum((((2 * r + 1) * k + span) // (2 * span)).clamp(min=0), k)
+
+    kept = up_to(rank) != up_to(rank - 1)
+    return (torch.zeros_like(present).scatter(0, order, kept) & present).view(values.shape)
+
+
+def _segment_of_each(values: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
+    """The number of each value's segment, and how many segments there are."""
+    if offsets is not None:
+        place = torch.arange(values.numel(), dtype=offsets.dtype, device=values.device)
+        return torch.searchsorted(offsets[1:], place, right=True), offsets.shape[0] - 1
+    rows = math.prod(values.shape[:-1])
+    number = torch.arange(rows, device=values.device)
+    return number.unsqueeze(-1).expand(rows, values.shape[-1]).reshape(-1), rows
+
+
+def _no_more_than(keep: int | Tensor, most: int) -> int | Tensor:
+    """So that what it is multiplied with stays in range."""
+    if isinstance(keep, Tensor):
+        return keep.reshape(()).long().clamp(max=most)
+    smaller: int = torch.sym_min(keep, most)  # type: ignore[no-untyped-call]
+    return smaller
+
+
+def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """TRL's ``top_entropy_quantile``, to the bit: mask, count and threshold. It waits for the device."""
+    values = entropy.detach().float()
+    present = values if mask is None else values[mask]
+    threshold = torch.quantile(present, 1 - ratio) if present.numel() else values.new_full((), math.inf)
+    kept = values >= threshold if mask is None else (values >= threshold) & mask
+    return kept, kept.sum(dtype=torch.int32), threshold
