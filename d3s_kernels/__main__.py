@@ -58,7 +58,9 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, float]]
     yield "max_variance_select", d3s.max_variance_select(rewards, 4), reference.max_variance_select(rewards, 4), 0
     chosen, expected_mask = d3s.max_variance_select(long[:9000], 900), reference.max_variance_select(long[:9000], 900)
     yield "max_variance_select, a long segment", chosen, expected_mask, 0
-    yield "select_rollouts", d3s.select_rollouts(ours, 4), reference.select_rollouts(ours, 4), 0
+    for rule in ("max_variance", "highest", "largest_abs", "percentile"):
+        chosen, expected_mask = d3s.select_rollouts(ours, 4, rule=rule), reference.select_rollouts(ours, 4, rule=rule)
+        yield f"select_rollouts, {rule}", chosen, expected_mask, 0
 
 
 def _device_says() -> Iterator[tuple[torch.device, str]]:
