@@ -1,6 +1,7 @@
 """The selection step of GRPO-style reinforcement learning, as exact, deterministic torch ops."""
 
 from ._build_info import build_info
+from .planning import EVERY_PHASE, NOT_TRAINED, RolloutPlan, plan_rollouts
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, max_variance_select, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
@@ -10,8 +11,11 @@ from .vocab import entropy, linear_logprob_entropy, logprob_entropy
 __version__: str = build_info()["version"]
 
 __all__ = [
+    "EVERY_PHASE",
+    "NOT_TRAINED",
     "Budget",
     "DownSamplingSchedule",
+    "RolloutPlan",
     "TokenSelection",
     "adaptive_clip",
     "build_info",
@@ -23,6 +27,7 @@ __all__ = [
     "linear_logprob_entropy",
     "logprob_entropy",
     "max_variance_select",
+    "plan_rollouts",
     "select_rollouts",
     "select_tokens",
     "select_tokens_from_logits",

@@ -47,6 +47,15 @@ def require_whole(**arguments: int | None) -> None:
             raise TypeError(f"{name}: got {value!r}; takes a whole number")
 
 
+def whole_number(name: str, value: object, *, at_least: int | None = None) -> int:
+    """The number as an int: outside of the ops, where nothing is symbolic."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: got {value!r}; takes a whole number")
+    if at_least is not None and value < at_least:
+        raise ValueError(f"{name}: got {value}; takes at least {at_least}")
+    return int(value)
+
+
 def require_number(**arguments: float | None) -> None:
     """All are numbers, or None."""
     for name, value in arguments.items():

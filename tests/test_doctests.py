@@ -25,6 +25,6 @@ def test_examples(name: str) -> None:
     assert not report, "".join(report)
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTED, "Budget", "TokenSelection", "build_info"])
+@pytest.mark.parametrize("name", [*DOCUMENTED, "Budget", "RolloutPlan", "TokenSelection", "build_info"])
 def test_every_public_name_has_a_docstring(name: str) -> None:
     assert inspect.getdoc(getattr(d3s_kernels, name))
