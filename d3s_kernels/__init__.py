@@ -1,6 +1,7 @@
 """The selection step of GRPO-style reinforcement learning, as exact, deterministic torch ops."""
 
 from ._build_info import build_info
+from .plan_sampler import PlanSampler
 from .planning import EVERY_PHASE, NOT_TRAINED, RolloutPlan, plan_rollouts
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, max_variance_select, select_rollouts
@@ -15,6 +16,7 @@ __all__ = [
     "NOT_TRAINED",
     "Budget",
     "DownSamplingSchedule",
+    "PlanSampler",
     "RolloutPlan",
     "TokenSelection",
     "adaptive_clip",

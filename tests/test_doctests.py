@@ -11,7 +11,7 @@ FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 DOCUMENTED = [
     name
     for name in d3s_kernels.__all__
-    if inspect.isfunction(getattr(d3s_kernels, name)) or name == "DownSamplingSchedule"
+    if inspect.isfunction(getattr(d3s_kernels, name)) or name in ("DownSamplingSchedule", "PlanSampler")
 ]
 
 
