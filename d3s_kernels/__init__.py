@@ -3,6 +3,7 @@
 from ._build_info import build_info
 from .plan_sampler import PlanSampler
 from .planning import EVERY_PHASE, NOT_TRAINED, RolloutPlan, plan_rollouts
+from .profile import load_profile
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, max_variance_select, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
@@ -27,6 +28,7 @@ __all__ = [
     "group_advantages",
     "importance_ratio",
     "linear_logprob_entropy",
+    "load_profile",
     "logprob_entropy",
     "max_variance_select",
     "plan_rollouts",

@@ -1,0 +1,127 @@
+"""The file of a profile: the settings in its first line, then a line for each query, as soon as it is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was found of a query. A completion whose reward is None or NaN is no sample."""
+
+    index: int
+    successes: int
+    samples: int
+    mean_reward: float | None
+
+
+def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
+    """Successes and samples of each query, from the file that ``python -m d3s_kernels.profile`` wrote.
+
+    A query has fewer samples where the reward function could not score a completion, none where it scored none at all.
+    :func:`plan_rollouts` takes only those with samples: plan for ``successes[samples > 0]`` then, and the same rows of
+    the dataset.
+
+    Args:
+        path: a finished profile.
+
+    Returns:
+        Two int64 tensors ``[queries]``, in the order of the dataset: the arguments of :func:`plan_rollouts`.
+
+    Raises:
+        ValueError: the file is no profile, is damaged, or lacks queries.
+
+    Example:
+        >>> import pathlib, tempfile, d3s_kernels as d3s
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "profile.jsonl")
+        >>> _ = path.write_text('''{"settings": {"queries": 2}}
+        ... {"index": 0, "successes": 1, "samples": 8, "mean_reward": 0.125}
+        ... {"index": 1, "successes": 5, "samples": 8, "mean_reward": 0.625}
+        ... ''')
+        >>> d3s.plan_rollouts(*d3s.load_profile(path)).group_size
+        tensor([8, 2])
+    """
+    settings, records = _parse(Path(path), Path(path).read_bytes())
+    queries = settings["queries"]
+    if len(records) != queries:
+        raise ValueError(f"path: {path} has {len(records)} of {queries} queries; the command that wrote it goes on")
+    in_order = [records[index] for index in range(queries)]
+    successes, samples = [[record.successes for record in in_order], [record.samples for record in in_order]]
+    return torch.tensor(successes, dtype=torch.int64), torch.tensor(samples, dtype=torch.int64)
+
+
+class ProfileFile:
+    """Open to be written, or to be gone on with: then ``done`` has the queries of which there is a line.
+
+    A last line without its end, which a crash leaves, is removed. A file with other settings, or of another kind, is
+    refused and left as it is.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        first = json.dumps({"settings": settings}) + "\n"
+        found = path.read_bytes() if path.exists() else b""
+        complete = found[: found.rfind(b"\n") + 1]
+        if complete:
+            written, records = _parse(path, complete)
+            _require_same(path, written, json.loads(first)["settings"])
+            self.done = set(records)
+        elif first.encode().startswith(found):
+            self.done = set()
+        else:
+            raise ValueError(f"{path} is no profile; takes one, or a new file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.truncate(len(complete))
+        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)  # line by line
+        if not complete:
+            self._file.write(first)
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(asdict(record)) + "\n")
+        self.done.add(record.index)
+
+    def __enter__(self) -> ProfileFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], dict[int, Record]]:
+    """The settings, and the records by their index."""
+    lines = content.splitlines()
+    try:
+        settings: dict[str, Any] = json.loads(lines[0])["settings"]
+        queries = range(settings["queries"])
+    except (IndexError, KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is no profile: its first line has no settings") from None
+    records: dict[int, Record] = {}
+    for number, line in enumerate(lines[1:], 2):
+        try:
+            record = Record(**json.loads(line))
+        except (TypeError, ValueError):
+            raise ValueError(f"{path} is damaged: line {number} is no record of a query") from None
+        if record.index not in queries or record.index in records:
+            raise ValueError(f"{path} is damaged: line {number} has query {record.index}, which is too many")
+        records[record.index] = record
+    return settings, records
+
+
+def _require_same(path: Path, written: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    for name in sorted({*written, *given}):
+        if written.get(name) != given.get(name):
+            raise ValueError(
+                f"{path} was written with {name} {written.get(name)!r}; got {given.get(name)!r}: takes the same, or "
+                "another file"
+            )
