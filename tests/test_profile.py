@@ -406,16 +406,17 @@ def test_tokens_are_drawn_from_the_distribution() -> None:
     assert torch.all((share - expected).abs() < 5 * (expected * (1 - expected) / draws).sqrt() + 1e-9)
 
 
-@given(st.integers(1, 200))
-def test_the_largest_number_draws_a_token_that_is_possible(last: int) -> None:
-    class Largest(random.Random):
+@pytest.mark.parametrize("number", [0.0, math.nextafter(1, 0)])
+@given(first=st.integers(0, 99), possible=st.integers(1, 100))
+def test_the_extreme_numbers_draw_tokens_that_are_possible(number: float, first: int, possible: int) -> None:
+    class Extreme(random.Random):
         def random(self) -> float:
-            return math.nextafter(1, 0)
+            return number
 
     logits = torch.randn(1, 200)
-    logits[0, last:] = -torch.inf
-    left = OwnNumbers([Largest()], 1.0)(torch.zeros(1, 1), logits)
-    assert left.argmax() < last
+    logits[0, :first] = logits[0, first + possible :] = -torch.inf
+    left = OwnNumbers([Extreme()], 1.0)(torch.zeros(1, 1), logits)
+    assert first <= left.argmax() < first + possible
     assert (left > -torch.inf).sum() == 1
 
 

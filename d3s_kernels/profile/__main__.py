@@ -1,8 +1,8 @@
 """``python -m d3s_kernels.profile``: samples a model on every query of a dataset and counts successes.
 
 The first step of sGPO (arXiv 2606.08854). Writes a line of JSON for each finished query, and goes on where it stopped
-when the same command is given again; the result is that of a run that never stopped. Each query has its own random
-numbers. Another batch size or device changes nothing but rounding, which may change a token where two are level.
+when the same command is given again; the result is that of a run that never stopped. Each completion has random numbers
+of its own: another batch size or device changes nothing but rounding, which can tip a draw between two tokens.
 
     python -m d3s_kernels.profile --model Qwen/Qwen2.5-0.5B-Instruct --dataset prompts.jsonl \\
         --reward rewards.py:is_correct --out profile.jsonl

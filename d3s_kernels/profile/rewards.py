@@ -18,6 +18,8 @@ from transformers import TrainerState
 from .queries import Row
 from .records import Record
 
+_OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not hand on
+
 
 def load_reward(name: str) -> Callable[..., Any]:
     """The function that ``module:function`` or ``file.py:function`` names."""
@@ -52,13 +54,11 @@ def score(reward: Callable[..., Any], row: Row, completions: Sequence[Any], ids:
     return rewards
 
 
-def count(index: int, rewards: Sequence[float], threshold: float) -> Record:
+def to_record(index: int, rewards: Sequence[float], threshold: float) -> Record:
+    """Of a query, from the rewards of its completions."""
     scored = [reward for reward in rewards if not math.isnan(reward)]
     mean = math.fsum(scored) / len(scored) if scored else None
     return Record(index, sum(reward >= threshold for reward in scored), len(scored), mean)
-
-
-_OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not hand on
 
 
 def _log_nothing(*_: object, **__: object) -> None:

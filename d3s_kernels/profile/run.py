@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .queries import Row
 from .records import ProfileFile
-from .rewards import count, score
+from .rewards import score, to_record
 from .sampling import Sampler
 
 
@@ -34,7 +34,7 @@ def profile(given: Namespace, rows: list[Row], reward: Callable[..., Any], file:
                 if index not in file.done:
                     row, ids = rows[index], completions[index]
                     rewards = score(reward, row, sampler.as_rewarded(row["prompt"], ids), ids)
-                    file.write(count(index, rewards, given.threshold))
+                    file.write(to_record(index, rewards, given.threshold))
                     bar.update()
 
 

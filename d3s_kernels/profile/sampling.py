@@ -24,7 +24,7 @@ class OwnNumbers(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         reached = (scores.float() / self.temperature).softmax(-1).double().cumsum(-1)
         numbers = torch.tensor([row.random() for row in self.rows], dtype=torch.float64, device=scores.device)
-        below_the_sum = numbers.mul_(1 - 2**-50).unsqueeze(1) * reached[:, -1:]
+        below_the_sum = numbers.unsqueeze(1) * reached[:, -1:]  # also when rounded, as the largest number is 1 - 2^-53
         token = torch.searchsorted(reached, below_the_sum, right=True)  # the first that goes beyond: its share is not 0
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0)
 
