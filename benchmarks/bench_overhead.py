@@ -13,6 +13,7 @@ GROUPS = FEW.view(2, 2)
 LOGITS = FEW.view(1, 4)
 LABELS = torch.tensor([2], device=inputs.device)
 KEPT = FEW > 0
+IDS = KEPT.to(torch.int8)
 
 CALLS = {
     "topk_mask": lambda: d3s.topk_mask(FEW, 0.5),
@@ -21,6 +22,9 @@ CALLS = {
     "group_advantages": lambda: d3s.group_advantages(GROUPS),
     "max_variance_select": lambda: d3s.max_variance_select(FEW, 2),
     "select_rollouts": lambda: d3s.select_rollouts(GROUPS, 1),
+    "importance_ratio": lambda: d3s.importance_ratio(FEW, FEW, KEPT),
+    "entropy_groups": lambda: d3s.entropy_groups(FEW, KEPT),
+    "adaptive_clip": lambda: d3s.adaptive_clip(FEW, IDS, vocab_size=9),
     "entropy": lambda: d3s.entropy(LOGITS),
     "logprob_entropy": lambda: d3s.logprob_entropy(LOGITS, LABELS),
 }

@@ -10,6 +10,18 @@ STEP_MEMORY = 0.4  # of GRPOTrainer's
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
 
+# Each op beside the formula of a trainer, or, where none has it, of plain PyTorch.
+RATIOS = (
+    ("importance_ratio, token", "verl's formula"),
+    ("importance_ratio, sequence", "verl's formula"),
+    ("importance_ratio, entropy_group", "plain PyTorch"),
+    ("importance_ratio with its gradient, token", "verl's formula"),
+    ("importance_ratio with its gradient, sequence", "verl's formula"),
+    ("importance_ratio with its gradient, entropy_group", "plain PyTorch"),
+    ("entropy_groups", "nanquantile"),
+    ("adaptive_clip", "plain PyTorch"),
+)
+
 CALLS = (
     "topk_mask",
     "select_tokens",
@@ -17,9 +29,14 @@ CALLS = (
     "group_advantages",
     "max_variance_select",
     "select_rollouts",
+    "importance_ratio",
+    "entropy_groups",
+    "adaptive_clip",
     "entropy",
     "logprob_entropy",
 )
+
+DIFFERENTIABLE = ("importance_ratio", "entropy", "logprob_entropy")
 
 CPU: tuple[Target, ...] = (
     Faster("logprob_entropy forward", ("TRL",), 30),
@@ -41,8 +58,9 @@ CPU: tuple[Target, ...] = (
     Faster("topk_mask of a segment, 20%", TORCH_TOPK, 3),
     Faster("max_variance_select, groups", ("vectorised PyTorch",), 5),
     Faster("max_variance_select, pool", ("vectorised PyTorch",), 5),
+    *(Faster(contest, (peer,), 5) for contest, peer in RATIOS),
     Within(STEP_CONTEST, "GRPOTrainer", 0.30),
-    *(Under(f"overhead of {call}", 12 if call in ("entropy", "logprob_entropy") else 8) for call in CALLS),
+    *(Under(f"overhead of {call}", 12 if call in DIFFERENTIABLE else 8) for call in CALLS),
 )
 
 # Those of an NVIDIA H200. Without a bound they are only reported.
@@ -66,6 +84,7 @@ CUDA: tuple[Target, ...] = (
     Under("max_variance_select, groups", 8),
     Under("max_variance_select, pool", 100),
     *(Faster(f"max_variance_select, {where}", ("vectorised PyTorch",)) for where in ("groups", "pool")),
+    *(Faster(contest, (peer,)) for contest, peer in RATIOS),
     *(Under(f"overhead of {call}", 12) for call in CALLS),
 )
 

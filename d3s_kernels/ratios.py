@@ -84,7 +84,7 @@ def importance_ratio(
     _require_words(level=level, denominator=denominator)
     low, high = _LOG_BOUNDS.get(level, _OTHER_LOG_BOUNDS) if log_bounds is None else _pair(log_bounds)
     result: Tensor = _ops.importance_ratio(
-        _float32("logprob", logprob), _float32("old_logprob", old_logprob.detach()), mask, groups, offsets, level,
+        _float32("logprob", logprob), _float32("old_logprob", old_logprob), mask, groups, offsets, level,
         denominator, low, high,
     )  # fmt: skip
     return result
