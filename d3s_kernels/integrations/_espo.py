@@ -1,0 +1,66 @@
+"""What ESPO puts into a trainer's loss: a ratio, a clip range and a weight for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import adaptive_clip, entropy_groups, importance_ratio
+
+
+class EspoTerms(NamedTuple):
+    """float32 ``[B, T]`` each; only ``ratio`` has a gradient, in ``logprob``."""
+
+    ratio: Tensor
+    epsilon: Tensor
+    weight: Tensor
+
+
+def espo_terms(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    entropy: Tensor,
+    mask: Tensor,
+    *,
+    quantiles: Sequence[float],
+    alpha: float,
+    denominator: Literal["self", "old"],
+    vocab_size: int,
+) -> EspoTerms:
+    """The terms of ESPO's objective (arXiv 2512.00499, eq. 5), for a loss that takes the mean over a sequence's tokens.
+
+    Eq. 5 takes the mean over the sequence's groups of the mean over the group's tokens of
+    ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)``. So that the mean over the sequence's tokens of ``weight`` times
+    that is the same, a token of a group of m tokens weighs ``n / (K m)``, in a sequence of n tokens and K groups.
+    A group without a token counts in no mean.
+
+    Args:
+        logprob: ``[B, T]``, float32, bfloat16 or float16.
+        old_logprob: the same shape; a constant.
+        entropy: the same shape: the old policy's, nats. A token whose entropy is NaN is in no group.
+        mask: bool, the same shape: the completions' tokens.
+        quantiles: as in :func:`d3s_kernels.entropy_groups`.
+        alpha, vocab_size: as in :func:`d3s_kernels.adaptive_clip`.
+        denominator: as in :func:`d3s_kernels.importance_ratio`.
+
+    Returns:
+        the group's ratio, with the token's share of its gradient; the group's epsilon; the weight. Outside the mask,
+        and for a token in no group: 1 without a gradient, 0 and 0.
+
+    Raises:
+        ValueError, TypeError: as those three.
+    """
+    groups = entropy_groups(entropy, mask, quantiles)
+    ratio = importance_ratio(logprob, old_logprob, mask, level="entropy_group", groups=groups, denominator=denominator)
+    epsilon = adaptive_clip(entropy, groups, mask, vocab_size=vocab_size, alpha=alpha)
+    return EspoTerms(ratio, epsilon, _weight(groups, mask, len(quantiles) + 1))
+
+
+def _weight(groups: Tensor, mask: Tensor, count: int) -> Tensor:
+    sizes = torch.stack([(groups == group).sum(-1) for group in range(count)], -1)
+    size = sizes.gather(-1, groups.clamp(min=0).long())
+    weight = mask.sum(-1, keepdim=True) / ((sizes > 0).sum(-1, keepdim=True) * size)
+    return weight.masked_fill(groups < 0, 0.0)

@@ -1,0 +1,131 @@
+"""espo_terms: what a trainer's loss takes of ESPO, against the paper's formulas in a plain loop over tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from d3s_kernels import topk_mask
+from d3s_kernels.integrations._espo import espo_terms
+
+VOCAB_SIZE = 1000
+
+
+def sample(rows: int = 5, length: int = 17) -> dict[str, Tensor]:
+    """A policy that has moved by little; completions of several lengths, one of a single token, one empty."""
+    old = -3 * torch.rand(rows, length)
+    lengths = torch.tensor([length, 1, 0, *torch.randint(2, length, (rows - 3,)).tolist()])
+    return {
+        "logprob": old + 0.05 * torch.randn(rows, length),
+        "old_logprob": old,
+        "entropy": torch.rand(rows, length) * 2,
+        "mask": torch.arange(length) < lengths.unsqueeze(-1),
+    }
+
+
+def options(**changed: Any) -> dict[str, Any]:
+    return {"quantiles": (0.8,), "alpha": 0.02, "denominator": "self", "vocab_size": VOCAB_SIZE, **changed}
+
+
+def groups_of(entropy: Tensor, mask: Tensor, quantiles: tuple[float, ...]) -> list[list[int]]:
+    """The positions of one sequence's tokens in each of its groups, the empty ones left out."""
+    above = [topk_mask(entropy, 1 - quantile, mask=mask).tolist() for quantile in quantiles]
+    members: dict[int, list[int]] = {}
+    for t in mask.nonzero().flatten().tolist():
+        members.setdefault(sum(cut[t] for cut in above), []).append(t)
+    return list(members.values())
+
+
+def surrogate(ratio: Tensor, epsilon: Tensor | float, advantage: Tensor) -> Tensor:
+    return torch.min(ratio * advantage, ratio.clamp(1 - epsilon, 1 + epsilon) * advantage)
+
+
+def objective_in_a_loop(batch: dict[str, Tensor], advantages: Tensor, quantiles: tuple[float, ...]) -> Tensor:
+    """Eq. 5 with eq. 8 to 10, in float64, with the group's own ratio, whose gradient the tokens share equally."""
+    sequences = []
+    for row, advantage in enumerate(advantages):
+        logprob, old = batch["logprob"][row].double(), batch["old_logprob"][row].double()
+        entropy, mask = batch["entropy"][row], batch["mask"][row]
+        means = []
+        for members in groups_of(entropy, mask, quantiles):
+            ratio = torch.exp(sum(logprob[t] - old[t] for t in members) / len(members))
+            epsilon = 0.02 / math.log(VOCAB_SIZE) * sum(float(entropy[t]) for t in members) / len(members)
+            # Within rounding of the range's ends either side may be taken.
+            assume(abs(abs(float(ratio) - 1) - epsilon) > 1e-6)
+            means.append(sum(surrogate(ratio, epsilon, advantage) for _ in members) / len(members))
+        if means:
+            sequences.append(sum(means) / len(means))
+    return sum(sequences) / len(sequences)
+
+
+def objective(batch: dict[str, Tensor], advantages: Tensor, **changed: Any) -> Tensor:
+    """As a trainer takes it: the mean over sequences of the mean over tokens."""
+    ratio, epsilon, weight = espo_terms(**batch, **options(**changed))
+    tokens = weight * surrogate(ratio, epsilon, advantages.unsqueeze(-1))
+    lengths = batch["mask"].sum(-1)
+    return (tokens.sum(-1) / lengths)[lengths > 0].mean()
+
+
+@given(st.sampled_from([(), (0.8,), (0.5,), (0.3, 0.6, 0.9), (0.01, 0.02)]))
+def test_the_papers_objective_and_its_gradient(quantiles: tuple[float, ...]) -> None:
+    batch, advantages = sample(), torch.randn(5)
+    leaf = batch["logprob"].requires_grad_()
+    expected = objective_in_a_loop(batch, advantages, quantiles)
+    actual = objective(batch, advantages, quantiles=quantiles)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+    (expected_gradient,) = torch.autograd.grad(expected, leaf)
+    (gradient,) = torch.autograd.grad(actual, leaf)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_the_printed_denominator() -> None:
+    """Eq. 9 as it is printed: the group's ratio times the token's own."""
+    batch = sample()
+    own = espo_terms(**batch, **options())
+    printed = espo_terms(**batch, **options(denominator="old"))
+    token = torch.exp(batch["logprob"] - batch["old_logprob"])
+    torch.testing.assert_close(printed.ratio, torch.where(batch["mask"], own.ratio * token, 1.0))
+    assert torch.equal(printed.epsilon, own.epsilon)
+
+
+def test_a_token_outside_of_all_groups() -> None:
+    """Padding has none, nor has a token whose entropy is NaN: it is left out of its sequence's means."""
+    batch = sample()
+    batch["logprob"].requires_grad_()
+    batch["entropy"][0, 3] = math.nan
+    outside = ~batch["mask"]
+    outside[0, 3] = True
+    terms = espo_terms(**batch, **options())
+    assert (terms.ratio[outside] == 1).all()
+    assert not terms.epsilon[outside].any()
+    assert not terms.weight[outside].any()
+    (gradient,) = torch.autograd.grad(terms.ratio.sum(), batch["logprob"])
+    assert torch.equal(gradient != 0, ~outside)
+    lengths = batch["mask"].sum(-1)
+    torch.testing.assert_close(terms.weight.sum(-1), lengths.float())
+
+
+def test_weights_are_plain_where_there_is_one_group() -> None:
+    batch = sample()
+    assert torch.equal(espo_terms(**batch, **options(quantiles=())).weight, batch["mask"].float())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"quantiles": (0.8, 0.2)}, "quantiles"),
+        ({"quantiles": 0.8}, "quantiles"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"denominator": "new"}, "denominator"),
+        ({"vocab_size": 1}, "vocab_size"),
+    ],
+)
+def test_bad_options(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        espo_terms(**sample(), **options(**changed))
