@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ..schedule import Budget, DownSamplingSchedule
@@ -14,6 +16,17 @@ def is_whole(value: Any) -> bool:
 
 def _is_ratio(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= 1
+
+
+def _is_above_zero(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _are_quantiles(values: Any) -> bool:
+    """Rising, in (0, 1), as many as there are groups for; a configuration's list may be of another type."""
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) > 15:
+        return False
+    return all(type(value) is float for value in values) and all(a < b for a, b in pairwise([0.0, *values, 1.0]))
 
 
 def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
@@ -32,6 +45,9 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "entropy_from": _one_of("auto", "update", "rollout"),
     "loss_denominator": _one_of("kept", "all"),
     "advantages_from": _one_of("all", "kept"),
+    "espo_quantiles": (_are_quantiles, "at most 15 rising numbers in (0, 1)"),
+    "espo_alpha": (_is_above_zero, "a number above 0"),
+    "espo_denominator": _one_of("self", "old"),
     "drop_zeros": (lambda value: isinstance(value, bool), "true or false"),
     "base_loss": (lambda value: isinstance(value, str) and value != "d3s", "the name of another policy loss"),
 }

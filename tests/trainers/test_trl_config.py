@@ -31,6 +31,8 @@ def test_defaults_are_the_papers() -> None:
     assert (config.schedule().shape, config.rollout_scope, config.token_scope) == ("linear", "batch", "batch")
     assert (config.entropy_from, config.loss_denominator, config.drop_zeros) == ("auto", "kept", False)
     assert config.advantages_from == "all"
+    assert (config.importance_sampling_level, config.espo_quantiles, config.espo_alpha) == ("token", [0.8], 0.02)
+    assert config.espo_denominator == "self"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,22 @@ def test_defaults_are_the_papers() -> None:
         ({"token_ratio_start": "0.1"}, r"token_ratio_start: got '0.1'; takes a number in \(0, 1\]"),
         ({"schedule_shape": "step"}, r"schedule_shape: got 'step'; takes 'linear' or 'cosine' or 'exponential'"),
         ({"drop_zeros": "false"}, r"drop_zeros: got 'false'; takes true or false"),
+        (
+            {"espo_quantiles": [0.8, 0.2]},
+            r"espo_quantiles: got \[0.8, 0.2\]; takes at most 15 rising numbers in",
+        ),
+        ({"espo_quantiles": 0.8}, r"espo_quantiles: got 0.8; takes at most 15 rising"),
+        ({"espo_quantiles": [i / 20 for i in range(1, 17)]}, r"espo_quantiles: got .*; takes at most 15 rising"),
+        ({"espo_alpha": 0.0}, r"espo_alpha: got 0.0; takes a number above 0"),
+        ({"espo_denominator": "new"}, r"espo_denominator: got 'new'; takes 'self' or 'old'"),
+        (
+            {"importance_sampling_level": "group"},
+            r"importance_sampling_level: got 'group'; takes 'token' or",
+        ),
+        (
+            {"importance_sampling_level": "entropy_group", "loss_type": "cispo"},
+            r"loss_type: got 'cispo' with importance_sampling_level 'entropy_group'; takes 'grpo' or 'bnpo'",
+        ),
         ({"top_entropy_quantile": 0.2}, r"top_entropy_quantile: got 0.2; D3S chooses tokens itself and takes 1.0"),
     ],
 )
@@ -59,13 +77,14 @@ def test_bad_options_are_named(options: dict, message: str) -> None:
 def test_every_option_has_help_and_can_be_set_from_the_command_line() -> None:
     parser = TrlParser([D3SConfig])
     actions = {action.dest: action for action in parser._actions}
-    assert len(OURS) == 11
+    assert len(OURS) == 14
     for name in OURS:
         assert len(actions[name].help) > 20, name
     given = (
         "--output_dir out --use_cpu true --bf16 false --rollouts_start 3 --rollouts_end 5 --token_ratio_start 0.1 "
         "--token_ratio_end 0.3 --schedule_shape cosine --rollout_scope group --token_scope sequence --entropy_from "
-        "rollout --loss_denominator all --drop_zeros true --advantages_from kept"
+        "rollout --loss_denominator all --drop_zeros true --advantages_from kept --importance_sampling_level "
+        "entropy_group --espo_quantiles 0.5 0.9 --espo_alpha 0.1 --espo_denominator old"
     )
     (config,) = parser.parse_args_and_config(given.split())
     assert config.schedule().start == Budget(3, 0.1)
@@ -75,6 +94,8 @@ def test_every_option_has_help_and_can_be_set_from_the_command_line() -> None:
     ]  # fmt: skip
     assert (config.schedule_shape, config.loss_denominator, config.drop_zeros) == ("cosine", "all", True)
     assert config.advantages_from == "kept"
+    assert (config.importance_sampling_level, config.espo_quantiles) == ("entropy_group", [0.5, 0.9])
+    assert (config.espo_alpha, config.espo_denominator) == (0.1, "old")
 
 
 def test_a_trainer_takes_its_own_config_only() -> None:

@@ -9,6 +9,8 @@ from trl import GRPOConfig
 from ...schedule import DownSamplingSchedule
 from .._options import check_options, schedule_of
 
+ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # with PPO's clipping, whose range may be one for each token
+
 
 @dataclass
 class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
@@ -16,7 +18,7 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
 
     Raises:
         ValueError: an option that is none of those it takes; ``top_entropy_quantile`` below 1, which would choose
-            tokens a second time.
+            tokens a second time; importance ratios of entropy groups with a loss that does not clip them.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig
@@ -97,10 +99,45 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
         },
     )
 
+    importance_sampling_level: str = field(
+        default="token",
+        metadata={
+            "help": "What an importance ratio is taken over: a 'token', a 'sequence' (GSPO), or an 'entropy_group' of "
+            "a sequence's tokens (ESPO), whose clip range is its own and replaces epsilon; for the losses grpo, bnpo, "
+            "dr_grpo and dapo.",
+            "choices": ["token", "sequence", "entropy_group"],
+        },
+    )
+    espo_quantiles: list[float] = field(
+        default_factory=lambda: [0.8],
+        metadata={"help": "Where 'entropy_group' cuts a sequence's tokens into groups: 0.8 sets the top 20% apart."},
+    )
+    espo_alpha: float = field(
+        default=0.02, metadata={"help": "The clip range of a group of the largest entropy there can be."}
+    )
+    espo_denominator: str = field(
+        default="self",
+        metadata={
+            "help": "'self': a token's ratio is its group's. 'old': times the token's own, as ESPO prints it.",
+            "choices": ["self", "old"],
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         own = {field.name for field in fields(D3SConfig)} - {field.name for field in fields(GRPOConfig)}
         check_options({name: getattr(self, name) for name in sorted(own)})
+        levels = ("token", "sequence", "entropy_group")
+        if self.importance_sampling_level not in levels:
+            raise ValueError(
+                f"importance_sampling_level: got {self.importance_sampling_level!r}; takes "
+                f"{' or '.join(map(repr, levels))}"
+            )
+        if self.importance_sampling_level == "entropy_group" and self.loss_type not in ESPO_LOSSES:
+            raise ValueError(
+                f"loss_type: got {self.loss_type!r} with importance_sampling_level 'entropy_group'; takes "
+                f"{' or '.join(map(repr, ESPO_LOSSES))}"
+            )
         if self.top_entropy_quantile < 1:
             raise ValueError(
                 f"top_entropy_quantile: got {self.top_entropy_quantile}; D3S chooses tokens itself and takes 1.0 (its "

@@ -17,6 +17,7 @@ from ...rollouts import group_advantages
 from ...schedule import Budget
 from ...tokens import select_tokens
 from .config import D3SConfig
+from .espo import as_espo
 from .gradient import gradient_weights, loss_mask, only_through
 from .head import d3s_head
 from .rollouts import Batch, choose_rollouts, keep_rollouts, last_column, rows_to_keep, take, trimmed
@@ -70,6 +71,9 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         1
     """
 
+    epsilon_low: Any  # TRL's, numbers; while it computes ESPO's loss one for each token
+    epsilon_high: Any
+
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: D3SConfig | None = None, *more: Any, **options: Any
     ) -> None:
@@ -79,6 +83,9 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             name = model if isinstance(model, str) else model.config._name_or_path
             args = D3SConfig(f"{name.split('/')[-1]}-D3S")
         super().__init__(model, reward_funcs, args, *more, **options)
+        self._espo = args.importance_sampling_level == "entropy_group"
+        if self._espo:
+            self.importance_sampling_level = "token"  # for TRL: its ratios of tokens are made ESPO's
         self._schedule = args.schedule()
         self._warn_of_little_to_drop()
         self._passes: _Passes | None = None  # while TRL makes a generation batch
@@ -267,11 +274,16 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         return everyones
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
-        self._loss_inputs = inputs if self.model.training else None
+        if not self.model.training:
+            evaluated: Tensor = super()._compute_loss(model, inputs)
+            return evaluated
+        self._loss_inputs = inputs = dict(inputs)  # ESPO changes it: the batch may be used again
+        ranges = self.epsilon_low, self.epsilon_high
         try:
             loss: Tensor = super()._compute_loss(model, inputs)
         finally:
             self._loss_inputs = None
+            self.epsilon_low, self.epsilon_high = ranges
         return loss
 
     def _get_per_token_logps_and_entropies(
@@ -323,6 +335,11 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if kept is None:
             kept = self._choose_tokens(entropy.detach(), inputs["advantages"], mask)
         totals = self._log_tokens(kept, mask, entropy.detach())
+        if self._espo:
+            vocabulary = self.model.config.get_text_config().vocab_size
+            moved, epsilon = as_espo(inputs, logprob.detach(), entropy.detach(), self.args, vocabulary)
+            inputs |= moved
+            self.epsilon_low = self.epsilon_high = epsilon
         if logprob.requires_grad:
             policy = bonus = torch.ones((), device=kept.device)
             if self.args.loss_denominator == "kept":
@@ -336,6 +353,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         """Whether a token's gradient depends on no other token's log-probability, so that others need none."""
         return bool(
             self.importance_sampling_level == "token"
+            and not self._espo
             and self.loss_type != "vespo"
             and self.beta == 0
             and self.off_policy_mask_threshold is None
