@@ -62,6 +62,18 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, float]]
         chosen, expected_mask = d3s.select_rollouts(ours, 4, rule=rule), reference.select_rollouts(ours, 4, rule=rule)
         yield f"select_rollouts, {rule}", chosen, expected_mask, 0
 
+    entropy = scores / 100
+    groups = d3s.entropy_groups(entropy)
+    yield "entropy_groups", groups, reference.entropy_groups(entropy), 0
+    clip = d3s.adaptive_clip(entropy, groups, vocab_size=20_000)
+    yield "adaptive_clip", clip, reference.adaptive_clip(entropy, groups, vocab_size=20_000), 1e-8
+    moved = entropy + torch.randn(4, 5000).to(device) / 10
+    for level in ("token", "sequence", "entropy_group"):
+        ids = groups if level == "entropy_group" else None
+        ratio = d3s.importance_ratio(moved, entropy, level=level, groups=ids)
+        exact = reference.importance_ratio(moved, entropy, level=level, groups=ids)
+        yield f"importance_ratio, {level}", ratio, exact, 1e-5
+
 
 def _device_says() -> Iterator[tuple[torch.device, str]]:
     yield torch.device("cpu"), f"{torch.get_num_threads()} threads"

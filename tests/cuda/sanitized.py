@@ -34,6 +34,13 @@ def main() -> None:
     d3s.topk_mask(ragged, 0.1, offsets=offsets)
     d3s.max_variance_select(ragged, 30, offsets=offsets)
     d3s.group_advantages(ragged, offsets=offsets, scale="batch")
+    ids = d3s.entropy_groups(ragged, quantiles=(0.3, 0.8), offsets=offsets)
+    d3s.adaptive_clip(ragged, ids, vocab_size=100, offsets=offsets)
+    for level, groups in (("token", None), ("sequence", None), ("entropy_group", ids)):
+        leaf = ragged.clone().requires_grad_()
+        d3s.importance_ratio(
+            leaf, ragged, level=level, groups=groups, offsets=offsets, denominator="old"
+        ).sum().backward()
     d3s.select_tokens_from_logits(torch.randn(4, 9, 500, device=GPU), torch.randn(4, device=GPU), 0.3)
     torch.cuda.synchronize()
     print("every op ran")

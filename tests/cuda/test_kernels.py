@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers import assert_entropy, assert_gradient, assert_identical, assert_logprob, assert_same_bits, random_labels
+from helpers import (
+    assert_entropy,
+    assert_gradient,
+    assert_identical,
+    assert_logprob,
+    assert_same_bits,
+    random_labels,
+    ratio_results,
+)
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -40,6 +48,7 @@ def calls() -> dict[str, Call]:
     advantages, rewards = torch.randn(8, device=GPU), torch.randint(0, 3, (64, 8), device=GPU).float()
     offsets = torch.arange(0, 512 + 1, 8, device=GPU)
     mask = torch.rand(8, 5000, device=GPU) < 0.5
+    ids = torch.randint(-1, 8, (8, 5000), device=GPU, dtype=torch.int8)
     row_mask = torch.rand(40, device=GPU) < 0.5
     ratio, keep = torch.tensor(0.1, device=GPU), torch.tensor(3, device=GPU)
     entropy, row_max, log_sum = torch.ops.d3s_kernels.logprob_entropy(logits, labels)[1:]
@@ -89,6 +98,16 @@ def calls() -> dict[str, Call]:
         "max_variance_select, ragged": lambda: d3s.max_variance_select(rewards.flatten(), 3, offsets=offsets),
         "max_variance_select, long": lambda: d3s.max_variance_select(long, 5000),
         "select_rollouts": lambda: d3s.select_rollouts(rewards, 3),
+        "importance_ratio": lambda: d3s.importance_ratio(scores, scores + 1, mask),
+        "importance_ratio, sequence": lambda: d3s.importance_ratio(
+            rewards.flatten(), rewards.flatten() + 1, level="sequence", offsets=offsets
+        ),
+        "importance_ratio, entropy_group": lambda: d3s.importance_ratio(
+            scores / 100, scores / 90, mask, level="entropy_group", groups=ids, denominator="old"
+        ),
+        "importance_ratio_backward": lambda: torch.ops.d3s_kernels.importance_ratio_backward(scores, scores, mask, ids),
+        "entropy_groups": lambda: d3s.entropy_groups(scores, mask, (0.5, 0.8)),
+        "adaptive_clip": lambda: d3s.adaptive_clip(scores / 100, ids, vocab_size=1000),
         "select_rollouts, highest": lambda: d3s.select_rollouts(rewards, keep, rule="highest", scope="group"),
         "select_rollouts, percentile": lambda: d3s.select_rollouts(
             rewards.flatten(), keep, rule="percentile", offsets=offsets, scope="group"
@@ -102,6 +121,8 @@ NAMES = (
     "topk_mask, long", "select_tokens", "select_tokens, sequence", "select_tokens_from_logits", "compact",
     "group_advantages", "group_advantages, batch", "max_variance_select", "max_variance_select, ragged",
     "max_variance_select, long", "select_rollouts", "select_rollouts, highest", "select_rollouts, percentile",
+    "importance_ratio", "importance_ratio, sequence", "importance_ratio, entropy_group", "importance_ratio_backward",
+    "entropy_groups", "adaptive_clip",
 )  # fmt: skip
 
 
@@ -208,6 +229,11 @@ def test_max_variance_of_a_pool() -> None:
         values = torch.randint(0, 50, (n,)).float()
         ours = d3s.max_variance_select(values.to(GPU), n // 4)
         assert_identical(ours.cpu(), reference.max_variance_select(values, n // 4))
+
+
+def test_ratios_have_the_bits_of_the_cpu() -> None:
+    for here, there in zip(ratio_results("cpu"), ratio_results("cuda"), strict=True):
+        assert_same_bits(there, here)
 
 
 def test_half_precision_heads() -> None:
