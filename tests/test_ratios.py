@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -46,9 +47,11 @@ def moved(old: Tensor, seed: int) -> Tensor:
     return old.float() + step * torch.randn(old.shape, generator=generator)
 
 
-def with_gradient(ratio_of: object, logprob: Tensor, cotangent: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+def with_gradient(
+    ratio_of: Callable[..., Tensor], logprob: Tensor, cotangent: Tensor, **options: object
+) -> tuple[Tensor, Tensor]:
     leaf = logprob.detach().clone().requires_grad_()
-    ratio = ratio_of(leaf, **options)  # type: ignore[operator]
+    ratio = ratio_of(leaf, **options)
     return ratio.detach(), torch.autograd.grad(ratio, leaf, cotangent.to(ratio.dtype))[0]
 
 
@@ -124,6 +127,31 @@ def test_gspo_is_gspo_token_when_a_sequence_has_one_advantage(clip: float) -> No
     assert torch.equal(token_clipped, clipped)
     torch.testing.assert_close(token_gradient, gradient, rtol=1e-5, atol=1e-8)
     assert gradient.any()
+
+
+def trl_gspo_token(logprob: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    """`sequence_token` of TRL's GSPO-token trainer, which its releases had up to 1.13."""
+    sequence = (((logprob - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).detach().unsqueeze(-1)
+    return torch.exp(logprob - logprob.detach() + sequence)
+
+
+def verl_gspo(logprob: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    """verl 0.9's policy loss `gspo`."""
+    sequence = torch.sum((logprob - old) * mask, dim=-1) / torch.sum(mask, dim=-1).clamp(min=1)
+    return torch.exp(torch.clamp(logprob - logprob.detach() + sequence.detach().unsqueeze(-1), max=10.0))
+
+
+@pytest.mark.parametrize("shift", [0.0, 15.0])
+@pytest.mark.parametrize("trainers", [trl_gspo_token, verl_gspo])
+def test_sequences_as_trainers_have_them(trainers: Callable[..., Tensor], shift: float) -> None:
+    logprob, old, mask = sample()
+    logprob[2] += shift  # a ratio beyond verl's bound
+    bounds = UNBOUNDED if trainers is trl_gspo_token else None
+    theirs = with_gradient(trainers, logprob, mask / 7, old=old, mask=mask)
+    options = {"old_logprob": old, "mask": mask, "level": "sequence", "log_bounds": bounds}
+    ours = with_gradient(importance_ratio, logprob, mask / 7, **options)
+    for our, their in zip(ours, theirs, strict=True):
+        assert_ratio(our[mask], their[mask])
 
 
 def test_a_dropped_token_counts_in_the_ratio_of_its_sequence() -> None:
