@@ -1,0 +1,45 @@
+"""What the pictures have in common: a look of their own, and words in the file that say what is drawn."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+INK, PALE = "#222222", "#bbbbbb"
+PHASES = ("#1b7837", "#e08214", "#762a83")
+WIDTH = 10.0
+
+
+def new_figure(height: float) -> Figure:
+    mpl.rcdefaults()  # whatever the user's own settings are
+    mpl.rcParams.update(
+        {
+            "font.size": 9,
+            "axes.titlesize": 9,
+            "axes.labelsize": 9,
+            "xtick.labelsize": 8,
+            "ytick.labelsize": 8,
+            "legend.fontsize": 8,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "text.color": INK,
+            "axes.labelcolor": INK,
+        }
+    )
+    return Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
+
+
+def save(figure: Figure, path: Path, drawn: str) -> None:
+    """With ``drawn`` in the file: tests compare it, since pixels differ from one matplotlib to the next."""
+    drawing = BytesIO()
+    figure.savefig(drawing, dpi=120)
+    words = PngInfo()
+    words.add_text("Description", drawn)
+    picture = Image.open(drawing).convert("RGB")
+    few_colours = picture.quantize(200, dither=Image.Dither.NONE)  # a third in size
+    few_colours.save(path, optimize=True, pnginfo=words)
