@@ -1,24 +1,41 @@
-"""The lines of docs/_methods_rules.md do what the page says beside them."""
+"""The lines of docs/methods.md do what the page says of them, and no rule or function is missing there."""
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import d3s_kernels as d3s
-from d3s_kernels import reference
+from d3s_kernels import planning, ratios, reference
+from d3s_kernels.profile.__main__ import _arguments
+from d3s_kernels.rollouts import ROLLOUT_RULES
+from d3s_kernels.tokens import TOKEN_RULES
 
-PAGE = (Path(__file__).parents[1] / "docs" / "_methods_rules.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| (.+?) \| .*`((?:kept|advantages|groups|tokens) = [^`]+)` \|$", PAGE, re.MULTILINE)
-LINES: dict[str, str] = dict(ROWS)
+PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
+LINES: dict[str, str] = dict(re.findall(r"^\| (\S.*?) \| .*?`(\w+ = [^`]+)` \| [^|]*\|$", PAGE, re.MULTILINE))
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
-GROUPS, N, KEEP, RATIO = 5, 8, 3, 0.25
+GROUPS, N, KEEP, RATIO, VOCABULARY = 5, 8, 3, 0.25, 1000
+
+
+def run(method: str, values: dict[str, Any]) -> Any:
+    line = LINES[method]
+    exec(line, values)
+    return values[line.partition(" = ")[0]]
+
+
+# ---- rollouts --------------------------------------------------------------------------------------------------------
 
 
 def names() -> dict[str, Any]:
@@ -32,6 +49,7 @@ def names() -> dict[str, Any]:
         "advantages": reference.group_advantages(rewards),
         "lengths": (torch.randperm(GROUPS * N).float() + 1).view(GROUPS, N),
         "kept": reference.max_variance_select(rewards, KEEP),
+        "verified": torch.rand(GROUPS, N) < 0.8,
         "keep": KEEP,
         "n": N,
         "batch": GROUPS * N,
@@ -39,18 +57,6 @@ def names() -> dict[str, Any]:
         "low": 0.2,
         "high": 0.8,
     }
-
-
-def names_of_tokens() -> dict[str, Any]:
-    mask = torch.rand(6, 40) < 0.8
-    advantages, entropy = torch.randn(6), torch.where(mask, torch.rand(6, 40), 9.0)
-    return {"torch": torch, "d3s": d3s, "entropy": entropy, "mask": mask, "advantages": advantages, "ratio": RATIO}
-
-
-def run(rule: str, values: dict[str, Any]) -> Any:
-    line = LINES[rule]
-    exec(line, values)
-    return values[line.partition(" = ")[0]]
 
 
 def highest(values: Tensor, count: int) -> Tensor:
@@ -62,74 +68,93 @@ def pooled(values: Tensor, count: int) -> Tensor:
     return highest(values.flatten(), count).view_as(values)
 
 
-ROLLOUTS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
-    "max variance, pooled": lambda v: reference.select_rollouts(v["advantages"], KEEP),
-    "max variance, in groups": lambda v: reference.max_variance_select(v["rewards"], KEEP),
-    "max-reward": lambda v: highest(v["rewards"], KEEP),
-    "percentile": lambda v: reference.select_rollouts(v["rewards"], KEEP, rule="percentile", scope="group"),
-    "shortest responses": lambda v: highest(-v["lengths"], KEEP),
-    "token efficiency": lambda v: highest(v["rewards"] / v["lengths"], KEEP),
-    r"pruned by \|A\|, in groups": lambda v: highest(v["advantages"].abs(), N - int(N * 0.3)),
-    r"pruned by \|A\|, in the batch": lambda v: pooled(v["advantages"].abs(), GROUPS * N - int(GROUPS * N * 0.3)),
-    "advantages of the full group, then the choice": lambda v: reference.select_rollouts(
-        reference.group_advantages(v["rewards"]), KEEP
-    ),
-    "the choice, then advantages of the subset": lambda v: standardised(v, 1, 1e-4),
-    "the same, by the population's deviation": lambda v: standardised(v, 0, 0.0),
-    "some spread of rewards": lambda v: torch.tensor([len(set(row)) > 1 for row in v["rewards"].tolist()]),
-}
+def centred(rewards: Tensor) -> Tensor:
+    return rewards - rewards.mean(-1, keepdim=True)
 
 
-def standardised(values: dict[str, Any], ddof: int, eps: float) -> Tensor:
-    """Of the kept rewards of each group; 0 for the others, and where the kept ones are equal."""
+def standardised(rewards: Tensor, counted: Tensor, ddof: int = 1, eps: float = 1e-4) -> Tensor:
+    """Of the counted rewards of each group; 0 for the others, and where the counted ones are equal."""
     result = torch.zeros(GROUPS, N)
-    for row, rewards, kept in zip(result, values["rewards"].double(), values["kept"], strict=True):
-        scored = rewards[kept]
+    for row, group, chosen in zip(result, rewards.double(), counted, strict=True):
+        scored = group[chosen]
         if len(set(scored.tolist())) > 1:
-            row[kept] = ((scored - scored.mean()) / (scored.std(correction=ddof) + eps)).float()
+            row[chosen] = ((scored - scored.mean()) / (scored.std(correction=ddof) + eps)).float()
     return result
 
 
-@pytest.mark.parametrize("rule", ROLLOUTS)
-def test_lines_of_rollouts(rule: str) -> None:
+ROLLOUTS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
+    "D3S": lambda v: reference.select_rollouts(v["advantages"], KEEP),
+    "D3S-I": lambda v: reference.max_variance_select(v["advantages"], KEEP),
+    "PODS, max-variance": lambda v: reference.max_variance_select(v["rewards"], KEEP),
+    "PODS, max-reward": lambda v: highest(v["rewards"], KEEP),
+    "PODS, percentile": lambda v: reference.select_rollouts(v["rewards"], KEEP, rule="percentile", scope="group"),
+    "GFPO, shortest": lambda v: highest(-v["lengths"], KEEP),
+    "GFPO, token efficiency": lambda v: highest(v["rewards"] / v["lengths"], KEEP),
+    "CPPO, in groups": lambda v: highest(v["advantages"].abs(), N - int(N * 0.3)),
+    "CPPO, in the batch": lambda v: pooled(v["advantages"].abs(), GROUPS * N - int(GROUPS * N * 0.3)),
+    "GRPO, advantages": lambda v: standardised(v["rewards"], torch.ones(GROUPS, N, dtype=torch.bool)),
+    "Dr. GRPO": lambda v: centred(v["rewards"]),
+    "Lite-PPO": lambda v: centred(v["rewards"]) / (v["rewards"].std() + 1e-4),
+    "PODS, advantages": lambda v: standardised(v["rewards"], v["kept"]),
+    "GFPO, advantages": lambda v: standardised(v["rewards"], v["kept"], 0, 0.0),
+    "ESPO, advantages": lambda v: standardised(v["rewards"], v["verified"]),
+    "DAPO, dynamic sampling": lambda v: torch.tensor([len(set(row)) > 1 for row in v["rewards"].tolist()]),
+}
+
+
+@pytest.mark.parametrize("method", ROLLOUTS)
+def test_lines_of_rollouts(method: str) -> None:
     values = names()
-    if rule.startswith(("pruned", "max-reward", "token")):  # without ties
+    if method.startswith(("CPPO", "PODS, max-reward", "GFPO, token")):  # without ties
         values["rewards"] = torch.randn(GROUPS, N)
         values["advantages"] = reference.group_advantages(values["rewards"])
-    expected = ROLLOUTS[rule](dict(values))
-    torch.testing.assert_close(run(rule, values), expected, rtol=1e-5, atol=1e-6)
+    expected = ROLLOUTS[method](dict(values))
+    torch.testing.assert_close(run(method, values), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_random_line() -> None:
-    assert (run("random rollouts", names()).sum(-1) == KEEP).all()
+    assert (run("PODS, random", names()).sum(-1) == KEEP).all()
 
 
 def test_the_band_of_difficulty() -> None:
     """Of 0, 2, ... 10 right ones of ten: both ends of the band are in it."""
     values = names() | {"rewards": (torch.arange(10) < torch.arange(0, 11, 2).unsqueeze(-1)).float()}
-    assert run("a band of difficulty", values).tolist() == [False, True, True, True, True, False]
+    assert run("Online Difficulty Filtering", values).tolist() == [False, True, True, True, True, False]
 
 
 def test_a_mask_of_groups_goes_into_a_rule() -> None:
     values = names()
-    groups = run("some spread of rewards", values)
+    groups = run("DAPO, dynamic sampling", values)
     (given,) = re.findall(r"`(mask=groups[^`]+)`", PAGE)
     kept = eval(f"d3s.select_rollouts(rewards, keep, rule='random', scope='group', {given})", values)
     assert (kept.sum(-1) == KEEP * groups).all()
 
 
+def test_the_schedule() -> None:
+    assert [run("D3S, schedule", names() | {"progress": p}) for p in (0, 0.5, 1)] == [(8, 0.05), (20, 0.125), (32, 0.2)]
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def names_of_tokens() -> dict[str, Any]:
+    mask = torch.rand(6, 40) < 0.8
+    advantages, entropy = torch.randn(6), torch.where(mask, torch.rand(6, 40), 9.0)
+    return {"torch": torch, "d3s": d3s, "entropy": entropy, "mask": mask, "advantages": advantages, "ratio": RATIO}
+
+
 TOKENS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
-    "advantage x entropy": lambda v: v["advantages"].abs().unsqueeze(-1) * v["entropy"],
-    "entropy": lambda v: v["entropy"],
-    "quantile of the entropy": lambda v: v["entropy"],  # without ties it keeps as many, give or take the rounding
+    "D3S, tokens": lambda v: v["advantages"].abs().unsqueeze(-1) * v["entropy"],
+    "80/20": lambda v: v["entropy"],
+    "TRL's `top_entropy_quantile`": lambda v: v["entropy"],  # without ties as many, give or take the rounding
 }
 
 
-@pytest.mark.parametrize("rule", TOKENS)
-def test_lines_of_tokens(rule: str) -> None:
+@pytest.mark.parametrize("method", TOKENS)
+def test_lines_of_tokens(method: str) -> None:
     values = names_of_tokens()
-    scores = TOKENS[rule](values).masked_fill(~values["mask"], -1)
-    found = run(rule, values)
+    scores = TOKENS[method](values).masked_fill(~values["mask"], -1)
+    found = run(method, values)
     n = int(values["mask"].sum())
     assert RATIO * n - 1 <= found.count <= RATIO * n + 1
     torch.testing.assert_close(found.mask, pooled(scores, int(found.count)))
@@ -141,7 +166,7 @@ def test_lines_of_tokens_in_sequences() -> None:
     by_entropy = run("entropy, in sequences", values)
     for row, mask, kept, count in zip(values["entropy"], values["mask"], by_entropy.mask, shares, strict=True):
         torch.testing.assert_close(kept, highest(row.masked_fill(~mask, -1), count))
-    drawn = run("random tokens", values)
+    drawn = run("S-GRPO", values)
     assert drawn.mask.sum(-1).tolist() == shares
     assert not drawn.mask[~values["mask"]].any()
 
@@ -155,11 +180,178 @@ def test_the_line_of_the_advantage_alone() -> None:
         first = values["mask"][row].nonzero().flatten()[:left]
         expected[row, first] = True
         left -= len(first)
-    torch.testing.assert_close(run("advantage", values).mask, expected)
+    torch.testing.assert_close(run(r"\|A\| alone", values).mask, expected)
+
+
+# ---- ratios ----------------------------------------------------------------------------------------------------------
+
+
+def names_of_ratios() -> dict[str, Any]:
+    values = names_of_tokens()
+    old = -torch.rand(6, 40)
+    groups = reference.entropy_groups(values["entropy"], values["mask"])
+    moved = {"old_logprob": old, "logprob": old + 0.1 * torch.randn(6, 40), "groups": groups, "vocab_size": VOCABULARY}
+    moved["epsilon"] = reference.adaptive_clip(values["entropy"], groups, values["mask"], vocab_size=VOCABULARY)
+    return values | moved
+
+
+def of_groups(values: Tensor, groups: Tensor, function: Callable[[Tensor], Any], elsewhere: float) -> Tensor:
+    """A function of the values of each group of each row; groups below 0 are none."""
+    result = torch.full(values.shape, elsewhere, dtype=torch.float64)
+    for row, of_row, number in zip(result, values.double(), groups, strict=True):
+        for group in number[number >= 0].unique():
+            row[number == group] = function(of_row[number == group])
+    return result
+
+
+def moves(v: dict[str, Any]) -> Tensor:
+    return (v["logprob"].double() - v["old_logprob"].double()).masked_fill(~v["mask"], 0)
+
+
+def mean_ratio(v: dict[str, Any], groups: Tensor) -> Tensor:
+    return of_groups(moves(v), groups, lambda move: move.mean().exp(), 1.0)
+
+
+RATIOS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
+    "GRPO, ratio": lambda v: moves(v).exp(),
+    "GSPO, GSPO-token": lambda v: mean_ratio(v, v["mask"].int() - 1),
+    "ESPO, ratio": lambda v: mean_ratio(v, v["groups"]),
+    "ESPO, ratio as printed": lambda v: mean_ratio(v, v["groups"]) * moves(v).exp(),
+    "ESPO, groups": lambda v: torch.stack(
+        [
+            torch.where(mask, highest(row.masked_fill(~mask, -1), -(-int(mask.sum()) // 5)).to(torch.int8), -1)
+            for row, mask in zip(v["entropy"], v["mask"], strict=True)
+        ]
+    ),
+    "ESPO, clip": lambda v: of_groups(v["entropy"], v["groups"], Tensor.mean, 0.0) * 0.02 / math.log(VOCABULARY),
+}
+
+
+@pytest.mark.parametrize("method", RATIOS)
+def test_lines_of_ratios(method: str) -> None:
+    values = names_of_ratios()
+    expected = RATIOS[method](dict(values))
+    found = run(method, values)
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-5, atol=1e-6)
+
+
+def test_the_objective_has_no_gradient_where_it_is_clipped() -> None:
+    values = names_of_ratios()
+    values["logprob"].requires_grad_()
+    exec(BLOCKS[0], values)
+    (gradient,) = torch.autograd.grad(values["objective"].sum(), values["logprob"])
+    w, epsilon, up = values["w"], values["epsilon"], values["advantages"].unsqueeze(-1) > 0
+    clipped = torch.where(up, w > 1 + epsilon, w < 1 - epsilon)
+    torch.testing.assert_close(gradient != 0, ~clipped & values["mask"])
+
+
+# ---- queries ---------------------------------------------------------------------------------------------------------
+
+SUCCESSES = [0] * 10 + [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def check_plan(plan: d3s.RolloutPlan[Tensor]) -> None:
+    """Of ten unsolved queries one is kept."""
+    assert plan.group_size[10:].tolist() == [8, 4, 2, 2, 2, 2, 0, 0]
+    assert sorted(plan.group_size[:10].tolist()) == [d3s.EVERY_PHASE] + [0] * 9
+
+
+def write_profile() -> None:
+    lines = [f'{{"settings": {{"queries": {len(SUCCESSES)}}}}}'] + [
+        f'{{"index": {index}, "successes": {count}, "samples": 8, "mean_reward": {count / 8}}}'
+        for index, count in enumerate(SUCCESSES)
+    ]
+    Path("profile.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_lines_of_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_profile()
+    values = {"d3s": d3s, "successes": torch.tensor(SUCCESSES), "samples": 8}
+    check_plan(run("sGPO", values))
+    check_plan(run("sGPO, from a profile", values))
+    assert len(list(run("sGPO, served to a trainer", values))) == (4 + 1) + (1 + 1) + (1 + 1)
+
+
+class Prompts(list[int]):
+    """What the page asks of a dataset."""
+
+    def select(self, rows: list[int]) -> Prompts:
+        return Prompts(self[row] for row in rows)
+
+    def to_parquet(self, path: str) -> None:
+        Path(path).write_text(str(self))
+
+
+def test_blocks_of_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan, the loop, TRL's runs and verl's files, one after the other, as they stand on the page."""
+    monkeypatch.chdir(tmp_path)
+    write_profile()
+    runs: list[Any] = []
+
+    def trainer(**arguments: Any) -> Any:
+        made = SimpleNamespace(**arguments, train=lambda: runs.append(made), save_model=lambda: None)
+        return made
+
+    trl: Any = ModuleType("trl")
+    trl.GRPOTrainer, trl.GRPOConfig = trainer, lambda folder, **options: SimpleNamespace(folder=folder, **options)
+    monkeypatch.setitem(sys.modules, "trl", trl)
+
+    generated: list[tuple[int, int]] = []
+    values: dict[str, Any] = {
+        "DataLoader": DataLoader,
+        "prompts": Prompts(range(len(SUCCESSES))),
+        "generate": lambda batch, num_generations: generated.append((len(batch), num_generations)),
+        "checkpoint": {},
+        "reward": None,
+    }
+    for block in BLOCKS[1:]:
+        exec(block, values)
+
+    plan = values["plan"]
+    check_plan(plan)
+    assert generated == [(32, 2), (32, 4), (32, 8)]
+    values["sampler"].load_state_dict(values["checkpoint"]["sampler"])
+    assert [(run.args.num_generations, list(run.train_dataset)) for run in runs] == [
+        (size, plan.queries(phase).tolist()) for phase, size in enumerate((2, 4, 8))
+    ]
+    assert [run.model for run in runs[1:]] == [run.args.folder for run in runs[:-1]]
+    for phase in range(3):
+        assert Path(f"phase-{phase}.parquet").read_text() == str(plan.queries(phase).tolist())
+
+
+def test_the_command_that_profiles() -> None:
+    (command,) = re.findall(r"^python -m d3s_kernels\.profile (.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert _arguments().parse_args(shlex.split(command.replace("\\\n", ""))).out == Path("profile.jsonl")
+
+
+# ---- the page as a whole ---------------------------------------------------------------------------------------------
 
 
 def test_every_line_is_tested_here() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
-    tested = {*ROLLOUTS, *TOKENS, *re.findall(r'run\("([^"]+)"', source)}
+    tested = {*ROLLOUTS, *TOKENS, *RATIOS, *re.findall(r'run\(r?"([^"]+)"', source)}
     assert tested == set(LINES)
-    assert len(LINES) == len(re.findall(r"` \|$", PAGE, re.MULTILINE))
+    assert len(LINES) == len(re.findall(r"`\w+ = d3s\.|`groups = \(", PAGE))
+
+
+def words(function: Callable[..., Any], argument: str) -> tuple[str, ...]:
+    return get_args(get_type_hints(function)[argument])
+
+
+def test_every_rule_and_every_function_is_on_the_page() -> None:
+    rules = {f'"{rule}"' for rule in (*ROLLOUT_RULES, *TOKEN_RULES, "inverse_success_rate")}
+    levels = {f'level="{level}"' for level in words(d3s.importance_ratio, "level")}
+    functions = {
+        name
+        for module in (ratios, planning)
+        for name in d3s.__all__
+        if getattr(module, name, None) is getattr(d3s, name)
+    }
+    assert levels >= {'level="token"'}
+    assert functions >= {"importance_ratio", "entropy_groups", "adaptive_clip", "plan_rollouts", "RolloutPlan"}
+    assert [name for name in rules | levels | functions if name not in PAGE] == []
+
+
+def test_lines_are_short() -> None:
+    assert [line for line in PAGE.splitlines() if len(line) > 120 and not line.startswith("|")] == []
