@@ -393,8 +393,8 @@ def test_espo_from_end_to_end() -> None:
     """Groups, ratios, clip ranges and the objective of eq. 5, against the paper's formulas token by token."""
     logprob, old, mask = sample(tokens=30, seed=5)
     mask[0, :3] = True
-    entropy = torch.rand(logprob.shape) * 3
-    advantages = torch.randn(6)
+    generator = torch.Generator().manual_seed(6)
+    entropy, advantages = torch.rand(logprob.shape, generator=generator) * 3, torch.randn(6, generator=generator)
     alpha, vocabulary = 0.05, 5000
 
     leaf = logprob.clone().requires_grad_()
