@@ -9,22 +9,13 @@ from torch import Tensor
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 
-from hydra import compose, initialize_config_module
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.utils.config import omega_conf_to_dataclass
+from verl_losses import POLICY_LOSS, actor_config, gradient
 
-POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 OURS = (
     f"{POLICY_LOSS}.loss_mode=d3s",
     f"{POLICY_LOSS}._target_=d3s_kernels.integrations.verl.loss.D3SPolicyLossConfig",
 )
-
-
-def actor_config(*overrides: str) -> Any:
-    """As verl's workers make it."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=["actor_rollout_ref.actor.use_dynamic_bsz=true", *overrides])
-    return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
 def options(**values: Any) -> list[str]:
@@ -42,13 +33,6 @@ def make_batch(rows: int = 6, length: int = 20) -> dict[str, Tensor]:
         "response_mask": mask,
         "rollout_is_weights": torch.rand(rows, length) + 0.5,
     }
-
-
-def gradient(name: str, batch: dict[str, Tensor], config: Any, agg: str = "token-mean") -> tuple[Tensor, Tensor]:
-    loss, metrics = get_policy_loss_fn(name)(**batch, loss_agg_mode=agg, config=config)
-    assert isinstance(metrics, dict)
-    (grad,) = torch.autograd.grad(loss, batch["log_prob"])
-    return loss.detach(), grad
 
 
 def top_tokens(batch: dict[str, Tensor], ratio: float) -> Tensor:
@@ -82,6 +66,19 @@ def test_gradient_on_exactly_the_kept_tokens(base: str, agg: str, ratio: float) 
     assert torch.equal(grad != 0, kept)
     assert torch.equal(grad, torch.where(kept, whole_grad, 0.0))
     assert torch.equal(loss, whole_loss)
+
+
+def test_gspo_with_d3s() -> None:
+    """GSPO's gradient by hand: a sequence's ratio is over all of its tokens, and the kept ones alone pass it on."""
+    batch = make_batch()
+    config = actor_config(*options(base_loss="gspo", token_ratio=0.3))
+    _, grad = gradient("d3s", batch, config, "seq-mean-token-mean")
+    kept = top_tokens(batch, 0.3)
+    for row, mask in enumerate(batch["response_mask"]):
+        moved = (batch["log_prob"] - batch["old_log_prob"]).detach()[row][mask]
+        ratio = math.exp(float(moved.double().mean()))
+        expected = -batch["advantages"][row] * ratio * batch["rollout_is_weights"][row] / len(moved) / len(kept)
+        torch.testing.assert_close(grad[row], expected * kept[row], rtol=1e-5, atol=1e-8)
 
 
 def test_a_share_of_each_sequence() -> None:
