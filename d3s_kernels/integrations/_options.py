@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from ..schedule import Budget, DownSamplingSchedule
@@ -18,15 +17,10 @@ def _is_ratio(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value <= 1
 
 
-def _is_above_zero(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-def _are_quantiles(values: Any) -> bool:
-    """Rising, in (0, 1), as many as there are groups for; a configuration's list may be of another type."""
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) > 15:
+def _are_quantiles(value: Any) -> bool:
+    if not isinstance(value, Sequence) or not all(type(cut) in (int, float) and 0 < cut < 1 for cut in value):
         return False
-    return all(type(value) is float for value in values) and all(a < b for a, b in pairwise([0.0, *values, 1.0]))
+    return list(value) == sorted(set(value)) and len(value) <= 15
 
 
 def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
@@ -45,12 +39,15 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "entropy_from": _one_of("auto", "update", "rollout"),
     "loss_denominator": _one_of("kept", "all"),
     "advantages_from": _one_of("all", "kept"),
-    "espo_quantiles": (_are_quantiles, "at most 15 rising numbers in (0, 1)"),
-    "espo_alpha": (_is_above_zero, "a number above 0"),
-    "espo_denominator": _one_of("self", "old"),
     "drop_zeros": (lambda value: isinstance(value, bool), "true or false"),
     "base_loss": (lambda value: isinstance(value, str) and value != "d3s", "the name of another policy loss"),
+    "quantiles": (_are_quantiles, "rising numbers in (0, 1), at most 15"),
+    "alpha": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"),
+    "denominator": _one_of("self", "old"),
+    "vocab_size": (lambda value: value is None or (is_whole(value) and value >= 2), "a whole number of at least 2"),
+    "entropy_source": _one_of("old", "update", "surprisal"),
 }
+_TAKES |= {f"espo_{name}": _TAKES[name] for name in ("quantiles", "alpha", "denominator")}  # TRL's options are one list
 
 
 def check_options(values: Mapping[str, Any], section: str = "") -> None:

@@ -52,10 +52,10 @@ def test_defaults_are_the_papers() -> None:
         ({"drop_zeros": "false"}, r"drop_zeros: got 'false'; takes true or false"),
         (
             {"espo_quantiles": [0.8, 0.2]},
-            r"espo_quantiles: got \[0.8, 0.2\]; takes at most 15 rising numbers in",
+            r"espo_quantiles: got \[0.8, 0.2\]; takes rising numbers in",
         ),
-        ({"espo_quantiles": 0.8}, r"espo_quantiles: got 0.8; takes at most 15 rising"),
-        ({"espo_quantiles": [i / 20 for i in range(1, 17)]}, r"espo_quantiles: got .*; takes at most 15 rising"),
+        ({"espo_quantiles": 0.8}, r"espo_quantiles: got 0.8; takes rising numbers"),
+        ({"espo_quantiles": [i / 20 for i in range(1, 17)]}, r"espo_quantiles: got .*; takes rising numbers"),
         ({"espo_alpha": 0.0}, r"espo_alpha: got 0.0; takes a number above 0"),
         ({"espo_denominator": "new"}, r"espo_denominator: got 'new'; takes 'self' or 'old'"),
         (

@@ -27,12 +27,14 @@ import verl
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 print(get_trainer_cls("d3s_sync").__module__, get_policy_loss_fn("d3s").__module__)
+print(get_policy_loss_fn("espo").__module__)
 """
+MODULES = [f"d3s_kernels.integrations.verl.{name}" for name in ("trainer", "loss", "espo")]
 
 
-def test_importing_verl_registers_both_names(tmp_path: Path) -> None:
+def test_importing_verl_registers_all_names(tmp_path: Path) -> None:
     found = run(NAMES, tmp_path)
-    assert found.stdout.split() == ["d3s_kernels.integrations.verl.trainer", "d3s_kernels.integrations.verl.loss"]
+    assert found.stdout.split() == MODULES
     assert "d3s_kernels" not in found.stderr
 
 
@@ -41,13 +43,14 @@ def test_it_is_the_entry_point_that_does_it(tmp_path: Path) -> None:
     assert "Unknown trainer 'd3s_sync'" in found.stderr
 
 
-def test_our_modules_may_come_first(tmp_path: Path) -> None:
-    found = run(f"import d3s_kernels.integrations.verl.trainer\n{NAMES}", tmp_path)
-    assert found.stdout.split() == ["d3s_kernels.integrations.verl.trainer", "d3s_kernels.integrations.verl.loss"]
+@pytest.mark.parametrize("name", ["trainer", "espo", "loss", "entropy"])
+def test_our_modules_may_come_first(tmp_path: Path, name: str) -> None:
+    found = run(f"import d3s_kernels.integrations.verl.{name}\n{NAMES}", tmp_path)
+    assert found.stdout.split() == MODULES
     assert "RuntimeWarning" not in found.stderr
 
 
-def test_without_transfer_queue_there_is_the_loss_alone(tmp_path: Path) -> None:
+def test_without_transfer_queue_there_are_the_losses_alone(tmp_path: Path) -> None:
     """verl's V1 trainers cannot be imported then, and nobody has to hear of it."""
     found = run(
         """
@@ -57,11 +60,11 @@ importlib.util.find_spec = lambda name, package=None: None if name == "transfer_
 import sys, verl
 print("d3s_kernels.integrations.verl.trainer" in sys.modules, "verl.trainer.ppo.v1" in sys.modules)
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-print(get_policy_loss_fn("d3s").__name__)
+print(get_policy_loss_fn("d3s").__name__, get_policy_loss_fn("espo").__name__)
 """,
         tmp_path,
     )
-    assert found.stdout.split() == ["False", "False", "d3s_policy_loss"]
+    assert found.stdout.split() == ["False", "False", "d3s_policy_loss", "espo_policy_loss"]
     assert "RuntimeWarning" not in found.stderr
 
 
@@ -72,3 +75,35 @@ def test_what_cannot_be_registered_is_said(tmp_path: Path) -> None:
     assert "RuntimeWarning: d3s_kernels: trainer.v1.trainer_mode=d3s_sync is not available: d3s_kernels" in found.stderr
     assert "uvicorn" in found.stderr
     assert "loss_mode=d3s is not available" not in found.stderr
+
+
+@pytest.mark.parametrize("first", ["verl.workers.engine_workers", "d3s_kernels.integrations.verl.espo"])
+def test_workers_that_were_imported_before_have_the_entropies_too(tmp_path: Path, first: str) -> None:
+    found = run(
+        f"""
+import {first}
+import d3s_kernels.integrations.verl.espo
+from verl.workers import engine_workers
+print(engine_workers.ppo_loss.__code__.co_filename)
+""",
+        tmp_path,
+        VERL_USE_EXTERNAL_PLUGINS="none",
+    )
+    assert found.stdout.endswith("integrations/verl/entropy.py\n")
+
+
+def test_where_verl_has_another_ppo_loss_espo_alone_is_missing(tmp_path: Path) -> None:
+    found = run(
+        """
+from verl.workers.utils import losses
+losses.ppo_loss = lambda batch: None
+import d3s_kernels.integrations.verl.plugin
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+print("d3s" in POLICY_LOSS_REGISTRY, "espo" in POLICY_LOSS_REGISTRY)
+""",
+        tmp_path,
+        VERL_USE_EXTERNAL_PLUGINS="none",
+    )
+    assert found.stdout.split() == ["True", "False"]
+    assert "loss_mode=espo is not available" in found.stderr
+    assert "verl's ppo_loss takes ['batch']" in found.stderr

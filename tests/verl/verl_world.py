@@ -47,7 +47,8 @@ class Workers:
     """Stands in for the group of actor workers, with two data-parallel ranks.
 
     Its policy is a table: for each row, log-probabilities of the response's tokens that can have a gradient, and
-    entropies. Both have a last row for verl's rows of padding.
+    entropies: of the old policy, and, as if it had moved, of the one that is updated. All have a last row for verl's
+    rows of padding.
     """
 
     ranks = 2
@@ -57,9 +58,11 @@ class Workers:
         self.config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         self.log_probs: dict[str, Tensor] = {}
         self.entropies: dict[str, Tensor] = {}
+        self.entropies_of_update: dict[str, Tensor] = {}
         self.old_log_probs_asked_for: list[str] = []
         self.updates: list[list[str]] = []  # the keys in each optimiser update
         self.losses: list[float] = []
+        self.metrics: list[dict[str, Any]] = []
         self.denominators: list[int] = []
 
     def _of_whole_sequences(self, tables: dict[str, Tensor], keys: list[str], prompts: Tensor) -> Tensor:
@@ -77,6 +80,7 @@ class Workers:
         for key, length in zip(batch.keys, data["responses"].offsets().diff().tolist(), strict=True):
             self.log_probs.setdefault(key, (-torch.rand(length) - 0.1).requires_grad_())
             self.entropies.setdefault(key, torch.rand(length) + 0.1)
+            self.entropies_of_update.setdefault(key, torch.rand(length) + 0.1)
         with torch.no_grad():
             fields = {"log_probs": self._of_whole_sequences(self.log_probs, batch.keys, data["prompts"])}
             if batch.extra_info["calculate_entropy"]:  # not for the reference policy
@@ -105,9 +109,12 @@ class Workers:
                     batch_num_tokens=tokens,
                     global_batch_size=batch.extra_info["global_batch_size"],
                 )
-                log_probs = self._of_whole_sequences(self.log_probs, keys, part["prompts"])
-                loss, _ = ppo_loss(self.config, {"log_probs": log_probs}, part)
+                output = {"log_probs": self._of_whole_sequences(self.log_probs, keys, part["prompts"])}
+                if batch.extra_info["calculate_entropy"]:
+                    output["entropy"] = self._of_whole_sequences(self.entropies_of_update, keys, part["prompts"])
+                loss, metrics = ppo_loss(self.config, output, part)
                 self.losses.append(float(loss.detach()))
+                self.metrics.append(metrics)
                 if loss.isfinite():  # without a kept token it is 0 / 0, and the FSDP engine makes no update of that
                     (loss / self.ranks).backward()  # data-parallel ranks take the mean
         return {"metrics": {"mfu": [0.0], "loss": self.losses}}

@@ -12,19 +12,21 @@ from verl.workers.config import PolicyLossConfig
 
 from ... import select_tokens
 from .._options import check_options
+from .options import POLICY_LOSS, EspoOptions
 
 _DEFAULTS: dict[str, Any] = {"base_loss": "vanilla", "token_ratio": 0.20, "token_scope": "batch", "drop_zeros": False}
 
 
 def _options(policy_loss: Any) -> dict[str, Any]:
     options = {key: policy_loss.get(key, default) for key, default in _DEFAULTS.items()}
-    check_options(options, "actor_rollout_ref.actor.policy_loss.")
+    check_options(options, f"{POLICY_LOSS}.")
     return options
 
 
 @dataclass
-class D3SPolicyLossConfig(PolicyLossConfig):  # type: ignore[misc]  # verl has no types
-    """verl's section ``actor_rollout_ref.actor.policy_loss`` with the options of ``d3s``.
+class D3SPolicyLossConfig(EspoOptions, PolicyLossConfig):  # type: ignore[misc]  # verl has no types
+    """verl's section ``actor_rollout_ref.actor.policy_loss`` with the options of ``d3s``, and, for
+    ``base_loss=espo``, of ``espo``.
 
     verl's own class refuses keys that it does not know; ``policy_loss._target_`` puts this one in its place.
 
@@ -40,6 +42,7 @@ class D3SPolicyLossConfig(PolicyLossConfig):  # type: ignore[misc]  # verl has n
 
     def __post_init__(self) -> None:
         _options(self)
+        EspoOptions.from_config(self)
 
 
 @register_policy_loss("d3s")  # type: ignore[untyped-decorator]

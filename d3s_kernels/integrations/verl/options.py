@@ -9,6 +9,8 @@ from typing import Any, Literal
 from ... import Budget
 from .._options import check_options, schedule_of
 
+POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+
 
 @dataclasses.dataclass(frozen=True)
 class D3SOptions:
@@ -50,3 +52,31 @@ class D3SOptions:
         """What a step may train on, with the rollouts kept within [2, group_size]: one alone has no advantage."""
         budget = schedule_of(self)(progress)
         return budget._replace(rollouts=min(max(budget.rollouts, 2), max(group_size, 2)))
+
+
+@dataclasses.dataclass
+class EspoOptions:
+    """The options of the policy loss ``espo``. ``docs/verl.md`` says what each means.
+
+    Raises:
+        ValueError: from :meth:`from_config`, as :meth:`D3SOptions.from_config`.
+
+    Example:
+        >>> from d3s_kernels.integrations.verl.options import EspoOptions
+        >>> EspoOptions.from_config({"loss_mode": "espo", "alpha": 0.05})
+        EspoOptions(quantiles=[0.8], alpha=0.05, denominator='self', vocab_size=None, entropy_source='old')
+    """
+
+    quantiles: list[float] = dataclasses.field(default_factory=lambda: [0.8])
+    alpha: float = 0.02
+    denominator: Literal["self", "old"] = "self"
+    vocab_size: int | None = None
+    entropy_source: Literal["old", "update", "surprisal"] = "old"
+
+    @classmethod
+    def from_config(cls, policy_loss: Mapping[str, Any]) -> EspoOptions:
+        """The options that stand in verl's section ``policy_loss``, beside others; the rest has its defaults."""
+        defaults = dataclasses.asdict(cls())
+        values = {key: policy_loss.get(key, default) for key, default in defaults.items()}
+        check_options(values, f"{POLICY_LOSS}.")
+        return cls(**values)

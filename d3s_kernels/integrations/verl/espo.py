@@ -1,0 +1,99 @@
+"""The policy loss ``espo`` of verl: a ratio for each group of tokens of similar entropy, within a range of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.utils.torch_functional import masked_mean
+from verl.workers.config import PolicyLossConfig
+
+from .._espo import espo_terms
+from . import entropy  # not a name from it: it may be half loaded, where its own import of verl loads the plugin
+from .options import POLICY_LOSS, EspoOptions
+
+
+@dataclass
+class EspoPolicyLossConfig(EspoOptions, PolicyLossConfig):  # type: ignore[misc]  # verl has no types
+    """verl's section ``actor_rollout_ref.actor.policy_loss`` with the options of ``espo``.
+
+    verl's own class refuses keys that it does not know; ``policy_loss._target_`` puts this one in its place.
+
+    Raises:
+        ValueError: a bad value, naming the option, what was given and what is taken.
+    """
+
+    loss_mode: str = "espo"
+
+    def __post_init__(self) -> None:
+        EspoOptions.from_config(self)
+
+
+@register_policy_loss("espo")  # type: ignore[untyped-decorator]
+def espo_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """ESPO's objective (arXiv 2512.00499, eq. 5), negated: the mean over sequences of the mean over a sequence's groups
+    of the mean over a group's tokens of ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)``.
+
+    Groups, ratio ``s`` and ``epsilon`` are those of :func:`d3s_kernels.entropy_groups`,
+    :func:`d3s_kernels.importance_ratio` and :func:`d3s_kernels.adaptive_clip`; the mean over groups is made with
+    weights, so that the rest is verl's own aggregation "seq-mean-token-mean", across micro-batches and ranks. The
+    actor's ``clip_ratio`` means nothing here.
+
+    Args:
+        old_log_prob, log_prob, advantages: float ``[B, T]``.
+        response_mask: bool or int ``[B, T]``.
+        loss_agg_mode: not used: eq. 5 has one aggregation.
+        config: the actor's. ``config.policy_loss`` has the options ``quantiles`` ([0.8]), ``alpha`` (0.02),
+            ``denominator`` ("self"), ``vocab_size`` (the model's) and ``entropy_source`` ("old").
+        rollout_is_weights: float ``[B, T]``, factors of the tokens' losses, as in verl's own losses.
+
+    Returns:
+        the loss, and as metrics the share of clipped tokens, verl's estimate of the divergence from the old policy, and
+        the mean epsilon of a token.
+
+    Raises:
+        ValueError: no config, a bad option, a vocabulary of unknown size, or no entropy where ``entropy_source`` says.
+    """
+    if config is None:
+        raise ValueError("config: got None; takes the actor's configuration")
+    options = EspoOptions.from_config(config.policy_loss)
+    ratio, epsilon, weight = espo_terms(
+        log_prob, old_log_prob, entropy.token_entropy(options.entropy_source, old_log_prob), response_mask.bool(),
+        quantiles=options.quantiles, alpha=options.alpha, denominator=options.denominator,
+        vocab_size=options.vocab_size or _vocab_size_of_model(config),
+    )  # fmt: skip
+
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - epsilon, 1 + epsilon)
+    losses = weight * torch.maximum(plain, clipped)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    loss: Tensor = agg_loss(
+        loss_mat=losses, loss_mask=response_mask, loss_agg_mode="seq-mean-token-mean", **config.global_batch_info
+    )
+
+    means = {
+        "actor/pg_clipfrac": (clipped > plain).float(),
+        "actor/ppo_kl": (old_log_prob - log_prob).detach(),
+        "actor/espo_epsilon": epsilon,
+    }
+    return loss, {name: masked_mean(values, response_mask).item() for name, values in means.items()}
+
+
+def _vocab_size_of_model(config: Any) -> int:
+    model = getattr(config.get("model_config"), "hf_config", None)
+    if model is None:
+        raise ValueError(f"{POLICY_LOSS}.vocab_size: got None, and no model to ask; takes a whole number of at least 2")
+    vocab_size: int = model.get_text_config().vocab_size
+    return vocab_size
