@@ -99,8 +99,7 @@ class PlanSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if not self._continues:
             self._position = 0
-        self._continues = False
-        return self._serve(self._position)  # decided now and not at the first row: loaders make passes they do not use
+        return self._serve(self._position)
 
     @property
     def phase(self) -> int:
@@ -143,6 +142,7 @@ class PlanSampler(Sampler[int]):
         self._position, self._continues = position, True
 
     def _serve(self, start: int) -> Iterator[int]:
+        self._continues = False  # now that the pass is used: loaders make some that they do not use
         for served, query in enumerate(self._from_row(start), start + 1):
             self._position = served
             yield query

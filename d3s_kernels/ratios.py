@@ -83,8 +83,9 @@ def importance_ratio(
     require_optional_tensors(logprob, mask=mask, groups=groups, offsets=offsets)
     _require_words(level=level, denominator=denominator)
     low, high = _LOG_BOUNDS.get(level, _OTHER_LOG_BOUNDS) if log_bounds is None else _pair(log_bounds)
+    old = old_logprob.detach() if old_logprob.requires_grad else old_logprob
     result: Tensor = _ops.importance_ratio(
-        _float32("logprob", logprob), _float32("old_logprob", old_logprob), mask, groups, offsets, level,
+        _float32("logprob", logprob), _float32("old_logprob", old), mask, groups, offsets, level,
         denominator, low, high,
     )  # fmt: skip
     return result

@@ -162,6 +162,15 @@ def test_a_state_counts_for_one_pass() -> None:
     assert list(sampler) == whole
 
 
+def test_a_pass_that_is_not_used_takes_no_state_away() -> None:
+    whole = list(PlanSampler(PLAN))
+    sampler = PlanSampler(PLAN)
+    sampler.load_state_dict(PlanSampler(PLAN).state_dict(consumed=4))
+    iter(sampler)
+    assert list(sampler) == whole[4:]
+    assert list(sampler) == whole
+
+
 def test_a_pass_that_was_broken_off_begins_again() -> None:
     sampler = PlanSampler(PLAN)
     rows = iter(sampler)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from d3s_kernels import load_profile, plan_rollouts
 from d3s_kernels.profile.__main__ import main
+from d3s_kernels.profile.queries import load_queries
 from d3s_kernels.profile.records import ProfileFile, Record
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
@@ -332,6 +333,22 @@ def write(path: Path, wanted: list[Record] = RECORDS, settings: dict[str, Any] =
             if record.index not in file.done:
                 file.write(record)
     return before
+
+
+def test_the_prompt_takes_the_place_of_a_column_of_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "queries.jsonl"
+    path.write_text(json.dumps({"question": "q", "prompt": "p", "answer": 1}))
+    assert load_queries(str(path), None, "train", "question") == [{"prompt": "q", "answer": 1}]
+
+
+def test_lines_end_where_json_lines_do(tmp_path: Path) -> None:
+    """Not at a line separator or a form feed inside a string."""
+    rows = [{"prompt": "a\u2028b"}, {"prompt": "c\x85d"}]
+    path = tmp_path / "queries.jsonl"
+    path.write_text(
+        "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n", encoding="utf-8", newline=""
+    )
+    assert load_queries(str(path), None, "train", "prompt") == rows
 
 
 def test_a_file_is_repaired_wherever_it_breaks_off(tmp_path: Path) -> None:

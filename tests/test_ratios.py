@@ -229,6 +229,20 @@ def test_what_is_masked_is_not_read(level: str, poison: float) -> None:
     assert (found[1][~mask] == 0).all()
 
 
+@pytest.mark.simd
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_mask_may_be_a_view_of_any_bytes(level: str) -> None:
+    logprob, old, mask = sample()
+    groups = random_groups(mask.shape, 2).clamp(min=0) if level == "entropy_group" else None
+    options = {"level": level, "groups": groups}
+    expected = with_gradient(importance_ratio, logprob, old, old_logprob=old, mask=mask, **options)
+    for byte in (2, 0x80, 0xFF):
+        viewed = (mask * torch.tensor(byte, dtype=torch.uint8)).view(torch.bool)
+        found = with_gradient(importance_ratio, logprob, old, old_logprob=old, mask=viewed, **options)
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other)
+
+
 @pytest.mark.parametrize(
     ("terms", "mean"),
     [
@@ -258,6 +272,17 @@ def test_a_far_token_among_many() -> None:
     logprob[1, 5003] = -1e30
     ratio = importance_ratio(logprob, torch.zeros_like(logprob), level="sequence")
     assert_ratio(ratio[:, 0], torch.tensor([math.exp(0.5), 0.0, math.exp(0.5)]))
+
+
+@pytest.mark.simd
+@pytest.mark.parametrize("sign", [1, -1])
+def test_how_far_a_term_may_be_out(sign: int) -> None:
+    """4096 counts as infinite, the number before it as what it is: the mean of many shows the difference."""
+    last = torch.nextafter(torch.tensor(4096.0), torch.tensor(0.0)).item()
+    logprob = torch.zeros(2, 5000)
+    logprob[0, 7], logprob[1, 7] = sign * last, sign * 4096.0
+    ratio = importance_ratio(logprob, torch.zeros_like(logprob), level="sequence", log_bounds=UNBOUNDED)
+    assert_ratio(ratio[:, 0], torch.tensor([math.exp(sign * last / 5000), INF if sign > 0 else 0.0]))
 
 
 # ---- the same bits ---------------------------------------------------------------------------------------------------
@@ -348,6 +373,20 @@ def test_exactly_the_highest_fifth(tokens: int) -> None:
     assert (groups.sum(-1) == tokens // 5).all()
     highest = torch.where(groups == 1, entropy, INF).amin(-1)
     assert (highest >= torch.where(groups == 0, entropy, -INF).amax(-1)).all()
+
+
+@pytest.mark.parametrize("hundredths", range(1, 100))
+def test_a_quantile_is_the_number_that_is_written(hundredths: int) -> None:
+    """1 - 0.9 is above a tenth in float32, and 1 - 0.7 above three tenths in float64."""
+    groups = entropy_groups(torch.rand(2, 700), quantiles=(hundredths / 100,))
+    assert (groups.sum(-1) == 7 * (100 - hundredths)).all()
+
+
+@pytest.mark.parametrize(
+    ("quantile", "tokens", "high"), [(0.9994, 35_000, 21), (0.9, 10, 1), (0.93, 100, 7), (0.3, 10, 7)]
+)
+def test_a_rounded_quantile_leaves_no_token_more(quantile: float, tokens: int, high: int) -> None:
+    assert entropy_groups(torch.rand(tokens), quantiles=(quantile,)).sum() == high
 
 
 def test_as_torch_quantile_cuts_where_no_two_are_equal() -> None:
@@ -443,6 +482,14 @@ def test_one_long_sequence_among_short_ones() -> None:
     for options in ({"level": "sequence"}, {"level": "entropy_group", "groups": groups}):
         found = importance_ratio(logprob, old, offsets=offsets, **options)
         assert_ratio(found, reference.importance_ratio(logprob, old, offsets=offsets, **options))
+
+
+def test_a_sequence_too_long_to_be_added_up_is_refused() -> None:
+    tokens = torch.zeros(1).expand(2**25 + 1)
+    with pytest.raises(ValueError, match=r"logprob: got sequences of 33554433 tokens; takes at most 2\^25"):
+        importance_ratio(tokens, tokens, level="sequence")
+    with pytest.raises(ValueError, match="entropy: got sequences"):
+        adaptive_clip(tokens, tokens.to(torch.int8), vocab_size=10)
 
 
 def test_empty() -> None:

@@ -90,6 +90,14 @@ def test_padded_and_ragged_groups_agree(rule: str, scope: str) -> None:
     assert_identical(select_rollouts(values.T.contiguous().T, 4, rule=rule, scope=scope), padded)
 
 
+@pytest.mark.parametrize("keep", [2**62, torch.tensor(2**62)])
+@pytest.mark.parametrize("rule", RULES)
+def test_more_than_can_be_counted_is_everything(rule: str, keep: int | torch.Tensor) -> None:
+    """Times the number of groups it would be 0."""
+    for scope in SCOPES:
+        assert select_rollouts(torch.randn(4, 6), keep, rule=rule, scope=scope).all()
+
+
 @pytest.mark.parametrize("keep", [3, torch.tensor(3)])
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (2, 0, 5)])
 @pytest.mark.parametrize("rule", RULES)

@@ -122,6 +122,7 @@ Tensor entropy_groups(const Tensor& entropy, const std::vector<double>& quantile
   for (int64_t cut = 0; cut < cuts; ++cut) {
     Quota quota;
     quota.ratio = 1.0 - quantiles[cut];
+    quota.slack = kDoubleSlack / quota.ratio;  // the quantile's own rounding, beside the little that it leaves
     SelectionOutputs outputs;
     outputs.mask = above + cut * n;
     select_top(scores, quota, false, segments, n, longest, outputs, device);

@@ -63,4 +63,4 @@ def _weight(groups: Tensor, mask: Tensor, count: int) -> Tensor:
     sizes = torch.stack([(groups == group).sum(-1) for group in range(count)], -1)
     size = sizes.gather(-1, groups.clamp(min=0).long())
     weight = mask.sum(-1, keepdim=True) / ((sizes > 0).sum(-1, keepdim=True) * size)
-    return weight.masked_fill(groups < 0, 0.0)
+    return weight.float().masked_fill(groups < 0, 0.0)

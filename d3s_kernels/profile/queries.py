@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def load_queries(dataset: str, subset: str | None, split: str, prompt_column: str) -> list[Row]:
-    """All rows, each with all columns; what TRL calls ``prompt`` is called so."""
+    """All rows, each with all columns. The prompt's is called ``prompt``, as in TRL; another one of that name goes."""
     rows = _from_file(Path(dataset)) if Path(dataset).is_file() else _by_name(dataset, subset, split)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if not rows:
@@ -21,7 +21,8 @@ def load_queries(dataset: str, subset: str | None, split: str, prompt_column: st
     for number, row in enumerate(rows):
         if not row.get(prompt_column):
             raise ValueError(f"dataset: {dataset} has no {prompt_column} in row {number}")
-    return [{"prompt" if name == prompt_column else name: row.get(name) for name in columns} for row in rows]
+    others = [name for name in columns if name not in (prompt_column, "prompt")]
+    return [{"prompt": row[prompt_column], **{name: row.get(name) for name in others}} for row in rows]
 
 
 def digest(rows: list[Row]) -> str:
@@ -32,7 +33,8 @@ def digest(rows: list[Row]) -> str:
 
 def _from_file(path: Path) -> list[Row]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # not splitlines(), which also cuts at characters that a JSON string may hold as they are
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -503,6 +503,20 @@ def test_what_bad_offsets_leave_out_is_nan(offsets: list[int]) -> None:
         assert result.isnan().tolist() == (~inside).tolist()
 
 
+def test_a_bad_group_is_in_no_others_sums() -> None:
+    """Neither in those of the next sequence, nor behind those of the last."""
+    values = torch.rand(3, 4)
+    groups = torch.tensor([[0, 15, 16, 127], [0, 0, 3, 3], [0, 16, 3, 64]], dtype=torch.int8)
+    good = groups < 16
+    clean = groups.where(good, -1)
+    for results in (
+        [d3s.adaptive_clip(values, ids, vocab_size=9) for ids in (groups, clean)],
+        [d3s.importance_ratio(values, torch.zeros(3, 4), level="entropy_group", groups=ids) for ids in (groups, clean)],
+    ):
+        assert_same_bits(results[0][good], results[1][good])
+        assert results[0][~good].isnan().all()
+
+
 def test_a_bad_group_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     values, groups = torch.rand(2, 4), torch.tensor([[0, 15, 16, 127], [-1, -128, 3, 3]], dtype=torch.int8)
     bad = [[False, False, True, True], [False] * 4]

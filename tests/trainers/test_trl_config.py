@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import math
 import os
 from typing import Any
 
@@ -56,7 +57,10 @@ def test_defaults_are_the_papers() -> None:
         ),
         ({"espo_quantiles": 0.8}, r"espo_quantiles: got 0.8; takes rising numbers"),
         ({"espo_quantiles": [i / 20 for i in range(1, 17)]}, r"espo_quantiles: got .*; takes rising numbers"),
+        ({"espo_quantiles": [0.5, 1.0]}, r"espo_quantiles: got \[0.5, 1.0\]; takes rising numbers"),
+        ({"espo_quantiles": [0.0, 0.5]}, r"espo_quantiles: got \[0.0, 0.5\]; takes rising numbers"),
         ({"espo_alpha": 0.0}, r"espo_alpha: got 0.0; takes a number above 0"),
+        ({"espo_alpha": math.inf}, r"espo_alpha: got inf; takes a number above 0"),
         ({"espo_denominator": "new"}, r"espo_denominator: got 'new'; takes 'self' or 'old'"),
         (
             {"importance_sampling_level": "group"},

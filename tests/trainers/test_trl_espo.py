@@ -12,7 +12,11 @@ from torch import Tensor
 pytest.importorskip("trl")
 from test_trl_gradient import chosen, with_old_policy
 from test_trl_training import trained
-from tiny_trl import VOCABULARY, PlainTrainer, gradients, loss_and_gradients, micro_batch, model, trainer
+from tiny_trl import GROUP, VOCABULARY, PlainTrainer, gradients, loss_and_gradients, micro_batch, model, trainer
+from transformers import Qwen2Config
+
+from d3s_kernels.integrations._espo import espo_terms
+from d3s_kernels.integrations.trl.espo import as_espo
 
 ALPHA = 0.1  # so wide that some ratios are beyond their range and some are not
 ESPO = {"importance_sampling_level": "entropy_group", "espo_alpha": ALPHA, "loss_type": "grpo"}
@@ -118,6 +122,104 @@ def test_losses_over_all_tokens_count_every_token_alike(loss: str) -> None:
     expected, expected_gradient = loss_and_gradients(plain, batch)
     assert value == pytest.approx(expected, rel=1e-4)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("loss", ["bnpo", "dr_grpo", "dapo"])
+def test_losses_over_all_tokens_weigh_no_group(loss: str) -> None:
+    """Before the policy has moved they are TRL's own, however tokens are grouped; a mean over groups is not."""
+    batch = micro_batch(11)
+    options = {**ESPO, "token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all", "loss_type": loss}
+    value, gradient = loss_and_gradients(trainer(**options), batch)
+    expected, expected_gradient = loss_and_gradients(trainer(PlainTrainer, loss_type=loss), batch)
+    assert value == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_off_policy_mask_is_of_the_log_probabilities(sampled: bool) -> None:
+    """Not of the numbers that stand for them in TRL's ratios: of the sampler's, where there are any, else the old."""
+    batch = with_old_policy(micro_batch(7), model())
+    batch["advantages"] = torch.linspace(-1, 0.5, GROUP)
+    logprob, entropy = (score.detach() for score in scores(model(), batch))
+    old = sampler = batch["old_per_token_logps"]
+    if sampled:
+        sampler = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
+        batch["sampling_per_token_logps"] = sampler
+    mask, against = batch["completion_mask"], batch["advantages"] < 0
+    divergence = ((sampler - logprob) * mask).sum(1) / mask.sum(1)
+    ranked = divergence[against].sort().values
+    threshold = float(ranked[len(ranked) // 2 - 1 : len(ranked) // 2 + 1].mean())
+    dropped = against & (divergence > threshold)
+    assert 0 < dropped.sum() < against.sum()
+    everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
+    options = {**everything, "espo_denominator": "old"}  # else the ratios have the same mean over a sequence
+    made = trainer(**ESPO, **options, off_policy_mask_threshold=threshold)
+    value, _ = loss_and_gradients(made, batch)
+    kept = batch | {"advantages": batch["advantages"].masked_fill(dropped, 0)}
+    expected = espo_loss(logprob, old.double(), entropy, kept, "old")[0].item()
+    assert value == pytest.approx(expected / made.current_gradient_accumulation_steps, rel=1e-4)
+
+
+def test_a_tools_tokens_are_in_no_group() -> None:
+    batch = micro_batch(8)
+    batch["completion_mask"][:, :2] = 1
+    batch = with_old_policy(batch, model())
+    logprob, entropy = (score.detach()[:, 1:] for score in scores(model(), batch))
+    rest = batch | {"completion_mask": batch["completion_mask"][:, 1:]}
+    expected = espo_loss(logprob, batch["old_per_token_logps"][:, 1:].double(), entropy, rest)[0].item()
+    tools = torch.ones_like(batch["completion_mask"])
+    tools[:, 0] = 0
+    everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
+    made = trainer(**ESPO, **everything)
+    value, _ = loss_and_gradients(made, batch | {"tool_mask": tools})
+    assert value == pytest.approx(expected / made.current_gradient_accumulation_steps, rel=1e-4)
+
+
+def test_the_vocabulary_is_that_of_the_text() -> None:
+    """A model that sees has a configuration for each of its parts."""
+    batch = with_old_policy(micro_batch(9), model())
+    wide = model()
+    values = []
+    for vocabulary in (VOCABULARY, VOCABULARY**2):
+        made = trainer(policy=wide, **ESPO, token_ratio_start=1.0, token_ratio_end=1.0)
+        text = Qwen2Config(vocab_size=vocabulary)
+        made.model.config.get_text_config = lambda *_, text=text, **__: text
+        loss_and_gradients(made, batch)
+        values.append(made._metrics["train"]["clip_ratio/region_mean"][0])
+    assert values[0] < values[1]  # half the range
+
+
+def test_kl_is_weighted_by_the_groups_ratio() -> None:
+    """TRL's bias correction, which multiplies the divergence of a token by its ratio."""
+    batch = with_old_policy(micro_batch(7), model(), reference=True)
+    everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
+    values = []
+    for beta in (0.0, 0.3):
+        made = trainer(**ESPO, **everything)
+        made.beta = beta  # the reference's scores are in the batch
+        values.append(loss_and_gradients(made, batch)[0])
+    logprob, entropy = (score.detach() for score in scores(model(), batch))
+    mask, shift = batch["completion_mask"].bool(), batch["ref_per_token_logps"].double() - logprob
+    terms = espo_terms(
+        logprob.float(), batch["old_per_token_logps"], entropy.float(), mask,
+        quantiles=[0.8], alpha=ALPHA, denominator="self", vocab_size=VOCABULARY,
+    )  # fmt: skip
+    divergence = (shift.exp() - shift - 1) * (terms.ratio if made.args.use_bias_correction_kl else 1.0)
+    mean = ((divergence * mask).sum(1) / mask.sum(1)).mean() / made.current_gradient_accumulation_steps
+    assert values[1] - values[0] == pytest.approx(0.3 * mean.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_a_token_without_an_entropy_is_in_no_group(loss: str) -> None:
+    batch = with_old_policy(micro_batch(8), model())
+    entropy = torch.rand(batch["old_per_token_logps"].shape)
+    entropy[:, 0] = torch.nan
+    everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
+    made = trainer(**{**ESPO, **everything, "loss_type": loss})
+    moved, epsilon = as_espo(batch | {"d3s_entropy": entropy}, batch["old_per_token_logps"], entropy, made.args, 61)
+    assert not moved["advantages"][:, 0].any()
+    assert not epsilon[:, 0].any()
+    assert (moved["advantages"][:, 1:][batch["completion_mask"][:, 1:].bool()] != 0).all()
 
 
 def test_clip_metrics_are_of_the_tokens_own_ranges() -> None:

@@ -263,6 +263,7 @@ def test_the_cut_update_forwards_what_is_kept_only() -> None:
     "options",
     [
         {"importance_sampling_level": "sequence"},
+        {"importance_sampling_level": "entropy_group"},
         {"loss_type": "vespo"},
         {"entropy_coef": 0.1},
         {"off_policy_mask_threshold": 0.5},

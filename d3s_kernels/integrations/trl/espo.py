@@ -15,9 +15,10 @@ from .rollouts import Batch
 def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:
     """What a micro-batch has to hold so that TRL's ratios of tokens are ESPO's; and epsilon for each token.
 
-    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio`` it is ESPO's, in value and gradient.
-    In a loss that averages over each sequence ("grpo") the advantages carry the weights that make it a mean over the
-    sequence's groups, as in ESPO's objective; in the others every token counts alike.
+    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio`` it is ESPO's, in value and gradient
+    (but that the gradient does not end where the ratio does, at e^10). In a loss that averages over each sequence
+    ("grpo") the advantages carry the weights that make it a mean over the sequence's groups, as in ESPO's objective; in
+    the others every token in a group counts alike.
 
     Args:
         batch: the micro-batch; its old log-probabilities and its entropies of the old policy, where it has them.
@@ -38,6 +39,6 @@ def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, voc
     moved: dict[str, Any] = {"old_per_token_logps": logprob - terms.ratio.log()}
     if "sampling_per_token_logps" not in batch:  # TRL's off-policy mask falls back to the old ones
         moved["sampling_per_token_logps"] = old
-    if args.loss_type == "grpo":
-        moved["advantages"] = batch["advantages"].unsqueeze(1) * terms.weight
+    weight = terms.weight if args.loss_type == "grpo" else (terms.weight > 0).float()
+    moved["advantages"] = batch["advantages"].unsqueeze(1) * weight
     return moved, terms.epsilon
