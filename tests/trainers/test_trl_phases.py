@@ -16,7 +16,7 @@ from tiny_trl import PlainTrainer, arguments, model, tokenizer
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
-from d3s_kernels import plan_rollouts
+from d3s_kernels import load_profile, plan_rollouts
 
 DOCS = Path(__file__).parents[2] / "docs"
 SUCCESSES = [2, 3, 4, 0, 1, 8, 2, 5, 1, 6]  # 4 of size 2, 2 of 4, 2 of 8: each fills a batch of 8 rows
@@ -62,9 +62,9 @@ def test_a_run_for_each_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(trl, "GRPOConfig", config)
     source, replaced = re.subn(r'^model = ".*"$', 'model = "initial"', snippet(), flags=re.MULTILINE)
     assert replaced == 1
-    exec(source, {"reward": reward, "prompts": Dataset.from_dict({"prompt": prompts})})
+    plan = plan_rollouts(*load_profile("profile.jsonl"))
+    exec(source, {"reward": reward, "plan": plan, "prompts": Dataset.from_dict({"prompt": prompts})})
 
-    plan = plan_rollouts(torch.tensor(SUCCESSES), 8)
     assert [trainer.num_generations for trainer in trainers] == list(plan.phase_sizes) == [2, 4, 8]
     for phase, (size, calls) in enumerate(zip(plan.phase_sizes, groups, strict=True)):
         assert len(calls) == 4
