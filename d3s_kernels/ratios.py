@@ -17,8 +17,8 @@ from ._arguments import (
     require_whole,
 )
 
-_LOG_BOUNDS = {"token": (-20.0, 20.0)}
-_OTHER_LOG_BOUNDS = (-torch.inf, 10.0)
+_LOG_BOUNDS_OF_TOKENS = (-20.0, 20.0)
+_LOG_BOUNDS_OF_MEANS = (-torch.inf, 10.0)
 
 
 def importance_ratio(
@@ -82,7 +82,9 @@ def importance_ratio(
     require_tensors(logprob=logprob, old_logprob=old_logprob)
     require_optional_tensors(logprob, mask=mask, groups=groups, offsets=offsets)
     _require_words(level=level, denominator=denominator)
-    low, high = _LOG_BOUNDS.get(level, _OTHER_LOG_BOUNDS) if log_bounds is None else _pair(log_bounds)
+    if log_bounds is None:
+        log_bounds = _LOG_BOUNDS_OF_TOKENS if level == "token" else _LOG_BOUNDS_OF_MEANS
+    low, high = _pair(log_bounds)
     old = old_logprob.detach() if old_logprob.requires_grad else old_logprob
     result: Tensor = _ops.importance_ratio(
         _float32("logprob", logprob), _float32("old_logprob", old), mask, groups, offsets, level,

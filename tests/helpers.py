@@ -171,6 +171,15 @@ def ratio_results(device: str = "cpu") -> tuple[Tensor, ...]:
     return tuple(result.cpu() for result in results)
 
 
+def groups_of(entropy: Tensor, mask: Tensor, quantiles: tuple[float, ...]) -> list[list[int]]:
+    """The positions of one sequence's tokens in each of its groups, the empty ones left out."""
+    above = [d3s_kernels.topk_mask(entropy, 1 - quantile, mask=mask).tolist() for quantile in quantiles]
+    members: dict[int, list[int]] = {}
+    for t in mask.nonzero().flatten().tolist():
+        members.setdefault(sum(cut[t] for cut in above), []).append(t)
+    return list(members.values())
+
+
 # ---- segments --------------------------------------------------------------------------------------------------------
 
 

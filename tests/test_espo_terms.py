@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import groups_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d3s_kernels import topk_mask
 from d3s_kernels.integrations._espo import espo_terms
 
 VOCAB_SIZE = 1000
@@ -31,15 +31,6 @@ def sample(rows: int = 5, length: int = 17) -> dict[str, Tensor]:
 
 def options(**changed: Any) -> dict[str, Any]:
     return {"quantiles": (0.8,), "alpha": 0.02, "denominator": "self", "vocab_size": VOCAB_SIZE, **changed}
-
-
-def groups_of(entropy: Tensor, mask: Tensor, quantiles: tuple[float, ...]) -> list[list[int]]:
-    """The positions of one sequence's tokens in each of its groups, the empty ones left out."""
-    above = [topk_mask(entropy, 1 - quantile, mask=mask).tolist() for quantile in quantiles]
-    members: dict[int, list[int]] = {}
-    for t in mask.nonzero().flatten().tolist():
-        members.setdefault(sum(cut[t] for cut in above), []).append(t)
-    return list(members.values())
 
 
 def surrogate(ratio: Tensor, epsilon: Tensor | float, advantage: Tensor) -> Tensor:

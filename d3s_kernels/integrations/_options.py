@@ -45,6 +45,7 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "alpha": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"),
     "denominator": _one_of("self", "old"),
     "vocab_size": (lambda value: value is None or (is_whole(value) and value >= 2), "a whole number of at least 2"),
+    "importance_sampling_level": _one_of("token", "sequence", "entropy_group"),
     "entropy_source": _one_of("old", "update", "surprisal"),
 }
 _TAKES |= {f"espo_{name}": _TAKES[name] for name in ("quantiles", "alpha", "denominator")}  # TRL's options are one list

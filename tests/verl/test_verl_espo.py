@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import groups_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,8 +16,6 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl_losses import POLICY_LOSS, actor_config, gradient
-
-from d3s_kernels import topk_mask
 
 VOCAB_SIZE = 1000
 OURS = (
@@ -44,18 +43,7 @@ def make_batch(rows: int = 5, length: int = 17) -> dict[str, Tensor]:
     }
 
 
-def groups_of(entropy: Tensor, mask: Tensor, quantiles: tuple[float, ...]) -> list[list[int]]:
-    """The positions of one sequence's tokens in each of its groups, the empty ones left out."""
-    above = [topk_mask(entropy, 1 - quantile, mask=mask).tolist() for quantile in quantiles]
-    members: dict[int, list[int]] = {}
-    for t in mask.nonzero().flatten().tolist():
-        members.setdefault(sum(cut[t] for cut in above), []).append(t)
-    return list(members.values())
-
-
-def espo_in_a_loop(
-    batch: dict[str, Tensor], entropy: Tensor, quantiles: tuple[float, ...], alpha: float = 0.02
-) -> Tensor:
+def espo_in_a_loop(batch: dict[str, Tensor], entropy: Tensor, quantiles: tuple[float, ...]) -> Tensor:
     """Eq. 5 with eq. 8 to 10, negated, in float64: the sum over sequences."""
     total = torch.zeros((), dtype=torch.float64)
     for row, mask in enumerate(batch["response_mask"]):

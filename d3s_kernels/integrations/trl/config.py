@@ -126,13 +126,8 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
     def __post_init__(self) -> None:
         super().__post_init__()
         own = {field.name for field in fields(D3SConfig)} - {field.name for field in fields(GRPOConfig)}
+        own.add("importance_sampling_level")  # TRL's, of which there is one more
         check_options({name: getattr(self, name) for name in sorted(own)})
-        levels = ("token", "sequence", "entropy_group")
-        if self.importance_sampling_level not in levels:
-            raise ValueError(
-                f"importance_sampling_level: got {self.importance_sampling_level!r}; takes "
-                f"{' or '.join(map(repr, levels))}"
-            )
         if self.importance_sampling_level == "entropy_group" and self.loss_type not in ESPO_LOSSES:
             raise ValueError(
                 f"loss_type: got {self.loss_type!r} with importance_sampling_level 'entropy_group'; takes "

@@ -83,7 +83,6 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             name = model if isinstance(model, str) else model.config._name_or_path
             args = D3SConfig(f"{name.split('/')[-1]}-D3S")
         super().__init__(model, reward_funcs, args, *more, **options)
-        self._espo = args.importance_sampling_level == "entropy_group"
         if self._espo:
             self.importance_sampling_level = "token"  # for TRL: its ratios of tokens are made ESPO's
         self._schedule = args.schedule()
@@ -145,6 +144,10 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if self._tokens_before_update:
             self._choose_tokens_of_batch(batch)
         return batch
+
+    @property
+    def _espo(self) -> bool:
+        return bool(self.args.importance_sampling_level == "entropy_group")
 
     @property
     def _corrects_sampling(self) -> bool:
