@@ -5,7 +5,11 @@
 // (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.
 #include "torch_abi.h"
 
+#if defined(D3S_NO_KERNELS)
+STABLE_TORCH_LIBRARY(d3s_checks, m) {  // the same ops, of which nothing but their arguments is looked at
+#else
 STABLE_TORCH_LIBRARY(d3s_kernels, m) {
+#endif
   // vocabulary: logits [..., V] -> one number for each row
   m.def(
       "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "

@@ -1,41 +1,37 @@
-"""Loads the compiled libraries and registers what torch needs of Python: fake kernels, autograd, the LM head.
+"""Loads the compiled libraries, names the ops, and decides what computes each of them on each kind of device.
 
-The schemas are in ``csrc/library.cpp``. A fake kernel says shapes and dtypes and nothing else: arguments are checked
-by the kernels themselves, whose ``std::invalid_argument`` reaches Python as ``ValueError``.
+    tensors on a CPU    the compiled CPU library
+    tensors on a GPU    the compiled CUDA library; without it Triton kernels (``_triton/``), where there is one for the
+                        op and the size, and plain PyTorch (``_plain/``) for the rest
+
+``D3S_KERNELS_BACKEND=cuda|triton|torch`` forces one: "torch" on CPUs too, "triton" there only in Triton's interpreter
+(``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import _build_info, _linear
+from . import _build_info
+
+_Kernel = Callable[..., Any]
 
 # The libraries lie beside the compiled module, which is not beside this file in an editable install.
 _HERE = Path(str(_build_info.__file__)).parent
 
 torch.ops.load_library(str(_HERE / "_cpu.so"))  # type: ignore[no-untyped-call]
+torch.ops.load_library(str(_HERE / "_checks.so"))  # type: ignore[no-untyped-call]
 
-
-def _load_cuda() -> bool:
-    """Whether CUDA tensors have kernels. A library that does not load leaves the CPU's at work."""
-    library = _HERE / "_cuda.so"
-    if torch.version.cuda is None or not library.exists():
-        return False
-    try:
-        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-    except OSError as error:
-        warnings.warn(f"d3s_kernels: the CUDA kernels do not load, GPU tensors are refused: {error}", stacklevel=2)
-        return False
-    return True
-
-
-has_cuda = _load_cuda()
+from . import _linear, _plain, _registration  # noqa: E402, F401  # after the schemas
 
 _op = torch.ops.d3s_kernels
 
@@ -51,236 +47,148 @@ importance_ratio = _op.importance_ratio.default
 entropy_groups = _op.entropy_groups.default
 adaptive_clip = _op.adaptive_clip.default
 
+# ---- what there is --------------------------------------------------------------------------------------------------
 
-# ---- fake kernels ---------------------------------------------------------------------------------------------------
-
-
-def _rows(like: Tensor, shape: Sequence[int], count: int = 4) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(shape, dtype=torch.float32) for _ in range(count))
-
-
-def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    register: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.library.register_fake(f"d3s_kernels::{name}")
-    return register
+BACKENDS = ("cuda", "triton", "torch")
+_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}  # devices, and what torch's dispatcher calls them
+_OLDEST_TRITON = (3, 6)
 
 
-@_fake("logprob_entropy")
-def _(logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    return _rows(logits, logits.shape[:-1])
+@cache
+def why_not(backend: str) -> str | None:
+    """Why this back-end does not run here; None where it does, as far as that shows without a GPU at work."""
+    return {"cuda": _why_not_cuda, "triton": _why_not_triton}[backend]() if backend != "torch" else None
 
 
-@_fake("logprob_entropy_backward")
-def _(grad_logprob: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *_: Any, **__: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-@_fake("softmax_state_")
-def _(state: Tensor, *_: Any, **__: Any) -> None:
+def _why_not_cuda() -> str | None:
+    library = _HERE / "_cuda.so"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not library.exists():
+        return "this build has no CUDA library: there was no nvcc"
+    try:
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        return f"the CUDA library does not load: {error}"
     return None
 
 
-@_fake("softmax_state_finish")
-def _(state: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    return _rows(state, state.shape[:1])
-
-
-@_fake("wide_product_")
-@_fake("logprob_entropy_backward_")
-def _(*_: Any, **__: Any) -> None:
+def _why_not_triton() -> str | None:
+    try:
+        triton = importlib.import_module("triton")
+    except ImportError as error:
+        return f"Triton does not import: {error}"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < _OLDEST_TRITON:
+        return f"Triton is {triton.__version__}; takes at least {'.'.join(map(str, _OLDEST_TRITON))}"
     return None
 
 
-@_fake("linear_logprob_entropy")
-def _(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    return _rows(hidden, hidden.shape[:-1])
+@cache
+def _interprets() -> bool:
+    """Whether Triton runs its kernels on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and why_not("triton") is None
 
 
-@_fake("linear_logprob_entropy_backward")
-def _(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    *others: Any,
-    **__: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    wanted = others[-1]
-    return (
-        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
-        weight.new_empty(weight.shape if wanted[1] else (0,)),
-        weight.new_empty(weight.shape[:1] if wanted[2] else (0,)),
+def _kernels(backend: str) -> Mapping[str, _Kernel]:
+    """What a back-end that is written in Python has."""
+    if backend == "triton":
+        kernels: Mapping[str, _Kernel] = importlib.import_module("d3s_kernels._triton").KERNELS
+        return kernels
+    return _plain.KERNELS
+
+
+# ---- who serves what ------------------------------------------------------------------------------------------------
+
+_serving: dict[str, dict[str, str]] = {}  # device, op -> back-end
+
+
+def _choice(device: str, forced: str | None) -> tuple[str, ...]:
+    """The back-ends for a kind of device, the best first. What is compiled has all ops."""
+    if device == "cpu":
+        if forced == "triton" and _interprets():
+            return "triton", "torch"
+        return ("torch",) if forced == "torch" else ("cpu",)
+    possible = [name for name in BACKENDS if name != "cuda" or device == "cuda"]
+    if forced in possible:  # what Triton has no kernel for, or not for a size, is plain PyTorch's
+        possible = [forced] if forced != "triton" else ["triton", "torch"]
+    return tuple(name for name in possible if why_not(name) is None)
+
+
+def _is_built(device: str) -> bool:
+    """Whether this torch knows the device at all: else there is nothing to decide, and Triton is not imported."""
+    if device == "cuda":
+        return torch.version.cuda is not None or torch.version.hip is not None
+    return device == "cpu" or torch.xpu._is_compiled()
+
+
+def _serve(library: torch.library.Library, forced: str | None) -> None:
+    for device, key in _KEYS.items():
+        if not _is_built(device):
+            continue
+        choice = _choice(device, forced)
+        if choice[0] in ("cpu", "cuda"):  # registered when its library was loaded
+            _serving[device] = dict.fromkeys(_plain.KERNELS, choice[0])
+            continue
+        _serving[device] = {op: next(name for name in choice if op in _kernels(name)) for op in _plain.KERNELS}
+        with warnings.catch_warnings():  # torch's, that a kernel takes the place of a compiled one
+            warnings.filterwarnings("ignore", ".*other operators may also be overridden")
+            for op, backend in _serving[device].items():
+                run = _python_kernel(op, backend, device, forced)
+                library.impl(op, run, key, allow_override=True)  # type: ignore[no-untyped-call]
+
+
+def _python_kernel(op: str, backend: str, device: str, forced: str | None) -> _Kernel:
+    check, kernel = getattr(torch.ops.d3s_checks, op).default, _kernels(backend)[op]
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        if forced is None:
+            _say_once(device)
+        with torch.no_grad():
+            check(*arguments, **options)
+            return kernel(*arguments, **options)
+
+    return run
+
+
+@cache
+def _say_once(device: str) -> None:
+    names = " and ".join({"triton": "Triton", "torch": "plain PyTorch"}[name] for name in _choice(device, None))
+    reason = why_not("cuda") if device == "cuda" else "there are no compiled kernels for it"
+    warnings.warn(
+        f"d3s_kernels: {device} tensors are computed by {names} ({reason}); python -m d3s_kernels says more",
+        stacklevel=4,
     )
 
 
-@_fake("topk_mask")
-def _(scores: Tensor, *_: Any, **__: Any) -> Tensor:
-    return scores.new_empty(scores.shape, dtype=torch.bool)
+def _forced_by_environment() -> str | None:
+    name = os.environ.get("D3S_KERNELS_BACKEND") or None
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"D3S_KERNELS_BACKEND: got {name!r}; takes one of {', '.join(map(repr, BACKENDS))}")
+    if name is not None and (reason := why_not(name)):
+        raise RuntimeError(f"D3S_KERNELS_BACKEND: got {name!r}, which does not run here: {reason}")
+    return name
 
 
-def _selection(entropy: Tensor, shape: Sequence[int], offsets: Tensor | None, pooled: bool) -> tuple[Tensor, ...]:
-    segments: Sequence[int] = () if pooled else shape[:-1] if offsets is None else (offsets.shape[0] - 1,)
-    return (
-        entropy.new_empty(shape, dtype=torch.bool),
-        entropy.new_empty(segments, dtype=torch.int32),
-        entropy.new_empty(segments, dtype=torch.float32),
-    )
-
-
-@_fake("select_tokens")
-def _(
-    entropy: Tensor,
-    advantages: Tensor,
-    ratio: float | None = None,
-    ratio_tensor: Tensor | None = None,
-    mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    pooled: bool = True,
-    drop_zeros: bool = False,
-) -> tuple[Tensor, ...]:
-    return _selection(entropy, entropy.shape, offsets, pooled)
-
-
-@_fake("select_tokens_from_logits")
-def _(
-    logits: Tensor,
-    advantages: Tensor,
-    ratio: float | None = None,
-    ratio_tensor: Tensor | None = None,
-    mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
-    pooled: bool = True,
-    drop_zeros: bool = False,
-) -> tuple[Tensor, ...]:
-    shape = logits.shape[:-1]
-    chosen, count, threshold = _selection(logits, shape, offsets, pooled)
-    return chosen, *_rows(logits, shape, 1), count, threshold
-
-
-@_fake("compact")
-def _(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    return mask.new_empty((capacity,), dtype=torch.int64), mask.new_empty((1,), dtype=torch.int64)
-
-
-@_fake("group_advantages")
-def _(rewards: Tensor, *_: Any, **__: Any) -> Tensor:
-    return rewards.new_empty(rewards.shape, dtype=torch.float32)
-
-
-@_fake("max_variance_select")
-def _(values: Tensor, *_: Any, **__: Any) -> Tensor:
-    return values.new_empty(values.shape, dtype=torch.bool)
-
-
-@_fake("importance_ratio")
-@_fake("importance_ratio_backward")
-@_fake("adaptive_clip")
-def _(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
-    return tokens.new_empty(tokens.shape)
-
-
-@_fake("entropy_groups")
-def _(entropy: Tensor, *_: Any, **__: Any) -> Tensor:
-    return entropy.new_empty(entropy.shape, dtype=torch.int8)
-
-
-# ---- autograd -------------------------------------------------------------------------------------------------------
-# Gradients that did not come stay None, so that entropy used as a score costs nothing in the backward.
-
-
-def _save_logprob_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, ctx.temperature, temperature_tensor, row_mask = inputs
-    _, entropy, row_max, log_sum = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_max, log_sum)
-    ctx.save_for_backward(logits, labels, temperature_tensor, row_mask, entropy, row_max, log_sum)
-
-
-def _logprob_entropy_backward(
-    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    logits, labels, temperature_tensor, row_mask, entropy, row_max, log_sum = ctx.saved_tensors
-    grad = None
-    if grad_logprob is not None or grad_entropy is not None:
-        grad = _op.logprob_entropy_backward.default(
-            grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, ctx.temperature, temperature_tensor,
-            row_mask,
-        )  # fmt: skip
-    return grad, None, None, None, None
-
-
-torch.library.register_autograd(
-    "d3s_kernels::logprob_entropy", _logprob_entropy_backward, setup_context=_save_logprob_entropy
-)
-
-
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, labels, bias, ctx.temperature, temperature_tensor, ctx.logit_softcap, row_mask = inputs[:8]
-    _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[8:]
-    _, entropy, row_max, log_sum = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_max, log_sum)
-    ctx.save_for_backward(hidden, weight, labels, bias, temperature_tensor, row_mask, entropy, row_max, log_sum)
-
-
-def _linear_backward(
-    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    hidden, weight, labels, bias, temperature_tensor, row_mask, entropy, row_max, log_sum = ctx.saved_tensors
-    needs = ctx.needs_input_grad  # without the arguments at the end that have their default value
-    wanted = [needs[0], needs[1], len(needs) > 3 and needs[3]]
-    grads: list[Tensor | None] = [None, None, None]
-    if grad_logprob is not None or grad_entropy is not None:
-        found = _op.linear_logprob_entropy_backward.default(
-            grad_logprob, grad_entropy, hidden, weight, labels, bias, entropy, row_max, log_sum, ctx.temperature,
-            temperature_tensor, ctx.logit_softcap, row_mask, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes,
-            wanted,
-        )  # fmt: skip
-        grads = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-    return grads[0], grads[1], None, grads[2], *[None] * 8
-
-
-def _save_ratio(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, mask, groups, _, _, _, ctx.low, ctx.high = inputs
-    ctx.save_for_backward(output, mask, groups)
-
-
-def _ratio_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _op.importance_ratio_backward.default(grad, *ctx.saved_tensors, ctx.low, ctx.high), *[None] * 8
-
-
-def _no_second_derivative(*_: Any) -> None:
-    raise RuntimeError("d3s_kernels: its ops can be differentiated once, not twice")
-
-
-torch.library.register_autograd("d3s_kernels::importance_ratio", _ratio_backward, setup_context=_save_ratio)
-
-for _name in ("logprob_entropy_backward", "linear_logprob_entropy_backward", "importance_ratio_backward"):
-    torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)
-
-torch.library.register_autograd("d3s_kernels::linear_logprob_entropy", _linear_backward, setup_context=_save_linear)
-
-# These have no gradient. Without this, torch would hang a "not implemented" on their float outputs.
+forced_backend = _forced_by_environment()
+has_cuda = why_not("cuda") is None
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
-for _name in (
-    "topk_mask",
-    "select_tokens",
-    "select_tokens_from_logits",
-    "compact",
-    "group_advantages",
-    "max_variance_select",
-    "entropy_groups",
-    "adaptive_clip",
-):
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+_serve(_library, forced_backend)
 
-# ---- the LM head: a loop over torch's matrix products and the kernels above, the same on every device ----------------
-
-for _key in ("CPU", "CUDA"):
+# The LM head is a loop over torch's matrix products and the ops above, the same on every device.
+for _key in _KEYS.values():
     _library.impl("linear_logprob_entropy", _linear.forward, _key)  # type: ignore[no-untyped-call]
     _library.impl("linear_logprob_entropy_backward", _linear.backward, _key)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def forced(backend: str) -> Iterator[None]:
+    """What D3S_KERNELS_BACKEND does, for a while."""
+    before = {device: dict(served) for device, served in _serving.items()}
+    library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
+    _serve(library, backend)
+    try:
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]  # what was registered before is at work again
+        _serving.update(before)

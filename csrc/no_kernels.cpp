@@ -1,0 +1,30 @@
+// A back-end that computes nothing: with it the ops check their arguments and that is all. What serves a device from
+// Python (d3s_kernels/_plain, d3s_kernels/_triton) asks these ops first, so that a wrong argument meets the same words
+// everywhere.
+#include "ops/ratios.h"
+#include "ops/rollouts.h"
+#include "ops/selection.h"
+#include "ops/vocabulary.h"
+
+namespace d3s {
+
+const bool kMakesKeys = false;
+
+void row_statistics(const LogitsRows&, const RowOutputs&, const KeyOutput&, Device&) {}
+void row_gradients(const LogitsRows&, const RowGradients&, int64_t, void*, const RowLayout&, Device&) {}
+void merge_tile(const LogitsRows&, int64_t, RowState*, Device&) {}
+void finish_states(const RowState*, int64_t, const Temperatures&, const RowOutputs&, Device&) {}
+
+void select_top(const Scores&, const Quota&, bool, const Segments&, int64_t, int64_t, const SelectionOutputs&,
+                Device&) {}
+void compact_indices(const uint8_t*, int64_t, int64_t*, int64_t, int64_t*, Device&) {}
+
+void max_variance_mask(const SegmentedValues&, const Keep&, bool*, Device&) {}
+void group_advantages_of(const SegmentedValues&, const AdvantageOptions&, float*, Device&) {}
+
+void importance_ratios(const float*, const float*, const TokenGroups&, RatioForm, const LogBounds&, float*, Device&) {}
+void importance_ratio_gradients(const RatioGradient&, float*, Device&) {}
+void scaled_group_means(const float*, const TokenGroups&, float, float*, Device&) {}
+void rank_by_cuts(const CutMasks&, int8_t*, Device&) {}
+
+}  // namespace d3s
