@@ -1,0 +1,85 @@
+"""group_advantages, max_variance_select: groups of rewards, in double."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .order import LAST, Quota, order_keys, ranked
+from .segments import Segments, both, pool, segments_of
+
+
+def group_advantages(
+    rewards: Tensor, offsets: Tensor | None = None, scale: str = "group", eps: float = 1e-4, ddof: int = 1
+) -> Tensor:
+    flat, groups = rewards.flatten().double(), segments_of(rewards, offsets)
+    mean, deviation, scored = _statistics(flat, groups, ddof)
+    if scale == "batch":
+        deviation = _statistics(flat, pool(rewards), ddof)[1].expand_as(mean)
+    difference = flat - mean[groups.of]
+    scaled = difference if scale == "none" else difference / (deviation + eps)[groups.of]
+    # Equal rewards have no advantage, also where eps is 0; neither has a group of one.
+    nothing = flat.isnan() | (difference == 0) | (scored[groups.of] == 1)
+    advantages = scaled.float().masked_fill(nothing, 0).masked_fill(groups.left_out(), math.nan)
+    return advantages.view(rewards.shape)
+
+
+def _statistics(rewards: Tensor, groups: Segments, ddof: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, standard deviation and number of the rewards of each stretch that are not NaN."""
+    unscorable = rewards.isnan()
+    scored = groups.total(~unscorable)
+    mean = groups.last(groups.scan(rewards.masked_fill(unscorable, 0), torch.add)) / scored.clamp(min=1)
+    squares = (rewards - mean[groups.of]).masked_fill(unscorable, 0).square()
+    freedom = scored - ddof
+    variance = groups.last(groups.scan(squares, torch.add)) / freedom.clamp(min=1)
+    return mean, torch.where(freedom > 0, variance.sqrt(), 0), scored
+
+
+def max_variance_select(
+    values: Tensor,
+    keep: int | None = None,
+    keep_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    pooled: bool = False,
+) -> Tensor:
+    flat, segments = values.flatten().float(), segments_of(values, offsets)
+    quota = Quota(keep if keep_tensor is None else keep_tensor)
+    if pooled:
+        segments, quota = pool(values), quota._replace(times=segments.number)
+    usable = both(flat.isfinite(), mask) & ~segments.left_out()
+    order, rank = ranked(torch.where(usable, order_keys(flat), LAST), segments)
+    n = segments.total(usable)
+    k = quota.of(n)
+    low = torch.where(k < n, _best_split(flat[order], n, k, segments), k)  # of n, all are kept
+    low = torch.where(k == 1, 1, low)  # one value has no variance, whichever it is
+    rank_from_end = n[segments.of] - rank  # 1 for the last that is usable, below that for those that are not
+    high = (rank_from_end > 0) & (rank_from_end <= (k - low)[segments.of])
+    return ((rank < low[segments.of]) | high).view(values.shape)
+
+
+def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> Tensor:
+    """How many of the kept k come from the low end of n values, n > k; see csrc/core/split_scan.h.
+
+    Split i has the first i and the last k - i; the next one has value i in place of value n - k + i. So the moments of
+    all splits are one running sum of such exchanges, which starts from those of the last k.
+    """
+    of, place = segments.of, segments.place
+    usable, exchanged, kept = place < n[of], place < k[of], k.clamp(min=1)[of]
+    shift = pad(in_order, (0, 1))[segments.edges[:-1] + n // 2].double()
+    value = torch.where(usable, in_order.double() - shift[of], 0)
+    partner = torch.arange(len(value), device=value.device) + (n - k)[of]
+    out = value[torch.where(exchanged, partner, 0)]
+    exchanges = torch.stack([value - out, value.square() - out.square()])
+    highest = torch.stack([value, value.square()])
+    running = segments.scan(torch.cat([exchanges * exchanged, highest * (usable & (place >= (n - k)[of]))]), torch.add)
+    before = torch.where(place > 0, pad(running[:2, :-1], (1, 0)), 0)
+    total, square = before + segments.last(running[2:])[:, of]
+    spread = torch.where(place <= k[of], square - total.square() / kept, -math.inf)
+    # Splits this close to the best count as equal; among them the one with the fewest from the top wins.
+    equal = segments.last(segments.scan(spread, torch.maximum)) * (1 - 1e-12)
+    return segments.last(segments.scan(torch.where(spread >= equal[of], place, 0), torch.maximum))

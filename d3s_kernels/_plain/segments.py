@@ -1,0 +1,96 @@
+"""Segments of a flat tensor, and what is added up over them.
+
+Lengths are known on the device alone, so that nothing waits for it. Sums of floats are made by doubling, in an order
+that depends on a value's place in its segment and on nothing else: torch's own sums would change with the shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class Segments(NamedTuple):
+    """The values of a flat tensor in stretches that follow each other without a gap.
+
+    The stretches are the segments; offsets have one more stretch at both ends, for what offsets that nobody has checked
+    leave out. Of good offsets these two are empty.
+    """
+
+    edges: Tensor  # int64 [stretches + 1]: where each begins, and the end
+    of: Tensor  # int64 [values]: the stretch of each
+    place: Tensor  # int64 [values]: its place in the stretch
+    longest: int  # no stretch is longer
+    ragged: bool  # whether there are the two stretches more
+
+    @property
+    def number(self) -> int:
+        return self.edges.shape[0] - 1 - 2 * self.ragged
+
+    def own(self, numbers: Tensor) -> Tensor:
+        """Of one number for each stretch those of the segments."""
+        return numbers[1:-1] if self.ragged else numbers
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        """For each value the number of its segment; NaN for what is left out."""
+        return (pad(numbers, (1, 1), value=math.nan) if self.ragged else numbers)[self.of]
+
+    def left_out(self) -> Tensor:
+        if not self.ragged:
+            return torch.zeros_like(self.of, dtype=torch.bool)
+        return (self.of == 0) | (self.of == self.number + 1)
+
+    def total(self, whole: Tensor) -> Tensor:
+        """The sum over each stretch of whole numbers, or of flags."""
+        return pad(whole.cumsum(0), (1, 0))[self.edges].diff()
+
+    def scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Each of the values ``[..., n]`` combined with all those before it in its stretch."""
+        distance = 1
+        while distance < self.longest:
+            here, before = values[..., distance:], values[..., :-distance]
+            combined = torch.where(self.place[distance:] >= distance, combine(here, before), here)
+            values = torch.cat([values[..., :distance], combined], -1)
+            distance *= 2
+        return values
+
+    def last(self, scanned: Tensor) -> Tensor:
+        """The last of each stretch of what was scanned; 0 where it is empty."""
+        found = pad(scanned, (1, 0))[..., self.edges[1:]]
+        return torch.where(self.edges.diff() > 0, found, 0)
+
+
+def segments_of(values: Tensor, offsets: Tensor | None) -> Segments:
+    """The rows of the last dimension, or what the offsets cut a 1-D tensor into."""
+    n = values.numel()
+    if offsets is None:
+        count, length = math.prod(values.shape[:-1]), values.shape[-1]
+        return _segments(torch.arange(count + 1, device=values.device) * length, n, length, ragged=False)
+    inside = offsets.long().clamp(0, n).cummax(0).values
+    return _segments(torch.cat([inside.new_zeros(1), inside, inside.new_full((1,), n)]), n, n, ragged=True)
+
+
+def pool(values: Tensor) -> Segments:
+    """All values as one segment."""
+    n = values.numel()
+    return _segments(torch.arange(2, device=values.device) * n, n, n, ragged=False)
+
+
+def _segments(edges: Tensor, values: int, longest: int, ragged: bool) -> Segments:
+    positions = torch.arange(values, device=edges.device)
+    of = torch.searchsorted(edges[1:], positions, right=True)
+    return Segments(edges, of, positions - edges[of], longest, ragged)
+
+
+def flags(mask: Tensor) -> Tensor:
+    """Flat, and truly bool: a viewed bool may be any byte."""
+    return mask.flatten().view(torch.uint8) != 0
+
+
+def both(present: Tensor, mask: Tensor | None) -> Tensor:
+    return present if mask is None else present & flags(mask)

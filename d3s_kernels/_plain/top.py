@@ -1,0 +1,108 @@
+"""topk_mask, select_tokens, select_tokens_from_logits: exactly k of each segment, ties to the lower index."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .order import Quota, highest_first
+from .segments import Segments, both, pool, segments_of
+from .vocabulary import logprob_entropy
+
+
+class _Top(NamedTuple):
+    mask: Tensor  # flat
+    k: Tensor  # of each stretch: how many were kept by their rank, zeros among them
+    order: Tensor
+
+
+def _select(scores: Tensor, mask: Tensor | None, segments: Segments, quota: Quota, drop_zeros: bool) -> _Top:
+    """Scores are flat float32."""
+    present = both(scores == scores, mask) & ~segments.left_out()
+    k = quota.of(segments.total(present))
+    order, rank = highest_first(scores, present, segments)
+    kept = rank < k[segments.of]
+    return _Top(kept & (scores != 0) if drop_zeros else kept, k, order)
+
+
+def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zeros: bool) -> tuple[Tensor, Tensor]:
+    """Of each segment how many are kept, and the lowest score among them: infinite where there is none."""
+    count, begin = segments.total(top.mask), segments.edges[:-1]
+    in_order = pad(scores[top.order] + 0.0, (1, 0))  # before[i] is the i-th, counted from 1; -0 becomes 0
+    lowest = in_order[begin + top.k]
+    if drop_zeros:  # what is left of a segment whose last is 0 stands before its zeros
+        lowest = torch.where(lowest == 0, in_order[begin + count], lowest)
+    return segments.own(count).int(), segments.own(torch.where(count > 0, lowest, math.inf))
+
+
+def topk_mask(
+    scores: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    k: int | None = None,
+    k_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    drop_zeros: bool = False,
+    pooled: bool = False,
+) -> Tensor:
+    segments = segments_of(scores, offsets)
+    quota = Quota(k if k_tensor is None else k_tensor, ratio if ratio_tensor is None else ratio_tensor)
+    if pooled:
+        segments, quota = pool(scores), quota._replace(times=segments.number)
+    return _select(scores.flatten().float(), mask, segments, quota, drop_zeros).mask.view(scores.shape)
+
+
+def select_tokens(
+    entropy: Tensor,
+    advantages: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    pooled: bool = True,
+    drop_zeros: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sequences = segments_of(entropy, offsets)
+    scores = _advantage_of_each(advantages, entropy, sequences).abs() * entropy.flatten().float()
+    segments = pool(entropy) if pooled else sequences
+    quota = Quota(ratio=ratio if ratio_tensor is None else ratio_tensor)
+    top = _select(scores, mask, segments, quota, drop_zeros)
+    count, threshold = _count_and_threshold(top, scores, segments, drop_zeros)
+    shape = () if pooled else entropy.shape[:-1] if offsets is None else count.shape
+    return top.mask.view(entropy.shape), count.view(shape), threshold.view(shape)
+
+
+def _advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
+    """Advantages are one for all, for each token, or for each sequence; [n] beside n tokens is for each token."""
+    if advantages.dim() == 0:
+        return advantages
+    if advantages.shape == entropy.shape:
+        return advantages.flatten()
+    return sequences.spread(advantages.flatten())
+
+
+def select_tokens_from_logits(
+    logits: Tensor,
+    advantages: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    pooled: bool = True,
+    drop_zeros: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, entropy, _, _ = logprob_entropy(logits, None, temperature, temperature_tensor, mask)
+    chosen, count, threshold = select_tokens(
+        entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
+    )
+    return chosen, entropy, count, threshold

@@ -1,0 +1,85 @@
+"""logprob_entropy, and the same tile by tile of the vocabulary."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .softmax import SLICE, add_logits, finish, log_probability, no_logits, row_blocks, temperatures
+
+NO_TARGET = -100
+
+
+def labels_of(labels: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    """One for each row, NO_TARGET where there is none."""
+    if labels is None:
+        return torch.full((rows,), NO_TARGET, dtype=torch.int64, device=like.device)
+    return labels.reshape(-1).long()
+
+
+def places_in_tile(labels: Tensor, first_token: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Where in a tile, tokens from first_token on, each label is, and whether it is there; its place is 0 where not."""
+    places = labels - first_token
+    inside = (places >= 0) & (places < columns)
+    return torch.where(inside, places, 0), inside
+
+
+def at_places(tile: Tensor, places: Tensor) -> Tensor:
+    """tile[row, places[row]]; NaN of a tile of no tokens."""
+    if tile.shape[1] == 0:
+        return torch.full(places.shape, math.nan, dtype=torch.float32, device=tile.device)
+    return tile.gather(1, places.unsqueeze(1)).squeeze(1).float()
+
+
+def logprob_entropy(
+    logits: Tensor,
+    labels: Tensor | None,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape, columns = logits.shape[:-1], logits.shape[-1]
+    count = math.prod(shape)
+    targets = labels_of(labels, count, logits)
+    each = temperatures(temperature, temperature_tensor, count, logits)
+    results = torch.empty(4, count, dtype=torch.float32, device=logits.device)
+    for rows, block in row_blocks(logits, min(columns, SLICE)):
+        tile, t, target = block.flatten(0, -2), each[rows], targets[rows]
+        entropy, top, log_sum = finish(add_logits(no_logits(len(t), logits), tile, t), t)
+        places, found = places_in_tile(target, 0, columns)
+        logprob = log_probability(at_places(tile, places), top, log_sum, t)
+        otherwise = torch.where(target == NO_TARGET, 0.0, math.nan)  # a label that is no token
+        results[:, rows] = torch.stack([logprob.where(found, otherwise.float()), entropy, top, log_sum])
+    if row_mask is not None:
+        results.masked_fill_(~row_mask.reshape(-1), 0)
+    logprob, entropy, top, log_sum = (result.view(shape) for result in results.unbind())
+    return logprob, entropy, top, log_sum
+
+
+def softmax_state_(
+    state: Tensor,
+    logits: Tensor,
+    labels: Tensor | None,
+    first_token: int,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+) -> None:
+    """The state [rows, 4] of each row is (m, S, T, the label's logit), which is NaN until its tile has come."""
+    count, columns = logits.shape
+    targets = labels_of(labels, count, logits)
+    each = temperatures(temperature, temperature_tensor, count, logits)
+    for rows, tile in row_blocks(logits, min(columns, SLICE)):
+        places, found = places_in_tile(targets[rows], first_token, columns)
+        merged = add_logits(state[rows, :3].T, tile, each[rows])
+        label_logit = at_places(tile, places).where(found, state[rows, 3])
+        state[rows] = torch.cat([merged, label_logit.unsqueeze(0)]).T
+
+
+def softmax_state_finish(
+    state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    each = temperatures(temperature, temperature_tensor, len(state), state)
+    entropy, top, log_sum = finish(state[:, :3].T, each)
+    return log_probability(state[:, 3], top, log_sum, each), entropy, top, log_sum
