@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from ctypes import c_float
 
 import torch
 from torch import Tensor
@@ -106,9 +107,9 @@ def _group_means(terms: Tensor, present: Tensor, groups: Tensor | None, sequence
 
 
 def _float32(bound: float) -> float:
-    return float(torch.tensor(bound, dtype=torch.float64, device="cpu").float())
+    return c_float(bound).value
 
 
-def _limit(bound: float) -> float:
-    """The ratio at a bound."""
-    return float(exponential(torch.tensor(_float32(bound), dtype=torch.float32, device="cpu")))
+def _limit(bound: float) -> Tensor:
+    """The ratio at a bound: 0-d on the CPU, from where any device takes a number without waiting."""
+    return exponential(torch.full((), _float32(bound), dtype=torch.float32, device="cpu"))

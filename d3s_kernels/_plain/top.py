@@ -32,11 +32,12 @@ def _select(scores: Tensor, mask: Tensor | None, segments: Segments, quota: Quot
 def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zeros: bool) -> tuple[Tensor, Tensor]:
     """Of each segment how many are kept, and the lowest score among them: infinite where there is none."""
     count, begin = segments.total(top.mask), segments.edges[:-1]
-    in_order = pad(scores[top.order] + 0.0, (1, 0))  # before[i] is the i-th, counted from 1; -0 becomes 0
+    in_order = pad(scores[top.order] + 0.0, (1, 0))  # counted from 1; -0 becomes 0
     lowest = in_order[begin + top.k]
     if drop_zeros:  # what is left of a segment whose last is 0 stands before its zeros
         lowest = torch.where(lowest == 0, in_order[begin + count], lowest)
-    return segments.own(count).int(), segments.own(torch.where(count > 0, lowest, math.inf))
+    count, lowest = segments.own(count), segments.own(lowest)
+    return count.int(), torch.where(count > 0, lowest, math.inf)
 
 
 def topk_mask(

@@ -44,17 +44,16 @@ def logprob_entropy(
     count = math.prod(shape)
     targets = labels_of(labels, count, logits)
     each = temperatures(temperature, temperature_tensor, count, logits)
-    results = torch.empty(4, count, dtype=torch.float32, device=logits.device)
+    results = [torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(4)]
     for rows, block in row_blocks(logits, min(columns, SLICE)):
         tile, t, target = block.flatten(0, -2), each[rows], targets[rows]
         entropy, top, log_sum = finish(add_logits(no_logits(len(t), logits), tile, t), t)
         places, found = places_in_tile(target, 0, columns)
         logprob = log_probability(at_places(tile, places), top, log_sum, t)
-        otherwise = torch.where(target == NO_TARGET, 0.0, math.nan)  # a label that is no token
-        results[:, rows] = torch.stack([logprob.where(found, otherwise.float()), entropy, top, log_sum])
-    if row_mask is not None:
-        results.masked_fill_(~row_mask.reshape(-1), 0)
-    logprob, entropy, top, log_sum = (result.view(shape) for result in results.unbind())
+        logprob = logprob.masked_fill(~found, math.nan).masked_fill(target == NO_TARGET, 0)
+        for result, part in zip(results, (logprob, entropy, top, log_sum), strict=True):
+            result[rows] = part if row_mask is None else part.masked_fill(~row_mask.reshape(-1)[rows], 0)
+    logprob, entropy, top, log_sum = (result.view(shape) for result in results)
     return logprob, entropy, top, log_sum
 
 
@@ -82,4 +81,4 @@ def softmax_state_finish(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     each = temperatures(temperature, temperature_tensor, len(state), state)
     entropy, top, log_sum = finish(state[:, :3].T, each)
-    return log_probability(state[:, 3], top, log_sum, each), entropy, top, log_sum
+    return log_probability(state[:, 3], top, log_sum, each), entropy, top.clone(), log_sum
