@@ -1,0 +1,197 @@
+"""The ops in plain PyTorch: the bits of the compiled kernels, values that nobody checked, nothing that waits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    NAN,
+    Segmented,
+    assert_identical,
+    assert_same_bits,
+    awkward,
+    random_generator,
+    random_logits,
+    ratio_results,
+    ratios,
+    seeds,
+    segmented,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import d3s_kernels as d3s
+from d3s_kernels import _ops
+from d3s_kernels._plain import KERNELS, softmax
+
+
+def plain(name: str, *arguments: Any, **options: Any) -> Any:
+    """Without the checks before it, as on a GPU."""
+    return KERNELS[name](*arguments, **options)
+
+
+def test_every_op_is_here() -> None:
+    """But the LM head, which is made of the others, and a product that only CPUs need."""
+    elsewhere = {"linear_logprob_entropy", "linear_logprob_entropy_backward", "wide_product_"}
+    names = [name.partition("::") for name in torch._C._dispatch_get_all_op_names()]
+    assert set(KERNELS) == {name for library, _, name in names if library == "d3s_kernels"} - elsewhere
+
+
+# ---- the compiled kernels' bits --------------------------------------------------------------------------------------
+
+
+@given(segmented(awkward), ratios(), st.integers(1, 8), st.booleans(), st.sampled_from(["batch", "sequence"]), seeds)
+def test_the_same_selections(
+    case: Segmented, ratio: float | Tensor, k: int, drop_zeros: bool, scope: str, seed: int
+) -> None:
+    each = torch.randn(case.segments, generator=random_generator(seed))
+    ragged = {"mask": case.mask, "offsets": case.offsets}
+
+    def select() -> tuple[Tensor, ...]:
+        return (
+            d3s.topk_mask(case.values, ratio, drop_zeros=drop_zeros, **ragged),
+            d3s.topk_mask(case.values, k=torch.tensor(k), drop_zeros=drop_zeros, **ragged),
+            d3s.select_rollouts(case.values, k, rule="largest_abs", **ragged),
+            *d3s.select_tokens(case.values, each, ratio, scope=scope, drop_zeros=drop_zeros, **ragged),
+            d3s.max_variance_select(case.values, k, **ragged),
+            d3s.select_rollouts(case.values, torch.tensor(k, dtype=torch.int32), **ragged),
+            d3s.entropy_groups(case.values.float(), case.mask, (0.3, 0.8), offsets=case.offsets, scope=scope),
+            *d3s.compact(case.values > 0, k),
+        )
+
+    compiled = select()
+    with _ops.forced("torch"):
+        for one, other in zip(select(), compiled, strict=True):
+            assert_identical(one, other)
+
+
+def test_the_same_ratios() -> None:
+    compiled = ratio_results()
+    with _ops.forced("torch"):
+        for one, other in zip(ratio_results(), compiled, strict=True):
+            assert_same_bits(one, other)
+
+
+def test_a_group_has_the_same_bits_padded_and_packed() -> None:
+    rewards = torch.randn(40, 23)
+    padded = torch.cat([rewards, torch.full((40, 9), NAN)], 1)
+    packed = plain("group_advantages", rewards.flatten(), torch.arange(41) * 23)
+    assert_same_bits(plain("group_advantages", padded)[:, :23], packed.view(40, 23))
+
+
+def test_blocks_of_rows_cover_strided_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = random_logits(5, 6, 7, 40)[:, 1:, ::2].transpose(0, 1)
+    expected = plain("logprob_entropy", logits.contiguous(), None)
+    for block in (1, 3 * 40, 4 * 40, 30 * 40):
+        monkeypatch.setattr(softmax, "_BLOCK", block)
+        for one, other in zip(plain("logprob_entropy", logits, None), expected, strict=True):
+            assert_same_bits(one, other)
+
+
+# ---- values that nobody checked --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", [-1, -99, 50, 2**31, -(2**63)])
+def test_a_label_that_is_no_token(label: int) -> None:
+    logits, labels = random_logits(3, 50), torch.tensor([3, label, -100])
+    logprob, *statistics = plain("logprob_entropy", logits, labels)
+    assert logprob.isnan().tolist() == [False, True, False]
+    assert not statistics[0].isnan().any()
+    gradient = plain("logprob_entropy_backward", torch.ones(3), torch.ones(3), logits, labels, *statistics)
+    assert gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("offsets", [[0, 10, 5, 20], [0, 40], [-9, 20], [0, 2**31 - 1, 20], [20, 0], [7], [5, 9, 12]])
+def test_bad_offsets_stay_within_bounds(offsets: list[int]) -> None:
+    """What they leave out is not selected, or NaN; what they do not is as from good offsets."""
+    values, cuts, each = torch.randn(20), torch.tensor(offsets), torch.ones(len(offsets) - 1)
+    good = cuts.clamp(0, 20).cummax(0).values
+    begin, end = int(good[0]), int(good[-1])
+    inside, part = values[begin:end], good - begin
+    for name, arguments, expected, otherwise in (
+        ("topk_mask", (values, 0.5), (inside, 0.5), False),
+        ("max_variance_select", (values, 2), (inside, 2), False),
+        ("group_advantages", (values,), (inside,), NAN),
+        ("importance_ratio", (values, 0 * values), (inside, 0 * inside), NAN),
+    ):
+        options = {"level": "sequence"} if name == "importance_ratio" else {}
+        full = torch.full((20,), otherwise)
+        full[begin:end] = plain(name, *expected, offsets=part, **options)
+        assert_identical(plain(name, *arguments, offsets=cuts, **options), full)
+    mask, _, _ = plain("select_tokens", values, each, 0.5, offsets=cuts)
+    assert not mask[:begin].any()
+    assert not mask[end:].any()
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0, 1.5, NAN])
+def test_a_bad_ratio_selects_nothing(ratio: float) -> None:
+    mask, count, threshold = plain("select_tokens", torch.rand(100), torch.tensor(1.0), None, torch.tensor(ratio))
+    assert (mask.any().item(), count.item(), threshold.item()) == (False, 0, torch.inf)
+
+
+@pytest.mark.parametrize("keep", [0, -1, -(2**63)])
+def test_a_bad_keep_selects_nothing(keep: int) -> None:
+    for pooled in (False, True):
+        assert not plain("max_variance_select", torch.rand(5, 9), None, torch.tensor(keep), pooled=pooled).any()
+        assert not plain("topk_mask", torch.rand(5, 9), k_tensor=torch.tensor(keep), pooled=pooled).any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, torch.inf])
+def test_a_bad_temperature_gives_nan(temperature: float) -> None:
+    each = torch.tensor([1.0, temperature])
+    _, entropy, _, _ = plain("logprob_entropy", random_logits(2, 9), None, 1.0, each)
+    assert entropy.isnan().tolist() == [False, True]
+
+
+def test_a_bad_group_gives_nan_and_is_in_no_others_sums() -> None:
+    values = torch.rand(3, 4)
+    groups = torch.tensor([[0, 15, 16, 127], [-1, -128, 3, 3], [0, 16, 3, 64]], dtype=torch.int8)
+    good = groups < 16
+    for call in (
+        lambda ids: plain("adaptive_clip", values, ids, None, None, 9),
+        lambda ids: plain("importance_ratio", values, 0 * values, None, ids, None, "entropy_group", "old"),
+    ):
+        found, clean = call(groups), call(groups.where(good, -1))
+        assert_same_bits(found[good], clean[good])
+        assert found[~good].isnan().all()
+
+
+# ---- nothing waits for the device ------------------------------------------------------------------------------------
+
+
+def vocabulary_calls() -> None:
+    logits, labels, mask = torch.rand(5, 2, 9000), torch.ones(5, 2).long(), torch.ones(5, 2).bool()
+    logprob, *statistics = plain("logprob_entropy", logits, labels, 1.0, torch.rand(5, 2), mask)
+    plain("logprob_entropy_backward", logprob, logprob, logits, labels, *statistics, 1.0, torch.rand(()), mask)
+    state, tile, rows = torch.rand(10, 4), logits.flatten(0, 1), [one.flatten() for one in (logprob, *statistics)]
+    plain("softmax_state_", state, tile, labels.flatten(), 8192)
+    plain("softmax_state_finish", state)
+    plain("logprob_entropy_backward_", rows[0], rows[0], tile, labels.flatten(), *rows[1:], 8192)
+    plain("select_tokens_from_logits", logits, torch.rand(5), None, torch.rand(()), mask)
+
+
+def segment_calls() -> None:
+    for values, offsets in ((torch.rand(4, 30), None), (torch.rand(90), torch.ones(4).int())):
+        mask, groups = values > 0.5, values.to(torch.int8)
+        for pooled in (False, True):
+            plain("topk_mask", values, k_tensor=torch.ones(()).int(), mask=mask, offsets=offsets, pooled=pooled)
+            plain("select_tokens", values, values, None, torch.rand(()), mask, offsets, None, pooled, True)
+            plain("max_variance_select", values, None, torch.ones(()).long(), mask, offsets, None, pooled)
+            plain("entropy_groups", values, [0.3, 0.8], mask, offsets, None, pooled)
+        for scale in ("group", "batch"):
+            plain("group_advantages", values, offsets, scale)
+        for level, ids in (("token", None), ("sequence", None), ("entropy_group", groups)):
+            ratio = plain("importance_ratio", values, values, mask, ids, offsets, level, "old")
+            plain("importance_ratio_backward", values, ratio, mask, ids)
+        plain("adaptive_clip", values, groups, mask, offsets, 100)
+        plain("compact", mask, 50)
+
+
+@pytest.mark.parametrize("calls", [vocabulary_calls, segment_calls])
+def test_no_value_is_looked_at(calls: Callable[[], None]) -> None:
+    """Fake tensors have none: to read one, or to make a shape of it, is an error."""
+    with FakeTensorMode():
+        calls()
