@@ -25,15 +25,19 @@ class _Sizes(NamedTuple):
     """How a kind of device likes its work cut."""
 
     workspace_bytes: int
-    slice: int  # tokens; where the kernels cut a row: kChunk in csrc/cpu/softmax_rows.h, kSlice in csrc/cuda/
     rows: int  # of a tile where whole rows of logits do not fit: enough to keep a matrix product at its peak
     row_multiple: int  # the height of the blocks that a matrix product works in
 
 
 _SIZES = {
-    "cpu": _Sizes(workspace_bytes=32 << 20, slice=8192, rows=1024, row_multiple=1),  # a share of the last-level cache
-    "cuda": _Sizes(workspace_bytes=512 << 20, slice=32768, rows=512, row_multiple=128),
+    "cpu": _Sizes(workspace_bytes=32 << 20, rows=1024, row_multiple=1),  # a share of the last-level cache
+    "cuda": _Sizes(workspace_bytes=512 << 20, rows=512, row_multiple=128),
 }
+_SIZES["xpu"] = _SIZES["cuda"]
+# Tokens. Where what serves a kind of device cuts a row: kSlice in csrc/cuda/, SLICE in _triton/ and _plain/; on a CPU
+# kChunk in csrc/cpu/softmax_rows.h, unless others serve it.
+PORTABLE_SLICE, CPU_SLICE = 32768, 8192
+SLICES = {"cpu": CPU_SLICE, "cuda": PORTABLE_SLICE, "xpu": PORTABLE_SLICE}
 _UPCAST_BYTES = 16 << 20  # of the weight as float32 at a time, where the device has no product that widens its result
 _PRODUCT = 8192  # tokens whose products are summed at a time: some BLAS libraries lose digits over more
 
@@ -50,9 +54,9 @@ class _Head(NamedTuple):
         weight = self.weight[tokens]
         if out.dtype == hidden.dtype:
             torch.mm(hidden, weight.t(), out=out)
-        elif hidden.is_cuda:
+        elif _widens(hidden):
             torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
-        elif hidden.dtype == torch.bfloat16:
+        elif hidden.is_cpu and hidden.dtype == torch.bfloat16:
             _op.wide_product_.default(hidden, weight, out)
         else:
             wide = hidden.to(out.dtype)
@@ -77,17 +81,17 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def cut(cls, hidden: Tensor, head: _Head, workspace_bytes: int | None) -> _Tiles:
-        sizes = _SIZES[hidden.device.type]
+        sizes, piece = _SIZES[hidden.device.type], SLICES[hidden.device.type]
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
         elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
         fitting = max(sizes.rows, elements // vocabulary)  # rows of a tile, if its tokens may be few
-        row_step = max(1, min(rows, fitting, elements // sizes.slice))
+        row_step = max(1, min(rows, fitting, elements // piece))
         if sizes.row_multiple < row_step < rows:
             row_step -= row_step % sizes.row_multiple
         token_step = vocabulary
         if row_step * vocabulary > elements:  # as few tiles as fit, of about the same size
-            tiles = -(-vocabulary // max(sizes.slice, elements // row_step // sizes.slice * sizes.slice))
-            token_step = -(-vocabulary // (tiles * sizes.slice)) * sizes.slice
+            tiles = -(-vocabulary // max(piece, elements // row_step // piece * piece))
+            token_step = -(-vocabulary // (tiles * piece)) * piece
         buffer = torch.empty(row_step * token_step, dtype=head.logits_dtype, device=hidden.device)
         return cls(rows, vocabulary, row_step, token_step, buffer)
 
@@ -132,6 +136,11 @@ class _Picked(NamedTuple):
         return values if self.exceeded is None else values.masked_fill_(self.exceeded, torch.nan)
 
 
+def _widens(values: Tensor) -> bool:
+    """Whether torch has products of half precision with a float32 result there."""
+    return values.is_cuda and torch.version.cuda is not None
+
+
 def _require(good: bool, message: str) -> None:
     if not good:
         raise ValueError(message)
@@ -163,7 +172,7 @@ def _checked_head(
     _require(weight.shape[0] > 0, "weight: got no tokens; takes [V, H] with V of at least 1")
     _require(labels.shape == shape, f"labels: got shape {list(labels.shape)}; takes one for each row, {list(shape)}")
     _require(labels.dtype in (torch.int64, torch.int32), f"labels: got dtype {labels.dtype}; takes int64 or int32")
-    if labels.numel() and (not labels.is_cuda or os.environ.get("D3S_KERNELS_CHECK") == "1"):
+    if labels.numel() and (labels.is_cpu or os.environ.get("D3S_KERNELS_CHECK") == "1"):
         low, high = (int(bound) for bound in labels.aminmax())
         bad = high if high >= weight.shape[0] else low if low < -100 else None
         if bad is None and low < 0:
@@ -311,7 +320,7 @@ def backward(
 
     rows, targets, h, m, s = (gather(values) for values in (hidden, labels, entropy, row_max, log_sum))
     g_logprob, g_entropy = (None if grad is None else gather(grad) for grad in (grad_logprob, grad_entropy))
-    if g_logprob is not None and hidden.is_cuda:  # labels that nobody has checked: one that is no token gives NaN
+    if g_logprob is not None and not hidden.is_cpu:  # labels that nobody has checked: one that is no token gives NaN
         g_logprob = torch.where(targets < weight.shape[0], g_logprob, torch.nan)
     temperatures = temperature_tensor
     if temperatures is not None and temperatures.dim() > 0:
@@ -370,7 +379,7 @@ def _past_rows_are_one(picked: _Picked, temperatures: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += a @ b``; half precision on a CPU rounds the product before it is added."""
-    if a.is_cuda and a.dtype != torch.float32:
+    if a.dtype != torch.float32 and _widens(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         return
     # Piece by piece, and not by addmm_: some BLAS libraries add term after term to what is there, and over a whole

@@ -127,6 +127,7 @@ def _serve(library: torch.library.Library, forced: str | None) -> None:
         if not _is_built(device):
             continue
         choice = _choice(device, forced)
+        _linear.SLICES[device] = _linear.CPU_SLICE if choice[0] == "cpu" else _linear.PORTABLE_SLICE
         if choice[0] in ("cpu", "cuda"):  # registered when its library was loaded
             _serving[device] = dict.fromkeys(_plain.KERNELS, choice[0])
             continue
@@ -184,11 +185,12 @@ for _key in _KEYS.values():
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
     """What D3S_KERNELS_BACKEND does, for a while."""
-    before = {device: dict(served) for device, served in _serving.items()}
+    before = dict(_serving), dict(_linear.SLICES)
     library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
     _serve(library, backend)
     try:
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]  # what was registered before is at work again
-        _serving.update(before)
+        _serving.update(before[0])
+        _linear.SLICES.update(before[1])

@@ -65,4 +65,4 @@ assert _ops.has_cuda
 _library = torch.library.Library("d3s_kernels", "IMPL")
 for _name in OPS:
     _library.impl(_name, on_gpu(_name), "CPU", allow_override=True)
-_linear._SIZES["cpu"] = _linear._SIZES["cuda"]
+_linear._SIZES["cpu"], _linear.SLICES["cpu"] = _linear._SIZES["cuda"], _linear.SLICES["cuda"]

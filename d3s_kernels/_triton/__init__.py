@@ -1,0 +1,45 @@
+"""The ops in Triton, for GPUs that the compiled CUDA library does not serve; what is not here is plain PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gradient import logprob_entropy_backward, logprob_entropy_backward_
+from .logprob_entropy import logprob_entropy, softmax_state_, softmax_state_finish
+from .max_variance import max_variance_select
+from .topk_mask import select_tokens, select_tokens_from_logits, topk_mask
+
+
+def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+
+    @wraps(kernel)
+    def run(*arguments: Any, **options: Any) -> Any:
+        device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+        if device.type == "cpu":  # in the interpreter
+            return kernel(*arguments, **options)
+        with torch.accelerator.device_index(device.index):
+            return kernel(*arguments, **options)
+
+    return run
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    kernel.__name__: _on_its_device(kernel)
+    for kernel in (
+        logprob_entropy,
+        logprob_entropy_backward,
+        logprob_entropy_backward_,
+        softmax_state_,
+        softmax_state_finish,
+        topk_mask,
+        select_tokens,
+        select_tokens_from_logits,
+        max_variance_select,
+    )
+}

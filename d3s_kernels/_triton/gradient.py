@@ -1,0 +1,179 @@
+"""The backward of logprob_entropy in Triton, out of place and in place, a whole row or a tile of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import EXACT, contiguous
+from .logprob_entropy import NO_TARGET
+from .rows import Rows, row_start, temperature_arguments, temperature_of
+from .softmax_state import LOG2_E, NAN, exponential
+
+BLOCK = 8192  # elements that are on the way at a time: 64 bytes for each of 256 threads
+PIECE = 4 * BLOCK  # of a program: what a row costs before the first element is spread over many
+ANY_TOKEN = 2**62  # of a tile nobody knows how large the vocabulary is
+
+
+@triton.jit(do_not_specialize=["inner", "columns", "out_inner", "temperature_bits", "first_token", "vocabulary"])
+def write_gradients(
+    logits, inner, outer_stride, inner_stride, columns, row_mask, labels, temperatures, temperature_bits, grad_logprob,
+    grad_entropy, entropies, maxima, log_sums, first_token, vocabulary, out, out_inner, out_outer_stride,
+    out_inner_stride,
+    STEP: tl.constexpr, PER_ROW: tl.constexpr, OUT_STEP: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of g_logprob * logprob(y) + g_entropy * H in the logits of a piece of one row.
+
+        dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t
+
+    is p's exponential e = e^((z - m) / t) times a line in z - m, and a term at the label. A row without a gradient is
+    not read.
+    """
+    pieces = tl.cdiv(columns, PIECE)
+    row = tl.program_id(0).to(tl.int64) // pieces
+    begin = (tl.program_id(0) % pieces) * PIECE
+    end = tl.minimum(begin + PIECE, columns)
+    start = row_start(logits, row, inner, outer_stride, inner_stride, STEP)
+    out = row_start(out, row, out_inner, out_outer_stride, out_inner_stride, OUT_STEP)
+
+    label = tl.full([], NO_TARGET, tl.int64)
+    if labels is not None:
+        label = tl.load(labels + row).to(tl.int64)
+    g_logprob = tl.full([], 0.0, tl.float32)
+    if grad_logprob is not None:
+        g_logprob = tl.where(label == NO_TARGET, 0.0, tl.load(grad_logprob + row))
+    g_entropy = tl.full([], 0.0, tl.float32)
+    if grad_entropy is not None:
+        g_entropy = tl.load(grad_entropy + row)
+    reads = (g_logprob != 0) | (g_entropy != 0)  # NaN too
+    if row_mask is not None:
+        reads = reads & (tl.load(row_mask + row) != 0)
+
+    temperature = temperature_of(row, temperatures, temperature_bits, PER_ROW)
+    scale = tl.div_rn(LOG2_E, temperature)
+    log_sum = tl.load(log_sums + row)
+    weight = tl.div_rn(exponential(-log_sum), temperature)
+    offset = -weight * (g_logprob + g_entropy * (tl.load(entropies + row) - log_sum))
+    slope = tl.div_rn(-weight * g_entropy, temperature)
+    # A label that is no token, which nobody has checked, or a row that has no entropy: NaN with which all is NaN.
+    bad = (log_sum != log_sum) | ((g_logprob != 0) & (label != NO_TARGET) & ((label < 0) | (label >= vocabulary)))
+    m = tl.where(bad, NAN, tl.load(maxima + row))
+
+    whole = end - (end - begin) % BLOCK
+    if reads:
+        # At the label 1 - p counts, which takes a better exponential. In place its logit is read before it goes, and
+        # its gradient written after what the loop makes of it: no other program has this piece.
+        place = label - first_token
+        has_label = (place >= begin) & (place < end)
+        label_distance = tl.load(start + place, mask=has_label, other=0.0).to(tl.float32) - m
+        tl.debug_barrier()
+        for first in range(begin, whole, BLOCK):
+            write_block(start, out, first, end, m, scale, offset, slope, BLOCK, False)
+        for first in range(whole, end, BLOCK):
+            write_block(start, out, first, end, m, scale, offset, slope, BLOCK, True)
+        tl.debug_barrier()
+        p = exponential(tl.div_rn(label_distance, temperature))
+        rest = tl.where(p == 0, 0.0, p * tl.fma(slope, label_distance, offset))
+        at_label = tl.div_rn(g_logprob, temperature) + rest
+        tl.store(out + place, at_label.to(out.dtype.element_ty), mask=has_label)
+    else:
+        for first in range(begin, whole, BLOCK):
+            write_zeros(out, first, end, BLOCK, False)
+        for first in range(whole, end, BLOCK):
+            write_zeros(out, first, end, BLOCK, True)
+
+
+@triton.jit
+def write_block(start, out, first, end, m, scale, offset, slope, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    places = first + tl.arange(0, BLOCK)
+    if EDGE:
+        z = tl.load(start + places, mask=places < end, other=0.0)
+    else:
+        z = tl.load(start + places)
+    distance = z.to(tl.float32) - m
+    e = tl.exp2(distance * scale)
+    gradient = e * tl.fma(slope, distance, offset)
+    gradient = tl.where(e > 0, gradient, e).to(out.dtype.element_ty)  # 0 of a -inf logit, not 0 * inf; NaN stays
+    if EDGE:
+        tl.store(out + places, gradient, mask=places < end)
+    else:
+        tl.store(out + places, gradient)
+
+
+@triton.jit
+def write_zeros(out, first, end, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+    places = first + tl.arange(0, BLOCK)
+    zeros = tl.zeros([BLOCK], out.dtype.element_ty)
+    if EDGE:
+        tl.store(out + places, zeros, mask=places < end)
+    else:
+        tl.store(out + places, zeros)
+
+
+def logprob_entropy_backward(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    row_mask: Tensor | None = None,
+) -> Tensor:
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _write(
+        grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,
+        row_mask=contiguous(row_mask), first_token=0, vocabulary=logits.shape[-1],
+        **temperature_arguments(temperature, temperature_tensor),
+    )  # fmt: skip
+    return out
+
+
+def logprob_entropy_backward_(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    first_token: int,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+) -> None:
+    _write(
+        grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, logits,
+        row_mask=None, first_token=first_token, vocabulary=ANY_TOKEN,
+        **temperature_arguments(temperature, temperature_tensor),
+    )  # fmt: skip
+
+
+def _write(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    out: Tensor,
+    **others: Any,
+) -> None:
+    rows, to = Rows.of(logits), Rows.of(out)
+    pieces = rows.total * triton.cdiv(rows.columns, PIECE)
+    if pieces == 0:
+        return
+    write_gradients[(pieces,)](
+        columns=rows.columns, labels=contiguous(labels), grad_logprob=contiguous(grad_logprob),
+        grad_entropy=contiguous(grad_entropy), entropies=contiguous(entropy), maxima=contiguous(row_max),
+        log_sums=contiguous(log_sum), **rows.place(), **others, **to.place("out", "out_"),
+        BLOCK=BLOCK, PIECE=PIECE, num_warps=8, **EXACT,
+    )  # fmt: skip
+    if to.tensor is not out:  # in place, and so strided that the rows were copied
+        out.copy_(to.tensor)

@@ -1,0 +1,106 @@
+"""max_variance_select in Triton: a program for each group, which it sorts in registers.
+
+Groups here are rows that are short enough, or all of a batch that is; the others are plain PyTorch's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import _plain
+from .launch import EXACT, contiguous
+from .order_key import order_key
+from .topk_mask import number
+
+# The longest group of a program, and its warps.
+SIZES = ((64, 1), (256, 2), (1024, 4))
+LARGEST = SIZES[-1][0]
+LAST = tl.constexpr(0x7FFFFFFF)  # sorts what is not usable behind everything
+
+
+@triton.jit
+def sum_of_first(sums, count, SIZE: tl.constexpr):
+    """From inclusive sums those of the first ``count`` values."""
+    return tl.where(count > 0, tl.gather(sums, tl.maximum(count, 1) - 1, 0), 0.0)
+
+
+@triton.jit(do_not_specialize=["length", "keep", "times"])
+def select_most_varied(
+    values, mask, length, keep, keep_tensor, times, out, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The k values with the largest variance are the first i and the last k - i in order, for one i in 0..k.
+
+    Which i, is found by trying all (``csrc/core/split_scan.h``).
+    """
+    segment = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, SIZE)
+    inside = index < length
+    value = tl.load(values + segment * length + index, mask=inside, other=0.0).to(tl.float32)
+    usable = inside & (tl.abs(value) < float("inf"))
+    if mask is not None:
+        usable = usable & (tl.load(mask + segment * length + index, mask=inside, other=0) != 0)
+    n = tl.sum(usable.to(tl.int32), 0)
+    if keep_tensor is not None:
+        k = number(tl.load(keep_tensor).to(tl.int64), n.to(tl.int64), times).to(tl.int32)
+    else:
+        k = number(keep + 0 * n.to(tl.int64), n.to(tl.int64), times).to(tl.int32)
+
+    # By value, then index: both in one number.
+    order = order_key(value).to(tl.int32, bitcast=True) ^ -0x80000000
+    order = tl.sort((tl.where(usable, order, LAST).to(tl.int64) << 32) | index)
+    place = (order & 0xFFFFFFFF).to(tl.int32)
+    bits = (order >> 32).to(tl.int32)
+    x = tl.where(bits < 0, ~(bits ^ -0x80000000), bits).to(tl.float32, bitcast=True).to(tl.float64)
+    rank = index
+    # Less a value of the group, else large values with small differences cancel.
+    x = tl.where(rank < n, x, 0.0)
+    x = tl.where(rank < n, x - tl.sum(tl.where(rank == n // 2, x, 0.0), 0), 0.0)
+
+    # Of every i the sums of the first i and of the last k - i.
+    low = rank  # i = 0 .. SIZE - 1; of a group that is kept whole no split is looked at
+    high = k - low
+    last = tl.maximum(n - high, 0)
+    candidate = low <= tl.where(n > k, k, -1)
+    sum_low = sum_of_first(tl.cumsum(x, 0), low, SIZE)
+    square_low = sum_of_first(tl.cumsum(x * x, 0), low, SIZE)
+    from_last = tl.minimum(last, SIZE - 1)
+    sum_high = tl.where(high > 0, tl.gather(tl.cumsum(x, 0, reverse=True), from_last, 0), 0.0)
+    square_high = tl.where(high > 0, tl.gather(tl.cumsum(x * x, 0, reverse=True), from_last, 0), 0.0)
+    total = sum_low + sum_high
+    spread = (square_low + square_high) - total * total / k.to(tl.float64)
+    best = tl.max(tl.where(candidate, spread, float("-inf")), 0)
+    # Among equals, up to rounding, the fewest from the top.
+    good = candidate & (spread >= best * (1.0 - 1e-12))
+    i = tl.max(tl.where(good, low, 0), 0)
+    from_below = tl.where(n > k, i, n)
+    chosen = (rank < tl.where(k > 0, n, 0)) & ((rank < from_below) | (rank >= n - (k - i)))
+    tl.store(out + segment * length + place, chosen, mask=place < length)
+
+
+def max_variance_select(
+    values: Tensor,
+    keep: int | None = None,
+    keep_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    pooled: bool = False,
+) -> Tensor:
+    length = values.numel() if pooled else values.shape[-1]
+    if offsets is not None or length > LARGEST:
+        whole: Tensor = _plain.KERNELS["max_variance_select"](
+            values, keep, keep_tensor, mask, offsets, max_segment, pooled
+        )
+        return whole
+    out = torch.empty(values.shape, dtype=torch.bool, device=values.device)
+    if values.numel():
+        size, warps = next((size, warps) for size, warps in SIZES if length <= size)
+        times = values.shape[:-1].numel() if pooled else 1
+        select_most_varied[(values.numel() // length,)](
+            values.contiguous(), contiguous(mask), length, keep, keep_tensor, times, out, SIZE=size, num_warps=warps,
+            **EXACT,
+        )  # fmt: skip
+    return out

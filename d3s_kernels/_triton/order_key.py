@@ -1,0 +1,24 @@
+"""Floats as integers of the same order, as ``csrc/core/order_key.h`` has them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ABSENT = tl.constexpr(0)  # masked, or NaN
+ZERO_KEY = tl.constexpr(0x80000000)
+
+
+@triton.jit
+def order_key(value):
+    """uint32: larger float, larger key; -0 and 0 share one; NaN is absent."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    key = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
+    return tl.where(value == value, key, ABSENT)
+
+
+@triton.jit
+def order_key_value(key):
+    """The float of a key."""
+    bits = key.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ -0x80000000, ~bits).to(tl.float32, bitcast=True)

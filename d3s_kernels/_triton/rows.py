@@ -1,0 +1,86 @@
+"""How the rows of logits lie in memory, and what else each row has, as the kernels take them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .softmax_state import NAN
+
+
+class Rows(NamedTuple):
+    """Rows in two dimensions, [outer, inner]."""
+
+    tensor: Tensor
+    total: int
+    columns: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    vector: int  # elements in 16 bytes
+    aligned: bool  # every row begins at a multiple of 16 bytes, and then a lane's elements come in one load
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Rows:
+        steps = _steps(logits)
+        if len(steps) > 2:  # three dimensions or more that do not step evenly: a copy costs a pass
+            logits = logits.contiguous()
+            steps = _steps(logits)
+        (_, outer_stride), (inner, inner_stride) = [(1, 0)] * (2 - len(steps)) + steps
+        columns = logits.shape[-1]
+        vector = 16 // logits.element_size()
+        aligned = logits.data_ptr() % 16 == 0 and outer_stride % vector == 0 and inner_stride % vector == 0
+        total = math.prod(logits.shape[:-1])
+        return cls(logits, total, columns, inner, outer_stride, inner_stride, vector, aligned)
+
+    def place(self, name: str = "logits", prefix: str = "") -> dict[str, Any]:
+        """The arguments of ``row_start``. Strides count in STEPs, from which Triton sees how a row is aligned."""
+        step = self.vector if self.aligned else 1
+        return {
+            name: self.tensor,
+            f"{prefix}inner": self.inner,
+            f"{prefix}outer_stride": self.outer_stride // step,
+            f"{prefix}inner_stride": self.inner_stride // step,
+            f"{prefix.upper()}STEP": step,
+        }
+
+
+def _steps(logits: Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of the leading dimensions, of which those that step evenly are one."""
+    steps: list[tuple[int, int]] = []
+    for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if steps and steps[-1][1] == size * stride:
+            steps[-1] = steps[-1][0] * size, stride
+        else:
+            steps.append((size, stride))
+    return steps
+
+
+@triton.jit
+def row_start(logits, row, inner, outer_stride, inner_stride, STEP: tl.constexpr):
+    return logits + (row // inner) * (outer_stride * STEP) + (row % inner) * (inner_stride * STEP)
+
+
+def temperature_arguments(number: float, tensor: Tensor | None) -> dict[str, Any]:
+    """A number travels as the bits of a float: as a float it would be float64 to kernels that Inductor launches."""
+    (bits,) = struct.unpack("i", struct.pack("f", number))
+    if tensor is None:
+        return {"temperatures": None, "temperature_bits": bits, "PER_ROW": False}
+    return {"temperatures": tensor.contiguous(), "temperature_bits": bits, "PER_ROW": tensor.dim() > 0}
+
+
+@triton.jit
+def temperature_of(row, temperatures, bits, PER_ROW: tl.constexpr):
+    """Of rows; NaN for one that was not checked and is not good: so is all that comes of it."""
+    if temperatures is None:
+        return (bits + 0 * row).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        t = tl.load(temperatures + (row if PER_ROW else 0 * row))
+        return tl.where((t > 0.999e-15) & (t < 1.001e15), t, NAN)

@@ -1,0 +1,145 @@
+"""The softmax state (m, S, T) of ``csrc/core/softmax_state.h`` in Triton; what is said there of special values holds.
+
+Sums have one order, whatever layout Triton chooses: a lane adds its elements one after the other, as the code says, and
+lanes are reduced in one dimension. So a row has the same bits wherever it lies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.44269504088896340736)
+MINUS_INFINITY = tl.constexpr(float("-inf"))
+NAN = tl.constexpr(float("nan"))
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the maximum of no logits: not -inf, since -inf - -inf would be NaN
+# Below this, 2^d is 0 in float32. The product of a -inf logit with its e = 0 is taken with this in its place: -inf * 0
+# would be NaN. NaN reaches the sums through e.
+LOWEST_DISTANCE = tl.constexpr(-200.0)
+
+
+@triton.jit
+def add(m, s, t, z, scale):
+    """The states of lanes with the elements ``z`` added, a tuple: one exponential for each, and one for all.
+
+    Here T counts in units of 2's exponent: distances times ``scale``, which is log2(e) / temperature.
+    """
+    top = m
+    for i in tl.static_range(len(z)):
+        top = tl.maximum(top, z[i])
+    move = (m - top) * scale
+    factor = tl.exp2(move)
+    t = factor * tl.fma(tl.where(factor > 0, move, 0.0), s, t)  # a move of -inf with a factor of 0 is NaN
+    s = factor * s
+    for i in tl.static_range(len(z)):
+        distance = (z[i] - top) * scale
+        e = tl.exp2(distance)
+        s += e
+        t = tl.fma(tl.maximum(distance, LOWEST_DISTANCE), e, t)
+    return top, s, t
+
+
+@triton.jit
+def merge_lanes(m, s, t, scale):
+    """One state, as scalars, of the states of all lanes."""
+    top = tl.max(m, 0)
+    s, t = rebase(m, s, tl.div_rn(t, s * 0.0 + scale), top, scale)
+    return top, tl.sum(s, 0), tl.sum(t, 0)
+
+
+@triton.jit
+def rebase(m, s, t, top, scale):
+    """(S, T) of a state whose reference moves up from m to ``top``."""
+    move = m - top
+    factor = tl.exp2(move * scale)
+    return factor * s, factor * tl.fma(tl.where(factor > 0, move, 0.0), s, t)
+
+
+@triton.jit
+def merge(m, s, t, other_m, other_s, other_t, scale):
+    """The state of two stretches of a row together."""
+    top = tl.maximum(m, other_m)
+    s, t = rebase(m, s, t, top, scale)
+    other_s, other_t = rebase(other_m, other_s, other_t, top, scale)
+    return top, s + other_s, t + other_t
+
+
+@triton.jit
+def finish(s, t, temperature):
+    """Entropy and log S."""
+    undefined = (s < 0.5) | (t != t)  # all -inf or no logits at all; NaN or +inf
+    s = tl.where(undefined, NAN, s)
+    log_sum = tl.log(s)
+    mean = tl.div_rn(t, temperature * s)
+    entropy = log_sum - tl.where(mean > -1e-30, 0.0, mean)  # the remains of -inf logits; NaN stays
+    return tl.where(entropy < 0, 0.0, entropy), log_sum
+
+
+@triton.jit
+def exponential(x):
+    """e^x to the last place, as ``csrc/core/exponential.h`` has it: the device's is too coarse where 1 - p counts."""
+    inside = tl.where(x < -104.0, -104.0, tl.where(x > 89.0, 89.0, x))
+    total = inside * 1.44269504 + 12582912.0
+    n = total - 12582912.0
+    r = (inside - n * 0.693145752) - n * 1.42860677e-6
+    q = r * 1.374611515e-3 + 8.371827193e-3
+    q = q * r + 4.166996479e-2
+    q = q * r + 1.666648984e-1
+    q = q * r + 4.999998510e-1
+    e = (r * r * q + r) + 1.0
+    power = n.to(tl.int32)
+    half = power >> 1
+    return e * power_of_two(half) * power_of_two(power - half)
+
+
+@triton.jit
+def power_of_two(n):
+    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+
+
+# ---- loads: a vector of the row for each lane, as a tuple of columns [lanes, 1] -------------------------------------
+
+
+@triton.jit
+def load_columns(row, begin, end, LANES: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, EDGE: tl.constexpr):
+    """float32; at an edge -inf from ``end`` on."""
+    lane = tl.arange(0, LANES)[:, None] * VECTOR
+    if STEP == VECTOR:  # aligned: one wide load, whose elements a thread holds all
+        places = begin + lane + tl.arange(0, VECTOR)[None, :]
+        return _split_columns(_load(row, places, end, EDGE))
+    else:
+        columns: Any = ()
+        for i in tl.static_range(VECTOR):
+            columns = columns + (_load(row, begin + lane + i, end, EDGE),)
+        return columns
+
+
+@triton.jit
+def _load(row, places, end, EDGE: tl.constexpr):
+    if EDGE:
+        return tl.load(row + places, mask=places < end, other=MINUS_INFINITY).to(tl.float32)
+    else:
+        return tl.load(row + places).to(tl.float32)
+
+
+@triton.jit
+def _split_columns(z):
+    evens, odds = _halves(z)
+    c0, c2 = _halves(evens)
+    c1, c3 = _halves(odds)
+    if z.shape[1] == 4:
+        return c0, c1, c2, c3
+    else:
+        c0, c4 = _halves(c0)
+        c1, c5 = _halves(c1)
+        c2, c6 = _halves(c2)
+        c3, c7 = _halves(c3)
+        return c0, c1, c2, c3, c4, c5, c6, c7
+
+
+@triton.jit
+def _halves(z):
+    """The columns of even number, and those of odd."""
+    return tl.split(tl.reshape(z, [z.shape[0], z.shape[1] // 2, 2]))

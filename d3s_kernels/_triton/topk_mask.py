@@ -1,0 +1,241 @@
+"""topk_mask and the selection of tokens in Triton: a program for each segment, which it holds in registers.
+
+The k-th largest order key is found bit by bit, from the highest: a bit is set where at least k keys are no smaller.
+
+Segments here are rows that are short enough, or all of a batch that is. Longer ones are plain PyTorch's; so are those
+that offsets name, since nobody but the device knows how long they are.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import _plain
+from .launch import EXACT, contiguous
+from .logprob_entropy import row_statistics
+from .order_key import ABSENT, ZERO_KEY, order_key, order_key_value
+
+# The longest segment of a program, and its warps: up to 32 keys to a thread, which its registers hold.
+SIZES = ((1024, 4), (4096, 8), (8192, 16), (16384, 16))
+LARGEST = SIZES[-1][0]
+DOUBLE_SLACK = tl.constexpr(1 - 2.0**-50)  # 1 - kDoubleSlack and kFloatSlack of csrc/core/order_key.h
+FLOAT_SLACK = tl.constexpr(1 - 2.0**-21)
+
+
+@triton.jit
+def share(ratio, slack, present):
+    """ceil(ratio present), at least 1, at most all; none by a ratio that was not checked and is not good."""
+    wanted = tl.ceil(ratio.to(tl.float64) * present.to(tl.float64) * slack)
+    k = tl.where(wanted < present.to(tl.float64), wanted, present.to(tl.float64)).to(tl.int64)
+    return tl.where((ratio > 0) & (ratio <= 1), tl.maximum(k, tl.minimum(present, 1)), 0)
+
+
+@triton.jit
+def number(k, present, times):
+    """k for each of ``times`` segments, at most all; none by a number that was not checked and is below 1."""
+    return tl.where(k < 1, 0, tl.minimum(tl.minimum(k, present) * times, present))
+
+
+@triton.jit
+def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
+    """How many of a segment's ``present`` values are kept."""
+    present = present.to(tl.int64)
+    if k_tensor is not None:
+        return number(tl.load(k_tensor).to(tl.int64), present, times)
+    elif k is not None:
+        return number(k + 0 * present, present, times)
+    elif ratio is None:
+        return share((ratio_bits + 0 * present).to(tl.float64, bitcast=True), DOUBLE_SLACK, present)
+    elif ratio.dtype.element_ty == tl.float64:
+        return share(tl.load(ratio), DOUBLE_SLACK, present)
+    else:
+        return share(tl.load(ratio), FLOAT_SLACK, present)
+
+
+@triton.jit
+def keys_of(scores, advantages, mask, index, inside, PER_TOKEN: tl.constexpr):
+    """The order keys of a segment's scores, or of |A| * H; or what comes as keys (int32)."""
+    value = tl.load(scores + index, mask=inside, other=0)
+    if scores.dtype.element_ty == tl.int32:
+        key = value.to(tl.uint32, bitcast=True)
+    else:
+        value = value.to(tl.float32)
+        if advantages is not None:
+            if PER_TOKEN:
+                advantage = tl.load(advantages + index, mask=inside, other=0.0)
+            else:
+                advantage = tl.load(advantages)
+            value = tl.abs(advantage) * value
+        key = order_key(value)
+    if mask is not None:
+        inside = inside & (tl.load(mask + index, mask=inside, other=0) != 0)
+    return tl.where(inside, key, ABSENT)
+
+
+@triton.jit(do_not_specialize=["length", "ratio_bits", "k", "times"])
+def select_top(
+    scores, advantages, mask, length, ratio_bits, ratio, k, k_tensor, times, out, counts, thresholds,
+    PER_TOKEN: tl.constexpr, DROP_ZEROS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0).to(tl.int64)
+    scores += segment * length
+    out += segment * length
+    if advantages is not None:
+        advantages += segment * (length if PER_TOKEN else 1)
+    if mask is not None:
+        mask += segment * length
+    index = tl.arange(0, SIZE)
+    inside = index < length
+    keys = keys_of(scores, advantages, mask, index, inside, PER_TOKEN)
+    kept = quota_of(tl.sum((keys != ABSENT).to(tl.int32), 0), ratio_bits, ratio, k, k_tensor, times).to(tl.int32)
+
+    lowest = (0 * kept).to(tl.uint32)
+    bit = lowest | 0x80000000
+    for _ in range(32):
+        candidate = lowest | bit
+        lowest = tl.where(tl.sum((keys >= candidate).to(tl.int32), 0) >= kept, candidate, lowest)
+        bit = bit >> 1
+    # Above it all are kept, of those that equal it the first ones.
+    above = keys > lowest
+    ties = (keys == lowest).to(tl.int32)
+    wanted = kept - tl.sum(above.to(tl.int32), 0)
+    chosen = above | ((ties == 1) & (tl.cumsum(ties, 0) <= wanted))
+    if DROP_ZEROS:
+        chosen = chosen & (keys != ZERO_KEY)
+        kept = tl.sum(chosen.to(tl.int32), 0)
+        lowest = tl.min(tl.where(chosen, keys, 0xFFFFFFFF), 0)
+    tl.store(out + index, chosen, mask=inside)
+    if counts is not None:
+        tl.store(counts + segment, kept)
+        tl.store(thresholds + segment, tl.where(kept > 0, order_key_value(lowest), float("inf")))
+
+
+def _fits(shape: torch.Size, pooled: bool, offsets: Tensor | None) -> bool:
+    return offsets is None and (shape.numel() if pooled else shape[-1]) <= LARGEST
+
+
+def _select(
+    scores: Tensor,
+    shape: torch.Size,
+    pooled: bool,
+    drop_zeros: bool,
+    mask: Tensor | None,
+    quota: dict[str, Any],
+    advantages: Tensor | None = None,
+    with_counts: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The mask of segments that fit; count and threshold of each."""
+    device, segments = scores.device, torch.Size(()) if pooled else shape[:-1]
+    out = torch.empty(shape, dtype=torch.bool, device=device)
+    counts = torch.empty(segments, dtype=torch.int32, device=device) if with_counts else None
+    thresholds = torch.empty(segments, dtype=torch.float32, device=device) if with_counts else None
+    if segments.numel():
+        size, warps = next((size, warps) for size, warps in SIZES if shape.numel() // segments.numel() <= size)
+        per_token = advantages is not None and advantages.dim() > 0 and advantages.shape != segments
+        if advantages is not None:
+            advantages = _spread(advantages, shape if per_token else segments)
+        select_top[(segments.numel(),)](
+            scores, advantages, contiguous(mask), shape.numel() // segments.numel(), out=out, counts=counts,
+            thresholds=thresholds, PER_TOKEN=per_token, DROP_ZEROS=drop_zeros, SIZE=size, num_warps=warps, **quota,
+            **EXACT,
+        )  # fmt: skip
+    return out, counts, thresholds
+
+
+def _spread(advantages: Tensor, shape: torch.Size) -> Tensor:
+    """Advantages for each token, of those for each or for each row."""
+    if advantages.dim() == len(shape) - 1:
+        advantages = advantages.unsqueeze(-1)
+    return advantages.expand(shape).contiguous()
+
+
+def _quota(
+    ratio: float | None,
+    ratio_tensor: Tensor | None,
+    k: int | None = None,
+    k_tensor: Tensor | None = None,
+    times: int = 1,
+) -> dict[str, Any]:
+    """A ratio that is a number travels as its bits: no float is an argument of a kernel."""
+    (bits,) = struct.unpack("q", struct.pack("d", ratio or 0.0))
+    return {"ratio_bits": bits, "ratio": ratio_tensor, "k": k, "k_tensor": k_tensor, "times": times}
+
+
+# ---- the ops --------------------------------------------------------------------------------------------------------
+
+
+def topk_mask(
+    scores: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    k: int | None = None,
+    k_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    drop_zeros: bool = False,
+    pooled: bool = False,
+) -> Tensor:
+    if not _fits(scores.shape, pooled, offsets):
+        whole: Tensor = _plain.KERNELS["topk_mask"](
+            scores, ratio, ratio_tensor, k, k_tensor, mask, offsets, max_segment, drop_zeros, pooled
+        )
+        return whole
+    quota = _quota(ratio, ratio_tensor, k, k_tensor, scores.shape[:-1].numel() if pooled else 1)
+    return _select(scores.contiguous(), scores.shape, pooled, drop_zeros, mask, quota, with_counts=False)[0]
+
+
+def select_tokens(
+    entropy: Tensor,
+    advantages: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    pooled: bool = True,
+    drop_zeros: bool = False,
+) -> Any:
+    if not _fits(entropy.shape, pooled, offsets):
+        return _plain.KERNELS["select_tokens"](
+            entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
+        )
+    quota = _quota(ratio, ratio_tensor)
+    return _select(entropy.contiguous(), entropy.shape, pooled, drop_zeros, mask, quota, advantages)
+
+
+def select_tokens_from_logits(
+    logits: Tensor,
+    advantages: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    pooled: bool = True,
+    drop_zeros: bool = False,
+) -> Any:
+    shape = logits.shape[:-1]
+    of_rows = None, temperature, temperature_tensor, mask
+    if not _fits(shape, pooled, offsets):
+        entropy = row_statistics(logits, *of_rows)[1]
+        chosen, count, threshold = _plain.KERNELS["select_tokens"](
+            entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
+        )
+        return chosen, entropy, count, threshold
+    # The keys come with the entropies: no other kernel reads these, the mask and the advantages again.
+    keys = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    each = shape.numel() // max(1, advantages.numel())
+    entropy = row_statistics(
+        logits, *of_rows, keys=keys, advantages=advantages.contiguous(), tokens_per_advantage=max(1, each)
+    )[1]
+    chosen, counts, thresholds = _select(keys, shape, pooled, drop_zeros, None, _quota(ratio, ratio_tensor))
+    return chosen, entropy, counts, thresholds
