@@ -1,6 +1,7 @@
 """The selection step of GRPO-style reinforcement learning, as exact, deterministic torch ops."""
 
 from ._build_info import build_info
+from ._ops import backends
 from .plan_sampler import PlanSampler
 from .planning import EVERY_PHASE, NOT_TRAINED, RolloutPlan, plan_rollouts
 from .profile import load_profile
@@ -21,6 +22,7 @@ __all__ = [
     "RolloutPlan",
     "TokenSelection",
     "adaptive_clip",
+    "backends",
     "build_info",
     "compact",
     "entropy",

@@ -1,4 +1,7 @@
-"""``python -m d3s_kernels``: what was built, what runs here, and every op checked against the reference."""
+"""``python -m d3s_kernels``: what was built, what computes each op here, and every back-end beside the reference.
+
+The exit status is 0 where all that run here agree with it.
+"""
 
 from __future__ import annotations
 
@@ -6,100 +9,68 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels import _ops, reference
+from d3s_kernels import _ops
+from d3s_kernels._selfcheck import checks
 
 
-def _checks(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-    """Name, what the library computes, what the reference does, and how far apart they may be."""
-    torch.manual_seed(0)  # the same inputs in every report
-    logits = (4 * torch.randn(8, 20_000)).bfloat16().to(device)
-    labels = torch.randint(0, logits.shape[1], (8,)).to(device)
-    yield "entropy", d3s.entropy(logits), reference.entropy(logits), 1e-5
-    for name, ours, exact in zip(
-        ("logprob_entropy: logprob", "logprob_entropy: entropy"),
-        d3s.logprob_entropy(logits, labels),
-        reference.logprob_entropy(logits, labels),
-        strict=True,
-    ):
-        yield name, ours, exact, 1e-5
-
-    leaf, exact_leaf = logits.float().requires_grad_(), logits.double().requires_grad_()
-    (gradient,) = torch.autograd.grad(torch.stack(d3s.logprob_entropy(leaf, labels)).sum(), leaf)
-    (exact_gradient,) = torch.autograd.grad(
-        torch.stack(reference.logprob_entropy(exact_leaf, labels)).sum(), exact_leaf
-    )
-    yield "logprob_entropy: gradient", gradient, exact_gradient, 1e-5
-
-    hidden, weight = torch.randn(8, 64).to(device), torch.randn(20_000, 64).to(device) / 4
-    for dtype in (torch.float32, torch.bfloat16):
-        head = hidden.to(dtype), weight.to(dtype)
-        both = torch.stack(d3s.linear_logprob_entropy(*head, labels))
-        exact = torch.stack(reference.linear_logprob_entropy(*head, labels))
-        yield f"linear_logprob_entropy, {dtype}", both, exact, 1e-5
-
-    scores = torch.randint(0, 1000, (4, 5000)).float().to(device)
-    yield "topk_mask", d3s.topk_mask(scores, 0.1), reference.topk_mask(scores, 0.1), 0
-    long = torch.randint(0, 1000, (100_000,)).float().to(device)
-    yield "topk_mask, a long segment", d3s.topk_mask(long, 0.1), reference.topk_mask(long, 0.1), 0
-    advantages = torch.randn(4).to(device)
-    kept, expected = d3s.select_tokens(scores, advantages, 0.1), reference.select_tokens(scores, advantages, 0.1)
-    yield "select_tokens", kept.mask, expected.mask, 0
-    batch = logits.view(2, 4, -1)
-    kept = d3s.select_tokens_from_logits(batch, advantages[:2], 0.5)
-    yield "select_tokens_from_logits", kept.entropy, reference.entropy(batch), 1e-5
-    yield "compact", d3s.compact(kept.mask, 8)[0], reference.compact(kept.mask, 8)[0], 0
-
-    rewards = torch.randint(0, 2, (16, 8)).float().to(device)
-    ours, exact = d3s.group_advantages(rewards), reference.group_advantages(rewards)
-    yield "group_advantages", ours, exact, 1e-6
-    yield "max_variance_select", d3s.max_variance_select(rewards, 4), reference.max_variance_select(rewards, 4), 0
-    chosen, expected_mask = d3s.max_variance_select(long[:9000], 900), reference.max_variance_select(long[:9000], 900)
-    yield "max_variance_select, a long segment", chosen, expected_mask, 0
-    for rule in ("max_variance", "highest", "largest_abs", "percentile"):
-        chosen, expected_mask = d3s.select_rollouts(ours, 4, rule=rule), reference.select_rollouts(ours, 4, rule=rule)
-        yield f"select_rollouts, {rule}", chosen, expected_mask, 0
-
-    entropy = scores / 100
-    groups = d3s.entropy_groups(entropy)
-    yield "entropy_groups", groups, reference.entropy_groups(entropy), 0
-    clip = d3s.adaptive_clip(entropy, groups, vocab_size=20_000)
-    yield "adaptive_clip", clip, reference.adaptive_clip(entropy, groups, vocab_size=20_000), 1e-8
-    moved = entropy + torch.randn(4, 5000).to(device) / 10
-    for level in ("token", "sequence", "entropy_group"):
-        ids = groups if level == "entropy_group" else None
-        ratio = d3s.importance_ratio(moved, entropy, level=level, groups=ids)
-        exact = reference.importance_ratio(moved, entropy, level=level, groups=ids)
-        yield f"importance_ratio, {level}", ratio, exact, 1e-5
-
-
-def _device_says() -> Iterator[tuple[torch.device, str]]:
+def _devices() -> Iterator[tuple[torch.device, str]]:
+    """Those of this machine, and what they are."""
     yield torch.device("cpu"), f"{torch.get_num_threads()} threads"
-    if not torch.cuda.is_available():
-        return
-    if not _ops.has_cuda:
-        print("cuda: no kernels in this build, or they do not load: GPU tensors are refused")
-        return
     for index in range(torch.cuda.device_count()):
-        device = torch.device("cuda", index)
-        facts = torch.cuda.get_device_properties(device)
-        yield device, f"{facts.name}, compute capability {facts.major}.{facts.minor}"
+        facts = torch.cuda.get_device_properties(index)
+        yield torch.device("cuda", index), f"{facts.name}, compute capability {facts.major}.{facts.minor}"
+    for index in range(torch.xpu.device_count()):
+        yield torch.device("xpu", index), torch.xpu.get_device_name(index)
+
+
+def _column(device: torch.device, backend: str) -> tuple[list[str], list[str], bool]:
+    """The names of the checks, how far this back-end is from the reference in each, and whether it is near enough."""
+    names, errors, good = [], [], True
+    with _ops.forced(backend):
+        for name, ours, exact, tolerance in checks(device):
+            error = (ours.double() - exact.double()).abs().max().item()
+            near = error <= tolerance  # not of NaN
+            good &= near
+            names.append(f"{name} ({f'{tolerance:.0e}' if tolerance else 'equal'})")
+            errors.append(f"{f'{error:.1e}' if tolerance else 'ok'}" if near else f"WRONG {error:.1e}")
+    return names, errors, good
+
+
+def _table(device: torch.device) -> bool:
+    """Prints a column for each back-end that runs on the device. Whether those that run agree, and what serves runs."""
+    serving = _ops.serving(device.type)
+    columns, good = {}, True
+    for backend in _ops.runnable(device.type):
+        try:
+            names, errors, near = _column(device, backend)
+        except Exception as error:  # whatever a driver or a compiler says: it goes into the report
+            print(f"  {backend}: does not run here: {type(error).__name__}: {error}")
+            good &= backend not in serving
+            continue
+        columns[backend + (" *" if backend in serving else "")] = errors
+        good &= near
+    if columns:
+        width = max(map(len, names))
+        print("  " + " ".join([f"{'error (allowed), * serves':{width}}", *[f"{head:>14}" for head in columns]]))
+        for row in zip(names, *columns.values(), strict=True):
+            print("  " + " ".join([f"{row[0]:{width}}", *[f"{cell:>14}" for cell in row[1:]]]))
+    return good
 
 
 def main() -> int:
     print(f"torch {torch.__version__}")
     for name, value in d3s.build_info().items():
         print(f"{name.replace('_', ' ')}: {value}")
-    wrong = 0
-    for device, what in _device_says():
-        print(f"{device}: {what}")
-        for name, ours, exact, tolerance in _checks(device):
-            error = (ours.double() - exact.double()).abs().max().item()
-            wrong += not error <= tolerance
-            print(f"{'ok   ' if error <= tolerance else 'WRONG'}  {name}  (error {error:.1e}, {tolerance:.0e} allowed)")
-    return 1 if wrong else 0
+    print(f"D3S_KERNELS_BACKEND: {_ops.forced_backend or 'not set'}")
+    for backend in _ops.BACKENDS:
+        print(f"{backend}: {_ops.why_not(backend) or 'there'}")
+    good = True
+    for device, what in _devices():
+        print(f"{device}: {what}; {_ops.explain(device.type)}")
+        good &= _table(device)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

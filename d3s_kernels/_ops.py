@@ -50,7 +50,7 @@ adaptive_clip = _op.adaptive_clip.default
 # ---- what there is --------------------------------------------------------------------------------------------------
 
 BACKENDS = ("cuda", "triton", "torch")
-_KEYS = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}  # devices, and what torch's dispatcher calls them
+DEVICES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}  # devices, and what torch's dispatcher calls them
 _OLDEST_TRITON = (3, 6)
 
 
@@ -100,7 +100,7 @@ def _kernels(backend: str) -> Mapping[str, _Kernel]:
 
 # ---- who serves what ------------------------------------------------------------------------------------------------
 
-_serving: dict[str, dict[str, str]] = {}  # device, op -> back-end
+_serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
 
 
 def _choice(device: str, forced: str | None) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ def _is_built(device: str) -> bool:
 
 
 def _serve(library: torch.library.Library, forced: str | None) -> None:
-    for device, key in _KEYS.items():
+    for device, key in DEVICES.items():
         if not _is_built(device):
             continue
         choice = _choice(device, forced)
@@ -154,12 +154,7 @@ def _python_kernel(op: str, backend: str, device: str, forced: str | None) -> _K
 
 @cache
 def _say_once(device: str) -> None:
-    names = " and ".join({"triton": "Triton", "torch": "plain PyTorch"}[name] for name in _choice(device, None))
-    reason = why_not("cuda") if device == "cuda" else "there are no compiled kernels for it"
-    warnings.warn(
-        f"d3s_kernels: {device} tensors are computed by {names} ({reason}); python -m d3s_kernels says more",
-        stacklevel=4,
-    )
+    warnings.warn(f"d3s_kernels: {device} tensors are {explain(device)}; python -m d3s_kernels says more", stacklevel=4)
 
 
 def _forced_by_environment() -> str | None:
@@ -177,14 +172,14 @@ _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyp
 _serve(_library, forced_backend)
 
 # The LM head is a loop over torch's matrix products and the ops above, the same on every device.
-for _key in _KEYS.values():
+for _key in DEVICES.values():
     _library.impl("linear_logprob_entropy", _linear.forward, _key)  # type: ignore[no-untyped-call]
     _library.impl("linear_logprob_entropy_backward", _linear.backward, _key)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """What D3S_KERNELS_BACKEND does, for a while."""
+    """What D3S_KERNELS_BACKEND does, for a while; "cpu" as well, which changes nothing."""
     before = dict(_serving), dict(_linear.SLICES)
     library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
     _serve(library, backend)
@@ -194,3 +189,49 @@ def forced(backend: str) -> Iterator[None]:
         library._destroy()  # type: ignore[no-untyped-call]  # what was registered before is at work again
         _serving.update(before[0])
         _linear.SLICES.update(before[1])
+
+
+# ---- what is said of it ---------------------------------------------------------------------------------------------
+
+
+def backends() -> dict[str, dict[str, str]]:
+    """What computes each op, for tensors on each kind of device that this torch knows.
+
+    The back-ends are ``"cpu"`` and ``"cuda"``, the compiled libraries; ``"triton"``, for GPUs without a compiled one;
+    and ``"torch"``, plain PyTorch, for what Triton has no kernel for. An op that has a Triton kernel hands segments
+    that are too long for it to plain PyTorch too. ``python -m d3s_kernels`` gives the reasons, and checks them all.
+
+    Returns:
+        ``{op: {device: back-end}}``, with "cpu", "cuda" and "xpu" as devices.
+
+    Example:
+        >>> import d3s_kernels as d3s
+        >>> d3s.backends()["topk_mask"]["cpu"]
+        'cpu'
+    """
+    ops = {op: op for op in _plain.KERNELS if not op.endswith(("_", "_backward", "_finish"))}
+    ops["linear_logprob_entropy"] = "softmax_state_"  # the op that it is a loop over, beside torch's products
+    return {op: {device: served[by] for device, served in _serving.items()} for op, by in sorted(ops.items())}
+
+
+def serving(device: str) -> set[str]:
+    return set(_serving[device].values())
+
+
+def runnable(device: str) -> tuple[str, ...]:
+    """The back-ends that can compute there; the one that is forced, if one is."""
+    if forced_backend is not None:
+        return (_choice(device, forced_backend)[0],)
+    if device == "cpu":
+        return "cpu", *(["triton"] if _interprets() else []), "torch"
+    return _choice(device, None)
+
+
+def explain(device: str) -> str:
+    """By what tensors there are computed, and why."""
+    names = {"cpu": "the compiled CPU library", "cuda": "the compiled CUDA library", "triton": "Triton"}
+    served = " and ".join(names.get(name, "plain PyTorch") for name in dict.fromkeys(_choice(device, forced_backend)))
+    if forced_backend is not None:
+        return f"computed by {served}: D3S_KERNELS_BACKEND={forced_backend}"
+    why = [why_not(name) for name in BACKENDS if name != "cuda" or device == "cuda"] if device != "cpu" else []
+    return f"computed by {served}" + "".join(f"; {reason}" for reason in why if reason)

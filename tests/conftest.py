@@ -23,7 +23,7 @@ TORCH_RANDOM = TorchRandom()  # hypothesis keeps no reference
 register_random(TORCH_RANDOM)
 settings.register_profile(
     "d3s",
-    max_examples=60,
+    max_examples=int(os.environ.get("D3S_TEST_EXAMPLES", "60")),
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],

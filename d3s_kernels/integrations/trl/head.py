@@ -70,7 +70,7 @@ def _why_not(
         return "ZeRO-3 takes the head's weight away again before its backward"
     if weight.dtype not in _FLOATS or dtype not in _FLOATS:
         return f"the head's weight is {weight.dtype} and its products {dtype}; ours takes float32, bfloat16 or float16"
-    if not (hidden.device.type == "cpu" or (hidden.device.type == "cuda" and _ops.has_cuda)):
+    if hidden.device.type not in _ops.DEVICES:
         return f"there are no kernels here for tensors on {hidden.device.type}"
     if not logit_scale > 0:
         return f"the model scales its logits by {logit_scale}"
