@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -83,6 +83,23 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def compiled_once(
+    function: Callable, backend: str = "aot_eager", dynamic: bool | None = True, calls: int = 1
+) -> Callable:
+    """Whole, without a break in its graph. Only the first `calls` may compile; what would compile later raises."""
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    stances = chain(repeat("default", calls), repeat("fail_on_recompile"))
+
+    def call(*args: object) -> object:
+        with torch.compiler.set_stance(next(stances)):
+            return compiled(*args)
+
+    return call
 
 
 # ---- logits ----------------------------------------------------------------------------------------------------------

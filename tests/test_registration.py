@@ -1,12 +1,12 @@
-"""torch sees every op: fake kernels, autograd, torch.compile, and numbers that change from step to step."""
+"""torch sees every op: fake kernels, autograd, torch.compile, and numbers that change from step to step. Whole losses:
+test_compiled_losses.py."""
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, repeat
 
 import pytest
 import torch
-from helpers import assert_identical, random_labels, random_logits, whole_number_product
+from helpers import assert_identical, compiled_once, random_labels, random_logits, whole_number_product
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -224,87 +224,6 @@ def test_opcheck(name: str) -> None:
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
-
-
-def pipeline(logits: Tensor, labels: Tensor, rewards: Tensor, ratio: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
-    """One step of D3S from logits on: rollouts, tokens, and a loss over what is kept."""
-    advantages = d3s.group_advantages(rewards)
-    rollouts = d3s.select_rollouts(advantages, keep)
-    logprob, entropy = d3s.logprob_entropy(logits, labels)
-    mask = (labels != -100) & rollouts.view(-1, 1)
-    kept = d3s.select_tokens(entropy.detach(), advantages.view(-1), ratio, mask=mask)
-    indices, _ = d3s.compact(kept.mask, 16)
-    loss = -(logprob * advantages.view(-1, 1) * kept.mask).sum() / kept.count.clamp(min=1)
-    return loss, rollouts, kept.mask, kept.threshold, indices
-
-
-def step(groups: int, tokens: int) -> tuple[Tensor, ...]:
-    rollouts = groups * 4
-    logits = random_logits(rollouts, tokens, 50).requires_grad_()
-    labels = random_labels(rollouts, tokens, vocabulary=50)
-    return logits, labels, torch.randint(2, (groups, 4)).float(), torch.rand(()) * 0.5 + 0.1, torch.randint(1, 4, ())
-
-
-def assert_compiled_agrees(compiled: Callable, arguments: tuple[Tensor, ...]) -> None:
-    results = []
-    for function in (compiled, pipeline):
-        leaf = arguments[0].detach().clone().requires_grad_()
-        loss, *others = function(leaf, *arguments[1:])
-        results.append((loss.detach(), *others, *torch.autograd.grad(loss, leaf)))
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_a_step_compiles_whole_for_every_shape() -> None:
-    """Also by Inductor, which makes a kernel of what is around the ops."""
-    compiled = torch.compile(pipeline, fullgraph=True, dynamic=True)
-    for groups, tokens in ((2, 7), (3, 9), (5, 11)):
-        assert_compiled_agrees(compiled, step(groups, tokens))
-
-
-def clipped_loss(logprob: Tensor, old: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """ESPO's, over GSPO's ratio too."""
-    groups = d3s.entropy_groups(entropy, mask)
-    epsilon = d3s.adaptive_clip(entropy, groups, mask, vocab_size=50)
-    loss = torch.zeros(())
-    for level, given in (("sequence", None), ("entropy_group", groups)):
-        ratio = d3s.importance_ratio(logprob, old, mask, level=level, groups=given)
-        clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
-        loss = loss - (torch.min(ratio * advantages, clipped * advantages) * mask).sum() / mask.sum()
-    return loss
-
-
-def test_a_loss_of_ratios_compiles_whole_for_every_shape() -> None:
-    compiled = torch.compile(clipped_loss, fullgraph=True, dynamic=True)
-    for rows, tokens in ((3, 7), (4, 9), (5, 12)):
-        old = -torch.rand(rows, tokens)
-        start = old + 0.01 * torch.randn(rows, tokens)
-        rest = old, torch.rand(rows, tokens), torch.randn(rows, 1), torch.rand(rows, tokens) < 0.8
-        results = []
-        for function in (compiled, clipped_loss):
-            leaf = start.clone().requires_grad_()
-            loss = function(leaf, *rest)
-            results.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
-        for actual, expected in zip(*results, strict=True):
-            torch.testing.assert_close(actual, expected)
-
-
-def compiled_once(function: Callable) -> Callable:
-    """One graph, compiled by the first call; a later call that would need another one raises."""
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
-    stances = chain(["default"], repeat("fail_on_recompile"))
-
-    def call(*args: object) -> object:
-        with torch.compiler.set_stance(next(stances)):
-            return compiled(*args)
-
-    return call
-
-
-def test_one_graph_for_all_shapes() -> None:
-    compiled = compiled_once(pipeline)
-    for i in range(20):
-        assert_compiled_agrees(compiled, step(2 + i % 5, 6 + i))
 
 
 def chosen_by_rules(values: Tensor, keep: int | Tensor, ratio: Tensor, mask: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,128 @@
+"""Whole losses under torch.compile: one graph, eager PyTorch's gradients, nothing compiled anew while sizes and budgets
+change."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers import compiled_once, random_labels, random_logits
+from torch import Tensor, nn
+
+import d3s_kernels as d3s
+
+VOCABULARY, HIDDEN = 50, 16
+
+
+def clipped_surrogate(
+    logprob: Tensor, entropy: Tensor, old: Tensor, mask: Tensor, rewards: Tensor, keep: Any, ratio: Tensor, room: int
+) -> tuple[Tensor, ...]:
+    """The loss of GSPO over what D3S keeps, and everything it chose on the way."""
+    advantages = d3s.group_advantages(rewards)
+    rollouts = d3s.select_rollouts(advantages, keep).view(-1, 1)
+    kept = d3s.select_tokens(entropy.detach(), advantages.flatten(), ratio, mask=mask & rollouts)
+    highest = d3s.topk_mask(entropy, k=room, mask=mask)
+    indices, count = d3s.compact(kept.mask, room)
+    weight = d3s.importance_ratio(torch.where(kept.mask, logprob, logprob.detach()), old, mask, level="sequence")
+    each = advantages.view(-1, 1)
+    gain = torch.minimum(weight * each, weight.clamp(0.8, 1.2) * each) + 0.01 * entropy * highest
+    return -(gain * kept.mask).sum() / kept.count.clamp(min=1), rollouts, kept.mask, kept.threshold, indices, count
+
+
+def of_logits(logits: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    logprob, entropy = d3s.logprob_entropy(logits, labels)
+    return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
+
+
+class Model(nn.Module):
+    """A layer and an LM head, whose rows with and without a gradient have bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, hidden: Tensor, labels: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+        return d3s.linear_logprob_entropy(
+            torch.tanh(self.layer(hidden)), self.head.weight, labels, bias=self.head.bias, row_mask=labels != -100,
+            max_rows=max_rows, max_grad_rows=max_rows,
+        )  # fmt: skip
+
+
+def of_a_head(model: Model, hidden: Tensor, labels: Tensor, max_rows: int, *rest: Any) -> tuple[Tensor, ...]:
+    logprob, entropy = model(hidden, labels, max_rows)
+    return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
+
+
+def assert_same_gradients(compiled: Callable, eager: Callable, leaves: Sequence[Tensor], *arguments: Any) -> None:
+    """And the same values. `arguments` may hold the leaves, or what does."""
+    results = []
+    for function in (compiled, eager):
+        loss, *others = function(*arguments)
+        results.append((loss.detach(), *others, *torch.autograd.grad(loss, leaves)))
+    assert all(gradient.any() for gradient in results[1][-len(leaves) :])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+# ---- twenty steps ----------------------------------------------------------------------------------------------------
+
+# All sizes and budgets at once or, as torch.compile does by itself, the first ones as constants and learning from the
+# second; budgets as numbers and as tensors.
+FORMS = pytest.mark.parametrize(("dynamic", "calls", "of_keep"), [(True, 1, torch.tensor), (None, 2, int)])
+
+
+def labels_and_budgets(i: int, of_keep: Callable[[int], Any]) -> tuple[Any, ...]:
+    """Of step i. No two numbers of a step are the same: torch.compile takes equal sizes for one."""
+    labels = random_labels((2 + i % 5) * 4, 6 + i, vocabulary=VOCABULARY)
+    rewards = torch.rand(2 + i % 5, 4)
+    return labels, rewards, of_keep(3 - i % 2), torch.tensor(0.05 + 0.04 * i), 10 + 3 * i
+
+
+def older(logprob: Tensor) -> Tensor:
+    return logprob.detach() + 0.05 * torch.randn(logprob.shape)
+
+
+@FORMS
+def test_a_loss_of_logits(dynamic: bool | None, calls: int, of_keep: Callable[[int], Any]) -> None:
+    compiled = compiled_once(of_logits, "inductor", dynamic, calls)
+    for i in range(20):
+        labels, *rest = labels_and_budgets(i, of_keep)
+        logits = random_logits(*labels.shape, VOCABULARY).requires_grad_()
+        old = older(d3s.logprob_entropy(logits, labels)[0])
+        assert_same_gradients(compiled, of_logits, [logits], logits, labels, old, *rest)
+
+
+@FORMS
+def test_a_loss_of_a_head(dynamic: bool | None, calls: int, of_keep: Callable[[int], Any]) -> None:
+    compiled, model = compiled_once(of_a_head, "inductor", dynamic, calls), Model()
+    for i in range(20):
+        labels, *rest = labels_and_budgets(i, of_keep)
+        hidden, max_rows = torch.randn(*labels.shape, HIDDEN), labels.numel() - i % 3 - 1
+        old = older(model(hidden, labels, max_rows)[0])
+        assert_same_gradients(
+            compiled, of_a_head, list(model.parameters()), model, hidden, labels, max_rows, old, *rest
+        )
+
+
+# ---- ESPO ------------------------------------------------------------------------------------------------------------
+
+
+def of_entropy_groups(logprob: Tensor, old: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor) -> list[Tensor]:
+    """ESPO's loss, over GSPO's ratio too."""
+    groups = d3s.entropy_groups(entropy, mask)
+    epsilon = d3s.adaptive_clip(entropy, groups, mask, vocab_size=VOCABULARY)
+    loss = torch.zeros(())
+    for level, given in (("sequence", None), ("entropy_group", groups)):
+        ratio = d3s.importance_ratio(logprob, old, mask, level=level, groups=given)
+        clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
+        loss = loss - (torch.min(ratio * advantages, clipped * advantages) * mask).sum() / mask.sum()
+    return [loss, groups, epsilon]
+
+
+def test_a_loss_of_entropy_groups() -> None:
+    compiled = compiled_once(of_entropy_groups, "inductor")
+    for rows, tokens in ((3, 7), (4, 9), (5, 12)):
+        old = -torch.rand(rows, tokens)
+        logprob = (old + 0.001 * torch.randn(rows, tokens)).requires_grad_()
+        rest = old, torch.rand(rows, tokens), torch.randn(rows, 1), torch.rand(rows, tokens) < 0.8
+        assert_same_gradients(compiled, of_entropy_groups, [logprob], logprob, *rest)
