@@ -1,0 +1,108 @@
+"""Activation checkpointing: the same gradients to the bit, the same selection again, and what the policy says to save
+is computed once."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same_bits, compiled_once, random_labels
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import d3s_kernels as d3s
+
+OPS = torch.ops.d3s_kernels
+SAVED = OPS.logprob_entropy.default, OPS.linear_logprob_entropy.default
+CHOOSE = OPS.select_tokens.default, OPS.importance_ratio.default
+
+
+def loss(hidden: Tensor, weight: Tensor, labels: Tensor, advantages: Tensor) -> Tensor:
+    """Of both forms of the head; what is kept decides the gradients."""
+    hidden = torch.tanh(hidden)
+    from_hidden, entropy = d3s.linear_logprob_entropy(hidden, weight, labels, max_grad_rows=labels.numel())
+    from_logits, _ = d3s.logprob_entropy(hidden @ weight.T, labels)
+    kept = d3s.select_tokens(entropy.detach(), advantages, 0.3)
+    ratio = d3s.importance_ratio(from_hidden, from_hidden.detach() - 0.1, level="sequence")
+    return ((ratio + from_logits) * advantages.unsqueeze(-1) * kept.mask).sum() / kept.count
+
+
+def must_save(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+selective = partial(create_selective_checkpoint_contexts, must_save)
+# How often the forward of an op runs: those that can be saved, and those that are not.
+WAYS: dict[str, tuple[Callable[..., Tensor], int, int]] = {
+    "reentrant": (partial(checkpoint, loss, use_reentrant=True), 2, 2),
+    "not reentrant": (partial(checkpoint, loss, use_reentrant=False), 2, 2),
+    "selective": (partial(checkpoint, loss, use_reentrant=False, context_fn=selective), 1, 2),
+}
+
+
+class Count(TorchDispatchMode):
+    """Of the calls of each op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[op] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def gradients(function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *rest: Tensor) -> list[Tensor]:
+    """A reentrant checkpoint takes only backward()."""
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+    result = function(*leaves, *rest)
+    result.backward()
+    return [result.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def inputs() -> tuple[Tensor, ...]:
+    return torch.randn(4, 8, 16), torch.randn(50, 16), random_labels(4, 8, vocabulary=50), torch.randn(4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_changes_no_bit(way: str) -> None:
+    function, runs_of_saved, runs_of_others = WAYS[way]
+    arguments = inputs()
+    expected = gradients(loss, *arguments)
+    with Count() as count:
+        actual = gradients(function, *arguments)
+    for one, other in zip(actual, expected, strict=True):
+        assert_same_bits(one, other)
+    assert [count.calls[op] for op in SAVED] == [runs_of_saved] * len(SAVED)
+    assert [count.calls[op] for op in CHOOSE] == [runs_of_others] * len(CHOOSE)
+
+
+def test_a_random_choice_is_the_same_again() -> None:
+    """The gradient is that of the tokens drawn in the forward: a checkpoint puts torch's generator back."""
+
+    def of_a_random_half(entropy: Tensor) -> Tensor:
+        return (entropy * d3s.select_tokens(entropy.detach(), None, 0.5, rule="random").mask).square().sum()
+
+    entropy = torch.rand(20, 30)
+    for use_reentrant in (True, False):
+        leaf = entropy.clone().requires_grad_()
+        value = checkpoint(of_a_random_half, leaf, use_reentrant=use_reentrant)
+        value.backward()
+        torch.testing.assert_close((leaf.grad / 2).square().sum(), value)
+
+
+@pytest.mark.parametrize("way", ["not reentrant", "selective"])
+def test_a_compiled_checkpoint(way: str) -> None:
+    """Inductor cuts forward from backward as the policy says; torch's profiler sees what its code calls."""
+    function, runs_of_saved, runs_of_others = WAYS[way]
+    compiled, arguments = compiled_once(lambda *tensors: function(*tensors), "inductor", dynamic=None), inputs()
+    for actual, expected in zip(gradients(compiled, *arguments), gradients(loss, *arguments), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        gradients(compiled, *arguments)
+    calls = Counter(event.name for event in profile.events())
+    assert [calls[op.name()] for op in SAVED] == [runs_of_saved] * len(SAVED)
+    assert [calls[op.name()] for op in CHOOSE] == [runs_of_others] * len(CHOOSE)
