@@ -1,0 +1,93 @@
+"""The ops where torch changes what happens around them: autocast, inference mode, hooks on what the backward needs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import assert_same_bits, random_labels, random_logits
+from torch import Tensor
+
+import d3s_kernels as d3s
+
+LABELS = random_labels(4, 9, vocabulary=300)
+
+
+def of_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return d3s.logprob_entropy(logits, LABELS, temperature=0.7)
+
+
+def of_hidden(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    weight = torch.linspace(-1, 1, 300 * 16, dtype=hidden.dtype).view(300, 16)
+    return d3s.linear_logprob_entropy(hidden, weight, LABELS, max_grad_rows=36)
+
+
+def of_ratios(logprob: Tensor) -> tuple[Tensor, Tensor]:
+    groups = d3s.entropy_groups(logprob.detach().abs())
+    of_sequences = d3s.importance_ratio(logprob, logprob.detach() / 2, level="sequence")
+    return of_sequences, d3s.importance_ratio(logprob, logprob.detach() / 2, level="entropy_group", groups=groups)
+
+
+FORMS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[], Tensor]]] = {
+    "logits": (of_logits, lambda: random_logits(4, 9, 300)),
+    "bfloat16 logits": (of_logits, lambda: random_logits(4, 9, 300, dtype=torch.bfloat16)),
+    "hidden states": (of_hidden, lambda: torch.randn(4, 9, 16)),
+    "ratios": (of_ratios, lambda: -torch.rand(4, 9)),
+}
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def results(function: Callable[[Tensor], tuple[Tensor, Tensor]], values: Tensor) -> list[Tensor]:
+    """Of the forward and of the backward."""
+    leaf = values.clone().requires_grad_()
+    outputs = function(leaf)
+    (gradient,) = torch.autograd.grad(outputs, leaf, [torch.ones_like(output) for output in outputs])
+    return [*(output.detach() for output in outputs), gradient]
+
+
+def assert_all_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+@forms
+def test_autocast_changes_nothing(form: str) -> None:
+    """It is for layers: what these ops compute, their arguments say."""
+    function, make = FORMS[form]
+    values = make()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = results(function, values)
+    assert_all_same_bits(actual, results(function, values))
+
+
+@forms
+def test_what_the_backward_needs_may_be_moved(form: str) -> None:
+    """As activation offloading does: elsewhere in the forward, back as another tensor in the backward."""
+    function, make = FORMS[form]
+    values, moved, returned = make(), [], []
+
+    def away(tensor: Tensor) -> int:
+        moved.append(tensor.clone())
+        return len(moved) - 1
+
+    def back(place: int) -> Tensor:
+        returned.append(place)
+        return moved[place]
+
+    with torch.autograd.graph.saved_tensors_hooks(away, back):
+        actual = results(function, values)
+    assert sorted(returned) == list(range(len(moved)))
+    assert_all_same_bits(actual, results(function, values))
+
+
+def test_a_selection_made_in_inference_mode() -> None:
+    """A pass over the policy that needs no graph; the update takes what it found."""
+    logits, advantages = torch.randn(4, 9, 300), torch.randn(4)
+    with torch.inference_mode():
+        old, entropy = of_logits(logits)
+        kept = d3s.select_tokens(entropy, advantages, 0.3, mask=LABELS != -100)
+    assert kept.mask.is_inference()
+    leaf = logits.clone().requires_grad_()
+    ratio = d3s.importance_ratio(of_logits(leaf)[0], old)
+    (gradient,) = torch.autograd.grad(ratio, leaf, kept.mask.float())
+    assert torch.equal(ratio, torch.ones(4, 9))
+    assert torch.equal(gradient.any(-1), kept.mask)
