@@ -16,6 +16,8 @@ from helpers import (
     ratio_results,
 )
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
@@ -264,20 +266,39 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(op, arguments[name])
 
 
-def test_compiled_in_one_graph() -> None:
-    def step(logits: Tensor, labels: Tensor, advantages: Tensor, ratio: Tensor) -> Tensor:
-        logprob, entropy = d3s.logprob_entropy(logits, labels)
-        kept = d3s.select_tokens(entropy.detach(), advantages, ratio)
-        return (torch.where(kept.mask, logprob, logprob.detach()) * advantages.unsqueeze(-1)).sum()
+def kept_loss(logits: Tensor, labels: Tensor, advantages: Tensor, ratio: Tensor) -> Tensor:
+    logprob, entropy = d3s.logprob_entropy(logits, labels)
+    kept = d3s.select_tokens(entropy.detach(), advantages, ratio)
+    return (torch.where(kept.mask, logprob, logprob.detach()) * advantages.unsqueeze(-1)).sum()
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+
+def arguments_of_a_step(tokens: int, ratio: float) -> tuple[Tensor, ...]:
+    logits = logits_like_a_models(4, tokens, 1000).requires_grad_()
+    labels = random_labels(4, tokens, vocabulary=1000).to(GPU)
+    return logits, labels, torch.randn(4, device=GPU), torch.tensor(ratio, device=GPU)
+
+
+def assert_same_gradient(compiled: Callable[..., Tensor], logits: Tensor, *rest: Tensor) -> None:
+    (ours,) = torch.autograd.grad(compiled(logits, *rest), logits)
+    (eager,) = torch.autograd.grad(kept_loss(logits, *rest), logits)
+    torch.testing.assert_close(ours, eager)
+
+
+def test_compiled_in_one_graph() -> None:
+    compiled = torch.compile(kept_loss, fullgraph=True, dynamic=True)
     for tokens in (16, 32, 48):
-        logits = logits_like_a_models(4, tokens, 1000).requires_grad_()
-        labels = random_labels(4, tokens, vocabulary=1000).to(GPU)
-        inputs = labels, torch.randn(4, device=GPU), torch.tensor(0.2, device=GPU)
-        (ours,) = torch.autograd.grad(compiled(logits, *inputs), logits)
-        (eager,) = torch.autograd.grad(step(logits, *inputs), logits)
-        torch.testing.assert_close(ours, eager)
+        assert_same_gradient(compiled, *arguments_of_a_step(tokens, 0.2))
+
+
+def test_compiled_into_cuda_graphs() -> None:
+    """Forward and backward are each a graph that torch records and replays, on numbers that change; none is refused."""
+    counters["inductor"].clear()
+    compiled = torch.compile(kept_loss, fullgraph=True, mode="reduce-overhead")
+    for step in range(5):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_same_gradient(compiled, *arguments_of_a_step(16, 0.1 + 0.2 * step))
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
