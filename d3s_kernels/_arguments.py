@@ -98,6 +98,10 @@ def temperature_argument(temperature: float | Tensor, like: Tensor, rows: torch.
     if not isinstance(temperature, Tensor):
         if not _is_number(temperature):
             raise TypeError(f"temperature: got {type(temperature).__name__}; takes a number or a float tensor")
+        if torch.compiler.is_compiling():
+            if not 1e-15 <= temperature <= 1e15:
+                raise ValueError(f"temperature: got {temperature}; takes a number above 0, in [1e-15, 1e15]")
+            return 1.0, _in_a_graph(temperature, like).float()
         return temperature, None
     if not temperature.is_floating_point():
         raise TypeError(f"temperature: got dtype {temperature.dtype}; takes a float tensor")
@@ -116,13 +120,25 @@ def temperature_argument(temperature: float | Tensor, like: Tensor, rows: torch.
     return 1.0, temperature.float()
 
 
-def number_or_tensor(name: str, value: float | Tensor | None, like: Tensor) -> tuple[float | None, Tensor | None]:
-    if isinstance(value, Tensor):
-        _require_device(name, value, like.device)
-        return None, value
-    if value is not None and not _is_number(value):
-        raise TypeError(f"{name}: got {type(value).__name__}; takes a number or a 0-d tensor")
-    return value, None
+def ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float | None, Tensor | None]:
+    """The number, or the 0-d tensor that replaces it."""
+    if isinstance(ratio, Tensor):
+        _require_device("ratio", ratio, like.device)
+        return None, ratio
+    if ratio is not None and not _is_number(ratio):
+        raise TypeError(f"ratio: got {type(ratio).__name__}; takes a number or a 0-d tensor")
+    if ratio is not None and torch.compiler.is_compiling():
+        if not 0 < ratio <= 1:
+            raise ValueError(f"ratio: got {ratio}; takes a number in (0, 1]")
+        return None, _in_a_graph(ratio, like)
+    return ratio, None
+
+
+def _in_a_graph(value: float, like: Tensor) -> Tensor:
+    """A number as a 0-d tensor: a graph would be compiled anew for each float. Its value is checked before: on a GPU
+    nobody looks at that of a tensor.
+    """
+    return torch.ones((), dtype=torch.float64, device=like.device) * value
 
 
 def whole_or_tensor(name: str, value: int | Tensor, like: Tensor) -> tuple[int | None, Tensor | None]:

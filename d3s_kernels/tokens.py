@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _ops, _rules
 from ._arguments import (
-    number_or_tensor,
+    ratio_argument,
     require_flag,
     require_generator,
     require_optional_tensors,
@@ -80,7 +80,7 @@ def topk_mask(
     require_optional_tensors(scores, mask=mask, offsets=offsets)
     require_whole(max_segment=max_segment)
     require_flag(drop_zeros=drop_zeros)
-    number, tensor = number_or_tensor("ratio", ratio, scores)
+    number, tensor = ratio_argument(ratio, scores)
     whole, whole_tensor = (None, None) if k is None else whole_or_tensor("k", k, scores)
     result: Tensor = _ops.topk_mask(scores, number, tensor, whole, whole_tensor, mask, offsets, max_segment, drop_zeros)
     return result
@@ -161,7 +161,7 @@ def select_tokens(
     require_whole(max_segment=max_segment)
     require_flag(drop_zeros=drop_zeros)
     require_generator(generator, rule, entropy)
-    number, tensor = number_or_tensor("ratio", ratio, entropy)
+    number, tensor = ratio_argument(ratio, entropy)
     pooled = require_scope(scope, "sequence")
     if rule == "entropy_quantile":
         return _entropy_quantile(entropy, ratio, mask, offsets, max_segment, pooled, drop_zeros)
@@ -208,7 +208,7 @@ def select_tokens_from_logits(
     require_optional_tensors(logits, mask=mask, offsets=offsets)
     require_whole(max_segment=max_segment)
     require_flag(drop_zeros=drop_zeros)
-    number, tensor = number_or_tensor("ratio", ratio, logits)
+    number, tensor = ratio_argument(ratio, logits)
     heat, heats = temperature_argument(temperature, logits, logits.shape[:-1])
     chosen, entropy, count, threshold = _ops.select_tokens_from_logits(
         logits, _float32(advantages), number, tensor, mask, offsets, max_segment, heat, heats,

@@ -15,7 +15,7 @@ VOCABULARY, HIDDEN = 50, 16
 
 
 def clipped_surrogate(
-    logprob: Tensor, entropy: Tensor, old: Tensor, mask: Tensor, rewards: Tensor, keep: Any, ratio: Tensor, room: int
+    logprob: Tensor, entropy: Tensor, old: Tensor, mask: Tensor, rewards: Tensor, keep: Any, ratio: Any, room: int
 ) -> tuple[Tensor, ...]:
     """The loss of GSPO over what D3S keeps, and everything it chose on the way."""
     advantages = d3s.group_advantages(rewards)
@@ -68,14 +68,16 @@ def assert_same_gradients(compiled: Callable, eager: Callable, leaves: Sequence[
 
 # All sizes and budgets at once or, as torch.compile does by itself, the first ones as constants and learning from the
 # second; budgets as numbers and as tensors.
-FORMS = pytest.mark.parametrize(("dynamic", "calls", "of_keep"), [(True, 1, torch.tensor), (None, 2, int)])
+FORMS = pytest.mark.parametrize(("dynamic", "calls", "as_tensors"), [(True, 1, True), (None, 2, False)])
 
 
-def labels_and_budgets(i: int, of_keep: Callable[[int], Any]) -> tuple[Any, ...]:
+def labels_and_budgets(i: int, as_tensors: bool) -> tuple[Any, ...]:
     """Of step i. No two numbers of a step are the same: torch.compile takes equal sizes for one."""
     labels = random_labels((2 + i % 5) * 4, 6 + i, vocabulary=VOCABULARY)
     rewards = torch.rand(2 + i % 5, 4)
-    return labels, rewards, of_keep(3 - i % 2), torch.tensor(0.05 + 0.04 * i), 10 + 3 * i
+    keep, ratio = 3 - i % 2, 0.05 + 0.04 * i
+    budgets = (torch.tensor(keep), torch.tensor(ratio)) if as_tensors else (keep, ratio)
+    return labels, rewards, *budgets, 10 + 3 * i
 
 
 def older(logprob: Tensor) -> Tensor:
@@ -83,20 +85,20 @@ def older(logprob: Tensor) -> Tensor:
 
 
 @FORMS
-def test_a_loss_of_logits(dynamic: bool | None, calls: int, of_keep: Callable[[int], Any]) -> None:
+def test_a_loss_of_logits(dynamic: bool | None, calls: int, as_tensors: bool) -> None:
     compiled = compiled_once(of_logits, "inductor", dynamic, calls)
     for i in range(20):
-        labels, *rest = labels_and_budgets(i, of_keep)
+        labels, *rest = labels_and_budgets(i, as_tensors)
         logits = random_logits(*labels.shape, VOCABULARY).requires_grad_()
         old = older(d3s.logprob_entropy(logits, labels)[0])
         assert_same_gradients(compiled, of_logits, [logits], logits, labels, old, *rest)
 
 
 @FORMS
-def test_a_loss_of_a_head(dynamic: bool | None, calls: int, of_keep: Callable[[int], Any]) -> None:
+def test_a_loss_of_a_head(dynamic: bool | None, calls: int, as_tensors: bool) -> None:
     compiled, model = compiled_once(of_a_head, "inductor", dynamic, calls), Model()
     for i in range(20):
-        labels, *rest = labels_and_budgets(i, of_keep)
+        labels, *rest = labels_and_budgets(i, as_tensors)
         hidden, max_rows = torch.randn(*labels.shape, HIDDEN), labels.numel() - i % 3 - 1
         old = older(model(hidden, labels, max_rows)[0])
         assert_same_gradients(
@@ -126,3 +128,16 @@ def test_a_loss_of_entropy_groups() -> None:
         logprob = (old + 0.001 * torch.randn(rows, tokens)).requires_grad_()
         rest = old, torch.rand(rows, tokens), torch.randn(rows, 1), torch.rand(rows, tokens) < 0.8
         assert_same_gradients(compiled, of_entropy_groups, [logprob], logprob, *rest)
+
+
+@pytest.mark.parametrize(
+    ("function", "bad", "message"),
+    [
+        (lambda ratio: d3s.topk_mask(torch.randn(9), ratio), 1.5, "ratio: got 1.5"),
+        (lambda t: d3s.entropy(torch.randn(2, 9), temperature=t), 0.0, "temperature: got 0.0"),
+    ],
+)
+def test_a_bad_number_is_named_in_a_graph_too(function: Callable, bad: float, message: str) -> None:
+    compiled = torch.compile(function, backend="aot_eager", dynamic=True)
+    with pytest.raises(ValueError, match=message):
+        compiled(bad)

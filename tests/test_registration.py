@@ -270,7 +270,8 @@ HIDDEN, WEIGHT = whole_number_product(6, vocabulary=30)
 CHANGING: dict[str, tuple[Callable, Callable[[int], object]]] = {
     "k": (lambda k: d3s.topk_mask(SCORES, k=k), lambda i: 2 + i),
     "k as a tensor": (lambda k: d3s.topk_mask(SCORES, k=k), lambda i: torch.tensor(1 + i)),
-    "ratio": (lambda ratio: d3s.topk_mask(SCORES, ratio), lambda i: torch.tensor(0.05 + 0.04 * i)),
+    "ratio": (lambda ratio: d3s.topk_mask(SCORES, ratio), lambda i: 0.07 + 0.04 * i),
+    "ratio as a tensor": (lambda ratio: d3s.topk_mask(SCORES, ratio), lambda i: torch.tensor(0.05 + 0.04 * i)),
     "ratio of tokens": (
         lambda ratio: d3s.select_tokens(SCORES.abs(), SCORES[:, 0], ratio),
         lambda i: torch.tensor(0.05 + 0.04 * i, dtype=torch.float64),
@@ -288,6 +289,10 @@ CHANGING: dict[str, tuple[Callable, Callable[[int], object]]] = {
     },
     "capacity": (lambda capacity: d3s.compact(MASK, capacity), lambda i: 2 + 5 * i),
     "temperature": (
+        lambda temperature: d3s.logprob_entropy(LOGITS, LABELS, temperature=temperature),
+        lambda i: 0.5 + 0.1 * i,
+    ),
+    "temperature as a tensor": (
         lambda temperature: d3s.logprob_entropy(LOGITS, LABELS, temperature=temperature),
         lambda i: torch.tensor(0.5 + 0.1 * i),
     ),
