@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradient import logprob_entropy_backward, logprob_entropy_backward_
-from .logprob_entropy import logprob_entropy, softmax_state_, softmax_state_finish
-from .max_variance import max_variance_select
-from .topk_mask import select_tokens, select_tokens_from_logits, topk_mask
+from . import gradient, logprob_entropy, max_variance, topk_mask
 
 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,14 +29,14 @@ def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
 KERNELS: dict[str, Callable[..., Any]] = {
     kernel.__name__: _on_its_device(kernel)
     for kernel in (
-        logprob_entropy,
-        logprob_entropy_backward,
-        logprob_entropy_backward_,
-        softmax_state_,
-        softmax_state_finish,
-        topk_mask,
-        select_tokens,
-        select_tokens_from_logits,
-        max_variance_select,
+        logprob_entropy.logprob_entropy,
+        logprob_entropy.softmax_state_,
+        logprob_entropy.softmax_state_finish,
+        gradient.logprob_entropy_backward,
+        gradient.logprob_entropy_backward_,
+        topk_mask.topk_mask,
+        topk_mask.select_tokens,
+        topk_mask.select_tokens_from_logits,
+        max_variance.max_variance_select,
     )
 }

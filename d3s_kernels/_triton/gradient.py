@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import EXACT, contiguous
+from .launch import EXACT, contiguous, warps
 from .logprob_entropy import NO_TARGET
 from .rows import Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, NAN, exponential
 
-BLOCK = 8192  # elements that are on the way at a time: 64 bytes for each of 256 threads
+THREADS = 256
+BLOCK = 8192  # elements that are on the way at a time: 32 for each thread
+EDGE_BLOCK = 1024  # of what is left, where each element has an address and a mask of its own: more take registers
 PIECE = 4 * BLOCK  # of a program: what a row costs before the first element is spread over many
 ANY_TOKEN = 2**62  # of a tile nobody knows how large the vocabulary is
 
@@ -24,7 +26,8 @@ def write_gradients(
     logits, inner, outer_stride, inner_stride, columns, row_mask, labels, temperatures, temperature_bits, grad_logprob,
     grad_entropy, entropies, maxima, log_sums, first_token, vocabulary, out, out_inner, out_outer_stride,
     out_inner_stride,
-    STEP: tl.constexpr, PER_ROW: tl.constexpr, OUT_STEP: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+    STEP: tl.constexpr, PER_ROW: tl.constexpr, OUT_STEP: tl.constexpr, BLOCK: tl.constexpr, EDGE_BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of g_logprob * logprob(y) + g_entropy * H in the logits of a piece of one row.
 
@@ -73,8 +76,8 @@ def write_gradients(
         tl.debug_barrier()
         for first in range(begin, whole, BLOCK):
             write_block(start, out, first, end, m, scale, offset, slope, BLOCK, False)
-        for first in range(whole, end, BLOCK):
-            write_block(start, out, first, end, m, scale, offset, slope, BLOCK, True)
+        for first in range(whole, end, EDGE_BLOCK):
+            write_block(start, out, first, end, m, scale, offset, slope, EDGE_BLOCK, True)
         tl.debug_barrier()
         p = exponential(tl.div_rn(label_distance, temperature))
         rest = tl.where(p == 0, 0.0, p * tl.fma(slope, label_distance, offset))
@@ -83,8 +86,8 @@ def write_gradients(
     else:
         for first in range(begin, whole, BLOCK):
             write_zeros(out, first, end, BLOCK, False)
-        for first in range(whole, end, BLOCK):
-            write_zeros(out, first, end, BLOCK, True)
+        for first in range(whole, end, EDGE_BLOCK):
+            write_zeros(out, first, end, EDGE_BLOCK, True)
 
 
 @triton.jit
@@ -173,7 +176,7 @@ def _write(
         columns=rows.columns, labels=contiguous(labels), grad_logprob=contiguous(grad_logprob),
         grad_entropy=contiguous(grad_entropy), entropies=contiguous(entropy), maxima=contiguous(row_max),
         log_sums=contiguous(log_sum), **rows.place(), **others, **to.place("out", "out_"),
-        BLOCK=BLOCK, PIECE=PIECE, num_warps=8, **EXACT,
+        BLOCK=BLOCK, EDGE_BLOCK=EDGE_BLOCK, PIECE=PIECE, num_warps=warps(THREADS), **EXACT,
     )  # fmt: skip
     if to.tensor is not out:  # in place, and so strided that the rows were copied
         out.copy_(to.tensor)

@@ -13,6 +13,10 @@ from torch import Tensor
 EXACT = {"enable_fp_fusion": False}
 
 
+def warps(threads: int) -> int:
+    return max(1, threads // warp_size())
+
+
 @cache
 def warp_size() -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -184,7 +184,7 @@ def row_statistics(
     finish_rows[(triton.cdiv(rows.total, MERGERS),)](
         states, slices, rows.total, columns=rows.columns, labels=contiguous(labels), **rows.place(), **of_rows,
         **dict(zip(("logprobs", "entropies", "maxima", "log_sums"), outputs, strict=True)), **keys,
-        MERGERS=MERGERS, num_warps=4, **EXACT,
+        MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
     )  # fmt: skip
     return outputs
 
@@ -204,7 +204,7 @@ def softmax_state_(
     states, slices = _slice_states(rows, row_mask=None, **temperatures)
     merge_into_states[(triton.cdiv(rows.total, MERGERS),)](
         states, slices, rows.total, columns=rows.columns, labels=contiguous(labels), **rows.place(), **temperatures,
-        row_states=state, first_token=first_token, MERGERS=MERGERS, num_warps=4, **EXACT,
+        row_states=state, first_token=first_token, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
     )  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def softmax_state_finish(
         finish_states[(triton.cdiv(count, MERGERS),)](
             state, count, **temperature_arguments(temperature, temperature_tensor),
             **dict(zip(("logprobs", "entropies", "maxima", "log_sums"), outputs, strict=True)),
-            MERGERS=MERGERS, num_warps=4, **EXACT,
+            MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
         )  # fmt: skip
     return outputs
 
@@ -228,7 +228,7 @@ def _slice_states(rows: Rows, **of_rows: Any) -> tuple[Tensor, int]:
     if slices:
         reduce_slices[(rows.total * slices,)](
             columns=rows.columns, slices=slices, states=states, **rows.place(), **of_rows, VECTOR=rows.vector,
-            LANES=LANES, IN_FLIGHT=IN_FLIGHT, SLICE=SLICE, num_warps=LANES // launch.warp_size(), **EXACT,
+            LANES=LANES, IN_FLIGHT=IN_FLIGHT, SLICE=SLICE, num_warps=launch.warps(LANES), **EXACT,
         )  # fmt: skip
     return states, slices
 

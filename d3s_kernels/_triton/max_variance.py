@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _plain
-from .launch import EXACT, contiguous
+from .launch import EXACT, contiguous, warps
 from .order_key import order_key
 from .topk_mask import number
 
-# The longest group of a program, and its warps.
-SIZES = ((64, 1), (256, 2), (1024, 4))
+# The longest group of a program, and its threads.
+SIZES = ((64, 32), (256, 64), (1024, 128))
 LARGEST = SIZES[-1][0]
 LAST = tl.constexpr(0x7FFFFFFF)  # sorts what is not usable behind everything
 
@@ -97,10 +97,10 @@ def max_variance_select(
         return whole
     out = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     if values.numel():
-        size, warps = next((size, warps) for size, warps in SIZES if length <= size)
+        size, threads = next((size, threads) for size, threads in SIZES if length <= size)
         times = values.shape[:-1].numel() if pooled else 1
         select_most_varied[(values.numel() // length,)](
-            values.contiguous(), contiguous(mask), length, keep, keep_tensor, times, out, SIZE=size, num_warps=warps,
-            **EXACT,
+            values.contiguous(), contiguous(mask), length, keep, keep_tensor, times, out, SIZE=size,
+            num_warps=warps(threads), **EXACT,
         )  # fmt: skip
     return out

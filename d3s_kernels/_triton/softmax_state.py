@@ -6,8 +6,6 @@ lanes are reduced in one dimension. So a row has the same bits wherever it lies.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -110,9 +108,9 @@ def load_columns(row, begin, end, LANES: tl.constexpr, VECTOR: tl.constexpr, STE
         places = begin + lane + tl.arange(0, VECTOR)[None, :]
         return _split_columns(_load(row, places, end, EDGE))
     else:
-        columns: Any = ()
+        columns = ()
         for i in tl.static_range(VECTOR):
-            columns = columns + (_load(row, begin + lane + i, end, EDGE),)
+            columns = columns + (_load(row, begin + lane + i, end, EDGE),)  # type: ignore[assignment]
         return columns
 
 

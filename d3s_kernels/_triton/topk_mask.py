@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _plain
-from .launch import EXACT, contiguous
+from .launch import EXACT, contiguous, warps
 from .logprob_entropy import row_statistics
 from .order_key import ABSENT, ZERO_KEY, order_key, order_key_value
 
-# The longest segment of a program, and its warps: up to 32 keys to a thread, which its registers hold.
-SIZES = ((1024, 4), (4096, 8), (8192, 16), (16384, 16))
+# The longest segment of a program, and its threads: up to 32 keys to each, which its registers hold.
+SIZES = ((1024, 128), (4096, 256), (8192, 512), (16384, 512))
 LARGEST = SIZES[-1][0]
 DOUBLE_SLACK = tl.constexpr(1 - 2.0**-50)  # 1 - kDoubleSlack and kFloatSlack of csrc/core/order_key.h
 FLOAT_SLACK = tl.constexpr(1 - 2.0**-21)
@@ -136,14 +136,14 @@ def _select(
     counts = torch.empty(segments, dtype=torch.int32, device=device) if with_counts else None
     thresholds = torch.empty(segments, dtype=torch.float32, device=device) if with_counts else None
     if segments.numel():
-        size, warps = next((size, warps) for size, warps in SIZES if shape.numel() // segments.numel() <= size)
+        size, threads = next((size, threads) for size, threads in SIZES if shape.numel() // segments.numel() <= size)
         per_token = advantages is not None and advantages.dim() > 0 and advantages.shape != segments
         if advantages is not None:
             advantages = _spread(advantages, shape if per_token else segments)
         select_top[(segments.numel(),)](
             scores, advantages, contiguous(mask), shape.numel() // segments.numel(), out=out, counts=counts,
-            thresholds=thresholds, PER_TOKEN=per_token, DROP_ZEROS=drop_zeros, SIZE=size, num_warps=warps, **quota,
-            **EXACT,
+            thresholds=thresholds, **quota, PER_TOKEN=per_token, DROP_ZEROS=drop_zeros, SIZE=size,
+            num_warps=warps(threads), **EXACT,
         )  # fmt: skip
     return out, counts, thresholds
 

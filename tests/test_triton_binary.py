@@ -1,0 +1,162 @@
+"""What Triton makes of the kernels, read from the machine code: a test of performance that needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from disassembly import Instruction, Resources, cuobjdump, kernels, loops, resources
+
+pytest.importorskip("triton", reason="needs Triton")
+from triton.backends.compiler import GPUTarget
+from triton_launches import Launch, recorded
+
+from d3s_kernels import _triton
+from d3s_kernels._triton import logprob_entropy, max_variance, topk_mask
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
+
+NVIDIA = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 100)}
+AMD = GPUTarget("hip", "gfx942", 64)
+
+VOCABULARY, ODD_VOCABULARY = 151_936, 50_257  # rows at multiples of 16 bytes, and not
+VECTOR = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4}
+# Of the loop over logits. At 4.3 TB/s an H200 has time for some 13.8 while the next bfloat16 comes.
+MOST_INSTRUCTIONS = {torch.bfloat16: 9.5, torch.float16: 9.5, torch.float32: 9.0}
+MOST_INSTRUCTIONS_ASKEW = 11.5
+MOST_INSTRUCTIONS_OF_GRADIENTS = 12.0
+
+
+def forward(dtype: torch.dtype, vocabulary: int = VOCABULARY) -> None:
+    logits, labels = torch.empty(3, vocabulary, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+    _triton.KERNELS["logprob_entropy"](logits, labels, 1.0, None, labels == 0)
+
+
+def backward(dtype: torch.dtype, vocabulary: int = VOCABULARY) -> None:
+    logits, labels = torch.empty(3, vocabulary, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+    rows = [torch.zeros(3) for _ in range(5)]
+    _triton.KERNELS["logprob_entropy_backward"](*rows[:2], logits, labels, *rows[2:], 1.0, None, labels == 0)
+
+
+def tiles(dtype: torch.dtype) -> None:
+    logits, labels, rows = torch.empty(3, 4096, dtype=dtype), torch.zeros(3, dtype=torch.int32), torch.zeros(3)
+    _triton.KERNELS["softmax_state_"](torch.zeros(3, 4), logits, labels, 4096, 1.0, rows)
+    _triton.KERNELS["softmax_state_finish"](torch.zeros(3, 4), 1.0, rows)
+    _triton.KERNELS["logprob_entropy_backward_"](rows, rows, logits, labels, rows, rows, rows, 4096, 1.0, rows)
+
+
+def selections() -> None:
+    for length, _ in topk_mask.SIZES:
+        scores = torch.zeros(3, length)
+        _triton.KERNELS["topk_mask"](scores, 0.1, mask=scores == 0)
+        for advantages in (torch.zeros(3), torch.zeros(3, length)):
+            for drop_zeros in (False, True):
+                _triton.KERNELS["select_tokens"](scores, advantages, 0.1, pooled=False, drop_zeros=drop_zeros)
+    logits = torch.zeros(2, 50, 1024, dtype=torch.bfloat16)
+    _triton.KERNELS["select_tokens_from_logits"](logits, torch.zeros(2), None, torch.tensor(0.5))
+    for length, _ in max_variance.SIZES:
+        values = torch.zeros(3, length)
+        _triton.KERNELS["max_variance_select"](values, 16, mask=values == 0)
+        _triton.KERNELS["max_variance_select"](values, None, torch.tensor(16))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{f"forward, {dtype}": lambda dtype=dtype: forward(dtype) for dtype in VECTOR},
+    "forward, askew": lambda: forward(torch.bfloat16, ODD_VOCABULARY),
+    **{f"backward, {dtype}": lambda dtype=dtype: backward(dtype) for dtype in VECTOR},
+    "backward, askew": lambda: backward(torch.bfloat16, ODD_VOCABULARY),
+    "tiles": lambda: tiles(torch.float32),
+    "selections": selections,
+}
+
+
+def launches(case: str, warp_size: int = 32) -> list[Launch]:
+    with recorded(warp_size) as found:
+        CASES[case]()
+    assert found
+    return found
+
+
+def machine_code(launch: Launch, architecture: str, folder: Path) -> tuple[list[Instruction], Resources]:
+    path = folder / f"{architecture}.cubin"
+    path.write_bytes(launch.compile(NVIDIA[architecture]).asm["cubin"])
+    for cached in (kernels, resources):
+        cached.cache_clear()
+    (code,), (used,) = kernels(path, architecture).values(), resources(path, architecture).values()
+    return code, used
+
+
+def opcodes(code: list[Instruction], pattern: str) -> list[str]:
+    return [instruction.opcode for instruction in code if re.match(pattern, instruction.opcode)]
+
+
+@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("architecture", NVIDIA)
+def test_nothing_spills(architecture: str, case: str, tmp_path: Path) -> None:
+    for launch in launches(case):
+        _, used = machine_code(launch, architecture, tmp_path)
+        print(f"{architecture} {launch.name}: {used.registers} registers, {launch.options['num_warps']} warps")
+        assert (used.stack, used.local) == (0, 0), launch
+        assert used.registers * launch.options["num_warps"] * 32 <= 65_536  # of a multiprocessor
+
+
+def main_loop(launch: Launch, architecture: str, elements: int, folder: Path) -> list[Instruction]:
+    """The first that has an exponential for each of the elements that a thread loads at a time."""
+    code, _ = machine_code(launch, architecture, folder)
+    return next(loop for loop in loops(code) if len(opcodes(loop, r"MUFU\.EX2")) >= elements)
+
+
+@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("dtype", VECTOR, ids=str)
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_the_loop_over_logits(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    reduce_slices, _ = launches(f"forward, {dtype}")
+    elements = logprob_entropy.IN_FLIGHT * VECTOR[dtype]
+    loop = main_loop(reduce_slices, architecture, elements, tmp_path)
+    print(f"{architecture} {dtype}: {len(loop)} instructions for {elements} elements, {len(loop) / elements:.2f}")
+    assert len(loop) <= MOST_INSTRUCTIONS[dtype] * elements
+    assert len(opcodes(loop, r"MUFU\.EX2")) == elements + 1  # one for each, and one that moves them to their maximum
+    assert len(opcodes(loop, "LDG")) == logprob_entropy.IN_FLIGHT
+    assert all(".128" in opcode for opcode in opcodes(loop, "LDG"))
+    assert not opcodes(loop, "BAR|SHFL|LDS|STS|LDL|STL|ATOM|MEMBAR")
+    assert resources(tmp_path / f"{architecture}.cubin", architecture).popitem()[1].registers <= 48  # 5 programs
+
+
+@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
+def test_rows_that_lie_askew(tmp_path: Path) -> None:
+    """Element by element: more instructions, still below what an H200 has time for."""
+    reduce_slices, _ = launches("forward, askew")
+    loop = main_loop(reduce_slices, "sm_90", 32, tmp_path)
+    print(f"sm_90, askew: {len(loop) / 32:.2f} instructions for an element")
+    assert len(loop) <= MOST_INSTRUCTIONS_ASKEW * 32
+    assert not opcodes(loop, "BAR|SHFL|LDS|STS|LDL|STL")
+
+
+@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("dtype", VECTOR, ids=str)
+def test_the_loop_of_the_backward(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A copy at 4.3 TB/s leaves time for some 27 instructions for an element."""
+    (write_gradients,) = launches(f"backward, {dtype}")
+    loop = main_loop(write_gradients, "sm_90", 32, tmp_path)
+    print(f"sm_90 {dtype}: {len(loop) / 32:.2f} instructions for an element")
+    assert len(loop) <= MOST_INSTRUCTIONS_OF_GRADIENTS * 32
+    assert len(opcodes(loop, r"MUFU\.EX2")) == 32
+    for access in ("LDG", "STG"):
+        found = opcodes(loop, access)
+        assert len(found) == 32 // VECTOR[dtype]
+        assert all(".128" in opcode for opcode in found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_for_amd(case: str) -> None:
+    """gfx942: it compiles, and nothing spills to memory (a scalar register may, to a lane of a vector register)."""
+    for launch in launches(case, warp_size=64):
+        text = launch.compile(AMD).asm["amdgcn"]
+        spills = re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)
+        print(launch.name, re.findall(r"\.vgpr_count:\s*(\d+)", text))
+        assert spills == ["0"], launch
