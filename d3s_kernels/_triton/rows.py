@@ -65,7 +65,8 @@ def _steps(logits: Tensor) -> list[tuple[int, int]]:
 
 @triton.jit
 def row_start(logits, row, inner, outer_stride, inner_stride, STEP: tl.constexpr):
-    return logits + (row // inner) * (outer_stride * STEP) + (row % inner) * (inner_stride * STEP)
+    """The row is int64 and comes first: a stride times STEP may be more than the int32 of a stride in STEPs holds."""
+    return logits + (row // inner) * outer_stride * STEP + (row % inner) * inner_stride * STEP
 
 
 def temperature_arguments(number: float, tensor: Tensor | None) -> dict[str, Any]:
