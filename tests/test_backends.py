@@ -1,0 +1,181 @@
+"""What computes an op: the choice, how it is forced, what is said of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import assert_identical
+from torch import Tensor
+
+import d3s_kernels as d3s
+from d3s_kernels import __main__ as report
+from d3s_kernels import _ops, _plain
+
+here = pytest.mark.skipif(_ops.forced_backend is not None, reason="a back-end is forced")
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str | None]]:
+    """Which back-ends there are: name -> why it does not run, or None."""
+    reasons: dict[str, str | None] = {"cuda": None, "triton": None, "torch": None}
+    monkeypatch.setattr(_ops, "why_not", reasons.__getitem__)
+    return reasons
+
+
+@here
+def test_the_compiled_library_serves_the_cpu() -> None:
+    table = d3s.backends()
+    assert set(table) == {name for name in dir(_ops) if name in d3s.__all__ and hasattr(torch.ops.d3s_kernels, name)}
+    assert {devices["cpu"] for devices in table.values()} == {"cpu"}
+
+
+def test_the_best_that_there_is(there: dict[str, str | None]) -> None:
+    assert _ops._choice("cuda", None) == ("cuda", "triton", "torch")
+    assert _ops._choice("xpu", None) == ("triton", "torch")
+    assert _ops._choice("cpu", None) == ("cpu",)
+    there["cuda"] = "no library"
+    assert _ops._choice("cuda", None) == ("triton", "torch")
+    there["triton"] = "not installed"
+    assert _ops._choice("cuda", None) == ("torch",)
+    assert _ops._choice("xpu", None) == ("torch",)
+
+
+def test_the_one_that_is_forced(there: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _ops._choice("cuda", "cuda") == ("cuda",)
+    assert _ops._choice("cuda", "triton") == ("triton", "torch")  # what Triton has no kernel for
+    assert _ops._choice("cuda", "torch") == ("torch",)
+    assert _ops._choice("xpu", "cuda") == ("triton", "torch")  # nothing to force there
+    assert _ops._choice("cpu", "cuda") == ("cpu",)
+    assert _ops._choice("cpu", "torch") == ("torch",)
+    monkeypatch.setattr(_ops, "_interprets", lambda: False)
+    assert _ops._choice("cpu", "triton") == ("cpu",)
+    monkeypatch.setattr(_ops, "_interprets", lambda: True)
+    assert _ops._choice("cpu", "triton") == ("triton", "torch")
+
+
+@here
+def test_forced_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other back-end is at work within, and only there."""
+    calls: list[str] = []
+
+    def kernel(scores: Tensor, *_: object) -> Tensor:
+        calls.append("plain")
+        return torch.zeros_like(scores, dtype=torch.bool)
+
+    scores, before = torch.randn(3, 9), d3s.backends()
+    expected = d3s.topk_mask(scores, k=2)
+    monkeypatch.setitem(_plain.KERNELS, "topk_mask", kernel)
+    with _ops.forced("torch"):
+        assert d3s.backends()["topk_mask"]["cpu"] == "torch"
+        assert not d3s.topk_mask(scores, k=2).any()
+    assert calls == ["plain"]
+    assert d3s.backends() == before
+    assert_identical(d3s.topk_mask(scores, k=2), expected)
+
+
+@here
+def test_arguments_are_checked_in_the_same_words() -> None:
+    """Those of an op that is written in Python too."""
+    wrong = {
+        "ratio: got 2": lambda: d3s.topk_mask(torch.randn(3), 2.0),
+        "labels: got 9 at row 1": lambda: d3s.logprob_entropy(torch.randn(2, 5), torch.tensor([0, 9])),
+        "offsets: ends at 2": lambda: d3s.max_variance_select(torch.randn(3), 1, offsets=torch.tensor([0, 2])),
+    }
+    for message, call in wrong.items():
+        for backend in ("cpu", "torch"):
+            with _ops.forced(backend), pytest.raises(ValueError, match=message):
+                call()
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("rocm", "ValueError: D3S_KERNELS_BACKEND: got 'rocm'; takes one of 'cuda', 'triton', 'torch'"),
+        pytest.param(
+            "cuda",
+            "RuntimeError: D3S_KERNELS_BACKEND: got 'cuda', which does not run here: this torch is built without CUDA",
+            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA"),
+        ),
+    ],
+)
+def test_what_cannot_be_forced(value: str, message: str) -> None:
+    done = run("import d3s_kernels", D3S_KERNELS_BACKEND=value)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith(message)
+
+
+def test_forced_from_outside() -> None:
+    code = "import d3s_kernels as d3s; print({d['cpu'] for d in d3s.backends().values()})"
+    done = run(code, D3S_KERNELS_BACKEND="torch")
+    assert (done.stdout, done.stderr) == ("{'torch'}\n", "")  # no word of torch's on kernels that take another's place
+
+
+def test_an_old_triton_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="needs Triton")
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert _ops._why_not_triton() == "Triton is 3.5.1; takes at least 3.6"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert (_ops._why_not_triton() or "").startswith("Triton does not import: ")
+
+
+def test_a_gpu_without_its_library_says_so_once(there: dict[str, str | None], recwarn: pytest.WarningsRecorder) -> None:
+    there.update(cuda="this build has no CUDA library: there was no nvcc", triton="Triton does not import")
+    _ops._say_once.cache_clear()
+    kernel = _ops._python_kernel("topk_mask", "torch", "cuda", None)
+    for _ in range(2):
+        kernel(torch.randn(5), None, None, 2)
+    (warning,) = recwarn
+    assert str(warning.message) == (
+        "d3s_kernels: cuda tensors are computed by plain PyTorch; this build has no CUDA library: there was no nvcc; "
+        "Triton does not import; python -m d3s_kernels says more"
+    )
+
+
+# ---- python -m d3s_kernels -------------------------------------------------------------------------------------------
+
+
+@here
+def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pasted into a bug report, it says what is there and what each back-end computes."""
+    assert report.main() == 0
+    text = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in text
+    assert "D3S_KERNELS_BACKEND: not set" in text
+    assert "computed by the compiled CPU library" in text
+    (head,) = [line for line in text.splitlines() if "* serves" in line and line.split()[-1] == "torch"][:1]
+    assert head.split()[-3:] == ["cpu", "*", "torch"]
+    assert "WRONG" not in text
+
+
+@here
+def test_the_report_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = _plain.KERNELS["group_advantages"]
+    monkeypatch.setitem(_plain.KERNELS, "group_advantages", lambda *values, **more: right(*values, **more) + 1e-5)
+    assert report.main() == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
+    assert line.split()[0] == "group_advantages"
+
+
+@here
+def test_the_report_of_what_does_not_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which matters where it serves, and is only said where it does not."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no C compiler")
+
+    monkeypatch.setitem(_plain.KERNELS, "compact", broken)
+    assert report.main() == 0
+    assert "torch: does not run here: OSError: no C compiler" in capsys.readouterr().out
+    monkeypatch.setattr(_ops, "serving", lambda device: {"cpu", "torch"})
+    assert report.main() == 1
