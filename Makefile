@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-oldest test-verl gpu demo learn step bench bench-short lint format sanitize wheel clean
+.PHONY: help setup test test-oldest test-matrix test-verl gpu demo learn step bench bench-short lint format sanitize wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -88,24 +88,35 @@ sanitize: setup  ## the C++ tests and every op under AddressSanitizer and UBSan
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZERS)" \
 	  $(BIN)/python tests/cpp/sanitized_ops.py build/sanitize/_cpu.so
 
-# Built against this environment's torch, run under the oldest one: the binary that users get. Some GB, fetched once. What
-# reads or emulates the built library has nothing to do with the torch it runs under.
+# Built against this environment's torch, run under the oldest and the newest, each with the Triton that it brings: the
+# binary that users get. Some GB each, fetched once. What reads or emulates the built library has nothing to do with the
+# torch it runs under.
 OLDEST := .venv-torch-2.11
+NEWEST := .venv-torch-newest
+$(OLDEST)/.set-up: THIS_TORCH = torch==2.11.0
+$(NEWEST)/.set-up: THIS_TORCH = torch
 
-$(OLDEST)/.set-up:
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install -q 'torch==2.11.0' numpy pytest hypothesis
+$(OLDEST)/.set-up $(NEWEST)/.set-up:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q '$(THIS_TORCH)' numpy pytest hypothesis
 	touch $@
+
+define TEST_UNDER
+	rm -rf build/wheel && $(BIN)/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	$(1)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
+	cd build && ../$(1)/bin/python -m pytest ../tests -p no:cacheprovider \
+	  --ignore ../tests/test_cuda_emulated.py --ignore ../tests/test_cuda_binary.py --ignore ../tests/test_wheel.py
+endef
 
 test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the library built above; and a build against it
 	$(BIN)/cmake -S . -B build/oldest -G Ninja -DCMAKE_CUDA_ARCHITECTURES=90-real \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(OLDEST)/bin/python) \
 	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > build/oldest.log
 	$(BIN)/cmake --build build/oldest
-	rm -rf build/wheel && $(BIN)/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
-	$(OLDEST)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
-	cd build && ../$(OLDEST)/bin/python -m pytest ../tests -p no:cacheprovider \
-	  --ignore ../tests/test_cuda_emulated.py --ignore ../tests/test_cuda_binary.py --ignore ../tests/test_wheel.py
+	$(call TEST_UNDER,$(OLDEST))
+
+test-matrix: test-oldest $(NEWEST)/.set-up  ## the same, and under the newest torch and Triton
+	$(call TEST_UNDER,$(NEWEST))
 
 # verl brings the packages of half a training cluster, and torch has to be there first, as above. A build directory of its
 # own: that of .venv remembers the paths of .venv.

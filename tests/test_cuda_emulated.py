@@ -61,9 +61,9 @@ def child_environment(*folders: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-def run_pytest(plugin: str, *arguments: str, **environment: str) -> None:
-    """In a process of its own, where the plugin has other kernels take the place of the CPU's."""
-    command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", "-W", "ignore"]
+def run_pytest(*arguments: str, **environment: str) -> None:
+    """In a process of its own, where other kernels take the place of the CPU's: by a plugin, or by the environment."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
     done = subprocess.run(
         [*command, *arguments],
         capture_output=True,
@@ -77,7 +77,7 @@ def run_pytest(plugin: str, *arguments: str, **environment: str) -> None:
 
 
 def run_emulated(library: Path, *arguments: str, **environment: str) -> None:
-    run_pytest("emulated_cuda", *arguments, D3S_EMULATED_LIBRARY=str(library / "_emulated.so"), **environment)
+    run_pytest("-p", "emulated_cuda", *arguments, D3S_EMULATED_LIBRARY=str(library / "_emulated.so"), **environment)
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite[0])

@@ -1,0 +1,20 @@
+"""The tests of the ops on the back-ends that are written in Python: on plain PyTorch, and in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from test_cuda_emulated import SUITES, TESTS, run_pytest
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite[0])
+def test_on_plain_pytorch(suite: tuple[str, ...]) -> None:
+    files = [str(TESTS / name) for name in suite]
+    run_pytest(*files, D3S_KERNELS_BACKEND="torch", D3S_TEST_EXAMPLES="20")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_in_the_interpreter_of_triton() -> None:
+    """Small shapes of their own: it takes milliseconds for a program."""
+    run_pytest(str(TESTS / "triton_interpreted.py"), D3S_KERNELS_BACKEND="triton", TRITON_INTERPRET="1")
