@@ -1,0 +1,451 @@
+"""The Triton kernels in Triton's interpreter, where rows, slices and segments are short enough for it.
+
+Not collected by itself: it runs with TRITON_INTERPRET=1, in a process of its own. Sizes that the kernels choose for
+GPUs are made smaller, so that a few dozen elements have many slices, whole blocks and edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    INF,
+    NAN,
+    assert_entropy,
+    assert_gradient,
+    assert_identical,
+    assert_logprob,
+    assert_same_bits,
+    random_labels,
+    random_logits,
+    unwritten,
+)
+from torch import Tensor
+
+import d3s_kernels as d3s
+from d3s_kernels import _ops, _triton, reference
+from d3s_kernels._triton import gradient, launch, logprob_entropy, max_variance, topk_mask
+
+SLICE, LANES, IN_FLIGHT = 64, 2, 2  # in half precision twice 2 x 2 x 8 elements, or edges of 2 x 8
+PIECE, BLOCK, EDGE = 64, 32, 8
+LOWEST = torch.finfo(torch.float32).min
+# Around the ends of edges, blocks, slices and pieces.
+LENGTHS = (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 150)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in (
+        (logprob_entropy, "SLICE", SLICE),
+        (logprob_entropy, "LANES", LANES),
+        (logprob_entropy, "IN_FLIGHT", IN_FLIGHT),
+        (logprob_entropy, "MERGERS", 4),
+        (launch, "warp_size", lambda: 1),
+        (gradient, "PIECE", PIECE),
+        (gradient, "BLOCK", BLOCK),
+        (gradient, "EDGE_BLOCK", EDGE),
+        (topk_mask, "SIZES", ((8, 1), (32, 1))),
+        (topk_mask, "LARGEST", 32),
+        (max_variance, "SIZES", ((8, 1), (32, 1))),
+        (max_variance, "LARGEST", 32),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+def kernel(name: str, *arguments: Any, **options: Any) -> Any:
+    """Without the checks before it, as on a GPU."""
+    return _triton.KERNELS[name](*arguments, **options)
+
+
+def assert_served() -> None:
+    assert _ops._serving["cpu"]["logprob_entropy"] == _ops._serving["cpu"]["topk_mask"] == "triton"
+
+
+def with_gradients(logits: Tensor, labels: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """logprob, entropy, and the gradient of both together."""
+    leaf = logits.detach().requires_grad_()
+    found = d3s.logprob_entropy(leaf, labels, **options)
+    (slope,) = torch.autograd.grad(found, leaf, list(weights))
+    return found[0].detach(), found[1].detach(), slope
+
+
+def assert_exact(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Near the reference; gives what was found."""
+    assert_served()
+    weights = torch.randn(2, *labels.shape)
+    logprob, entropy, slope = with_gradients(logits, labels, weights, **options)
+    exact = logits.detach().requires_grad_()
+    expected = reference.logprob_entropy(exact, labels, **options)
+    (expected_slope,) = torch.autograd.grad(expected, exact, [weight.to(expected[0]) for weight in weights])
+    assert_logprob(logprob, expected[0].detach())
+    assert_entropy(entropy, expected[1].detach())
+    assert_gradient(slope, expected_slope, floor=1e-6)
+    return logprob, entropy, slope
+
+
+# ---- rows of logits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_rows_of_any_length(length: int) -> None:
+    for dtype in DTYPES[::2]:
+        assert_exact(random_logits(2, length, dtype=dtype), torch.tensor([0, length - 1]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
+    """Alone, among others, askew, and in rows that step unevenly."""
+    logits, labels = random_logits(4, 100, dtype=dtype), torch.tensor([0, 99, 64, -100])
+    weights = torch.randn(2, 4)
+    together = with_gradients(logits, labels, weights)
+    alone = [with_gradients(logits[i : i + 1], labels[i : i + 1], weights[:, i : i + 1]) for i in range(4)]
+    for one, other in zip(together, zip(*alone, strict=True), strict=True):
+        assert_same_bits(torch.cat(other), one)
+    # The first element, from row to row, and between pairs of rows: askew, aligned, and by the second dimension alone.
+    for lead, pitch, gap, turned in ((1, 100, 0, False), (3, 107, 5, True), (8, 104, 16, True), (0, 104, 3, False)):
+        room = torch.full((lead + 2 * (2 * pitch + gap),), NAN, dtype=dtype)
+        apart = room.as_strided((2, 2, 100), (2 * pitch + gap, pitch, 1), lead)
+        apart.copy_(logits.view(2, 2, 100))
+        of_rows = apart, labels.view(2, 2), weights.view(2, 2, 2)
+        if turned:
+            of_rows = apart.transpose(0, 1), of_rows[1].t(), of_rows[2].transpose(1, 2)
+        for one, other in zip(with_gradients(*of_rows), together, strict=True):
+            assert_same_bits((one.transpose(0, 1) if turned else one).reshape(other.shape), other)
+
+
+def test_rows_2_31_elements_apart() -> None:
+    """A stride that in units of 16 bytes is an int32, and in elements is none."""
+    logits, labels, weights = (
+        random_logits(4, 40, dtype=torch.bfloat16),
+        torch.tensor([3, 39, -100, 0]),
+        torch.randn(2, 4),
+    )
+    expected = with_gradients(logits, labels, weights)
+    room = torch.empty(2**31 + 200, dtype=torch.bfloat16)  # memory that nobody has written takes no room
+    for apart, order in (
+        (room.as_strided((2, 2, 40), (2**31, 48, 1)), [0, 1, 2, 3]),
+        (room.as_strided((2, 40), (2**31, 1)), [0, 3]),
+    ):
+        rows = apart.shape[:-1]
+        apart.copy_(logits[order].view(apart.shape))
+        found = with_gradients(apart, labels[order].view(rows), weights[:, order].view(2, *rows))
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one.reshape(len(order), *other.shape[1:]), other[order])
+
+
+def test_more_than_two_dimensions_that_step_unevenly() -> None:
+    logits = random_logits(3, 4, 5, 40)[:, 1:, ::2].transpose(0, 1)
+    labels, weights = random_labels(3, 3, 3, vocabulary=40), torch.randn(2, 3, 3, 3)
+    expected = with_gradients(logits.contiguous(), labels, weights)
+    for one, other in zip(with_gradients(logits, labels, weights), expected, strict=True):
+        assert_same_bits(one, other)
+    state = kernel("logprob_entropy", logits, labels)
+    kernel("logprob_entropy_backward_", *weights, logits, labels, *state[1:], 0)
+    assert_same_bits(logits, expected[2])
+
+
+@pytest.mark.parametrize("length", [5, 70])
+def test_values_that_are_no_numbers(length: int) -> None:
+    """-inf counts nothing, also a row's first or last; all of them, +inf and NaN give NaN; so in any lane and slice."""
+    places = sorted({0, 1, length // 2, length - 1})
+    rows = [torch.randn(length)]
+    for value in (-INF, INF, NAN):
+        rows += [torch.randn(length).index_fill(0, torch.tensor([place]), value) for place in places]
+    rows += [torch.full((length,), value) for value in (-INF, INF, NAN, LOWEST, -LOWEST, -1e30)]
+    rows += [torch.randn(length).index_fill(0, torch.arange(n, length), -INF) for n in (1, length // 2)]
+    rows += [torch.full((length,), -INF).index_fill(0, torch.tensor([place]), -1e38) for place in places]
+    rows += [torch.randn(length).index_fill(0, torch.tensor([place]), 3e38) for place in places]
+    logits = torch.stack(rows)
+    labels, weights = torch.tensor([0, length - 1]).repeat(len(rows))[: len(rows)], torch.ones(2, len(rows))
+    found = with_gradients(logits, labels, weights)
+    with _ops.forced("torch"):
+        expected = with_gradients(logits, labels, weights)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, equal_nan=True)
+    assert (found[1] >= 0).tolist() == (~found[1].isnan()).tolist()
+
+
+def test_a_label_that_is_nearly_sure() -> None:
+    """1 - p is the finer the finer p is."""
+    sure = torch.arange(-2.0, 10.0)
+    logits = torch.zeros(12, 70)
+    logits[:, 66] = sure
+    slope = with_gradients(logits, torch.full((12,), 66), torch.tensor([1.0, 0.0]).view(2, 1).expand(2, 12))[2]
+    torch.testing.assert_close(slope[:, 66].double(), 69 / (69 + sure.double().exp()), rtol=1e-5, atol=3e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_temperatures_labels_and_masks_of_rows(dtype: torch.dtype) -> None:
+    logits, labels = random_logits(2, 3, 70, dtype=dtype), torch.tensor([[0, 69, -100], [63, 64, 5]])
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    each = 0.5 + torch.rand(3, 2)
+    assert_exact(logits, labels.int(), temperature=0.3, row_mask=mask)
+    assert_exact(logits, labels, temperature=torch.tensor(4.0), row_mask=mask.t().contiguous().t())
+    assert_exact(logits, labels, temperature=each.t())
+    assert_exact(logits, labels, temperature=each.double()[:, :1].t(), row_mask=mask)
+
+
+def test_what_is_masked_or_without_a_gradient_is_not_read() -> None:
+    logits, labels, mask = random_logits(6, 100), torch.tensor([1, -100, 3, 99, 5, -100]), torch.ones(6).bool()
+    statistics = kernel("logprob_entropy", logits, labels)[1:]
+    g_logprob, g_entropy = torch.tensor([0.0, 2, 3, 0, NAN, 2]), torch.tensor([0.0, 0, 0, 5, 0, 0])
+    mask[2] = False
+    unread = logits.clone()
+    unread[[0, 1, 2, 5]] = NAN  # of the second and the last the label is none
+    for options in ({"row_mask": mask}, {"row_mask": mask, "temperature_tensor": torch.ones(6)}):
+        with unwritten(unread, labels, g_logprob, g_entropy, mask):
+            slope = kernel("logprob_entropy_backward", g_logprob, g_entropy, unread, labels, *statistics, **options)
+        assert slope.isnan().all(1).tolist() == slope.isnan().any(1).tolist() == [False] * 4 + [True, False]
+        assert slope.any(1).tolist() == [False, False, False, True, True, False]
+    outputs = kernel("logprob_entropy", unread, labels, row_mask=~unread.isnan().any(1))
+    assert not torch.stack(outputs)[:, [0, 1, 2, 5]].any()
+    assert not torch.stack(outputs).isnan().any()
+
+
+def test_gradients_that_are_not_asked_for() -> None:
+    logits, labels, ones = random_logits(3, 70), torch.tensor([2, 69, -100]), torch.ones(3)
+    statistics = kernel("logprob_entropy", logits, labels)[1:]
+
+    def slope(*gradients: Tensor | None) -> Tensor:
+        found: Tensor = kernel("logprob_entropy_backward", *gradients, logits, labels, *statistics)
+        return found
+
+    assert_same_bits(slope(ones, None), slope(ones, 0 * ones))
+    assert_same_bits(slope(None, ones), slope(0 * ones, ones))
+    assert not slope(None, None).any()
+    none = torch.full((3,), -100)
+    without_labels, without_targets = (
+        kernel("logprob_entropy_backward", None, ones, logits, given, *statistics) for given in (None, none)
+    )
+    assert_same_bits(without_labels, without_targets)
+
+
+@pytest.mark.parametrize("label", [-1, -99, -101, 50, 51, 2**31, 2**31 - 100, -(2**63), 2**63 - 1])
+def test_a_label_that_is_no_token(label: int) -> None:
+    logits, labels = random_logits(3, 50), torch.tensor([3, label, -100])
+    logprob, *statistics = kernel("logprob_entropy", logits, labels)
+    assert logprob.isnan().tolist() == [False, True, False]
+    assert logprob[2] == 0
+    assert not torch.stack(statistics).isnan().any()
+    ones = torch.ones(3)
+    for g_logprob, bad in ((ones, True), (0 * ones, False)):
+        slope = kernel("logprob_entropy_backward", g_logprob, ones, logits, labels, *statistics)
+        assert slope.isnan().all(1).tolist() == slope.isnan().any(1).tolist() == [False, bad, False]
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-16, 1e16, INF, NAN])
+def test_a_bad_temperature_on_the_device(temperature: float) -> None:
+    logits, labels = random_logits(3, 50), torch.tensor([3, 4, 5])
+    for tensor, bad in (
+        (torch.tensor([1.0, temperature, 1.0]), [False, True, False]),
+        (torch.tensor(temperature), [True] * 3),
+    ):
+        logprob, *statistics = kernel("logprob_entropy", logits, labels, 1.0, tensor)
+        assert logprob.isnan().tolist() == statistics[0].isnan().tolist() == bad
+        slope = kernel("logprob_entropy_backward", *torch.ones(2, 3), logits, labels, *statistics, 1.0, tensor)
+        assert slope.isnan().all(1).tolist() == bad
+
+
+def test_nothing_to_do() -> None:
+    for shape in ((0, 20), (2, 0, 20)):
+        logits, labels = torch.empty(shape), torch.empty(shape[:-1], dtype=torch.int64)
+        logprob, entropy, slope = with_gradients(logits, labels, torch.ones(2, *shape[:-1]))
+        assert logprob.shape == entropy.shape == shape[:-1]
+        assert slope.shape == shape
+    logits, labels = torch.empty(2, 0), torch.tensor([-100, 0])
+    logprob, entropy, *others = kernel("logprob_entropy", logits, labels)
+    assert entropy.isnan().all()
+    assert logprob.isnan().tolist() == [False, True]
+    assert kernel("logprob_entropy_backward", *torch.ones(2, 2), logits, labels, entropy, *others).shape == (2, 0)
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [(64, 64, 22), (128, 22), (150,)])
+def test_tiles_are_the_whole(dtype: torch.dtype, steps: tuple[int, ...]) -> None:
+    """To the bit, where tiles end with slices: states, gradients in place, and labels of any tile."""
+    logits, labels = random_logits(7, 150, dtype=dtype), torch.tensor([0, 63, 64, 127, 128, 149, -100])
+    weights, temperature = torch.randn(2, 7), 0.5 + torch.rand(7)
+    whole = kernel("logprob_entropy", logits, labels, 1.0, temperature)
+    state = torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(7, 1)
+    first = 0
+    for tile in logits.split(steps, 1):
+        kernel("softmax_state_", state, tile, labels.int(), first, 1.0, temperature)
+        first += tile.shape[1]
+    outputs = kernel("softmax_state_finish", state, 1.0, temperature)
+    assert outputs[0][-1].isnan()  # no label has come: the LM head puts 0
+    outputs[0][-1] = 0
+    for one, other in zip(outputs, whole, strict=True):
+        assert_same_bits(one, other)
+
+    slope = kernel("logprob_entropy_backward", *weights, logits, labels, *whole[1:], 1.0, temperature)
+    first = 0
+    for tile in logits.split(steps, 1):
+        kernel("logprob_entropy_backward_", *weights, tile, labels, *whole[1:], first, 1.0, temperature)
+        first += tile.shape[1]
+    assert_same_bits(logits, slope)
+
+
+def test_a_tile_without_labels() -> None:
+    logits = random_logits(5, 90)
+    state = torch.tensor([LOWEST, 0.0, 0.0, 7.0]).repeat(5, 1)
+    kernel("softmax_state_", state, logits, None, 0, 0.5)
+    logprob, entropy, row_max, log_sum = kernel("softmax_state_finish", state, 0.5)
+    expected = kernel("logprob_entropy", logits, None, 0.5)
+    for one, other in zip((entropy, row_max, log_sum), expected[1:], strict=True):
+        assert_same_bits(one, other)
+    torch.testing.assert_close(logprob, (7 - row_max) / 0.5 - log_sum)
+    assert not expected[0].any()
+
+
+def test_a_label_that_no_tile_has() -> None:
+    """What is no token is NaN in the LM head, not what lies beside the tile."""
+    state = torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(4, 1)
+    logits = random_logits(4, 50)
+    kernel("softmax_state_", state, logits, torch.tensor([9, 60, -(2**63), -1]), 10)
+    assert kernel("softmax_state_finish", state)[0].isnan().all()
+    statistics = torch.randn(3, 4)
+    slope = logits.clone()
+    kernel("logprob_entropy_backward_", torch.ones(4), None, slope, torch.tensor([9, 60, 5, -1]), *statistics, 10)
+    assert slope.isnan().all(1).tolist() == [False, False, False, True]
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def scores_of(*shape: int) -> Tensor:
+    """With many ties, zeros of both signs, and what is no number."""
+    values = torch.tensor([0.0, -0.0, 1, -1, 0.5, 2.5, -3, INF, -INF, NAN, LOWEST, -LOWEST])
+    few = values[torch.randint(len(values), shape)]
+    return torch.where(torch.rand(shape) < 0.3, torch.randn(shape), few)
+
+
+QUOTAS: tuple[dict[str, Any], ...] = (
+    {"ratio": 0.07},
+    {"ratio": 1.0},
+    {"ratio": 1e-9},
+    {"ratio": torch.tensor(0.3)},
+    {"ratio": torch.tensor(0.3, dtype=torch.float64)},
+    {"k": 1},
+    {"k": 5},
+    {"k": 2**62},
+    {"k": torch.tensor(3)},
+    {"k": torch.tensor([2**31 - 1], dtype=torch.int32)},
+)
+
+
+@pytest.mark.parametrize("length", [1, 8, 9, 32, 33])
+@pytest.mark.parametrize("drop_zeros", [False, True])
+def test_the_highest(length: int, drop_zeros: bool) -> None:
+    """Those that plain PyTorch selects, whatever says how many."""
+    scores = scores_of(3, length).to(DTYPES[length % 3])
+    masks = None, torch.rand(3, length) < 0.6, torch.zeros(3, length, dtype=torch.bool), torch.rand(length, 3).t() < 0.6
+    for i, quota in enumerate(QUOTAS):
+        options: dict[str, Any] = {**quota, "mask": masks[i % 4], "drop_zeros": drop_zeros}
+        found = d3s.topk_mask(scores, **options), d3s.topk_mask(scores[1], **{**options, "mask": None})
+        assert_served()
+        with _ops.forced("torch"):
+            assert_identical(found[0], d3s.topk_mask(scores, **options))
+            assert_identical(found[1], d3s.topk_mask(scores[1], **{**options, "mask": None}))
+
+
+@pytest.mark.parametrize("drop_zeros", [False, True])
+@pytest.mark.parametrize("scope", ["batch", "sequence"])
+def test_the_tokens(scope: str, drop_zeros: bool) -> None:
+    for shape in ((4, 7), (3, 2, 5), (2, 17), (5, 0), (0, 5), (2, 0, 3)):
+        entropy, mask = scores_of(*shape), torch.rand(shape) < 0.8
+        for each in (torch.tensor(-0.7), torch.randn(shape[:-1]), torch.randn(shape)):
+            for ratio in (0.3, torch.tensor(0.07)):
+                options: dict[str, Any] = {"mask": mask, "scope": scope, "drop_zeros": drop_zeros}
+                found = d3s.select_tokens(entropy, each, ratio, **options)
+                with _ops.forced("torch"):
+                    expected = d3s.select_tokens(entropy, each, ratio, **options)
+                for one, other in zip(found, expected, strict=True):
+                    assert_identical(one, other)
+
+
+def test_a_threshold_is_the_lowest_score_that_is_kept() -> None:
+    scores = torch.tensor([[-1.0, -2, -3], [1e-40, 2e-40, 3e-40], [-INF, INF, NAN], [NAN, NAN, NAN], [-0.0, 0, -1]])
+    for ratio, kept, lowest in (
+        (0.5, [2, 2, 1, 0, 2], [-2, 2e-40, INF, INF, 0]),
+        (1, [3, 3, 2, 0, 3], [-3, 1e-40, -INF, INF, -1]),
+    ):
+        _, counts, thresholds = kernel("select_tokens", scores, torch.tensor(-1.0), ratio, pooled=False)
+        assert counts.tolist() == kept
+        assert_identical(thresholds, torch.tensor(lowest))
+
+
+def test_a_bad_quota_selects_nothing() -> None:
+    scores, one = torch.rand(3, 9), torch.tensor(1.0)
+    for ratio in (0.0, -1.0, 1.5, INF, NAN):
+        for dtype in (torch.float32, torch.float64):
+            chosen, counts, thresholds = kernel(
+                "select_tokens", scores, one, None, torch.tensor(ratio, dtype=dtype), pooled=False
+            )
+            assert not chosen.any()
+            assert not counts.any()
+            assert (thresholds == INF).all()
+    for keep in (0, -1, -(2**63)):
+        for pooled in (False, True):
+            assert not kernel("topk_mask", scores, k_tensor=torch.tensor(keep), pooled=pooled).any()
+            assert not kernel("max_variance_select", scores, None, torch.tensor(keep), pooled=pooled).any()
+
+
+@pytest.mark.parametrize("k", [1, 3, 2**62])
+def test_a_number_for_each_segment_pooled(k: int) -> None:
+    scores = scores_of(4, 7)
+    for keep in (k, torch.tensor(k)):
+        for rule in ("largest_abs", "max_variance"):
+            found = d3s.select_rollouts(scores, keep, rule=rule, scope="batch")
+            with _ops.forced("torch"):
+                assert_identical(found, d3s.select_rollouts(scores, keep, rule=rule, scope="batch"))
+
+
+@pytest.mark.parametrize("scope", ["batch", "sequence"])
+def test_the_tokens_of_logits(scope: str) -> None:
+    """As from the entropies, with which the keys are made."""
+    for shape in ((2, 3), (3, 2, 2), (5, 7), (2, 0), (0, 3)):  # 35 are more than fit where they are pooled
+        logits, mask = random_logits(*shape, 5, dtype=torch.bfloat16), torch.rand(shape) < 0.7
+        if logits.numel():
+            logits.view(-1, 5)[1], logits.view(-1, 5)[-1] = NAN, -INF
+        every = torch.randn(shape).transpose(0, -1).contiguous().transpose(0, -1)
+        for each, present, temperature in (
+            (torch.tensor(2.0), None, 0.5),
+            (torch.randn(shape[:-1]), mask, 1.0),
+            (every, mask, 0.5 + torch.rand(shape)),
+        ):
+            options: dict[str, Any] = {"mask": present, "scope": scope, "drop_zeros": present is None}
+            found = d3s.select_tokens_from_logits(logits, each, 0.3, temperature=temperature, **options)
+            entropy = d3s.entropy(logits, temperature=temperature, row_mask=present)
+            expected = d3s.select_tokens(entropy, each, 0.3, **options)
+            assert_same_bits(found.entropy, entropy)
+            for name in ("mask", "count", "threshold"):
+                assert_identical(getattr(found, name), getattr(expected, name))
+
+
+# ---- rollouts --------------------------------------------------------------------------------------------------------
+
+
+def groups(length: int) -> Iterator[Tensor]:
+    yield scores_of(2, length)
+    yield torch.randn(2, length) * 0.01 + 1000  # differences that float32 sums of squares would lose
+    yield (torch.rand(2, length) < 0.5).float()
+    yield torch.full((1, length), 3.0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 33])
+def test_the_most_varied(length: int) -> None:
+    for i, values in enumerate(groups(length)):
+        values = values.to(DTYPES[2 - i % 2 * 2])
+        mask = torch.rand(values.shape) < 0.8
+        for k in sorted({1, 2, length // 2 + 1, length, length + 1}):
+            for keep, present in ((k, None), (torch.tensor(k, dtype=torch.int32), mask)):
+                found = d3s.max_variance_select(values, keep, mask=present)
+                with _ops.forced("torch"):
+                    assert_identical(found, d3s.max_variance_select(values, keep, mask=present))
