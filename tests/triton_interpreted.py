@@ -94,6 +94,15 @@ def assert_exact(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor
 def test_rows_of_any_length(length: int) -> None:
     for dtype in DTYPES[::2]:
         assert_exact(random_logits(2, length, dtype=dtype), torch.tensor([0, length - 1]))
+    assert_exact(random_logits(length), torch.tensor(length // 2))  # one row, and no dimension of rows
+
+
+def test_rows_that_are_too_long() -> None:
+    logits, row = torch.zeros(1).expand(1, 2**31 - 1), torch.zeros(1)
+    with pytest.raises(ValueError, match="logits: got rows of 2147483647 tokens"):
+        kernel("logprob_entropy", logits, None)
+    with pytest.raises(ValueError, match="logits: got rows of 2147483647 tokens"):
+        kernel("logprob_entropy_backward_", row, row, logits, None, row, row, row, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .softmax_state import NAN
 
+MOST_COLUMNS = 2**31 - 2**17  # a place in a row, and past its end, is an int32
+
 
 class Rows(NamedTuple):
     """Rows in two dimensions, [outer, inner]."""
@@ -33,6 +35,8 @@ class Rows(NamedTuple):
             steps = _steps(logits)
         (_, outer_stride), (inner, inner_stride) = [(1, 0)] * (2 - len(steps)) + steps
         columns = logits.shape[-1]
+        if columns > MOST_COLUMNS:
+            raise ValueError(f"logits: got rows of {columns} tokens; takes fewer than 2^31 on a GPU")
         vector = 16 // logits.element_size()
         aligned = logits.data_ptr() % 16 == 0 and outer_stride % vector == 0 and inner_stride % vector == 0
         total = math.prod(logits.shape[:-1])
