@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 
 def cuobjdump() -> str | None:
-    """The toolkit's, or the one of the package nvidia-cuda-cuobjdump."""
-    packaged = [folder for folder in map(Path, sys.path) if (folder / "nvidia" / "cu13" / "bin" / "cuobjdump").exists()]
-    return shutil.which("cuobjdump") or (
-        str(packaged[0] / "nvidia" / "cu13" / "bin" / "cuobjdump") if packaged else None
-    )
+    """The toolkit's, that of the package nvidia-cuda-cuobjdump, or Triton's."""
+    packaged = [
+        str(tool)
+        for folder in map(Path, sys.path)
+        for tool in (folder / "nvidia" / "cu13" / "bin" / "cuobjdump", folder / "triton/backends/nvidia/bin/cuobjdump")
+        if tool.exists()
+    ]
+    return shutil.which("cuobjdump") or next(iter(packaged), None)
 
 
 class Instruction(NamedTuple):

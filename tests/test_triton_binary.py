@@ -53,9 +53,8 @@ def selections() -> None:
     for length, _ in topk_mask.SIZES:
         scores = torch.zeros(3, length)
         _triton.KERNELS["topk_mask"](scores, 0.1, mask=scores == 0)
-        for advantages in (torch.zeros(3), torch.zeros(3, length)):
-            for drop_zeros in (False, True):
-                _triton.KERNELS["select_tokens"](scores, advantages, 0.1, pooled=False, drop_zeros=drop_zeros)
+        for advantages, drop_zeros in ((torch.zeros(3), False), (torch.zeros(3, length), True)):
+            _triton.KERNELS["select_tokens"](scores, advantages, 0.1, pooled=False, drop_zeros=drop_zeros)
     logits = torch.zeros(2, 50, 1024, dtype=torch.bfloat16)
     _triton.KERNELS["select_tokens_from_logits"](logits, torch.zeros(2), None, torch.tensor(0.5))
     for length, _ in max_variance.SIZES:
@@ -124,7 +123,7 @@ def test_the_loop_over_logits(architecture: str, dtype: torch.dtype, tmp_path: P
     assert len(opcodes(loop, "LDG")) == logprob_entropy.IN_FLIGHT
     assert all(".128" in opcode for opcode in opcodes(loop, "LDG"))
     assert not opcodes(loop, "BAR|SHFL|LDS|STS|LDL|STL|ATOM|MEMBAR")
-    assert resources(tmp_path / f"{architecture}.cubin", architecture).popitem()[1].registers <= 48  # 5 programs
+    assert resources(tmp_path / f"{architecture}.cubin", architecture).popitem()[1].registers <= 64  # 4 programs
 
 
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
