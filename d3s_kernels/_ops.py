@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,49 @@ from . import _linear, _plain, _registration  # noqa: E402, F401  # after the sc
 
 _op = torch.ops.d3s_kernels
 
-logprob_entropy = _op.logprob_entropy.default
-linear_logprob_entropy = _op.linear_logprob_entropy.default
-topk_mask = _op.topk_mask.default
-select_tokens = _op.select_tokens.default
-select_tokens_from_logits = _op.select_tokens_from_logits.default
-compact = _op.compact.default
-group_advantages = _op.group_advantages.default
-max_variance_select = _op.max_variance_select.default
-importance_ratio = _op.importance_ratio.default
-entropy_groups = _op.entropy_groups.default
-adaptive_clip = _op.adaptive_clip.default
+# ---- the ops --------------------------------------------------------------------------------------------------------
+
+# How a compiled kernel names an argument that it does not take.
+_REFUSAL = re.compile(r"[a-z_]+: .*\b(takes|must|call)\b", re.DOTALL)
+
+
+def _refusal_as_value_error(op: _Kernel) -> _Kernel:
+    @wraps(op)
+    def call(*arguments: Any) -> Any:
+        try:
+            return op(*arguments)
+        except RuntimeError as error:
+            if type(error) is RuntimeError and _REFUSAL.match(str(error)):
+                raise ValueError(str(error)) from None
+            raise
+
+    return call
+
+
+def _refuses_by_value_error() -> bool:
+    """Up to torch 2.14 a kernel's std::invalid_argument reaches Python as ValueError, then as RuntimeError."""
+    try:
+        _op.compact.default(torch.empty(0, dtype=torch.bool), -1)
+    except ValueError:
+        return True
+    except RuntimeError:
+        return False
+    raise AssertionError("compact takes a capacity of -1")
+
+
+_public: Callable[[_Kernel], _Kernel] = (lambda op: op) if _refuses_by_value_error() else _refusal_as_value_error
+
+logprob_entropy = _public(_op.logprob_entropy.default)
+linear_logprob_entropy = _public(_op.linear_logprob_entropy.default)
+topk_mask = _public(_op.topk_mask.default)
+select_tokens = _public(_op.select_tokens.default)
+select_tokens_from_logits = _public(_op.select_tokens_from_logits.default)
+compact = _public(_op.compact.default)
+group_advantages = _public(_op.group_advantages.default)
+max_variance_select = _public(_op.max_variance_select.default)
+importance_ratio = _public(_op.importance_ratio.default)
+entropy_groups = _public(_op.entropy_groups.default)
+adaptive_clip = _public(_op.adaptive_clip.default)
 
 # ---- what there is --------------------------------------------------------------------------------------------------
 

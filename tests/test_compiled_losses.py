@@ -139,5 +139,5 @@ def test_a_loss_of_entropy_groups() -> None:
 )
 def test_a_bad_number_is_named_in_a_graph_too(function: Callable, bad: float, message: str) -> None:
     compiled = torch.compile(function, backend="aot_eager", dynamic=True)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):  # the second from torch 2.15 on
         compiled(bad)
