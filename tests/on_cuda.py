@@ -1,7 +1,7 @@
-"""A pytest plugin: in this process, ops on CPU tensors are computed on the GPU. So every test of the ops runs on the
-CUDA kernels as it stands.
+"""A pytest plugin: in this process, ops on CPU tensors are computed on the GPU. So every test of the ops runs as it
+stands on the kernels of one back-end.
 
-    cd tests; python -m pytest -p on_cuda test_topk_mask.py
+    cd tests; D3S_KERNELS_BACKEND=cuda python -m pytest -p on_cuda test_topk_mask.py
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def on_gpu(name: str) -> Any:
     return run
 
 
-assert _ops.has_cuda
+assert _ops.forced_backend in _ops.serving("cuda"), "D3S_KERNELS_BACKEND names the back-end"
 _library = torch.library.Library("d3s_kernels", "IMPL")
 for _name in OPS:
     _library.impl(_name, on_gpu(_name), "CPU", allow_override=True)

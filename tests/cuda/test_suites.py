@@ -1,12 +1,26 @@
-"""Every test of the ops, on the GPU; and what only the CUDA kernels have."""
+"""Every test of the ops, on the GPU, by one back-end: the one D3S_KERNELS_BACKEND names, or the best that runs here."""
 
 from __future__ import annotations
 
 import pytest
 from test_cuda_emulated import SUITES, TESTS, run_pytest
 
+from d3s_kernels import _ops
 
-@pytest.mark.parametrize("name", [name for suite in SUITES for name in suite] + ["cuda_shim/kernels.py"])
+BACKEND = _ops.runnable("cuda")[0]
+FILES = [name for suite in SUITES for name in suite]
+KERNELS = "cuda_shim/kernels.py"  # what only the CUDA kernels have
+# Schemas, fakes and torch.compile, most of it compilers' time: the same whoever computes. test_kernels.py has the rest.
+ABOVE_THE_KERNELS = {"test_registration.py", "test_compiled_losses.py"}
+NOT_IN_TRITON = {"test_compact.py", "test_group_advantages.py", "test_ratios.py"}  # plain PyTorch's, and run as such
+LEFT_OUT = {"cuda": set(), "triton": ABOVE_THE_KERNELS | NOT_IN_TRITON, "torch": ABOVE_THE_KERNELS}
+
+
+def suites() -> list[str]:
+    return [name for name in FILES if name not in LEFT_OUT[BACKEND]] + [KERNELS] * (BACKEND == "cuda")
+
+
+@pytest.mark.parametrize("name", suites())
 def test_on_the_gpu(name: str) -> None:
-    checked = {} if name.startswith("cuda_shim") else {"D3S_KERNELS_CHECK": "1"}
-    run_pytest("-p", "on_cuda", str(TESTS / name), **checked)
+    checked = {} if name == KERNELS else {"D3S_KERNELS_CHECK": "1"}
+    run_pytest("-p", "on_cuda", str(TESTS / name), D3S_KERNELS_BACKEND=BACKEND, **checked)
