@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that needs an NVIDIA GPU, in one call of less than nine minutes; `make gpu` calls it.
 
-    python3 tools/gpu.py                     build, load, tests, sanitizer, bench
+    python3 tools/gpu.py                     build, load, tests, cuda, triton, torch, sanitizer, bench
     STAGE=build,bench python3 tools/gpu.py   some of them
     python3 tools/gpu.py --again             also those that are done for these very sources
 
@@ -43,6 +43,7 @@ SOURCES = (*BUILD_SOURCES, "d3s_kernels", "tests", "benchmarks", "tools", "pypro
 BUDGET = 530.0  # seconds for all stages together; each has its own limit too
 LOG_KEPT = 300_000  # bytes of each stage's log that go to OUT
 TAIL = 40  # lines of a failure that go into the summary
+SUITES = "tests/cuda/test_suites.py"
 SANITIZER_FOUND = 9  # the sanitizer's exit status where it found something; any other is the program's
 
 
@@ -262,23 +263,44 @@ def load(stage: Stage) -> dict[str, Any]:
 
 
 def tests(stage: Stage) -> dict[str, Any]:
+    """What only a GPU shows, of every back-end. Few workers: some of these tests fill gigabytes."""
+    return tested(stage, "tests/cuda", f"--ignore={SUITES}", workers=4)
+
+
+def suites_on(backend: str, examples: int) -> Callable[[Stage], dict[str, Any]]:
+    """Every test of the ops, computed by one back-end; with so many examples of each property."""
+
+    def suites(stage: Stage) -> dict[str, Any]:
+        chosen = {"D3S_KERNELS_BACKEND": backend, "D3S_TEST_EXAMPLES": str(examples)}
+        return tested(stage, SUITES, workers=8, **chosen)
+
+    return suites
+
+
+def tested(stage: Stage, what: str, *options: str, workers: int, **environment: str) -> dict[str, Any]:
     assemble()
-    if not (SITE / "tests" / "cuda").is_dir():
-        raise Skipped("there is no tests/cuda")
-    junit = WORK / "tests.xml"
+    if not (SITE / what).exists():
+        raise Skipped(f"there is no {what}")
+    junit = junit_path(stage.name)
     junit.unlink(missing_ok=True)
-    workers = ["-n", "4"] if find_spec("xdist") else []  # they share one GPU; most of a test's time is the CPU's
+    # They share one GPU; most of a test's time is the CPU's.
+    parallel = ["-n", min(workers, os.cpu_count() or 1)] if find_spec("xdist") else []
     done = stage.run(
-        *(sys.executable, "-m", "pytest", "tests/cuda", "-o", "addopts=", "-v", "-rf", "--tb=short", "--no-header"),
-        *("-p", "no:cacheprovider", f"--junitxml={junit}", *workers),
+        *(sys.executable, "-m", "pytest", what, "-o", "addopts=", "-v", "-rf", "--tb=short", "--no-header"),
+        *("-p", "no:cacheprovider", f"--junitxml={junit}", *parallel, *options),
         cwd=SITE,
+        **environment,
     )
     details = counted(junit) | {"outcome": done.outcome}
     if done.code != 0:
-        raise Failed(f"tests/cuda: {done.outcome}", details | {"tail": done.tail})
+        raise Failed(f"{what}: {done.outcome}", details | {"tail": done.tail})
     if not details.get("passed"):
-        raise Failed("not one test of tests/cuda ran", details)
+        raise Failed(f"not one test of {what} ran", details)
     return details
+
+
+def junit_path(stage: str) -> Path:
+    return WORK / f"{stage}.xml"
 
 
 def counted(junit: Path) -> dict[str, Any]:
@@ -377,14 +399,20 @@ def unpacked_wheels(stage: Stage) -> str:
     return str(target) if done.code == 0 else ""
 
 
+# What matters most comes first. Triton takes about a second to compile a kernel, for each kind of arguments anew; plain
+# PyTorch launches hundreds of kernels for one: both get as few examples as in tests/test_portable.py. The sanitizer can
+# wait: the CUDA kernels' own source runs under AddressSanitizer on CPUs.
 STAGES: dict[str, tuple[Callable[[Stage], dict[str, Any]], float]] = {
     "build": (build, 180),
     "load": (load, 60),
-    "tests": (tests, 150),
+    "tests": (tests, 120),
+    "cuda": (suites_on("cuda", examples=60), 110),
+    "triton": (suites_on("triton", examples=20), 120),
+    "torch": (suites_on("torch", examples=20), 60),
     "sanitizer": (sanitizer, 100),
     "bench": (bench, BUDGET),  # what is left
 }
-LEFT_FOR_BENCH = 130.0  # the stages before it stop in time
+LEFT_FOR_BENCH = 150.0  # the stages before it stop in time
 
 
 # One after the other --------------------------------------------------------------------------------------------------
@@ -464,7 +492,7 @@ def write_summary() -> None:
     logs = [WORK / "logs" / f"{name}.log" for name in STAGES]
     tails = [f"== {log.stem}\n".encode() + log.read_bytes()[-LOG_KEPT:] for log in logs if log.exists()]
     (WORK / "gpu.log").write_bytes(b"\n".join(tails))
-    for file in (path, WORK / "gpu.log", WORK / "tests.xml"):
+    for file in (path, WORK / "gpu.log", *map(junit_path, STAGES)):
         copy_out(file)
 
 
