@@ -9,7 +9,7 @@ import d3s_kernels as d3s
 
 from . import inputs, peers
 from .clock import Prepared, Work
-from .harness import Contest, close, describe
+from .harness import Contest, close, close_gradient, describe
 from .sizes import Sizes
 
 LOW_PRECISION_GRADIENT = {"TRL": 0.05, "TRL without Triton": 0.05, "verl": 0.05}
@@ -150,14 +150,3 @@ def backward(function: Callable, logits: torch.Tensor, labels: torch.Tensor, *gr
         return torch.autograd.grad(outputs, leaf, incoming)[0]
 
     return Prepared(forward, gradient)
-
-
-def close_gradient(tolerance: float, **by_name: float):
-    """Relative in norm, on some of the tokens: peaked ones and others."""
-
-    def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        mine, other = ours[:, ::15].float(), theirs[:, ::15].float()
-        error = (mine - other).norm() / mine.norm()
-        assert error <= by_name.get(name, tolerance), f"{name}: the gradient is {error:.2g} off, relative in norm"
-
-    return agree

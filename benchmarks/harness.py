@@ -117,6 +117,17 @@ def close(tolerance: float, **by_name: float) -> Agree:
     return agree
 
 
+def close_gradient(tolerance: float, **by_name: float) -> Agree:
+    """Relative in norm, on some of the tokens: peaked ones and others."""
+
+    def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        mine, other = ours[:, ::15].float(), theirs[:, ::15].float()
+        error = (mine - other).norm() / mine.norm()
+        assert error <= by_name.get(name, tolerance), f"{name}: the gradient is {error:.2g} off, relative in norm"
+
+    return agree
+
+
 def same_kept(share: float) -> Agree:
     """Masks differ in at most this share of the kept positions: peers break ties, or round k, in their own way."""
 

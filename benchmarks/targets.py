@@ -9,6 +9,7 @@ STEP_CONTEST = "TRL's update, half of the rollouts and 10% of their tokens"
 STEP_MEMORY = 0.4  # of GRPOTrainer's
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
+CUDA_LIBRARY = "CUDA library"
 
 # Each op beside the formula of a trainer, or, where none has it, of plain PyTorch.
 RATIOS = (
@@ -37,6 +38,12 @@ CALLS = (
 )
 
 DIFFERENTIABLE = ("importance_ratio", "entropy", "logprob_entropy")
+
+
+def in_triton(contest: str) -> str:
+    """The same, by the kernels for GPUs without the CUDA library."""
+    return f"{contest}, in Triton"
+
 
 CPU: tuple[Target, ...] = (
     Faster("logprob_entropy forward", ("TRL",), 30),
@@ -86,6 +93,15 @@ CUDA: tuple[Target, ...] = (
     *(Faster(f"max_variance_select, {where}", ("vectorised PyTorch",)) for where in ("groups", "pool")),
     *(Faster(contest, (peer,)) for contest, peer in RATIOS),
     *(Under(f"overhead of {call}", 12) for call in CALLS),
+    Moves(in_triton("logprob_entropy forward"), 3.9),
+    Within(in_triton("logprob_entropy forward"), CUDA_LIBRARY),
+    Within(in_triton("logprob_entropy forward, few rows"), CUDA_LIBRARY),
+    Within(in_triton("logprob_entropy forward, half of the rows masked (right-padded)"), "all rows"),
+    Within(in_triton("logprob_entropy backward, both gradients"), "copy"),
+    Within(in_triton("logprob_entropy backward, both gradients"), CUDA_LIBRARY),
+    Within(in_triton("select_tokens_from_logits"), "logprob_entropy"),
+    Within(in_triton("topk_mask of a batch, 10%"), CUDA_LIBRARY, 2),
+    Within(in_triton("max_variance_select, groups"), CUDA_LIBRARY, 2),
 )
 
 TARGETS = {"cpu": CPU, "cuda": CUDA}
