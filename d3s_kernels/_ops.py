@@ -200,7 +200,7 @@ def _forced_by_environment() -> str | None:
 
 
 forced_backend = _forced_by_environment()
-has_cuda = why_not("cuda") is None
+why_not("cuda")  # loads its library, which would take the place of whatever had been registered before
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 _serve(_library, forced_backend)
 
