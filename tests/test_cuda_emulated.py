@@ -30,6 +30,8 @@ SUITES = (
     ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
     ("test_linear.py", "test_ratios.py", "test_registration.py", "test_compiled_losses.py"),
 )
+# Schemas, fakes and torch.compile, most of it compilers' time: the same whoever computes.
+ABOVE_THE_KERNELS = {"test_registration.py", "test_compiled_losses.py"}
 
 
 def build(folder: Path, *options: str) -> Path:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from test_cuda_emulated import SUITES, TESTS, run_pytest
+from test_cuda_emulated import ABOVE_THE_KERNELS, SUITES, TESTS, run_pytest
 
 from d3s_kernels import _ops
 
 BACKEND = _ops.runnable("cuda")[0]
 FILES = [name for suite in SUITES for name in suite]
 KERNELS = "cuda_shim/kernels.py"  # what only the CUDA kernels have
-# Schemas, fakes and torch.compile, most of it compilers' time: the same whoever computes. test_kernels.py has the rest.
-ABOVE_THE_KERNELS = {"test_registration.py", "test_compiled_losses.py"}
 NOT_IN_TRITON = {"test_compact.py", "test_group_advantages.py", "test_ratios.py"}  # plain PyTorch's, and run as such
+# What is above the kernels, test_kernels.py has once for each.
 LEFT_OUT = {"cuda": set(), "triton": ABOVE_THE_KERNELS | NOT_IN_TRITON, "torch": ABOVE_THE_KERNELS}
 
 
