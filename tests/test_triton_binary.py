@@ -160,3 +160,20 @@ def test_for_amd(case: str) -> None:
         print(launch.name, re.findall(r"\.vgpr_count:\s*(\d+)", text))
         # The keys of the longest segments are more than the registers of its 512 threads hold there.
         assert spills == ["0"] or launch.arguments.get("SIZE") == topk_mask.LARGEST, launch
+
+
+def test_one_program_for_batches_of_any_size() -> None:
+    """Compiled once, whatever lies between rows and sequences: 40 vectors, and any number of rows."""
+    programs: dict[str, set[str]] = {}
+    for rows, length in ((3, 15), (3, 16), (2, 17), (1, 16), (1, 1)):
+        logits = torch.empty(rows, length, 320, dtype=torch.bfloat16)
+        for part in (logits, logits[:, :-1], logits[:, ::2]):
+            labels, values = torch.zeros(part.shape[:-1], dtype=torch.int64), torch.zeros(part.shape[:-1])
+            with recorded() as found:
+                _triton.KERNELS["logprob_entropy"](part, labels)
+                _triton.KERNELS["logprob_entropy_backward"](values, values, part, labels, values, values, values)
+                _triton.KERNELS["logprob_entropy_backward_"](values, values, part, labels, values, values, values, 0)
+            for launch in found:
+                place = "in place" if launch.arguments.get("out") is part else ""
+                programs.setdefault(launch.name + place, set()).add(launch.compile(NVIDIA["sm_90"]).hash)
+    assert {name: len(hashes) for name, hashes in programs.items()} == dict.fromkeys(programs, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .launch import EXACT, contiguous, warps
 from .logprob_entropy import NO_TARGET
-from .rows import Rows, row_start, temperature_arguments, temperature_of
+from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, NAN, exponential
 
 THREADS = 256
@@ -21,7 +21,16 @@ PIECE = 4 * BLOCK  # of a program: what a row costs before the first element is 
 ANY_TOKEN = 2**62  # of a tile nobody knows how large the vocabulary is
 
 
-@triton.jit(do_not_specialize=["inner", "columns", "out_inner", "temperature_bits", "first_token", "vocabulary"])
+@triton.jit(
+    do_not_specialize=[
+        *PLACE,
+        *(f"out_{name}" for name in PLACE),
+        "columns",
+        "temperature_bits",
+        "first_token",
+        "vocabulary",
+    ]
+)
 def write_gradients(
     logits, inner, outer_stride, inner_stride, columns, row_mask, labels, temperatures, temperature_bits, grad_logprob,
     grad_entropy, entropies, maxima, log_sums, first_token, vocabulary, out, out_inner, out_outer_stride,

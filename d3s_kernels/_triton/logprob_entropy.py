@@ -17,7 +17,7 @@ from torch import Tensor
 from . import launch
 from .launch import EXACT, contiguous
 from .order_key import ABSENT, order_key
-from .rows import Rows, row_start, temperature_arguments, temperature_of
+from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, LOWEST, NAN, add, finish, load_columns, merge, merge_lanes
 
 SLICE = 32768  # elements; d3s_kernels/_linear.py cuts where this does
@@ -27,7 +27,7 @@ MERGERS = 128  # rows to a program that merges slices
 NO_TARGET = tl.constexpr(-100)
 
 
-@triton.jit(do_not_specialize=["inner", "columns", "slices", "temperature_bits"])
+@triton.jit(do_not_specialize=[*PLACE, "columns", "slices", "temperature_bits"])
 def reduce_slices(
     logits, inner, outer_stride, inner_stride, columns, slices, row_mask, temperatures, temperature_bits, states,
     STEP: tl.constexpr, PER_ROW: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr, IN_FLIGHT: tl.constexpr,
@@ -73,7 +73,7 @@ def merge_slices(states, slices, row, here, m, s, t, scale):
     return m, s, t
 
 
-@triton.jit(do_not_specialize=["count", "inner", "columns", "slices", "temperature_bits", "tokens_per_advantage"])
+@triton.jit(do_not_specialize=[*PLACE, "count", "columns", "slices", "temperature_bits", "tokens_per_advantage"])
 def finish_rows(
     states, slices, count, logits, inner, outer_stride, inner_stride, columns, row_mask, labels, temperatures,
     temperature_bits, logprobs, entropies, maxima, log_sums, keys, advantages, tokens_per_advantage,
@@ -108,7 +108,7 @@ def finish_rows(
         tl.store(keys + row, tl.where(reads, key, ABSENT), mask=here)
 
 
-@triton.jit(do_not_specialize=["count", "inner", "columns", "slices", "temperature_bits", "first_token"])
+@triton.jit(do_not_specialize=[*PLACE, "count", "columns", "slices", "temperature_bits", "first_token"])
 def merge_into_states(
     states, slices, count, logits, inner, outer_stride, inner_stride, columns, labels, temperatures, temperature_bits,
     row_states, first_token, STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from .softmax_state import NAN
 
+# Arguments of row_start that are not specialised: strides change with the length of a batch, and STEP says what there
+# is to know of them.
+PLACE = ("inner", "outer_stride", "inner_stride")
 MOST_COLUMNS = 2**31 - 2**17  # a place in a row, and past its end, is an int32
 
 
