@@ -108,7 +108,7 @@ def test_rows_that_are_too_long() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
     """Alone, among others, askew, and in rows that step unevenly."""
-    logits, labels = (3 * torch.randn(4, 100)).to(dtype), torch.tensor([0, 99, 64, -100])
+    logits, labels = torch.randn(4, 100).div(2).to(dtype), torch.tensor([0, 99, 64, -100])
     weights = torch.randn(2, 4)
     together = with_gradients(logits, labels, weights)
     alone = [with_gradients(logits[i : i + 1], labels[i : i + 1], weights[:, i : i + 1]) for i in range(4)]
@@ -124,6 +124,17 @@ def test_a_row_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
             of_rows = apart.transpose(0, 1), of_rows[1].t(), of_rows[2].transpose(1, 2)
         for one, other in zip(with_gradients(*of_rows), together, strict=True):
             assert_same_bits((one.transpose(0, 1) if turned else one).reshape(other.shape), other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sums_of_a_row_have_one_order(dtype: torch.dtype) -> None:
+    """Aligned and askew: in the sums themselves more shows than in their logarithms."""
+    logits, states = torch.randn(12, 104).to(dtype), []
+    for pitch in (104, 105):
+        rows = torch.empty(12, pitch, dtype=dtype)[:, :104].copy_(logits)
+        states.append(torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(12, 1))
+        kernel("softmax_state_", states[-1], rows, None, 0)
+    assert_same_bits(*states)
 
 
 def test_rows_2_31_elements_apart() -> None:
@@ -390,6 +401,12 @@ def test_a_threshold_is_the_lowest_score_that_is_kept() -> None:
         assert_identical(thresholds, torch.tensor(lowest))
 
 
+def test_a_ratio_that_was_rounded_up() -> None:
+    """0.28 of 25 is 7, in either precision."""
+    for ratio in (0.28, torch.tensor(0.28), torch.tensor(0.28, dtype=torch.float64)):
+        assert d3s.topk_mask(torch.randn(25), ratio).sum() == 7
+
+
 def test_a_bad_quota_selects_nothing() -> None:
     scores, one = torch.rand(3, 9), torch.tensor(1.0)
     for ratio in (0.0, -1.0, 1.5, INF, NAN):
@@ -458,3 +475,11 @@ def test_the_most_varied(length: int) -> None:
                 found = d3s.max_variance_select(values, keep, mask=present)
                 with _ops.forced("torch"):
                     assert_identical(found, d3s.max_variance_select(values, keep, mask=present))
+
+
+def test_splits_that_are_equal_up_to_rounding() -> None:
+    """The fewest from the top, also of values whose squares have no room for their differences."""
+    rewards = torch.tensor([0.0, 1.0]).repeat(12)
+    for values in (rewards, rewards * 0.1, rewards / 4 + 3333333.25):
+        for k in range(2, 13):
+            assert values[d3s.max_variance_select(values, k)].gt(values.min()).sum() == k // 2
