@@ -137,15 +137,14 @@ _serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
 
 
 def _choice(device: str, forced: str | None) -> tuple[str, ...]:
-    """The back-ends for a kind of device, the best first. What is compiled has all ops."""
+    """The back-ends that serve a kind of device: one that is compiled has all ops, and Triton leaves some to torch."""
     if device == "cpu":
         if forced == "triton" and _interprets():
             return "triton", "torch"
         return ("torch",) if forced == "torch" else ("cpu",)
-    possible = [name for name in BACKENDS if name != "cuda" or device == "cuda"]
-    if forced in possible:  # what Triton has no kernel for, or not for a size, is plain PyTorch's
-        possible = [forced] if forced != "triton" else ["triton", "torch"]
-    return tuple(name for name in possible if why_not(name) is None)
+    if device == "cuda" and forced in (None, "cuda") and why_not("cuda") is None:
+        return ("cuda",)
+    return ("triton", "torch") if forced != "torch" and why_not("triton") is None else ("torch",)
 
 
 def _is_built(device: str) -> bool:
@@ -257,7 +256,7 @@ def runnable(device: str) -> tuple[str, ...]:
         return (_choice(device, forced_backend)[0],)
     if device == "cpu":
         return "cpu", *(["triton"] if _interprets() else []), "torch"
-    return _choice(device, None)
+    return tuple(name for name in _possible(device) if why_not(name) is None)
 
 
 def explain(device: str) -> str:
@@ -266,5 +265,11 @@ def explain(device: str) -> str:
     served = " and ".join(names.get(name, "plain PyTorch") for name in dict.fromkeys(_choice(device, forced_backend)))
     if forced_backend is not None:
         return f"computed by {served}: D3S_KERNELS_BACKEND={forced_backend}"
-    why = [why_not(name) for name in BACKENDS if name != "cuda" or device == "cuda"] if device != "cpu" else []
-    return f"computed by {served}" + "".join(f"; {reason}" for reason in why if reason)
+    possible = _possible(device)
+    better = possible[: possible.index(_choice(device, None)[0])] if possible else ()
+    return f"computed by {served}" + "".join(f"; {why_not(name)}" for name in better)
+
+
+def _possible(device: str) -> tuple[str, ...]:
+    """For a GPU, the best first."""
+    return () if device == "cpu" else tuple(name for name in BACKENDS if name != "cuda" or device == "cuda")

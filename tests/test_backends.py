@@ -35,9 +35,10 @@ def test_the_compiled_library_serves_the_cpu() -> None:
 
 
 def test_the_best_that_there_is(there: dict[str, str | None]) -> None:
-    assert _ops._choice("cuda", None) == ("cuda", "triton", "torch")
+    assert _ops._choice("cuda", None) == ("cuda",)
     assert _ops._choice("xpu", None) == ("triton", "torch")
     assert _ops._choice("cpu", None) == ("cpu",)
+    assert (_ops.runnable("cuda"), _ops.runnable("xpu")) == (("cuda", "triton", "torch"), ("triton", "torch"))
     there["cuda"] = "no library"
     assert _ops._choice("cuda", None) == ("triton", "torch")
     there["triton"] = "not installed"

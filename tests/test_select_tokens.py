@@ -183,15 +183,18 @@ def test_the_quantile_of_few_tokens_by_hand() -> None:
 
 
 def test_the_faults_of_the_quantile() -> None:
-    """Ties keep more than the share, one NaN keeps nothing, and 2^24 tokens are too many; of "entropy" none is true."""
+    """Ties keep more than the share, one NaN keeps nothing, and to torch 2.13 2^24 tokens are too many; of "entropy"
+    none is true.
+    """
 
     def counts(values: Tensor) -> tuple[int, int]:
         return tuple(int(select_tokens(values, None, 0.2, rule=rule).count) for rule in ("entropy_quantile", "entropy"))
 
     assert counts(torch.ones(100)) == (100, 20)
     assert counts(torch.cat([torch.rand(100), torch.tensor([NAN])])) == (0, 20)
-    with pytest.raises(RuntimeError, match="too large"):
-        select_tokens(torch.zeros(2**24 + 1), None, 0.2, rule="entropy_quantile")
+    if torch.__version__ < "2.14":
+        with pytest.raises(RuntimeError, match="too large"):
+            select_tokens(torch.zeros(2**24 + 1), None, 0.2, rule="entropy_quantile")
 
 
 # ---- scope -----------------------------------------------------------------------------------------------------------
