@@ -11,6 +11,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def require_tensors(**arguments: Tensor | None) -> None:
@@ -36,6 +37,15 @@ def require_optional_tensors(like: Tensor, **arguments: Tensor | None) -> None:
 def _require_device(name: str, value: Tensor, device: torch.device) -> None:
     if value.device != device:
         raise ValueError(f"{name}: is on {value.device}; takes a tensor on the device of the others, {device}")
+
+
+def require_no_tangent(**arguments: Tensor) -> None:
+    """Derivatives are made backwards alone: torch would take an op for a constant of forward mode, without a word."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
+    for name, value in arguments.items():
+        if forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
+            raise NotImplementedError(f"{name}: has a forward-mode tangent; its derivatives are made backwards alone")
 
 
 def require_whole(**arguments: int | None) -> None:

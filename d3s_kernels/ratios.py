@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _ops
 from ._arguments import (
+    require_no_tangent,
     require_number,
     require_optional_tensors,
     require_scope,
@@ -80,6 +81,7 @@ def importance_ratio(
         tensor([[0.9048, 0.9048, 1.0000]])
     """
     require_tensors(logprob=logprob, old_logprob=old_logprob)
+    require_no_tangent(logprob=logprob)
     require_optional_tensors(logprob, mask=mask, groups=groups, offsets=offsets)
     _require_words(level=level, denominator=denominator)
     if log_bounds is None:

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._arguments import require_number, require_optional_tensors, require_tensors, require_whole, temperature_argument
+from ._arguments import (
+    require_no_tangent,
+    require_number,
+    require_optional_tensors,
+    require_tensors,
+    require_whole,
+    temperature_argument,
+)
 
 
 def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, row_mask: Tensor | None = None) -> Tensor:
@@ -33,6 +40,7 @@ def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, row_mask: Tens
         tensor([0.6931, 0.0000])
     """
     require_tensors(logits=logits)
+    require_no_tangent(logits=logits)
     require_optional_tensors(logits, row_mask=row_mask)
     number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
     result: Tensor = _ops.logprob_entropy(logits, None, number, tensor, row_mask)[1]
@@ -67,6 +75,7 @@ def logprob_entropy(
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
     """
     require_tensors(logits=logits, labels=labels)
+    require_no_tangent(logits=logits)
     require_optional_tensors(logits, row_mask=row_mask)
     number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
     logprob, row_entropy, _, _ = _ops.logprob_entropy(logits, labels, number, tensor, row_mask)
@@ -124,6 +133,7 @@ def linear_logprob_entropy(
         tensor(0.)
     """
     require_tensors(hidden=hidden, weight=weight, labels=labels)
+    require_no_tangent(hidden=hidden, weight=weight)
     require_optional_tensors(hidden, bias=bias, row_mask=row_mask)
     require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
     require_number(logit_softcap=logit_softcap)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import assert_same_bits, random_labels, random_logits
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import d3s_kernels as d3s
 
@@ -91,3 +92,18 @@ def test_a_selection_made_in_inference_mode() -> None:
     (gradient,) = torch.autograd.grad(ratio, leaf, kept.mask.float())
     assert torch.equal(ratio, torch.ones(4, 9))
     assert torch.equal(gradient.any(-1), kept.mask)
+
+
+@forms
+def test_forward_mode_is_refused(form: str) -> None:
+    """To torch's own forward mode the ops would be constants."""
+    function, make = FORMS[form]
+    values = make()
+    with pytest.raises(NotImplementedError, match="has a forward-mode tangent"):
+        torch.func.jvp(function, (values,), (torch.ones_like(values),))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(values, torch.ones_like(values))
+        assert d3s.topk_mask(dual[0], k=2).sum() == 2 * dual[0].numel() // dual.shape[-1]  # which is a constant
+        with pytest.raises(NotImplementedError, match="has a forward-mode tangent"):
+            function(dual)
+        assert_all_same_bits([*function(values)], [*function(values)])
