@@ -27,7 +27,7 @@ def sum_of_first(sums, count, SIZE: tl.constexpr):
     return tl.where(count > 0, tl.gather(sums, tl.maximum(count, 1) - 1, 0), 0.0)
 
 
-@triton.jit(do_not_specialize=["length", "keep", "times"])
+@triton.jit(do_not_specialize=["keep", "times"])
 def select_most_varied(
     values, mask, length, keep, keep_tensor, times, out, SIZE: tl.constexpr,
 ):  # fmt: skip

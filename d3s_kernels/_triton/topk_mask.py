@@ -1,6 +1,6 @@
 """topk_mask and the selection of tokens in Triton: a program for each segment, which it holds in registers.
 
-The k-th largest order key is found bit by bit, from the highest: a bit is set where at least k keys are no smaller.
+What the k largest order keys reach is found bit by bit, from the highest: a bit is set where at least k keys reach it.
 
 Segments here are rows that are short enough, or all of a batch that is. Longer ones are plain PyTorch's; so are those
 that offsets name, since nobody but the device knows how long they are.
@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import _plain
 from .launch import EXACT, contiguous, warps
 from .logprob_entropy import row_statistics
-from .order_key import ABSENT, ZERO_KEY, order_key, order_key_value
+from .order_key import ABSENT, LARGEST_KEY, ZERO_KEY, order_key, order_key_value
 
 # The longest segment of a program, and its threads: up to 32 keys to each, which its registers hold.
 SIZES = ((1024, 128), (4096, 256), (8192, 512), (16384, 512))
@@ -78,7 +78,7 @@ def keys_of(scores, advantages, mask, index, inside, PER_TOKEN: tl.constexpr):
     return tl.where(inside, key, ABSENT)
 
 
-@triton.jit(do_not_specialize=["length", "ratio_bits", "k", "times"])
+@triton.jit(do_not_specialize=["ratio_bits", "k", "times"])
 def select_top(
     scores, advantages, mask, length, ratio_bits, ratio, k, k_tensor, times, out, counts, thresholds,
     PER_TOKEN: tl.constexpr, DROP_ZEROS: tl.constexpr, SIZE: tl.constexpr,
@@ -93,27 +93,48 @@ def select_top(
     index = tl.arange(0, SIZE)
     inside = index < length
     keys = keys_of(scores, advantages, mask, index, inside, PER_TOKEN)
-    kept = quota_of(tl.sum((keys != ABSENT).to(tl.int32), 0), ratio_bits, ratio, k, k_tensor, times).to(tl.int32)
-
-    lowest = (0 * kept).to(tl.uint32)
-    bit = lowest | 0x80000000
-    for _ in range(32):
-        candidate = lowest | bit
-        lowest = tl.where(tl.sum((keys >= candidate).to(tl.int32), 0) >= kept, candidate, lowest)
-        bit = bit >> 1
+    present = tl.sum((keys != ABSENT).to(tl.int32), 0)
+    kept = quota_of(present, ratio_bits, ratio, k, k_tensor, times).to(tl.int32)
+    bound = lower_bound(keys, present, kept)
+    if counts is not None:
+        reaching = keys >= tl.maximum(bound, 1)  # without what is absent
+        if DROP_ZEROS:
+            reaching = reaching & (keys != ZERO_KEY)
+        lowest = order_key_value(tl.min(tl.where(reaching, keys, LARGEST_KEY), 0))
     # Above it all are kept, of those that equal it the first ones.
-    above = keys > lowest
-    ties = (keys == lowest).to(tl.int32)
+    above = keys > bound
+    ties = (keys == bound).to(tl.int32)
     wanted = kept - tl.sum(above.to(tl.int32), 0)
     chosen = above | ((ties == 1) & (tl.cumsum(ties, 0) <= wanted))
     if DROP_ZEROS:
         chosen = chosen & (keys != ZERO_KEY)
         kept = tl.sum(chosen.to(tl.int32), 0)
-        lowest = tl.min(tl.where(chosen, keys, 0xFFFFFFFF), 0)
     tl.store(out + index, chosen, mask=inside)
     if counts is not None:
         tl.store(counts + segment, kept)
-        tl.store(thresholds + segment, tl.where(kept > 0, order_key_value(lowest), float("inf")))
+        tl.store(thresholds + segment, tl.where(kept > 0, lowest, float("inf")))
+
+
+@triton.jit
+def lower_bound(keys, present, kept):
+    """A bound that exactly ``kept`` keys reach or, where keys tie, the key of the tie; found bit by bit.
+
+    The bits that all keys share need no look, and where the number is met the bits that are left need none.
+    """
+    highest = tl.max(keys, 0)
+    differing = highest ^ tl.min(tl.where(keys == ABSENT, LARGEST_KEY, keys), 0)
+    for shift in tl.static_range(5):
+        differing |= differing >> (1 << shift)
+    bound = highest & ~differing
+    bit = differing - (differing >> 1)
+    reached = present
+    while (bit != 0) & (reached != kept):
+        candidate = bound | bit
+        count = tl.sum((keys >= candidate).to(tl.int32), 0)
+        bound = tl.where(count >= kept, candidate, bound)
+        reached = tl.where(count >= kept, count, reached)
+        bit = bit >> 1
+    return bound
 
 
 def _fits(shape: torch.Size, pooled: bool, offsets: Tensor | None) -> bool:
