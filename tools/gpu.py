@@ -407,8 +407,8 @@ STAGES: dict[str, tuple[Callable[[Stage], dict[str, Any]], float]] = {
     "load": (load, 60),
     "tests": (tests, 120),
     "cuda": (suites_on("cuda", examples=60), 110),
-    "triton": (suites_on("triton", examples=20), 120),
-    "torch": (suites_on("torch", examples=20), 60),
+    "triton": (suites_on("triton", examples=10), 120),
+    "torch": (suites_on("torch", examples=10), 60),
     "sanitizer": (sanitizer, 100),
     "bench": (bench, BUDGET),  # what is left
 }
