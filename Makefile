@@ -93,12 +93,13 @@ sanitize: setup  ## the C++ tests and every op under AddressSanitizer and UBSan
 # torch it runs under.
 OLDEST := .venv-torch-2.11
 NEWEST := .venv-torch-newest
-$(OLDEST)/.set-up: THIS_TORCH = torch==2.11.0
-$(NEWEST)/.set-up: THIS_TORCH = torch
+# Triton 3.6's interpreter takes no newer NumPy.
+$(OLDEST)/.set-up: WITH = 'torch==2.11.0' 'numpy<2'
+$(NEWEST)/.set-up: WITH = torch numpy
 
 $(OLDEST)/.set-up $(NEWEST)/.set-up:
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install -q '$(THIS_TORCH)' numpy pytest hypothesis
+	$(@D)/bin/pip install -q $(WITH) pytest hypothesis
 	touch $@
 
 define TEST_UNDER
