@@ -39,12 +39,12 @@ def _require_device(name: str, value: Tensor, device: torch.device) -> None:
         raise ValueError(f"{name}: is on {value.device}; takes a tensor on the device of the others, {device}")
 
 
-def require_no_tangent(**arguments: Tensor) -> None:
+def require_no_tangent(**arguments: Tensor | None) -> None:
     """Derivatives are made backwards alone: torch would take an op for a constant of forward mode, without a word."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     for name, value in arguments.items():
-        if forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
+        if value is not None and forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
             raise NotImplementedError(f"{name}: has a forward-mode tangent; its derivatives are made backwards alone")
 
 

@@ -133,8 +133,8 @@ def linear_logprob_entropy(
         tensor(0.)
     """
     require_tensors(hidden=hidden, weight=weight, labels=labels)
-    require_no_tangent(hidden=hidden, weight=weight)
     require_optional_tensors(hidden, bias=bias, row_mask=row_mask)
+    require_no_tangent(hidden=hidden, weight=weight, bias=bias)
     require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
     require_number(logit_softcap=logit_softcap)
     if not isinstance(logits_dtype, torch.dtype):

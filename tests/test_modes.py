@@ -107,3 +107,12 @@ def test_forward_mode_is_refused(form: str) -> None:
         with pytest.raises(NotImplementedError, match="has a forward-mode tangent"):
             function(dual)
         assert_all_same_bits([*function(values)], [*function(values)])
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
+def test_forward_mode_is_refused_of_the_head(name: str) -> None:
+    head = {"hidden": torch.randn(4, 9, 16), "weight": torch.randn(300, 16), "bias": torch.randn(300)}
+    with forward_ad.dual_level():
+        head[name] = forward_ad.make_dual(head[name], torch.ones_like(head[name]))
+        with pytest.raises(NotImplementedError, match=f"^{name}: has a forward-mode tangent"):
+            d3s.linear_logprob_entropy(**head, labels=LABELS)
