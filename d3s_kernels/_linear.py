@@ -34,8 +34,8 @@ _SIZES = {
     "cuda": _Sizes(workspace_bytes=512 << 20, rows=512, row_multiple=128),
 }
 _SIZES["xpu"] = _SIZES["cuda"]
-# Tokens. Where what serves a kind of device cuts a row: kSlice in csrc/cuda/, SLICE in _triton/ and _plain/; on a CPU
-# kChunk in csrc/cpu/softmax_rows.h, unless others serve it.
+# Tokens. Where what serves a kind of device cuts a row: kSlice in csrc/cuda/, SLICE in _triton/; on a CPU kChunk in
+# csrc/cpu/softmax_rows.h, unless others serve it. _plain/ cuts finer, at a part of either.
 PORTABLE_SLICE, CPU_SLICE = 32768, 8192
 SLICES = {"cpu": CPU_SLICE, "cuda": PORTABLE_SLICE, "xpu": PORTABLE_SLICE}
 _UPCAST_BYTES = 16 << 20  # of the weight as float32 at a time, where the device has no product that widens its result

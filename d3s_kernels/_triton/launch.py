@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 
 import triton
@@ -15,6 +16,11 @@ EXACT = {"enable_fp_fusion": False}
 
 def warps(threads: int) -> int:
     return max(1, threads // warp_size())
+
+
+def smallest(sizes: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:
+    """The first size that holds so much, and its threads; the last is known to."""
+    return next((size, threads) for size, threads in sizes if length <= size)
 
 
 @cache

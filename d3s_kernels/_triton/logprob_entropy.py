@@ -161,7 +161,7 @@ def logprob_entropy(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     row_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     return row_statistics(logits, labels, temperature, temperature_tensor, row_mask)
 
 
@@ -172,21 +172,20 @@ def row_statistics(
     temperature_tensor: Tensor | None,
     row_mask: Tensor | None,
     **keys: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The op; and, where ``keys``, ``advantages`` and ``tokens_per_advantage`` are given, the order keys of |A| * H."""
     rows = Rows.of(logits)
     outputs = new_outputs(logits, logits.shape[:-1])
     if rows.total == 0:
-        return outputs
+        return tuple(outputs.values())
     of_rows = {"row_mask": contiguous(row_mask), **temperature_arguments(temperature, temperature_tensor)}
     states, slices = _slice_states(rows, **of_rows)
     keys = {"keys": None, "advantages": None, "tokens_per_advantage": 1, **keys}
     finish_rows[(triton.cdiv(rows.total, MERGERS),)](
         states, slices, rows.total, columns=rows.columns, labels=contiguous(labels), **rows.place(), **of_rows,
-        **dict(zip(("logprobs", "entropies", "maxima", "log_sums"), outputs, strict=True)), **keys,
-        MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
+        **outputs, **keys, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
     )  # fmt: skip
-    return outputs
+    return tuple(outputs.values())
 
 
 def softmax_state_(
@@ -210,16 +209,15 @@ def softmax_state_(
 
 def softmax_state_finish(
     state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     count = state.shape[0]
     outputs = new_outputs(state, (count,))
     if count:
         finish_states[(triton.cdiv(count, MERGERS),)](
             state, count, **temperature_arguments(temperature, temperature_tensor),
-            **dict(zip(("logprobs", "entropies", "maxima", "log_sums"), outputs, strict=True)),
-            MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
+            **outputs, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
         )  # fmt: skip
-    return outputs
+    return tuple(outputs.values())
 
 
 def _slice_states(rows: Rows, **of_rows: Any) -> tuple[Tensor, int]:
@@ -233,6 +231,7 @@ def _slice_states(rows: Rows, **of_rows: Any) -> tuple[Tensor, int]:
     return states, slices
 
 
-def new_outputs(like: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    a, b, c, d = (torch.empty(shape, dtype=torch.float32, device=like.device) for _ in range(4))
-    return a, b, c, d
+def new_outputs(like: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """One number for each row, in the order of the op's results."""
+    names = "logprobs", "entropies", "maxima", "log_sums"
+    return {name: torch.empty(shape, dtype=torch.float32, device=like.device) for name in names}

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _plain
-from .launch import EXACT, contiguous, warps
+from .launch import EXACT, contiguous, smallest, warps
 from .order_key import order_key
 from .topk_mask import number
 
@@ -97,7 +97,7 @@ def max_variance_select(
         return whole
     out = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     if values.numel():
-        size, threads = next((size, threads) for size, threads in SIZES if length <= size)
+        size, threads = smallest(SIZES, length)
         times = values.shape[:-1].numel() if pooled else 1
         select_most_varied[(values.numel() // length,)](
             values.contiguous(), contiguous(mask), length, keep, keep_tensor, times, out, SIZE=size,

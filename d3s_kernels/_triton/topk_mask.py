@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _plain
-from .launch import EXACT, contiguous, warps
+from .launch import EXACT, contiguous, smallest, warps
 from .logprob_entropy import row_statistics
 from .order_key import ABSENT, LARGEST_KEY, ZERO_KEY, order_key, order_key_value
 
@@ -157,14 +157,14 @@ def _select(
     counts = torch.empty(segments, dtype=torch.int32, device=device) if with_counts else None
     thresholds = torch.empty(segments, dtype=torch.float32, device=device) if with_counts else None
     if segments.numel():
-        size, threads = next((size, threads) for size, threads in SIZES if shape.numel() // segments.numel() <= size)
+        length = shape.numel() // segments.numel()
+        size, threads = smallest(SIZES, length)
         per_token = advantages is not None and advantages.dim() > 0 and advantages.shape != segments
         if advantages is not None:
             advantages = _spread(advantages, shape if per_token else segments)
         select_top[(segments.numel(),)](
-            scores, advantages, contiguous(mask), shape.numel() // segments.numel(), out=out, counts=counts,
-            thresholds=thresholds, **quota, PER_TOKEN=per_token, DROP_ZEROS=drop_zeros, SIZE=size,
-            num_warps=warps(threads), **EXACT,
+            scores, advantages, contiguous(mask), length, out=out, counts=counts, thresholds=thresholds, **quota,
+            PER_TOKEN=per_token, DROP_ZEROS=drop_zeros, SIZE=size, num_warps=warps(threads), **EXACT,
         )  # fmt: skip
     return out, counts, thresholds
 
