@@ -80,13 +80,15 @@ def launches(case: str, warp_size: int = 32) -> list[Launch]:
     return found
 
 
-def machine_code(launch: Launch, architecture: str, folder: Path) -> tuple[list[Instruction], Resources]:
+def machine_code(launch: Launch, architecture: str, folder: Path) -> tuple[list[Instruction], Resources, int]:
+    """Its instructions, what they use, and the bytes of shared memory."""
     path = folder / f"{architecture}.cubin"
-    path.write_bytes(launch.compile(NVIDIA[architecture]).asm["cubin"])
+    compiled = launch.compile(NVIDIA[architecture])
+    path.write_bytes(compiled.asm["cubin"])
     for cached in (kernels, resources):
         cached.cache_clear()
     (code,), (used,) = kernels(path, architecture).values(), resources(path, architecture).values()
-    return code, used
+    return code, used, compiled.metadata.shared
 
 
 def opcodes(code: list[Instruction], pattern: str) -> list[str]:
@@ -98,18 +100,20 @@ def opcodes(code: list[Instruction], pattern: str) -> list[str]:
 @pytest.mark.parametrize("architecture", NVIDIA)
 def test_nothing_spills(architecture: str, case: str, tmp_path: Path) -> None:
     for launch in launches(case):
-        _, used = machine_code(launch, architecture, tmp_path)
-        print(f"{architecture} {launch.name}: {used.registers} registers, {launch.options['num_warps']} warps")
+        _, used, shared = machine_code(launch, architecture, tmp_path)
+        warps = launch.options["num_warps"]
+        print(f"{architecture} {launch.name}: {used.registers} registers, {warps} warps, {shared} bytes shared")
         # 32 keys to a thread leave none to spare: Triton 3.6 puts two words of them aside on sm_80, before the loop.
         allowed = 8 if launch.arguments.get("SIZE") == topk_mask.LARGEST else 0
         assert used.stack <= allowed, launch
         assert used.local == 0, launch
-        assert used.registers * launch.options["num_warps"] * 32 <= 65_536  # of a multiprocessor
+        assert used.registers * warps * 32 <= 65_536  # of a multiprocessor
+        assert shared * 2048 // (warps * 32) <= 164 << 10  # which as many programs as its threads allow have of it
 
 
 def main_loop(launch: Launch, architecture: str, elements: int, folder: Path) -> list[Instruction]:
     """The first that has an exponential for each of the elements that a thread loads at a time."""
-    code, _ = machine_code(launch, architecture, folder)
+    code, *_ = machine_code(launch, architecture, folder)
     return next(loop for loop in loops(code) if len(opcodes(loop, r"MUFU\.EX2")) >= elements)
 
 
