@@ -38,6 +38,14 @@ def checks(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, float]]:
         both = torch.stack(d3s.linear_logprob_entropy(*head, labels))
         exact = torch.stack(reference.linear_logprob_entropy(*head, labels))
         yield f"linear_logprob_entropy, {dtype}", both, exact, 1e-5
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    exact_leaves = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    gradients = torch.autograd.grad(torch.stack(d3s.linear_logprob_entropy(*leaves, labels)).sum(), leaves)
+    exact_gradients = torch.autograd.grad(
+        torch.stack(reference.linear_logprob_entropy(*exact_leaves, labels)).sum(), exact_leaves
+    )
+    for name, ours, exact in zip(("hidden", "weight"), gradients, exact_gradients, strict=True):
+        yield f"linear_logprob_entropy: gradient of {name}", ours, exact, 1e-5
 
     scores = torch.randint(0, 1000, (4, 5000)).float().to(device)
     yield "topk_mask", d3s.topk_mask(scores, 0.1), reference.topk_mask(scores, 0.1), 0
@@ -72,3 +80,7 @@ def checks(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, float]]:
         ratio = d3s.importance_ratio(moved, entropy, level=level, groups=ids)
         exact = reference.importance_ratio(moved, entropy, level=level, groups=ids)
         yield f"importance_ratio, {level}", ratio, exact, 1e-5
+    leaf, exact_leaf = moved.clone().requires_grad_(), moved.double().requires_grad_()
+    (gradient,) = torch.autograd.grad(d3s.importance_ratio(leaf, entropy).sum(), leaf)
+    (exact_gradient,) = torch.autograd.grad(reference.importance_ratio(exact_leaf, entropy).sum(), exact_leaf)
+    yield "importance_ratio: gradient", gradient, exact_gradient, 1e-5
