@@ -1,0 +1,53 @@
+"""What is checked before the first collective: each rank's own arguments, and that they belong to one call.
+
+What a rank refuses by itself it refuses before it takes part in anything; the others then wait for it until the group's
+timeout. Under ``D3S_KERNELS_CHECK=1`` the ranks first tell each other what they were given: what one refuses all refuse
+at once, in the same words.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .group import Ranks
+
+
+def agree(ranks: Ranks, op: str, check: Callable[[], Any], **alike: Any) -> None:
+    """Raises what ``check`` raises, and where all are asked, that ``alike`` are not alike on all ranks."""
+    if os.environ.get("D3S_KERNELS_CHECK") != "1":
+        check()
+        return
+    refusal: Exception | None = None
+    try:
+        check()
+    except (TypeError, ValueError, RuntimeError) as error:
+        refusal = error
+    own = {"call": op} | {name: _plain(value) for name, value in alike.items()}
+    everyones: list[Any] = [None] * ranks.size
+    dist.all_gather_object(everyones, (own, refusal and (type(refusal), str(refusal))), group=ranks.group)
+    for rank, (_, refused) in enumerate(everyones):
+        if refused is not None:
+            raise refused[0](f"{refused[1]} (on rank {rank} of {ranks.size})") from refusal
+    first = everyones[0][0]
+    for rank, (given, _) in enumerate(everyones):
+        for name in first:  # "call" comes first: other calls have other arguments
+            if given[name] != first[name]:
+                raise ValueError(
+                    f"{name}: got {_shortened(first[name])} on rank 0 and {_shortened(given[name])} on rank {rank}; "
+                    "takes the same on all ranks of the process group"
+                )
+
+
+def _plain(value: Any) -> Any:
+    """What can be sent and compared."""
+    return ("tensor", str(value.dtype), value.tolist()) if isinstance(value, Tensor) else value
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value[2] if isinstance(value, tuple) and value[:1] == ("tensor",) else value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,52 @@
+"""The few collectives that the ops across ranks are made of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# Its name from torch 2.13 on, and the one before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Ranks(NamedTuple):
+    """A process group, and which of its ranks this process is."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def add_(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """``[ranks, ...]``: everyone's, which have one shape."""
+        everyones = values.new_empty(self.size, values.numel())
+        _all_gather(everyones.view(-1), values.reshape(-1), group=self.group)
+        return everyones.view(self.size, *values.shape)
+
+    def gather_number(self, number: int, like: Tensor) -> Tensor:
+        """int64 ``[ranks]``: a number that each host knows, on the device of ``like``."""
+        return self.gather(torch.full((1,), number, dtype=torch.int64, device=like.device)).view(-1)
+
+
+def ranks_of(process_group: dist.ProcessGroup | DeviceMesh) -> Ranks:
+    group = process_group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"process_group: got a mesh of {group.ndim} dimensions; takes one dimension of it")
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("process_group: this process is not in it; takes one that it is in")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group: got {type(group).__name__}; takes a torch.distributed process group, a mesh of one "
+            "dimension, or None"
+        )
+    return Ranks(group, group.rank(), group.size())

@@ -1,0 +1,106 @@
+"""Processes that compute together, as the ranks of a gloo group on this machine.
+
+A task is a function of a module beside this one, ``task(ranks, *arguments)``; it is run by every process of a world,
+which tests share: to start one takes seconds. A world in which a task fails or hangs is ended, and the next test that
+asks for it has a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from d3s_kernels._ranks.group import Ranks as Ranks
+from d3s_kernels._ranks.group import ranks_of
+
+SIZES = (2, 3, 4)
+_TIMEOUT = 120.0  # seconds, for a task
+
+
+def _serve(rank: int, size: int, folder: str, calls: Connection, seconds: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+    )
+    assert dist.group.WORLD is not None
+    ranks = ranks_of(dist.group.WORLD)
+    while (call := calls.recv()) is not None:
+        task, arguments, environment = call
+        os.environ.update(environment)
+        try:
+            calls.send((True, task(ranks, *arguments)))
+        except Exception as error:
+            calls.send((False, (error, traceback.format_exc())))
+        for name in environment:
+            del os.environ[name]
+    os._exit(0)  # not by way of the interpreter's end: there gloo's threads may still want to free what Python holds
+
+
+class World:
+    """``size`` processes that wait for tasks."""
+
+    def __init__(self, size: int, seconds: float = _TIMEOUT) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self.calls, self.processes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            arguments = rank, size, self._folder.name, there, seconds
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self.calls.append(here)
+            self.processes.append(process)
+
+    def run(self, task: Callable[..., Any], *arguments: Any, **environment: str) -> list[Any]:
+        """What the task returns on each rank; raises where one raises, or does not answer."""
+        results = self.outcomes(task, *arguments, **environment)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def outcomes(self, task: Callable[..., Any], *arguments: Any, **environment: str) -> list[Any]:
+        """What the task returns on each rank, or raises there."""
+        for calls in self.calls:
+            calls.send((task, arguments, environment))
+        results = []
+        for rank, calls in enumerate(self.calls):
+            if not calls.poll(_TIMEOUT):
+                self.end()
+                raise TimeoutError(f"rank {rank} of {self.size} does not answer")
+            good, result = calls.recv()
+            if not good:
+                result, trace = result
+                if hasattr(result, "add_note"):  # from Python 3.11 on
+                    result.add_note(f"on rank {rank} of {self.size}:\n{trace}")
+            results.append(result)
+        return results
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        world.cache_clear()
+        self._folder.cleanup()
+
+
+@cache
+def world(size: int) -> World:
+    return World(size)
+
+
+def pieces_of(total: int, size: int, generator: torch.Generator) -> list[int]:
+    """How many of ``total`` each of ``size`` ranks has: anything, nothing included."""
+    edges = torch.randint(0, total + 1, (size - 1,), generator=generator).sort().values.tolist()
+    return [b - a for a, b in zip([0, *edges], [*edges, total], strict=True)]
