@@ -37,12 +37,12 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(process_group: dist.ProcessGroup | DeviceMesh) -> Ranks:
-    group = process_group
+    group: object = process_group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"process_group: got a mesh of {group.ndim} dimensions; takes one dimension of it")
         group = group.get_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("process_group: this process is not in it; takes one that it is in")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
