@@ -1,6 +1,7 @@
 // A back-end that computes nothing: with it the ops check their arguments and that is all. What serves a device from
 // Python (d3s_kernels/_plain, d3s_kernels/_triton) asks these ops first, so that a wrong argument meets the same words
 // everywhere.
+#include "ops/key_search.h"
 #include "ops/ratios.h"
 #include "ops/rollouts.h"
 #include "ops/selection.h"
@@ -18,6 +19,11 @@ void finish_states(const RowState*, int64_t, const Temperatures&, const RowOutpu
 void select_top(const Scores&, const Quota&, bool, const Segments&, int64_t, int64_t, const SelectionOutputs&,
                 Device&) {}
 void compact_indices(const uint8_t*, int64_t, int64_t*, int64_t, int64_t*, Device&) {}
+
+void make_order_keys(const Scores&, int64_t, uint32_t*, Device&) {}
+void count_digits(const SegmentedKeys&, const KeySearch*, const Digit&, int64_t*, Device&) {}
+void find_digits(KeySearch*, int64_t, const int64_t*, const Digit&, const Quota&, Device&) {}
+void mask_at_keys(const SegmentedKeys&, const KeySearch*, const int64_t*, bool, const CutOutputs&, Device&) {}
 
 void max_variance_mask(const SegmentedValues&, const Keep&, bool*, Device&) {}
 void group_advantages_of(const SegmentedValues&, const AdvantageOptions&, float*, Device&) {}

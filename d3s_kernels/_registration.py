@@ -46,6 +46,7 @@ def _(state: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     return _rows(state, state.shape[:1])
 
 
+@_fake("narrow_cut_")
 @_fake("wide_product_")
 @_fake("logprob_entropy_backward_")
 def _(*_: Any, **__: Any) -> None:
@@ -122,6 +123,22 @@ def _(
     shape = logits.shape[:-1]
     chosen, count, threshold = _selection(logits, shape, offsets, pooled)
     return chosen, *_rows(logits, shape, 1), count, threshold
+
+
+@_fake("order_keys")
+def _(scores: Tensor, *_: Any, **__: Any) -> Tensor:
+    return scores.new_empty(scores.shape, dtype=torch.int32)
+
+
+@_fake("key_histogram")
+def _(keys: Tensor, cut: Tensor, shift: int, bits: int, *_: Any, **__: Any) -> Tensor:
+    return keys.new_empty((cut.shape[0], 1 << bits), dtype=torch.int64)
+
+
+@_fake("mask_at_cut")
+def _(keys: Tensor, cut: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    of_segments = (keys.new_empty(cut.shape[:1], dtype=torch.int64) for _ in range(2))
+    return keys.new_empty(keys.shape, dtype=torch.bool), *of_segments
 
 
 @_fake("compact")
@@ -233,6 +250,10 @@ for _name in (
     "topk_mask",
     "select_tokens",
     "select_tokens_from_logits",
+    "order_keys",
+    "key_histogram",
+    "narrow_cut_",
+    "mask_at_cut",
     "compact",
     "group_advantages",
     "max_variance_select",

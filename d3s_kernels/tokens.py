@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -20,9 +20,15 @@ from ._arguments import (
     temperature_argument,
     whole_or_tensor,
 )
+from .vocab import entropy as entropy_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 TokenRule = Literal["advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"]
 TOKEN_RULES = get_args(TokenRule)
+Segments = Literal["whole", "global", "pieces"]
 
 
 class TokenSelection(NamedTuple):
@@ -47,6 +53,8 @@ def topk_mask(
     offsets: Tensor | None = None,
     max_segment: int | None = None,
     drop_zeros: bool = False,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    segments: Segments = "whole",
 ) -> Tensor:
     """Marks the k largest scores of each segment: exactly k, ties to the lower index.
 
@@ -63,27 +71,57 @@ def topk_mask(
         offsets: int32 or int64 ``[segments + 1]``, from 0 to n (flash-attention's ``cu_seqlens``).
         max_segment: the caller's bound on a segment's length: a hint for GPUs, never needed.
         drop_zeros: leave scores of 0 out as well; then fewer than k may remain.
+        process_group: the ranks that hold scores: a process group, or a mesh of one dimension. Each gets its piece of
+            the mask that one device would give all their scores, concatenated along the first dimension in the order
+            of the ranks: so a 1-D tensor is one segment over all ranks, with one k. A rank may have no scores.
+        segments: with a process group, where the rows or the segments of ``offsets`` lie. "whole": each on its rank,
+            and nothing is communicated. "global": ``offsets`` are those of all ranks' 1-D tensors one after the other,
+            the same on every rank, and may cut a segment anywhere (Ulysses). "pieces": every rank has a piece, maybe
+            an empty one, of every segment: rows of the same leading shape, or offsets of its own with as many segments
+            (ring attention; among equal scores the lower rank wins).
 
     Returns:
         bool, the shape of ``scores``.
 
     Raises:
         ValueError, TypeError: neither or both of ratio and k, ratio outside (0, 1], k below 1, a wrong shape, dtype,
-            device or offsets.
+            device or offsets. They come before anything is sent, on the rank that is wrong; under
+            ``D3S_KERNELS_CHECK=1`` on all ranks, also where ranks differ in what has to be the same.
 
     Example:
         >>> import torch, d3s_kernels as d3s
         >>> d3s.topk_mask(torch.tensor([3.0, 1.0, 3.0, 3.0, torch.nan]), 0.5)
         tensor([ True, False,  True, False, False])
     """
+    arguments = scores, ratio, k, mask, offsets, max_segment, drop_zeros
+    if process_group is not None:
+        from ._ranks import tokens, top
+
+        return tokens.topk_mask(
+            scores, lambda: top.Quota(*_quota(*arguments)), mask, offsets, max_segment, drop_zeros, segments,
+            process_group, ratio=ratio, k=k,
+        )  # fmt: skip
+    result: Tensor = _ops.topk_mask(scores, *_quota(*arguments), mask, offsets, max_segment, drop_zeros)
+    return result
+
+
+def _quota(
+    scores: Tensor,
+    ratio: float | Tensor | None,
+    k: int | Tensor | None,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    max_segment: int | None,
+    drop_zeros: bool,
+) -> tuple[float | None, Tensor | None, int | None, Tensor | None]:
+    """The arguments of topk_mask looked at, and how many it keeps."""
     require_tensors(scores=scores)
     require_optional_tensors(scores, mask=mask, offsets=offsets)
     require_whole(max_segment=max_segment)
     require_flag(drop_zeros=drop_zeros)
     number, tensor = ratio_argument(ratio, scores)
     whole, whole_tensor = (None, None) if k is None else whole_or_tensor("k", k, scores)
-    result: Tensor = _ops.topk_mask(scores, number, tensor, whole, whole_tensor, mask, offsets, max_segment, drop_zeros)
-    return result
+    return number, tensor, whole, whole_tensor
 
 
 def select_tokens(
@@ -98,6 +136,8 @@ def select_tokens(
     scope: Literal["batch", "sequence"] = "batch",
     drop_zeros: bool = False,
     generator: torch.Generator | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    segments: Segments = "whole",
 ) -> TokenSelection:
     """Keeps the share ``ratio`` of the tokens with the largest score; by default ``|advantage| * entropy`` (D3S).
 
@@ -134,6 +174,11 @@ def select_tokens(
         drop_zeros: leave scores of 0 out as well (groups without a spread of rewards have nothing else).
         generator: for "random", of the device of ``entropy``; torch's own where it is None, as it has to be under
             ``torch.compile(fullgraph=True)``.
+        process_group: the ranks that hold tokens, as in :func:`topk_mask`: "batch" pools those of all ranks, one exact
+            share of them all; count and threshold are of all ranks.
+        segments: as in :func:`topk_mask`. Sequences that are "whole" need no communication for "sequence", and
+            ``offsets`` and advantages are a rank's own. Advantages one for each "global" sequence are the same on
+            every rank.
 
     Returns:
         :class:`TokenSelection`; its entropy is the argument. With "entropy_quantile" the threshold is the quantile.
@@ -152,6 +197,43 @@ def select_tokens(
         tensor([[False,  True, False],
                 [ True, False, False]])
     """
+    pooled = require_scope(scope, "sequence")
+    if rule == "entropy_quantile":
+        if process_group is not None:
+            raise ValueError("process_group: got one with rule 'entropy_quantile'; takes None: it is one process's")
+        return _entropy_quantile(entropy, ratio, mask, offsets, max_segment, pooled, drop_zeros)
+
+    arguments = entropy, advantages, ratio, rule, mask, offsets, max_segment, drop_zeros, generator
+    if process_group is not None:
+        from ._ranks import tokens, top
+
+        def factors() -> tuple[Tensor, Tensor, top.Quota]:
+            values, each, number, tensor = _factors(*arguments)
+            return values, each, top.Quota(number, tensor)
+
+        chosen, count, threshold = tokens.select_tokens(
+            entropy, factors, mask, offsets, max_segment, pooled, drop_zeros, segments, process_group, ratio=ratio,
+            rule=rule,
+        )  # fmt: skip
+    else:
+        chosen, count, threshold = _ops.select_tokens(
+            *_factors(*arguments), mask, offsets, max_segment, pooled, drop_zeros
+        )
+    return TokenSelection(chosen, entropy, count, threshold)
+
+
+def _factors(
+    entropy: Tensor,
+    advantages: Tensor | None,
+    ratio: float | Tensor,
+    rule: TokenRule,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    max_segment: int | None,
+    drop_zeros: bool,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor, float | None, Tensor | None]:
+    """The arguments of select_tokens looked at: what |A| * H is made of, and the ratio."""
     require_rule(rule, TOKEN_RULES)
     if rule in ("advantage_entropy", "advantage"):
         require_tensors(entropy=entropy, advantages=advantages)
@@ -162,14 +244,8 @@ def select_tokens(
     require_flag(drop_zeros=drop_zeros)
     require_generator(generator, rule, entropy)
     number, tensor = ratio_argument(ratio, entropy)
-    pooled = require_scope(scope, "sequence")
-    if rule == "entropy_quantile":
-        return _entropy_quantile(entropy, ratio, mask, offsets, max_segment, pooled, drop_zeros)
     values, each = _rules.token_factors(rule, entropy, advantages, generator)
-    chosen, count, threshold = _ops.select_tokens(
-        values, _float32(each), number, tensor, mask, offsets, max_segment, pooled, drop_zeros
-    )
-    return TokenSelection(chosen, entropy, count, threshold)
+    return values, _float32(each), number, tensor
 
 
 def select_tokens_from_logits(
@@ -183,6 +259,8 @@ def select_tokens_from_logits(
     temperature: float | Tensor = 1.0,
     scope: Literal["batch", "sequence"] = "batch",
     drop_zeros: bool = False,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    segments: Segments = "whole",
 ) -> TokenSelection:
     """:func:`select_tokens` with the entropy computed from ``logits`` on the way, in one op.
 
@@ -190,7 +268,8 @@ def select_tokens_from_logits(
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
         mask: bool, the shape of the rows; rows where it is False are not read and have entropy 0.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows.
-        advantages, ratio, offsets, max_segment, scope, drop_zeros: as in :func:`select_tokens`.
+        advantages, ratio, offsets, max_segment, scope, drop_zeros, process_group, segments: as in
+            :func:`select_tokens`.
 
     Returns:
         :class:`TokenSelection`, without gradients.
@@ -204,6 +283,13 @@ def select_tokens_from_logits(
         >>> d3s.select_tokens_from_logits(logits, torch.tensor([0.5]), 0.5).mask
         tensor([[False,  True]])
     """
+    if process_group is not None:
+        with torch.no_grad():
+            rows = entropy_of(logits, temperature=temperature, row_mask=mask)
+        return select_tokens(
+            rows, advantages, ratio, mask=mask, offsets=offsets, max_segment=max_segment, scope=scope,
+            drop_zeros=drop_zeros, process_group=process_group, segments=segments,
+        )  # fmt: skip
     require_tensors(logits=logits, advantages=advantages)
     require_optional_tensors(logits, mask=mask, offsets=offsets)
     require_whole(max_segment=max_segment)

@@ -182,6 +182,34 @@ def samples_of_ratios() -> list[tuple]:
     return samples
 
 
+def samples_of_keys() -> list[tuple]:
+    samples: list[tuple] = []
+    for values, offsets in value_samples():
+        each = torch.randn(values.shape[:-1] if offsets is None else (3,))
+        samples += [(values,), (values, each, torch.rand(values.shape) < 0.7, offsets)]
+    return samples
+
+
+def searches(last: tuple) -> list[tuple]:
+    """Of rows and of segments: keys, the cut as it is before the last digit, that digit, and offsets."""
+    samples = []
+    for values, offsets in value_samples():
+        keys = OPS.order_keys(values)
+        cut = torch.zeros(values.shape[:-1].numel() if offsets is None else 3, 3, dtype=torch.int64)
+        for shift, bits in ((24, 8), (16, 8), (8, 8)):
+            OPS.narrow_cut_(cut, OPS.key_histogram(keys, cut, shift, bits, offsets), shift, k=2)
+        samples.append((keys, cut, *last, offsets))
+    return samples
+
+
+def samples_of_cuts() -> list[tuple]:
+    samples: list[tuple] = []
+    for keys, cut, shift, bits, offsets in searches((0, 8)):
+        counts = OPS.key_histogram(keys, cut, shift, bits, offsets)
+        samples += [(cut, counts, shift, None, None, 2), (cut, counts, shift, None, torch.tensor(0.5))]
+    return samples
+
+
 SAMPLES: dict[str, Callable[[], list[tuple]]] = {
     "logprob_entropy": samples_of_logits,
     "logprob_entropy_backward": samples_of_the_backward,
@@ -194,6 +222,12 @@ SAMPLES: dict[str, Callable[[], list[tuple]]] = {
     "topk_mask": samples_of_scores,
     "select_tokens": samples_of_entropies,
     "select_tokens_from_logits": samples_of_logits_to_select,
+    "order_keys": samples_of_keys,
+    "key_histogram": lambda: searches((0, 8)),
+    "narrow_cut_": samples_of_cuts,
+    "mask_at_cut": lambda: [
+        (keys, cut, torch.ones(len(cut), dtype=torch.int64), offsets, True) for keys, cut, offsets in searches(())
+    ],
     "compact": lambda: [(torch.rand(4, 6) < 0.5, 7), ((torch.rand(4, 6) < 0.5).T, 30), (torch.ones(0).bool(), 2)],
     "group_advantages": lambda: [(values, offsets, "batch") for values, offsets in value_samples()],
     "max_variance_select": lambda: [

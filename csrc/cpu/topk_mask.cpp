@@ -4,109 +4,15 @@
 // runs at the speed of the cache, and some twenty pivots settle 32 bits. A segment too long for the cache is first
 // narrowed to the few keys between two that a sample puts on either side of the k-th; its keys are made anew, piece by
 // piece, for each of the few passes over it, which is cheaper than to write and read them.
-#include <algorithm>
 #include <cmath>
-#include <memory>
-#include <numeric>
 
-#include "../ops/selection.h"
-#include "../torch_abi.h"
-#include "order_keys.h"
+#include "segment_keys.h"
 
 namespace d3s {
 namespace {
 
-constexpr int64_t kPiece = 65536;      // of a long segment, one task: 256 KiB of keys, in the second-level cache
-constexpr int64_t kLong = 2 * kPiece;  // from this length on keys are not stored, and all threads work on a segment
-constexpr int64_t kBisect = 32768;     // up to this many keys, 128 KiB, are counted again and again
+constexpr int64_t kBisect = 32768;  // up to this many keys, 128 KiB, are counted again and again
 constexpr int64_t kSample = 1024;
-constexpr int64_t kGrain = 8192;  // scores; work for a thread
-
-using Keys = std::unique_ptr<uint32_t[]>;  // not a vector: it would clear what is about to be written
-
-Keys new_keys(int64_t n) { return Keys(new uint32_t[n > 0 ? n : 1]); }
-
-int64_t pieces_of(int64_t n) { return (n + kPiece - 1) / kPiece; }
-
-int64_t total(const std::vector<int64_t>& counts) { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
-
-// ---- scores ----------------------------------------------------------------------------------------------------
-
-// Writes the keys of the scores [begin, end) and returns how many are present.
-int64_t make_keys(const Scores& scores, const OrderKeys& loops, int64_t begin, int64_t end, uint32_t* keys) {
-  return dispatch_float(scores.type, [&](auto tag) {
-    const auto from = loops.from(tag);
-    const auto* values = static_cast<const typename decltype(tag)::type*>(scores.values);
-    const auto part = [&](int64_t a, int64_t b, const float* each, float one) {
-      return from(values + a, each ? each + a : nullptr, one, scores.mask ? scores.mask + a : nullptr, b - a,
-                  keys + (a - begin));
-    };
-    switch (scores.kind) {
-      case Scores::Advantages::kNone:
-        return part(begin, end, nullptr, 1.f);
-      case Scores::Advantages::kOne:
-        return part(begin, end, nullptr, *scores.advantages);
-      case Scores::Advantages::kPerToken:
-        return part(begin, end, scores.advantages, 0.f);
-      default:
-        break;
-    }
-    int64_t present = 0;
-    for (int64_t i = scores.sequences.find(begin), a = begin; a < end; ++i) {
-      const int64_t b = std::min(end, scores.sequences.end(i));
-      if (b <= a) continue;
-      present += part(a, b, nullptr, scores.advantages[i]);
-      a = b;
-    }
-    return present;
-  });
-}
-
-// The keys of one stretch of scores, stored or made when they are asked for.
-struct SegmentKeys {
-  const OrderKeys* loops;
-  int64_t n;
-  const uint32_t* stored;
-  const Scores* scores = nullptr;
-  int64_t begin = 0;
-
-  uint32_t at(int64_t i) const {
-    uint32_t key = stored ? stored[i] : kAbsent;
-    if (!stored) make_keys(*scores, *loops, begin + i, begin + i + 1, &key);
-    return key;
-  }
-
-  // body(keys, n) for all pieces, added up.
-  template <class Count>
-  int64_t count(const Count& body) const {
-    if (stored && n <= kPiece) return body(stored, n);  // no memory: the pivots of a short segment come by the dozen
-    std::vector<int64_t> counts(pieces_of(n));
-    for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) { counts[piece] = body(p, b - a); });
-    return total(counts);
-  }
-
-  // body(piece, a, b, keys) with the keys of [a, b), for all pieces; on all threads where the segment is long.
-  template <class Body>
-  void for_pieces(const Body& body) const {
-    const int64_t pieces = pieces_of(n);
-    parallel_for(pieces, n < kLong ? pieces : 1, [&](int64_t first, int64_t last) {
-      const Keys room = stored ? nullptr : new_keys(kPiece);
-      for (int64_t piece = first; piece < last; ++piece) {
-        const int64_t a = piece * kPiece, b = std::min(n, a + kPiece);
-        if (!stored) make_keys(*scores, *loops, begin + a, begin + b, room.get());
-        body(piece, a, b, stored ? stored + a : room.get());
-      }
-    });
-  }
-};
-
-// What to keep of a segment: every key above `pivot`, and the first `ties` of those that equal it.
-struct Cut {
-  int64_t k;
-  uint32_t pivot;
-  int64_t ties;
-  bool all_ties;
-};
 
 // The search for the k-th largest of some keys. It lies in [low, high], as `inside` of the keys do.
 struct Search {
@@ -148,7 +54,7 @@ struct Search {
     return true;
   }
 
-  Cut bisect(int64_t kept) {
+  Cut bisect() {
     int64_t above = 0;  // keys > high; inside + above >= k > above
     while (low < high && inside + above > k) {
       const uint32_t middle = low + (high - low) / 2 + 1;
@@ -163,7 +69,7 @@ struct Search {
         above = from_middle;
       }
     }
-    return {kept, low, k - above, inside + above == k};
+    return {low, k - above, inside + above == k};
   }
 };
 
@@ -181,44 +87,13 @@ Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
     left = std::move(next);
     if (search.keys.n == before) break;  // few different keys
   }
-  return search.bisect(k);
+  return search.bisect();
 }
 
 struct Selected {
   int64_t count = 0;
   float threshold = INFINITY;  // the lowest kept score
 };
-
-Selected write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros, bool* mask) {
-  const OrderKeys& loops = *keys.loops;
-  const int64_t pieces = pieces_of(keys.n);
-  std::vector<int64_t> surplus(pieces, 0);  // ties of a piece that are not taken
-  if (!cut.all_ties) {  // they are taken from the left: all of a piece's, until they run out in one, none after it
-    keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
-      surplus[piece] = loops.count_from(p, b - a, cut.pivot) - loops.count_from(p, b - a, cut.pivot + 1);
-    });
-    int64_t left = cut.ties;
-    for (int64_t& ties : surplus) {
-      const int64_t taken = std::min(left, ties);
-      left -= taken, ties -= taken;
-    }
-  }
-  std::vector<int64_t> zeros(pieces, 0);  // kept by rank, then dropped
-  std::vector<uint32_t> lowest(pieces);
-  keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
-    bool* out = mask + a;
-    loops.write_mask(p, b - a, cut.pivot, out);
-    lowest[piece] = loops.lowest_from(p, b - a, cut.pivot);
-    for (int64_t i = b - a, extra = surplus[piece]; extra > 0;)
-      if (p[--i] == cut.pivot) out[i] = false, --extra;
-    if (!drop_zeros || cut.pivot > kZeroKey) return;
-    for (int64_t i = 0; i < b - a; ++i)
-      if (out[i] && p[i] == kZeroKey) out[i] = false, ++zeros[piece];
-    if (lowest[piece] == kZeroKey) lowest[piece] = loops.lowest_from(p, b - a, kZeroKey + 1);
-  });
-  const int64_t kept = cut.k - total(zeros);
-  return {kept, kept > 0 ? order_key_value(*std::min_element(lowest.begin(), lowest.end())) : INFINITY};
-}
 
 // Writes the mask of one segment, values [begin, end) of `scores`; room is for as many keys, or for none if it is long.
 Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zeros, int64_t begin, int64_t end,
@@ -236,7 +111,9 @@ Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zero
     std::fill_n(mask, keys.n, false);
     return {};
   }
-  return write_mask(keys, find_cut(keys, present, quota.of(present)), drop_zeros, mask);
+  const int64_t k = quota.of(present);
+  const Kept kept = write_mask(keys, find_cut(keys, present, k), drop_zeros, mask);
+  return {k - kept.zeros, k > kept.zeros ? order_key_value(kept.lowest) : INFINITY};
 }
 
 }  // namespace

@@ -35,4 +35,7 @@ Keep keep_of(const char* argument, const OptionalInt& keep, const OptionalTensor
 Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k,
                const OptionalTensor& k_tensor, const Tensor& like);
 
+// Which of its three shapes the advantages have. Where [S] with offsets is both, it is one for each token.
+Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences);
+
 }  // namespace d3s

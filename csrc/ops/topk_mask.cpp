@@ -34,6 +34,21 @@ Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, c
   return quota;
 }
 
+Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences) {
+  require(advantages.scalar_type() == ScalarType::Float, "advantages", "got dtype ", dtype(advantages),
+          "; takes float32");
+  require_same_device("advantages", advantages, entropy);
+  const int64_t dims = entropy.dim();
+  if (advantages.dim() == 0) return Scores::Advantages::kOne;
+  if (advantages.dim() == dims && same_shape(advantages, entropy, dims)) return Scores::Advantages::kPerToken;
+  const bool per_sequence = sequences.ragged()
+                                ? advantages.dim() == 1 && advantages.size(0) == sequences.count
+                                : advantages.dim() == dims - 1 && same_shape(advantages, entropy, dims - 1);
+  require(per_sequence, "advantages", "got shape ", shape(advantages), "; takes one for each token, ", shape(entropy),
+          ", one for each of ", sequences.count, " sequences, or a 0-d tensor");
+  return Scores::Advantages::kPerSequence;
+}
+
 namespace {
 
 Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
@@ -58,22 +73,6 @@ Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const Optiona
   TorchDevice device(scores);
   select_top(source, quota, drop_zeros, segments, scores.numel(), longest, {mutable_data<bool>(out)}, device);
   return out;
-}
-
-// Which of its three shapes the advantages have. Where [S] with offsets is both, it is one for each token.
-Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences) {
-  require(advantages.scalar_type() == ScalarType::Float, "advantages", "got dtype ", dtype(advantages),
-          "; takes float32");
-  require_same_device("advantages", advantages, entropy);
-  const int64_t dims = entropy.dim();
-  if (advantages.dim() == 0) return Scores::Advantages::kOne;
-  if (advantages.dim() == dims && same_shape(advantages, entropy, dims)) return Scores::Advantages::kPerToken;
-  const bool per_sequence = sequences.ragged()
-                                ? advantages.dim() == 1 && advantages.size(0) == sequences.count
-                                : advantages.dim() == dims - 1 && same_shape(advantages, entropy, dims - 1);
-  require(per_sequence, "advantages", "got shape ", shape(advantages), "; takes one for each token, ", shape(entropy),
-          ", one for each of ", sequences.count, " sequences, or a 0-d tensor");
-  return Scores::Advantages::kPerSequence;
 }
 
 // The arguments of select_tokens, checked; and its results, once they are computed.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import compact, gradients, ratios, rollouts, top, vocabulary
+from . import compact, gradients, key_search, ratios, rollouts, top, vocabulary
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "logprob_entropy": vocabulary.logprob_entropy,
@@ -21,6 +21,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "topk_mask": top.topk_mask,
     "select_tokens": top.select_tokens,
     "select_tokens_from_logits": top.select_tokens_from_logits,
+    "order_keys": key_search.order_keys,
+    "key_histogram": key_search.key_histogram,
+    "narrow_cut_": key_search.narrow_cut_,
+    "mask_at_cut": key_search.mask_at_cut,
     "compact": compact.compact,
     "group_advantages": rollouts.group_advantages,
     "max_variance_select": rollouts.max_variance_select,

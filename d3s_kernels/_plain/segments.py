@@ -37,8 +37,9 @@ class Segments(NamedTuple):
         return numbers[1:-1] if self.ragged else numbers
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """For each value the number of its segment; NaN for what is left out."""
-        return (pad(numbers, (1, 1), value=math.nan) if self.ragged else numbers)[self.of]
+        """For each value the number of its segment; for what is left out NaN, or 0 among whole numbers."""
+        nothing = math.nan if numbers.is_floating_point() else 0
+        return (pad(numbers, (1, 1), value=nothing) if self.ragged else numbers)[self.of]
 
     def left_out(self) -> Tensor:
         if not self.ragged:

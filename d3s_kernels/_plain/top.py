@@ -71,7 +71,7 @@ def select_tokens(
     drop_zeros: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sequences = segments_of(entropy, offsets)
-    scores = _advantage_of_each(advantages, entropy, sequences).abs() * entropy.flatten().float()
+    scores = advantage_of_each(advantages, entropy, sequences).abs() * entropy.flatten().float()
     segments = pool(entropy) if pooled else sequences
     quota = Quota(ratio=ratio if ratio_tensor is None else ratio_tensor)
     top = _select(scores, mask, segments, quota, drop_zeros)
@@ -80,7 +80,7 @@ def select_tokens(
     return top.mask.view(entropy.shape), count.view(shape), threshold.view(shape)
 
 
-def _advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
+def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
     """Advantages are one for all, for each token, or for each sequence; [n] beside n tokens is for each token."""
     if advantages.dim() == 0:
         return advantages

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from .group import Ranks
 
+_Checked = TypeVar("_Checked")
 
-def agree(ranks: Ranks, op: str, check: Callable[[], Any], **alike: Any) -> None:
-    """Raises what ``check`` raises, and where all are asked, that ``alike`` are not alike on all ranks."""
+
+def agree(ranks: Ranks, op: str, check: Callable[[], _Checked], **alike: Any) -> _Checked:
+    """What ``check`` returns, or raises; and where all are asked, raises that ``alike`` are not alike on all ranks."""
     if os.environ.get("D3S_KERNELS_CHECK") != "1":
-        check()
-        return
+        return check()
     refusal: Exception | None = None
     try:
-        check()
+        checked = check()
     except (TypeError, ValueError, RuntimeError) as error:
         refusal = error
     own = {"call": op} | {name: _plain(value) for name, value in alike.items()}
@@ -41,6 +42,7 @@ def agree(ranks: Ranks, op: str, check: Callable[[], Any], **alike: Any) -> None
                     f"{name}: got {_shortened(first[name])} on rank 0 and {_shortened(given[name])} on rank {rank}; "
                     "takes the same on all ranks of the process group"
                 )
+    return checked
 
 
 def _plain(value: Any) -> Any:

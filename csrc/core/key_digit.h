@@ -1,0 +1,37 @@
+// A digit of order keys: the k-th largest key is found digit by digit, from the top, by counting.
+#pragma once
+
+#include <cstdint>
+
+#include "macros.h"
+
+namespace d3s {
+
+struct Digit {
+  static constexpr int kKeyBits = 32;
+  static constexpr int kMostBits = 11;  // a table of 16 KB
+
+  int shift = 0, bits = 0;
+
+  D3S_HOST_DEVICE int bins() const { return 1 << bits; }
+  D3S_HOST_DEVICE bool is_first() const { return shift + bits == kKeyBits; }
+  D3S_HOST_DEVICE int bin_of(uint32_t key) const { return static_cast<int>(key >> shift & (bins() - 1u)); }
+  // Whether a key has these digits before this one.
+  D3S_HOST_DEVICE bool follows(uint32_t key, uint32_t prefix) const {
+    return is_first() || key >> (shift + bits) == prefix;
+  }
+};
+
+// How far the search for the k-th largest key of a segment has come.
+struct KeySearch {
+  int64_t prefix = 0;  // its digits so far; the key itself in the end
+  int64_t left = 0;    // which one it is among the keys that have these digits, the largest being 1
+  int64_t k = 0;       // how many are to be kept; 0: nothing is searched for
+
+  D3S_HOST_DEVICE void enter(int bin, int64_t above, const Digit& digit) {
+    prefix = prefix << digit.bits | bin;
+    left -= above;
+  }
+};
+
+}  // namespace d3s

@@ -1,0 +1,142 @@
+// The keys of a segment on a CPU: stored, or made again when they are asked for; and the mask of a segment whose k-th
+// largest key is known.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "../ops/selection.h"
+#include "../torch_abi.h"
+#include "order_keys.h"
+
+namespace d3s {
+
+constexpr int64_t kGrain = 8192;       // scores; work for a thread
+constexpr int64_t kPiece = 65536;      // of a long segment, one task: 256 KiB of keys, in the second-level cache
+constexpr int64_t kLong = 2 * kPiece;  // from this length on all threads work on it, and topk_mask stores no keys
+
+using Keys = std::unique_ptr<uint32_t[]>;  // not a vector: it would clear what is about to be written
+
+inline Keys new_keys(int64_t n) { return Keys(new uint32_t[n > 0 ? n : 1]); }
+
+inline int64_t pieces_of(int64_t n) { return (n + kPiece - 1) / kPiece; }
+
+inline int64_t total(const std::vector<int64_t>& counts) {
+  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+}
+
+// ---- scores ----------------------------------------------------------------------------------------------------
+
+// Writes the keys of the scores [begin, end) and returns how many are present.
+inline int64_t make_keys(const Scores& scores, const OrderKeys& loops, int64_t begin, int64_t end, uint32_t* keys) {
+  return dispatch_float(scores.type, [&](auto tag) {
+    const auto from = loops.from(tag);
+    const auto* values = static_cast<const typename decltype(tag)::type*>(scores.values);
+    const auto part = [&](int64_t a, int64_t b, const float* each, float one) {
+      return from(values + a, each ? each + a : nullptr, one, scores.mask ? scores.mask + a : nullptr, b - a,
+                  keys + (a - begin));
+    };
+    switch (scores.kind) {
+      case Scores::Advantages::kNone:
+        return part(begin, end, nullptr, 1.f);
+      case Scores::Advantages::kOne:
+        return part(begin, end, nullptr, *scores.advantages);
+      case Scores::Advantages::kPerToken:
+        return part(begin, end, scores.advantages, 0.f);
+      default:
+        break;
+    }
+    int64_t present = 0;
+    for (int64_t i = scores.sequences.find(begin), a = begin; a < end; ++i) {
+      const int64_t b = std::min(end, scores.sequences.end(i));
+      if (b <= a) continue;
+      present += part(a, b, nullptr, scores.advantages[i]);
+      a = b;
+    }
+    return present;
+  });
+}
+
+// The keys of one stretch of scores, stored or made when they are asked for.
+struct SegmentKeys {
+  const OrderKeys* loops;
+  int64_t n;
+  const uint32_t* stored;
+  const Scores* scores = nullptr;
+  int64_t begin = 0;
+
+  uint32_t at(int64_t i) const {
+    uint32_t key = stored ? stored[i] : kAbsent;
+    if (!stored) make_keys(*scores, *loops, begin + i, begin + i + 1, &key);
+    return key;
+  }
+
+  // body(keys, n) for all pieces, added up.
+  template <class Count>
+  int64_t count(const Count& body) const {
+    if (stored && n <= kPiece) return body(stored, n);  // no memory: the pivots of a short segment come by the dozen
+    std::vector<int64_t> counts(pieces_of(n));
+    for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) { counts[piece] = body(p, b - a); });
+    return total(counts);
+  }
+
+  // body(piece, a, b, keys) with the keys of [a, b), for all pieces; on all threads where the segment is long.
+  template <class Body>
+  void for_pieces(const Body& body) const {
+    const int64_t pieces = pieces_of(n);
+    parallel_for(pieces, n < kLong ? pieces : 1, [&](int64_t first, int64_t last) {
+      const Keys room = stored ? nullptr : new_keys(kPiece);
+      for (int64_t piece = first; piece < last; ++piece) {
+        const int64_t a = piece * kPiece, b = std::min(n, a + kPiece);
+        if (!stored) make_keys(*scores, *loops, begin + a, begin + b, room.get());
+        body(piece, a, b, stored ? stored + a : room.get());
+      }
+    });
+  }
+};
+
+// What to keep of a segment: every key above `pivot`, and the first `ties` of those that equal it.
+struct Cut {
+  uint32_t pivot;
+  int64_t ties;
+  bool all_ties;
+};
+
+struct Kept {
+  int64_t zeros = 0;             // kept by their rank, then dropped
+  uint32_t lowest = UINT32_MAX;  // of the keys that are kept
+};
+
+inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros, bool* mask) {
+  const OrderKeys& loops = *keys.loops;
+  const int64_t pieces = pieces_of(keys.n);
+  std::vector<int64_t> surplus(pieces, 0);  // ties of a piece that are not taken
+  if (!cut.all_ties) {  // they are taken from the left: all of a piece's, until they run out in one, none after it
+    keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
+      surplus[piece] = loops.count_from(p, b - a, cut.pivot) - loops.count_from(p, b - a, cut.pivot + 1);
+    });
+    int64_t left = cut.ties;
+    for (int64_t& ties : surplus) {
+      const int64_t taken = std::min(left, ties);
+      left -= taken, ties -= taken;
+    }
+  }
+  std::vector<int64_t> zeros(pieces, 0);
+  std::vector<uint32_t> lowest(pieces);
+  keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
+    bool* out = mask + a;
+    loops.write_mask(p, b - a, cut.pivot, out);
+    lowest[piece] = loops.lowest_from(p, b - a, cut.pivot);
+    for (int64_t i = b - a, extra = surplus[piece]; extra > 0;)
+      if (p[--i] == cut.pivot) out[i] = false, --extra;
+    if (!drop_zeros || cut.pivot > kZeroKey) return;
+    for (int64_t i = 0; i < b - a; ++i)
+      if (out[i] && p[i] == kZeroKey) out[i] = false, ++zeros[piece];
+    if (lowest[piece] == kZeroKey) lowest[piece] = loops.lowest_from(p, b - a, kZeroKey + 1);
+  });
+  return {total(zeros), lowest.empty() ? UINT32_MAX : *std::min_element(lowest.begin(), lowest.end())};
+}
+
+}  // namespace d3s

@@ -1,0 +1,103 @@
+// order_keys, key_histogram, narrow_cut_, mask_at_cut: their arguments and results, on every device.
+#include "key_search.h"
+
+#include "arguments.h"
+
+namespace d3s {
+namespace {
+
+constexpr int64_t kSearchFields = sizeof(KeySearch) / sizeof(int64_t);
+
+Tensor order_keys(const Tensor& scores, const OptionalTensor& advantages, const OptionalTensor& mask,
+                  const OptionalTensor& offsets) {
+  require_float("scores", scores);
+  const OptionalTensor present = require_mask("mask", mask, scores, scores.dim());
+  const OptionalTensor each = advantages ? OptionalTensor(packed(*advantages)) : std::nullopt;
+  const Tensor values = packed(scores);
+  Scores source;
+  source.values = values.const_data_ptr();
+  source.type = float_type(scores);
+  source.mask = data<bool>(present);
+  source.sequences = segments_of(scores, offsets, "scores");
+  if (each) source.kind = kind_of(*each, scores, source.sequences);
+  source.advantages = data<float>(each);
+  const Tensor keys = empty(leading_sizes(scores, scores.dim()), ScalarType::Int, scores);
+  TorchDevice device(scores);
+  make_order_keys(source, scores.numel(), mutable_data<uint32_t>(keys), device);
+  return keys;
+}
+
+SegmentedKeys keys_of(const Tensor& keys, const OptionalTensor& offsets) {
+  require(keys.scalar_type() == ScalarType::Int && keys.is_contiguous(), "keys", "got ", dtype(keys),
+          "; takes contiguous int32, from order_keys");
+  return {data<uint32_t>(keys), keys.numel(), segments_of(keys, offsets, "keys")};
+}
+
+KeySearch* searches_of(const Tensor& cut, int64_t segments, const Tensor& like) {
+  require(cut.scalar_type() == ScalarType::Long && cut.dim() == 2 && cut.size(0) == segments &&
+              cut.size(1) == kSearchFields && cut.is_contiguous(),
+          "cut", "got shape ", shape(cut), " of ", dtype(cut), "; takes contiguous int64 [", segments, ", ",
+          kSearchFields, "]");
+  require_same_device("cut", cut, like);
+  return mutable_data<KeySearch>(cut);
+}
+
+Digit digit_of(int64_t shift, int64_t bits) {
+  require(bits >= 1 && bits <= Digit::kMostBits, "bits", "got ", bits, "; takes 1 to ", int{Digit::kMostBits});
+  require(shift >= 0 && shift + bits <= Digit::kKeyBits, "shift", "got ", shift, " of ", bits, " bits; takes 0 to ",
+          Digit::kKeyBits - bits);
+  return {static_cast<int>(shift), static_cast<int>(bits)};
+}
+
+Tensor key_histogram(const Tensor& keys, const Tensor& cut, int64_t shift, int64_t bits,
+                     const OptionalTensor& offsets) {
+  const SegmentedKeys source = keys_of(keys, offsets);
+  const Digit digit = digit_of(shift, bits);
+  const KeySearch* searches = searches_of(cut, source.segments.count, keys);
+  const Tensor counts = empty({source.segments.count, digit.bins()}, ScalarType::Long, keys);
+  TorchDevice device(keys);
+  count_digits(source, searches, digit, mutable_data<int64_t>(counts), device);
+  return counts;
+}
+
+void narrow_cut_(const Tensor& cut, const Tensor& counts, int64_t shift, const OptionalFloat& ratio,
+                 const OptionalTensor& ratio_tensor, const OptionalInt& k, const OptionalTensor& k_tensor) {
+  require(counts.scalar_type() == ScalarType::Long && counts.dim() == 2 && counts.is_contiguous(), "counts",
+          "got shape ", shape(counts), " of ", dtype(counts), "; takes contiguous int64 [segments, bins]");
+  int64_t bits = 0;
+  while (bits < Digit::kMostBits && int64_t{1} << bits < counts.size(1)) ++bits;
+  require(int64_t{1} << bits == counts.size(1), "counts", "got ", counts.size(1), " bins; takes a power of two");
+  const Digit digit = digit_of(shift, bits);
+  KeySearch* searches = searches_of(cut, counts.size(0), counts);
+  const Quota quota = quota_of(ratio, ratio_tensor, k, k_tensor, cut);
+  TorchDevice device(cut);
+  find_digits(searches, counts.size(0), data<int64_t>(counts), digit, quota, device);
+}
+
+std::tuple<Tensor, Tensor, Tensor> mask_at_cut(const Tensor& keys, const Tensor& cut, const Tensor& ties,
+                                               const OptionalTensor& offsets, bool drop_zeros) {
+  const SegmentedKeys source = keys_of(keys, offsets);
+  const int64_t segments = source.segments.count;
+  const KeySearch* searches = searches_of(cut, segments, keys);
+  require(ties.scalar_type() == ScalarType::Long && ties.dim() == 1 && ties.size(0) == segments, "ties", "got shape ",
+          shape(ties), " of ", dtype(ties), "; takes int64 [", segments, "]");
+  require_same_device("ties", ties, keys);
+  const Tensor allowed = packed(ties);
+  const Tensor mask = empty(leading_sizes(keys, keys.dim()), ScalarType::Bool, keys);
+  const Tensor zeros = empty({segments}, ScalarType::Long, keys), lowest = empty({segments}, ScalarType::Long, keys);
+  TorchDevice device(keys);
+  mask_at_keys(source, searches, data<int64_t>(allowed), drop_zeros,
+               {mutable_data<bool>(mask), mutable_data<int64_t>(zeros), mutable_data<int64_t>(lowest)}, device);
+  return {mask, zeros, lowest};
+}
+
+}  // namespace
+
+D3S_REGISTER(m) {
+  m.impl("order_keys", TORCH_BOX(&order_keys));
+  m.impl("key_histogram", TORCH_BOX(&key_histogram));
+  m.impl("narrow_cut_", TORCH_BOX(&narrow_cut_));
+  m.impl("mask_at_cut", TORCH_BOX(&mask_at_cut));
+}
+
+}  // namespace d3s

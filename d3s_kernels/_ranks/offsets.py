@@ -1,0 +1,75 @@
+"""Segments that are cut across ranks: what a rank has of each."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from .group import Ranks
+
+SEGMENTS = ("whole", "global", "pieces")
+
+
+def require_segments(
+    segments: str, values: Tensor, offsets: Tensor | None, name: str, takes: tuple[str, ...] = SEGMENTS
+) -> None:
+    """As far as it goes without the other ranks."""
+    if segments not in takes:
+        raise ValueError(f"segments: got {segments!r}; takes {', '.join(map(repr, takes[:-1]))} or {takes[-1]!r}")
+    if segments != "global":
+        return
+    if offsets is None:
+        raise ValueError("offsets: got None with segments='global'; takes the offsets of all ranks' values")
+    if values.dim() != 1:
+        raise ValueError(f"{name}: got shape {list(values.shape)} with offsets; takes a 1-D tensor with offsets")
+    if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"offsets: got shape {list(offsets.shape)} of {offsets.dtype}; takes a 1-D int64 or int32 tensor of "
+            "segments + 1"
+        )
+
+
+def own_offsets(segments: str, offsets: Tensor | None) -> Tensor | None:
+    """Those that can be checked against this rank's values alone."""
+    return None if segments == "global" else offsets
+
+
+def is_whole(segments: str, values: Tensor, offsets: Tensor | None) -> bool:
+    """Whether every segment lies on one rank. A 1-D tensor without offsets is one, of which each rank has a piece."""
+    return segments == "whole" and (values.dim() > 1 or offsets is not None)
+
+
+def alike(segments: str, values: Tensor, offsets: Tensor | None) -> dict[str, object]:
+    """What has to be the same on all ranks."""
+    shape: object = None
+    if segments == "global":
+        shape = offsets
+    elif not is_whole(segments, values, offsets):
+        shape = list(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1
+    return {"segments": segments, "offsets": shape}
+
+
+def own_pieces(offsets: Tensor, lengths: Tensor, ranks: Ranks, name: str) -> Tensor:
+    """Offsets of this rank's piece, maybe empty, of every global segment.
+
+    Raises:
+        ValueError: on all ranks alike, where the offsets can be read without a wait.
+    """
+    if offsets.is_cpu or os.environ.get("D3S_KERNELS_CHECK") == "1":
+        _require_offsets(offsets, int(lengths.sum()), name)
+    return (offsets - lengths[: ranks.rank].sum()).clamp(min=0).minimum(lengths[ranks.rank])
+
+
+def _require_offsets(offsets: Tensor, total: int, name: str) -> None:
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise ValueError(f"offsets: starts at {first}; must start at 0")
+    if (falls := (offsets.diff() < 0).nonzero()).numel():
+        at = int(falls[0]) + 1
+        raise ValueError(
+            f"offsets: decreases from {int(offsets[at - 1])} to {int(offsets[at])} at {at}; must not decrease"
+        )
+    if last != total:
+        raise ValueError(f"offsets: ends at {last}; must end at the length of {name} on all ranks, {total}")

@@ -1,0 +1,138 @@
+"""topk_mask and select_tokens across ranks, from their public arguments on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _ops
+from .agreement import agree
+from .group import Ranks, ranks_of
+from .offsets import alike, is_whole, own_offsets, own_pieces, require_segments
+from .top import Quota, select
+
+_checks = torch.ops.d3s_checks
+_Group = ProcessGroup | DeviceMesh
+
+
+def topk_mask(
+    scores: Tensor,
+    quota_of: Callable[[], Quota],
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    max_segment: int | None,
+    drop_zeros: bool,
+    segments: str,
+    process_group: _Group,
+    **same: Any,
+) -> Tensor:
+    """``quota_of`` refuses what is wrong by itself; ``same`` is what else the ranks have to agree on."""
+    ranks = ranks_of(process_group)
+
+    def check() -> Quota:
+        quota = quota_of()
+        require_segments(segments, scores, offsets, "scores")
+        own = own_offsets(segments, offsets)
+        _check(_checks.topk_mask, scores, *quota, mask, own, max_segment, drop_zeros)
+        return quota
+
+    quota = agree(ranks, "topk_mask", check, drop_zeros=drop_zeros, **same, **alike(segments, scores, offsets))
+    if ranks.size == 1 or is_whole(segments, scores, offsets):
+        whole: Tensor = _ops.topk_mask(scores, *quota, mask, offsets, max_segment, drop_zeros)
+        return whole
+    pieces = offsets
+    if segments == "global":
+        assert offsets is not None
+        pieces = own_pieces(offsets, ranks.gather_number(scores.numel(), scores), ranks, "scores")
+    return select(_ops.order_keys(scores, None, mask, None), pieces, quota, drop_zeros, ranks).mask
+
+
+def select_tokens(
+    entropy: Tensor,
+    factors_of: Callable[[], tuple[Tensor, Tensor, Quota]],
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    max_segment: int | None,
+    pooled: bool,
+    drop_zeros: bool,
+    segments: str,
+    process_group: _Group,
+    **same: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``factors_of`` gives what |A| * H is made of, besides; otherwise as above."""
+    ranks = ranks_of(process_group)
+
+    def check() -> tuple[Tensor, Tensor, Quota]:
+        values, each, quota = factors_of()
+        require_segments(segments, entropy, offsets, "entropy")
+        own = own_offsets(segments, offsets)
+        checked = each
+        if segments == "global":
+            _require_one_for_each(each, entropy, offsets)
+            checked = each.new_zeros(())
+        _check(_checks.select_tokens, values, checked, *quota[:2], mask, own, max_segment, pooled, drop_zeros)
+        return values, each, quota
+
+    values, each, quota = agree(
+        ranks, "select_tokens", check, pooled=pooled, drop_zeros=drop_zeros, **same, **alike(segments, entropy, offsets)
+    )
+    if ranks.size == 1 or (not pooled and is_whole(segments, entropy, offsets)):
+        found: tuple[Tensor, Tensor, Tensor] = _ops.select_tokens(
+            values, each, *quota[:2], mask, offsets, max_segment, pooled, drop_zeros
+        )
+        return found
+    pieces = offsets
+    if offsets is not None and segments != "whole":
+        pieces, each = _pieces_and_factors(values, each, offsets, segments, ranks)
+    keys = _ops.order_keys(values, each, mask, pieces)
+    if pooled:
+        kept = select(keys.view(-1), None, quota, drop_zeros, ranks)
+        return kept.mask.view(entropy.shape), kept.count.view(()), kept.threshold.view(())
+    kept = select(keys, pieces, quota, drop_zeros, ranks)
+    shape = entropy.shape[:-1] if offsets is None else kept.count.shape
+    return kept.mask, kept.count.view(shape), kept.threshold.view(shape)
+
+
+def _require_one_for_each(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> None:
+    assert offsets is not None
+    takes = entropy.shape[0], offsets.shape[0] - 1
+    if advantages.dim() > 1 or (advantages.dim() == 1 and advantages.shape[0] not in takes):
+        raise ValueError(
+            f"advantages: got shape {list(advantages.shape)}; takes one for each token, [{takes[0]}], one for each of "
+            f"{takes[1]} sequences, or a 0-d tensor"
+        )
+
+
+def _pieces_and_factors(
+    entropy: Tensor, advantages: Tensor, offsets: Tensor, segments: str, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """This rank's pieces of the sequences, and an advantage for each of its tokens. One round, of 24 bytes.
+
+    A rank that has as many tokens as there are sequences cannot tell what its advantages are for. So all say what
+    theirs may be for: sequences, if that fits everywhere, unless everywhere they may be for tokens too.
+    """
+    tokens, sequences = entropy.shape[0], offsets.shape[0] - 1
+    given = advantages.shape[0] if advantages.dim() else -1
+    own = [tokens, given == tokens, given == sequences]
+    everyones = ranks.gather(torch.tensor(own, dtype=torch.int64, device=entropy.device))
+    lengths, for_tokens, for_sequences = everyones.unbind(1)
+    pieces = own_pieces(offsets, lengths, ranks, "entropy") if segments == "global" else offsets
+    if given != sequences or tokens == 0:
+        return pieces, advantages
+    place = torch.arange(tokens, device=entropy.device)
+    sequence = torch.searchsorted(pieces[1:].contiguous(), place, right=True).clamp(max=sequences - 1)
+    spread = advantages[sequence]
+    if given != tokens:
+        return pieces, spread
+    return pieces, torch.where(for_sequences.bool().all() & ~for_tokens.bool().all(), spread, advantages)
+
+
+def _check(op: Any, *arguments: Any) -> None:
+    """What the kernels refuse, before anything is sent. In a graph they do it when it runs."""
+    if not torch.compiler.is_compiling():
+        op.default(*arguments)

@@ -1,0 +1,75 @@
+"""Exactly k of each segment, for segments that lie on several ranks: topk_mask and select_tokens.
+
+The k-th largest key of all ranks is found digit by digit: each rank counts its keys by their digit, among those that
+have the digits found before, and the counts are added up. That says which keys are kept, but for ties, which go to the
+lower rank: one more round tells each rank how many the ranks before it have. So what travels are counts, whatever the
+number of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _ops
+from .group import Ranks
+
+_KEY_BITS = 32
+_NONE_KEPT = 2**32 - 1  # in the place of the lowest key
+_ABOVE_ZERO = 2**31  # the key of 0, from which on keys are those of positive numbers
+
+# (shift, bits) of each digit. A few segments take three rounds of 16 KB each for every one of them; many take four
+# rounds of 2 KB, since then the bytes count and not the rounds.
+FEW_SEGMENTS = 16
+_LONG_DIGITS = (21, 11), (10, 11), (0, 10)
+_SHORT_DIGITS = (24, 8), (16, 8), (8, 8), (0, 8)
+
+
+class Quota(NamedTuple):
+    """How many to keep of each segment: exactly one of the four is given."""
+
+    ratio: float | None = None
+    ratio_tensor: Tensor | None = None
+    k: int | None = None
+    k_tensor: Tensor | None = None
+
+
+class Kept(NamedTuple):
+    mask: Tensor  # the shape of the keys
+    count: Tensor  # type: ignore[assignment]  # int32, of each segment on all ranks; hides tuple.count
+    threshold: Tensor  # float32: the lowest kept score, infinite where none is kept
+
+
+def digits_for(segments: int) -> tuple[tuple[int, int], ...]:
+    return _LONG_DIGITS if segments <= FEW_SEGMENTS else _SHORT_DIGITS
+
+
+def select(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Kept:
+    """Of the segments of all ranks' keys: the rows, or what each rank's own offsets say is its piece of them."""
+    cut, ties = _find(keys, offsets, quota, ranks)
+    mask, zeros, lowest = _ops.mask_at_cut(keys, cut, ties, offsets, drop_zeros)
+    found, _, count = cut.unbind(1)
+    if drop_zeros:
+        everyones = ranks.gather(torch.stack([zeros, lowest]))
+        count = count - everyones[:, 0].sum(0)
+        found = everyones[:, 1].amin(0)
+    return Kept(mask, count.int(), torch.where(count > 0, _value_of(found), torch.inf))
+
+
+def _find(keys: Tensor, offsets: Tensor | None, quota: Quota, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """The cut of each segment, and how many of the keys at it this rank keeps."""
+    segments = keys.shape[:-1].numel() if offsets is None else offsets.shape[0] - 1
+    cut = torch.zeros(segments, 3, dtype=torch.int64, device=keys.device)
+    for shift, bits in digits_for(segments):
+        own = _ops.key_histogram(keys, cut, shift, bits, offsets)
+        _ops.narrow_cut_(cut, ranks.add_(own.clone()), shift, *quota)
+    own_ties = own.gather(1, (cut[:, :1] & (own.shape[1] - 1))).squeeze(1)
+    before = ranks.gather(own_ties)[: ranks.rank].sum(0)
+    return cut, (cut[:, 1] - before).clamp(min=0)
+
+
+def _value_of(key: Tensor) -> Tensor:
+    """The float32 of an order key: the inverse of order_key in csrc/core/order_key.h."""
+    return torch.where(key >= _ABOVE_ZERO, key - _ABOVE_ZERO, -1 - key).int().view(torch.float32)

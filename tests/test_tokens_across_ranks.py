@@ -1,0 +1,233 @@
+"""topk_mask and select_tokens across ranks: to the bit what one process gives that has everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import DTYPES, assert_identical
+from ranks import SIZES, Ranks, pieces_of, world
+from torch import Tensor
+
+import d3s_kernels as d3s
+
+sizes = pytest.mark.parametrize("size", SIZES)
+SEEDS = 60  # for each number of ranks and each of the tests below
+
+
+class Drawn(NamedTuple):
+    """A problem as one process has it, and what is on the ranks: the same on all of them."""
+
+    generator: torch.Generator
+    scores: Tensor
+    advantages: Tensor
+    mask: Tensor | None
+    lengths: list[int]
+    options: dict[str, Any]
+
+    def own(self, values: Tensor | None, rank: int) -> Tensor | None:
+        return None if values is None else values.split(self.lengths)[rank]
+
+    def below(self, bound: int) -> int:
+        return int(torch.randint(bound, (), generator=self.generator))
+
+    def offsets(self, total: int) -> Tensor:
+        """Of up to 40 segments: on both sides of what takes longer digits."""
+        count = self.below(41)
+        edges = torch.randint(total + 1, (max(0, count - 1),), generator=self.generator).sort().values
+        dtype = (torch.int64, torch.int32)[self.below(2)]
+        return torch.cat([torch.tensor([0]), edges, torch.tensor([total])]).to(dtype) if count else torch.tensor([0])
+
+
+def draw(seed: int, size: int) -> Drawn:
+    generator = torch.Generator().manual_seed(seed)
+
+    def chance(share: float) -> bool:
+        return float(torch.rand((), generator=generator)) < share
+
+    total = int(torch.randint(400, (), generator=generator))
+    lengths = pieces_of(total, size, generator)
+    scores = torch.randn(total, generator=generator)
+    if chance(0.5):  # ties, within a rank and across them
+        scores = scores.round()
+    if chance(0.3):
+        scores[torch.rand(total, generator=generator) < 0.3] = torch.nan
+    if chance(0.2):
+        scores[torch.rand(total, generator=generator) < 0.1] = torch.inf * (1 if chance(0.5) else -1)
+    mask = torch.rand(total, generator=generator) < 0.7 if chance(0.5) else None
+    if mask is not None and chance(0.1):
+        mask[:] = False
+    dtype = DTYPES[int(torch.randint(3, (), generator=generator))]
+    ratio = float(torch.rand((), generator=generator)) or 1.0
+    options: dict[str, Any] = {"drop_zeros": chance(0.3), "ratio": ratio}
+    if chance(0.3):
+        options["ratio"] = torch.tensor(ratio, dtype=torch.float64 if chance(0.5) else torch.float32)
+    advantages = torch.randn(total, generator=generator)
+    return Drawn(generator, scores.to(dtype), advantages, mask, lengths, options)
+
+
+def seeds(first: int, size: int) -> Iterator[tuple[int, Drawn]]:
+    for seed in range(first, first + SEEDS):
+        yield seed, draw(seed, size)
+
+
+def assert_all(size: int, task: Any) -> None:
+    first = int(torch.randint(2**40, ()))
+    for failures in world(size).run(task, first):
+        assert not failures, failures[0]
+
+
+def different(seed: int, own: Any, whole: Any, drawn: Drawn, rank: int, dim: int = 0) -> list[str]:
+    """What a rank has of a mask, or of a selection, and what it should have."""
+    if isinstance(own, Tensor):
+        own, whole = (own,), (whole,)
+    else:
+        own, whole = (own.mask, own.count, own.threshold), (whole.mask, whole.count, whole.threshold)
+    mask = whole[0].split(drawn.lengths, dim)[rank]
+    try:
+        assert_identical(own[0], mask.reshape(own[0].shape))
+        for one, other in zip(own[1:], whole[1:], strict=True):
+            assert_identical(one, other)
+    except AssertionError as error:
+        return [f"seed {seed} on rank {rank}: {error}"]
+    return []
+
+
+# ---- one segment -----------------------------------------------------------------------------------------------------
+
+
+def top_of_all(ranks: Ranks, first: int) -> list[str]:
+    failures = []
+    for seed, drawn in seeds(first, ranks.size):
+        options = dict(drawn.options)
+        if seed % 3 == 0:
+            k = 1 + drawn.below(2 * len(drawn.scores) + 1)
+            options = {"k": torch.tensor(k) if seed % 2 else k, "drop_zeros": options["drop_zeros"]}
+        whole = d3s.topk_mask(drawn.scores, mask=drawn.mask, **options)
+        own = d3s.topk_mask(
+            drawn.own(drawn.scores, ranks.rank), mask=drawn.own(drawn.mask, ranks.rank), process_group=ranks.group,
+            **options,
+        )  # fmt: skip
+        failures += different(seed, own, whole, drawn, ranks.rank)
+    return failures
+
+
+@sizes
+def test_one_k_over_all_ranks(size: int) -> None:
+    assert_all(size, top_of_all)
+
+
+def pooled(ranks: Ranks, first: int) -> list[str]:
+    """By rows, by offsets of a rank's own, or flat; advantages for all, for tokens or for sequences."""
+    failures = []
+    for seed, drawn in seeds(first, ranks.size):
+        kind = ("flat", "rows", "offsets")[seed % 3]
+        entropy, advantages, mask, lengths = drawn.scores.abs(), drawn.advantages, drawn.mask, drawn.lengths
+        own: dict[str, Any] = {}
+        if kind == "rows":
+            rows = [length // 7 for length in lengths]
+            keep = torch.cat([torch.arange(n) < r * 7 for n, r in zip(lengths, rows, strict=True)])
+            entropy, advantages = entropy[keep].view(-1, 7), advantages[keep].view(-1, 7)
+            mask, lengths = None if mask is None else mask[keep].view(-1, 7), rows
+            if seed % 2:
+                advantages = advantages[:, 0]
+        drawn = drawn._replace(lengths=lengths)
+        ours = drawn.own(entropy, ranks.rank), drawn.own(advantages, ranks.rank), drawn.own(mask, ranks.rank)
+        if kind == "offsets" and seed % 2:
+            of_ranks = [drawn.offsets(n) if n else torch.tensor([0]) for n in lengths]
+            # a rank without a sequence can have no tokens either
+            of_ranks = [o if len(o) > 1 else torch.tensor([0, n]) for o, n in zip(of_ranks, lengths, strict=True)]
+            each = [torch.randn(len(o) - 1, generator=drawn.generator) for o in of_ranks]
+            advantages = torch.cat([a.repeat_interleave(o.diff()) for a, o in zip(each, of_ranks, strict=True)])
+            if any(len(a) == n for a, n in zip(each, lengths, strict=True)):
+                continue  # then they would be taken for those of tokens, as on one process
+            own = {"offsets": of_ranks[ranks.rank]}
+            ours = ours[0], each[ranks.rank], ours[2]
+        elif seed % 5 == 0:
+            advantages = torch.tensor(-1.5)
+            ours = ours[0], advantages, ours[2]
+        whole = d3s.select_tokens(entropy, advantages, mask=mask, **drawn.options)
+        found = d3s.select_tokens(*ours[:2], mask=ours[2], process_group=ranks.group, **own, **drawn.options)
+        failures += different(seed, found, whole, drawn, ranks.rank)
+    return failures
+
+
+@sizes
+def test_all_tokens_as_one_pool(size: int) -> None:
+    assert_all(size, pooled)
+
+
+# ---- segments that are cut -------------------------------------------------------------------------------------------
+
+
+def cut_by_global_offsets(ranks: Ranks, first: int) -> list[str]:
+    failures = []
+    for seed, drawn in seeds(first, ranks.size):
+        total, rank = len(drawn.scores), ranks.rank
+        offsets = drawn.offsets(total)
+        if len(offsets) == 1:
+            offsets = torch.tensor([0, total])
+        own, mask = drawn.own(drawn.scores, rank), drawn.own(drawn.mask, rank)
+        whole = d3s.topk_mask(drawn.scores, mask=drawn.mask, offsets=offsets, **drawn.options)
+        found = d3s.topk_mask(
+            own, mask=mask, offsets=offsets, process_group=ranks.group, segments="global", **drawn.options
+        )
+        failures += different(seed, found, whole, drawn, rank)
+        entropy, for_tokens = drawn.scores.abs(), seed % 2 == 0
+        each = drawn.advantages if for_tokens else torch.randn(len(offsets) - 1, generator=drawn.generator)
+        if len(each) == total == len(offsets) - 1:
+            continue
+        scope = ("sequence", "batch")[seed % 3 == 0]
+        all_of_it = d3s.select_tokens(entropy, each, mask=drawn.mask, offsets=offsets, scope=scope, **drawn.options)
+        selected = d3s.select_tokens(
+            drawn.own(entropy, rank), drawn.own(each, rank) if for_tokens else each, mask=mask, offsets=offsets,
+            scope=scope, process_group=ranks.group, segments="global", **drawn.options,
+        )  # fmt: skip
+        failures += different(seed, selected, all_of_it, drawn, rank)
+    return failures
+
+
+@sizes
+def test_segments_cut_by_global_offsets(size: int) -> None:
+    assert_all(size, cut_by_global_offsets)
+
+
+def pieces_of_every_segment(ranks: Ranks, first: int) -> list[str]:
+    """Rows whose columns are shared out, and the same as a rank's own offsets."""
+    failures = []
+    for seed, drawn in seeds(first, ranks.size):
+        rank, rows = ranks.rank, 1 + drawn.below(24)
+        columns = len(drawn.scores) // rows
+        if columns == 0:
+            continue
+        scores = drawn.scores[: rows * columns].view(rows, columns)
+        mask = None if drawn.mask is None else drawn.mask[: rows * columns].view(rows, columns)
+        widths = pieces_of(columns, ranks.size, drawn.generator)
+        drawn = drawn._replace(lengths=widths)
+        whole = d3s.topk_mask(scores, mask=mask, **drawn.options)
+        own = scores.split(widths, 1)[rank].contiguous()
+        own_mask = None if mask is None else mask.split(widths, 1)[rank].contiguous()
+        across: dict[str, Any] = {"process_group": ranks.group, "segments": "pieces", **drawn.options}
+        found = d3s.topk_mask(own, mask=own_mask, **across)
+        failures += different(seed, found, whole, drawn, rank, dim=1)
+        flat_mask = None if own_mask is None else own_mask.flatten()
+        offsets = torch.arange(rows + 1) * widths[rank]
+        flat = d3s.topk_mask(own.flatten(), mask=flat_mask, offsets=offsets, **across)
+        failures += different(seed, flat, whole, drawn, rank, dim=1)
+        each = torch.randn(rows, generator=drawn.generator)
+        expected = d3s.select_tokens(scores.abs(), each, mask=mask, scope="sequence", **drawn.options)
+        selected = d3s.select_tokens(own.abs(), each, mask=own_mask, scope="sequence", **across)
+        failures += different(seed, selected, expected, drawn, rank, dim=1)
+        if all(width == 1 for width in widths):
+            continue  # as many tokens as sequences everywhere: then advantages are for tokens
+        entropy = own.abs().flatten()
+        selected = d3s.select_tokens(entropy, each, mask=flat_mask, offsets=offsets, scope="sequence", **across)
+        failures += different(seed, selected, expected, drawn, rank, dim=1)
+    return failures
+
+
+@sizes
+def test_segments_of_which_every_rank_has_a_piece(size: int) -> None:
+    assert_all(size, pieces_of_every_segment)
