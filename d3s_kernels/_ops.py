@@ -230,6 +230,9 @@ def forced(backend: str) -> Iterator[None]:
 # ---- what is said of it ---------------------------------------------------------------------------------------------
 
 
+_STEPS = ("order_keys", "key_histogram", "mask_at_cut")  # of topk_mask, across ranks
+
+
 def backends() -> dict[str, dict[str, str]]:
     """What computes each op, for tensors on each kind of device that this torch knows.
 
@@ -245,7 +248,7 @@ def backends() -> dict[str, dict[str, str]]:
         >>> d3s.backends()["topk_mask"]["cpu"]
         'cpu'
     """
-    ops = {op: op for op in _plain.KERNELS if not op.endswith(("_", "_backward", "_finish"))}
+    ops = {op: op for op in _plain.KERNELS if not op.endswith(("_", "_backward", "_finish")) and op not in _STEPS}
     ops["linear_logprob_entropy"] = "softmax_state_"  # the op that it is a loop over, beside torch's products
     return {op: {device: served[by] for device, served in _serving.items()} for op, by in sorted(ops.items())}
 

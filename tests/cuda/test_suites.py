@@ -10,7 +10,8 @@ from d3s_kernels import _ops
 BACKEND = _ops.runnable("cuda")[0]
 FILES = [name for suite in SUITES for name in suite]
 KERNELS = "cuda_shim/kernels.py"  # what only the CUDA kernels have
-NOT_IN_TRITON = {"test_compact.py", "test_group_advantages.py", "test_ratios.py", "test_key_search.py"}  # plain PyTorch's, and run as such
+# Plain PyTorch's, and run as such.
+NOT_IN_TRITON = {"test_compact.py", "test_group_advantages.py", "test_ratios.py", "test_key_search.py"}
 # What is above the kernels, test_kernels.py has once for each.
 LEFT_OUT = {"cuda": set(), "triton": ABOVE_THE_KERNELS | NOT_IN_TRITON, "torch": ABOVE_THE_KERNELS}
 
