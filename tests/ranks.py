@@ -68,6 +68,7 @@ class World:
         results = self.outcomes(task, *arguments, **environment)
         for result in results:
             if isinstance(result, Exception):
+                self.end()
                 raise result
         return results
 
@@ -86,6 +87,8 @@ class World:
                 if hasattr(result, "add_note"):  # from Python 3.11 on
                     result.add_note(f"on rank {rank} of {self.size}:\n{trace}")
             results.append(result)
+        if any(type(result) not in (ValueError, TypeError) for result in results if isinstance(result, Exception)):
+            self.end()  # a collective may be under way
         return results
 
     def end(self) -> None:

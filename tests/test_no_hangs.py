@@ -1,0 +1,165 @@
+"""What is wrong on one rank, or with one, is said and does not leave the others waiting for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import SIZES, Ranks, World, world
+from torch import Tensor
+
+import d3s_kernels as d3s
+
+ENTROPY, ADVANTAGES = torch.linspace(0.1, 2, 12), torch.linspace(-1, 1, 12)
+OFFSETS = torch.tensor([0, 5, 12])
+
+
+def calls(ranks: Ranks) -> dict[str, Callable[..., Any]]:
+    """Good calls, in which a test makes one rank's argument another one."""
+    group: dict[str, Any] = {"process_group": ranks.group}
+    tokens = {"entropy": ENTROPY, "advantages": ADVANTAGES, "ratio": 0.5}
+    offsets = torch.tensor([0, 5, 12 * ranks.size])
+    of_rows = {"ratio": 0.5, "segments": "pieces"} | group
+    return {
+        "topk_mask": partial(d3s.topk_mask, ENTROPY, ratio=0.5, **group),
+        "topk_mask by k": partial(d3s.topk_mask, ENTROPY, k=3, **group),
+        "topk_mask by offsets": partial(d3s.topk_mask, ENTROPY, ratio=0.5, offsets=offsets, segments="global", **group),
+        "topk_mask by rows": partial(d3s.topk_mask, ENTROPY.view(3, 4), **of_rows),
+        "select_tokens": partial(d3s.select_tokens, **tokens, **group),
+    }
+
+
+def one_differs(ranks: Ranks, name: str, other: dict[str, Any]) -> Any:
+    return calls(ranks)[name](**other) if ranks.rank == ranks.size - 1 else calls(ranks)[name]()
+
+
+DIFFERENT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "ratio": ("topk_mask", {"ratio": 0.25}, "ratio: got 0.5 on rank 0 and 0.25 on rank "),
+    "ratio as a tensor": ("topk_mask", {"ratio": torch.tensor(0.5)}, "ratio: got 0.5 on rank 0 and 0.5 on rank "),
+    "k": ("topk_mask by k", {"k": 4}, "k: got 3 on rank 0 and 4 on rank "),
+    "drop_zeros": ("topk_mask", {"drop_zeros": True}, "drop_zeros: got False on rank 0 and True on rank "),
+    "offsets": ("topk_mask by offsets", {"offsets": OFFSETS}, "offsets: got [0, 5, "),
+    "segments": ("topk_mask by rows", {"segments": "whole"}, "segments: got 'pieces' on rank 0 and 'whole' on rank "),
+    "scope": ("select_tokens", {"scope": "sequence"}, "pooled: got True on rank 0 and False on rank "),
+    "rule": ("select_tokens", {"rule": "entropy"}, "rule: got 'advantage_entropy' on rank 0 and 'entropy' on rank "),
+    "out of range": ("topk_mask", {"ratio": 2.0}, "ratio: got 2; takes a number in (0, 1]"),
+    "of another type": ("topk_mask", {"ratio": "half"}, "ratio: got str; takes a number or a 0-d tensor"),
+    "a mask": ("topk_mask", {"mask": torch.ones(3).bool()}, "mask: got shape [3]; takes one value for each row"),
+    "no offsets": ("topk_mask", {"segments": "global"}, "offsets: got None with segments='global'"),
+    "no segments": ("topk_mask", {"segments": "some"}, "segments: got 'some'; takes 'whole', 'global' or 'pieces'"),
+    "other advantages": ("select_tokens", {"advantages": ADVANTAGES[:3]}, "advantages: got shape [3]; takes one for"),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_all_ranks_refuse_alike(size: int, case: str) -> None:
+    name, other, said = DIFFERENT[case]
+    found = world(size).outcomes(one_differs, name, other, D3S_KERNELS_CHECK="1")
+    assert all(isinstance(error, ValueError | TypeError) for error in found), found
+    assert len({str(error) for error in found}) == 1
+    assert str(found[0]).startswith(said)
+    assert f"on rank {size - 1}" in str(found[0])
+
+
+@pytest.mark.parametrize("name", calls(Ranks(None, 0, 2)))  # type: ignore[arg-type]
+def test_good_calls_are_not_refused(name: str) -> None:
+    checked, unchecked = (world(2).run(one_differs, name, {}, D3S_KERNELS_CHECK=on) for on in "10")
+    masks = [[found if isinstance(found, Tensor) else found.mask for found in run] for run in (checked, unchecked)]
+    assert all(torch.equal(one, other) for one, other in zip(*masks, strict=True))
+    assert any(mask.any() for mask in masks[0])
+
+
+def wrong_offsets(ranks: Ranks, offsets: Tensor) -> None:
+    d3s.topk_mask(ENTROPY, 0.5, offsets=offsets, segments="global", process_group=ranks.group)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [
+        ([0, 5, 12], "offsets: ends at 12; must end at the length of scores on all ranks, 24"),
+        ([1, 5, 24], "offsets: starts at 1; must start at 0"),
+        ([0, 25, 24], "offsets: decreases from 25 to 24 at 2; must not decrease"),
+    ],
+)
+def test_wrong_global_offsets_are_refused_by_all_ranks(offsets: list[int], said: str) -> None:
+    assert [str(error) for error in world(2).outcomes(wrong_offsets, torch.tensor(offsets))] == [said] * 2
+
+
+def refused_here(ranks: Ranks) -> str:
+    """Before anything is sent: the other ranks can still do what they like."""
+    if ranks.rank > 0:
+        return ""
+    try:
+        d3s.topk_mask(ENTROPY, 2.0, process_group=ranks.group)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_an_argument_that_is_wrong_by_itself_is_refused_before_anything_is_sent() -> None:
+    assert world(2).run(refused_here)[0].startswith("ratio: got 2")
+    assert world(2).run(one_differs, "topk_mask", {})[0].any()  # and nothing is left over
+
+
+def one_dies(ranks: Ranks) -> tuple[str, float]:
+    d3s.topk_mask(ENTROPY, 0.5, process_group=ranks.group)
+    if ranks.rank == 1:
+        os._exit(3)
+    start = time.monotonic()
+    try:
+        d3s.topk_mask(ENTROPY, 0.5, process_group=ranks.group)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    raise AssertionError
+
+
+def one_stays_away(ranks: Ranks) -> tuple[str, float]:
+    if ranks.rank == 1:
+        time.sleep(6)
+        return "", 0.0
+    start = time.monotonic()
+    try:
+        d3s.topk_mask(ENTROPY, 0.5, process_group=ranks.group)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    raise AssertionError
+
+
+@pytest.mark.parametrize("task", [one_dies, one_stays_away])
+def test_a_rank_that_is_gone_is_torchs_error(task: Callable) -> None:
+    """After the group's timeout at the latest, here 3 seconds."""
+    together = World(2, seconds=3)
+    for end in together.calls:
+        end.send((task, (), {}))
+    assert together.calls[0].poll(60)
+    good, (error, seconds) = together.calls[0].recv()
+    together.end()
+    assert good, error
+    assert "gloo" in error.lower() or "timed out" in error.lower() or "connection" in error.lower()
+    assert seconds < 30
+
+
+def compiled(ranks: Ranks, backend: str) -> list[bool]:
+    def selected(entropy: Tensor, advantages: Tensor) -> Any:
+        return d3s.select_tokens(2 * entropy, advantages, 0.2, process_group=ranks.group)
+
+    graph = torch.compile(selected, fullgraph=True, backend=backend)
+    same = []
+    for tokens in (50, 60 + 7 * ranks.rank, 1000):
+        entropy, advantages = torch.rand(tokens), torch.randn(tokens)
+        found, expected = graph(entropy, advantages), selected(entropy, advantages)
+        same += [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
+    return same
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_in_a_graph(backend: str) -> None:
+    for same in world(2).run(compiled, backend):
+        assert len(same) == 12
+        assert all(same)
