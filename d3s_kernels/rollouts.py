@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from . import _ops, _rules
 from ._arguments import (
+    require_flag,
     require_generator,
     require_keep,
     require_number,
@@ -20,6 +21,12 @@ from ._arguments import (
     whole_or_tensor,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+Scale = Literal["group", "batch", "none"]
+Scope = Literal["batch", "group"]
 RolloutRule = Literal["max_variance", "highest", "largest_abs", "percentile", "random"]
 ROLLOUT_RULES = get_args(RolloutRule)
 
@@ -28,9 +35,12 @@ def group_advantages(
     rewards: Tensor,
     *,
     offsets: Tensor | None = None,
-    scale: Literal["group", "batch", "none"] = "group",
+    scale: Scale = "group",
     eps: float = 1e-4,
     ddof: int = 1,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    segments: Literal["whole", "global"] = "whole",
+    max_rollouts: int | None = None,
 ) -> Tensor:
     """GRPO's advantages: ``(reward - mean of its group) / (standard deviation + eps)``.
 
@@ -56,14 +66,24 @@ def group_advantages(
         >>> d3s.group_advantages(torch.tensor([[1.0, 0.0, 1.0, torch.nan]]), eps=0.0)
         tensor([[ 0.5774, -1.1547,  0.5774,  0.0000]])
     """
+    if process_group is not None:
+        from ._ranks import rollouts as ranks
+
+        across = ranks.Across(process_group, segments, max_rollouts)
+        return ranks.group_advantages(rewards, offsets, scale, eps, ddof, across)
+    check_group_advantages(rewards, offsets, scale, eps, ddof)
+    result: Tensor = _ops.group_advantages(rewards, offsets, scale, eps, ddof)
+    return result
+
+
+def check_group_advantages(rewards: Tensor, offsets: Tensor | None, scale: str, eps: float, ddof: int) -> None:
+    """What the op itself would answer in other words, or not at all; so do the other two."""
     require_tensors(rewards=rewards)
     require_optional_tensors(rewards, offsets=offsets)
     require_whole(ddof=ddof)
     require_number(eps=eps)
     if not isinstance(scale, str):
         raise TypeError(f"scale: got {scale!r}; takes 'group', 'batch' or 'none'")
-    result: Tensor = _ops.group_advantages(rewards, offsets, scale, eps, ddof)
-    return result
 
 
 def max_variance_select(
@@ -73,6 +93,9 @@ def max_variance_select(
     offsets: Tensor | None = None,
     max_segment: int | None = None,
     mask: Tensor | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    segments: Literal["whole", "global"] = "whole",
+    max_rollouts: int | None = None,
 ) -> Tensor:
     """Marks the ``keep`` values of each segment whose variance is the largest of all such subsets.
 
@@ -98,9 +121,22 @@ def max_variance_select(
         >>> d3s.max_variance_select(torch.tensor([[0.5, 0.0, 1.0, 0.4, 1.0, 0.1]]), 3)
         tensor([[False,  True,  True, False,  True, False]])
     """
+    if process_group is not None:
+        from ._ranks import rollouts as ranks
+
+        across = ranks.Across(process_group, segments, max_rollouts)
+        return ranks.max_variance_select(values, keep, offsets, max_segment, mask, across)
+    check_values(values, keep, offsets, max_segment, mask)
+    return _max_variance(values, keep, offsets, max_segment, mask, pooled=False)
+
+
+def check_values(
+    values: Tensor, keep: int | Tensor, offsets: Tensor | None, max_segment: int | None, mask: Tensor | None
+) -> None:
     require_tensors(values=values)
     require_optional_tensors(values, offsets=offsets, mask=mask)
-    return _select(values, keep, offsets, max_segment, mask, pooled=False)
+    whole_or_tensor("keep", keep, values)
+    require_whole(max_segment=max_segment)
 
 
 def select_rollouts(
@@ -109,9 +145,13 @@ def select_rollouts(
     *,
     rule: RolloutRule = "max_variance",
     offsets: Tensor | None = None,
-    scope: Literal["batch", "group"] = "batch",
+    scope: Scope = "batch",
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    segments: Literal["whole", "global"] = "whole",
+    max_rollouts: int | None = None,
+    equal_rows: bool = False,
 ) -> Tensor:
     """Marks the rollouts that a rule trains on: of each group, or of all groups as one.
 
@@ -161,19 +201,38 @@ def select_rollouts(
         >>> d3s.select_rollouts(-lengths, 2, rule="highest", scope="group")
         tensor([[False,  True,  True]])
     """
+    if process_group is not None:
+        from ._ranks import rollouts as ranks
+
+        across = ranks.Across(process_group, segments, max_rollouts)
+        return ranks.select_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows, across)
+    check_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows)
+    if rule == "max_variance":
+        return _max_variance(advantages, keep, offsets, None, mask, scope == "batch")
+    return _rules.select_rollouts(rule, advantages, keep, offsets, mask, scope == "batch", generator)
+
+
+def check_rollouts(
+    advantages: Tensor, keep: int | Tensor, rule: str, offsets: Tensor | None, scope: str, mask: Tensor | None,
+    generator: torch.Generator | None, equal_rows: bool,
+) -> None:  # fmt: skip
     require_tensors(advantages=advantages)
     require_optional_tensors(advantages, offsets=offsets, mask=mask)
     require_rule(rule, ROLLOUT_RULES)
     require_generator(generator, rule, advantages)
-    pooled = require_scope(scope, "group")
-    if rule == "max_variance":
-        return _select(advantages, keep, offsets, None, mask, pooled)
+    require_scope(scope, "group")
     whole_or_tensor("keep", keep, advantages)
-    require_keep(keep)
-    return _rules.select_rollouts(rule, advantages, keep, offsets, mask, pooled, generator)
+    if rule != "max_variance":  # whose op checks it
+        require_keep(keep)
+    require_flag(equal_rows=equal_rows)
+    if equal_rows and (rule, scope) != ("max_variance", "batch"):
+        raise ValueError(
+            f"equal_rows: got True with rule {rule!r} and scope {scope!r}; takes rule 'max_variance' and scope "
+            "'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
+        )
 
 
-def _select(
+def _max_variance(
     values: Tensor,
     keep: int | Tensor,
     offsets: Tensor | None,
@@ -181,7 +240,6 @@ def _select(
     mask: Tensor | None,
     pooled: bool,
 ) -> Tensor:
-    whole, tensor = whole_or_tensor("keep", keep, values)
-    require_whole(max_segment=max_segment)
-    result: Tensor = _ops.max_variance_select(values, whole, tensor, mask, offsets, max_segment, pooled)
+    number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
+    result: Tensor = _ops.max_variance_select(values, number, tensor, mask, offsets, max_segment, pooled)
     return result

@@ -1,0 +1,252 @@
+"""group_advantages, max_variance_select, select_rollouts across ranks.
+
+The result is this rank's piece of what the local op gives on all ranks' tensors one after the other, and that is how it
+is computed: everyone's values are gathered once, and each rank runs the local op on them all. Where groups are whole on
+their ranks and nothing is pooled, the local op on the rank's own is the same, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _ops, _rules
+from .. import rollouts as local
+from .._arguments import whole_number
+from .._plain.segments import both
+from ..rollouts import RolloutRule, Scale, Scope
+from .agreement import agree
+from .concatenation import Concatenation, concatenate, gather
+from .equal_rows import most_varied
+from .group import ranks_of
+
+_check_advantages = _ops._public(torch.ops.d3s_checks.group_advantages.default)
+_check_selection = _ops._public(torch.ops.d3s_checks.max_variance_select.default)
+
+
+class Across(NamedTuple):
+    """What the arguments say of the ranks."""
+
+    process_group: dist.ProcessGroup | DeviceMesh
+    segments: str
+    max_rollouts: int | None
+
+    def whole(self, values: Tensor, offsets: Tensor | None) -> bool:
+        """Whether every group is on one rank. A 1-D tensor without offsets is one group, a part of it on each."""
+        return self.segments == "whole" and (offsets is not None or values.dim() > 1)
+
+    def check(self, values: Tensor, offsets: Tensor | None) -> None:
+        if self.segments not in ("whole", "global"):
+            raise ValueError(f"segments: got {self.segments!r}; takes 'whole' or 'global'")
+        if self.segments == "global" and offsets is None and values.dim() > 1:
+            raise ValueError("segments: got 'global' for rows; takes it with a 1-D tensor, and 'whole' with rows")
+        if self.max_rollouts is None:
+            return
+        most = whole_number("max_rollouts", self.max_rollouts, at_least=1)
+        if values.numel() > most:
+            raise ValueError(
+                f"max_rollouts: got {most} with {values.numel()} values; takes no less than any rank has of them"
+            )
+
+    def alike(self, values: object, offsets: object) -> dict[str, Any]:
+        """What has to be the same on all ranks."""
+        given = f"{values.dtype} {['*', *values.shape[1:]]}" if isinstance(values, Tensor) else type(values).__name__
+        of_all = offsets if self.segments == "global" else offsets is not None
+        return {"values": given, "offsets": of_all, "segments": self.segments, "max_rollouts": self.max_rollouts}
+
+    def check_offsets(self, values: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """Those that the op on this rank's values takes. Of the ones of all ranks only the end is left unchecked."""
+        if self.segments == "whole" or offsets is None:
+            return offsets
+        _check_selection(values.new_empty(0, *values.shape[1:]), 1, offsets=torch.zeros_like(offsets))
+        if _known(offsets):
+            if offsets[0] != 0:
+                raise ValueError(f"offsets: starts at {int(offsets[0])}; must start at 0")
+            if (offsets.diff() < 0).any():
+                raise ValueError("offsets: decreases; must not decrease")
+        return None
+
+
+# ---- advantages -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def group_advantages(
+    rewards: Tensor, offsets: Tensor | None, scale: Scale, eps: float, ddof: int, across: Across
+) -> Tensor:
+    ranks = ranks_of(across.process_group)
+
+    def check() -> None:
+        local.check_group_advantages(rewards, offsets, scale, eps, ddof)
+        across.check(rewards, offsets)
+        _check_advantages(rewards, across.check_offsets(rewards, offsets), scale, eps, ddof)
+
+    alike = across.alike(rewards, offsets) | {"scale": scale, "eps": eps, "ddof": ddof}
+    agree(ranks, "group_advantages", check, **alike)
+    whole = across.whole(rewards, offsets)
+    if ranks.size == 1 or (whole and scale != "batch"):
+        return local.group_advantages(rewards, offsets=offsets, scale=scale, eps=eps, ddof=ddof)
+    everyones = gather(ranks, rewards.reshape(-1).float(), 0, across.max_rollouts)
+    together = concatenate(everyones, ranks.rank, rewards.numel())
+    groups = _own_groups(rewards, offsets, together, ranks.size) if whole else _groups_of_all(offsets, together)
+    advantages: Tensor = _ops.group_advantages(together.values, groups, scale, eps, ddof)[together.own]
+    if offsets is not None:
+        own = torch.arange(rewards.numel(), device=rewards.device) if whole else together.own
+        advantages = advantages.masked_fill(_left_out(own, offsets), math.nan)
+    return advantages.view(rewards.shape)
+
+
+def _own_groups(rewards: Tensor, offsets: Tensor | None, together: Concatenation, ranks: int) -> Tensor:
+    """This rank's groups, between what the ranks before have and what those behind have.
+
+    There are as many more, empty, as would be if the other ranks had as many each: by the mean length of a group the
+    op decides how to go through them.
+    """
+    if offsets is None:
+        edges = torch.arange(math.prod(rewards.shape[:-1]) + 1, device=rewards.device) * rewards.shape[-1]
+    else:
+        edges = offsets.long().clamp(0, rewards.numel())
+    others = edges.new_zeros((ranks - 1) * (len(edges) - 1) + 1)
+    return together.with_tail(torch.cat([others, together.begin + edges]))
+
+
+# ---- selections -----------------------------------------------------------------------------------------------------
+
+
+def max_variance_select(
+    values: Tensor, keep: int | Tensor, offsets: Tensor | None, max_segment: int | None, mask: Tensor | None,
+    across: Across,
+) -> Tensor:  # fmt: skip
+    choice = _Choice("max_variance_select", values, keep, "max_variance", offsets, "group", mask)
+
+    def check() -> None:
+        local.check_values(values, keep, offsets, max_segment, mask)
+
+    def alone() -> Tensor:
+        return local.max_variance_select(values, keep, offsets=offsets, max_segment=max_segment, mask=mask)
+
+    return _select(choice, check, alone, across, max_segment=max_segment)
+
+
+def select_rollouts(
+    advantages: Tensor, keep: int | Tensor, rule: RolloutRule, offsets: Tensor | None, scope: Scope,
+    mask: Tensor | None, generator: torch.Generator | None, equal_rows: bool, across: Across,
+) -> Tensor:  # fmt: skip
+    choice = _Choice("select_rollouts", advantages, keep, rule, offsets, scope, mask, equal_rows)
+
+    def check() -> None:
+        local.check_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows)
+
+    def alone() -> Tensor:
+        return local.select_rollouts(
+            advantages, keep, rule=rule, offsets=offsets, scope=scope, mask=mask, generator=generator
+        )
+
+    return _select(choice, check, alone, across, generator=generator)
+
+
+class _Choice(NamedTuple):
+    op: str
+    values: Tensor
+    keep: int | Tensor
+    rule: str
+    offsets: Tensor | None
+    scope: str
+    mask: Tensor | None
+    equal_rows: bool = False
+
+
+@torch.no_grad()
+def _select(
+    choice: _Choice,
+    check_locally: Callable[[], None],
+    alone: Callable[[], Tensor],
+    across: Across,
+    max_segment: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    ranks = ranks_of(across.process_group)
+    op, values, keep, rule, offsets, scope, mask, equal_rows = choice
+
+    def check() -> None:
+        check_locally()
+        across.check(values, offsets)
+        number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
+        _check_selection(values, number, tensor, mask, across.check_offsets(values, offsets), max_segment)
+
+    alike = {"keep": keep, "rule": rule, "scope": scope, "equal_rows": equal_rows}
+    agree(ranks, op, check, **across.alike(values, offsets), **alike)
+    whole, pooled = across.whole(values, offsets), scope == "batch"
+    if ranks.size == 1 or (whole and not pooled):
+        return alone()
+
+    numbers = values.reshape(-1).float()
+    usable = both(numbers.isfinite(), mask)
+    if rule == "random":  # the keys travel in the values' place, so that all ranks see the same
+        numbers, rule = _rules.random_keys(numbers, generator), "highest"
+    everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), _groups(values, offsets), across.max_rollouts)
+    together = concatenate(everyones, ranks.rank, len(numbers))
+    groups = together.as_one_segment() if whole else _groups_of_all(offsets, together)
+    if pooled:
+        keep = _of_all(keep, everyones.groups.sum() if whole else len(groups) - 2, len(together.values), values)
+        groups = together.as_one_segment()
+    if equal_rows:
+        assert isinstance(keep, Tensor)
+        return most_varied(everyones.values, keep)[ranks.rank, : len(numbers)].view(values.shape)
+    if rule == "max_variance":
+        number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
+        longest = max_segment if everyones.total is not None else None  # what is behind may be longer
+        kept: Tensor = _ops.max_variance_select(together.values, number, tensor, None, groups, longest, False)
+    else:
+        kept = _rules.select_rollouts(rule, together.values, keep, groups, None, False, None)
+    kept = kept[together.own]
+    if offsets is not None and not pooled:
+        kept = kept & ~_left_out(together.own, offsets)
+    return kept.view(values.shape)
+
+
+def _groups(values: Tensor, offsets: Tensor | None) -> int:
+    return math.prod(values.shape[:-1]) if offsets is None else len(offsets) - 1
+
+
+def _of_all(keep: int | Tensor, groups: int | Tensor, values: int, like: Tensor) -> Tensor:
+    """``keep`` for each of the groups, on the device. No more than there are values, so that it stays in range; and no
+    fewer than for one group: where there is none there are no values either."""
+    most = max(values, 1)
+    if isinstance(keep, Tensor):
+        each = keep.reshape(()).long().clamp(max=most)
+    else:
+        each = torch.full((), min(keep, most), dtype=torch.int64, device=like.device)
+    return each * (groups.clamp(min=1) if isinstance(groups, Tensor) else max(groups, 1))
+
+
+# ---- offsets of all ranks -------------------------------------------------------------------------------------------
+
+
+def _groups_of_all(offsets: Tensor | None, together: Concatenation) -> Tensor:
+    """The segments of all ranks' values, and one more behind them."""
+    if offsets is None:
+        return together.as_one_segment()
+    if _known(offsets) and (end := int(offsets[-1])) != int(together.total):
+        raise ValueError(
+            f"offsets: ends at {end}; must end at the number of values on all ranks, {int(together.total)}, as it "
+            "does with segments='global'"
+        )
+    return together.with_tail(offsets)
+
+
+def _left_out(place: Tensor, offsets: Tensor) -> Tensor:
+    """What offsets that nobody has checked do not reach."""
+    return (place < offsets[0]) | (place >= offsets[-1])
+
+
+def _known(offsets: Tensor) -> bool:
+    """Whether the host may look at them."""
+    return offsets.is_cpu or os.environ.get("D3S_KERNELS_CHECK") == "1"
