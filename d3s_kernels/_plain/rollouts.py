@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .order import LAST, Quota, order_keys, ranked
-from .segments import Segments, both, pool, segments_of
+from .segments import Segments, both, pool, pool_present, segments_of
 
 
 def group_advantages(
@@ -18,7 +18,7 @@ def group_advantages(
     flat, groups = rewards.flatten().double(), segments_of(rewards, offsets)
     mean, deviation, scored = _statistics(flat, groups, ddof)
     if scale == "batch":
-        deviation = _statistics(flat, pool(rewards), ddof)[1].expand_as(mean)
+        deviation = _statistics(flat, pool_present(~flat.isnan()), ddof)[1][0].expand_as(mean)
     difference = flat - mean[groups.of]
     scaled = difference if scale == "none" else difference / (deviation + eps)[groups.of]
     # Equal rewards have no advantage, also where eps is 0; neither has a group of one.

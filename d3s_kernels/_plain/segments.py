@@ -82,6 +82,14 @@ def pool(values: Tensor) -> Segments:
     return _segments(torch.arange(2, device=values.device) * n, n, n, ragged=False)
 
 
+def pool_present(present: Tensor) -> Segments:
+    """All up to the last that is present as one stretch, whose sums then depend on nothing behind it; and the rest."""
+    n = present.numel()
+    place = torch.arange(n + 1, device=present.device)
+    end = place.where(pad(present.flatten(), (1, 0)), 0).max()
+    return _segments(torch.stack([place[0], end, place[n]]), n, n, ragged=False)
+
+
 def _segments(edges: Tensor, values: int, longest: int, ragged: bool) -> Segments:
     positions = torch.arange(values, device=edges.device)
     of = torch.searchsorted(edges[1:], positions, right=True)

@@ -1,0 +1,218 @@
+"""plan_rows and exchange_rows: every kept row ends once somewhere, and every rank has the same number."""
+
+import doctest
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import random_generator
+from ranks import SIZES, Ranks, pieces_of, world
+from torch import Tensor
+from traffic import counted
+
+from d3s_kernels import distributed
+from d3s_kernels.distributed import RowPlan, exchange_rows, plan_rows
+
+sizes = pytest.mark.parametrize("size", SIZES)
+ROUNDS = 100
+ELSEWHERE = torch.device("meta")
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int16, torch.int64,
+    torch.complex64,
+)  # fmt: skip
+
+
+def random_masks(size: int, generator: torch.Generator, divisible: bool) -> list[Tensor]:
+    """Of every rank's rows: some ranks have none, of some none are kept, or all."""
+    rows = pieces_of(int(torch.randint(0, 40, (), generator=generator)), size, generator)
+    share = torch.rand(size, generator=generator) * 1.5 - 0.25
+    masks = [torch.rand(n, generator=generator) < p for n, p in zip(rows, share, strict=True)]
+    surplus = sum(int(mask.sum()) for mask in masks) % size if divisible else 0
+    for mask in masks:
+        for row in mask.nonzero().flatten()[:surplus].tolist():
+            mask[row] = False
+            surplus -= 1
+    return masks
+
+
+def check_plan(plan: RowPlan, plans: list[RowPlan], rank: int, masks: list[Tensor]) -> None:
+    """What one rank's plan says, against the masks of all and the plans of the others."""
+    kept = [int(mask.sum()) for mask in masks]
+    expected = sum(kept) // len(masks)
+    assert plan.rows == expected
+    assert len(plan.staying) + sum(plan.receive_counts) == expected
+    assert len(plan.leaving) == sum(plan.send_counts)
+    assert plan.receive_counts == [other.send_counts[rank] for other in plans]
+    assert plan.send_counts[rank] == 0
+    both_ways = torch.cat([plan.staying, plan.leaving])
+    assert torch.equal(both_ways, masks[rank].nonzero().flatten()[: len(both_ways)])
+
+
+def any_masks(ranks: Ranks, seed: int, drop_last: bool) -> int:
+    """How many rows moved in all rounds."""
+    generator = random_generator(seed)
+    moved = 0
+    for _ in range(ROUNDS):
+        masks = random_masks(ranks.size, generator, divisible=not drop_last)
+        mask = masks[ranks.rank]
+        plan = plan_rows(mask, ranks.group, drop_last=drop_last)
+        plans: list = [None] * ranks.size
+        dist.all_gather_object(plans, plan, group=ranks.group)
+        check_plan(plan, plans, ranks.rank, masks)
+        # What is dropped are the last kept rows in rank order, and no more than it takes.
+        everyones = [(rank, row) for rank, mask in enumerate(masks) for row in mask.nonzero().flatten().tolist()]
+        everyones = everyones[: plan.rows * ranks.size]
+        taken = [sum(rank == other for other, _ in everyones) for rank in range(ranks.size)]
+        assert plan.moved == sum(max(n - plan.rows, 0) for n in taken)
+
+        names = torch.stack([torch.full((len(mask),), ranks.rank), torch.arange(len(mask))], 1)
+        got = exchange_rows(names, plan, ranks.group)
+        assert got.shape == (plan.rows, 2)
+        assert torch.equal(got[: len(plan.staying)], names[plan.staying])
+        senders = got[len(plan.staying) :, 0].tolist()
+        assert senders == sorted(senders)
+        all_rows: list = [None] * ranks.size
+        dist.all_gather_object(all_rows, got.tolist(), group=ranks.group)
+        assert sorted(tuple(row) for rows in all_rows for row in rows) == everyones
+        moved += plan.moved
+    return moved
+
+
+@sizes
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_kept_row_ends_once_somewhere(size: int, drop_last: bool) -> None:
+    moved = world(size).run(any_masks, int(torch.randint(2**31, ())), drop_last)
+    assert moved == [moved[0]] * size
+    assert moved[0] > 0
+
+
+def any_tensors(ranks: Ranks, seed: int) -> None:
+    generator = random_generator(seed)
+    masks = random_masks(ranks.size, generator, divisible=True)
+    plan = plan_rows(masks[ranks.rank], ranks.group)
+    begin = sum(len(mask) for mask in masks[: ranks.rank])
+    # Of every row which one it is, which a second exchange moves along, says what must have come.
+    places = exchange_rows(torch.arange(plan.planned) + begin, plan, ranks.group)
+    columns, expected = {}, {}
+    for dtype in DTYPES:
+        for trailing in ((), (3,), (2, 5), (0,)):
+            shape = sum(map(len, masks)), *trailing
+            everyones = torch.randint(0, 2, shape, generator=generator).to(dtype)
+            own = everyones[begin : begin + plan.planned]
+            if trailing == (2, 5):  # neither contiguous nor a constant
+                own = own.mT.contiguous().mT.requires_grad_(dtype.is_floating_point)
+            columns[f"{dtype} {trailing}"] = own
+            expected[f"{dtype} {trailing}"] = everyones[places]
+    together = exchange_rows(columns, plan, ranks.group)
+    assert list(together) == list(columns)
+    for name, column in columns.items():
+        for found in (together[name], exchange_rows(column, plan, ranks.group)):
+            assert found.dtype == column.dtype
+            assert not found.requires_grad
+            assert torch.equal(found, expected[name])
+    assert exchange_rows({}, plan, ranks.group) == {}
+
+
+@sizes
+def test_any_dtype_and_shape(size: int) -> None:
+    for _ in range(3):
+        world(size).run(any_tensors, int(torch.randint(2**31, ())))
+
+
+def what_is_sent(ranks: Ranks) -> tuple[RowPlan, list, list, list]:
+    """Rank 0 has 5 rows and keeps all, the others keep 1 of 2: with 2 ranks 2 rows move, from 0 to 1."""
+    mask = torch.ones(5, dtype=torch.bool) if ranks.rank == 0 else torch.tensor([False, True])
+    with counted() as planning:
+        plan = plan_rows(mask, ranks.group)
+    with counted() as moving:
+        exchange_rows({"a": torch.zeros(len(mask), 3), "b": torch.zeros(len(mask)).bool()}, plan, ranks.group)
+    even = plan_rows(torch.ones(2, dtype=torch.bool), ranks.group)
+    with counted() as nothing:
+        exchange_rows(torch.zeros(2, 3), even, ranks.group)
+    return plan, planning, moving, nothing
+
+
+def test_only_what_moves_is_sent() -> None:
+    (plan, planning, moving, nothing), (_, _, moving_back, _) = world(2).run(what_is_sent)
+    assert (plan.staying.tolist(), plan.leaving.tolist(), plan.send_counts) == ([0, 1, 2], [3, 4], [0, 2])
+    assert planning == [("allgather_base", 8)]
+    assert moving == [("alltoall_base", 2 * 13)]
+    assert moving_back == [("alltoall_base", 0)]
+    assert nothing == []
+
+
+def undivided(ranks: Ranks) -> None:
+    plan_rows(torch.ones(int(ranks.rank == 0), dtype=torch.bool), ranks.group)
+
+
+@sizes
+def test_what_cannot_be_divided_is_refused_by_all(size: int) -> None:
+    found = world(size).outcomes(undivided)
+    said = f"mask: 1 rows are kept on {size} ranks; takes a multiple of the ranks, or drop_last=True"
+    assert [(type(error), str(error)) for error in found] == [(ValueError, said)] * size
+
+
+def nothing_kept(ranks: Ranks, rows: int) -> tuple[int, list[int]]:
+    plan = plan_rows(torch.zeros(rows, dtype=torch.bool), ranks.group)
+    return plan.rows, list(exchange_rows(torch.zeros(rows, 4), plan, ranks.group).shape)
+
+
+@sizes
+@pytest.mark.parametrize("rows", [0, 3])
+def test_no_row_is_kept(size: int, rows: int) -> None:
+    assert world(size).run(nothing_kept, rows) == [(0, [0, 4])] * size
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+PLAN = RowPlan(torch.arange(2), torch.arange(0), [0, 0], [0, 0], 2, 0, 2)
+BAD = {
+    "plan_rows": [
+        ("mask: got list; takes a tensor", {"mask": [True]}),
+        ("mask: got shape [1, 1] of torch.bool; takes bool [rows]", {"mask": torch.ones(1, 1, dtype=torch.bool)}),
+        ("mask: got shape [1] of torch.uint8; takes bool [rows]", {"mask": torch.ones(1, dtype=torch.uint8)}),
+        ("drop_last: got 1; takes True or False", {"mask": torch.ones(1, dtype=torch.bool), "drop_last": 1}),
+    ],
+    "exchange_rows": [
+        ("values: got int; takes a tensor or a dict of tensors", {"values": 3}),
+        ("b: got int; takes a tensor", {"values": {"a": torch.zeros(2), "b": 3}}),
+        ("values: got shape []; takes a row for each of the 2 planned for", {"values": torch.zeros(())}),
+        ("a: got shape [3]; takes a row for each of the 2 planned for", {"values": {"a": torch.zeros(3)}}),
+        ("values: is on meta; takes a tensor on the device", {"values": torch.zeros(2, device=ELSEWHERE)}),
+        ("plan: got tuple; takes what plan_rows returns", {"values": torch.zeros(2), "plan": tuple(PLAN)}),
+        (
+            "process_group: got one of 2 ranks; takes that of the plan, of 3",
+            {"values": torch.zeros(2), "plan": PLAN._replace(send_counts=[0, 0, 0])},
+        ),
+    ],
+}
+
+
+def refused(ranks: Ranks, function: str, bad: dict, by: tuple[int, ...]) -> None:
+    good = {"mask": torch.ones(2, dtype=torch.bool)} if function == "plan_rows" else {"values": torch.zeros(2)}
+    good |= {"plan": PLAN} if function == "exchange_rows" else {}
+    getattr(distributed, function)(**good | (bad if ranks.rank in by else {}), process_group=ranks.group)
+
+
+@pytest.mark.parametrize(("function", "said", "bad"), [(name, *case) for name, cases in BAD.items() for case in cases])
+def test_bad_arguments(function: str, said: str, bad: dict) -> None:
+    for found in world(2).outcomes(refused, function, bad, (0, 1)):  # before anything is sent: nobody waits
+        assert isinstance(found, (TypeError, ValueError))
+        assert str(found).startswith(said)
+    for found in world(2).outcomes(refused, function, bad, (1,), D3S_KERNELS_CHECK="1"):
+        assert str(found).startswith(said)
+        assert str(found).endswith("(on rank 1 of 2)")
+
+
+def test_what_differs_between_ranks() -> None:
+    for bad in ({"values": torch.zeros(2, 3)}, {"values": torch.zeros(2).half()}, {"values": {"b": torch.zeros(2)}}):
+        for found in world(2).outcomes(refused, "exchange_rows", bad, (1,), D3S_KERNELS_CHECK="1"):
+            assert isinstance(found, ValueError)
+            assert str(found).startswith("values: got {'values': ")
+
+
+@pytest.mark.parametrize("name", ["plan_rows", "exchange_rows"])
+def test_examples(name: str) -> None:
+    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(distributed, name), name)
+    assert doctest.DocTestRunner().run(test).failed == 0
+    assert test.examples

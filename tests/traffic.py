@@ -1,0 +1,38 @@
+"""What torch.distributed is asked to send, counted where torch dispatches it: whatever calls it, it is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_SENT = ("input", "input_tensor", "input_tensors", "tensors")  # as the schemas name what a rank puts in
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function):
+            names = [argument.name for argument in function._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            sent = [leaf for name in _SENT for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
+            bytes_ = sum(tensor.numel() * tensor.element_size() for tensor in sent)
+            self.calls.append((function._schema.name.split("::")[1].strip("_"), bytes_))
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[str, int]]]:
+    """The collectives of this process while it lasts: each one's name, and the bytes of the tensors it is given.
+
+    For an all-gather that is a rank's own part, for an all-to-all what it sends to all ranks, itself included.
+    """
+    with _Counter() as counter:
+        yield counter.calls
