@@ -54,7 +54,9 @@ def _exchanges(in_order: Tensor, have: Tensor, each: Tensor, place: Tensor) -> T
     exchanged, usable = place < each, place < have
     partner = (place + have - each).clamp(max=most - 1)
     midpoint = in_order + in_order.gather(1, partner)  # twice, which orders them alike
-    chain = midpoint.masked_fill(~exchanged, math.inf).view(-1).argsort(stable=True)
+    # Exchanges that tie, as all do where rewards are 0 and 1, are made on all ranks in turn: each keeps of both ends.
+    turns = midpoint.masked_fill(~exchanged, math.inf).T.reshape(-1).argsort(stable=True)
+    chain = turns % ranks * most + turns // ranks
 
     # Values are shifted by one of them: else large ones with small differences cancel. Sums go by doubling, as their
     # bits have to be the same on all ranks and from run to run.
