@@ -1,0 +1,375 @@
+"""group_advantages, max_variance_select, select_rollouts: a rank's piece of what one process gives on everything."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import DTYPES, INF, NAN, assert_same_bits, random_generator
+from ranks import SIZES, Ranks, pieces_of, world
+from torch import Tensor
+from torch.nn.functional import pad
+from traffic import counted
+
+import d3s_kernels
+from d3s_kernels import group_advantages, max_variance_select, select_rollouts
+from d3s_kernels._plain.segments import pool_present
+from d3s_kernels.rollouts import ROLLOUT_RULES
+
+sizes = pytest.mark.parametrize("size", SIZES)
+SCALES, SCOPES = ("group", "batch", "none"), ("batch", "group")
+
+
+def choose(options: tuple, generator: torch.Generator) -> Any:
+    return options[int(torch.randint(len(options), (), generator=generator))]
+
+
+class Batch(NamedTuple):
+    """Everyone's rollouts, and how they lie on the ranks."""
+
+    values: Tensor
+    offsets: Tensor | None  # of all
+    mask: Tensor | None
+    pieces: list[int]  # of the first dimension
+    segments: str
+    own_offsets: list[Tensor] | None  # where groups are whole on their ranks
+
+    def own(self, tensor: Tensor, rank: int) -> Tensor:
+        return tensor.split(self.pieces)[rank]
+
+    def options(self, rank: int) -> dict[str, Any]:
+        offsets = self.own_offsets[rank] if self.own_offsets is not None else self.offsets
+        return {"offsets": offsets, "segments": self.segments}
+
+    def of(self, rank: int) -> dict[str, Any]:
+        return {"mask": None if self.mask is None else self.own(self.mask, rank)} | self.options(rank)
+
+
+def random_values(shape: tuple[int, ...], special: bool, generator: torch.Generator) -> Tensor:
+    """With ties, groups of one reward, and, where it is said, infinities; NaN always."""
+    kind = choose(("normal", "few", "far", "equal"), generator)
+    values = torch.randn(shape, generator=generator)
+    if kind == "few":
+        values = values.round().clamp(-1, 1) * choose((1.0, -1.0), generator)  # has -0 as well
+    elif kind == "far":
+        values += 1000
+    elif kind == "equal":
+        values = (values > 1).float()
+    strewn = torch.tensor([NAN, INF, -INF] if special else [NAN])
+    where = torch.rand(shape, generator=generator) < choose((0.0, 0.1, 0.5), generator)
+    return torch.where(where, strewn[torch.randint(len(strewn), shape, generator=generator)], values)
+
+
+def random_batch(ranks: int, generator: torch.Generator, special: bool = True) -> Batch:
+    """Rows, segments that are whole on their ranks, segments that are cut anywhere, or one segment over all ranks."""
+    form = choose(("rows", "cubes", "own offsets", "global", "one"), generator)
+    groups, length = torch.randint(0, 14, (2,), generator=generator).tolist()
+    offsets, own_offsets, segments = None, None, "whole"
+    if form in ("rows", "cubes"):
+        shape: tuple[int, ...] = (groups, length) if form == "rows" else (groups, 2, length)
+        pieces = pieces_of(groups, ranks, generator)
+    else:
+        edges = pad(torch.randint(0, 2 * length + 1, (groups,), generator=generator).cumsum(0), (1, 0))
+        total = int(edges[-1])
+        shape = (total,)
+        dtype = choose((torch.int32, torch.int64), generator)
+        pieces = pieces_of(total, ranks, generator)
+        if form == "global":
+            offsets, segments = edges.to(dtype), "global"
+        elif form == "one":
+            segments = choose(("whole", "global"), generator)
+        else:
+            offsets = edges.to(dtype)
+            parts = edges[1:].split(pieces_of(groups, ranks, generator))
+            begins = [0]
+            own_offsets = []
+            for part in parts:
+                own_offsets.append((pad(part - begins[-1], (1, 0))).to(dtype))
+                begins.append(begins[-1] + int(own_offsets[-1][-1]))
+            pieces = [int(own[-1]) for own in own_offsets]
+    values = random_values(shape, special, generator).to(choose(DTYPES, generator))
+    mask = torch.rand(shape, generator=generator) < 0.8 if choose((True, False), generator) else None
+    return Batch(values, offsets, mask, pieces, segments, own_offsets)
+
+
+def random_bound(batch: Batch, ranks: Ranks, generator: torch.Generator) -> dict[str, Any]:
+    """A process group, with and without ``max_rollouts``, tight or not."""
+    most = max(batch.own(batch.values, rank).numel() for rank in range(ranks.size))
+    more = choose((0, 1, 17, None), generator)
+    return {"process_group": ranks.group} | ({} if more is None else {"max_rollouts": max(most + more, 1)})
+
+
+def random_keep(generator: torch.Generator) -> tuple[int, int | Tensor]:
+    keep = choose((1, 2, 3, 5, 9, 40, 2**62), generator)
+    return keep, keep if choose((True, False), generator) else torch.tensor(keep)
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def any_advantages(ranks: Ranks, seed: int, rounds: int) -> None:
+    generator = random_generator(seed)
+    for _ in range(rounds):
+        batch = random_batch(ranks.size, generator, special=False)
+        options = {"scale": choose(SCALES, generator), "eps": choose((1e-4, 0.0, 0.5), generator)}
+        options["ddof"] = choose((0, 1, 2), generator)
+        across = random_bound(batch, ranks, generator) | batch.options(ranks.rank)
+        expected = group_advantages(batch.values, offsets=batch.offsets, **options)
+        found = group_advantages(batch.own(batch.values, ranks.rank), **options, **across)
+        assert_same_bits(found, batch.own(expected, ranks.rank).contiguous())
+
+
+@sizes
+def test_advantages(size: int) -> None:
+    world(size).run(any_advantages, int(torch.randint(2**31, ())), 200)
+
+
+def any_selection(ranks: Ranks, seed: int, rounds: int) -> None:
+    generator = random_generator(seed)
+    for _ in range(rounds):
+        batch = random_batch(ranks.size, generator)
+        keep, given_keep = random_keep(generator)
+        across = random_bound(batch, ranks, generator) | batch.of(ranks.rank)
+        own = batch.own(batch.values, ranks.rank)
+        hint = choose((None, 1, 4, 1000), generator)
+        expected = max_variance_select(batch.values, keep, offsets=batch.offsets, mask=batch.mask)
+        found = max_variance_select(own, given_keep, max_segment=hint, **across)
+        assert_same_bits(found, batch.own(expected, ranks.rank))
+
+        rule, scope = choose(ROLLOUT_RULES[:-1], generator), choose(SCOPES, generator)
+        options = {"rule": rule, "scope": scope}
+        expected = select_rollouts(batch.values, keep, offsets=batch.offsets, mask=batch.mask, **options)
+        found = select_rollouts(own, given_keep, **options, **across)
+        assert_same_bits(found, batch.own(expected, ranks.rank))
+
+
+@sizes
+def test_selections(size: int) -> None:
+    world(size).run(any_selection, int(torch.randint(2**31, ())), 150)
+
+
+def random_rule(ranks: Ranks, seed: int, rounds: int) -> tuple[list[list[int]], list[int]]:
+    """Of each round the numbers kept on each rank, and those that one process would keep in all."""
+    generator, draws = random_generator(seed), random_generator(seed + ranks.rank)
+    counts, expected = [], []
+    for _ in range(rounds):
+        batch = random_batch(ranks.size, generator)
+        keep, given_keep = random_keep(generator)
+        options = {"rule": "random", "scope": choose(SCOPES, generator)}
+        across = random_bound(batch, ranks, generator) | batch.of(ranks.rank)
+        own = batch.own(batch.values, ranks.rank)
+        found = select_rollouts(own, given_keep, generator=draws, **options, **across)
+        usable = own.isfinite() if batch.mask is None else own.isfinite() & batch.own(batch.mask, ranks.rank)
+        assert not (found & ~usable).any()
+        counts.append(ranks.gather_number(int(found.sum()), found).tolist())
+        expected.append(
+            int(select_rollouts(batch.values, keep, offsets=batch.offsets, mask=batch.mask, **options).sum())
+        )
+    return counts, expected
+
+
+@sizes
+def test_random_rule_keeps_as_many(size: int) -> None:
+    for counts, expected in world(size).run(random_rule, int(torch.randint(2**31, ())), 80):
+        assert [sum(each) for each in counts] == expected
+
+
+def random_shares(ranks: Ranks, seed: int) -> Tensor:
+    """How often each of this rank's values was drawn, of 600."""
+    draws = random_generator(seed + ranks.rank)
+    own = torch.zeros(1 + 2 * ranks.rank)
+    options = {"rule": "random", "generator": draws, "process_group": ranks.group, "max_rollouts": 3}
+    return sum(select_rollouts(own, 2, **options).double() for _ in range(600)) / 600
+
+
+def test_random_rule_draws_all_alike() -> None:
+    shares = torch.cat(world(2).run(random_shares, int(torch.randint(2**31, ()))))
+    assert shares.sum() == pytest.approx(2)
+    assert (shares - 0.5).abs().max() < 0.13  # six standard deviations
+
+
+def of_one_rank(ranks: Ranks) -> None:
+    """A group of one is the local op; and a mesh is a group."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("all", "one"))
+    values, offsets = torch.randn(20), torch.tensor([0, 7, 20])
+    for where in ({}, {"offsets": offsets}, {"offsets": offsets, "segments": "global"}):
+        local = {"offsets": where.get("offsets")}
+        across = where | {"process_group": mesh["one"]}
+        assert_same_bits(max_variance_select(values, 3, **across), max_variance_select(values, 3, **local))
+        assert_same_bits(group_advantages(values, **across), group_advantages(values, **local))
+        assert_same_bits(select_rollouts(values, 3, **across), select_rollouts(values, 3, **local))
+        kept = select_rollouts(values, 3, equal_rows=True, **across)
+        assert_same_bits(kept, select_rollouts(values, 3, **local))
+    # One segment over all ranks, with a gradient that is of no concern.
+    everyones = torch.arange(3.0 * ranks.size, requires_grad=True)
+    found = group_advantages(everyones.split(3)[ranks.rank], process_group=mesh["all"])
+    assert not found.requires_grad
+    assert_same_bits(found, group_advantages(everyones).split(3)[ranks.rank])
+
+
+def test_groups_of_one_rank() -> None:
+    world(2).run(of_one_rank)
+
+
+def test_sums_of_a_batch_do_not_depend_on_what_is_behind_it() -> None:
+    """In plain PyTorch, in double: float32 would hide it."""
+    for n in (0, 1, 5, 100, 777):
+        values = torch.randn(n, dtype=torch.float64)
+        expected = pool_present(values == values)
+        expected = expected.last(expected.scan(values, torch.add))[0]
+        for behind in (1, 30, 1000):
+            padded = torch.cat([values, torch.zeros(behind, dtype=torch.float64)])
+            present = torch.arange(n + behind) < n
+            stretches = pool_present(present)
+            assert stretches.last(stretches.scan(padded, torch.add))[0] == expected
+
+
+# ---- what is sent ---------------------------------------------------------------------------------------------------
+
+
+def what_is_sent(ranks: Ranks) -> dict[str, list[tuple[str, int]]]:
+    values, rows = torch.randn(6 - ranks.rank), torch.randn(3, 4)
+    one = {"process_group": ranks.group}
+    bounded, offsets = one | {"max_rollouts": 9}, torch.tensor([0, 4, 8, 11])
+    straddling = bounded | {"offsets": offsets, "segments": "global"}
+    calls = {
+        "values": lambda: max_variance_select(values, 3, **one),
+        "bounded": lambda: max_variance_select(values, 3, **bounded),
+        "straddling": lambda: max_variance_select(values, 3, **straddling),
+        "straddling advantages": lambda: group_advantages(values, **straddling),
+        "batch": lambda: group_advantages(rows, scale="batch", **one),
+        "bounded batch": lambda: group_advantages(rows, scale="batch", **one, max_rollouts=12),
+        "pooled": lambda: select_rollouts(rows, 2, **one),
+        "bounded pooled": lambda: select_rollouts(rows, 2, max_rollouts=12, **one),
+        "bounded random": lambda: select_rollouts(rows, 2, rule="random", max_rollouts=12, **one),
+        "equal rows": lambda: select_rollouts(rows, 2, equal_rows=True, **one),
+        "bounded equal rows": lambda: select_rollouts(rows, 2, equal_rows=True, max_rollouts=12, **one),
+        "rows": lambda: max_variance_select(rows, 2, **one),
+        "advantages of rows": lambda: group_advantages(rows, **one),
+        "scaled by nothing": lambda: group_advantages(rows, scale="none", **bounded | {"max_rollouts": 12}),
+        "in groups": lambda: select_rollouts(rows, 2, rule="highest", scope="group", **one),
+        "own offsets": lambda: max_variance_select(values, 2, offsets=torch.tensor([0, 2, len(values)]), **one),
+    }
+    sent = {}
+    for name, call in calls.items():
+        with counted() as sent[name]:
+            call()
+    return sent
+
+
+def test_one_round_with_a_bound_two_without_none_for_whole_groups() -> None:
+    gather, number = "allgather_base", ("allgather_base", 8)
+    for sent in world(2).run(what_is_sent):
+        assert sent["values"] == [number, (gather, 4 * (2 + 6))]  # as long as the longest, and two numbers in front
+        assert sent["bounded"] == sent["straddling"] == sent["straddling advantages"] == [(gather, 4 * (2 + 9))]
+        for name in ("batch", "pooled", "equal rows"):
+            assert sent[name] == [number, (gather, 4 * (2 + 12))]
+        for name in ("bounded batch", "bounded pooled", "bounded random", "bounded equal rows"):
+            assert sent[name] == [(gather, 4 * (2 + 12))]
+        for name in ("rows", "advantages of rows", "scaled by nothing", "in groups", "own offsets"):
+            assert sent[name] == []
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+FLAT, ROWS = torch.zeros(6), torch.zeros(2, 3)
+GLOBAL = {"segments": "global", "offsets": torch.tensor([0, 5, 12])}  # of two ranks with 6 each
+REFUSED = [  # function, arguments, what is said
+    ("max_variance_select", {"values": FLAT, "keep": 0}, "keep: got 0; takes at least 1"),
+    ("max_variance_select", {"values": FLAT, "keep": torch.tensor(0)}, "keep: got 0; takes at least 1"),
+    ("max_variance_select", {"values": FLAT, "keep": 1.5}, "keep: got 1.5; takes a whole number"),
+    ("max_variance_select", {"values": FLAT.long(), "keep": 1}, "values: "),
+    ("max_variance_select", {"values": [1.0], "keep": 1}, "values: got list; takes a tensor"),
+    ("max_variance_select", {"values": FLAT, "keep": 1, "mask": torch.ones(6)}, "mask: "),
+    ("max_variance_select", {"values": FLAT, "keep": 1, "mask": torch.ones(5).bool()}, "mask: "),
+    ("max_variance_select", {"values": FLAT, "keep": 1, "segments": "pieces"}, "segments: got 'pieces'; takes 'whole'"),
+    ("max_variance_select", {"values": ROWS, "keep": 1, "segments": "global"}, "segments: got 'global' for rows"),
+    ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 5}, "max_rollouts: got 5 with 6 values"),
+    ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 0}, "max_rollouts: got 0; takes at least 1"),
+    ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 6.5}, "max_rollouts: got 6.5; takes a whole"),
+    ("max_variance_select", {"values": FLAT, "keep": 1, "offsets": torch.tensor([0, 5])}, "offsets: ends at 5; must"),
+    ("max_variance_select", {"values": ROWS, "keep": 1, **GLOBAL}, "values: got shape [0, 3] with offsets"),
+    ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.ones(2)}, "offsets: got dtype"),
+    ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.arange(1, 5)}, "offsets: starts at"),
+    ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.tensor([0, 9, 3])}, "offsets: decr"),
+    ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.arange(0)}, "offsets: got shape"),
+    ("group_advantages", {"rewards": FLAT, "scale": "sum"}, "scale: got 'sum'"),
+    ("group_advantages", {"rewards": FLAT, "eps": -1.0}, "eps: got -1; takes"),
+    ("group_advantages", {"rewards": FLAT, "ddof": 0.5}, "ddof: got 0.5; takes"),
+    ("group_advantages", {"rewards": FLAT, **GLOBAL, "offsets": torch.tensor([[0, 12]])}, "offsets: got shape"),
+    ("select_rollouts", {"advantages": FLAT, "keep": 0, "rule": "highest"}, "keep: got 0; takes at least 1"),
+    ("select_rollouts", {"advantages": FLAT, "keep": 1, "rule": "best"}, "rule: got 'best'"),
+    ("select_rollouts", {"advantages": FLAT, "keep": 1, "scope": "all"}, "scope: got 'all'"),
+    ("select_rollouts", {"advantages": ROWS, "keep": 1, "equal_rows": True, "rule": "random"}, "equal_rows: got True"),
+    ("select_rollouts", {"advantages": ROWS, "keep": 1, "process_group": "all"}, "process_group: got str; takes a"),
+]
+GOOD = {
+    "max_variance_select": {"values": FLAT, "keep": 1},
+    "group_advantages": {"rewards": FLAT},
+    "select_rollouts": {"advantages": FLAT, "keep": 1},
+}
+
+
+def call(ranks: Ranks, function: str, arguments: list[dict[str, Any]]) -> Tensor:
+    return getattr(d3s_kernels, function)(**{"process_group": ranks.group} | arguments[ranks.rank])
+
+
+@pytest.mark.parametrize(("function", "bad", "said"), REFUSED)
+def test_bad_arguments(function: str, bad: dict[str, Any], said: str) -> None:
+    for found in world(2).outcomes(call, function, [bad, bad]):  # before anything is sent: nobody waits
+        assert isinstance(found, (TypeError, ValueError))
+        assert str(found).startswith(said)
+    if "process_group" in bad:
+        return
+    found = world(2).outcomes(call, function, [GOOD[function], bad], D3S_KERNELS_CHECK="1")
+    assert str(found[0]) == str(found[1])
+    assert str(found[0]).startswith(said)
+    assert str(found[0]).endswith(" (on rank 1 of 2)")
+
+
+OFFSETS = torch.tensor([0, 5, 12])
+DIFFERENT = [
+    ("max_variance_select", {"keep": 2}, "keep: got 1 on rank 0 and 2 on rank 1"),
+    ("max_variance_select", {"keep": torch.tensor(2)}, "keep: got 1 on rank 0 and 2 on rank 1"),
+    ("max_variance_select", {"values": FLAT.half()}, "values: got \"torch.float32 ['*']\" on rank 0 and"),
+    ("max_variance_select", {"values": ROWS}, "values: got \"torch.float32 ['*']\" on rank 0 and"),
+    ("max_variance_select", {"max_rollouts": 8}, "max_rollouts: got None on rank 0 and 8 on rank 1"),
+    ("max_variance_select", {"offsets": torch.tensor([0, 6])}, "offsets: got False on rank 0 and True on rank 1"),
+    ("max_variance_select", {"offsets": OFFSETS, "segments": "global"}, "offsets: got False on rank 0 and [0, 5, 12]"),
+    ("max_variance_select", {"segments": "global"}, "offsets: got False on rank 0 and None on rank 1"),
+    ("group_advantages", {"scale": "batch"}, "scale: got 'group' on rank 0 and 'batch' on rank 1"),
+    ("group_advantages", {"eps": 0.5}, "eps: got 0.0001 on rank 0 and 0.5 on rank 1"),
+    ("group_advantages", {"ddof": 0}, "ddof: got 1 on rank 0 and 0 on rank 1"),
+    ("select_rollouts", {"rule": "highest"}, "rule: got 'max_variance' on rank 0 and 'highest' on rank 1"),
+    ("select_rollouts", {"scope": "group"}, "scope: got 'batch' on rank 0 and 'group' on rank 1"),
+    ("select_rollouts", {"equal_rows": True}, "equal_rows: got False on rank 0 and True on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("function", "other", "said"), DIFFERENT)
+def test_what_differs_between_ranks(function: str, other: dict[str, Any], said: str) -> None:
+    good = GOOD[function]
+    found = world(2).outcomes(call, function, [good, good | other], D3S_KERNELS_CHECK="1")
+    assert [type(error) for error in found] == [ValueError, ValueError]
+    assert str(found[0]) == str(found[1])
+    assert str(found[0]).startswith(said)
+
+
+@pytest.mark.parametrize("bound", [{}, {"max_rollouts": 9}])
+@pytest.mark.parametrize("function", ["max_variance_select", "group_advantages", "select_rollouts"])
+def test_offsets_of_all_ranks_end_where_their_values_end(function: str, bound: dict[str, int]) -> None:
+    given = GOOD[function] | bound | {"segments": "global", "offsets": torch.tensor([0, 5, 11])}
+    for environment in ({}, {"D3S_KERNELS_CHECK": "1"}):
+        found = world(2).outcomes(call, function, [given, given], **environment)
+        assert [type(error) for error in found] == [ValueError, ValueError]
+        said = "offsets: ends at 11; must end at the number of values on all ranks, 12"
+        assert str(found[0]) == str(found[1])
+        assert str(found[0]).startswith(said)
+
+
+def test_the_same_arguments_pass_the_check() -> None:
+    given = {"values": torch.arange(6.0), "keep": torch.tensor(2), **GLOBAL, "max_rollouts": 9}
+    first, second = world(2).run(call, "max_variance_select", [given, given], D3S_KERNELS_CHECK="1")
+    together = max_variance_select(torch.arange(6.0).repeat(2), 2, offsets=GLOBAL["offsets"])
+    assert torch.equal(torch.cat([first, second]), together)
