@@ -47,6 +47,8 @@ def group_advantages(
     A NaN reward is unscorable: it is left out of all statistics and has advantage 0. So has a group of one, and a
     group whose rewards are all equal. Statistics are float64. No gradient.
 
+    Across ranks rewards are gathered once; nothing is where groups are whole and ``scale`` is not "batch".
+
     Args:
         rewards: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
@@ -54,6 +56,15 @@ def group_advantages(
             "none" by nothing (Dr. GRPO); TRL's ``scale_rewards``.
         eps: added to the standard deviation.
         ddof: 1 for the sample's standard deviation (TRL, verl), 0 for the population's.
+        process_group: a ``torch.distributed`` process group, or a device mesh of one dimension. ``rewards`` are then
+            this rank's piece of one tensor, all ranks' in rank order along the first dimension, and the result is this
+            rank's piece of what that one gives, to the bit. Ranks may hold different numbers, or none.
+        segments: with a process group, "whole": every row, or segment of the rank's own ``offsets``, is whole on its
+            rank. "global": ``offsets`` are of all ranks' 1-D tensors one after the other, the same on all ranks, so
+            that a group may lie on several. A 1-D tensor without offsets is one group over all ranks.
+        max_rollouts: with a process group, the caller's bound on how many any rank holds, the same on all ranks. With
+            it there is one round, of ``8 + 4 max_rollouts`` bytes from each rank, and nothing waits for the device.
+            Without it how many each holds is gathered first, and the host waits for that.
 
     Returns:
         float32, the shape of ``rewards``.
@@ -103,12 +114,15 @@ def max_variance_select(
     tried. Order is by (value, index); among equal variances (relative 1e-12) the subset with the fewest from the top
     is taken.
 
+    Across ranks values are gathered once; nothing is where segments are whole.
+
     Args:
         values: ``[..., n]``, a segment for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         keep: at least 1: a number, or a 0-d int64 or int32 tensor, which is read on the device.
         offsets: int32 or int64 ``[segments + 1]``, from 0 to N.
         max_segment: the caller's bound on a segment's length: a hint for GPUs, never needed.
         mask: bool, the shape of ``values``; False is never kept. Neither is a value that is NaN or infinite.
+        process_group, segments, max_rollouts: as in :func:`group_advantages`.
 
     Returns:
         bool, the shape of ``values``: exactly ``keep`` of each segment, or all usable ones where there are no more.
@@ -171,6 +185,15 @@ def select_rollouts(
     be read has it. Here, of the n usable values by (value, index), the ranks nearest to ``(i + 0.5) / k * (n - 1)``
     are kept, half rounded down; no two of them are the same.
 
+    Across ranks advantages are gathered once; nothing is where ``scope`` is "group" and groups are whole. "batch" keeps
+    ``keep`` times the groups of all ranks, and so not the same number on each: either ``equal_rows`` binds the choice
+    to that, or :func:`d3s_kernels.distributed.plan_rows` evens out the kept rows by moving some.
+
+    Under ``equal_rows`` each rank keeps its lowest and its highest, and how many of each is chosen for all ranks
+    together. The best choice is as hard to find as numbers are to divide into equal sums; the one that is found has a
+    sum of squared deviations within ``d^2 / (4 k)`` of it, for k kept in all and d the difference of two values of one
+    rank: see ``d3s_kernels/_ranks/equal_rows.py``. It sends no more than the choice without it.
+
     Args:
         advantages: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. They
             may as well be rewards, or another number of each rollout (GFPO's shortest responses: ``-length``).
@@ -183,13 +206,18 @@ def select_rollouts(
         mask: bool, the shape of ``advantages``; False is never kept. Neither is a value that is NaN or infinite.
         generator: for "random", of the device of ``advantages``; torch's own where it is None, as it has to be under
             ``torch.compile(fullgraph=True)``.
+        process_group, segments, max_rollouts: as in :func:`group_advantages`. "random" draws for each rank's with its
+            own generator; all subsets are equally likely still.
+        equal_rows: keep the same number on every rank, for "max_variance" and "batch": ``keep`` times the groups of all
+            ranks, over the ranks, rounded up; or as many as the rank with the fewest usable ones has, which may be
+            none. See below.
 
     Returns:
         bool, the shape of ``advantages``.
 
     Raises:
         ValueError, TypeError: as :func:`max_variance_select`; an unknown rule; a generator with a rule that draws
-            nothing.
+            nothing; ``equal_rows`` with another rule or scope.
 
     Example:
         >>> import torch, d3s_kernels as d3s

@@ -1,0 +1,75 @@
+"""What the same number of rollouts on every rank costs: in variance if the choice is bound to it, in rows if they move.
+
+    python -m benchmarks.equal_rows      a table in Markdown, means over 200 batches; half a minute
+
+Every rank has 8 prompts of 16 rollouts, and half of all rollouts are kept. Nothing is timed, and no processes are
+started: a rank is a row here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from d3s_kernels import group_advantages, max_variance_select
+from d3s_kernels._ranks.equal_rows import most_varied
+from d3s_kernels._ranks.rows import _moves
+
+PROMPTS, ROLLOUTS, KEEP = 8, 16, 8
+RANKS = (2, 8, 64)
+DRAWS = 200
+COLUMNS = (
+    "advantages",
+    "ranks",
+    "variance lost by `equal_rows`",
+    "by each rank choosing alone",
+    "rows of the fullest rank, over the mean",
+    "kept rows that `plan_rows` moves",
+)
+
+
+def binary(ranks: int, generator: torch.Generator) -> Tensor:
+    """Of rewards of 0 and 1; how often a prompt is solved is uniform."""
+    solved = torch.rand(ranks * PROMPTS, 1, generator=generator)
+    rewards = (torch.rand(ranks * PROMPTS, ROLLOUTS, generator=generator) < solved).float()
+    return group_advantages(rewards).view(ranks, -1)
+
+
+def normal(ranks: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(ranks, PROMPTS * ROLLOUTS, generator=generator)
+
+
+def one_batch(advantages: Tensor) -> tuple[float, float, float, float]:
+    """Shares: of the variance lost in the two ways, of rows on the fullest rank, of kept rows that move."""
+    ranks, each = len(advantages), KEEP * PROMPTS
+    best = max_variance_select(advantages.view(-1), each * ranks).view_as(advantages)
+    even = most_varied(advantages, torch.tensor(each * ranks))
+    alone = max_variance_select(advantages, each)
+    assert int(even.sum()) == int(alone.sum()) == int(best.sum()) == each * ranks
+    most = variance(advantages[best])
+    held = best.sum(1).tolist()
+    moved = sum(map(sum, _moves(held, each)))
+    return (
+        1 - variance(advantages[even]) / most,
+        1 - variance(advantages[alone]) / most,
+        max(held) / each,
+        moved / (each * ranks),
+    )
+
+
+def variance(kept: Tensor) -> float:
+    return kept.double().var(correction=0).item()
+
+
+def main() -> None:
+    generator = torch.Generator().manual_seed(20_250_922)
+    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
+    for draw in (binary, normal):
+        for ranks in RANKS:
+            shares = torch.tensor([one_batch(draw(ranks, generator)) for _ in range(DRAWS)], dtype=torch.float64)
+            even, alone, fullest, moved = shares.mean(0).tolist()
+            print(f"| {draw.__name__} | {ranks} | {even:.2%} | {alone:.2%} | {fullest:.2f} | {moved:.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
