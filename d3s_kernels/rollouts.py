@@ -193,6 +193,9 @@ def select_rollouts(
     together. The best choice is as hard to find as numbers are to divide into equal sums; the one that is found has a
     sum of squared deviations within ``d^2 / (4 k)`` of it, for k kept in all and d the difference of two values of one
     rank: see ``d3s_kernels/_ranks/equal_rows.py``. It sends no more than the choice without it.
+    With 8 prompts of 16 rollouts on each of 64 ranks, half of them kept, the limit itself took 1.9 % of the variance of
+    advantages of 0-1 rewards, and 0.2 % of normal ones; had each rank chosen alone, 2.3 % and 0.6 %
+    (``python -m benchmarks.equal_rows``).
 
     Args:
         advantages: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. They

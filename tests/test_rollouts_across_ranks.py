@@ -15,6 +15,7 @@ from traffic import counted
 import d3s_kernels
 from d3s_kernels import group_advantages, max_variance_select, select_rollouts
 from d3s_kernels._plain.segments import pool_present
+from d3s_kernels._ranks import rollouts
 from d3s_kernels.rollouts import ROLLOUT_RULES
 
 sizes = pytest.mark.parametrize("size", SIZES)
@@ -187,6 +188,30 @@ def test_random_rule_draws_all_alike() -> None:
     shares = torch.cat(world(2).run(random_shares, int(torch.randint(2**31, ()))))
     assert shares.sum() == pytest.approx(2)
     assert (shares - 0.5).abs().max() < 0.13  # six standard deviations
+
+
+def nothing_at_all(ranks: Ranks) -> None:
+    """No groups, groups of nothing, and no values, whatever says so."""
+    forms: list[tuple[Tensor, dict]] = [(torch.zeros(0, 5), {}), (torch.zeros(3, 0), {}), (torch.zeros(0), {})]
+    forms += [(torch.zeros(0), {"offsets": offsets}) for offsets in (torch.zeros(1).long(), torch.zeros(4).int())]
+    forms += [(values, options | {"segments": "global"}) for values, options in forms[2:]]
+    for values, options in forms:
+        for bound in ({}, {"max_rollouts": 3}):
+            across = options | bound | {"process_group": ranks.group}
+            for scale in SCALES:
+                assert group_advantages(values, scale=scale, **across).shape == values.shape
+            for keep in (2, torch.tensor(2)):
+                assert max_variance_select(values, keep, **across).shape == values.shape
+                for rule in ROLLOUT_RULES:
+                    for scope in SCOPES:
+                        kept = select_rollouts(values, keep, rule=rule, scope=scope, **across)
+                        assert kept.shape == values.shape
+                assert select_rollouts(values, keep, equal_rows=True, **across).shape == values.shape
+
+
+@sizes
+def test_nothing_at_all(size: int) -> None:
+    world(size).run(nothing_at_all)
 
 
 def of_one_rank(ranks: Ranks) -> None:
@@ -366,6 +391,23 @@ def test_offsets_of_all_ranks_end_where_their_values_end(function: str, bound: d
         said = "offsets: ends at 11; must end at the number of values on all ranks, 12"
         assert str(found[0]) == str(found[1])
         assert str(found[0]).startswith(said)
+
+
+def with_unchecked_offsets(ranks: Ranks, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """As on a GPU, where nobody looks at them."""
+    across = {"offsets": offsets, "segments": "global", "process_group": ranks.group}
+    known, rollouts._known = rollouts._known, lambda _: False
+    try:
+        values = torch.arange(6.0) + 6 * ranks.rank
+        return group_advantages(values, **across), max_variance_select(values, 4, **across)
+    finally:
+        rollouts._known = known
+
+
+def test_what_unchecked_offsets_leave_out() -> None:
+    (first, kept), (second, kept_too) = world(2).run(with_unchecked_offsets, torch.tensor([0, 4, 7]))
+    assert torch.cat([first, second]).isnan().tolist() == [False] * 7 + [True] * 5
+    assert torch.cat([kept, kept_too]).tolist() == [True] * 7 + [False] * 5
 
 
 def test_the_same_arguments_pass_the_check() -> None:
