@@ -78,9 +78,7 @@ def random_batch(ranks: int, generator: torch.Generator, special: bool = True) -
         pieces = pieces_of(total, ranks, generator)
         if form == "global":
             offsets, segments = edges.to(dtype), "global"
-        elif form == "one":
-            segments = choose(("whole", "global"), generator)
-        else:
+        elif form == "own offsets":
             offsets = edges.to(dtype)
             parts = edges[1:].split(pieces_of(groups, ranks, generator))
             begins = [0]
@@ -194,7 +192,7 @@ def nothing_at_all(ranks: Ranks) -> None:
     """No groups, groups of nothing, and no values, whatever says so."""
     forms: list[tuple[Tensor, dict]] = [(torch.zeros(0, 5), {}), (torch.zeros(3, 0), {}), (torch.zeros(0), {})]
     forms += [(torch.zeros(0), {"offsets": offsets}) for offsets in (torch.zeros(1).long(), torch.zeros(4).int())]
-    forms += [(values, options | {"segments": "global"}) for values, options in forms[2:]]
+    forms += [(values, options | {"segments": "global"}) for values, options in forms[3:]]
     for values, options in forms:
         for bound in ({}, {"max_rollouts": 3}):
             across = options | bound | {"process_group": ranks.group}
@@ -309,13 +307,17 @@ REFUSED = [  # function, arguments, what is said
     ("max_variance_select", {"values": FLAT, "keep": 1, "mask": torch.ones(6)}, "mask: "),
     ("max_variance_select", {"values": FLAT, "keep": 1, "mask": torch.ones(5).bool()}, "mask: "),
     ("max_variance_select", {"values": FLAT, "keep": 1, "segments": "pieces"}, "segments: got 'pieces'; takes 'whole'"),
-    ("max_variance_select", {"values": ROWS, "keep": 1, "segments": "global"}, "segments: got 'global' for rows"),
+    ("max_variance_select", {"values": ROWS, "keep": 1, "segments": "global"}, "offsets: got None with segments="),
     ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 5}, "max_rollouts: got 5 with 6 values"),
     ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 0}, "max_rollouts: got 0; takes at least 1"),
     ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 6.5}, "max_rollouts: got 6.5; takes a whole"),
     ("max_variance_select", {"values": FLAT, "keep": 1, "offsets": torch.tensor([0, 5])}, "offsets: ends at 5; must"),
-    ("max_variance_select", {"values": ROWS, "keep": 1, **GLOBAL}, "values: got shape [0, 3] with offsets"),
-    ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.ones(2)}, "offsets: got dtype"),
+    ("max_variance_select", {"values": ROWS, "keep": 1, **GLOBAL}, "values: got shape [2, 3] with offsets"),
+    (
+        "max_variance_select",
+        {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.ones(2)},
+        "offsets: got shape [2] of",
+    ),
     ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.arange(1, 5)}, "offsets: starts at"),
     ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.tensor([0, 9, 3])}, "offsets: decr"),
     ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.arange(0)}, "offsets: got shape"),
@@ -362,7 +364,6 @@ DIFFERENT = [
     ("max_variance_select", {"max_rollouts": 8}, "max_rollouts: got None on rank 0 and 8 on rank 1"),
     ("max_variance_select", {"offsets": torch.tensor([0, 6])}, "offsets: got False on rank 0 and True on rank 1"),
     ("max_variance_select", {"offsets": OFFSETS, "segments": "global"}, "offsets: got False on rank 0 and [0, 5, 12]"),
-    ("max_variance_select", {"segments": "global"}, "offsets: got False on rank 0 and None on rank 1"),
     ("group_advantages", {"scale": "batch"}, "scale: got 'group' on rank 0 and 'batch' on rank 1"),
     ("group_advantages", {"eps": 0.5}, "eps: got 0.0001 on rank 0 and 0.5 on rank 1"),
     ("group_advantages", {"ddof": 0}, "ddof: got 1 on rank 0 and 0 on rank 1"),
@@ -388,20 +389,21 @@ def test_offsets_of_all_ranks_end_where_their_values_end(function: str, bound: d
     for environment in ({}, {"D3S_KERNELS_CHECK": "1"}):
         found = world(2).outcomes(call, function, [given, given], **environment)
         assert [type(error) for error in found] == [ValueError, ValueError]
-        said = "offsets: ends at 11; must end at the number of values on all ranks, 12"
+        said = "offsets: ends at 11; must end at the length of "
         assert str(found[0]) == str(found[1])
         assert str(found[0]).startswith(said)
+        assert str(found[0]).endswith("s on all ranks, 12")
 
 
 def with_unchecked_offsets(ranks: Ranks, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """As on a GPU, where nobody looks at them."""
     across = {"offsets": offsets, "segments": "global", "process_group": ranks.group}
-    known, rollouts._known = rollouts._known, lambda _: False
+    known, rollouts.is_known = rollouts.is_known, lambda _: False
     try:
         values = torch.arange(6.0) + 6 * ranks.rank
         return group_advantages(values, **across), max_variance_select(values, 4, **across)
     finally:
-        rollouts._known = known
+        rollouts.is_known = known
 
 
 def test_what_unchecked_offsets_leave_out() -> None:

@@ -57,12 +57,17 @@ def own_pieces(offsets: Tensor, lengths: Tensor, ranks: Ranks, name: str) -> Ten
     Raises:
         ValueError: on all ranks alike, where the offsets can be read without a wait.
     """
-    if offsets.is_cpu or os.environ.get("D3S_KERNELS_CHECK") == "1":
-        _require_offsets(offsets, int(lengths.sum()), name)
+    if is_known(offsets):
+        require_offsets(offsets, int(lengths.sum()), name)
     return (offsets - lengths[: ranks.rank].sum()).clamp(min=0).minimum(lengths[ranks.rank])
 
 
-def _require_offsets(offsets: Tensor, total: int, name: str) -> None:
+def is_known(offsets: Tensor) -> bool:
+    """Whether the host may look at them."""
+    return offsets.is_cpu or os.environ.get("D3S_KERNELS_CHECK") == "1"
+
+
+def require_offsets(offsets: Tensor, total: int, name: str) -> None:
     first, last = int(offsets[0]), int(offsets[-1])
     if first != 0:
         raise ValueError(f"offsets: starts at {first}; must start at 0")

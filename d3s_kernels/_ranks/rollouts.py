@@ -8,7 +8,6 @@ their ranks and nothing is pooled, the local op on the rank's own is the same, a
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,13 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _ops, _rules
 from .. import rollouts as local
-from .._arguments import whole_number
+from .._arguments import require_optional_tensors, whole_number
 from .._plain.segments import both
 from ..rollouts import RolloutRule, Scale, Scope
 from .agreement import agree
 from .concatenation import Concatenation, concatenate, gather
 from .equal_rows import most_varied
 from .group import ranks_of
+from .offsets import is_known, is_whole, own_offsets, require_offsets, require_segments
 
 _check_advantages = _ops._public(torch.ops.d3s_checks.group_advantages.default)
 _check_selection = _ops._public(torch.ops.d3s_checks.max_variance_select.default)
@@ -38,15 +38,12 @@ class Across(NamedTuple):
     segments: str
     max_rollouts: int | None
 
-    def whole(self, values: Tensor, offsets: Tensor | None) -> bool:
-        """Whether every group is on one rank. A 1-D tensor without offsets is one group, a part of it on each."""
-        return self.segments == "whole" and (offsets is not None or values.dim() > 1)
-
-    def check(self, values: Tensor, offsets: Tensor | None) -> None:
-        if self.segments not in ("whole", "global"):
-            raise ValueError(f"segments: got {self.segments!r}; takes 'whole' or 'global'")
-        if self.segments == "global" and offsets is None and values.dim() > 1:
-            raise ValueError("segments: got 'global' for rows; takes it with a 1-D tensor, and 'whole' with rows")
+    def check(self, name: str, values: Tensor, offsets: Tensor | None) -> None:
+        require_segments(self.segments, values, offsets, name, ("whole", "global"))
+        if self.segments == "global" and offsets is not None:
+            require_optional_tensors(values, offsets=offsets)
+            if is_known(offsets):  # all but the end, which depends on the other ranks
+                require_offsets(offsets, int(offsets[-1]), name)
         if self.max_rollouts is None:
             return
         most = whole_number("max_rollouts", self.max_rollouts, at_least=1)
@@ -61,18 +58,6 @@ class Across(NamedTuple):
         of_all = offsets if self.segments == "global" else offsets is not None
         return {"values": given, "offsets": of_all, "segments": self.segments, "max_rollouts": self.max_rollouts}
 
-    def check_offsets(self, values: Tensor, offsets: Tensor | None) -> Tensor | None:
-        """Those that the op on this rank's values takes. Of the ones of all ranks only the end is left unchecked."""
-        if self.segments == "whole" or offsets is None:
-            return offsets
-        _check_selection(values.new_empty(0, *values.shape[1:]), 1, offsets=torch.zeros_like(offsets))
-        if _known(offsets):
-            if offsets[0] != 0:
-                raise ValueError(f"offsets: starts at {int(offsets[0])}; must start at 0")
-            if (offsets.diff() < 0).any():
-                raise ValueError("offsets: decreases; must not decrease")
-        return None
-
 
 # ---- advantages -----------------------------------------------------------------------------------------------------
 
@@ -85,17 +70,19 @@ def group_advantages(
 
     def check() -> None:
         local.check_group_advantages(rewards, offsets, scale, eps, ddof)
-        across.check(rewards, offsets)
-        _check_advantages(rewards, across.check_offsets(rewards, offsets), scale, eps, ddof)
+        across.check("rewards", rewards, offsets)
+        _check_advantages(rewards, own_offsets(across.segments, offsets), scale, eps, ddof)
 
     alike = across.alike(rewards, offsets) | {"scale": scale, "eps": eps, "ddof": ddof}
     agree(ranks, "group_advantages", check, **alike)
-    whole = across.whole(rewards, offsets)
+    whole = is_whole(across.segments, rewards, offsets)
     if ranks.size == 1 or (whole and scale != "batch"):
         return local.group_advantages(rewards, offsets=offsets, scale=scale, eps=eps, ddof=ddof)
     everyones = gather(ranks, rewards.reshape(-1).float(), 0, across.max_rollouts)
     together = concatenate(everyones, ranks.rank, rewards.numel())
-    groups = _own_groups(rewards, offsets, together, ranks.size) if whole else _groups_of_all(offsets, together)
+    groups = (
+        _own_groups(rewards, offsets, together, ranks.size) if whole else _groups_of_all("rewards", offsets, together)
+    )
     advantages: Tensor = _ops.group_advantages(together.values, groups, scale, eps, ddof)[together.own]
     if offsets is not None:
         own = torch.arange(rewards.numel(), device=rewards.device) if whole else together.own
@@ -177,13 +164,13 @@ def _select(
 
     def check() -> None:
         check_locally()
-        across.check(values, offsets)
+        across.check("values", values, offsets)
         number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
-        _check_selection(values, number, tensor, mask, across.check_offsets(values, offsets), max_segment)
+        _check_selection(values, number, tensor, mask, own_offsets(across.segments, offsets), max_segment)
 
     alike = {"keep": keep, "rule": rule, "scope": scope, "equal_rows": equal_rows}
     agree(ranks, op, check, **across.alike(values, offsets), **alike)
-    whole, pooled = across.whole(values, offsets), scope == "batch"
+    whole, pooled = is_whole(across.segments, values, offsets), scope == "batch"
     if ranks.size == 1 or (whole and not pooled):
         return alone()
 
@@ -193,7 +180,7 @@ def _select(
         numbers, rule = _rules.random_keys(numbers, generator), "highest"
     everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), _groups(values, offsets), across.max_rollouts)
     together = concatenate(everyones, ranks.rank, len(numbers))
-    groups = together.as_one_segment() if whole else _groups_of_all(offsets, together)
+    groups = together.as_one_segment() if whole else _groups_of_all("values", offsets, together)
     if pooled:
         keep = _of_all(keep, everyones.groups.sum() if whole else len(groups) - 2, len(together.values), values)
         groups = together.as_one_segment()
@@ -230,23 +217,15 @@ def _of_all(keep: int | Tensor, groups: int | Tensor, values: int, like: Tensor)
 # ---- offsets of all ranks -------------------------------------------------------------------------------------------
 
 
-def _groups_of_all(offsets: Tensor | None, together: Concatenation) -> Tensor:
+def _groups_of_all(name: str, offsets: Tensor | None, together: Concatenation) -> Tensor:
     """The segments of all ranks' values, and one more behind them."""
     if offsets is None:
         return together.as_one_segment()
-    if _known(offsets) and (end := int(offsets[-1])) != int(together.total):
-        raise ValueError(
-            f"offsets: ends at {end}; must end at the number of values on all ranks, {int(together.total)}, as it "
-            "does with segments='global'"
-        )
+    if is_known(offsets):
+        require_offsets(offsets, int(together.total), name)
     return together.with_tail(offsets)
 
 
 def _left_out(place: Tensor, offsets: Tensor) -> Tensor:
     """What offsets that nobody has checked do not reach."""
     return (place < offsets[0]) | (place >= offsets[-1])
-
-
-def _known(offsets: Tensor) -> bool:
-    """Whether the host may look at them."""
-    return offsets.is_cpu or os.environ.get("D3S_KERNELS_CHECK") == "1"
