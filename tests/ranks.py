@@ -34,8 +34,12 @@ def _serve(rank: int, size: int, folder: str, calls: Connection, seconds: float)
     )
     assert dist.group.WORLD is not None
     ranks = ranks_of(dist.group.WORLD)
-    while (call := calls.recv()) is not None:
-        task, arguments, environment = call
+    while True:
+        try:
+            task, arguments, environment = calls.recv()
+        except EOFError:  # the tests are over
+            # Not by way of the interpreter's end: there gloo's threads may still want to free what Python holds.
+            os._exit(0)
         os.environ.update(environment)
         try:
             calls.send((True, task(ranks, *arguments)))
@@ -43,7 +47,6 @@ def _serve(rank: int, size: int, folder: str, calls: Connection, seconds: float)
             calls.send((False, (error, traceback.format_exc())))
         for name in environment:
             del os.environ[name]
-    os._exit(0)  # not by way of the interpreter's end: there gloo's threads may still want to free what Python holds
 
 
 class World:
