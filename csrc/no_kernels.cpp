@@ -14,7 +14,7 @@ const bool kMakesKeys = false;
 void row_statistics(const LogitsRows&, const RowOutputs&, const KeyOutput&, Device&) {}
 void row_gradients(const LogitsRows&, const RowGradients&, int64_t, void*, const RowLayout&, Device&) {}
 void merge_tile(const LogitsRows&, int64_t, RowState*, Device&) {}
-void finish_states(const RowState*, int64_t, const Temperatures&, const RowOutputs&, Device&) {}
+void finish_states(const RowStates&, const Temperatures&, const RowOutputs&, Device&) {}
 
 void select_top(const Scores&, const Quota&, bool, const Segments&, int64_t, int64_t, const SelectionOutputs&,
                 Device&) {}

@@ -2,6 +2,7 @@
 
 Forward: a tile of rows x tokens of the logits at a time, merged into each row's softmax state and forgotten.
 Backward: the tile again, its gradient written over it, two products; only for rows whose gradient is not 0.
+Where ranks share the vocabulary, each does this with its shard, and they add up what must be added (``_shard.py``).
 
 The matrix products are torch's. A tile is as large as the workspace allows and its edges fall where the kernels cut a
 row anyway: so a row's result has the same bits as from its whole logits.
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from ._shard import WHOLE, Shard
 
 _op = torch.ops.d3s_kernels
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
@@ -84,11 +87,11 @@ class _Tiles(NamedTuple):
         sizes, piece = _SIZES[hidden.device.type], SLICES[hidden.device.type]
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
         elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
-        fitting = max(sizes.rows, elements // vocabulary)  # rows of a tile, if its tokens may be few
+        fitting = max(sizes.rows, elements // max(1, vocabulary))  # rows of a tile, if its tokens may be few
         row_step = max(1, min(rows, fitting, elements // piece))
         if sizes.row_multiple < row_step < rows:
             row_step -= row_step % sizes.row_multiple
-        token_step = vocabulary
+        token_step = max(1, vocabulary)  # a shard may have none
         if row_step * vocabulary > elements:  # as few tiles as fit, of about the same size
             tiles = -(-vocabulary // max(piece, elements // row_step // piece * piece))
             token_step = -(-vocabulary // (tiles * piece)) * piece
@@ -146,7 +149,8 @@ def _require(good: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _checked_head(
+def checked_head(
+    shard: Shard,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -169,16 +173,19 @@ def _checked_head(
     _require(
         weight.dtype == hidden.dtype, f"weight: got dtype {weight.dtype}; takes the dtype of hidden, {hidden.dtype}"
     )
-    _require(weight.shape[0] > 0, "weight: got no tokens; takes [V, H] with V of at least 1")
+    # How large the vocabulary is a rank with a shard of it does not know.
+    vocabulary = weight.shape[0] if shard.ranks is None else None
+    _require(vocabulary != 0, "weight: got no tokens; takes [V, H] with V of at least 1")
     _require(labels.shape == shape, f"labels: got shape {list(labels.shape)}; takes one for each row, {list(shape)}")
     _require(labels.dtype in (torch.int64, torch.int32), f"labels: got dtype {labels.dtype}; takes int64 or int32")
     if labels.numel() and (labels.is_cpu or os.environ.get("D3S_KERNELS_CHECK") == "1"):
         low, high = (int(bound) for bound in labels.aminmax())
-        bad = high if high >= weight.shape[0] else low if low < -100 else None
+        bad = high if vocabulary is not None and high >= vocabulary else low if low < -100 else None
         if bad is None and low < 0:
             between = labels[(labels < 0) & (labels != -100)]
             bad = int(between[0]) if len(between) else None
-        _require(bad is None, f"labels: got {bad}; takes -100 (no target) or a token in [0, {weight.shape[0]})")
+        end = "V" if vocabulary is None else vocabulary
+        _require(bad is None, f"labels: got {bad}; takes -100 (no target) or a token in [0, {end})")
     if bias is not None:
         _require(
             bias.shape == weight.shape[:1] and bias.dtype == weight.dtype,
@@ -222,12 +229,22 @@ def _without_autocast(function: _Kernel) -> _Kernel:
     return cast(_Kernel, run)
 
 
-def _require_bound(name: str, bound: int | None) -> None:
-    _require(bound is None or bound >= 0, f"{name}: got {bound}; takes at least 0")
+def require_bounds(**bounds: int | None) -> None:
+    for name, bound in bounds.items():
+        _require(bound is None or bound >= 0, f"{name}: got {bound}; takes at least 0")
+
+
+def no_logits(rows: int, like: Tensor) -> Tensor:
+    """The states ``[rows, 4]`` to begin with. No label's logit yet: a label that is no token gives NaN."""
+    state = like.new_empty((rows, 4), dtype=torch.float32)
+    for column, value in enumerate((torch.finfo(torch.float32).min, 0.0, 0.0, torch.nan)):
+        state[:, column] = value
+    return state
 
 
 @_without_autocast
-def forward(
+def forward_of_shard(
+    shard: Shard,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -241,12 +258,11 @@ def forward(
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    head = _checked_head(
-        hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, row_mask, logits_dtype,
+    head = checked_head(
+        shard, hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, row_mask, logits_dtype,
         workspace_bytes,
     )  # fmt: skip
-    _require_bound("max_rows", max_rows)
-    _require_bound("max_grad_rows", max_grad_rows)
+    require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
     shape = hidden.shape[:-1]
     count = labels.numel()
     if row_mask is None and max_rows is not None and count > max_rows:
@@ -265,15 +281,15 @@ def forward(
             temperatures = _past_rows_are_one(picked, picked.gather(temperatures))
 
     tiles = _Tiles.cut(rows, head, workspace_bytes)
-    state = rows.new_empty((rows.shape[0], 4), dtype=torch.float32)
-    empty = torch.finfo(torch.float32).min, 0.0, 0.0, torch.nan  # no label's logit: a label that is no token gives NaN
-    for column, value in enumerate(empty):
-        state[:, column] = value
+    state = no_logits(len(rows), rows)
     for r in tiles.row_slices():
         for t in tiles.token_slices():
             logits = head.logits(rows[r], t, tiles.room(r, t))
-            _op.softmax_state_.default(state[r], logits, targets[r], t.start, temperature, _of_rows(temperatures, r))
-    outputs = _op.softmax_state_finish.default(state, temperature, temperatures)
+            first_token = shard.first_token + t.start
+            _op.softmax_state_.default(
+                state[r], logits, targets[r], first_token, temperature, _of_rows(temperatures, r)
+            )
+    outputs = _op.softmax_state_finish.default(shard.everyones(state), temperature, temperatures)
     outputs[0].masked_fill_(targets == -100, 0.0)
     if picked is not None:
         outputs = tuple(picked.scatter(output, count) for output in outputs)
@@ -282,7 +298,8 @@ def forward(
 
 
 @_without_autocast
-def backward(
+def backward_of_shard(
+    shard: Shard,
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
     hidden: Tensor,
@@ -301,10 +318,11 @@ def backward(
     workspace_bytes: int | None,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    head = _checked_head(
-        hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, row_mask, logits_dtype,
+    head = checked_head(
+        shard, hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, row_mask, logits_dtype,
         workspace_bytes,
     )  # fmt: skip
+    want_hidden, want_weight, want_bias = wanted
     count = labels.numel()
     active = torch.zeros(count, dtype=torch.bool, device=hidden.device)
     if grad_logprob is not None:
@@ -313,6 +331,8 @@ def backward(
         active |= grad_entropy.reshape(count) != 0
     if row_mask is not None:
         active &= row_mask.reshape(count)
+    if want_hidden:  # its rows are added up over the ranks: all pick the same, whatever a gradient's last bits are
+        active = shard.anyones_(active)
     picked = _Picked.where(active, max_grad_rows)
 
     def gather(values: Tensor) -> Tensor:
@@ -320,13 +340,13 @@ def backward(
 
     rows, targets, h, m, s = (gather(values) for values in (hidden, labels, entropy, row_max, log_sum))
     g_logprob, g_entropy = (None if grad is None else gather(grad) for grad in (grad_logprob, grad_entropy))
-    if g_logprob is not None and not hidden.is_cpu:  # labels that nobody has checked: one that is no token gives NaN
+    if g_logprob is not None and shard.ranks is None and not hidden.is_cpu:
+        # Labels that nobody has checked: one that is no token gives NaN.
         g_logprob = torch.where(targets < weight.shape[0], g_logprob, torch.nan)
     temperatures = temperature_tensor
     if temperatures is not None and temperatures.dim() > 0:
         temperatures = _past_rows_are_one(picked, gather(temperatures))
 
-    want_hidden, want_weight, want_bias = wanted
     tiles = _Tiles.cut(rows, head, workspace_bytes)
     grad_rows = rows.new_zeros(rows.shape if want_hidden else 0, dtype=torch.float32)
     # Filled tile by tile, or with zeros where there is no row.
@@ -343,8 +363,8 @@ def backward(
             tile = head.logits(rows[r], t, tiles.room(r, t))
             slope = None if logit_softcap is None else 1 - (tile / logit_softcap).square()
             _op.logprob_entropy_backward_.default(
-                _of_rows(g_logprob, r), _of_rows(g_entropy, r), tile, targets[r], h[r], m[r], s[r], t.start,
-                temperature, _of_rows(temperatures, r),
+                _of_rows(g_logprob, r), _of_rows(g_entropy, r), tile, targets[r], h[r], m[r], s[r],
+                shard.first_token + t.start, temperature, _of_rows(temperatures, r),
             )  # fmt: skip
             if slope is not None:
                 tile.mul_(slope)
@@ -362,10 +382,15 @@ def backward(
             grad_weight[t] = weight_sum
         if want_bias:
             grad_bias[t] = bias_sum
-    grad_hidden = grad_rows.to(hidden.dtype)
+    # The shards' parts cancel as the tokens' do: rounded before they are added, they would leave more error the more
+    # ranks there are.
+    grad_hidden = shard.total_(grad_rows).to(hidden.dtype)
     if want_hidden:
         grad_hidden = picked.scatter(grad_hidden, count).view(hidden.shape)
     return grad_hidden, picked.poison_(grad_weight), picked.poison_(grad_bias)
+
+
+forward, backward = partial(forward_of_shard, WHOLE), partial(backward_of_shard, WHOLE)
 
 
 def _of_rows(values: Tensor | None, rows: slice) -> Tensor | None:

@@ -32,7 +32,7 @@ _HERE = Path(str(_build_info.__file__)).parent
 torch.ops.load_library(str(_HERE / "_cpu.so"))  # type: ignore[no-untyped-call]
 torch.ops.load_library(str(_HERE / "_checks.so"))  # type: ignore[no-untyped-call]
 
-from . import _linear, _plain, _registration  # noqa: E402, F401  # after the schemas
+from . import _linear, _plain, _registration, _vocab_parallel  # noqa: E402, F401  # after the schemas
 
 _op = torch.ops.d3s_kernels
 
@@ -70,6 +70,11 @@ _public: Callable[[_Kernel], _Kernel] = (lambda op: op) if _refuses_by_value_err
 
 logprob_entropy = _public(_op.logprob_entropy.default)
 linear_logprob_entropy = _public(_op.linear_logprob_entropy.default)
+vocab_parallel_logprob_entropy = _public(_op.vocab_parallel_logprob_entropy.default)
+vocab_parallel_linear_logprob_entropy = _public(_op.vocab_parallel_linear_logprob_entropy.default)
+# What these two refuse, and no more: before ranks wait for one another.
+check_shard = _public(torch.ops.d3s_checks.softmax_state_.default)
+check_states = _public(torch.ops.d3s_checks.softmax_state_finish.default)
 topk_mask = _public(_op.topk_mask.default)
 select_tokens = _public(_op.select_tokens.default)
 select_tokens_from_logits = _public(_op.select_tokens_from_logits.default)
@@ -207,10 +212,18 @@ why_not("cuda")  # loads its library, which would take the place of whatever had
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 _serve(_library, forced_backend)
 
-# The LM head is a loop over torch's matrix products and the ops above, the same on every device.
+# Made of the ops above: the LM head, a loop over them and torch's matrix products, and what ranks do together. The same
+# on every device.
+_COMPOSED = {
+    "linear_logprob_entropy": _linear.forward,
+    "linear_logprob_entropy_backward": _linear.backward,
+    "vocab_parallel_logprob_entropy": _vocab_parallel.forward,
+    "vocab_parallel_linear_logprob_entropy": _vocab_parallel.linear_forward,
+    "vocab_parallel_linear_logprob_entropy_backward": _vocab_parallel.linear_backward,
+}
 for _key in DEVICES.values():
-    _library.impl("linear_logprob_entropy", _linear.forward, _key)  # type: ignore[no-untyped-call]
-    _library.impl("linear_logprob_entropy_backward", _linear.backward, _key)  # type: ignore[no-untyped-call]
+    for _name, _kernel in _COMPOSED.items():
+        _library.impl(_name, _kernel, _key)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

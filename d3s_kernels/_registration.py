@@ -27,6 +27,7 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 @_fake("logprob_entropy")
+@_fake("vocab_parallel_logprob_entropy")
 def _(logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     return _rows(logits, logits.shape[:-1])
 
@@ -43,7 +44,7 @@ def _(state: Tensor, *_: Any, **__: Any) -> None:
 
 @_fake("softmax_state_finish")
 def _(state: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    return _rows(state, state.shape[:1])
+    return _rows(state, state.shape[-2:-1])
 
 
 @_fake("narrow_cut_")
@@ -54,18 +55,18 @@ def _(*_: Any, **__: Any) -> None:
 
 
 @_fake("linear_logprob_entropy")
+@_fake("vocab_parallel_linear_logprob_entropy")
 def _(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     return _rows(hidden, hidden.shape[:-1])
 
 
 @_fake("linear_logprob_entropy_backward")
+@_fake("vocab_parallel_linear_logprob_entropy_backward")
 def _(
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
     *others: Any,
     **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,6 +225,83 @@ def _linear_backward(
     return grads[0], grads[1], None, grads[2], *[None] * 8
 
 
+torch.library.register_autograd("d3s_kernels::linear_logprob_entropy", _linear_backward, setup_context=_save_linear)
+
+# ---- autograd, of a vocabulary that ranks share ---------------------------------------------------------------------
+# The incoming gradients are the same on all ranks: that of the logits is made of them and what the forward found, with
+# no word from the others.
+
+
+def _of_known_labels(grad_logprob: Tensor | None, logprob: Tensor) -> Tensor | None:
+    """A label that no rank has, which no rank knows by itself, gave NaN: so is what comes back through it."""
+    if grad_logprob is None:
+        return None
+    return torch.where(logprob.isnan() & (grad_logprob != 0), torch.nan, grad_logprob)
+
+
+def _save_parallel(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, labels, ctx.first_token, _, ctx.temperature, temperature_tensor, row_mask = inputs
+    logprob, entropy, row_max, log_sum = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(row_max, log_sum)
+    ctx.save_for_backward(logits, labels, temperature_tensor, row_mask, logprob, entropy, row_max, log_sum)
+
+
+def _parallel_backward(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    logits, labels, temperature_tensor, row_mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
+    grad = None
+    if grad_logprob is not None or grad_entropy is not None:
+        grad = _op.logprob_entropy_backward.default(
+            _of_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, entropy, row_max, log_sum,
+            ctx.temperature, temperature_tensor, row_mask, ctx.first_token,
+        )  # fmt: skip
+    return grad, *[None] * 6
+
+
+torch.library.register_autograd(
+    "d3s_kernels::vocab_parallel_logprob_entropy", _parallel_backward, setup_context=_save_parallel
+)
+
+
+def _save_parallel_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, labels, ctx.first_token, ctx.group, bias, ctx.temperature, temperature_tensor = inputs[:8]
+    ctx.logit_softcap, row_mask, _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[8:]
+    logprob, entropy, row_max, log_sum = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(row_max, log_sum)
+    ctx.save_for_backward(
+        hidden, weight, labels, bias, temperature_tensor, row_mask, logprob, entropy, row_max, log_sum
+    )
+
+
+def _parallel_linear_backward(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    hidden, weight, labels, bias, temperature_tensor, row_mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    wanted = [needs[0], needs[1], len(needs) > 5 and needs[5]]
+    grads: list[Tensor | None] = [None, None, None]
+    if grad_logprob is not None or grad_entropy is not None:
+        found = _op.vocab_parallel_linear_logprob_entropy_backward.default(
+            _of_known_labels(grad_logprob, logprob), grad_entropy, hidden, weight, labels, ctx.first_token, ctx.group,
+            bias, entropy, row_max, log_sum, ctx.temperature, temperature_tensor, ctx.logit_softcap, row_mask,
+            ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes, wanted,
+        )  # fmt: skip
+        grads = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
+    return grads[0], grads[1], None, None, None, grads[2], *[None] * 8
+
+
+torch.library.register_autograd(
+    "d3s_kernels::vocab_parallel_linear_logprob_entropy",
+    _parallel_linear_backward,
+    setup_context=_save_parallel_linear,
+)
+
+# ---- autograd, of ratios and of what has none -----------------------------------------------------------------------
+
+
 def _save_ratio(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, mask, groups, _, _, _, ctx.low, ctx.high = inputs
     ctx.save_for_backward(output, mask, groups)
@@ -239,10 +317,13 @@ def _no_second_derivative(*_: Any) -> None:
 
 torch.library.register_autograd("d3s_kernels::importance_ratio", _ratio_backward, setup_context=_save_ratio)
 
-for _name in ("logprob_entropy_backward", "linear_logprob_entropy_backward", "importance_ratio_backward"):
+for _name in (
+    "logprob_entropy_backward",
+    "linear_logprob_entropy_backward",
+    "vocab_parallel_linear_logprob_entropy_backward",
+    "importance_ratio_backward",
+):
     torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)
-
-torch.library.register_autograd("d3s_kernels::linear_logprob_entropy", _linear_backward, setup_context=_save_linear)
 
 # These have no gradient. Without this, torch would hang a "not implemented" on their float outputs.
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]

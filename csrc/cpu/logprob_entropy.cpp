@@ -154,11 +154,11 @@ void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, D
   });
 }
 
-void finish_states(const RowState* states, int64_t count, const Temperatures& temperatures, const RowOutputs& outputs,
-                   Device&) {
-  for (int64_t row = 0; row < count; ++row) {
-    const RowStatistics statistics = finish(states[row].get(), temperatures[row]);
-    outputs.write(row, statistics, log_probability(states[row].label_logit, statistics, temperatures[row]));
+void finish_states(const RowStates& states, const Temperatures& temperatures, const RowOutputs& outputs, Device&) {
+  for (int64_t row = 0; row < states.count; ++row) {
+    const RowState state = states.merged(row, temperatures[row]);
+    const RowStatistics statistics = finish(state.get(), temperatures[row]);
+    outputs.write(row, statistics, log_probability(state.label_logit, statistics, temperatures[row]));
   }
 }
 

@@ -205,12 +205,13 @@ void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
   });
 }
 
-__global__ void finish_all(const RowState* states, int64_t count, const __grid_constant__ Temperatures temperatures,
+__global__ void finish_all(const __grid_constant__ RowStates states, const __grid_constant__ Temperatures temperatures,
                            const __grid_constant__ RowOutputs outputs) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (row >= count) return;
-  const RowStatistics statistics = finish(states[row].get(), temperatures[row]);
-  outputs.write(row, statistics, log_probability(states[row].label_logit, statistics, temperatures[row]));
+  if (row >= states.count) return;
+  const RowState state = states.merged(row, temperatures[row]);
+  const RowStatistics statistics = finish(state.get(), temperatures[row]);
+  outputs.write(row, statistics, log_probability(state.label_logit, statistics, temperatures[row]));
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------
@@ -342,10 +343,10 @@ void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, D
   reduce_rows(rows, sink, device);
 }
 
-void finish_states(const RowState* states, int64_t count, const Temperatures& temperatures, const RowOutputs& outputs,
+void finish_states(const RowStates& states, const Temperatures& temperatures, const RowOutputs& outputs,
                    Device& device) {
   constexpr int kFinishers = 128;
-  launch("softmax_state_finish", finish_all, ceil_div(count, kFinishers), kFinishers, 0, device, states, count,
+  launch("softmax_state_finish", finish_all, ceil_div(states.count, kFinishers), kFinishers, 0, device, states,
          temperatures, outputs);
 }
 

@@ -114,18 +114,26 @@ class GradientsArgument {
   std::vector<Tensor> owners_;
 };
 
+void require_token(const char* argument, int64_t token) {
+  require(token >= 0, argument, "got ", token, "; takes at least 0");
+}
+
 Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
                                 const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
                                 const Tensor& row_max, const Tensor& log_sum, double temperature,
-                                const OptionalTensor& temperature_tensor, const OptionalTensor& row_mask) {
+                                const OptionalTensor& temperature_tensor, const OptionalTensor& row_mask,
+                                const OptionalInt& first_token) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
-  argument.set_labels(labels, argument.rows.layout.columns);
+  if (first_token) require_token("first_token", *first_token);
+  const int64_t vocabulary = first_token ? INT64_MAX : argument.rows.layout.columns;  // of a tile it is not known
+  argument.set_labels(labels, vocabulary);
   argument.set_row_mask(row_mask);
   GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
-  gradients.rows.vocabulary = argument.rows.layout.columns;
+  gradients.rows.vocabulary = vocabulary;
   const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
   TorchDevice device(logits);
-  row_gradients(argument.rows, gradients.rows, 0, out.mutable_data_ptr(), rows_of("logits", out), device);
+  row_gradients(argument.rows, gradients.rows, first_token.value_or(0), out.mutable_data_ptr(), rows_of("logits", out),
+                device);
   return out;
 }
 
@@ -134,7 +142,7 @@ void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const Optiona
                                const Tensor& row_max, const Tensor& log_sum, int64_t first_token, double temperature,
                                const OptionalTensor& temperature_tensor) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
-  require(first_token >= 0, "first_token", "got ", first_token, "; takes at least 0");
+  require_token("first_token", first_token);
   for (int64_t i = 0; i < argument.dims; ++i)
     require(logits.size(i) <= 1 || logits.stride(i) >= logits.size(argument.dims), "logits",
             "its rows overlap; takes a tensor that can be written in place");
@@ -144,34 +152,39 @@ void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const Optiona
   row_gradients(argument.rows, gradients.rows, first_token, logits.mutable_data_ptr(), argument.rows.layout, device);
 }
 
-RowState* require_state(const Tensor& state, const Tensor* logits) {
+// States [rows, 4], or, where `pieces` may be several, [pieces, rows, 4].
+void require_state(const Tensor& state, bool pieces) {
   constexpr int64_t kFloats = sizeof(RowState) / sizeof(float);
-  require(
-      state.scalar_type() == ScalarType::Float && state.dim() == 2 && state.size(1) == kFloats && state.is_contiguous(),
-      "state", "got shape ", shape(state), " of ", dtype(state), "; takes contiguous float32 [rows, 4]");
-  require(!logits || (logits->dim() == 2 && logits->size(0) == state.size(0)), "logits",
-          "takes [rows, tile] with the rows of state, ", shape(state));
-  if (logits) require_same_device("state", state, *logits);
-  return mutable_data<RowState>(state);
+  const bool several = pieces && state.dim() == 3;
+  require(state.scalar_type() == ScalarType::Float && (several || state.dim() == 2) &&
+              state.size(state.dim() - 1) == kFloats && state.is_contiguous() && !(several && state.size(0) == 0),
+          "state", "got shape ", shape(state), " of ", dtype(state), "; takes contiguous float32 [rows, 4]",
+          pieces ? " or [pieces, rows, 4]" : "");
 }
 
 void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, int64_t first_token,
-                    double temperature, const OptionalTensor& temperature_tensor) {
+                    double temperature, const OptionalTensor& temperature_tensor, const OptionalTensor& row_mask) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
-  require(first_token >= 0, "first_token", "got ", first_token, "; takes at least 0");
-  RowState* states = require_state(state, &logits);
+  require_token("first_token", first_token);
+  require_state(state, false);
+  require(argument.rows.layout.count == state.size(0), "logits", "got shape ", shape(logits),
+          "; takes [..., tile] with the rows of state, ", shape(state));
+  require_same_device("state", state, logits);
   argument.set_labels(labels, INT64_MAX);
+  argument.set_row_mask(row_mask);
   TorchDevice device(logits);
-  merge_tile(argument.rows, first_token, states, device);
+  merge_tile(argument.rows, first_token, mutable_data<RowState>(state), device);
 }
 
 FourTensors softmax_state_finish(const Tensor& state, double temperature, const OptionalTensor& temperature_tensor) {
-  const RowState* states = require_state(state, nullptr);
+  require_state(state, true);
+  const int64_t count = state.size(state.dim() - 2);
+  FourTensors outputs = new_outputs({count}, state);
   OptionalTensor owner;
-  const Temperatures temperatures = temperatures_of(temperature, temperature_tensor, state, 1, owner);
-  FourTensors outputs = new_outputs({state.size(0)}, state);
+  const Temperatures temperatures = temperatures_of(temperature, temperature_tensor, std::get<0>(outputs), 1, owner);
   TorchDevice device(state);
-  finish_states(states, state.size(0), temperatures, pointers(outputs), device);
+  finish_states({data<RowState>(state), state.dim() == 3 ? state.size(0) : 1, count}, temperatures, pointers(outputs),
+                device);
   return outputs;
 }
 

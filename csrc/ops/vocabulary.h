@@ -102,6 +102,24 @@ struct RowState {
   D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
 };
 
+// The states of all rows, [pieces][count]: of each row one, or one for each piece of it that somebody else has seen.
+struct RowStates {
+  const RowState* states = nullptr;
+  int64_t pieces = 1;
+  int64_t count = 0;  // of rows
+
+  // The pieces of a row merged from left to right; the label's logit is of the first that has it.
+  D3S_HOST_DEVICE RowState merged(int64_t row, float temperature) const {
+    RowState all = states[row];
+    for (int64_t piece = 1; piece < pieces; ++piece) {
+      const RowState& next = states[piece * count + row];
+      all.set(merge(all.get(), next.get(), 1.f / temperature));
+      if (all.label_logit != all.label_logit) all.label_logit = next.label_logit;
+    }
+    return all;
+  }
+};
+
 // The order keys of |A| * H, made as the entropies are: a back-end that has nothing to gain from it leaves `keys` alone
 // and says so by kMakesKeys.
 struct KeyOutput {
@@ -117,11 +135,11 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
                    const RowLayout& out_layout, Device& device);
 
-// Merges a tile, tokens from first_token on, into the states of its rows.
+// Merges a tile, tokens from first_token on, into the states of its rows, but of those that row_mask leaves out.
 void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device);
 
 // Statistics of finished states.
-void finish_states(const RowState* states, int64_t count, const Temperatures& temperatures, const RowOutputs& outputs,
+void finish_states(const RowStates& states, const Temperatures& temperatures, const RowOutputs& outputs,
                    Device& device);
 
 }  // namespace d3s

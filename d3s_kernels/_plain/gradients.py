@@ -38,16 +38,19 @@ def logprob_entropy_backward(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     row_mask: Tensor | None = None,
+    first_token: int | None = None,
 ) -> Tensor:
     targets = labels_of(labels, entropy.numel(), logits)
     each = temperatures(temperature, temperature_tensor, entropy.numel(), logits)
     rows = _rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each)
-    no_token = (targets != NO_TARGET) & ((targets < 0) | (targets >= logits.shape[-1]))
+    no_token = (targets != NO_TARGET) & (targets < 0)
+    if first_token is None:  # else the logits are a tile, and nobody knows how large the vocabulary is
+        no_token |= targets >= logits.shape[-1]
     rows = rows._replace(top=rows.top.masked_fill(no_token & (rows.target != 0), math.nan))
     if row_mask is not None:
         rows = rows._replace(still=rows.still | ~row_mask.reshape(-1))
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write(rows, logits, 0, out)
+    _write(rows, logits, first_token or 0, out)
     return out
 
 

@@ -57,7 +57,7 @@ def no_logits(rows: int, like: Tensor) -> Tensor:
 def add_logits(state: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
     """The state with the logits [rows, n] merged into it."""
     for part in torch.split(logits, SLICE, -1) if logits.shape[-1] else ():
-        state = _merge(state, _state_of(part.float(), temperature), temperature)
+        state = merge(state, _state_of(part.float(), temperature), temperature)
     return state
 
 
@@ -78,7 +78,7 @@ def _sum_by_halves_(values: Tensor) -> Tensor:
     return values.squeeze(-1)
 
 
-def _merge(a: Tensor, b: Tensor, temperature: Tensor) -> Tensor:
+def merge(a: Tensor, b: Tensor, temperature: Tensor) -> Tensor:
     a_leads = a[0] >= b[0]
     leader, follower = torch.where(a_leads, a, b), torch.where(a_leads, b, a)
     move = follower[0] - leader[0]

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .softmax import SLICE, add_logits, finish, log_probability, no_logits, row_blocks, temperatures
+from .softmax import SLICE, add_logits, finish, log_probability, merge, no_logits, row_blocks, temperatures
 
 NO_TARGET = -100
 
@@ -64,21 +64,30 @@ def softmax_state_(
     first_token: int,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
+    row_mask: Tensor | None = None,
 ) -> None:
     """The state [rows, 4] of each row is (m, S, T, the label's logit), which is NaN until its tile has come."""
-    count, columns = logits.shape
+    count, columns = len(state), logits.shape[-1]
     targets = labels_of(labels, count, logits)
     each = temperatures(temperature, temperature_tensor, count, logits)
-    for rows, tile in row_blocks(logits, min(columns, SLICE)):
+    for rows, block in row_blocks(logits, min(columns, SLICE)):
+        tile, before = block.flatten(0, -2), state[rows]
         places, found = places_in_tile(targets[rows], first_token, columns)
-        merged = add_logits(state[rows, :3].T, tile, each[rows])
-        label_logit = at_places(tile, places).where(found, state[rows, 3])
-        state[rows] = torch.cat([merged, label_logit.unsqueeze(0)]).T
+        merged = add_logits(before[:, :3].T, tile, each[rows])
+        label_logit = at_places(tile, places).where(found, before[:, 3])
+        after = torch.cat([merged, label_logit.unsqueeze(0)]).T
+        state[rows] = after if row_mask is None else after.where(row_mask.reshape(-1, 1)[rows], before)
 
 
 def softmax_state_finish(
     state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    each = temperatures(temperature, temperature_tensor, len(state), state)
-    entropy, top, log_sum = finish(state[:, :3].T, each)
-    return log_probability(state[:, 3], top, log_sum, each), entropy, top.clone(), log_sum
+    """Of states [rows, 4], or [pieces, rows, 4], whose pieces of a row are merged from left to right."""
+    first, *others = state.unsqueeze(0) if state.dim() == 2 else state
+    each = temperatures(temperature, temperature_tensor, len(first), state)
+    merged, label_logit = first[:, :3].T, first[:, 3]
+    for piece in others:
+        merged = merge(merged, piece[:, :3].T, each)
+        label_logit = label_logit.where(~label_logit.isnan(), piece[:, 3])
+    entropy, top, log_sum = finish(merged, each)
+    return log_probability(label_logit, top, log_sum, each), entropy, top.clone(), log_sum

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 # Its name from torch 2.13 on, and the one before.
@@ -25,6 +26,11 @@ class Ranks(NamedTuple):
         dist.all_reduce(values, group=self.group)
         return values
 
+    def maximum_(self, values: Tensor) -> Tensor:
+        """The maximum over the ranks, in place."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
     def gather(self, values: Tensor) -> Tensor:
         """``[ranks, ...]``: everyone's, which have one shape."""
         everyones = values.new_empty(self.size, values.numel())
@@ -36,17 +42,23 @@ class Ranks(NamedTuple):
         return self.gather(torch.full((1,), number, dtype=torch.int64, device=like.device)).view(-1)
 
 
-def ranks_of(process_group: dist.ProcessGroup | DeviceMesh) -> Ranks:
+def ranks_of(process_group: dist.ProcessGroup | DeviceMesh, name: str = "process_group") -> Ranks:
+    """Of an argument of that name."""
     group: object = process_group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"process_group: got a mesh of {group.ndim} dimensions; takes one dimension of it")
+            raise ValueError(f"{name}: got a mesh of {group.ndim} dimensions; takes one dimension of it")
         group = group.get_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("process_group: this process is not in it; takes one that it is in")
+        raise ValueError(f"{name}: this process is not in it; takes one that it is in")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"process_group: got {type(group).__name__}; takes a torch.distributed process group, a mesh of one "
+            f"{name}: got {type(group).__name__}; takes a torch.distributed process group, a mesh of one "
             "dimension, or None"
         )
     return Ranks(group, group.rank(), group.size())
+
+
+def ranks_named(name: str) -> Ranks:
+    """Of the group that torch knows by this name: ops take no other."""
+    return ranks_of(c10d._resolve_process_group(name))  # type: ignore[arg-type, attr-defined]

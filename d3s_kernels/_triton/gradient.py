@@ -137,11 +137,13 @@ def logprob_entropy_backward(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     row_mask: Tensor | None = None,
+    first_token: int | None = None,
 ) -> Tensor:
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _write(
         grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,
-        row_mask=contiguous(row_mask), first_token=0, vocabulary=logits.shape[-1],
+        row_mask=contiguous(row_mask), first_token=first_token or 0,
+        vocabulary=logits.shape[-1] if first_token is None else ANY_TOKEN,
         **temperature_arguments(temperature, temperature_tensor),
     )  # fmt: skip
     return out

@@ -110,13 +110,15 @@ def finish_rows(
 
 @triton.jit(do_not_specialize=[*PLACE, "count", "columns", "slices", "temperature_bits", "first_token"])
 def merge_into_states(
-    states, slices, count, logits, inner, outer_stride, inner_stride, columns, labels, temperatures, temperature_bits,
-    row_states, first_token, STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
+    states, slices, count, logits, inner, outer_stride, inner_stride, columns, row_mask, labels, temperatures,
+    temperature_bits, row_states, first_token, STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
     """The slices of a tile, tokens from first_token on, merged into the states of its rows: m, S, T, label's logit."""
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     temperature = temperature_of(tl.where(here, row, 0), temperatures, temperature_bits, PER_ROW)
+    if row_mask is not None:
+        here = here & (tl.load(row_mask + row, mask=here, other=0) != 0)
     state = row_states + 4 * row
     m = tl.load(state, mask=here, other=LOWEST)
     s = tl.load(state + 1, mask=here, other=0.0)
@@ -132,11 +134,12 @@ def merge_into_states(
         tl.store(state + 3, z.to(tl.float32), mask=in_tile)
 
 
-@triton.jit(do_not_specialize=["count", "temperature_bits"])
+@triton.jit(do_not_specialize=["pieces", "count", "temperature_bits"])
 def finish_states(
-    row_states, count, temperatures, temperature_bits, logprobs, entropies, maxima, log_sums,
+    row_states, pieces, count, temperatures, temperature_bits, logprobs, entropies, maxima, log_sums,
     PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
+    """What follows from a row's pieces, merged from left to right; the label's logit is of the first that has it."""
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     temperature = temperature_of(tl.where(here, row, 0), temperatures, temperature_bits, PER_ROW)
@@ -145,6 +148,15 @@ def finish_states(
     s = tl.load(state + 1, mask=here, other=1.0)
     t = tl.load(state + 2, mask=here, other=0.0)
     z = tl.load(state + 3, mask=here, other=0.0)
+    scale = tl.div_rn(LOG2_E, temperature)
+    for _ in range(1, pieces):
+        state += 4 * count.to(tl.int64)
+        other_m = tl.load(state, mask=here, other=LOWEST)
+        other_s = tl.load(state + 1, mask=here, other=0.0)
+        other_t = tl.load(state + 2, mask=here, other=0.0)
+        other_z = tl.load(state + 3, mask=here, other=0.0)
+        m, s, t = merge(m, s, t, other_m, other_s, other_t, scale)
+        z = tl.where(z == z, z, other_z)
     entropy, log_sum = finish(s, t, temperature)
     tl.store(logprobs + row, tl.div_rn(z - m, temperature) - log_sum, mask=here)
     tl.store(entropies + row, entropy, mask=here)
@@ -195,14 +207,15 @@ def softmax_state_(
     first_token: int,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
+    row_mask: Tensor | None = None,
 ) -> None:
     rows = Rows.of(logits)
     if rows.total == 0:
         return
-    temperatures = temperature_arguments(temperature, temperature_tensor)
-    states, slices = _slice_states(rows, row_mask=None, **temperatures)
+    of_rows = {"row_mask": contiguous(row_mask), **temperature_arguments(temperature, temperature_tensor)}
+    states, slices = _slice_states(rows, **of_rows)
     merge_into_states[(triton.cdiv(rows.total, MERGERS),)](
-        states, slices, rows.total, columns=rows.columns, labels=contiguous(labels), **rows.place(), **temperatures,
+        states, slices, rows.total, columns=rows.columns, labels=contiguous(labels), **rows.place(), **of_rows,
         row_states=state, first_token=first_token, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
     )  # fmt: skip
 
@@ -210,12 +223,12 @@ def softmax_state_(
 def softmax_state_finish(
     state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    count = state.shape[0]
+    count = state.shape[-2]
     outputs = new_outputs(state, (count,))
     if count:
         finish_states[(triton.cdiv(count, MERGERS),)](
-            state, count, **temperature_arguments(temperature, temperature_tensor),
-            **outputs, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
+            state, 1 if state.dim() == 2 else state.shape[0], count,
+            **temperature_arguments(temperature, temperature_tensor), **outputs, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
         )  # fmt: skip
     return tuple(outputs.values())
 
