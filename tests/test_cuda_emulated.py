@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(CMAKE is None or CXX is None, reason="needs cmak
 SUITES = (
     ("test_entropy.py", "test_compact.py", "test_group_advantages.py", "test_topk_mask.py", "test_errors.py"),
     ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
+    ("test_vocabulary_pieces.py",),
     ("test_linear.py", "test_ratios.py", "test_key_search.py", "test_registration.py", "test_compiled_losses.py"),
 )
 # Schemas, fakes and torch.compile, most of it compilers' time: the same whoever computes.

@@ -2,10 +2,12 @@
 
 import doctest
 import inspect
+from operator import attrgetter
 
 import pytest
 
 import d3s_kernels
+from d3s_kernels import distributed
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 DOCUMENTED = [
@@ -15,9 +17,16 @@ DOCUMENTED = [
 ]
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+ACROSS_RANKS = [f"distributed.{name}" for name in distributed.__all__ if inspect.isfunction(getattr(distributed, name))]
+
+
+def public(name: str) -> object:
+    return attrgetter(name)(d3s_kernels)
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTED, *ACROSS_RANKS])
 def test_examples(name: str) -> None:
-    tests = doctest.DocTestFinder(recurse=False).find(getattr(d3s_kernels, name), name)
+    tests = doctest.DocTestFinder(recurse=False).find(public(name), name)
     assert sum(len(test.examples) for test in tests) > 0, f"{name} has no example"
     report: list[str] = []
     for test in tests:
@@ -25,6 +34,6 @@ def test_examples(name: str) -> None:
     assert not report, "".join(report)
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTED, "Budget", "RolloutPlan", "TokenSelection", "build_info"])
+@pytest.mark.parametrize("name", [*DOCUMENTED, *ACROSS_RANKS, "Budget", "RolloutPlan", "TokenSelection", "build_info"])
 def test_every_public_name_has_a_docstring(name: str) -> None:
-    assert inspect.getdoc(getattr(d3s_kernels, name))
+    assert inspect.getdoc(public(name))

@@ -50,7 +50,9 @@ def samples_of_the_backward() -> list[tuple]:
         _, *state = OPS.logprob_entropy(logits.detach(), labels, *options)
         gradient = None if labels is None else torch.randn(rows)
         samples.append((gradient, torch.randn(rows), logits.detach(), labels, *state, *options))
-    return samples
+    *gradients, logits, labels, entropy, row_max, log_sum = samples[1]
+    elsewhere = labels + 10 * (labels != -100)
+    return [*samples, (*gradients, logits, elsewhere, entropy, row_max, log_sum, 1.0, None, None, 10)]
 
 
 def states(rows: int) -> Tensor:
@@ -58,13 +60,18 @@ def states(rows: int) -> Tensor:
 
 
 def samples_of_tiles() -> list[tuple]:
-    return [(states(5), random_logits(5, 20), labels, 10, 0.7) for labels in (None, torch.full((5,), 12))]
+    strided, mask = random_logits(3, 4, 20)[:, 1:3].transpose(0, 1), torch.rand(2, 3) < 0.7
+    return [
+        *((states(5), random_logits(5, 20), labels, 10, 0.7) for labels in (None, torch.full((5,), 12))),
+        (states(6), strided, torch.full((2, 3), 12), 10, 1.0, 0.5 + torch.rand(2, 3), mask),
+    ]
 
 
 def samples_of_finished_states() -> list[tuple]:
     state = states(5)
     OPS.softmax_state_(state, random_logits(5, 20), torch.arange(5), 0)
-    return [(state, 0.7), (state, 1.0, 0.5 + torch.rand(5))]
+    each = 0.5 + torch.rand(5)
+    return [(state, 0.7), (state, 1.0, each), (torch.stack([state, states(5)]), 1.0, each)]
 
 
 def samples_of_the_tile_backward() -> list[tuple]:
@@ -247,8 +254,16 @@ SAMPLES: dict[str, Callable[[], list[tuple]]] = {
 }
 
 
+# Checked where there are ranks: test_vocab_parallel.py.
+OF_RANKS = {
+    "vocab_parallel_logprob_entropy",
+    "vocab_parallel_linear_logprob_entropy",
+    "vocab_parallel_linear_logprob_entropy_backward",
+}
+
+
 def test_every_op_has_samples() -> None:
-    assert set(SAMPLES) == REGISTERED
+    assert set(SAMPLES) | OF_RANKS == REGISTERED
 
 
 @pytest.mark.parametrize("name", SAMPLES)

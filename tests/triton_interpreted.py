@@ -336,6 +336,35 @@ def test_a_label_that_no_tile_has() -> None:
     assert slope.isnan().all(1).tolist() == [False, False, False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_are_the_tiles_merged_in_their_order(dtype: torch.dtype) -> None:
+    """States of their own, to the bit what one state becomes, if a piece has but one slice; and their gradients."""
+    logits = random_logits(2, 5, 150, dtype=dtype)[:, 1:]
+    labels = torch.tensor([0, 63, 64, 127, 128, 149, -100, 5]).view(2, 4)
+    mask = torch.tensor([True, True, False, True] * 2).view(2, 4)
+    weights, temperature = torch.randn(2, 2, 4), 0.5 + torch.rand(2, 4)
+    options = 1.0, temperature, mask
+    whole = kernel("logprob_entropy", logits, labels, *options)
+    slope = kernel("logprob_entropy_backward", *weights, logits, labels, *whole[1:], *options)
+    unread = logits.masked_fill(~mask.unsqueeze(-1), NAN)
+    nothing = torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(8, 1)
+    states = nothing.repeat(4, 1, 1)
+    for state, first, last in zip(states, (0, 64, 64, 128), (64, 64, 128, 150), strict=True):  # the second has none
+        piece = unread[..., first:last]
+        kernel("softmax_state_", state, piece, labels, first, *options)
+        assert_same_bits(state[2::4], nothing[2::4])
+        part = kernel("logprob_entropy_backward", *weights, piece, labels, *whole[1:], *options, first)
+        assert_same_bits(part, slope[..., first:last].contiguous())
+    outputs = kernel("softmax_state_finish", states, 1.0, temperature.view(-1))
+    outputs[0][labels.view(-1) == -100] = 0
+    for one, other in zip(outputs, whole, strict=True):
+        assert_same_bits(one[mask.view(-1)], other[mask])
+    assert outputs[1][~mask.view(-1)].isnan().all()  # of a row that was not read nothing is known
+    one_piece, no_pieces = (kernel("softmax_state_finish", given, 0.5) for given in (states[:1], states[0]))
+    for one, other in zip(one_piece, no_pieces, strict=True):
+        assert_same_bits(one, other)
+
+
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 

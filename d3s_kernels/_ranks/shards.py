@@ -14,7 +14,7 @@ from .group import Ranks, ranks_of
 
 
 class VocabularyShard:
-    """``local``, a rank's part of a tensor whose dimension ``dim`` is the vocabulary, and the ``ranks`` with the rest."""
+    """``local``, a rank's part of a tensor whose dimension ``dim`` is the vocabulary; the ``ranks`` have the rest."""
 
     local: Tensor
     first_token: int

@@ -228,7 +228,8 @@ def softmax_state_finish(
     if count:
         finish_states[(triton.cdiv(count, MERGERS),)](
             state, 1 if state.dim() == 2 else state.shape[0], count,
-            **temperature_arguments(temperature, temperature_tensor), **outputs, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
+            **temperature_arguments(temperature, temperature_tensor), **outputs,
+            MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
         )  # fmt: skip
     return tuple(outputs.values())
 

@@ -1,0 +1,702 @@
+"""A vocabulary that ranks share: logits and the LM head, forward and backward, in 2, 3 and 4 processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import (
+    DTYPES,
+    INF,
+    assert_entropy,
+    assert_gradient,
+    assert_logprob,
+    assert_same_bits,
+    random_generator,
+    random_labels,
+)
+from ranks import SIZES, Ranks, pieces_of, world
+from test_linear import Head, allowance, random_head
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import d3s_kernels as d3s
+from d3s_kernels import reference
+from d3s_kernels._ranks import group as collectives
+from d3s_kernels.distributed import vocab_parallel_linear_logprob_entropy, vocab_parallel_logprob_entropy
+
+sizes = pytest.mark.parametrize("size", SIZES)
+SEEDS = 40  # to a call of a task; every test below that takes them makes two calls
+
+
+def some_seeds() -> list[int]:
+    return torch.randint(2**31, (SEEDS,)).tolist()
+
+
+@contextmanager
+def of_seed(seed: int) -> Iterator[torch.Generator]:
+    """Everything random of a rank comes from here, and so is the same on all."""
+    torch.manual_seed(seed)
+    try:
+        yield random_generator(seed)
+    except Exception as error:
+        raise AssertionError(f"with seed {seed}: {error}") from error
+
+
+def pick(choices: Any, generator: torch.Generator) -> Any:
+    return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+
+def edges_of(total: int, ranks: Ranks, generator: torch.Generator) -> tuple[int, int]:
+    """This rank's tokens of so many: anything, none included."""
+    edges = [0, *accumulate(pieces_of(total, ranks.size, generator))]
+    return edges[ranks.rank], edges[ranks.rank + 1]
+
+
+def assert_alike(ranks: Ranks, *values: Tensor) -> None:
+    """To the bit on all ranks."""
+    for value in values:
+        for other in ranks.gather(value.detach()):
+            assert_same_bits(other, value.detach())
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[str, torch.Size, torch.dtype]]]:
+    """What is communicated meanwhile: one for each collective, with what this rank gives."""
+    told: list[tuple[str, torch.Size, torch.dtype]] = []
+    all_reduce, all_gather = dist.all_reduce, collectives._all_gather
+
+    def reduce(values: Tensor, *arguments: Any, **options: Any) -> Any:
+        told.append(("all_reduce", values.shape, values.dtype))
+        return all_reduce(values, *arguments, **options)
+
+    def gather(out: Tensor, values: Tensor, **options: Any) -> Any:
+        told.append(("all_gather", values.shape, values.dtype))
+        return all_gather(out, values, **options)
+
+    with mock.patch.object(dist, "all_reduce", reduce), mock.patch.object(collectives, "_all_gather", gather):
+        yield told
+
+
+# ---- logits ----------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    logits: Tensor
+    labels: Tensor
+    cotangents: list[Tensor]
+    options: dict[str, Any]
+
+
+SHAPES = ((), (1,), (7,), (2, 3), (3, 2, 2), (2, 0))
+
+
+def options_of(shape: tuple[int, ...], generator: torch.Generator) -> dict[str, Any]:
+    temperature = pick([1.0, 0.7, 4.0, (), shape, shape[-1:]], generator)
+    if isinstance(temperature, tuple):
+        temperature = 0.5 + torch.rand(temperature, generator=generator)
+    row_mask = torch.rand(shape, generator=generator) < 0.7 if pick([True, False], generator) else None
+    return {"temperature": temperature, "row_mask": row_mask}
+
+
+def random_case(generator: torch.Generator) -> Case:
+    """Rows as a model makes them, peaked, far from 0, of a masked or padded vocabulary, or that are no distribution."""
+    shape = pick(SHAPES, generator)
+    vocabulary = pick([1, 2, 5, 40, 41, 300, 1000] * 3 + [9000], generator)
+    logits = torch.randn(*shape, vocabulary, generator=generator) * pick([0.1, 3.0, 30.0], generator)
+    rows = logits.view(-1, vocabulary)
+    for row in rows:
+        kind = pick(["plain"] * 3 + ["peaked", "far", "masked", "padded", "NaN", "+inf", "-inf"], generator)
+        places = torch.rand(vocabulary, generator=generator)
+        if kind == "peaked":
+            row[places.argmax()] += 40
+        elif kind == "far":
+            row += pick([1000, -1000], generator)
+        elif kind == "masked":
+            row[places < 0.6] = -INF
+        elif kind == "padded":  # whole shards of nothing
+            row[int(places[0] * vocabulary) :] = -INF
+        elif kind in ("NaN", "+inf", "-inf"):
+            row[places < pick([0.1, 1.1], generator)] = float(kind)
+    labels = random_labels(*shape, vocabulary=vocabulary, generator=generator)
+    cotangents = [torch.randn(shape, generator=generator) for _ in range(2)]
+    for g in cotangents:
+        g[torch.rand(shape, generator=generator) < 0.2] = 0
+    dtype = pick([torch.int64, torch.int32], generator)
+    return Case(logits.to(pick(DTYPES, generator)), labels.to(dtype), cotangents, options_of(shape, generator))
+
+
+def check_logits(ranks: Ranks, seeds: list[int]) -> None:
+    for seed in seeds:
+        with of_seed(seed) as generator:
+            case = random_case(generator)
+            first, last = edges_of(case.logits.shape[-1], ranks, generator)
+            shard = case.logits[..., first:last]  # strided, and askew
+            if pick([True, False], generator):
+                shard = shard.clone()
+            leaf = shard.detach().requires_grad_()
+            found = []
+            for _ in range(2):
+                with counted() as told:
+                    results = vocab_parallel_logprob_entropy(leaf, case.labels, first, ranks.group, **case.options)
+                    (gradient,) = torch.autograd.grad(results, leaf, case.cotangents)
+                rows = case.labels.numel()
+                assert told == [("all_gather", (4 * rows,), torch.float32)] * (rows > 0)
+                found.append((*results, gradient))
+            for one, other in zip(*found, strict=True):
+                assert_same_bits(one.detach(), other.detach())
+            (logprob, entropy), slope = results, gradient
+            assert_alike(ranks, logprob, entropy)
+
+            expected = reference.logprob_entropy(case.logits, case.labels, **case.options)
+            assert_logprob(logprob.detach(), expected[0])
+            assert_entropy(entropy.detach(), expected[1])
+            # Rows that are no distribution have a gradient of NaN, if any is asked for; a reference cannot say that.
+            undefined = expected[1].isnan()
+            active = ((case.cotangents[0] != 0) & (case.labels != -100)) | (case.cotangents[1] != 0)
+            assert slope[undefined & active].isnan().all()
+            assert (slope[undefined & ~active] == 0).all()
+            exact = case.logits.double().masked_fill(undefined.unsqueeze(-1), 0).requires_grad_()
+            results = reference.logprob_entropy(exact, case.labels, **case.options)
+            (wanted,) = torch.autograd.grad(results, exact, [g.double() for g in case.cotangents])
+            wanted = wanted.masked_fill(undefined.unsqueeze(-1), 0)[..., first:last]
+            floor = 1e-6 * (torch.stack(case.cotangents) / case.options["temperature"]).norm().item()
+            assert_gradient(slope.masked_fill(undefined.unsqueeze(-1), 0), wanted, floor)
+
+
+@sizes
+@pytest.mark.parametrize("call", range(2))
+def test_logits(size: int, call: int) -> None:
+    world(size).run(check_logits, some_seeds())
+
+
+def one_rank(ranks: Ranks, seeds: list[int]) -> None:
+    mesh = init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("data", "vocabulary"))["vocabulary"]
+    for seed in seeds:
+        with of_seed(seed) as generator:
+            case = random_case(generator)
+            leaf = case.logits.requires_grad_()
+            results = [
+                vocab_parallel_logprob_entropy(leaf, case.labels, 0, mesh, **case.options),
+                d3s.logprob_entropy(leaf, case.labels, **case.options),
+            ]
+            for ours, local in zip(
+                *((*found, *torch.autograd.grad(found, leaf, case.cotangents)) for found in results), strict=True
+            ):
+                assert_same_bits(ours.detach(), local.detach())
+            head, labels, cotangents, options = random_head_case(generator)
+            head = head.requiring_grad()
+            results = [
+                head(vocab_parallel_linear_logprob_entropy, labels, vocab_start=0, group=mesh, **options),
+                head(d3s.linear_logprob_entropy, labels, **options),
+            ]
+            for ours, local in zip(
+                *((*found, *torch.autograd.grad(found, head.leaves, cotangents)) for found in results), strict=True
+            ):
+                assert_same_bits(ours.detach(), local.detach())
+
+
+def test_a_group_of_one_rank_is_the_local_op() -> None:
+    world(2).run(one_rank, some_seeds())
+
+
+def label_of_nobody(ranks: Ranks) -> None:
+    logits, labels = torch.randn(4, 10), torch.tensor([3, 500, -100, 500])
+    first = 10 * ranks.rank
+    leaf = logits.requires_grad_()
+    logprob, entropy = vocab_parallel_logprob_entropy(leaf, labels, first, ranks.group)
+    assert logprob.isnan().tolist() == [False, True, False, True]
+    assert not entropy.isnan().any()
+    (slope,) = torch.autograd.grad((logprob, entropy), leaf, [torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.ones(4)])
+    assert slope.isnan().all(1).tolist() == slope.isnan().any(1).tolist() == [False, True, False, False]
+    hidden, weight = torch.randn(4, 6, requires_grad=True), torch.randn(10, 6, requires_grad=True)
+    logprob, entropy = vocab_parallel_linear_logprob_entropy(hidden, weight, labels, first, ranks.group)
+    assert logprob.isnan().tolist() == [False, True, False, True]
+    assert not entropy.isnan().any()
+    weights = [torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.ones(4)]
+    slope, _ = torch.autograd.grad((logprob, entropy), (hidden, weight), weights)
+    assert slope.isnan().all(1).tolist() == slope.isnan().any(1).tolist() == [False, True, False, False]
+
+
+@sizes
+def test_a_label_that_no_rank_has_gives_nan(size: int) -> None:
+    world(size).run(label_of_nobody)
+
+
+# ---- the LM head -----------------------------------------------------------------------------------------------------
+
+
+def random_head_case(generator: torch.Generator) -> tuple[Head, Tensor, list[Tensor], dict[str, Any]]:
+    shape = pick(SHAPES, generator)
+    vocabulary = pick([1, 2, 5, 40, 41, 300], generator)
+    head = random_head(
+        *shape, width=pick([1, 8, 20], generator), vocabulary=vocabulary, bias=pick([True, False], generator),
+        dtype=pick(DTYPES, generator), generator=generator,
+    )  # fmt: skip
+    options = options_of(shape, generator)
+    options["logit_softcap"] = pick([None, None, 30.0], generator)
+    if head.bias is not None and options["logit_softcap"] is None:  # tokens that pad the vocabulary: whole shards
+        head.bias[1 + int(torch.randint(vocabulary, (), generator=generator)) :] = -INF
+    labels = random_labels(*shape, vocabulary=vocabulary, generator=generator)
+    if head.bias is not None:
+        labels = torch.where((labels >= 0) & head.bias[labels.clamp(min=0)].isinf(), 0, labels)
+    cotangents = [torch.randn(shape, generator=generator) for _ in range(2)]
+    kept = torch.rand(shape, generator=generator) < pick([0.1, 0.5, 1.0], generator)
+    for g in cotangents:
+        g.masked_fill_(~kept, 0)
+    options["max_rows"], options["max_grad_rows"] = pick([(None, None), (labels.numel(), labels.numel())], generator)
+    options["workspace_bytes"] = pick([None, 2000], generator)
+    return head, labels, cotangents, options
+
+
+def check_head(ranks: Ranks, seeds: list[int]) -> None:
+    for seed in seeds:
+        with of_seed(seed) as generator:
+            head, labels, cotangents, options = random_head_case(generator)
+            first, last = edges_of(head.weight.shape[0], ranks, generator)
+            bias = None if head.bias is None else head.bias[first:last]
+            own = Head(head.hidden, head.weight[first:last], bias).requiring_grad()
+            place = {"vocab_start": first, "group": ranks.group}
+            results = own(vocab_parallel_linear_logprob_entropy, labels, **place, **options)
+            gradients = torch.autograd.grad(results, own.leaves, cotangents, retain_graph=True)
+            again = torch.autograd.grad(results, own.leaves, cotangents)
+            repeated = own(vocab_parallel_linear_logprob_entropy, labels, **place, **options)
+            for one, other in zip((*results, *gradients), (*repeated, *again), strict=True):
+                assert_same_bits(one.detach(), other.detach())
+            assert_alike(ranks, *results, gradients[0])
+
+            exact = head.exact()
+            expected = exact(reference.linear_logprob_entropy, labels, **options)
+            allowed = allowance(exact, labels, cotangents, head.hidden.dtype, **options)
+            assert ((results[0] - expected[0]).abs() <= allowed.logprob).all()
+            assert ((results[1] - expected[1]).abs() <= allowed.entropy).all()
+            assert (results[1] >= 0).all()
+            wanted = list(torch.autograd.grad(expected, exact.leaves, [g.double() for g in cotangents]))
+            wanted[1:] = [gradient[first:last] for gradient in wanted[1:]]
+            for gradient, exact_gradient, floor in zip(gradients, wanted, allowed.gradients, strict=False):
+                assert_gradient(gradient, exact_gradient, floor)
+
+
+@sizes
+@pytest.mark.parametrize("call", range(2))
+def test_the_head(size: int, call: int) -> None:
+    world(size).run(check_head, some_seeds())
+
+
+def many_tiles(ranks: Ranks) -> None:
+    """Of tokens and of rows; shards that are larger than a tile."""
+    torch.manual_seed(5)
+    head, labels = random_head(30, vocabulary=40_000), random_labels(30, vocabulary=40_000)
+    first, last = (20_001, 40_000) if ranks.rank else (0, 20_001)
+    cotangents = list(torch.randn(2, 30))
+    whole = head.requiring_grad()
+    expected = whole(d3s.linear_logprob_entropy, labels)
+    wanted = list(torch.autograd.grad(expected, whole.leaves, cotangents))
+    wanted[1:] = [gradient[first:last] for gradient in wanted[1:]]
+    own = Head(head.hidden, head.weight[first:last], head.bias[first:last]).requiring_grad()
+    place = {"vocab_start": first, "group": ranks.group, "workspace_bytes": 300_000}
+    results = own(vocab_parallel_linear_logprob_entropy, labels, **place)
+    for ours, theirs in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad(results, own.leaves, cotangents), wanted, strict=True):
+        assert_gradient(ours, theirs.double())
+
+
+def test_shards_of_many_tiles() -> None:
+    world(2).run(many_tiles)
+
+
+def kept_rows(ranks: Ranks, dtype: torch.dtype) -> None:
+    """One gather of the rows' states; of the gradient a byte for each row, and the rows that have one."""
+    torch.manual_seed(3)
+    rows, width, kept = 50, 12, torch.arange(50) % 10 == 4
+    hidden = torch.randn(rows, width, dtype=dtype).requires_grad_()
+    weight = torch.randn(20, width, dtype=dtype).requires_grad_()
+    labels = torch.randint(20 * ranks.size, (rows,))
+    place = 20 * ranks.rank, ranks.group
+    for options, gathered, packed in (
+        ({}, rows, 5),
+        ({"max_grad_rows": 8}, rows, 8),
+        ({"row_mask": kept}, 5, 5),
+        ({"row_mask": kept, "max_rows": 9, "max_grad_rows": 6}, 9, 6),
+    ):
+        with counted() as told:
+            logprob, entropy = vocab_parallel_linear_logprob_entropy(hidden, weight, labels, *place, **options)
+            assert told == [("all_gather", (4 * gathered,), torch.float32)]
+            del told[:]
+            loss = torch.where(kept, logprob - 0.1 * entropy, 0).sum()
+            of_hidden, _ = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+            assert told == [
+                ("all_reduce", (rows,), torch.uint8),
+                ("all_reduce", (packed, width), torch.float32),
+            ]
+            del told[:]
+        with counted() as told:  # the gradient of the weight is the rank's own
+            results = vocab_parallel_linear_logprob_entropy(hidden.detach(), weight, labels, *place, **options)
+            torch.autograd.grad(sum(torch.where(kept, result, 0).sum() for result in results), weight)
+            assert [name for name, *_ in told] == ["all_gather"]
+        assert (of_hidden[~kept] == 0).all()
+        assert (of_hidden[kept] != 0).any(-1).all()
+
+
+@sizes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_rows_with_a_gradient_are_communicated(size: int, dtype: torch.dtype) -> None:
+    world(size).run(kept_rows, dtype)
+
+
+def different_zeros(ranks: Ranks) -> Tensor:
+    """Where a gradient is 0 differs between ranks, as it must not: they agree on the rows, and none waits."""
+    torch.manual_seed(4)
+    hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(10, 8)
+    logprob, _ = vocab_parallel_linear_logprob_entropy(hidden, weight, torch.arange(9), 10 * ranks.rank, ranks.group)
+    cotangent = torch.zeros(9)
+    cotangent[[ranks.rank, 5]] = 1.0
+    with counted() as told:
+        (gradient,) = torch.autograd.grad(logprob, hidden, cotangent)
+    assert told[1] == ("all_reduce", (ranks.size + 1, 8), torch.float32)
+    assert (gradient != 0).any(-1).tolist() == [row < ranks.size or row == 5 for row in range(9)]
+    return gradient
+
+
+@sizes
+def test_ranks_agree_on_the_rows(size: int) -> None:
+    first, *others = world(size).run(different_zeros)
+    for other in others:
+        assert_same_bits(other, first)
+
+
+def bounds_exceeded(ranks: Ranks) -> None:
+    torch.manual_seed(6)
+    hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    arguments = hidden, weight, torch.arange(10), 20 * ranks.rank, ranks.group
+    mask = torch.arange(10) % 2 == 0
+    for options in ({"row_mask": mask, "max_rows": 4}, {"max_rows": 9}):
+        for result in vocab_parallel_linear_logprob_entropy(*arguments, **options):
+            assert result[mask].isnan().all()
+    logprob, entropy = vocab_parallel_linear_logprob_entropy(*arguments, max_grad_rows=4)
+    assert logprob.isfinite().all()
+    gradients = torch.autograd.grad(((logprob + entropy) * mask).sum(), (hidden, weight))
+    assert gradients[0][mask].isnan().all()
+    assert gradients[1].isnan().all()
+    results = vocab_parallel_linear_logprob_entropy(*arguments, row_mask=mask, max_rows=5, max_grad_rows=5)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(sum(results).sum(), (hidden, weight)))
+
+
+@sizes
+def test_more_rows_than_the_bounds_are_nan(size: int) -> None:
+    world(size).run(bounds_exceeded)
+
+
+# ---- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+def on_a_mesh(ranks: Ranks, vocabulary: int, data: int) -> None:
+    """The vocabulary on the mesh's last dimension; rows, if there is another, on its first."""
+    torch.manual_seed(vocabulary)
+    shape = (data, ranks.size // data) if data > 1 else (ranks.size,)
+    mesh = init_device_mesh("cpu", shape)
+    rows = slice(None) if data == 1 else slice(3 * mesh.get_local_rank(0), 3 * mesh.get_local_rank(0) + 3)
+    logits, labels = torch.randn(3 * data, 2, vocabulary), random_labels(3 * data, 2, vocabulary=vocabulary)
+    head = random_head(3 * data, 2, vocabulary=vocabulary)
+    cotangents = list(torch.randn(2, 3 * data, 2))
+
+    sharded = [*[Shard(0)] * (data > 1), Shard(2)]
+    leaf = distribute_tensor(logits, mesh, sharded).requires_grad_()
+    by_rows = [*[Shard(0)] * (data > 1), Replicate()]
+    for given in (labels[rows], distribute_tensor(labels, mesh, by_rows)):
+        results = vocab_parallel_logprob_entropy(leaf, given, temperature=0.7)
+        assert not any(isinstance(result, DTensor) for result in results)
+        whole = logits.clone().requires_grad_()
+        expected = d3s.logprob_entropy(whole, labels, temperature=0.7)
+        for ours, theirs in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, theirs[rows], rtol=1e-6, atol=1e-5)
+        (slope,) = torch.autograd.grad(results, leaf, [g[rows] for g in cotangents])
+        (wanted,) = torch.autograd.grad(expected, whole, cotangents)
+        assert isinstance(slope, DTensor)
+        assert slope.placements == tuple(sharded)
+        assert_gradient(slope.full_tensor(), wanted.double())
+
+    of_weight = [*[Replicate()] * (data > 1), Shard(0)]
+    weight, bias = (distribute_tensor(tensor, mesh, of_weight).requires_grad_() for tensor in head[1:])
+    hidden = head.hidden[rows].clone().requires_grad_()
+    results = vocab_parallel_linear_logprob_entropy(hidden, weight, labels[rows], bias=bias)
+    (sum(result.mul(g[rows]).sum() for result, g in zip(results, cotangents, strict=True))).backward()
+    own = Head(head.hidden[rows], head.weight, head.bias).requiring_grad()
+    expected = own(d3s.linear_logprob_entropy, labels[rows])
+    for ours, theirs in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
+    wanted = torch.autograd.grad(expected, own.leaves, [g[rows] for g in cotangents])
+    assert_gradient(hidden.grad, wanted[0].double())
+    for leaf, gradient in zip((weight, bias), wanted[1:], strict=True):
+        assert leaf.grad.placements == tuple(of_weight)
+        tokens = slice(mesh.get_local_rank(data > 1) * -(-vocabulary // shape[-1]), None)
+        local = leaf.grad.to_local()
+        assert_gradient(local, gradient[tokens][: len(local)].double())
+    replicated = distribute_tensor(head.hidden, mesh, by_rows).requires_grad_()
+    results = vocab_parallel_linear_logprob_entropy(replicated, weight, labels[rows], bias=bias.to_local())
+    (slope,) = torch.autograd.grad(results, replicated, [g[rows] for g in cotangents])
+    assert_gradient(slope.to_local(), wanted[0].double())
+
+
+@pytest.mark.parametrize("vocabulary", [2, 5, 9, 40, 41])  # not all ranks have tokens of the first
+@pytest.mark.parametrize(("size", "data"), [(2, 1), (3, 1), (4, 1), (4, 2)])
+def test_dtensors(size: int, data: int, vocabulary: int) -> None:
+    world(size).run(on_a_mesh, vocabulary, data)
+
+
+def refused_dtensors(ranks: Ranks) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "vocabulary"))
+    logits, labels = torch.randn(4, 6), torch.arange(4)
+    weight, hidden, said = torch.randn(6, 8), torch.randn(4, 8), []
+    by_tokens = distribute_tensor(logits, mesh, [Replicate(), Shard(1)])
+    head = distribute_tensor(weight, mesh, [Replicate(), Shard(0)])
+    uneven = DTensor.from_local(
+        torch.randn(4, 3 - ranks.rank % 2), mesh, [Replicate(), Shard(1)], shape=(4, 5), stride=(5, 1)
+    )
+    longer = DTensor.from_local(
+        torch.randn(4, 2 + ranks.rank % 2), mesh, [Replicate(), Shard(1)], shape=(4, 5), stride=(5, 1)
+    )
+    assert uneven.to_local().shape[1] == 3 - ranks.rank % 2
+    vocab_parallel_logprob_entropy(uneven, labels)
+    calls = [
+        lambda: vocab_parallel_logprob_entropy(distribute_tensor(logits, mesh, [Replicate()] * 2), labels),
+        lambda: vocab_parallel_logprob_entropy(distribute_tensor(logits, mesh, [Shard(1)] * 2), labels),
+        lambda: vocab_parallel_logprob_entropy(by_tokens, labels, vocab_start=0),
+        lambda: vocab_parallel_logprob_entropy(by_tokens, labels, group=mesh["vocabulary"]),
+        lambda: vocab_parallel_logprob_entropy(by_tokens, distribute_tensor(labels, mesh, [Replicate(), Shard(0)])),
+        lambda: vocab_parallel_linear_logprob_entropy(hidden, distribute_tensor(weight, mesh, [Shard(1)] * 2), labels),
+        lambda: vocab_parallel_linear_logprob_entropy(
+            hidden, distribute_tensor(weight, mesh, [Shard(1), Shard(0)]), labels
+        ),
+        lambda: vocab_parallel_linear_logprob_entropy(
+            hidden, head, labels, bias=distribute_tensor(weight[:, 0], mesh, [Replicate()] * 2)
+        ),
+        lambda: vocab_parallel_logprob_entropy(longer, labels),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=": got ") as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_dtensors_that_are_refused() -> None:
+    said = world(4).run(refused_dtensors)[0]
+    both = "takes Shard(1), which cuts the vocabulary, on one dimension of the mesh, and Replicate, or a Shard of rows,"
+    head = "takes Shard(0), which cuts the vocabulary, on one dimension of the mesh, and Replicate on the others"
+    for sentence, (begins, ends) in zip(
+        said,
+        [
+            ("logits_shard: got a DTensor with placements (Replicate(), Replicate()); ", f"{both} on the others"),
+            ("logits_shard: got a DTensor with placements (Shard(dim=1), Shard(dim=1)); ", f"{both} on the others"),
+            ("vocab_start: got 0; ", "takes None where logits_shard is a DTensor, which says it"),
+            ("group: got DeviceMesh", "takes None where logits_shard is a DTensor, which says it"),
+            ("labels: got a DTensor with placements", "takes Replicate on the ranks that share the vocabulary"),
+            ("weight_shard: got a DTensor with placements (Shard(dim=1), Shard(dim=1)); ", head),
+            ("weight_shard: got a DTensor with placements (Shard(dim=1), Shard(dim=0)); ", head),
+            ("bias: got a DTensor with placements", "takes one that is cut as weight_shard, or this rank's part"),
+            ("logits_shard: got a DTensor with 2 of 5 tokens on rank 0 of 2; ", "cut evenly, 3 tokens there"),
+        ],
+        strict=True,
+    ):
+        assert sentence.startswith(begins), sentence
+        assert sentence.endswith(ends), sentence
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def call_with(ranks: Ranks, each: list[dict[str, Any]], head: bool) -> None:
+    """A good call, but for what ``each`` changes on this rank."""
+    torch.manual_seed(8)
+    good: dict[str, Any] = {"labels": torch.arange(4), "vocab_start": 10 * ranks.rank, "group": ranks.group}
+    if head:
+        good |= {"hidden": torch.randn(4, 6), "weight_shard": torch.randn(10, 6)}
+    else:
+        good |= {"logits_shard": torch.randn(4, 10)}
+    changed = {name: value(ranks) if callable(value) else value for name, value in each[ranks.rank].items()}
+    (vocab_parallel_linear_logprob_entropy if head else vocab_parallel_logprob_entropy)(**good | changed)
+
+
+BAD: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
+    (False, {"group": None}, TypeError, "group: got None; takes None only where logits_shard is a DTensor"),
+    (False, {"vocab_start": None}, TypeError, "vocab_start: got None; takes None only where logits_shard is a DTensor"),
+    (False, {"group": "gloo"}, TypeError, "group: got str; takes a torch.distributed process group"),
+    (False, {"logits_shard": [1.0]}, TypeError, "logits_shard: got list; takes a tensor"),
+    (False, {"vocab_start": -3}, ValueError, "vocab_start: got -3; takes at least 0"),
+    (False, {"vocab_start": 1.5}, TypeError, "vocab_start: got 1.5; takes a whole number"),
+    (False, {"labels": torch.arange(5)}, ValueError, "labels: got shape [5]"),
+    (False, {"labels": torch.arange(4.0)}, ValueError, "labels: got dtype Float; takes int64 or int32"),
+    (False, {"labels": torch.tensor([0, -5, 1, 2])}, ValueError, "labels: got -5 at row 1"),
+    (False, {"logits_shard": torch.zeros(4, 10).double()}, ValueError, "logits: got dtype Double"),
+    (False, {"temperature": 0.0}, ValueError, "temperature: got 0"),
+    (False, {"temperature": torch.ones(3)}, ValueError, "temperature: got shape [3]"),
+    (False, {"row_mask": torch.ones(4)}, ValueError, "row_mask: got dtype Float; takes bool"),
+    (True, {"weight_shard": torch.zeros(10, 5)}, ValueError, "weight: got shape [10, 5]; takes [V, H]"),
+    (True, {"weight_shard": torch.zeros(10, 6).half()}, ValueError, "weight: got dtype torch.float16"),
+    (True, {"bias": torch.zeros(9)}, ValueError, "bias: got shape [9]"),
+    (True, {"labels": torch.tensor([0, -5, 1, 2])}, ValueError, "labels: got -5; takes -100 (no target) or a token"),
+    (True, {"labels": torch.tensor([0, -101, 1, 2])}, ValueError, "labels: got -101; takes -100 (no target) or"),
+    (True, {"max_rows": -1}, ValueError, "max_rows: got -1; takes at least 0"),
+    (True, {"max_grad_rows": -1}, ValueError, "max_grad_rows: got -1; takes at least 0"),
+    (True, {"max_rows": 1.5}, TypeError, "max_rows: got 1.5; takes a whole number"),
+    (True, {"logit_softcap": 0.0}, ValueError, "logit_softcap: got 0.0"),
+    (True, {"logits_dtype": "float"}, TypeError, "logits_dtype: got 'float'"),
+    (True, {"temperature": -1.0, "weight_shard": torch.zeros(0, 6)}, ValueError, "temperature: got -1"),
+    (True, {"vocab_start": -3}, ValueError, "vocab_start: got -3; takes at least 0"),
+]
+
+
+@pytest.mark.parametrize(("head", "changed", "kind", "said"), BAD, ids=[said.split(";")[0] for *_, said in BAD])
+def test_what_is_refused(head: bool, changed: dict[str, Any], kind: type[Exception], said: str) -> None:
+    """By all, as all are asked, before any of them waits."""
+    found = world(2).outcomes(call_with, [changed] * 2, head)
+    assert [type(error) for error in found] == [kind] * 2
+    assert all(str(error).startswith(said) for error in found), found
+
+
+FIRST, OTHER = torch.arange(4), torch.tensor([0, 1, 2, 4])
+DIFFERENT: list[tuple[bool, dict[str, Any], dict[str, Any], str]] = [
+    (False, {}, {"labels": OTHER}, "labels: got [0, 1, 2, 3] on rank 0 and [0, 1, 2, 4] on rank 1; takes the same"),
+    (False, {}, {"temperature": 0.5}, "temperature: got 1.0 on rank 0 and 0.5 on rank 1; takes the same"),
+    (False, {}, {"row_mask": FIRST < 3}, "row_mask: got None on rank 0 and [True, True, True, False] on rank 1"),
+    (
+        False,
+        {"logits_shard": torch.zeros(3, 10), "labels": FIRST[:3]},
+        {},
+        "the rows of logits_shard: got [3] on rank 0",
+    ),
+    (False, {}, {"labels": FIRST.float()}, "labels: got dtype Float; takes int64 or int32 (on rank 1 of 2)"),
+    (False, {}, {"vocab_start": -3}, "vocab_start: got -3; takes at least 0 (on rank 1 of 2)"),
+    (False, {}, {"vocab_start": 9}, "vocab_start: got tokens [0, 10) on rank 0, [9, 19) on rank 1; takes shards that"),
+    (
+        False,
+        {},
+        {"vocab_start": 11},
+        "vocab_start: got tokens [0, 10) on rank 0, [11, 21) on rank 1; takes shards that",
+    ),
+    (False, {"vocab_start": 2}, {"vocab_start": 12}, "vocab_start: got tokens [2, 12) on rank 0, [12, 22) on rank 1"),
+    (True, {}, {"hidden": torch.zeros(4, 6, requires_grad=True)}, "a gradient of hidden: got False on rank 0 and True"),
+    (True, {}, {"max_grad_rows": 2}, "max_grad_rows: got None on rank 0 and 2 on rank 1"),
+    (True, {}, {"logit_softcap": 2.0}, "logit_softcap: got None on rank 0 and 2.0 on rank 1"),
+    (True, {}, {"weight_shard": torch.zeros(10, 5)}, "weight: got shape [10, 5]; takes [V, H] with the H of hidden, 6"),
+    (True, {}, {"vocab_start": 8}, "vocab_start: got tokens [0, 10) on rank 0, [8, 18) on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("head", "first", "second", "said"), DIFFERENT, ids=[said[:40] for *_, said in DIFFERENT])
+def test_what_all_refuse_when_asked(head: bool, first: dict, second: dict, said: str) -> None:
+    found = world(2).outcomes(call_with, [first, second], head, D3S_KERNELS_CHECK="1")
+    assert len({(type(error), str(error)) for error in found}) == 1, found
+    assert isinstance(found[0], ValueError)
+    assert str(found[0]).startswith(said)
+
+
+@sizes
+@pytest.mark.parametrize("head", [False, True])
+def test_labels_of_nobody_are_refused_when_asked(size: int, head: bool) -> None:
+    outside = [{"labels": torch.tensor([0, 1, 500, -100])}] * size
+    for error in world(size).outcomes(call_with, outside, head, D3S_KERNELS_CHECK="1"):
+        assert str(error) == f"labels: got 500; takes -100 (no target) or a token in [0, {10 * size})"
+    inside = [{"labels": torch.tensor([0, 1, 10 * size - 1, -100])}] * size
+    world(size).run(call_with, inside, head, D3S_KERNELS_CHECK="1")
+
+
+def turned(ranks: Ranks) -> None:
+    """Shards need not lie in the order of the ranks, and an empty one lies nowhere."""
+    torch.manual_seed(9)
+    logits, labels = torch.randn(5, 30), torch.arange(5) * 6
+    edges = [(20, 30), (0, 20), (7, 7)][ranks.rank]
+    found = vocab_parallel_logprob_entropy(logits[:, slice(*edges)], labels, edges[0], ranks.group)
+    for ours, local in zip(found, d3s.logprob_entropy(logits, labels), strict=True):
+        torch.testing.assert_close(ours, local, rtol=1e-6, atol=1e-5)
+
+
+def test_shards_in_any_order() -> None:
+    world(3).run(turned, D3S_KERNELS_CHECK="1")
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+
+def compiled(ranks: Ranks, backend: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(10)
+    place = 15 * ranks.rank, ranks.group
+
+    def loss(logits: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, heat: float) -> Tensor:
+        options = {"temperature": heat, "row_mask": mask}
+        logprob, entropy = vocab_parallel_logprob_entropy(2 * logits, labels, *place, **options)
+        head, _ = vocab_parallel_linear_logprob_entropy(2 * hidden, weight, labels, *place, max_grad_rows=50, **options)
+        return (head.exp() * logprob - 0.1 * entropy).sum()
+
+    whole = torch.compile(loss, backend=backend, fullgraph=True, dynamic=True)
+    for rows in (7, 12):
+        leaves = [
+            tensor.requires_grad_() for tensor in (torch.randn(rows, 15), torch.randn(rows, 8), torch.randn(15, 8))
+        ]
+        others = torch.randint(15 * ranks.size, (rows,)), torch.rand(rows) < 0.7, 0.5 + 0.1 * rows
+        results = [function(*leaves, *others) for function in (whole, loss)]
+        gradients = [torch.autograd.grad(result, leaves) for result in results]
+        for ours, eager in zip((results[0], *gradients[0]), (results[1], *gradients[1]), strict=True):
+            torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_loss_compiles_whole(backend: str) -> None:
+    world(2).run(compiled, backend)
+
+
+def opchecked(ranks: Ranks) -> None:
+    torch.manual_seed(11)
+    ops, name = torch.ops.d3s_kernels, ranks.group.group_name
+    rows, start = (2, 3), 20 * ranks.rank
+    labels, each, mask = (
+        random_labels(*rows, vocabulary=20 * ranks.size),
+        0.5 + torch.rand(rows),
+        torch.rand(rows) < 0.7,
+    )
+    logits = torch.randn(*rows, 20)
+    for given in ((logits,), (logits.clone().requires_grad_(),), (logits[:0].clone(),)):
+        labels_of = labels[: len(given[0])]
+        torch.library.opcheck(ops.vocab_parallel_logprob_entropy.default, (*given, labels_of, start, name))
+    options = 1.0, each, mask
+    torch.library.opcheck(ops.vocab_parallel_logprob_entropy.default, (logits, labels, start, name, *options))
+    hidden, weight, bias = torch.randn(*rows, 8), torch.randn(20, 8), torch.randn(20)
+    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+    head = ops.vocab_parallel_linear_logprob_entropy.default
+    torch.library.opcheck(head, (hidden, weight, labels, start, name))
+    torch.library.opcheck(head, (*leaves[:2], labels, start, name, leaves[2]))
+    sizes = 30.0, mask, 6, 6, torch.float32, 500
+    torch.library.opcheck(head, (hidden, weight, labels, start, name, bias, 1.0, each, *sizes))
+    _, *state = head(hidden, weight, labels, start, name, bias)
+    backward = ops.vocab_parallel_linear_logprob_entropy_backward.default
+    ones = torch.ones(rows)
+    saved = hidden, weight, labels, start, name, bias, *state, 1.0, None, None, None, 6, torch.float32, None
+    for wanted in ([True, True, True], [False, True, False], [True, False, False]):
+        torch.library.opcheck(backward, (ones, None, *saved, wanted))
+
+
+def test_opcheck() -> None:
+    world(2).run(opchecked)
+
+
+def differentiated_twice(ranks: Ranks) -> str:
+    leaf = torch.randn(3, 10, requires_grad=True)
+    _, entropy = vocab_parallel_logprob_entropy(leaf, torch.arange(3), 10 * ranks.rank, ranks.group)
+    (slope,) = torch.autograd.grad(entropy.sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError) as error:
+        slope.sum().backward()
+    return str(error.value)
+
+
+def test_no_second_derivative() -> None:
+    assert set(world(2).run(differentiated_twice)) == {"d3s_kernels: its ops can be differentiated once, not twice"}

@@ -1,0 +1,208 @@
+"""A vocabulary in pieces that nobody has together: a state of each, merged at the end, and the gradient of each."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import (
+    INF,
+    NAN,
+    LogitsCase,
+    assert_entropy,
+    assert_gradient,
+    assert_logprob,
+    assert_same_bits,
+    cut,
+    logits_cases,
+    random_labels,
+    random_logits,
+    unwritten,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from d3s_kernels import reference
+
+OPS = torch.ops.d3s_kernels
+
+
+def no_logits(rows: int) -> Tensor:
+    return torch.tensor([torch.finfo().min, 0.0, 0.0, NAN]).repeat(rows, 1)
+
+
+def of_rows(temperature: float | Tensor, shape: torch.Size) -> tuple[float, Tensor | None]:
+    """As the ops take it: a number, a 0-d tensor, or one for each row."""
+    if not isinstance(temperature, Tensor):
+        return temperature, None
+    return 1.0, (temperature if temperature.dim() == 0 else temperature.expand(shape)).float().contiguous()
+
+
+def states_of(case: LogitsCase, edges: list[int]) -> Tensor:
+    """``[pieces, rows, 4]``."""
+    states = []
+    for first, last in pairwise(edges):
+        states.append(no_logits(case.labels.numel()))
+        options = *of_rows(case.options["temperature"], case.labels.shape), case.options["row_mask"]
+        OPS.softmax_state_(states[-1], case.logits[..., first:last], case.labels, first, *options)
+    return torch.stack(states)
+
+
+def finished(case: LogitsCase, states: Tensor) -> tuple[Tensor, ...]:
+    """logprob, entropy, row_max and log_sum in the shape of the rows; 0 where they are masked or have no label."""
+    number, tensor = of_rows(case.options["temperature"], case.labels.shape)
+    found = OPS.softmax_state_finish(states, number, tensor if tensor is None or tensor.dim() == 0 else tensor.view(-1))
+    found[0].masked_fill_(case.labels.view(-1) == -100, 0)
+    mask = case.options["row_mask"]
+    if mask is not None:
+        found = [values.masked_fill(~mask.view(-1), 0) for values in found]
+    return tuple(values.view(case.labels.shape) for values in found)
+
+
+def gradient_of_pieces(case: LogitsCase, edges: list[int], weights: Tensor, statistics: tuple[Tensor, ...]) -> Tensor:
+    options = *of_rows(case.options["temperature"], case.labels.shape), case.options["row_mask"]
+    pieces = [
+        OPS.logprob_entropy_backward(*weights, case.logits[..., first:last], case.labels, *statistics, *options, first)
+        for first, last in pairwise(edges)
+    ]
+    return torch.cat(pieces, -1)
+
+
+pieces = st.integers(1, 5)
+
+
+@given(logits_cases(special=(INF, -INF, NAN, 3e38, -3e38, 1e20, 88.0)), pieces)
+def test_pieces_of_any_logits(case: LogitsCase, count: int) -> None:
+    edges = cut(case.logits.shape[-1], count).tolist()
+    with unwritten(case.logits, case.labels):
+        logprob, entropy, *_ = finished(case, states_of(case, edges))
+    expected = reference.logprob_entropy(case.logits, case.labels, **case.options)
+    assert_logprob(logprob, expected[0])
+    assert_entropy(entropy, expected[1])
+
+
+@given(logits_cases(special=(-INF,)), pieces)
+def test_gradients_of_pieces(case: LogitsCase, count: int) -> None:
+    case.logits[..., 0] = 0  # a row of nothing but -inf has no gradient
+    edges = cut(case.logits.shape[-1], count).tolist()
+    statistics = finished(case, states_of(case, edges))[1:]
+    weights = torch.randn(2, *case.labels.shape)
+    slope = gradient_of_pieces(case, edges, weights, statistics)
+    exact = case.logits.double().requires_grad_()
+    results = reference.logprob_entropy(exact, case.labels, **case.options)
+    (expected,) = torch.autograd.grad(results, exact, list(weights.double()))
+    assert_gradient(slope, expected, floor=1e-6 * (weights / case.options["temperature"]).norm().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_piece_is_a_state_without_pieces(dtype: torch.dtype) -> None:
+    """To the bit, and the whole op, too."""
+    logits, labels = random_logits(2, 3, 40_000, dtype=dtype), random_labels(2, 3, vocabulary=40_000)
+    case = LogitsCase(logits, labels, {"temperature": 0.5 + torch.rand(2, 3), "row_mask": torch.rand(2, 3) < 0.7})
+    states = states_of(case, [0, 40_000])
+    number, tensor = 1.0, case.options["temperature"].view(-1)
+    for one, other in zip(
+        OPS.softmax_state_finish(states, number, tensor),
+        OPS.softmax_state_finish(states[0], number, tensor),
+        strict=True,
+    ):
+        assert_same_bits(one, other)
+    found = finished(case, states)
+    options = *of_rows(case.options["temperature"], labels.shape), case.options["row_mask"]
+    for one, other in zip(found, OPS.logprob_entropy(logits, labels, *options), strict=True):
+        assert_same_bits(one, other)
+    weights = torch.randn(2, 2, 3)
+    assert_same_bits(
+        gradient_of_pieces(case, [0, 40_000], weights, found[1:]),
+        OPS.logprob_entropy_backward(*weights, logits, labels, *found[1:], *options),
+    )
+
+
+def test_pieces_are_merged_from_left_to_right() -> None:
+    """As three tiles are into one state: the order that the ranks have, on every rank."""
+    logits, labels = random_logits(9, 3 * 8192), random_labels(9, vocabulary=3 * 8192)
+    case = LogitsCase(logits, labels, {"temperature": 0.7, "row_mask": None})
+    edges = [0, 8192, 2 * 8192, 3 * 8192]  # no kernel cuts a row finer
+    state = no_logits(9)
+    for first, last in pairwise(edges):
+        OPS.softmax_state_(state, logits[:, first:last], labels, first, 0.7)
+    for one, other in zip(finished(case, states_of(case, edges)), finished(case, state), strict=True):
+        assert_same_bits(one, other)
+
+
+def test_pieces_without_logits_change_nothing() -> None:
+    """No columns at all, or nothing but -inf, before and after what there is."""
+    logits, labels = random_logits(6, 50), random_labels(6, vocabulary=50)
+    expected = None
+    for before, after in ((0, 0), (7, 0), (0, 7), (7, 30)):
+        padded = torch.nn.functional.pad(logits, (before, after), value=-INF)
+        case = LogitsCase(padded, labels + before * (labels != -100), {"temperature": 1.0, "row_mask": None})
+        found = finished(case, states_of(case, [0, before, before + 50, before + 50 + after]))
+        expected = expected or found
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_rows_of_nothing_but_minus_infinity_are_nan() -> None:
+    case = LogitsCase(torch.full((3, 9), -INF), torch.zeros(3).long(), {"temperature": 1.0, "row_mask": None})
+    assert all(torch.stack(finished(case, states_of(case, [0, 4, 9]))[:2]).isnan().flatten())
+
+
+def test_masked_rows_are_not_read() -> None:
+    logits, labels, mask = random_logits(5, 30), torch.arange(5), torch.tensor([True, False, True, True, False])
+    state = no_logits(5)
+    before = state.clone()
+    OPS.softmax_state_(state, logits.masked_fill(~mask.unsqueeze(1), NAN), labels, 0, 1.0, None, mask)
+    assert_same_bits(state[~mask], before[~mask])
+    expected = no_logits(5)
+    OPS.softmax_state_(expected, logits, labels, 0)
+    assert_same_bits(state[mask], expected[mask])
+
+
+def test_a_label_of_another_piece() -> None:
+    """Its logit is not here, and the row's gradient has all but its term; a label below 0 is no token anywhere."""
+    logits = random_logits(4, 60)
+    labels = torch.tensor([5, 25, 59, -100])
+    _, *statistics = OPS.logprob_entropy(logits, labels)
+    ones = torch.ones(4)
+    whole = OPS.logprob_entropy_backward(ones, ones, logits, labels, *statistics)
+    for first, last in ((0, 20), (20, 40), (40, 60)):
+        piece = OPS.logprob_entropy_backward(ones, ones, logits[:, first:last], labels, *statistics, first_token=first)
+        assert_gradient(piece, whole[:, first:last].double())
+    state = no_logits(4)
+    OPS.softmax_state_(state, logits[:, 20:40], labels, 20)
+    assert state[:, 3].isnan().tolist() == [True, False, True, True]
+    assert state[1, 3] == logits[1, 25]
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        (
+            (0, 3, 4),
+            r"state: got shape \[0, 3, 4\] of Float; takes contiguous float32 \[rows, 4\] or \[pieces, rows, 4\]",
+        ),
+        ((2, 3, 5), r"state: got shape \[2, 3, 5\]"),
+        ((4,), r"state: got shape \[4\]"),
+        ((2, 2, 3, 4), r"state: got shape \[2, 2, 3, 4\]"),
+    ],
+)
+def test_states_that_are_refused(shape: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        OPS.softmax_state_finish(torch.zeros(shape))
+
+
+def test_arguments_of_pieces_that_are_refused() -> None:
+    logits, labels, rows = random_logits(3, 20), torch.arange(3), torch.zeros(3)
+    with pytest.raises(ValueError, match=r"first_token: got -1; takes at least 0"):
+        OPS.logprob_entropy_backward(rows, rows, logits, labels, rows, rows, rows, first_token=-1)
+    with pytest.raises(ValueError, match=r"state: got shape \[2, 3, 4\] .* takes contiguous float32 \[rows, 4\]$"):
+        OPS.softmax_state_(torch.zeros(2, 3, 4), logits, labels, 0)
+    with pytest.raises(ValueError, match=r"logits: got shape \[3, 20\]; takes \[..., tile\] with the rows of state"):
+        OPS.softmax_state_(no_logits(4), logits, labels, 0)
+    with pytest.raises(ValueError, match=r"row_mask: got shape \[2\]"):
+        OPS.softmax_state_(no_logits(3), logits, labels, 0, row_mask=torch.ones(2).bool())
+    with pytest.raises(ValueError, match=r"temperature: got shape \[2\]"):
+        OPS.softmax_state_finish(torch.zeros(2, 3, 4), 1.0, torch.ones(2))
