@@ -33,7 +33,10 @@ def vocabulary() -> None:
             op.logprob_entropy_backward(ones, ones, logits, labels, *outputs[1:], row_mask=mask)
             state = torch.tensor([[torch.finfo(torch.float32).min, 0, 0, -torch.inf]]).repeat(rows, 1)
             op.softmax_state_(state, logits, labels, 0)
+            op.softmax_state_(state, logits[:, 1:], labels, 1, row_mask=mask)
             op.softmax_state_finish(state)
+            op.softmax_state_finish(torch.stack([state, state, state]), 1.0, 0.5 + torch.rand(rows))
+            op.logprob_entropy_backward(ones, ones, logits[:, 1:], labels, *outputs[1:], row_mask=mask, first_token=1)
             op.logprob_entropy_backward_(ones, ones, logits, labels, *outputs[1:], 0)
 
 
