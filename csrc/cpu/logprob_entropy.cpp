@@ -94,6 +94,7 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
                    const RowLayout& out_layout, Device&) {
   const int64_t columns = rows.layout.columns;
+  if (columns == 0) return;  // a shard may have no tokens, and its gradient no memory
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(tag);
