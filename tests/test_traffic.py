@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from ranks import SIZES, Ranks, world
-from traffic import counted
+from traffic import asked, counted
 
 import d3s_kernels as d3s
 from d3s_kernels._ranks.top import FEW_SEGMENTS
-from d3s_kernels.distributed import exchange_rows, plan_rows
+from d3s_kernels.distributed import (
+    exchange_rows,
+    plan_rows,
+    vocab_parallel_linear_logprob_entropy,
+    vocab_parallel_logprob_entropy,
+)
 
 formulas = pytest.importorskip("benchmarks.traffic")
 sizes = pytest.mark.parametrize("size", SIZES)
@@ -96,23 +101,24 @@ def sent_by_logits(ranks: Ranks, rows: int, hidden: int) -> list[tuple[str, Sent
     found: list[tuple[str, Sent, Sent]] = []
     torch.manual_seed(rows)  # hidden states and labels are the same on all ranks
     states, labels = torch.randn(rows, hidden, requires_grad=True), torch.randint(10 * ranks.size, (rows,))
-    kept = torch.rand(rows) < 0.3
-    first = 10 * ranks.rank
-    logits = torch.randn(rows, 10, requires_grad=True)
-    with counted() as calls:
-        logprob, _ = vocab_parallel_logprob_entropy(logits, labels, first, ranks.group)
-    found.append(("logits", list(calls), formulas.vocab_parallel(rows)))
-    with counted() as calls:
-        logprob.sum().backward()
-    found.append(("logits, backward", list(calls), []))
-    weight = torch.randn(10, hidden, requires_grad=True)
-    with counted() as calls:
-        logprob, entropy = vocab_parallel_linear_logprob_entropy(states, weight, labels, first, ranks.group)
-    found.append(("head", list(calls), formulas.vocab_parallel(rows)))
-    with counted() as calls:
-        (logprob + entropy)[kept].sum().backward()
-    expected = formulas.vocab_parallel_head_backward(rows, int(kept.sum()), hidden)
-    found.append(("head, backward", list(calls), expected))
+    kept, first = torch.rand(rows) < 0.3, 10 * ranks.rank
+    logits, weight = torch.randn(rows, 10, requires_grad=True), torch.randn(10, hidden, requires_grad=True)
+
+    def count(name: str, expected: Sent, call: Any) -> Any:
+        names = {"all_reduce": formulas.REDUCE, "all_gather": formulas.GATHER}
+        with asked() as told:
+            result = call()
+        found.append((name, [(names[op], shape.numel() * dtype.itemsize) for op, shape, dtype in told], expected))
+        return result
+
+    forward = formulas.vocab_parallel(rows)
+    logprob, _ = count("logits", forward, lambda: vocab_parallel_logprob_entropy(logits, labels, first, ranks.group))
+    count("logits, backward", [], lambda: logprob.sum().backward())
+    logprob, entropy = count(
+        "head", forward, lambda: vocab_parallel_linear_logprob_entropy(states, weight, labels, first, ranks.group)
+    )
+    backward = formulas.vocab_parallel_head_backward(rows, int(kept.sum()), hidden)
+    count("head, backward", backward, lambda: (logprob + entropy)[kept].sum().backward())
     return found
 
 

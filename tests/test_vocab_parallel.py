@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import (
     DTYPES,
     INF,
@@ -26,10 +24,10 @@ from test_linear import Head, allowance, random_head
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from traffic import asked
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
-from d3s_kernels._ranks import group as collectives
 from d3s_kernels.distributed import vocab_parallel_linear_logprob_entropy, vocab_parallel_logprob_entropy
 
 sizes = pytest.mark.parametrize("size", SIZES)
@@ -65,24 +63,6 @@ def assert_alike(ranks: Ranks, *values: Tensor) -> None:
     for value in values:
         for other in ranks.gather(value.detach()):
             assert_same_bits(other, value.detach())
-
-
-@contextmanager
-def counted() -> Iterator[list[tuple[str, torch.Size, torch.dtype]]]:
-    """What is communicated meanwhile: one for each collective, with what this rank gives."""
-    told: list[tuple[str, torch.Size, torch.dtype]] = []
-    all_reduce, all_gather = dist.all_reduce, collectives._all_gather
-
-    def reduce(values: Tensor, *arguments: Any, **options: Any) -> Any:
-        told.append(("all_reduce", values.shape, values.dtype))
-        return all_reduce(values, *arguments, **options)
-
-    def gather(out: Tensor, values: Tensor, **options: Any) -> Any:
-        told.append(("all_gather", values.shape, values.dtype))
-        return all_gather(out, values, **options)
-
-    with mock.patch.object(dist, "all_reduce", reduce), mock.patch.object(collectives, "_all_gather", gather):
-        yield told
 
 
 # ---- logits ----------------------------------------------------------------------------------------------------------
@@ -144,7 +124,7 @@ def check_logits(ranks: Ranks, seeds: list[int]) -> None:
             leaf = shard.detach().requires_grad_()
             found = []
             for _ in range(2):
-                with counted() as told:
+                with asked() as told:
                     results = vocab_parallel_logprob_entropy(leaf, case.labels, first, ranks.group, **case.options)
                     (gradient,) = torch.autograd.grad(results, leaf, case.cotangents)
                 rows = case.labels.numel()
@@ -327,7 +307,7 @@ def kept_rows(ranks: Ranks, dtype: torch.dtype) -> None:
         ({"row_mask": kept}, 5, 5),
         ({"row_mask": kept, "max_rows": 9, "max_grad_rows": 6}, 9, 6),
     ):
-        with counted() as told:
+        with asked() as told:
             logprob, entropy = vocab_parallel_linear_logprob_entropy(hidden, weight, labels, *place, **options)
             assert told == [("all_gather", (4 * gathered,), torch.float32)]
             del told[:]
@@ -338,7 +318,7 @@ def kept_rows(ranks: Ranks, dtype: torch.dtype) -> None:
                 ("all_reduce", (packed, width), torch.float32),
             ]
             del told[:]
-        with counted() as told:  # the gradient of the weight is the rank's own
+        with asked() as told:  # the gradient of the weight is the rank's own
             results = vocab_parallel_linear_logprob_entropy(hidden.detach(), weight, labels, *place, **options)
             torch.autograd.grad(sum(torch.where(kept, result, 0).sum() for result in results), weight)
             assert [name for name, *_ in told] == ["all_gather"]
@@ -359,7 +339,7 @@ def different_zeros(ranks: Ranks) -> Tensor:
     logprob, _ = vocab_parallel_linear_logprob_entropy(hidden, weight, torch.arange(9), 10 * ranks.rank, ranks.group)
     cotangent = torch.zeros(9)
     cotangent[[ranks.rank, 5]] = 1.0
-    with counted() as told:
+    with asked() as told:
         (gradient,) = torch.autograd.grad(logprob, hidden, cotangent)
     assert told[1] == ("all_reduce", (ranks.size + 1, 8), torch.float32)
     assert (gradient != 0).any(-1).tolist() == [row < ranks.size or row == 5 for row in range(9)]

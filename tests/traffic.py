@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from d3s_kernels._ranks import group as collectives
 
 _SENT = ("input", "input_tensor", "input_tensors", "tensors")  # as the schemas name what a rank puts in
 
@@ -36,3 +41,21 @@ def counted() -> Iterator[list[tuple[str, int]]]:
     """
     with _Counter() as counter:
         yield counter.calls
+
+
+@contextmanager
+def asked() -> Iterator[list[tuple[str, torch.Size, torch.dtype]]]:
+    """The same within ops, which dispatch their collectives where no mode sees it: what this rank gives to each."""
+    told: list[tuple[str, torch.Size, torch.dtype]] = []
+    all_reduce, all_gather = dist.all_reduce, collectives._all_gather
+
+    def reduce(values: Tensor, *arguments: Any, **options: Any) -> Any:
+        told.append(("all_reduce", values.shape, values.dtype))
+        return all_reduce(values, *arguments, **options)
+
+    def gather(out: Tensor, values: Tensor, **options: Any) -> Any:
+        told.append(("all_gather", values.shape, values.dtype))
+        return all_gather(out, values, **options)
+
+    with mock.patch.object(dist, "all_reduce", reduce), mock.patch.object(collectives, "_all_gather", gather):
+        yield told
