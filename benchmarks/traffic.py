@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from d3s_kernels._ranks.top import digits_for
+from d3s_kernels._ranks.top import digits_for, gathers_counts
 
 Sent = list[tuple[str, int]]  # of each round: the collective, as c10d calls it, and the bytes of what a rank puts in
 
@@ -19,15 +19,16 @@ REDUCE, GATHER, EXCHANGE = "allreduce", "allgather_base", "alltoall_base"
 # ---- the formulas ----------------------------------------------------------------------------------------------------
 
 
-def topk_mask(segments: int = 1, *, global_offsets: bool = False) -> Sent:
-    """Counts of digits, then of ties; with global offsets first how many scores each rank has."""
-    counts: Sent = [(REDUCE, 8 * segments * 2**bits) for _, bits in digits_for(segments)]
-    return [(GATHER, 8)] * global_offsets + counts + [(GATHER, 8 * segments)]
+def topk_mask(ranks: int, segments: int = 1, *, global_offsets: bool = False) -> Sent:
+    """With global offsets first how many scores a rank has; counts of digits; of ties, unless all have all counts."""
+    gathers = gathers_counts(segments, ranks)
+    counts: Sent = [(GATHER if gathers else REDUCE, 8 * segments * 2**bits) for _, bits in digits_for(segments)]
+    return [(GATHER, 8)] * global_offsets + counts + [(GATHER, 8 * segments)] * (not gathers)
 
 
-def select_tokens(segments: int = 1, *, by_offsets: bool = False, drop_zeros: bool = False) -> Sent:
+def select_tokens(ranks: int, segments: int = 1, *, by_offsets: bool = False, drop_zeros: bool = False) -> Sent:
     """By offsets of sequences that are cut, first what each rank's advantages may be for; zeros are counted last."""
-    return [(GATHER, 24)] * by_offsets + topk_mask(segments) + [(GATHER, 16 * segments)] * drop_zeros
+    return [(GATHER, 24)] * by_offsets + topk_mask(ranks, segments) + [(GATHER, 16 * segments)] * drop_zeros
 
 
 def rollouts(largest: int, *, bounded: bool) -> Sent:
@@ -121,7 +122,7 @@ class Step(NamedTuple):
             Line("advantages and rollouts", *data, rollouts(own, bounded=True), [(GATHER, 4 * own)]),
             Line("rows evened out", *data, plan_rows() + exchange_rows(moved, row), [(GATHER, moved * row)]),
             Line("entropies", *tensor, vocab_parallel(self.tokens), two_reductions),
-            Line("tokens", *data, select_tokens(), [(GATHER, 4 * self.tokens)]),
+            Line("tokens", *data, select_tokens(self.data_parallel), [(GATHER, 4 * self.tokens)]),
             Line("LM head, backward", *tensor, head, [(REDUCE, 2 * self.tokens * self.hidden)]),
         ]
 

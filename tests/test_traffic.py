@@ -11,7 +11,8 @@ from ranks import SIZES, Ranks, world
 from traffic import asked, counted
 
 import d3s_kernels as d3s
-from d3s_kernels._ranks.top import FEW_SEGMENTS
+from d3s_kernels._ranks import top
+from d3s_kernels._ranks.top import FEW_RANKS, FEW_SEGMENTS
 from d3s_kernels.distributed import (
     exchange_rows,
     plan_rows,
@@ -25,8 +26,9 @@ ROOT = Path(__file__).parents[1]
 Sent = list[tuple[str, int]]
 
 
-def sent_by_tokens(ranks: Ranks, tokens: int) -> list[tuple[str, Sent, Sent]]:
+def sent_by_tokens(ranks: Ranks, tokens: int, few_ranks: int) -> list[tuple[str, Sent, Sent]]:
     """Ranks have different numbers of tokens, and none on the first."""
+    top.FEW_RANKS = few_ranks
     own, across = tokens * ranks.rank, {"process_group": ranks.group}
     entropy, advantages = torch.rand(own), torch.randn(own)
     found: list[tuple[str, Sent, Sent]] = []
@@ -36,20 +38,24 @@ def sent_by_tokens(ranks: Ranks, tokens: int) -> list[tuple[str, Sent, Sent]]:
             call()
         found.append((name, list(calls), expected))
 
-    count("topk_mask", formulas.topk_mask(), lambda: d3s.topk_mask(entropy, 0.3, **across))
-    count("by k", formulas.topk_mask(), lambda: d3s.topk_mask(entropy, k=3, **across))
-    count("select_tokens", formulas.select_tokens(), lambda: d3s.select_tokens(entropy, advantages, 0.3, **across))
+    count("topk_mask", formulas.topk_mask(ranks.size), lambda: d3s.topk_mask(entropy, 0.3, **across))
+    count("by k", formulas.topk_mask(ranks.size), lambda: d3s.topk_mask(entropy, k=3, **across))
     count(
-        "without zeros", formulas.select_tokens(drop_zeros=True),
+        "select_tokens",
+        formulas.select_tokens(ranks.size),
+        lambda: d3s.select_tokens(entropy, advantages, 0.3, **across),
+    )
+    count(
+        "without zeros", formulas.select_tokens(ranks.size, drop_zeros=True),
         lambda: d3s.select_tokens(entropy, advantages, 0.3, drop_zeros=True, **across),
     )  # fmt: skip
     total = tokens * sum(range(ranks.size))
     for segments in (1, FEW_SEGMENTS, FEW_SEGMENTS + 1, 100):
         edges = torch.linspace(0, total, segments + 1).long()
         cut = across | {"offsets": edges, "segments": "global"}
-        expected = formulas.topk_mask(segments, global_offsets=True)
+        expected = formulas.topk_mask(ranks.size, segments, global_offsets=True)
         count(f"{segments} segments", expected, lambda cut=cut: d3s.topk_mask(entropy, 0.3, **cut))
-        expected = formulas.select_tokens(segments, by_offsets=True)
+        expected = formulas.select_tokens(ranks.size, segments, by_offsets=True)
         each = torch.randn(segments)
         count(
             f"{segments} sequences", expected,
@@ -61,6 +67,7 @@ def sent_by_tokens(ranks: Ranks, tokens: int) -> list[tuple[str, Sent, Sent]]:
         "whole sequences", [],
         lambda: d3s.select_tokens(rows, advantages.view(ranks.rank, tokens), 0.3, scope="sequence", **across),
     )  # fmt: skip
+    top.FEW_RANKS = FEW_RANKS
     return found
 
 
@@ -126,8 +133,8 @@ def sent_by_logits(ranks: Ranks, rows: int, hidden: int) -> list[tuple[str, Sent
 @pytest.mark.parametrize(
     ("task", "arguments"),
     [
-        (sent_by_tokens, (10,)),
-        (sent_by_tokens, (1000,)),
+        (sent_by_tokens, (10, FEW_RANKS)),
+        (sent_by_tokens, (1000, 3)),
         (sent_by_rollouts, (5,)),
         (sent_by_logits, (50, 8)),
         (sent_by_logits, (7, 64)),

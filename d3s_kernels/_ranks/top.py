@@ -2,8 +2,8 @@
 
 The k-th largest key of all ranks is found digit by digit: each rank counts its keys by their digit, among those that
 have the digits found before, and the counts are added up. That says which keys are kept, but for ties, which go to the
-lower rank: one more round tells each rank how many the ranks before it have. So what travels are counts, whatever the
-number of tokens.
+lower rank: each rank has to know how many the ranks before it have. So what travels are counts, whatever the number of
+tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _ABOVE_ZERO = 2**31  # the key of 0, from which on keys are those of positive nu
 FEW_SEGMENTS = 16
 _LONG_DIGITS = (21, 11), (10, 11), (0, 10)
 _SHORT_DIGITS = (24, 8), (16, 8), (8, 8), (0, 8)
+
+# Up to so many ranks have their counts of a few segments gathered, not added up on the way: that takes no longer, and
+# whoever has everyone's counts of the last digit knows everyone's ties. More ranks take one more round to tell them.
+FEW_RANKS = 8
 
 
 class Quota(NamedTuple):
@@ -58,15 +62,25 @@ def select(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool,
     return Kept(mask, count.int(), torch.where(count > 0, _value_of(found), torch.inf))
 
 
+def gathers_counts(segments: int, ranks: int) -> bool:
+    return ranks <= FEW_RANKS and segments <= FEW_SEGMENTS
+
+
 def _find(keys: Tensor, offsets: Tensor | None, quota: Quota, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """The cut of each segment, and how many of the keys at it this rank keeps."""
     segments = keys.shape[:-1].numel() if offsets is None else offsets.shape[0] - 1
+    gathers = gathers_counts(segments, ranks.size)
     cut = torch.zeros(segments, 3, dtype=torch.int64, device=keys.device)
     for shift, bits in digits_for(segments):
-        own = _ops.key_histogram(keys, cut, shift, bits, offsets)
-        _ops.narrow_cut_(cut, ranks.add_(own.clone()), shift, *quota)
-    own_ties = own.gather(1, (cut[:, :1] & (own.shape[1] - 1))).squeeze(1)
-    before = ranks.gather(own_ties)[: ranks.rank].sum(0)
+        counts = _ops.key_histogram(keys, cut, shift, bits, offsets)
+        everyones = ranks.gather(counts) if gathers else None
+        total = ranks.add_(counts.clone()) if everyones is None else everyones.sum(0)
+        _ops.narrow_cut_(cut, total, shift, *quota)
+    at_cut = cut[:, :1] & (counts.shape[1] - 1)  # the last digit
+    if everyones is None:
+        everyones = ranks.gather(counts.gather(1, at_cut))
+        at_cut = torch.zeros_like(at_cut)
+    before = everyones[: ranks.rank].sum(0).gather(1, at_cut).squeeze(1)
     return cut, (cut[:, 1] - before).clamp(min=0)
 
 
