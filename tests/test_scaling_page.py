@@ -1,0 +1,58 @@
+"""The snippets of docs/scaling.md and of README.md's section run, on ranks that differ, and choose what one would."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import assert_identical
+from ranks import Ranks, world
+
+import d3s_kernels as d3s
+
+ROOT = Path(__file__).parents[1]
+ROLLOUTS, TOKENS = 4, 30
+
+
+def snippets() -> list[str]:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Across ranks\n")[1].split("\n## ")[0]
+    texts = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8"), section
+    return [block for text in texts for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+
+
+def run(ranks: Ranks | None, groups: list[int]) -> list[dict[str, Any]]:
+    """What the names of each snippet are in the end: on one of the ranks, or by one process that has all."""
+    generator = torch.Generator().manual_seed(sum(groups))
+    total = sum(groups)
+    advantages = torch.randn(total, ROLLOUTS, generator=generator)
+    entropy = torch.rand(total, ROLLOUTS, TOKENS, generator=generator)
+    mask = torch.rand(total, ROLLOUTS, TOKENS, generator=generator) < 0.8
+    if ranks is not None:
+        advantages, entropy, mask = (values.split(groups)[ranks.rank] for values in (advantages, entropy, mask))
+    found = []
+    for snippet in snippets():
+        names: dict[str, Any] = {
+            "d3s": d3s, "advantages": advantages, "entropy": entropy, "mask": mask, "per_token_loss": entropy,
+            "keep": 2, "budget": d3s.Budget(2, 0.2), "group": None if ranks is None else ranks.group,
+        }  # fmt: skip
+        exec(snippet, names)
+        found.append(
+            {"kept": names["kept"], "tokens": names.get("chosen") or names["tokens"], "loss": names.get("loss")}
+        )
+    return found
+
+
+def test_the_snippets_choose_what_one_process_would() -> None:
+    groups = [3, 0, 5]
+    alone = run(None, groups)
+    assert len(alone) == 2
+    of_ranks = world(3).run(run, groups)
+    for number, whole in enumerate(alone):
+        parts = [found[number] for found in of_ranks]
+        assert_identical(torch.cat([part["kept"] for part in parts]), whole["kept"])
+        assert int(whole["kept"].sum()) == 2 * sum(groups)
+        assert_identical(torch.cat([part["tokens"].mask for part in parts]), whole["tokens"].mask)
+        if whole["loss"] is not None:
+            torch.testing.assert_close(sum(part["loss"] for part in parts), whole["loss"])
