@@ -1,4 +1,4 @@
-"""Processes that compute together, as the ranks of a gloo group on this machine.
+"""Processes that compute together, as the ranks of a group on this machine.
 
 A task is a function of a module beside this one, ``task(ranks, *arguments)``; it is run by every process of a world,
 which tests share: to start one takes seconds. A world in which a task fails or hangs is ended, and the next test that
@@ -27,10 +27,12 @@ SIZES = (2, 3, 4)
 _TIMEOUT = 120.0  # seconds, for a task
 
 
-def _serve(rank: int, size: int, folder: str, calls: Connection, seconds: float) -> None:
+def _serve(rank: int, size: int, folder: str, calls: Connection, seconds: float, backend: str) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
     )
     assert dist.group.WORLD is not None
     ranks = ranks_of(dist.group.WORLD)
@@ -52,14 +54,14 @@ def _serve(rank: int, size: int, folder: str, calls: Connection, seconds: float)
 class World:
     """``size`` processes that wait for tasks."""
 
-    def __init__(self, size: int, seconds: float = _TIMEOUT) -> None:
+    def __init__(self, size: int, seconds: float = _TIMEOUT, backend: str = "gloo") -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         self.calls, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            arguments = rank, size, self._folder.name, there, seconds
+            arguments = rank, size, self._folder.name, there, seconds, backend
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()

@@ -118,8 +118,9 @@ def _pieces_and_factors(
     """
     tokens, sequences = entropy.shape[0], offsets.shape[0] - 1
     given = advantages.shape[0] if advantages.dim() else -1
-    own = [tokens, given == tokens, given == sequences]
-    everyones = ranks.gather(torch.tensor(own, dtype=torch.int64, device=entropy.device))
+    own = torch.empty(3, dtype=torch.int64, device=entropy.device)
+    own[0], own[1], own[2] = tokens, given == tokens, given == sequences  # a copy of a list would wait for the device
+    everyones = ranks.gather(own)
     lengths, for_tokens, for_sequences = everyones.unbind(1)
     pieces = own_pieces(offsets, lengths, ranks, "entropy") if segments == "global" else offsets
     if given != sequences or tokens == 0:

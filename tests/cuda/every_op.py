@@ -9,6 +9,8 @@ from helpers import random_labels
 from torch import Tensor
 
 import d3s_kernels as d3s
+from d3s_kernels._ranks import top
+from d3s_kernels._ranks.equal_rows import most_varied
 
 GPU = torch.device("cuda")
 
@@ -25,6 +27,23 @@ def tensors(result: object) -> tuple[Tensor, ...]:
 
 
 Call = Callable[[], object]
+
+
+class Alone:
+    """A rank without others, which takes the way of several all the same."""
+
+    rank, size = 0, 2
+
+    def add_(self, values: Tensor) -> Tensor:
+        return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        return torch.stack([values, torch.zeros_like(values)])
+
+
+def among_ranks(scores: Tensor, offsets: Tensor | None, **quota: object) -> tuple[Tensor, ...]:
+    keys = torch.ops.d3s_kernels.order_keys(scores)
+    return tuple(top.select(keys, offsets, top.Quota(**quota), True, Alone()))  # type: ignore[arg-type]
 
 
 def calls() -> dict[str, Call]:
@@ -75,6 +94,8 @@ def calls() -> dict[str, Call]:
         "topk_mask, k": lambda: d3s.topk_mask(scores, k=keep),
         "topk_mask, ragged": lambda: d3s.topk_mask(rewards.flatten(), 0.3, offsets=offsets),
         "topk_mask, long": lambda: d3s.topk_mask(long, 0.1),
+        "topk_mask, among ranks": lambda: among_ranks(long, None, ratio_tensor=ratio)[:2],
+        "topk_mask, sequences among ranks": lambda: among_ranks(rewards.flatten(), offsets, k_tensor=keep)[:2],
         "select_tokens": lambda: d3s.select_tokens(scores, advantages, 0.1, mask=mask)[::2],
         "select_tokens, sequence": lambda: d3s.select_tokens(scores, advantages, 0.1, scope="sequence"),
         "select_tokens_from_logits": lambda: d3s.select_tokens_from_logits(
@@ -87,6 +108,7 @@ def calls() -> dict[str, Call]:
         "max_variance_select, ragged": lambda: d3s.max_variance_select(rewards.flatten(), 3, offsets=offsets),
         "max_variance_select, long": lambda: d3s.max_variance_select(long, 5000),
         "select_rollouts": lambda: d3s.select_rollouts(rewards, 3),
+        "select_rollouts, equal rows": lambda: most_varied(rewards.view(8, 64), keep * 64),
         "importance_ratio": lambda: d3s.importance_ratio(scores, scores + 1, mask),
         "importance_ratio, sequence": lambda: d3s.importance_ratio(
             rewards.flatten(), rewards.flatten() + 1, level="sequence", offsets=offsets
@@ -107,9 +129,10 @@ def calls() -> dict[str, Call]:
 NAMES = (
     "entropy", "entropy, masked", "logprob_entropy", "logprob_entropy, one row", "logprob_entropy_backward",
     "linear_logprob_entropy", "linear_logprob_entropy_backward", "topk_mask", "topk_mask, k", "topk_mask, ragged",
-    "topk_mask, long", "select_tokens", "select_tokens, sequence", "select_tokens_from_logits", "compact",
-    "group_advantages", "group_advantages, batch", "max_variance_select", "max_variance_select, ragged",
-    "max_variance_select, long", "select_rollouts", "select_rollouts, highest", "select_rollouts, percentile",
-    "importance_ratio", "importance_ratio, sequence", "importance_ratio, entropy_group", "importance_ratio_backward",
-    "entropy_groups", "adaptive_clip",
+    "topk_mask, long", "topk_mask, among ranks", "topk_mask, sequences among ranks", "select_tokens",
+    "select_tokens, sequence", "select_tokens_from_logits", "compact", "group_advantages",
+    "group_advantages, batch", "max_variance_select", "max_variance_select, ragged", "max_variance_select, long",
+    "select_rollouts, equal rows", "select_rollouts", "select_rollouts, highest", "select_rollouts, percentile",
+    "importance_ratio", "importance_ratio, sequence", "importance_ratio, entropy_group",
+    "importance_ratio_backward", "entropy_groups", "adaptive_clip",
 )  # fmt: skip
