@@ -213,7 +213,7 @@ def select_tokens(
 
         chosen, count, threshold = tokens.select_tokens(
             entropy, factors, mask, offsets, max_segment, pooled, drop_zeros, segments, process_group, ratio=ratio,
-            rule=rule,
+            rule=rule, scope=scope,
         )  # fmt: skip
     else:
         chosen, count, threshold = _ops.select_tokens(

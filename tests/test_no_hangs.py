@@ -45,7 +45,7 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], str]] = {
     "drop_zeros": ("topk_mask", {"drop_zeros": True}, "drop_zeros: got False on rank 0 and True on rank "),
     "offsets": ("topk_mask by offsets", {"offsets": OFFSETS}, "offsets: got [0, 5, "),
     "segments": ("topk_mask by rows", {"segments": "whole"}, "segments: got 'pieces' on rank 0 and 'whole' on rank "),
-    "scope": ("select_tokens", {"scope": "sequence"}, "pooled: got True on rank 0 and False on rank "),
+    "scope": ("select_tokens", {"scope": "sequence"}, "scope: got 'batch' on rank 0 and 'sequence' on rank "),
     "rule": ("select_tokens", {"rule": "entropy"}, "rule: got 'advantage_entropy' on rank 0 and 'entropy' on rank "),
     "out of range": ("topk_mask", {"ratio": 2.0}, "ratio: got 2; takes a number in (0, 1]"),
     "of another type": ("topk_mask", {"ratio": "half"}, "ratio: got str; takes a number or a 0-d tensor"),

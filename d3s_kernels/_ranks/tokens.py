@@ -79,7 +79,7 @@ def select_tokens(
         return values, each, quota
 
     values, each, quota = agree(
-        ranks, "select_tokens", check, pooled=pooled, drop_zeros=drop_zeros, **same, **alike(segments, entropy, offsets)
+        ranks, "select_tokens", check, drop_zeros=drop_zeros, **same, **alike(segments, entropy, offsets)
     )
     if ranks.size == 1 or (not pooled and is_whole(segments, entropy, offsets)):
         found: tuple[Tensor, Tensor, Tensor] = _ops.select_tokens(
