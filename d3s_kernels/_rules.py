@@ -15,6 +15,7 @@ from . import _ops
 
 _ALL = 2**62  # more than any segment has
 _LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
+_GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF
 
 
 def select_rollouts(
@@ -40,19 +41,20 @@ def select_rollouts(
 
 
 def token_factors(
-    rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None
+    rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
     """What takes the place of entropy and advantages, so that |A| * H is the rule's score."""
     if rule == "entropy":
         return entropy, entropy.new_ones((), dtype=torch.float32)
     if rule == "random":
-        return torch.ones_like(entropy), random_keys(entropy, generator)
+        return torch.ones_like(entropy), random_keys(entropy, generator, rank)
     assert advantages is not None
     return (torch.ones_like(entropy) if rule == "advantage" else entropy), advantages
 
 
-def random_keys(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A float32 for each value, independent and of one distribution: every order of them is equally likely.
+def random_keys(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:
+    """A float32 for each value, independent and of one distribution: every order of them is equally likely. Also over
+    several ranks whose generators are in the same state, as they are where all were seeded alike.
 
     Two are equal, and left to their index, about once in 2^31. They are positive normal numbers, so that the order is
     that of their bits, also where subnormal numbers are flushed to 0.
@@ -61,7 +63,15 @@ def random_keys(like: Tensor, generator: torch.Generator | None) -> Tensor:
     if generator is not None:  # torch.compile takes none, not even None
         drawn["generator"] = generator
     bits = torch.randint(_LOWEST_NORMAL, _INFINITY, like.shape, **drawn)
-    return bits.view(torch.float32)
+    return (bits if rank == 0 else _of_rank(bits, rank)).view(torch.float32)
+
+
+def _of_rank(bits: Tensor, rank: int) -> Tensor:
+    """Other numbers in the same range: those drawn, shifted for the rank and mixed by MurmurHash3's last steps."""
+    mixed = (bits.long() + rank * _GOLDEN) & _WORD
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & _WORD
+    return (_LOWEST_NORMAL + ((mixed * (_INFINITY - _LOWEST_NORMAL)) >> 32)).int()
 
 
 def _percentile(values: Tensor, keep: int | Tensor, usable: Tensor, offsets: Tensor | None, pooled: bool) -> Tensor:

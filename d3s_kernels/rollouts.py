@@ -210,7 +210,7 @@ def select_rollouts(
         generator: for "random", of the device of ``advantages``; torch's own where it is None, as it has to be under
             ``torch.compile(fullgraph=True)``.
         process_group, segments, max_rollouts: as in :func:`group_advantages`. "random" draws for each rank's with its
-            own generator; all subsets are equally likely still.
+            own generator, which may be seeded as the others' are; all subsets are equally likely still.
         equal_rows: keep the same number on every rank, for "max_variance" and "batch": ``keep`` times the groups of all
             ranks, over the ranks, rounded up; or as many as the rank with the fewest usable ones has, which may be
             none. See below.

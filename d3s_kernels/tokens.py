@@ -173,12 +173,13 @@ def select_tokens(
         scope: "batch" pools all tokens, "sequence" keeps the share of each sequence.
         drop_zeros: leave scores of 0 out as well (groups without a spread of rewards have nothing else).
         generator: for "random", of the device of ``entropy``; torch's own where it is None, as it has to be under
-            ``torch.compile(fullgraph=True)``.
+            ``torch.compile(fullgraph=True)``. Ranks may be seeded alike.
         process_group: the ranks that hold tokens, as in :func:`topk_mask`: "batch" pools those of all ranks, one exact
             share of them all; count and threshold are of all ranks.
         segments: as in :func:`topk_mask`. Sequences that are "whole" need no communication for "sequence", and
-            ``offsets`` and advantages are a rank's own. Advantages one for each "global" sequence are the same on
-            every rank.
+            ``offsets`` and advantages are a rank's own: where it has as many tokens as sequences, one for each token.
+            Advantages one for each sequence that is cut are the same on every rank; where every rank has as many
+            tokens as there are sequences, they are taken for those of tokens.
 
     Returns:
         :class:`TokenSelection`; its entropy is the argument. With "entropy_quantile" the threshold is the quantile.
@@ -197,29 +198,25 @@ def select_tokens(
         tensor([[False,  True, False],
                 [ True, False, False]])
     """
-    pooled = require_scope(scope, "sequence")
-    if rule == "entropy_quantile":
-        if process_group is not None:
-            raise ValueError("process_group: got one with rule 'entropy_quantile'; takes None: it is one process's")
-        return _entropy_quantile(entropy, ratio, mask, offsets, max_segment, pooled, drop_zeros)
-
-    arguments = entropy, advantages, ratio, rule, mask, offsets, max_segment, drop_zeros, generator
+    arguments = entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator
     if process_group is not None:
         from ._ranks import tokens, top
 
-        def factors() -> tuple[Tensor, Tensor, top.Quota]:
-            values, each, number, tensor = _factors(*arguments)
+        def factors(rank: int) -> tuple[Tensor, Tensor, top.Quota]:
+            if rule == "entropy_quantile":
+                raise ValueError(f"process_group: got one with rule {rule!r}; takes None, as it is one process's")
+            values, each, number, tensor = _factors(*arguments, rank)
             return values, each, top.Quota(number, tensor)
 
-        chosen, count, threshold = tokens.select_tokens(
-            entropy, factors, mask, offsets, max_segment, pooled, drop_zeros, segments, process_group, ratio=ratio,
-            rule=rule, scope=scope,
-        )  # fmt: skip
-    else:
-        chosen, count, threshold = _ops.select_tokens(
-            *_factors(*arguments), mask, offsets, max_segment, pooled, drop_zeros
+        _, found = tokens.select_tokens(
+            factors, mask, offsets, max_segment, scope, drop_zeros, segments, process_group, ratio=ratio, rule=rule
         )
-    return TokenSelection(chosen, entropy, count, threshold)
+    elif rule == "entropy_quantile":
+        return _entropy_quantile(entropy, ratio, mask, offsets, max_segment, scope, drop_zeros)
+    else:
+        factors_of_all = _factors(*arguments)
+        found = _ops.select_tokens(*factors_of_all, mask, offsets, max_segment, scope == "batch", drop_zeros)
+    return TokenSelection(found[0], entropy, found[1], found[2])
 
 
 def _factors(
@@ -230,11 +227,14 @@ def _factors(
     mask: Tensor | None,
     offsets: Tensor | None,
     max_segment: int | None,
+    scope: str,
     drop_zeros: bool,
     generator: torch.Generator | None,
+    rank: int = 0,
 ) -> tuple[Tensor, Tensor, float | None, Tensor | None]:
     """The arguments of select_tokens looked at: what |A| * H is made of, and the ratio."""
     require_rule(rule, TOKEN_RULES)
+    require_scope(scope, "sequence")
     if rule in ("advantage_entropy", "advantage"):
         require_tensors(entropy=entropy, advantages=advantages)
     else:
@@ -244,7 +244,7 @@ def _factors(
     require_flag(drop_zeros=drop_zeros)
     require_generator(generator, rule, entropy)
     number, tensor = ratio_argument(ratio, entropy)
-    values, each = _rules.token_factors(rule, entropy, advantages, generator)
+    values, each = _rules.token_factors(rule, entropy, advantages, generator, rank)
     return values, _float32(each), number, tensor
 
 
@@ -284,12 +284,20 @@ def select_tokens_from_logits(
         tensor([[False,  True]])
     """
     if process_group is not None:
-        with torch.no_grad():
-            rows = entropy_of(logits, temperature=temperature, row_mask=mask)
-        return select_tokens(
-            rows, advantages, ratio, mask=mask, offsets=offsets, max_segment=max_segment, scope=scope,
-            drop_zeros=drop_zeros, process_group=process_group, segments=segments,
-        )  # fmt: skip
+        from ._ranks import tokens, top
+
+        def factors(rank: int) -> tuple[Tensor, Tensor, top.Quota]:
+            with torch.no_grad():
+                rows = entropy_of(logits, temperature=temperature, row_mask=mask)
+            values, each, number, tensor = _factors(
+                rows, advantages, ratio, "advantage_entropy", mask, offsets, max_segment, scope, drop_zeros, None
+            )
+            return values, each, top.Quota(number, tensor)
+
+        entropy, found = tokens.select_tokens(
+            factors, mask, offsets, max_segment, scope, drop_zeros, segments, process_group, ratio=ratio
+        )
+        return TokenSelection(found[0], entropy, found[1], found[2])
     require_tensors(logits=logits, advantages=advantages)
     require_optional_tensors(logits, mask=mask, offsets=offsets)
     require_whole(max_segment=max_segment)
@@ -334,10 +342,10 @@ def _entropy_quantile(
     mask: Tensor | None,
     offsets: Tensor | None,
     max_segment: int | None,
-    pooled: bool,
+    scope: str,
     drop_zeros: bool,
 ) -> TokenSelection:
-    if not pooled:
+    if not require_scope(scope, "sequence"):
         raise ValueError("scope: got 'sequence' with rule 'entropy_quantile'; takes 'batch'")
     if drop_zeros:
         raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")

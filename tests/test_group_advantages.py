@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import DTYPES, NAN, Segmented, assert_identical, cut, repetitive, segmented
+from helpers import DTYPES, NAN, Segmented, assert_identical, assert_same_bits, cut, repetitive, segmented
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -126,3 +126,18 @@ def test_layouts_agree() -> None:
 
 def test_advantages_have_no_gradient() -> None:
     assert not group_advantages(torch.randn(4, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize("length", [5, 200, 511, 512, 513, 700])
+def test_a_groups_bits_do_not_depend_on_the_other_groups(length: int) -> None:
+    """Its mean is what is left of much larger numbers, and so shows the order in which they were added."""
+    rewards = torch.randn(length)
+    rewards[::3] += 1e16 * torch.randn(len(rewards[::3]))
+    alone = group_advantages(rewards, offsets=torch.tensor([0, length]), scale="none")
+    assert_same_bits(group_advantages(rewards.view(1, -1), scale="none")[0], alone)
+    for others in ([1] * 900, [3000], [0] * 50):
+        edges = torch.tensor([0, *others, length, *others]).cumsum(0)
+        before = sum(others)
+        many = torch.cat([torch.randn(before), rewards, torch.randn(before)])
+        among = group_advantages(many, offsets=edges, scale="none")
+        assert_same_bits(among[before : before + length], alone)

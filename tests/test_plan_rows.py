@@ -178,7 +178,7 @@ BAD = {
         ("b: got int; takes a tensor", {"values": {"a": torch.zeros(2), "b": 3}}),
         ("values: got shape []; takes a row for each of the 2 planned for", {"values": torch.zeros(())}),
         ("a: got shape [3]; takes a row for each of the 2 planned for", {"values": {"a": torch.zeros(3)}}),
-        ("values: is on meta; takes a tensor on the device", {"values": torch.zeros(2, device=ELSEWHERE)}),
+        ("values: is on meta; takes a tensor on the plan's, cpu", {"values": torch.zeros(2, device=ELSEWHERE)}),
         ("plan: got tuple; takes what plan_rows returns", {"values": torch.zeros(2), "plan": tuple(PLAN)}),
         (
             "process_group: got one of 2 ranks; takes that of the plan, of 3",

@@ -70,7 +70,7 @@ def agreeing(ranks: Ranks, given: list[dict], calls: list[str], refuse: list[str
         if reason is not None:
             raise ValueError(reason)
 
-    agree(ranks, calls[ranks.rank], check, **given[ranks.rank])
+    agree(ranks, calls[ranks.rank], check, lambda _: given[ranks.rank])
 
 
 @sizes

@@ -417,3 +417,24 @@ def test_the_same_arguments_pass_the_check() -> None:
     first, second = world(2).run(call, "max_variance_select", [given, given], D3S_KERNELS_CHECK="1")
     together = max_variance_select(torch.arange(6.0).repeat(2), 2, offsets=GLOBAL["offsets"])
     assert torch.equal(torch.cat([first, second]), together)
+
+
+def at_random(ranks: Ranks, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """All ranks are seeded alike, as trainers like to do it."""
+    torch.manual_seed(seed)
+    across = {"rule": "random", "process_group": ranks.group}
+    values = torch.rand(6, 4)
+    rollouts = [d3s_kernels.select_rollouts(values, 2, max_rollouts=24, **across) for _ in range(40)]
+    tokens = [d3s_kernels.select_tokens(values, None, 0.5, **across).mask for _ in range(40)]
+    return rollouts, tokens
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_are_seeded_alike_draw_by_themselves(size: int) -> None:
+    of_ranks = world(size).run(at_random, int(torch.randint(2**31, ())))
+    for drawn in zip(*of_ranks, strict=True):  # rollouts, then tokens
+        first, second = (torch.stack(masks).flatten(1) for masks in drawn[:2])
+        assert not (first == second).all(1).any()
+        agreeing = (first == second).float().mean()  # of independent halves: a half, give or take 0.016
+        assert 0.4 < agreeing < 0.6
+        assert sum(torch.stack(masks).flatten(1).sum(1) for masks in drawn).eq(12 * size).all()

@@ -1,14 +1,16 @@
 // group_advantages: (reward - mean of its group) / (standard deviation + eps). A warp for each group, or a block where
-// groups are large; scale="batch" has a launch before, in which one block goes through all rewards.
+// it is large: by its own length, since sums are made in another order, and its bits must not depend on other groups.
+// scale="batch" has a launch before, in which one block goes through all rewards.
 #include "../ops/rollouts.h"
 #include "collective.h"
+#include "size_class.h"
 
 namespace d3s {
 namespace {
 
 constexpr int kThreads = 128;
 constexpr int kBatchThreads = BlockGroup::kMostThreads;
-constexpr int64_t kLargeGroup = 512;  // on average; from here on a block for each
+constexpr int64_t kLargeGroup = 512;  // from here on a block for each
 
 // Two passes in double: the mean first, then the squares of what is left.
 struct Statistics {
@@ -49,12 +51,13 @@ __global__ void __launch_bounds__(kBatchThreads)
 
 template <class T, class Group>
 __global__ void __launch_bounds__(kThreads)
-    write_advantages(const T* rewards, const __grid_constant__ Segments groups,
+    write_advantages(const T* rewards, const __grid_constant__ Segments groups, const __grid_constant__ SizeClass sizes,
                      const __grid_constant__ AdvantageOptions options, const double* batch, float* out) {
   const Group group(dynamic_shared<unsigned char>());
   const int64_t each = blockDim.x / group.size, number = blockIdx.x * each + threadIdx.x / group.size;
   if (number >= groups.count) return;
   const int64_t begin = groups.begin(number), end = groups.end(number);
+  if (!sizes.has(end - begin)) return;
   const Statistics s = statistics(rewards, begin, end, options.ddof, group);
   const double deviation = options.scale == AdvantageScale::kGroup ? s.deviation : batch ? *batch : 0.0;
   const double divisor = options.scale == AdvantageScale::kNone ? 1.0 : deviation + options.eps;
@@ -77,14 +80,17 @@ void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions&
       launch("group_advantages (batch)", batch_deviation<T>, 1, kBatchThreads, BlockGroup::kSharedBytes, device, p,
              rewards.total, options.ddof, batch);
     }
-    const auto run = [&](auto kernel, int64_t per_block, size_t shared) {
-      launch("group_advantages", kernel, ceil_div(groups.count, per_block), kThreads, shared, device, p, groups,
+    const auto run = [&](auto kernel, int64_t per_block, size_t shared, const SizeClass& sizes) {
+      launch("group_advantages", kernel, ceil_div(groups.count, per_block), kThreads, shared, device, p, groups, sizes,
              options, static_cast<const double*>(batch), out);
     };
-    if (rewards.total / groups.count < kLargeGroup)
-      run(write_advantages<T, WarpGroup>, kThreads / kWarp, WarpGroup::kSharedBytes);
-    else
-      run(write_advantages<T, BlockGroup>, 1, BlockGroup::kSharedBytes);
+    // Of offsets the device alone knows the lengths: both launches, unless no group can be large.
+    const int64_t shortest = groups.ragged() ? 0 : groups.length;
+    const int64_t longest = groups.ragged() ? rewards.total : groups.length;
+    if (shortest < kLargeGroup)
+      run(write_advantages<T, WarpGroup>, kThreads / kWarp, WarpGroup::kSharedBytes, {0, kLargeGroup - 1, 0});
+    if (longest >= kLargeGroup)
+      run(write_advantages<T, BlockGroup>, 1, BlockGroup::kSharedBytes, {kLargeGroup, INT64_MAX, 0});
   });
 }
 

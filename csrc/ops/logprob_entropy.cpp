@@ -54,9 +54,10 @@ void LogitsArgument::set_labels(const OptionalTensor& labels, int64_t vocabulary
   if (const OptionalTensor known = on_host(*labels_)) {
     Labels values;
     set(values, *known);
+    const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // of a tile it is not known
     for (int64_t row = 0; row < rows.layout.count; ++row)
       require(!values.bad(row, vocabulary), "labels", "got ", values[row], " at row ", row,
-              "; takes -100 (no target) or a token in [0, ", vocabulary, ")");
+              "; takes -100 (no target) or a token in [0, ", end, ")");
   }
 }
 

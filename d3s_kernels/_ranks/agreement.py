@@ -11,26 +11,35 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .group import Ranks
 
 _Checked = TypeVar("_Checked")
+_TOLD = (TypeError, ValueError, NotImplementedError)  # as they are; others as RuntimeError
 
 
-def agree(ranks: Ranks, op: str, check: Callable[[], _Checked], **alike: Any) -> _Checked:
-    """What ``check`` returns, or raises; and where all are asked, raises that ``alike`` are not alike on all ranks."""
-    if os.environ.get("D3S_KERNELS_CHECK") != "1":
+def agree(
+    ranks: Ranks, op: str, check: Callable[[], _Checked], alike: Callable[[_Checked], dict[str, Any]]
+) -> _Checked:
+    """What ``check`` returns, or raises; and where all are asked, raises that ``alike`` is not alike on all ranks.
+
+    A graph is made on each rank by itself: nothing is asked while it is.
+    """
+    if os.environ.get("D3S_KERNELS_CHECK") != "1" or torch.compiler.is_compiling():
         return check()
     refusal: Exception | None = None
+    own: dict[str, Any] = {"call": op}
     try:
         checked = check()
-    except (TypeError, ValueError, RuntimeError) as error:
+        own |= {name: _plain(value) for name, value in alike(checked).items()}
+    except Exception as error:  # whatever it is: the other ranks are waiting to hear of it
         refusal = error
-    own = {"call": op} | {name: _plain(value) for name, value in alike.items()}
     everyones: list[Any] = [None] * ranks.size
-    dist.all_gather_object(everyones, (own, refusal and (type(refusal), str(refusal))), group=ranks.group)
+    told = refusal and (type(refusal) if type(refusal) in _TOLD else RuntimeError, str(refusal))
+    dist.all_gather_object(everyones, (None if told else own, told), group=ranks.group)
     for rank, (_, refused) in enumerate(everyones):
         if refused is not None:
             raise refused[0](f"{refused[1]} (on rank {rank} of {ranks.size})") from refusal

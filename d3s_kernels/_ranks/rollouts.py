@@ -73,16 +73,14 @@ def group_advantages(
         across.check("rewards", rewards, offsets)
         _check_advantages(rewards, own_offsets(across.segments, offsets), scale, eps, ddof)
 
-    alike = across.alike(rewards, offsets) | {"scale": scale, "eps": eps, "ddof": ddof}
-    agree(ranks, "group_advantages", check, **alike)
+    same = {"scale": scale, "eps": eps, "ddof": ddof}
+    agree(ranks, "group_advantages", check, lambda _: across.alike(rewards, offsets) | same)
     whole = is_whole(across.segments, rewards, offsets)
     if ranks.size == 1 or (whole and scale != "batch"):
         return local.group_advantages(rewards, offsets=offsets, scale=scale, eps=eps, ddof=ddof)
     everyones = gather(ranks, rewards.reshape(-1).float(), 0, across.max_rollouts)
     together = concatenate(everyones, ranks.rank, rewards.numel())
-    groups = (
-        _own_groups(rewards, offsets, together, ranks.size) if whole else _groups_of_all("rewards", offsets, together)
-    )
+    groups = _own_groups(rewards, offsets, together) if whole else _groups_of_all("rewards", offsets, together)
     advantages: Tensor = _ops.group_advantages(together.values, groups, scale, eps, ddof)[together.own]
     if offsets is not None:
         own = torch.arange(rewards.numel(), device=rewards.device) if whole else together.own
@@ -90,18 +88,13 @@ def group_advantages(
     return advantages.view(rewards.shape)
 
 
-def _own_groups(rewards: Tensor, offsets: Tensor | None, together: Concatenation, ranks: int) -> Tensor:
-    """This rank's groups, between what the ranks before have and what those behind have.
-
-    There are as many more, empty, as would be if the other ranks had as many each: by the mean length of a group the
-    op decides how to go through them.
-    """
+def _own_groups(rewards: Tensor, offsets: Tensor | None, together: Concatenation) -> Tensor:
+    """This rank's groups, between what the ranks before have and what those behind have."""
     if offsets is None:
         edges = torch.arange(math.prod(rewards.shape[:-1]) + 1, device=rewards.device) * rewards.shape[-1]
     else:
         edges = offsets.long().clamp(0, rewards.numel())
-    others = edges.new_zeros((ranks - 1) * (len(edges) - 1) + 1)
-    return together.with_tail(torch.cat([others, together.begin + edges]))
+    return together.with_tail(torch.cat([edges.new_zeros(1), together.begin + edges]))
 
 
 # ---- selections -----------------------------------------------------------------------------------------------------
@@ -168,8 +161,8 @@ def _select(
         number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
         _check_selection(values, number, tensor, mask, own_offsets(across.segments, offsets), max_segment)
 
-    alike = {"keep": keep, "rule": rule, "scope": scope, "equal_rows": equal_rows}
-    agree(ranks, op, check, **across.alike(values, offsets), **alike)
+    same = {"keep": keep, "rule": rule, "scope": scope, "equal_rows": equal_rows}
+    agree(ranks, op, check, lambda _: across.alike(values, offsets) | same)
     whole, pooled = is_whole(across.segments, values, offsets), scope == "batch"
     if ranks.size == 1 or (whole and not pooled):
         return alone()
@@ -177,7 +170,7 @@ def _select(
     numbers = values.reshape(-1).float()
     usable = both(numbers.isfinite(), mask)
     if rule == "random":  # the keys travel in the values' place, so that all ranks see the same
-        numbers, rule = _rules.random_keys(numbers, generator), "highest"
+        numbers, rule = _rules.random_keys(numbers, generator, ranks.rank), "highest"
     everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), _groups(values, offsets), across.max_rollouts)
     together = concatenate(everyones, ranks.rank, len(numbers))
     groups = together.as_one_segment() if whole else _groups_of_all("values", offsets, together)

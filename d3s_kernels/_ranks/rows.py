@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
             raise ValueError(f"mask: got shape {list(mask.shape)} of {mask.dtype}; takes bool [rows]")
         require_flag(drop_last=drop_last)
 
-    agree(ranks, "plan_rows", check, drop_last=drop_last)
+    agree(ranks, "plan_rows", check, lambda _: {"drop_last": drop_last})
     kept = mask.nonzero().flatten()
     held: list[int] = ranks.gather_number(len(kept), mask).tolist()
     rows, too_many = divmod(sum(held), ranks.size)
@@ -168,8 +168,11 @@ def exchange_rows(
             raise TypeError(f"values: got {type(values).__name__}; takes a tensor or a dict of tensors")
         if not isinstance(plan, RowPlan):
             raise TypeError(f"plan: got {type(plan).__name__}; takes what plan_rows returns")
-        require_tensors(plan=plan.staying, **columns)
         for name, column in columns.items():
+            if not isinstance(column, Tensor):
+                raise TypeError(f"{name}: got {type(column).__name__}; takes a tensor")
+            if column.device != plan.staying.device:
+                raise ValueError(f"{name}: is on {column.device}; takes a tensor on the plan's, {plan.staying.device}")
             if column.dim() < 1 or len(column) != plan.planned:
                 raise ValueError(
                     f"{name}: got shape {list(column.shape)}; takes a row for each of the {plan.planned} planned for"
@@ -179,8 +182,12 @@ def exchange_rows(
                 f"process_group: got one of {ranks.size} ranks; takes that of the plan, of {len(plan.send_counts)}"
             )
 
-    alike = {name: f"{column.dtype} {['*', *column.shape[1:]]}" for name, column in _tensors(columns)}
-    agree(ranks, "exchange_rows", check, values=alike)
+    def alike(_: object) -> dict[str, Any]:
+        return {
+            "values": {name: f"{columns[name].dtype} {['*', *columns[name].shape[1:]]}" for name in sorted(columns)}
+        }
+
+    agree(ranks, "exchange_rows", check, alike)
     names = sorted(columns)
     own = [columns[name] for name in names]
     got = [column[:0] for column in own]
@@ -192,12 +199,6 @@ def exchange_rows(
         got = [_from_bytes(part, column) for part, column in zip(torch.split(received, widths, 1), own, strict=True)]
     rows = {name: torch.cat([column[plan.staying], new]) for name, column, new in zip(names, own, got, strict=True)}
     return rows["values"] if isinstance(values, Tensor) else {name: rows[name] for name in columns}
-
-
-def _tensors(columns: object) -> list[tuple[str, Tensor]]:
-    """Those that are tensors with rows: what is not has been refused, or is about to be."""
-    named = columns.items() if isinstance(columns, Mapping) else ()
-    return sorted((name, column) for name, column in named if isinstance(column, Tensor) and column.dim() > 0)
 
 
 def _bytes_of_a_row(column: Tensor) -> int:

@@ -37,21 +37,25 @@ class VocabularyShard:
                     raise ValueError(f"{argument}: got {value!r}; takes None where {name} is a DTensor, which says it")
             self._mesh_dim = self._dimension_of_the_vocabulary(tensor, dim % max(1, tensor.dim()))
             self.ranks = ranks_of(tensor.device_mesh.get_group(self._mesh_dim), name)
-            self.first_token = _first_token(name, tensor, dim, self._mesh_dim)
             self.local = tensor.to_local()
         else:
-            for argument, value in (("vocab_start", vocab_start), ("group", group)):
-                if value is None:
-                    raise TypeError(f"{argument}: got None; takes None only where {name} is a DTensor")
-            assert vocab_start is not None
-            assert group is not None
-            self.local, self.first_token, self.ranks = tensor, vocab_start, ranks_of(group, "group")
+            if group is None:
+                raise TypeError(f"group: got None; takes None only where {name} is a DTensor")
+            self.local, self.ranks = tensor, ranks_of(group, "group")
+        self._dim, self._start = dim, vocab_start
         self.tokens = self.local.shape[dim] if self.local.dim() else 0
 
-    def require_start(self) -> None:
-        require_whole(vocab_start=self.first_token)
-        if self.first_token < 0:
-            raise ValueError(f"vocab_start: got {self.first_token}; takes at least 0")
+    def find_start(self) -> None:
+        """Where it begins, which only this rank may know to be wrong: so it is looked at when all can be told."""
+        if isinstance(self._tensor, DTensor):
+            self.first_token = _first_token(self._name, self._tensor, self._dim, self._mesh_dim)
+            return
+        if self._start is None:
+            raise TypeError(f"vocab_start: got None; takes None only where {self._name} is a DTensor")
+        require_whole(vocab_start=self._start)
+        if self._start < 0:
+            raise ValueError(f"vocab_start: got {self._start}; takes at least 0")
+        self.first_token = self._start
 
     def _dimension_of_the_vocabulary(self, tensor: DTensor, dim: int) -> int:
         """Which one of the mesh cuts it; the others leave the tensor whole, or cut the rows of logits."""

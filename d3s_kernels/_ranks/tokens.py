@@ -16,8 +16,9 @@ from .group import Ranks, ranks_of
 from .offsets import alike, is_whole, own_offsets, own_pieces, require_segments
 from .top import Quota, select
 
-_checks = torch.ops.d3s_checks
-_Group = ProcessGroup | DeviceMesh
+_check_topk = _ops._public(torch.ops.d3s_checks.topk_mask.default)
+_check_selection = _ops._public(torch.ops.d3s_checks.select_tokens.default)
+_Selection = tuple[Tensor, Tensor, Tensor]
 
 
 def topk_mask(
@@ -28,7 +29,7 @@ def topk_mask(
     max_segment: int | None,
     drop_zeros: bool,
     segments: str,
-    process_group: _Group,
+    process_group: ProcessGroup | DeviceMesh,
     **same: Any,
 ) -> Tensor:
     """``quota_of`` refuses what is wrong by itself; ``same`` is what else the ranks have to agree on."""
@@ -37,11 +38,13 @@ def topk_mask(
     def check() -> Quota:
         quota = quota_of()
         require_segments(segments, scores, offsets, "scores")
-        own = own_offsets(segments, offsets)
-        _check(_checks.topk_mask, scores, *quota, mask, own, max_segment, drop_zeros)
+        if not torch.compiler.is_compiling():  # else the kernels do it, when the graph runs
+            own = own_offsets(segments, offsets)
+            _check_topk(scores, *quota, mask, own, max_segment, drop_zeros)
         return quota
 
-    quota = agree(ranks, "topk_mask", check, drop_zeros=drop_zeros, **same, **alike(segments, scores, offsets))
+    same |= {"drop_zeros": drop_zeros}
+    quota = agree(ranks, "topk_mask", check, lambda _: same | alike(segments, scores, offsets))
     if ranks.size == 1 or is_whole(segments, scores, offsets):
         whole: Tensor = _ops.topk_mask(scores, *quota, mask, offsets, max_segment, drop_zeros)
         return whole
@@ -53,49 +56,49 @@ def topk_mask(
 
 
 def select_tokens(
-    entropy: Tensor,
-    factors_of: Callable[[], tuple[Tensor, Tensor, Quota]],
+    factors_of: Callable[[int], tuple[Tensor, Tensor, Quota]],
     mask: Tensor | None,
     offsets: Tensor | None,
     max_segment: int | None,
-    pooled: bool,
+    scope: str,
     drop_zeros: bool,
     segments: str,
-    process_group: _Group,
+    process_group: ProcessGroup | DeviceMesh,
     **same: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``factors_of`` gives what |A| * H is made of, besides; otherwise as above."""
-    ranks = ranks_of(process_group)
+) -> tuple[Tensor, _Selection]:
+    """What stands for the entropy, and the selection. ``factors_of(rank)`` gives that and what else |A| * H is made
+    of, and refuses what is wrong by itself.
+    """
+    ranks, pooled = ranks_of(process_group), scope == "batch"
 
     def check() -> tuple[Tensor, Tensor, Quota]:
-        values, each, quota = factors_of()
+        entropy, each, quota = factors_of(ranks.rank)
         require_segments(segments, entropy, offsets, "entropy")
-        own = own_offsets(segments, offsets)
         checked = each
         if segments == "global":
             _require_one_for_each(each, entropy, offsets)
             checked = each.new_zeros(())
-        _check(_checks.select_tokens, values, checked, *quota[:2], mask, own, max_segment, pooled, drop_zeros)
-        return values, each, quota
+        if not torch.compiler.is_compiling():
+            own = own_offsets(segments, offsets)
+            _check_selection(entropy, checked, *quota[:2], mask, own, max_segment, pooled, drop_zeros)
+        return entropy, each, quota
 
-    values, each, quota = agree(
-        ranks, "select_tokens", check, drop_zeros=drop_zeros, **same, **alike(segments, entropy, offsets)
+    same |= {"scope": scope, "drop_zeros": drop_zeros}
+    entropy, each, quota = agree(
+        ranks, "select_tokens", check, lambda checked: same | alike(segments, checked[0], offsets)
     )
     if ranks.size == 1 or (not pooled and is_whole(segments, entropy, offsets)):
-        found: tuple[Tensor, Tensor, Tensor] = _ops.select_tokens(
-            values, each, *quota[:2], mask, offsets, max_segment, pooled, drop_zeros
-        )
-        return found
+        return entropy, _ops.select_tokens(entropy, each, *quota[:2], mask, offsets, max_segment, pooled, drop_zeros)
     pieces = offsets
     if offsets is not None and segments != "whole":
-        pieces, each = _pieces_and_factors(values, each, offsets, segments, ranks)
-    keys = _ops.order_keys(values, each, mask, pieces)
+        pieces, each = _pieces_and_factors(entropy, each, offsets, segments, ranks)
+    keys = _ops.order_keys(entropy, each, mask, pieces)
     if pooled:
         kept = select(keys.view(-1), None, quota, drop_zeros, ranks)
-        return kept.mask.view(entropy.shape), kept.count.view(()), kept.threshold.view(())
+        return entropy, (kept.mask.view(entropy.shape), kept.count.view(()), kept.threshold.view(()))
     kept = select(keys, pieces, quota, drop_zeros, ranks)
     shape = entropy.shape[:-1] if offsets is None else kept.count.shape
-    return kept.mask, kept.count.view(shape), kept.threshold.view(shape)
+    return entropy, (kept.mask, kept.count.view(shape), kept.threshold.view(shape))
 
 
 def _require_one_for_each(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> None:
@@ -123,7 +126,7 @@ def _pieces_and_factors(
     everyones = ranks.gather(own)
     lengths, for_tokens, for_sequences = everyones.unbind(1)
     pieces = own_pieces(offsets, lengths, ranks, "entropy") if segments == "global" else offsets
-    if given != sequences or tokens == 0:
+    if given != sequences or 0 in (tokens, sequences):
         return pieces, advantages
     place = torch.arange(tokens, device=entropy.device)
     sequence = torch.searchsorted(pieces[1:].contiguous(), place, right=True).clamp(max=sequences - 1)
@@ -131,9 +134,3 @@ def _pieces_and_factors(
     if given != tokens:
         return pieces, spread
     return pieces, torch.where(for_sequences.bool().all() & ~for_tokens.bool().all(), spread, advantages)
-
-
-def _check(op: Any, *arguments: Any) -> None:
-    """What the kernels refuse, before anything is sent. In a graph they do it when it runs."""
-    if not torch.compiler.is_compiling():
-        op.default(*arguments)

@@ -16,8 +16,7 @@ from torch import Tensor
 from .. import _ops
 from .group import Ranks
 
-_KEY_BITS = 32
-_NONE_KEPT = 2**32 - 1  # in the place of the lowest key
+_MOST = 2**31 - 1  # that an int32 holds
 _ABOVE_ZERO = 2**31  # the key of 0, from which on keys are those of positive numbers
 
 # (shift, bits) of each digit. A few segments take three rounds of 16 KB each for every one of them; many take four
@@ -42,7 +41,8 @@ class Quota(NamedTuple):
 
 class Kept(NamedTuple):
     mask: Tensor  # the shape of the keys
-    count: Tensor  # type: ignore[assignment]  # int32, of each segment on all ranks; hides tuple.count
+    # int32: of each segment on all ranks, or the most that an int32 holds.
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
     threshold: Tensor  # float32: the lowest kept score, infinite where none is kept
 
 
@@ -59,7 +59,7 @@ def select(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool,
         everyones = ranks.gather(torch.stack([zeros, lowest]))
         count = count - everyones[:, 0].sum(0)
         found = everyones[:, 1].amin(0)
-    return Kept(mask, count.int(), torch.where(count > 0, _value_of(found), torch.inf))
+    return Kept(mask, count.clamp(max=_MOST).int(), torch.where(count > 0, _value_of(found), torch.inf))
 
 
 def gathers_counts(segments: int, ranks: int) -> bool:

@@ -229,16 +229,16 @@ def _agreed(
 ) -> tuple[Any, ...]:
     """The op's arguments, which it will not refuse once others wait for it."""
     if torch.compiler.is_compiling():  # values are not known yet, and torch has looked at shapes
-        shard.require_start()
+        shard.find_start()
         return arguments()
     given: list[tuple[Any, ...]] = []
 
     def check() -> None:
-        shard.require_start()
+        shard.find_start()
         given.append(arguments())
         refuse(*given[0])
 
-    agree(shard.ranks, op, check, **alike)
+    agree(shard.ranks, op, check, lambda _: alike)
     if os.environ.get("D3S_KERNELS_CHECK") == "1":
         _require_one_vocabulary(shard, alike["labels"])
     return given[0]
