@@ -24,6 +24,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tokens before it": (2, {"entropy_from": "rollout"}),
     "an odd number to keep": (2, {"rollouts_start": 3, "rollouts_end": 3}),
     "of each group": (2, {"rollout_scope": "group", "token_scope": "sequence", "loss_type": "bnpo"}),
+    "one that keeps none": (3, {"rollouts_start": 2, "rollouts_end": 2, "drop_zeros": True}),
     "three processes": (3, {"advantages_from": "kept", "rollout_scope": "group", "loss_type": "grpo"}),
 }
 
@@ -35,7 +36,9 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     own = options | {"per_device_train_batch_size": PER_RANK[ranks]}
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    }
     done = subprocess.run(
         [*command, str(HERE / "trl_ranks.py"), str(folder), json.dumps(own)],
         capture_output=True,
@@ -103,14 +106,31 @@ def test_prompts_travel_with_their_completions(together: tuple) -> None:
         for row in range(ROWS)
     }
     ranks, options, outcomes, _ = together
-    moved = 0
+    moved = []
     for rank, one in enumerate(outcomes):
         own = batch_of_rank(1, rank, ranks)
         at_first = {tokens_of(row, own) for row in range(len(own["advantages"]))}
-        for row in range(len(one["advantages"])):
-            moved += tokens_of(row, one) not in at_first
+        rows = range(len(one["advantages"]))
+        moved.append(sum(tokens_of(row, one) not in at_first for row in rows))
+        for row in rows:
             assert one["prompt_ids"][row][one["prompt_mask"][row].bool()].tolist() == prompts[tokens_of(row, one)]
-    assert moved > 0 or options.get("rollout_scope") == "group"  # over the batch, one process has more to keep
+    assert sum(moved) > 0 or options.get("rollout_scope") == "group"  # over the batch, one process has more to keep
+    if options == CASES["one that keeps none"][1]:
+        assert moved[1] == len(outcomes[1]["advantages"])  # all came from others
+    exchanges = [name for one in outcomes for name, _ in one["sent"]["_keep_rollouts"] if "alltoall" in name]
+    assert len(exchanges) == (ranks if sum(moved) else 0)
+
+
+def test_no_scores_travel(together: tuple) -> None:
+    """Of rollouts two numbers each, and the rows that move; of tokens counts, as many as if there were one token."""
+    ranks, options, outcomes, _ = together
+    for one in outcomes:
+        for name, size in one["sent"]["_keep_rollouts"]:
+            assert "alltoall" in name or size <= 4 * (2 * PER_RANK[ranks] + 1)
+        of_one_token = one["sent"]["one token"]
+        if options.get("token_scope") == "sequence":
+            of_one_token = []
+        assert one["sent"]["_choose_tokens"] == of_one_token
 
 
 def test_the_same_tokens_and_gradient(together: tuple) -> None:

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from tiny_trl import generation_batch, gradients, model, trainer
 from torch import Tensor
+from traffic import counted
+
+from d3s_kernels import select_tokens
 
 ROWS = 24  # three groups of 8; on two processes the second one lies on both
 
@@ -48,6 +51,19 @@ def outcome(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, **metrics, "gradient": gradients(made)} | ({} if kept is None else {"d3s_kept": kept})
 
 
+def watched(made: Any, name: str, calls: list[tuple[str, int]]) -> None:
+    """From now on, what a method of the trainer sends is put down."""
+    method = getattr(made, name)
+
+    def counting(*arguments: Any) -> Any:
+        with counted() as seen:
+            result = method(*arguments)
+        calls.extend(seen)
+        return result
+
+    setattr(made, name, counting)
+
+
 def main(folder: str, options: str) -> None:
     torch.set_num_threads(1)
     made = trainer(policy=model(), ddp_backend="gloo", gradient_accumulation_steps=1, **json.loads(options))
@@ -56,14 +72,20 @@ def main(folder: str, options: str) -> None:
     forwards = 0
     score = made.model.forward
 
-    def counted(*arguments: Any, **options: Any) -> Any:
+    def counting(*arguments: Any, **options: Any) -> Any:
         nonlocal forwards
         forwards += 1
         return score(*arguments, **options)
 
-    made.model.forward = counted
+    made.model.forward = counting
+    sent: dict[str, list[tuple[str, int]]] = {"_keep_rollouts": [], "_choose_tokens": []}
+    for name, calls in sent.items():
+        watched(made, name, calls)
     found = outcome(made, batch_of_rank(1, here, ranks))
-    torch.save(found | {"forwards": torch.tensor(forwards)}, Path(folder) / f"{here}.pt")
+    with counted() as sent["one token"]:
+        one = torch.ones(1, 1), torch.ones(1)
+        select_tokens(*one, 1.0, drop_zeros=made.args.drop_zeros, process_group=torch.distributed.group.WORLD)
+    torch.save(found | {"forwards": torch.tensor(forwards), "sent": sent}, Path(folder) / f"{here}.pt")
     made.model.forward = score
     made.train()  # and whole steps, with generation; DDP averages the gradients
     weights = torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])

@@ -6,17 +6,19 @@ all ranks, rank after rank, are the groups one after another; a group may lie on
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
+from ..._ranks.equal_rows import most_varied
 from ...rollouts import max_variance_select
 from ...tokens import topk_mask
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Batch = dict[str, Any]
 
@@ -43,8 +45,9 @@ def choose_rollouts(advantages: Tensor, keep: int, scope: str, multiple: int, ra
         scope: "batch" pools all groups; "group" keeps the same number of each, and one more of those with the widest
             spread where the multiple asks for it.
         multiple: divides ``groups * n``.
-        ranks: where given, each rank's share is chosen from its own rows, so that no rollout has to move; from its own
-            groups, if scope is "group" and no group lies on two ranks.
+        ranks: where given, each rank keeps as many, so that no rollout has to move. Those of all ranks vary together as
+            much as is found under that limit; if scope is "group" and no group lies on two ranks, each chooses from its
+            own groups.
 
     Returns:
         bool ``[groups * n]``.
@@ -54,7 +57,8 @@ def choose_rollouts(advantages: Tensor, keep: int, scope: str, multiple: int, ra
     if ranks is not None and scope == "group" and groups % ranks == 0:
         return torch.cat([choose_rollouts(own, keep, scope, multiple // ranks) for own in advantages.chunk(ranks)])
     if ranks is not None:
-        return max_variance_select(advantages.reshape(ranks, -1), total // ranks).flatten()
+        wanted = torch.full((), total, device=advantages.device)
+        return most_varied(advantages.reshape(ranks, -1), wanted).flatten()
     if scope == "batch":
         return max_variance_select(advantages.flatten(), total)
     each, more = divmod(total, groups)
@@ -78,50 +82,40 @@ def _rows(value: Any, rows: Tensor) -> Any:
     return value[rows] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
 
 
-def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, accelerator: Accelerator) -> Batch:
-    """The kept rows of all ranks, the same number on each: what a rank has too many of goes where some are missing.
+def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: ProcessGroup | None) -> Batch:
+    """The kept rows; those of all ranks, the same number on each: what a rank has too many of goes where some are
+    missing, from device to device.
 
     Args:
-        batch: this rank's rows.
-        kept: bool, a rollout of all ranks each; the same on every rank, and a multiple of their number.
+        batch: this rank's rows. Where some move, no rank's have images.
+        kept: bool, which of them are kept; of all ranks together a multiple of their number.
+        process_group: all ranks, or None where there is one.
     """
-    here, ranks = accelerator.process_index, accelerator.num_processes
-    of_rank = kept.view(ranks, -1)
-    counts = of_rank.sum(dim=1).tolist()
-    quota = sum(counts) // ranks
-    own = of_rank[here].nonzero()[:, 0]
-    staying = take(batch, own[:quota])
-    if all(count == quota for count in counts):
-        return staying
-    moving = take(batch, own[quota:])
-    rows = [
-        {name: value[row].cpu() for name, value in moving.items() if _by_row(value)} for row in range(len(own[quota:]))
-    ]
-    moved = gather_object(rows)  # by every rank, in the order of the ranks
-    before = sum(max(0, quota - count) for count in counts[:here])
-    return _joined(staying, moved[before : before + max(0, quota - counts[here])], pad_token)
+    if process_group is None:
+        return take(batch, kept.nonzero()[:, 0])
+    from ...distributed import exchange_rows, plan_rows
+
+    plan = plan_rows(kept, process_group)
+    if plan.moved == 0:
+        return take(batch, plan.staying)
+    rows = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
+    return batch | exchange_rows(_widened(rows, pad_token, process_group), plan, process_group)
 
 
-def _by_row(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+def _widened(rows: dict[str, Tensor], pad_token: int, process_group: ProcessGroup) -> dict[str, Tensor]:
+    """Each tensor as wide as it is where it is widest; what is new in width is padding."""
+    from ..._ranks.group import ranks_of
 
+    names = sorted(name for name, value in rows.items() if value.dim() > 1)
+    widths = torch.tensor([rows[name].shape[1] for name in names], device=rows["prompt_ids"].device)
+    widest = ranks_of(process_group).gather(widths).amax(dim=0).tolist()
 
-def _joined(batch: Batch, rows: list[Batch], pad_token: int) -> Batch:
-    """``batch`` with further rows, which may be wider or narrower; what is new in width is padding."""
-
-    def widened(name: str, value: Tensor, width: int) -> Tensor:
-        missing = width - value.shape[-1]
+    def widened(name: str, width: int) -> Tensor:
+        missing = width - rows[name].shape[1]
         filler = {"prompt_ids": pad_token, "completion_ids": pad_token, "importance_sampling_ratio": 1}.get(name, 0)
-        return pad(value, (missing, 0) if name in _PROMPT else (0, missing), value=filler)
+        return pad(rows[name], (missing, 0) if name in _PROMPT else (0, missing), value=filler)
 
-    def joined(name: str, value: Tensor) -> Tensor:
-        new = [row[name].to(value.device) for row in rows]
-        if value.dim() > 1:
-            width = max(tensor.shape[-1] for tensor in [value, *new])
-            value, new = widened(name, value, width), [widened(name, row, width) for row in new]
-        return torch.cat([value, *(row[None] for row in new)])
-
-    return {name: joined(name, value) if _by_row(value) else value for name, value in batch.items()}
+    return rows | {name: widened(name, width) for name, width in zip(names, widest, strict=True)}
 
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:

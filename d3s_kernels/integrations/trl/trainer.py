@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .espo import as_espo
 from .gradient import gradient_weights, loss_mask, only_through
 from .head import d3s_head
 from .rollouts import Batch, choose_rollouts, keep_rollouts, last_column, rows_to_keep, take, trimmed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # What TRL's method takes of a batch beside its tokens.
 _IMAGES = (
@@ -115,6 +118,11 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         """Of rows, so that each process has as many in each of its micro-batches."""
         return int(self.accelerator.num_processes * self.args.steps_per_generation)
 
+    @property
+    def _process_group(self) -> ProcessGroup | None:
+        """All processes; None where there is one, which asks nothing of torch.distributed."""
+        return torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
+
     def _budget(self) -> Budget:
         steps = self.state.max_steps
         return self._schedule(min(1.0, self.state.global_step / steps) if steps > 0 else 0.0)
@@ -193,7 +201,9 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             # TRL has divided by the batch's spread already, if it is asked to.
             scale: Literal["group", "none"] = "group" if self.scale_rewards == "group" else "none"
             batch["advantages"] = group_advantages(survivors, scale=scale).view(ranks, -1)[here]
-        batch = trimmed(keep_rollouts(batch, kept, self._tokenizer.pad_token_id, accelerator), self.pad_to_multiple_of)
+        own_kept = kept.view(ranks, -1)[here]
+        batch = keep_rollouts(batch, own_kept, self._tokenizer.pad_token_id, self._process_group)
+        batch = trimmed(batch, self.pad_to_multiple_of)
         batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
         return batch
 
@@ -251,30 +261,17 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """The mask of this process's tokens: exactly the budget's share of all processes' tokens, or of each row's."""
-        ratio, drop_zeros = self._budget().token_ratio, self.args.drop_zeros
-        if self.args.token_scope == "sequence":
-            chosen = select_tokens(entropy, advantages, ratio, mask=mask, scope="sequence", drop_zeros=drop_zeros)
-            self._log_threshold(chosen.threshold)
-            return chosen.mask
-        rows, columns = entropy.shape
-        # NaN is neither chosen nor counted, so it serves as padding.
-        everyones = self._gathered(torch.where(mask, entropy, torch.nan))
-        chosen = select_tokens(everyones, self._gathered(advantages), ratio, drop_zeros=drop_zeros)
+        chosen = select_tokens(
+            entropy, advantages, self._budget().token_ratio,
+            mask=mask, scope=self.args.token_scope, drop_zeros=self.args.drop_zeros, process_group=self._process_group,
+        )  # fmt: skip
         self._log_threshold(chosen.threshold)
-        first = self.accelerator.process_index * rows
-        return chosen.mask[first : first + rows, :columns]
+        return chosen.mask
 
     def _log_threshold(self, threshold: Tensor) -> None:
         mean = float(torch.where(threshold.isfinite(), threshold, torch.nan).nanmean())  # infinite: nothing is kept
         if math.isfinite(mean):
             self._log(threshold=mean)
-
-    def _gathered(self, values: Tensor) -> Tensor:
-        """The rows of all processes, NaN where one has fewer columns."""
-        if values.dim() > 1:
-            values = self.accelerator.pad_across_processes(values, dim=1, pad_index=torch.nan)
-        everyones: Tensor = self.accelerator.gather(values.contiguous())
-        return everyones
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         if not self.model.training:
