@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import Ranks, world
 from torch import Tensor
 
 from d3s_kernels import reference
+from d3s_kernels._ranks.equal_rows import most_varied
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -79,6 +81,36 @@ def test_keep_tokens(dtype: torch.dtype) -> None:
     t = padded(5, 20)
     result = SNIPPETS["keep_tokens"](t["logprob"], t["entropy"], t["advantages"], t["mask"].to(dtype), RATIO)
     check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))
+
+
+def tokens_rank(ranks: Ranks, seed: int) -> None:
+    """Each rank has some of the rows: of one step's micro-batches, one share; and packed, as AReaL has them."""
+    for number in range(20):
+        torch.manual_seed(seed + number)  # the same on all ranks
+        t = padded(6, 20)
+        kept = expected_tokens(t["entropy"], t["advantages"], t["mask"])
+        begin, end = (0, 2) if ranks.rank == 0 else (2, 6)
+        own = {name: value.detach()[begin:end].clone() for name, value in t.items()}
+        own["logprob"].requires_grad_()
+        inputs = own["logprob"], own["entropy"], own["advantages"], own["mask"]
+        result = SNIPPETS["keep_tokens"](*inputs, RATIO, process_group=ranks.group)
+        check_gradient(result, own["logprob"], kept[begin:end])
+
+        lengths = own["mask"].sum(1)
+        packed = {name: value.detach()[own["mask"]] for name, value in own.items()}
+        packed["logprob"].requires_grad_()
+        input_data = {
+            "advantages": packed["advantages"],
+            "loss_mask": packed["mask"].float(),
+            "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        }
+        loss_fn = SNIPPETS["areal_loss"](lambda logprobs, *_: logprobs, RATIO, process_group=ranks.group)
+        result = loss_fn(packed["logprob"], packed["entropy"], input_data)
+        check_gradient(result, packed["logprob"], kept[begin:end][own["mask"]])
+
+
+def test_tokens_of_all_ranks() -> None:
+    world(2).run(tokens_rank, int(torch.randint(2**31, ())))
 
 
 # ---- slime -----------------------------------------------------------------------------------------------------------
@@ -218,9 +250,8 @@ def test_openrlhf_tokens() -> None:
 # ---- AReaL -----------------------------------------------------------------------------------------------------------
 
 
-def test_areal_rollouts() -> None:
-    rewards = rewards_of_groups()
-    data: list[dict[str, Any]] = [
+def areal_data(rewards: Tensor) -> list[dict[str, Any]]:
+    return [
         {
             "rewards": row,
             "input_ids": torch.randint(9, (GROUP, 5 + g)),
@@ -231,17 +262,44 @@ def test_areal_rollouts() -> None:
         }
         for g, row in enumerate(rewards)
     ]
-    before = [dict(group) for group in data]
-    smaller = SNIPPETS["areal_drop_rollouts"](data, KEEP)
-    assert len(smaller) == GROUPS
-    for old, new, untouched, row in zip(before, smaller, data, rewards, strict=True):
-        kept = reference.max_variance_select(row, KEEP)
-        assert all(untouched[name] is old[name] for name in old)
+
+
+def check_areal(smaller: list[dict[str, Any]], data: list[dict[str, Any]], kept: Tensor) -> None:
+    pairs = [(group, rows) for group, rows in zip(data, kept, strict=True) if rows.any()]
+    assert len(smaller) == len(pairs)
+    for new, (old, rows) in zip(smaller, pairs, strict=True):
         assert list(new) == list(old)
         for name in ("rewards", "input_ids", "loss_mask"):
-            assert torch.equal(new[name], old[name][kept])
-        assert len(new["rewards"]) == KEEP
+            assert torch.equal(new[name], old[name][rows])
         assert all(new[name] is old[name] for name in ("rl_loss_weight", "images", "table"))
+
+
+def test_areal_rollouts() -> None:
+    rewards = rewards_of_groups()
+    rewards[0] = 1.0  # advantages of 0, which are not among the extremes: this prompt keeps none
+    data = areal_data(rewards)
+    before = [dict(group) for group in data]
+    _, kept = expected_rollouts(rewards)
+    smaller = SNIPPETS["areal_drop_rollouts"](data, KEEP)
+    check_areal(smaller, before, kept)
+    assert len(smaller) < GROUPS
+    assert all(untouched[name] is old[name] for old, untouched in zip(before, data, strict=True) for name in old)
+
+
+def areal_rank(ranks: Ranks, seed: int) -> None:
+    """Half of the prompts on each rank: as many rollouts are kept of both halves."""
+    for number in range(20):
+        torch.manual_seed(seed + number)  # the same on all ranks
+        rewards = rewards_of_groups()
+        advantages = reference.group_advantages(rewards).float().view(ranks.size, -1)
+        kept = most_varied(advantages, torch.tensor(KEEP * GROUPS)).view(ranks.size, -1, GROUP)[ranks.rank]
+        assert kept.sum() == KEEP * GROUPS // ranks.size
+        data = areal_data(rewards.chunk(ranks.size)[ranks.rank])
+        check_areal(SNIPPETS["areal_drop_rollouts"](data, KEEP, ranks.group), data, kept)
+
+
+def test_areal_rollouts_of_all_ranks() -> None:
+    world(2).run(areal_rank, int(torch.randint(2**31, ())))
 
 
 @pytest.mark.parametrize("scope", ["batch", "sequence"])
