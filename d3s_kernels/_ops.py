@@ -73,8 +73,6 @@ linear_logprob_entropy = _public(_op.linear_logprob_entropy.default)
 vocab_parallel_logprob_entropy = _public(_op.vocab_parallel_logprob_entropy.default)
 vocab_parallel_linear_logprob_entropy = _public(_op.vocab_parallel_linear_logprob_entropy.default)
 # What these two refuse, and no more: before ranks wait for one another.
-check_shard = _public(torch.ops.d3s_checks.softmax_state_.default)
-check_states = _public(torch.ops.d3s_checks.softmax_state_finish.default)
 topk_mask = _public(_op.topk_mask.default)
 select_tokens = _public(_op.select_tokens.default)
 select_tokens_from_logits = _public(_op.select_tokens_from_logits.default)
@@ -88,6 +86,13 @@ max_variance_select = _public(_op.max_variance_select.default)
 importance_ratio = _public(_op.importance_ratio.default)
 entropy_groups = _public(_op.entropy_groups.default)
 adaptive_clip = _public(_op.adaptive_clip.default)
+
+
+def refuse(op: str, *arguments: Any) -> None:
+    """Raises what the op would raise of its arguments, and computes nothing. In a graph the op does it when it runs."""
+    if not torch.compiler.is_compiling():
+        _public(getattr(torch.ops.d3s_checks, op).default)(*arguments)
+
 
 # ---- what there is --------------------------------------------------------------------------------------------------
 

@@ -132,28 +132,27 @@ def test_an_argument_that_is_wrong_by_itself_is_refused_before_anything_is_sent(
     assert world(2).run(one_differs, "topk_mask", {})[0].any()  # and nothing is left over
 
 
-def one_dies(ranks: Ranks) -> tuple[str, float]:
-    d3s.topk_mask(ENTROPY, 0.5, process_group=ranks.group)
-    if ranks.rank == 1:
-        os._exit(3)
+def until_an_error(ranks: Ranks) -> tuple[str, float]:
     start = time.monotonic()
     try:
         d3s.topk_mask(ENTROPY, 0.5, process_group=ranks.group)
     except RuntimeError as error:
         return str(error), time.monotonic() - start
     raise AssertionError
+
+
+def one_dies(ranks: Ranks) -> tuple[str, float]:
+    d3s.topk_mask(ENTROPY, 0.5, process_group=ranks.group)
+    if ranks.rank == 1:
+        os._exit(3)
+    return until_an_error(ranks)
 
 
 def one_stays_away(ranks: Ranks) -> tuple[str, float]:
     if ranks.rank == 1:
         time.sleep(6)
         return "", 0.0
-    start = time.monotonic()
-    try:
-        d3s.topk_mask(ENTROPY, 0.5, process_group=ranks.group)
-    except RuntimeError as error:
-        return str(error), time.monotonic() - start
-    raise AssertionError
+    return until_an_error(ranks)
 
 
 @pytest.mark.parametrize("task", [one_dies, one_stays_away])
@@ -171,14 +170,19 @@ def test_a_rank_that_is_gone_is_torchs_error(task: Callable) -> None:
 
 
 def compiled(ranks: Ranks, backend: str) -> list[bool]:
-    def selected(entropy: Tensor, advantages: Tensor) -> Any:
-        return d3s.select_tokens(2 * entropy, advantages, 0.2, process_group=ranks.group)
+    across: dict[str, Any] = {"process_group": ranks.group}
 
-    graph = torch.compile(selected, fullgraph=True, backend=backend)
+    def choose(entropy: Tensor, rewards: Tensor) -> tuple[Tensor, ...]:
+        advantages = d3s.group_advantages(2 * rewards, scale="batch", max_rollouts=64, **across)
+        kept = d3s.select_rollouts(advantages, 2, max_rollouts=64, **across)
+        equal = d3s.select_rollouts(advantages, 2, equal_rows=True, max_rollouts=64, **across)
+        return advantages, kept, equal, *d3s.select_tokens(2 * entropy, advantages.view(-1), 0.2, **across)
+
+    graph = torch.compile(choose, fullgraph=True, backend=backend)
     same = []
-    for tokens in (50, 60 + 7 * ranks.rank, 1000):
-        entropy, advantages = torch.rand(tokens), torch.randn(tokens)
-        found, expected = graph(entropy, advantages), selected(entropy, advantages)
+    for groups in (4, 5 + ranks.rank, 10):
+        entropy, rewards = torch.rand(4 * groups, 30), torch.rand(groups, 4)
+        found, expected = graph(entropy, rewards), choose(entropy, rewards)
         same += [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
     return same
 
@@ -187,5 +191,5 @@ def compiled(ranks: Ranks, backend: str) -> list[bool]:
 def test_in_a_graph(backend: str, check: str) -> None:
     """While a graph is made nothing is asked of the other ranks, which make theirs."""
     for same in world(2).run(compiled, backend, D3S_KERNELS_CHECK=check):
-        assert len(same) == 12
+        assert len(same) == 3 * 7
         assert all(same)

@@ -27,9 +27,6 @@ from .equal_rows import most_varied
 from .group import ranks_of
 from .offsets import is_known, is_whole, own_offsets, require_offsets, require_segments
 
-_check_advantages = _ops._public(torch.ops.d3s_checks.group_advantages.default)
-_check_selection = _ops._public(torch.ops.d3s_checks.max_variance_select.default)
-
 
 class Across(NamedTuple):
     """What the arguments say of the ranks."""
@@ -71,7 +68,7 @@ def group_advantages(
     def check() -> None:
         local.check_group_advantages(rewards, offsets, scale, eps, ddof)
         across.check("rewards", rewards, offsets)
-        _check_advantages(rewards, own_offsets(across.segments, offsets), scale, eps, ddof)
+        _ops.refuse("group_advantages", rewards, own_offsets(across.segments, offsets), scale, eps, ddof)
 
     same = {"scale": scale, "eps": eps, "ddof": ddof}
     agree(ranks, "group_advantages", check, lambda _: across.alike(rewards, offsets) | same)
@@ -159,7 +156,9 @@ def _select(
         check_locally()
         across.check("values", values, offsets)
         number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
-        _check_selection(values, number, tensor, mask, own_offsets(across.segments, offsets), max_segment)
+        _ops.refuse(
+            "max_variance_select", values, number, tensor, mask, own_offsets(across.segments, offsets), max_segment
+        )
 
     same = {"keep": keep, "rule": rule, "scope": scope, "equal_rows": equal_rows}
     agree(ranks, op, check, lambda _: across.alike(values, offsets) | same)

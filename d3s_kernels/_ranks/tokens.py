@@ -16,8 +16,6 @@ from .group import Ranks, ranks_of
 from .offsets import alike, is_whole, own_offsets, own_pieces, require_segments
 from .top import Quota, select
 
-_check_topk = _ops._public(torch.ops.d3s_checks.topk_mask.default)
-_check_selection = _ops._public(torch.ops.d3s_checks.select_tokens.default)
 _Selection = tuple[Tensor, Tensor, Tensor]
 
 
@@ -38,9 +36,7 @@ def topk_mask(
     def check() -> Quota:
         quota = quota_of()
         require_segments(segments, scores, offsets, "scores")
-        if not torch.compiler.is_compiling():  # else the kernels do it, when the graph runs
-            own = own_offsets(segments, offsets)
-            _check_topk(scores, *quota, mask, own, max_segment, drop_zeros)
+        _ops.refuse("topk_mask", scores, *quota, mask, own_offsets(segments, offsets), max_segment, drop_zeros)
         return quota
 
     same |= {"drop_zeros": drop_zeros}
@@ -78,9 +74,8 @@ def select_tokens(
         if segments == "global":
             _require_one_for_each(each, entropy, offsets)
             checked = each.new_zeros(())
-        if not torch.compiler.is_compiling():
-            own = own_offsets(segments, offsets)
-            _check_selection(entropy, checked, *quota[:2], mask, own, max_segment, pooled, drop_zeros)
+        own = own_offsets(segments, offsets)
+        _ops.refuse("select_tokens", entropy, checked, *quota[:2], mask, own, max_segment, pooled, drop_zeros)
         return entropy, each, quota
 
     same |= {"scope": scope, "drop_zeros": drop_zeros}

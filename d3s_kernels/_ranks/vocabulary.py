@@ -99,7 +99,7 @@ def vocab_parallel_logprob_entropy(
 
     def refuse(*given: Any) -> None:
         state = logits.new_empty((rows.numel(), 4), dtype=torch.float32)
-        _ops.check_shard(state, *given[:3], *given[4:])
+        _ops.refuse("softmax_state_", state, *given[:3], *given[4:])
 
     alike = {"the rows of logits_shard": list(rows), "labels": labels, "temperature": temperature, "row_mask": row_mask}
     given = _agreed("vocab_parallel_logprob_entropy", shard, arguments, refuse, alike)
@@ -207,7 +207,9 @@ def vocab_parallel_linear_logprob_entropy(
         _linear.require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
         # A rank that has no token looks at no temperature: it must refuse one before the others wait for it.
         state = hidden.new_empty((labels.numel(), 4), dtype=torch.float32)
-        _ops.check_states(state, number, tensor if tensor is None or tensor.dim() == 0 else tensor.reshape(-1))
+        _ops.refuse(
+            "softmax_state_finish", state, number, tensor if tensor is None or tensor.dim() == 0 else tensor.reshape(-1)
+        )
 
     alike = {
         "hidden": (list(hidden.shape), str(hidden.dtype)) if isinstance(hidden, Tensor) else None,
