@@ -34,7 +34,8 @@ def run(ranks: Ranks | None, groups: list[int]) -> list[dict[str, Any]]:
     found = []
     for snippet in snippets():
         names: dict[str, Any] = {
-            "d3s": d3s, "torch": torch, "advantages": advantages, "entropy": entropy, "mask": mask, "per_token_loss": entropy,
+            "d3s": d3s, "torch": torch, "advantages": advantages, "entropy": entropy, "mask": mask,
+            "per_token_loss": entropy,
             "keep": 2, "budget": d3s.Budget(2, 0.2), "group": None if ranks is None else ranks.group,
         }  # fmt: skip
         exec(snippet, names)
