@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from traffic import counted
 import d3s_kernels
 from d3s_kernels import group_advantages, max_variance_select, select_rollouts
 from d3s_kernels._plain.segments import pool_present
-from d3s_kernels._ranks import rollouts
+from d3s_kernels._ranks import concatenation, rollouts
 from d3s_kernels.rollouts import ROLLOUT_RULES
 
 sizes = pytest.mark.parametrize("size", SIZES)
@@ -107,9 +109,16 @@ def random_keep(generator: torch.Generator) -> tuple[int, int | Tensor]:
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
+def rounds_of(rounds: int) -> Iterator[int]:
+    """In every other one as with a GPU, whose numbers the host does not look at."""
+    for number in range(rounds):
+        with mock.patch.object(concatenation, "_is_at_hand", lambda _, odd=number % 2: not odd):
+            yield number
+
+
 def any_advantages(ranks: Ranks, seed: int, rounds: int) -> None:
     generator = random_generator(seed)
-    for _ in range(rounds):
+    for _ in rounds_of(rounds):
         batch = random_batch(ranks.size, generator, special=False)
         options = {"scale": choose(SCALES, generator), "eps": choose((1e-4, 0.0, 0.5), generator)}
         options["ddof"] = choose((0, 1, 2), generator)
@@ -126,7 +135,7 @@ def test_advantages(size: int) -> None:
 
 def any_selection(ranks: Ranks, seed: int, rounds: int) -> None:
     generator = random_generator(seed)
-    for _ in range(rounds):
+    for _ in rounds_of(rounds):
         batch = random_batch(ranks.size, generator)
         keep, given_keep = random_keep(generator)
         across = random_bound(batch, ranks, generator) | batch.of(ranks.rank)
@@ -146,6 +155,24 @@ def any_selection(ranks: Ranks, seed: int, rounds: int) -> None:
 @sizes
 def test_selections(size: int) -> None:
     world(size).run(any_selection, int(torch.randint(2**31, ())), 150)
+
+
+def even_batches(ranks: Ranks, seed: int) -> None:
+    """As many rollouts on every rank, and as the bound says: they need no rearranging."""
+    generator = random_generator(seed)
+    for number in rounds_of(20):
+        values = torch.randn(ranks.size * 3, 4, generator=generator).round(decimals=1)
+        own, bound = values[ranks.rank * 3 :][:3], {} if number % 4 < 2 else {"max_rollouts": 12}
+        across = {"process_group": ranks.group, **bound}
+        mine = slice(ranks.rank * 3, ranks.rank * 3 + 3)
+        assert_same_bits(select_rollouts(own, 2, **across), select_rollouts(values, 2)[mine])
+        advantages = group_advantages(values, scale="batch")
+        assert_same_bits(group_advantages(own, scale="batch", **across), advantages[mine].contiguous())
+
+
+@sizes
+def test_even_batches(size: int) -> None:
+    world(size).run(even_batches, int(torch.randint(2**31, ())))
 
 
 def random_rule(ranks: Ranks, seed: int, rounds: int) -> tuple[list[list[int]], list[int]]:

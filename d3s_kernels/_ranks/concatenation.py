@@ -52,19 +52,24 @@ def gather(ranks: Ranks, values: Tensor, groups: int, max_rollouts: int | None) 
     """Everyone's values, float32 ``[n]``, in one round with ``max_rollouts`` and in two without."""
     most, total = max_rollouts, None
     if most is None:
-        sizes = ranks.gather_number(len(values), values).tolist()  # waits for the device
-        most, total = max(sizes), sum(sizes)
+        lengths = ranks.gather_number(len(values), values).tolist()  # waits for the device
+        most, total = max(lengths), sum(lengths)
     # As int32, so that nothing on the way takes the numbers in front for floats.
     message = torch.full((_HEADER + most,), math.nan, dtype=torch.float32, device=values.device).view(torch.int32)
     message[0], message[1] = len(values), groups
     message[_HEADER : _HEADER + len(values)] = values.view(torch.int32)
     all_messages = ranks.gather(message)
+    sizes = all_messages[:, 0].long()
+    if total is None and _is_at_hand(sizes):
+        total = int(sizes.sum())
     return Everyones(
-        all_messages[:, _HEADER:].contiguous().view(torch.float32),
-        all_messages[:, 0].long(),
-        all_messages[:, 1].long(),
-        total,
+        all_messages[:, _HEADER:].contiguous().view(torch.float32), sizes, all_messages[:, 1].long(), total
     )
+
+
+def _is_at_hand(sizes: Tensor) -> bool:
+    """Whether the host can look at them and waits for nobody."""
+    return sizes.is_cpu and not torch.compiler.is_compiling()
 
 
 def concatenate(everyones: Everyones, rank: int, held: int) -> Concatenation:
@@ -72,11 +77,14 @@ def concatenate(everyones: Everyones, rank: int, held: int) -> Concatenation:
     most = everyones.values.shape[1]
     ends = everyones.sizes.cumsum(0)
     begins = ends - everyones.sizes
+    begin = begins[rank : rank + 1]
+    own = begin + torch.arange(held, device=ends.device)
+    if everyones.total == everyones.values.numel():  # all ranks have as many: they are one after the other already
+        return Concatenation(everyones.values.view(-1), ends[-1:], begin, own)
     place = torch.arange(everyones.length, device=ends.device)
     holder = torch.searchsorted(ends, place, right=True)  # one past the last rank, behind what the ranks hold
     inside = place < ends[-1]
     holder = holder.where(inside, 0)
     source = (holder * most + place - begins[holder]).where(inside, 0)
     values = everyones.values.view(-1)[source].masked_fill(~inside, math.nan)
-    begin = begins[rank : rank + 1]
-    return Concatenation(values, ends[-1:], begin, begin + torch.arange(held, device=ends.device))
+    return Concatenation(values, ends[-1:], begin, own)
