@@ -56,6 +56,23 @@ def tokens() -> None:
     op.select_tokens_from_logits(torch.randn(2, 3, 100), torch.randn(2), 0.5)
 
 
+def tokens_in_steps() -> None:
+    for n in (0, 1, 31, 1000, 65537, 140001):
+        scores, mask = torch.randint(0, 50, (n,)).float(), torch.rand(n) < 0.9
+        whole = torch.tensor([0, n])
+        for offsets in (None, torch.tensor([0, n // 3, n // 3, n])):
+            keys = op.order_keys(scores, None, mask, offsets)
+            cut = torch.zeros(1 if offsets is None else 3, 3, dtype=torch.int64)
+            for shift, bits in ((21, 11), (10, 11), (0, 10)):
+                op.narrow_cut_(cut, op.key_histogram(keys, cut, shift, bits, offsets), shift, ratio=0.3)
+            # More ties than there are, and none, are both allowed.
+            for ties in (cut[:, 1].contiguous(), torch.full_like(cut[:, 1], -3), torch.full_like(cut[:, 1], n + 5)):
+                kept, _, _ = op.mask_at_cut(keys, cut, ties, offsets, True)
+            kept, _, _ = op.mask_at_cut(keys, cut, cut[:, 1].contiguous(), offsets)
+            cuts = whole if offsets is None else offsets
+            assert torch.equal(kept, op.topk_mask(scores, 0.3, mask=mask, offsets=cuts))
+
+
 def rollouts() -> None:
     for shape in ((3, 1), (4, 8), (1, 1023), (2, 5000), (0, 4), (4, 0)):
         rewards = torch.randint(0, 5, shape).float()
@@ -84,6 +101,7 @@ def ratios() -> None:
 
 vocabulary()
 tokens()
+tokens_in_steps()
 rollouts()
 ratios()
-print("4 passed, 0 failed")
+print("5 passed, 0 failed")

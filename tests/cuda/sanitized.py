@@ -8,6 +8,7 @@ import torch
 import d3s_kernels as d3s
 
 GPU = torch.device("cuda")
+op = torch.ops.d3s_kernels
 
 
 def main() -> None:
@@ -41,6 +42,12 @@ def main() -> None:
         d3s.importance_ratio(
             leaf, ragged, level=level, groups=groups, offsets=offsets, denominator="old"
         ).sum().backward()
+    for segments in (None, offsets):  # in steps, as the ranks of a group do it
+        cut = torch.zeros(1 if segments is None else 4, 3, dtype=torch.int64, device=GPU)
+        keys = op.order_keys(ragged, None, None, segments)
+        for shift, bits in ((21, 11), (10, 11), (0, 10)):
+            op.narrow_cut_(cut, op.key_histogram(keys, cut, shift, bits, segments), shift, ratio=0.1)
+        op.mask_at_cut(keys, cut, cut[:, 1].contiguous(), segments, True)
     d3s.select_tokens_from_logits(torch.randn(4, 9, 500, device=GPU), torch.randn(4, device=GPU), 0.3)
     torch.cuda.synchronize()
     print("every op ran")
