@@ -91,13 +91,13 @@ def require_rule(rule: str, takes: tuple[str, ...]) -> None:
         raise ValueError(f"rule: got {rule!r}; takes one of {', '.join(map(repr, takes))}")
 
 
-def require_generator(generator: torch.Generator | None, rule: str, like: Tensor) -> None:
-    """There is one only where numbers are drawn, and of that device."""
+def require_generator(generator: torch.Generator | None, rule: str, draws: bool, like: Tensor) -> None:
+    """There is one only where the rule draws numbers, and of that device."""
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: got {type(generator).__name__}; takes a torch.Generator or None")
-    if rule != "random":
+    if not draws:
         raise ValueError(f"generator: got one with rule {rule!r}; takes one only with rule 'random'")
     if generator.device.type != like.device.type:
         raise ValueError(f"generator: is of {generator.device}; takes one of the values' device, {like.device}")

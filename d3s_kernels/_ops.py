@@ -72,7 +72,6 @@ logprob_entropy = _public(_op.logprob_entropy.default)
 linear_logprob_entropy = _public(_op.linear_logprob_entropy.default)
 vocab_parallel_logprob_entropy = _public(_op.vocab_parallel_logprob_entropy.default)
 vocab_parallel_linear_logprob_entropy = _public(_op.vocab_parallel_linear_logprob_entropy.default)
-# What these two refuse, and no more: before ranks wait for one another.
 topk_mask = _public(_op.topk_mask.default)
 select_tokens = _public(_op.select_tokens.default)
 select_tokens_from_logits = _public(_op.select_tokens_from_logits.default)

@@ -171,83 +171,31 @@ def _(entropy: Tensor, *_: Any, **__: Any) -> Tensor:
 
 # ---- autograd -------------------------------------------------------------------------------------------------------
 # Gradients that did not come stay None, so that entropy used as a score costs nothing in the backward.
+#
+# Where ranks share the vocabulary, two arguments more say which tokens a rank has, and the group. Incoming gradients are
+# the same on all ranks: that of the logits is made of them and of what the forward found, with no word from the others.
 
 
-def _save_logprob_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, ctx.temperature, temperature_tensor, row_mask = inputs
-    _, entropy, row_max, log_sum = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_max, log_sum)
-    ctx.save_for_backward(logits, labels, temperature_tensor, row_mask, entropy, row_max, log_sum)
-
-
-def _logprob_entropy_backward(
-    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    logits, labels, temperature_tensor, row_mask, entropy, row_max, log_sum = ctx.saved_tensors
-    grad = None
-    if grad_logprob is not None or grad_entropy is not None:
-        grad = _op.logprob_entropy_backward.default(
-            grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, ctx.temperature, temperature_tensor,
-            row_mask,
-        )  # fmt: skip
-    return grad, None, None, None, None
-
-
-torch.library.register_autograd(
-    "d3s_kernels::logprob_entropy", _logprob_entropy_backward, setup_context=_save_logprob_entropy
-)
-
-
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, labels, bias, ctx.temperature, temperature_tensor, ctx.logit_softcap, row_mask = inputs[:8]
-    _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[8:]
-    _, entropy, row_max, log_sum = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_max, log_sum)
-    ctx.save_for_backward(hidden, weight, labels, bias, temperature_tensor, row_mask, entropy, row_max, log_sum)
-
-
-def _linear_backward(
-    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    hidden, weight, labels, bias, temperature_tensor, row_mask, entropy, row_max, log_sum = ctx.saved_tensors
-    needs = ctx.needs_input_grad  # without the arguments at the end that have their default value
-    wanted = [needs[0], needs[1], len(needs) > 3 and needs[3]]
-    grads: list[Tensor | None] = [None, None, None]
-    if grad_logprob is not None or grad_entropy is not None:
-        found = _op.linear_logprob_entropy_backward.default(
-            grad_logprob, grad_entropy, hidden, weight, labels, bias, entropy, row_max, log_sum, ctx.temperature,
-            temperature_tensor, ctx.logit_softcap, row_mask, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes,
-            wanted,
-        )  # fmt: skip
-        grads = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-    return grads[0], grads[1], None, grads[2], *[None] * 8
-
-
-torch.library.register_autograd("d3s_kernels::linear_logprob_entropy", _linear_backward, setup_context=_save_linear)
-
-# ---- autograd, of a vocabulary that ranks share ---------------------------------------------------------------------
-# The incoming gradients are the same on all ranks: that of the logits is made of them and what the forward found, with
-# no word from the others.
-
-
-def _of_known_labels(grad_logprob: Tensor | None, logprob: Tensor) -> Tensor | None:
+def _of_known_labels(grad_logprob: Tensor | None, logprob: Tensor | None) -> Tensor | None:
     """A label that no rank has, which no rank knows by itself, gave NaN: so is what comes back through it."""
-    if grad_logprob is None:
-        return None
+    if grad_logprob is None or logprob is None:
+        return grad_logprob
     return torch.where(logprob.isnan() & (grad_logprob != 0), torch.nan, grad_logprob)
 
 
-def _save_parallel(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, ctx.first_token, _, ctx.temperature, temperature_tensor, row_mask = inputs
+def _save(ctx: Any, output: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
     logprob, entropy, row_max, log_sum = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(row_max, log_sum)
-    ctx.save_for_backward(logits, labels, temperature_tensor, row_mask, logprob, entropy, row_max, log_sum)
+    ctx.save_for_backward(*inputs, logprob if ctx.shard else None, entropy, row_max, log_sum)
 
 
-def _parallel_backward(
+def _save_logprob_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, labels, *ctx.shard, ctx.temperature, temperature_tensor, row_mask = inputs
+    _save(ctx, output, logits, labels, temperature_tensor, row_mask)
+
+
+def _logprob_entropy_backward(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     logits, labels, temperature_tensor, row_mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
@@ -255,51 +203,42 @@ def _parallel_backward(
     if grad_logprob is not None or grad_entropy is not None:
         grad = _op.logprob_entropy_backward.default(
             _of_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, entropy, row_max, log_sum,
-            ctx.temperature, temperature_tensor, row_mask, ctx.first_token,
+            ctx.temperature, temperature_tensor, row_mask, *ctx.shard[:1],
         )  # fmt: skip
-    return grad, *[None] * 6
+    return grad, *[None] * (4 + len(ctx.shard))
 
 
-torch.library.register_autograd(
-    "d3s_kernels::vocab_parallel_logprob_entropy", _parallel_backward, setup_context=_save_parallel
-)
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, labels, *ctx.shard, bias, ctx.temperature, temperature_tensor = inputs[:-6]
+    ctx.logit_softcap, row_mask, _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[-6:]
+    _save(ctx, output, hidden, weight, labels, bias, temperature_tensor, row_mask)
 
 
-def _save_parallel_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, labels, ctx.first_token, ctx.group, bias, ctx.temperature, temperature_tensor = inputs[:8]
-    ctx.logit_softcap, row_mask, _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[8:]
-    logprob, entropy, row_max, log_sum = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_max, log_sum)
-    ctx.save_for_backward(
-        hidden, weight, labels, bias, temperature_tensor, row_mask, logprob, entropy, row_max, log_sum
-    )
-
-
-def _parallel_linear_backward(
+def _linear_backward(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     hidden, weight, labels, bias, temperature_tensor, row_mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    wanted = [needs[0], needs[1], len(needs) > 5 and needs[5]]
+    backward = _op.vocab_parallel_linear_logprob_entropy_backward if ctx.shard else _op.linear_logprob_entropy_backward
+    needs, place_of_bias = ctx.needs_input_grad, 3 + len(ctx.shard)
+    # Without the arguments at the end that have their default value.
+    wanted = [needs[0], needs[1], len(needs) > place_of_bias and needs[place_of_bias]]
     grads: list[Tensor | None] = [None, None, None]
     if grad_logprob is not None or grad_entropy is not None:
-        found = _op.vocab_parallel_linear_logprob_entropy_backward.default(
-            _of_known_labels(grad_logprob, logprob), grad_entropy, hidden, weight, labels, ctx.first_token, ctx.group,
-            bias, entropy, row_max, log_sum, ctx.temperature, temperature_tensor, ctx.logit_softcap, row_mask,
-            ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes, wanted,
+        found = backward.default(
+            _of_known_labels(grad_logprob, logprob), grad_entropy, hidden, weight, labels, *ctx.shard, bias, entropy,
+            row_max, log_sum, ctx.temperature, temperature_tensor, ctx.logit_softcap, row_mask, ctx.max_grad_rows,
+            ctx.logits_dtype, ctx.workspace_bytes, wanted,
         )  # fmt: skip
         grads = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-    return grads[0], grads[1], None, None, None, grads[2], *[None] * 8
+    return grads[0], grads[1], *[None] * (1 + len(ctx.shard)), grads[2], *[None] * 8
 
 
-torch.library.register_autograd(
-    "d3s_kernels::vocab_parallel_linear_logprob_entropy",
-    _parallel_linear_backward,
-    setup_context=_save_parallel_linear,
-)
-
-# ---- autograd, of ratios and of what has none -----------------------------------------------------------------------
+for _backward, _save_inputs, _name in (
+    (_logprob_entropy_backward, _save_logprob_entropy, "logprob_entropy"),
+    (_linear_backward, _save_linear, "linear_logprob_entropy"),
+):
+    for _prefix in ("", "vocab_parallel_"):
+        torch.library.register_autograd(f"d3s_kernels::{_prefix}{_name}", _backward, setup_context=_save_inputs)
 
 
 def _save_ratio(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -6,7 +6,8 @@ Nothing here waits for a device or goes through segments one by one, but for :fu
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,40 @@ _LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
 _GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF
 
 
+class RolloutRule(NamedTuple):
+    """How a rule chooses the rollouts of a segment."""
+
+    score: Callable[[Tensor, torch.Generator | None], Tensor] | None = None
+    """Of the values and a generator: the numbers whose highest are kept. None where the choice is another one."""
+    draws: bool = False
+    """Whether it takes a generator."""
+
+
+class TokenRule(NamedTuple):
+    """Of what a rule makes a token's score, which is the absolute value of one factor times the other."""
+
+    reads_entropy: bool = True
+    reads_advantages: bool = False
+    draws: bool = False
+    """Whether it takes a generator; the score is then a random number."""
+
+
+ROLLOUTS = {
+    "max_variance": RolloutRule(),
+    "highest": RolloutRule(lambda values, _: values),
+    "largest_abs": RolloutRule(lambda values, _: values.abs()),
+    "percentile": RolloutRule(),
+    "random": RolloutRule(lambda values, generator: random_keys(values, generator), draws=True),
+}
+TOKENS = {
+    "advantage_entropy": TokenRule(reads_advantages=True),
+    "entropy": TokenRule(),
+    "advantage": TokenRule(reads_entropy=False, reads_advantages=True),
+    "random": TokenRule(reads_entropy=False, draws=True),
+    "entropy_quantile": TokenRule(),
+}
+
+
 def select_rollouts(
     rule: str,
     values: Tensor,
@@ -27,16 +62,16 @@ def select_rollouts(
     pooled: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
+    """By any rule but max_variance, which is an op."""
+    score = ROLLOUTS[rule].score
     # Max variance keeps every usable value where there are no more than `keep`, and refuses bad arguments.
     usable = _ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
     if rule == "percentile":
         return _percentile(values, keep, usable, offsets, pooled)
-    if rule == "largest_abs":
-        values = values.abs()
-    elif rule == "random":
-        values = random_keys(values, generator)
+    assert score is not None, rule
     number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
-    result: Tensor = _ops.topk_mask(values, None, None, number, tensor, usable, offsets, None, False, pooled)
+    scores = score(values, generator)
+    result: Tensor = _ops.topk_mask(scores, None, None, number, tensor, usable, offsets, None, False, pooled)
     return result
 
 
@@ -44,12 +79,14 @@ def token_factors(
     rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
     """What takes the place of entropy and advantages, so that |A| * H is the rule's score."""
-    if rule == "entropy":
-        return entropy, entropy.new_ones((), dtype=torch.float32)
-    if rule == "random":
-        return torch.ones_like(entropy), random_keys(entropy, generator, rank)
+    row = TOKENS[rule]
+    values = entropy if row.reads_entropy else torch.ones_like(entropy)
+    if row.draws:
+        return values, random_keys(entropy, generator, rank)
+    if not row.reads_advantages:
+        return values, entropy.new_ones((), dtype=torch.float32)
     assert advantages is not None
-    return (torch.ones_like(entropy) if rule == "advantage" else entropy), advantages
+    return values, advantages
 
 
 def random_keys(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Scale = Literal["group", "batch", "none"]
 Scope = Literal["batch", "group"]
 RolloutRule = Literal["max_variance", "highest", "largest_abs", "percentile", "random"]
-ROLLOUT_RULES = get_args(RolloutRule)
+ROLLOUT_RULES = tuple(_rules.ROLLOUTS)
 
 
 def group_advantages(
@@ -88,7 +88,7 @@ def group_advantages(
 
 
 def check_group_advantages(rewards: Tensor, offsets: Tensor | None, scale: str, eps: float, ddof: int) -> None:
-    """What the op itself would answer in other words, or not at all; so do the other two."""
+    """Raises what the op itself would say in other words, or not at all; so do the other two."""
     require_tensors(rewards=rewards)
     require_optional_tensors(rewards, offsets=offsets)
     require_whole(ddof=ddof)
@@ -140,17 +140,20 @@ def max_variance_select(
 
         across = ranks.Across(process_group, segments, max_rollouts)
         return ranks.max_variance_select(values, keep, offsets, max_segment, mask, across)
-    check_values(values, keep, offsets, max_segment, mask)
-    return _max_variance(values, keep, offsets, max_segment, mask, pooled=False)
+    number, tensor = check_values(values, keep, offsets, max_segment, mask)
+    result: Tensor = _ops.max_variance_select(values, number, tensor, mask, offsets, max_segment, False)
+    return result
 
 
 def check_values(
     values: Tensor, keep: int | Tensor, offsets: Tensor | None, max_segment: int | None, mask: Tensor | None
-) -> None:
+) -> tuple[int | None, Tensor | None]:
+    """As the op takes it: the number that is kept, or the tensor in its place."""
     require_tensors(values=values)
     require_optional_tensors(values, offsets=offsets, mask=mask)
-    whole_or_tensor("keep", keep, values)
+    kept = whole_or_tensor("keep", keep, values)
     require_whole(max_segment=max_segment)
+    return kept
 
 
 def select_rollouts(
@@ -237,22 +240,23 @@ def select_rollouts(
 
         across = ranks.Across(process_group, segments, max_rollouts)
         return ranks.select_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows, across)
-    check_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows)
+    number, tensor = check_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows)
     if rule == "max_variance":
-        return _max_variance(advantages, keep, offsets, None, mask, scope == "batch")
+        result: Tensor = _ops.max_variance_select(advantages, number, tensor, mask, offsets, None, scope == "batch")
+        return result
     return _rules.select_rollouts(rule, advantages, keep, offsets, mask, scope == "batch", generator)
 
 
 def check_rollouts(
     advantages: Tensor, keep: int | Tensor, rule: str, offsets: Tensor | None, scope: str, mask: Tensor | None,
     generator: torch.Generator | None, equal_rows: bool,
-) -> None:  # fmt: skip
+) -> tuple[int | None, Tensor | None]:  # fmt: skip
     require_tensors(advantages=advantages)
     require_optional_tensors(advantages, offsets=offsets, mask=mask)
     require_rule(rule, ROLLOUT_RULES)
-    require_generator(generator, rule, advantages)
+    require_generator(generator, rule, _rules.ROLLOUTS[rule].draws, advantages)
     require_scope(scope, "group")
-    whole_or_tensor("keep", keep, advantages)
+    kept = whole_or_tensor("keep", keep, advantages)
     if rule != "max_variance":  # whose op checks it
         require_keep(keep)
     require_flag(equal_rows=equal_rows)
@@ -261,16 +265,4 @@ def check_rollouts(
             f"equal_rows: got True with rule {rule!r} and scope {scope!r}; takes rule 'max_variance' and scope "
             "'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
         )
-
-
-def _max_variance(
-    values: Tensor,
-    keep: int | Tensor,
-    offsets: Tensor | None,
-    max_segment: int | None,
-    mask: Tensor | None,
-    pooled: bool,
-) -> Tensor:
-    number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
-    result: Tensor = _ops.max_variance_select(values, number, tensor, mask, offsets, max_segment, pooled)
-    return result
+    return kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 TokenRule = Literal["advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"]
-TOKEN_RULES = get_args(TokenRule)
+TOKEN_RULES = tuple(_rules.TOKENS)
 Segments = Literal["whole", "global", "pieces"]
+_Factors = tuple[Tensor, Tensor, float | None, Tensor | None]  # what |A| * H is made of, and the ratio
 
 
 class TokenSelection(NamedTuple):
@@ -95,11 +96,11 @@ def topk_mask(
     """
     arguments = scores, ratio, k, mask, offsets, max_segment, drop_zeros
     if process_group is not None:
-        from ._ranks import tokens, top
+        from ._ranks import tokens
 
         return tokens.topk_mask(
-            scores, lambda: top.Quota(*_quota(*arguments)), mask, offsets, max_segment, drop_zeros, segments,
-            process_group, ratio=ratio, k=k,
+            scores, lambda: _quota(*arguments), mask, offsets, max_segment, drop_zeros, segments, process_group,
+            ratio=ratio, k=k,
         )  # fmt: skip
     result: Tensor = _ops.topk_mask(scores, *_quota(*arguments), mask, offsets, max_segment, drop_zeros)
     return result
@@ -200,13 +201,12 @@ def select_tokens(
     """
     arguments = entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator
     if process_group is not None:
-        from ._ranks import tokens, top
+        from ._ranks import tokens
 
-        def factors(rank: int) -> tuple[Tensor, Tensor, top.Quota]:
+        def factors(rank: int) -> _Factors:
             if rule == "entropy_quantile":
                 raise ValueError(f"process_group: got one with rule {rule!r}; takes None, as it is one process's")
-            values, each, number, tensor = _factors(*arguments, rank)
-            return values, each, top.Quota(number, tensor)
+            return _factors(*arguments, rank)
 
         _, found = tokens.select_tokens(
             factors, mask, offsets, max_segment, scope, drop_zeros, segments, process_group, ratio=ratio, rule=rule
@@ -214,8 +214,8 @@ def select_tokens(
     elif rule == "entropy_quantile":
         return _entropy_quantile(entropy, ratio, mask, offsets, max_segment, scope, drop_zeros)
     else:
-        factors_of_all = _factors(*arguments)
-        found = _ops.select_tokens(*factors_of_all, mask, offsets, max_segment, scope == "batch", drop_zeros)
+        own = _factors(*arguments)
+        found = _ops.select_tokens(*own, mask, offsets, max_segment, scope == "batch", drop_zeros)
     return TokenSelection(found[0], entropy, found[1], found[2])
 
 
@@ -231,18 +231,18 @@ def _factors(
     drop_zeros: bool,
     generator: torch.Generator | None,
     rank: int = 0,
-) -> tuple[Tensor, Tensor, float | None, Tensor | None]:
+) -> _Factors:
     """The arguments of select_tokens looked at: what |A| * H is made of, and the ratio."""
     require_rule(rule, TOKEN_RULES)
     require_scope(scope, "sequence")
-    if rule in ("advantage_entropy", "advantage"):
+    if _rules.TOKENS[rule].reads_advantages:
         require_tensors(entropy=entropy, advantages=advantages)
     else:
         require_tensors(entropy=entropy)
     require_optional_tensors(entropy, mask=mask, offsets=offsets)
     require_whole(max_segment=max_segment)
     require_flag(drop_zeros=drop_zeros)
-    require_generator(generator, rule, entropy)
+    require_generator(generator, rule, _rules.TOKENS[rule].draws, entropy)
     number, tensor = ratio_argument(ratio, entropy)
     values, each = _rules.token_factors(rule, entropy, advantages, generator, rank)
     return values, _float32(each), number, tensor
@@ -284,15 +284,14 @@ def select_tokens_from_logits(
         tensor([[False,  True]])
     """
     if process_group is not None:
-        from ._ranks import tokens, top
+        from ._ranks import tokens
 
-        def factors(rank: int) -> tuple[Tensor, Tensor, top.Quota]:
+        def factors(rank: int) -> _Factors:
             with torch.no_grad():
                 rows = entropy_of(logits, temperature=temperature, row_mask=mask)
-            values, each, number, tensor = _factors(
+            return _factors(
                 rows, advantages, ratio, "advantage_entropy", mask, offsets, max_segment, scope, drop_zeros, None
             )
-            return values, each, top.Quota(number, tensor)
 
         entropy, found = tokens.select_tokens(
             factors, mask, offsets, max_segment, scope, drop_zeros, segments, process_group, ratio=ratio

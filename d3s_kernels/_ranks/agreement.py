@@ -21,14 +21,16 @@ _Checked = TypeVar("_Checked")
 _TOLD = (TypeError, ValueError, NotImplementedError)  # as they are; others as RuntimeError
 
 
+def asks() -> bool:
+    """Whether ranks tell each other what they were given. A graph is made on each rank by itself, and asks nothing."""
+    return os.environ.get("D3S_KERNELS_CHECK") == "1" and not torch.compiler.is_compiling()
+
+
 def agree(
     ranks: Ranks, op: str, check: Callable[[], _Checked], alike: Callable[[_Checked], dict[str, Any]]
 ) -> _Checked:
-    """What ``check`` returns, or raises; and where all are asked, raises that ``alike`` is not alike on all ranks.
-
-    A graph is made on each rank by itself: nothing is asked while it is.
-    """
-    if os.environ.get("D3S_KERNELS_CHECK") != "1" or torch.compiler.is_compiling():
+    """What ``check`` returns, or raises; and where all are asked, raises that ``alike`` is not alike on all ranks."""
+    if not asks():
         return check()
     refusal: Exception | None = None
     own: dict[str, Any] = {"call": op}

@@ -27,6 +27,8 @@ from .equal_rows import most_varied
 from .group import ranks_of
 from .offsets import is_known, is_whole, own_offsets, require_offsets, require_segments
 
+_Number = tuple[int | None, Tensor | None]  # of those that are kept: as it is, or as a tensor
+
 
 class Across(NamedTuple):
     """What the arguments say of the ranks."""
@@ -49,9 +51,9 @@ class Across(NamedTuple):
                 f"max_rollouts: got {most} with {values.numel()} values; takes no less than any rank has of them"
             )
 
-    def alike(self, values: object, offsets: object) -> dict[str, Any]:
+    def alike(self, values: Tensor, offsets: Tensor | None) -> dict[str, Any]:
         """What has to be the same on all ranks."""
-        given = f"{values.dtype} {['*', *values.shape[1:]]}" if isinstance(values, Tensor) else type(values).__name__
+        given = f"{values.dtype} {['*', *values.shape[1:]]}"
         of_all = offsets if self.segments == "global" else offsets is not None
         return {"values": given, "offsets": of_all, "segments": self.segments, "max_rollouts": self.max_rollouts}
 
@@ -103,8 +105,8 @@ def max_variance_select(
 ) -> Tensor:  # fmt: skip
     choice = _Choice("max_variance_select", values, keep, "max_variance", offsets, "group", mask)
 
-    def check() -> None:
-        local.check_values(values, keep, offsets, max_segment, mask)
+    def check() -> _Number:
+        return local.check_values(values, keep, offsets, max_segment, mask)
 
     def alone() -> Tensor:
         return local.max_variance_select(values, keep, offsets=offsets, max_segment=max_segment, mask=mask)
@@ -118,8 +120,8 @@ def select_rollouts(
 ) -> Tensor:  # fmt: skip
     choice = _Choice("select_rollouts", advantages, keep, rule, offsets, scope, mask, equal_rows)
 
-    def check() -> None:
-        local.check_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows)
+    def check() -> _Number:
+        return local.check_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows)
 
     def alone() -> Tensor:
         return local.select_rollouts(
@@ -143,7 +145,7 @@ class _Choice(NamedTuple):
 @torch.no_grad()
 def _select(
     choice: _Choice,
-    check_locally: Callable[[], None],
+    check_locally: Callable[[], _Number],
     alone: Callable[[], Tensor],
     across: Across,
     max_segment: int | None = None,
@@ -152,16 +154,14 @@ def _select(
     ranks = ranks_of(across.process_group)
     op, values, keep, rule, offsets, scope, mask, equal_rows = choice
 
-    def check() -> None:
-        check_locally()
+    def check() -> _Number:
+        number = check_locally()
         across.check("values", values, offsets)
-        number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
-        _ops.refuse(
-            "max_variance_select", values, number, tensor, mask, own_offsets(across.segments, offsets), max_segment
-        )
+        _ops.refuse("max_variance_select", values, *number, mask, own_offsets(across.segments, offsets), max_segment)
+        return number
 
     same = {"keep": keep, "rule": rule, "scope": scope, "equal_rows": equal_rows}
-    agree(ranks, op, check, lambda _: across.alike(values, offsets) | same)
+    number = agree(ranks, op, check, lambda _: across.alike(values, offsets) | same)
     whole, pooled = is_whole(across.segments, values, offsets), scope == "batch"
     if ranks.size == 1 or (whole and not pooled):
         return alone()
@@ -175,14 +175,13 @@ def _select(
     groups = together.as_one_segment() if whole else _groups_of_all("values", offsets, together)
     if pooled:
         keep = _of_all(keep, everyones.groups.sum() if whole else len(groups) - 2, len(together.values), values)
-        groups = together.as_one_segment()
+        number, groups = (None, keep), together.as_one_segment()
     if equal_rows:
         assert isinstance(keep, Tensor)
         return most_varied(everyones.values, keep)[ranks.rank, : len(numbers)].view(values.shape)
     if rule == "max_variance":
-        number, tensor = (None, keep) if isinstance(keep, Tensor) else (keep, None)
         longest = max_segment if everyones.total is not None else None  # what is behind may be longer
-        kept: Tensor = _ops.max_variance_select(together.values, number, tensor, None, groups, longest, False)
+        kept: Tensor = _ops.max_variance_select(together.values, *number, None, groups, longest, False)
     else:
         kept = _rules.select_rollouts(rule, together.values, keep, groups, None, False, None)
     kept = kept[together.own]

@@ -21,7 +21,7 @@ _Selection = tuple[Tensor, Tensor, Tensor]
 
 def topk_mask(
     scores: Tensor,
-    quota_of: Callable[[], Quota],
+    quota_of: Callable[[], tuple[float | None, Tensor | None, int | None, Tensor | None]],
     mask: Tensor | None,
     offsets: Tensor | None,
     max_segment: int | None,
@@ -34,7 +34,7 @@ def topk_mask(
     ranks = ranks_of(process_group)
 
     def check() -> Quota:
-        quota = quota_of()
+        quota = Quota(*quota_of())
         require_segments(segments, scores, offsets, "scores")
         _ops.refuse("topk_mask", scores, *quota, mask, own_offsets(segments, offsets), max_segment, drop_zeros)
         return quota
@@ -52,7 +52,7 @@ def topk_mask(
 
 
 def select_tokens(
-    factors_of: Callable[[int], tuple[Tensor, Tensor, Quota]],
+    factors_of: Callable[[int], tuple[Tensor, Tensor, float | None, Tensor | None]],
     mask: Tensor | None,
     offsets: Tensor | None,
     max_segment: int | None,
@@ -62,21 +62,21 @@ def select_tokens(
     process_group: ProcessGroup | DeviceMesh,
     **same: Any,
 ) -> tuple[Tensor, _Selection]:
-    """What stands for the entropy, and the selection. ``factors_of(rank)`` gives that and what else |A| * H is made
-    of, and refuses what is wrong by itself.
+    """What stands for the entropy, and the selection. ``factors_of(rank)`` gives that, what else |A| * H is made of and
+    the ratio, and refuses what is wrong by itself.
     """
     ranks, pooled = ranks_of(process_group), scope == "batch"
 
     def check() -> tuple[Tensor, Tensor, Quota]:
-        entropy, each, quota = factors_of(ranks.rank)
+        entropy, each, ratio, ratio_tensor = factors_of(ranks.rank)
         require_segments(segments, entropy, offsets, "entropy")
         checked = each
         if segments == "global":
             _require_one_for_each(each, entropy, offsets)
             checked = each.new_zeros(())
         own = own_offsets(segments, offsets)
-        _ops.refuse("select_tokens", entropy, checked, *quota[:2], mask, own, max_segment, pooled, drop_zeros)
-        return entropy, each, quota
+        _ops.refuse("select_tokens", entropy, checked, ratio, ratio_tensor, mask, own, max_segment, pooled, drop_zeros)
+        return entropy, each, Quota(ratio, ratio_tensor)
 
     same |= {"scope": scope, "drop_zeros": drop_zeros}
     entropy, each, quota = agree(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from .._arguments import (
     temperature_argument,
 )
 from .._shard import Shard
-from .agreement import agree
+from .agreement import agree, asks
 from .shards import VocabularyShard
 
 Group = dist.ProcessGroup | DeviceMesh
@@ -101,7 +100,11 @@ def vocab_parallel_logprob_entropy(
         state = logits.new_empty((rows.numel(), 4), dtype=torch.float32)
         _ops.refuse("softmax_state_", state, *given[:3], *given[4:])
 
-    alike = {"the rows of logits_shard": list(rows), "labels": labels, "temperature": temperature, "row_mask": row_mask}
+    def alike() -> dict[str, Any]:
+        return {
+            "the rows of logits_shard": list(rows), "labels": labels, "temperature": temperature, "row_mask": row_mask,
+        }  # fmt: skip
+
     given = _agreed("vocab_parallel_logprob_entropy", shard, arguments, refuse, alike)
     logprob, entropy, _, _ = _ops.vocab_parallel_logprob_entropy(*given)
     return logprob, entropy
@@ -211,12 +214,14 @@ def vocab_parallel_linear_logprob_entropy(
             "softmax_state_finish", state, number, tensor if tensor is None or tensor.dim() == 0 else tensor.reshape(-1)
         )
 
-    alike = {
-        "hidden": (list(hidden.shape), str(hidden.dtype)) if isinstance(hidden, Tensor) else None,
-        "a gradient of hidden": torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.requires_grad,
-        "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "row_mask": row_mask,
-        "max_rows": max_rows, "max_grad_rows": max_grad_rows, "logits_dtype": str(logits_dtype),
-    }  # fmt: skip
+    def alike() -> dict[str, Any]:
+        return {
+            "hidden": (list(hidden.shape), str(hidden.dtype)),
+            "a gradient of hidden": torch.is_grad_enabled() and hidden.requires_grad,
+            "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "row_mask": row_mask,
+            "max_rows": max_rows, "max_grad_rows": max_grad_rows, "logits_dtype": str(logits_dtype),
+        }  # fmt: skip
+
     given = _agreed("vocab_parallel_linear_logprob_entropy", shard, arguments, refuse, alike)
     logprob, entropy, _, _ = _ops.vocab_parallel_linear_logprob_entropy(*given)
     return logprob, entropy
@@ -227,23 +232,21 @@ def _agreed(
     shard: VocabularyShard,
     arguments: Callable[[], tuple[Any, ...]],
     refuse: Callable[..., None],
-    alike: dict[str, Any],
+    alike: Callable[[], dict[str, Any]],
 ) -> tuple[Any, ...]:
     """The op's arguments, which it will not refuse once others wait for it."""
-    if torch.compiler.is_compiling():  # values are not known yet, and torch has looked at shapes
-        shard.find_start()
-        return arguments()
-    given: list[tuple[Any, ...]] = []
 
-    def check() -> None:
+    def check() -> tuple[Any, ...]:
         shard.find_start()
-        given.append(arguments())
-        refuse(*given[0])
+        given = arguments()
+        if not torch.compiler.is_compiling():  # else values are not known yet, and torch has looked at shapes
+            refuse(*given)
+        return given
 
-    agree(shard.ranks, op, check, lambda _: alike)
-    if os.environ.get("D3S_KERNELS_CHECK") == "1":
-        _require_one_vocabulary(shard, alike["labels"])
-    return given[0]
+    given = agree(shard.ranks, op, check, lambda _: alike())
+    if asks():
+        _require_one_vocabulary(shard, alike()["labels"])
+    return given
 
 
 def _require_one_vocabulary(shard: VocabularyShard, labels: Tensor) -> None:
