@@ -2,6 +2,7 @@
 
 from ._build_info import build_info
 from ._ops import backends
+from .compare import Comparison, Difference, compare
 from .plan_sampler import PlanSampler
 from .planning import EVERY_PHASE, NOT_TRAINED, RolloutPlan, plan_rollouts
 from .profile import load_profile
@@ -17,6 +18,8 @@ __all__ = [
     "EVERY_PHASE",
     "NOT_TRAINED",
     "Budget",
+    "Comparison",
+    "Difference",
     "DownSamplingSchedule",
     "PlanSampler",
     "RolloutPlan",
@@ -25,6 +28,7 @@ __all__ = [
     "backends",
     "build_info",
     "compact",
+    "compare",
     "entropy",
     "entropy_groups",
     "group_advantages",

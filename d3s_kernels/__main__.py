@@ -13,6 +13,9 @@ import torch
 import d3s_kernels as d3s
 from d3s_kernels import _ops
 from d3s_kernels._selfcheck import checks
+from d3s_kernels.compare import Comparison
+
+_HEAD = "error / allowed, * serves"
 
 
 def _devices() -> Iterator[tuple[torch.device, str]]:
@@ -25,17 +28,18 @@ def _devices() -> Iterator[tuple[torch.device, str]]:
         yield torch.device("xpu", index), torch.xpu.get_device_name(index)
 
 
-def _column(device: torch.device, backend: str) -> tuple[list[str], list[str], bool]:
-    """The names of the checks, how far this back-end is from the reference in each, and whether it is near enough."""
-    names, errors, good = [], [], True
+def _column(device: torch.device, backend: str) -> dict[str, str]:
+    """For each op how near this back-end comes to its meaning. Prints what is wrong."""
+    cells, wrong = {}, Comparison()
     with _ops.forced(backend):
-        for name, ours, exact, tolerance in checks(device):
-            error = (ours.double() - exact.double()).abs().max().item()
-            near = error <= tolerance  # not of NaN
-            good &= near
-            names.append(f"{name} ({f'{tolerance:.0e}' if tolerance else 'equal'})")
-            errors.append(f"{f'{error:.1e}' if tolerance else 'ok'}" if near else f"WRONG {error:.1e}")
-    return names, errors, good
+        for op, worst in checks(device, backend):
+            cells[op] = f"{worst.share:.2f}" if worst.allowed > 0 else "equal"
+            if not worst.agrees:
+                cells[op] = "WRONG"
+                wrong.append(worst._replace(output=f"{op}: {worst.output}"))
+    if wrong:
+        print(wrong)
+    return cells
 
 
 def _table(device: torch.device) -> bool:
@@ -44,18 +48,19 @@ def _table(device: torch.device) -> bool:
     columns, good = {}, True
     for backend in _ops.runnable(device.type):
         try:
-            names, errors, near = _column(device, backend)
+            cells = _column(device, backend)
         except Exception as error:  # whatever a driver or a compiler says: it goes into the report
             print(f"  {backend}: does not run here: {type(error).__name__}: {error}")
             good &= backend not in serving
             continue
-        columns[backend + (" *" if backend in serving else "")] = errors
-        good &= near
+        columns[backend + (" *" if backend in serving else "")] = cells
+        good &= "WRONG" not in cells.values()
     if columns:
-        width = max(map(len, names))
-        print("  " + " ".join([f"{'error (allowed), * serves':{width}}", *[f"{head:>14}" for head in columns]]))
-        for row in zip(names, *columns.values(), strict=True):
-            print("  " + " ".join([f"{row[0]:{width}}", *[f"{cell:>14}" for cell in row[1:]]]))
+        ops = next(iter(columns.values()))
+        width = max(map(len, (*ops, _HEAD)))
+        print("  " + " ".join([f"{_HEAD:{width}}", *[f"{head:>9}" for head in columns]]))
+        for op in ops:
+            print("  " + " ".join([f"{op:{width}}", *[f"{cells[op]:>9}" for cells in columns.values()]]))
     return good
 
 

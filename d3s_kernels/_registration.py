@@ -172,8 +172,8 @@ def _(entropy: Tensor, *_: Any, **__: Any) -> Tensor:
 # ---- autograd -------------------------------------------------------------------------------------------------------
 # Gradients that did not come stay None, so that entropy used as a score costs nothing in the backward.
 #
-# Where ranks share the vocabulary, two arguments more say which tokens a rank has, and the group. Incoming gradients are
-# the same on all ranks: that of the logits is made of them and of what the forward found, with no word from the others.
+# Where ranks share the vocabulary, two more arguments say which tokens a rank has, and the group. Incoming gradients
+# are the same on all ranks, so each computes its own part of the gradient without asking the others.
 
 
 def _of_known_labels(grad_logprob: Tensor | None, logprob: Tensor | None) -> Tensor | None:

@@ -72,12 +72,21 @@ def linear_logprob_entropy(
     if max_rows is not None and rows > max_rows:
         results = results * math.nan
     if max_grad_rows is not None and results.requires_grad:
-        bound = max_grad_rows
-        results.register_hook(  # type: ignore[no-untyped-call]
-            lambda grad: grad if int((grad != 0).any(0).sum()) <= bound else grad * math.nan
-        )
+        _bound_gradient(results, logits, max_grad_rows, labels, row_mask)
     logprob, row_entropy = results
     return logprob, row_entropy
+
+
+def _bound_gradient(results: Tensor, logits: Tensor, most: int, labels: Tensor, row_mask: Tensor | None) -> None:
+    """More rows with a gradient than that make the gradient of all logits NaN, and so every other."""
+    exceeded: list[bool] = []
+
+    def count(grad: Tensor) -> None:
+        rows = ((grad[0] != 0) & (labels != -100)) | (grad[1] != 0)
+        exceeded.append(int((rows if row_mask is None else rows & row_mask).sum()) > most)
+
+    results.register_hook(count)  # type: ignore[no-untyped-call]
+    logits.register_hook(lambda grad: grad * math.nan if any(exceeded) else grad)  # type: ignore[no-untyped-call]
 
 
 def _head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_softcap: float | None) -> Tensor:
@@ -201,6 +210,8 @@ def _token_scores(
         return entropy.float()
     if rule == "random":
         return _random_keys(entropy, generator)
+    if rule not in ("advantage", "advantage_entropy"):
+        raise ValueError(f"rule: got {rule!r}, which is no rule of tokens")
     assert advantages is not None
     each = _per_token(advantages, entropy, offsets).float().abs()
     return each if rule == "advantage" else each * entropy.float()
@@ -329,7 +340,11 @@ def _chosen(rule: str, values: Tensor, usable: Tensor, k: int) -> Tensor:
         return _most_varied(values, usable, k)
     if rule == "percentile":
         return _evenly_spaced(values, usable, k)
-    return _highest(values.abs() if rule == "largest_abs" else values, usable, None, k, False)
+    if rule == "largest_abs":
+        return _highest(values.abs(), usable, None, k, False)
+    if rule in ("highest", "random"):  # whose values are random
+        return _highest(values, usable, None, k, False)
+    raise ValueError(f"rule: got {rule!r}, which is no rule of rollouts")
 
 
 def _std(values: Tensor, ddof: int) -> Tensor:

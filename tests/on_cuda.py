@@ -13,36 +13,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from d3s_kernels import _linear, _ops
+from d3s_kernels._dispatch.coverage import replaced, require_all, served_by
+from d3s_kernels._dispatch.outcomes import copied
 
-OPS = (
-    "logprob_entropy",
-    "logprob_entropy_backward",
-    "linear_logprob_entropy",
-    "linear_logprob_entropy_backward",
-    "softmax_state_",
-    "softmax_state_finish",
-    "logprob_entropy_backward_",
-    "topk_mask",
-    "select_tokens",
-    "select_tokens_from_logits",
-    "order_keys",
-    "key_histogram",
-    "narrow_cut_",
-    "mask_at_cut",
-    "compact",
-    "group_advantages",
-    "max_variance_select",
-    "importance_ratio",
-    "importance_ratio_backward",
-    "entropy_groups",
-    "adaptive_clip",
-)
-
-
-def to_gpu(tensor: Tensor) -> Tensor:
-    """With its strides, and starting as many bytes past a multiple of 16 as it does here."""
-    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    return whole.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+GPU = torch.device("cuda")
+OPS = sorted(served_by("kernels", "composed"))
 
 
 def on_gpu(name: str) -> Any:
@@ -52,7 +27,7 @@ def on_gpu(name: str) -> Any:
         there: list[tuple[Tensor, Tensor]] = []
 
         def send(tensor: Tensor) -> Tensor:
-            there.append((tensor, to_gpu(tensor)))
+            there.append((tensor, copied(tensor, GPU)))
             return there[-1][1]
 
         sent, sent_options = tree_map_only(Tensor, send, (arguments, options))
@@ -70,3 +45,4 @@ _library = torch.library.Library("d3s_kernels", "IMPL")
 for _name in OPS:
     _library.impl(_name, on_gpu(_name), "CPU", allow_override=True)
 _linear._SIZES["cpu"], _linear.SLICES["cpu"] = _linear._SIZES["cuda"], _linear.SLICES["cuda"]
+require_all("the GPU's kernels replace the CPU's", replaced(), OPS)

@@ -183,8 +183,9 @@ def test_the_report_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: py
     right = _plain.KERNELS["group_advantages"]
     monkeypatch.setitem(_plain.KERNELS, "group_advantages", lambda *values, **more: right(*values, **more) + 1e-5)
     assert report.main() == 1
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
-    assert line.split()[0] == "group_advantages"
+    said, cell = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
+    assert said.split()[:3] == ["torch", "group_advantages:", "advantages"]
+    assert cell.split()[0] == "group_advantages"
 
 
 @here

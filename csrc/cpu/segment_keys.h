@@ -113,14 +113,16 @@ inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros,
   const OrderKeys& loops = *keys.loops;
   const int64_t pieces = pieces_of(keys.n);
   std::vector<int64_t> surplus(pieces, 0);  // ties of a piece that are not taken
+  std::vector<uint32_t> from(pieces, cut.pivot);  // the lowest key that a piece may keep
   if (!cut.all_ties) {  // they are taken from the left: all of a piece's, until they run out in one, none after it
     keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
       surplus[piece] = loops.count_from(p, b - a, cut.pivot) - loops.count_from(p, b - a, cut.pivot + 1);
     });
     int64_t left = cut.ties;
-    for (int64_t& ties : surplus) {
-      const int64_t taken = std::min(left, ties);
-      left -= taken, ties -= taken;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const int64_t taken = std::min(left, surplus[piece]);
+      left -= taken, surplus[piece] -= taken;
+      if (taken == 0) from[piece] = cut.pivot + 1;
     }
   }
   std::vector<int64_t> zeros(pieces, 0);
@@ -128,7 +130,7 @@ inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros,
   keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
     bool* out = mask + a;
     loops.write_mask(p, b - a, cut.pivot, out);
-    lowest[piece] = loops.lowest_from(p, b - a, cut.pivot);
+    lowest[piece] = loops.lowest_from(p, b - a, from[piece]);
     for (int64_t i = b - a, extra = surplus[piece]; extra > 0;)
       if (p[--i] == cut.pivot) out[i] = false, --extra;
     if (!drop_zeros || cut.pivot > kZeroKey) return;

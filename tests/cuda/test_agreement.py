@@ -1,33 +1,25 @@
-"""The back-ends beside each other, on a GPU."""
+"""The back-ends on a GPU, each beside what the op means."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from every_op import NAMES, calls, tensors
-from helpers import assert_gradient, assert_identical
-from torch import Tensor
+from every_op import GPU
 
-from d3s_kernels import _ops
+from d3s_kernels._dispatch.coverage import served_by
+from d3s_kernels._dispatch.draw import Draw
+from d3s_kernels._dispatch.table import OPS
+from d3s_kernels.compare import compare_here, moved
 
-
-def assert_agree(one: Tensor, other: Tensor) -> None:
-    """Selections and groups to the bit; what is summed over logits or rewards within what float32 needs."""
-    if one.dtype == torch.float32:
-        torch.testing.assert_close(one, other, rtol=2**-22, atol=1e-5, equal_nan=True)
-    elif one.dtype == torch.bfloat16:
-        assert_gradient(one, other)
-    else:
-        assert_identical(one, other)
+# Draws, and the largest length of a row or a segment: one block, several, and beyond what a block's memory holds.
+SIZES = {40: 20, 5000: 5, 100_000: 1}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_all_give_the_same(name: str) -> None:
-    call = calls()[name]
-    results = []
-    for backend in _ops.runnable("cuda"):
-        with _ops.forced(backend):
-            results.append(tensors(call()))
-    for result in results[1:]:
-        for one, other in zip(result, results[0], strict=True):
-            assert_agree(one, other)
+@pytest.mark.parametrize("op", sorted(served_by("kernels", "composed")))
+def test_every_op_means_what_the_table_says(op: str, backend: str) -> None:
+    function = getattr(torch.ops.d3s_kernels, op).default
+    for most, draws in SIZES.items():
+        for seed in range(draws):
+            arguments = OPS[op].draw(Draw(seed, most=most))
+            for difference in compare_here(OPS[op], function, arguments, moved(arguments, GPU), backend):
+                assert difference.agrees, (seed, most, difference)

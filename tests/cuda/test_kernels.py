@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from every_op import GPU, NAMES, calls, logits_like_a_models, tensors
+from every_op import GPU, call, logits_like_a_models, names
 from helpers import (
     assert_entropy,
     assert_gradient,
@@ -34,34 +34,34 @@ def no_synchronisation() -> Iterator[Callable[[], None]]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_the_same_bits_every_time(name: str) -> None:
-    call = calls()[name]
-    first = [tensor.clone() for tensor in tensors(call())]
+    run = call(name)
+    first = [tensor.clone() for tensor in run()]
     for _ in range(20):
-        for again, expected in zip(tensors(call()), first, strict=True):
+        for again, expected in zip(run(), first, strict=True):
             assert_same_bits(again, expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_nothing_waits_for_the_gpu(name: str, no_synchronisation: Callable[[], None]) -> None:
-    call = calls()[name]
-    call()
+    run = call(name)
+    run()
     no_synchronisation()
-    call()
+    run()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names())
 def test_in_a_graph(name: str) -> None:
-    call = calls()[name]
-    expected = [tensor.clone() for tensor in tensors(call())]
+    run = call(name)
+    expected = [tensor.clone() for tensor in run()]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # on another stream than the default one, too
-        call()
+        run()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = tensors(call())
+        captured = run()
     for tensor in captured:
         tensor.zero_()
     graph.replay()

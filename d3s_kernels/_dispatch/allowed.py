@@ -1,0 +1,185 @@
+"""How far each number of a result may be from float64: what float32 needs, and no more.
+
+A rule takes the exact result and the call's arguments, and gives a tensor that broadcasts to the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+
+Arguments = Mapping[str, Any]
+Allowed = Callable[[Tensor, Arguments], Tensor]
+
+
+def equal(exact: Tensor, arguments: Arguments) -> Tensor:
+    return torch.zeros(())
+
+
+def equal_where_known(exact: Tensor, arguments: Arguments) -> Tensor:
+    """Nothing is asked of the maximum of a row that holds NaN or infinity."""
+    return torch.zeros(exact.shape).masked_fill(exact.isnan(), torch.inf)
+
+
+def counts(exact: Tensor, arguments: Arguments) -> Tensor:
+    """Equal, but that what is masked, whose key is 0, may count as the lowest digit: no search gets there."""
+    limit = torch.zeros(exact.shape, dtype=torch.float64)
+    limit[:, 0] = int((arguments["keys"] == 0).sum())
+    return limit
+
+
+def near(absolute: float, relative: float = 0.0) -> Allowed:
+    def allowed(exact: Tensor, arguments: Arguments) -> Tensor:
+        return absolute + relative * exact.double().abs().nan_to_num(posinf=0)
+
+    return allowed
+
+
+entropy = near(1e-5)  # nats
+# Far below the maximum the four roundings of (z - max) / temperature - log S are more.
+logprob = near(1e-5, 2**-22)
+ratio = near(1e-37, 1e-5)
+
+
+def states(exact: Tensor, arguments: Arguments) -> Tensor:
+    """Of (m, S, T, the label's logit): the maximum and the logit are logits as they are."""
+    total, dot = exact[..., 1].abs(), exact[..., 2].abs()
+    most = total.nan_to_num() + dot.nan_to_num()
+    unknown = torch.zeros_like(most).masked_fill(exact[..., 2].isnan(), torch.inf)  # where a logit is none
+    return torch.stack([unknown, 3e-6 * (1 + most) + unknown, 3e-6 * (1 + most), torch.zeros_like(most)], -1)
+
+
+def _heat(arguments: Arguments) -> Tensor:
+    tensor = arguments.get("temperature_tensor")
+    heat = arguments.get("temperature", 1.0) if tensor is None else tensor
+    return torch.as_tensor(heat, dtype=torch.float64)
+
+
+def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
+    """1e-5 of the norm of each row, and what rounding leaves where the terms of the gradient cancel."""
+    logits = arguments["logits"]
+    step = 1e-5 if logits.dtype == torch.float32 else torch.finfo(logits.dtype).eps
+    given = [arguments[name] for name in ("grad_logprob", "grad_entropy") if arguments.get(name) is not None]
+    size = torch.zeros(exact.shape[:-1], dtype=torch.float64)
+    for grad in given:
+        size = size + grad.double().abs() / _heat(arguments)
+    limit: Tensor = step * exact.double().nan_to_num().norm(dim=-1, keepdim=True)
+    return limit + 4e-6 * size.unsqueeze(-1).nan_to_num()
+
+
+def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
+    """Nothing is asked for next to a bound, where the gradient goes to 0 at once."""
+    low, high = _log_bounds(arguments)
+    own = arguments.get("ratio")
+    if own is None:
+        names = ("logprob", "old_logprob", "mask", "level", "groups", "denominator", "offsets")
+        options = {name: arguments[name] for name in names if name in arguments}
+        own = reference.importance_ratio(**options, log_bounds=(low, high))
+    log_ratio = own.detach().double().log()
+    at_a_bound = ((log_ratio - low).abs() < 1e-4) | ((log_ratio - high).abs() < 1e-4)
+    limit = 1e-8 + 1e-5 * exact.double().abs().nan_to_num(posinf=0)
+    return limit.masked_fill(at_a_bound, torch.inf)
+
+
+def _log_bounds(arguments: Arguments) -> tuple[float, float]:
+    if arguments.get("log_bounds") is not None:
+        low, high = arguments["log_bounds"]
+        return low, high
+    of_tokens = arguments.get("level", "token") == "token"
+    return arguments.get("low", -20.0 if of_tokens else -torch.inf), arguments.get("high", 20.0 if of_tokens else 10.0)
+
+
+# ---- the LM head ----------------------------------------------------------------------------------------------------
+
+_HEAD_TENSORS = ("hidden", "weight", "bias")
+
+
+def head(exact: Any, arguments: Arguments) -> dict[str, Tensor]:
+    """Of each result and gradient. A logit is off by some rounding steps of the terms of its sum, and everything else
+    follows to first order.
+
+    The gradient of a logit is off by 1e-6 g p / temperature besides, and in half precision it is rounded to the dtype
+    of the weight. Errors of different logits have nothing to do with each other: squares add up.
+    """
+    bias, softcap, labels = (arguments.get(name) for name in ("bias", "logit_softcap", "labels"))
+    hidden, weight = (arguments[name].detach().double() for name in ("hidden", "weight"))
+    bias = None if bias is None else bias.detach().double()
+    assert isinstance(labels, Tensor)
+    heat = _heat(arguments)
+    logits = reference._head_logits(hidden, weight, bias, softcap).requires_grad_()
+
+    rounding = arguments.get("logits_dtype") or torch.float32
+    shift = 2**-21 * (hidden.abs() @ weight.abs().T)
+    if bias is not None:
+        shift = shift + 2**-21 * bias.abs().nan_to_num(posinf=0)
+    if rounding != torch.float32:
+        terms = (hidden @ weight.T).abs() + logits.detach().abs()
+        shift = shift + torch.finfo(rounding).eps * terms.nan_to_num(posinf=0)
+    shift = shift / heat.unsqueeze(-1)
+
+    with torch.enable_grad():
+        results = reference.logprob_entropy(logits, labels, temperature=heat, row_mask=arguments.get("row_mask"))
+    p = torch.softmax(logits.detach() / heat.unsqueeze(-1), -1)
+    slope = p * results[1].detach().unsqueeze(-1) - torch.special.entr(p)  # p (log p + H), of the entropy in a logit
+    at_label = shift.gather(-1, labels.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    found = {
+        "logprob": 1e-5 + 2**-22 * results[0].detach().abs() + at_label + (p * shift).norm(dim=-1),
+        "entropy": 1e-5 + (slope * shift).norm(dim=-1),
+        "row_max": (shift * heat.unsqueeze(-1)).amax(-1),
+        "log_sum": 1e-5 + 2 * shift.amax(-1),
+    }
+    cotangents = [arguments.get(f"grad_{name}") for name in ("logprob", "entropy")]
+    if any(given is not None for given in cotangents):
+        found |= _head_gradients(arguments, logits, results, cotangents, p, shift, heat)
+    return found
+
+
+def _head_gradients(
+    arguments: Arguments,
+    logits: Tensor,
+    results: tuple[Tensor, Tensor],
+    cotangents: list[Tensor | None],
+    p: Tensor,
+    shift: Tensor,
+    heat: Tensor,
+) -> dict[str, Tensor]:
+    """In norm: of the hidden states, the weight and the bias."""
+    hidden, weight = (arguments[name].detach().double() for name in ("hidden", "weight"))
+    given = [
+        (result, cotangent.double())
+        for result, cotangent in zip(results, cotangents, strict=True)
+        if cotangent is not None
+    ]
+    (gradient,) = torch.autograd.grad([result for result, _ in given], logits, [cotangent for _, cotangent in given])
+    dtype = arguments["hidden"].dtype
+    step = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    total = torch.stack([cotangent.abs() for _, cotangent in given]).sum(0)
+    size = p * total.unsqueeze(-1) / heat.unsqueeze(-1)
+    square = (size * (1e-6 + shift) + step * gradient.abs()).square().reshape(-1, logits.shape[-1])
+    sums = square @ weight.square(), square.T @ hidden.square().reshape(-1, hidden.shape[-1]), square.sum(0)
+    return {name: part.sum().sqrt() for name, part in zip(_HEAD_TENSORS, sums, strict=True)}
+
+
+def of_head(name: str) -> Allowed:
+    """What the head's result or gradient of that name may be off by."""
+
+    def allowed(exact: Tensor, arguments: Arguments) -> Tensor:
+        found = head(None, arguments)[name]
+        if name not in _HEAD_TENSORS:
+            return found
+        dtype = arguments["hidden"].dtype
+        step = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+        return torch.maximum(step * exact.double().nan_to_num().norm(), found)
+
+    return allowed
+
+
+def product(exact: Tensor, arguments: Arguments) -> Tensor:
+    hidden, weight = (arguments[name].double().abs() for name in ("hidden", "weight"))
+    limit: Tensor = 2**-21 * (hidden @ weight.T)
+    return limit

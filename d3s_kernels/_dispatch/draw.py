@@ -1,0 +1,182 @@
+"""Random arguments from a seed: numbers, shapes, strides, segments, and values with ties, NaN and infinities.
+
+All tensors are drawn on the CPU, so that every device gets the same.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Any = TypeVar("_Any")
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Few different numbers, so that most segments have ties; and numbers that are none.
+REPEATED = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0)
+SPECIAL = (math.inf, -math.inf, math.nan)
+
+
+class Draw:
+    """Draws the arguments of a call. All of them follow from whole numbers, which are kept in ``choices``.
+
+    The numbers come from the seed, or are the given ``choices`` again; after the last given one the lowest possible is
+    drawn, and the lowest is always the simplest. So a call that fails is made smaller by making its choices smaller.
+
+    Args:
+        seed: of the choices.
+        most: the largest length of a row or a segment.
+        group: the name of a process group, for the ops of several ranks; None leaves them out.
+        choices: of another draw, to draw the same again.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        most: int = 40,
+        group: str | None = None,
+        choices: Sequence[int] | None = None,
+    ) -> None:
+        self.most, self.group = most, group
+        self.choices: list[int] = []
+        self._given = choices
+        self._random = random.Random(seed)
+
+    # ---- choices ----------------------------------------------------------------------------------------------------
+
+    def integer(self, low: int, high: int) -> int:
+        """From low to high, both included."""
+        place = len(self.choices)
+        if self._given is None:
+            value = self._random.randint(low, high)
+        else:
+            value = min(max(self._given[place], low), high) if place < len(self._given) else low
+        self.choices.append(value)
+        return value
+
+    def choice(self, options: Sequence[_Any]) -> _Any:
+        """One of the options, of which the first is the simplest."""
+        return options[self.integer(0, len(options) - 1)]
+
+    def flag(self) -> bool:
+        return self.integer(0, 1) == 1
+
+    def rarely(self) -> bool:
+        return self.integer(0, 9) == 9
+
+    def optional(self, value: _Any) -> _Any | None:
+        return self.choice((None, value))
+
+    def length(self, low: int = 0, high: int | None = None) -> int:
+        """Short ones as often as long ones; often just below, at or above a power of two."""
+        high = self.most if high is None else min(high, self.most)
+        size = 1 << self.integer(0, max(high, 1).bit_length())
+        value = size + self.integer(-1, 1) if self.flag() else self.integer(0, size)
+        return min(max(value, low), max(low, high))
+
+    # ---- shapes -----------------------------------------------------------------------------------------------------
+
+    def rows(self, columns: int, least_dims: int = 0) -> tuple[int, ...]:
+        """The leading dimensions of rows of so many columns: none, one or two, and few enough elements in all."""
+        most = max(1, 8 * self.most // max(1, columns))
+        dims = self.integer(least_dims, max(least_dims, 2))
+        if dims == 0:
+            return ()
+        first = self.length(0 if self.rarely() else 1, most)
+        return (first,) if dims == 1 else (first, self.integer(1, max(1, most // max(1, first))))
+
+    def offsets(self) -> Tensor:
+        """Of up to six ragged segments, some of them empty."""
+        lengths = [self.length() for _ in range(self.integer(0, 6))]
+        dtype = self.choice((torch.int64, torch.int32))
+        return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
+
+    def segments(self, least_dims: int = 0) -> tuple[tuple[int, ...], Tensor | None]:
+        """The shape of values in segments, and the offsets: None where the segments are the rows of that shape."""
+        if self.flag():
+            offsets = self.offsets()
+            return (int(offsets[-1]),), offsets
+        columns = self.length()
+        return (*self.rows(columns, least_dims), columns), None
+
+    # ---- tensors ----------------------------------------------------------------------------------------------------
+
+    def generator(self) -> torch.Generator:
+        """Of the numbers of one tensor."""
+        return torch.Generator().manual_seed(self.integer(0, 2**31))
+
+    def laid_out(self, tensor: Tensor, turned: bool = True) -> Tensor:
+        """The same numbers: packed, misaligned, in rows that are further apart, or (if it may) transposed."""
+        layout = self.choice(("packed", "packed", "misaligned", "apart", "turned"))
+        if layout == "turned" and turned and tensor.dim() >= 2:
+            tensor = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+        elif layout == "misaligned":
+            tensor = torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])[1:].view(tensor.shape)
+        elif layout == "apart" and tensor.dim() >= 1:
+            room = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 3)
+            tensor = room[..., : tensor.shape[-1]].copy_(tensor)
+        return tensor
+
+    def values(
+        self,
+        shape: tuple[int, ...],
+        *,
+        dtypes: Sequence[torch.dtype] = FLOATS,
+        special: Sequence[float] = SPECIAL,
+        turned: bool = True,
+    ) -> Tensor:
+        """Normal numbers, or few different ones that tie; sometimes with special ones among them."""
+        generator = self.generator()
+        values = torch.randn(shape, generator=generator)
+        if self.flag():
+            values = torch.tensor(REPEATED)[torch.randint(len(REPEATED), shape, generator=generator)]
+        if special and self.flag():
+            chosen = torch.tensor(special)[torch.randint(len(special), shape, generator=generator)]
+            values = torch.where(torch.rand(shape, generator=generator) < 0.2, chosen, values)
+        return self.laid_out(values.to(self.choice(dtypes)), turned)
+
+    def mask(self, shape: tuple[int, ...]) -> Tensor | None:
+        if self.flag():
+            return None
+        share = self.choice((0.7, 0.1, 0.0, 1.0))
+        return self.laid_out(torch.rand(shape, generator=self.generator()) < share)
+
+    def logits(self, columns: int, least_dims: int = 0) -> Tensor:
+        """Rows as a model makes them: spread out, some with one token far above the rest, some far from 0."""
+        generator, shape = self.generator(), (*self.rows(columns, least_dims), columns)
+        logits = torch.randn(shape, generator=generator) * self.choice((3.0, 0.1, 30.0))
+        flat = logits.view(-1, columns)
+        if columns > 0 and self.flag():
+            flat[1::4, 0] += 30
+            flat[2::4] += 1000
+            flat[3::4] -= 1000
+        if self.flag():  # never all of a row
+            flat[:, 1:][torch.rand(flat[:, 1:].shape, generator=generator) < 0.2] = -math.inf
+        if self.rarely():
+            logits[torch.rand(shape, generator=generator) < 0.02] = self.choice((math.nan, math.inf, -math.inf))
+        return self.laid_out(logits.to(self.choice(FLOATS)), turned=False)
+
+    def labels(self, rows: tuple[int, ...], vocabulary: int) -> Tensor:
+        """Tokens; about one in four rows has none."""
+        generator = self.generator()
+        labels = torch.randint(vocabulary, rows, generator=generator)
+        labels[torch.rand(rows, generator=generator) < 0.25] = -100
+        return labels.to(self.choice((torch.int64, torch.int32)))
+
+    def number_or_tensor(self, value: float, name: str, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+        """An op's two arguments for it, of which one is None."""
+        tensor = torch.tensor(value, dtype=self.choice(dtypes))
+        return self.choice(({name: value}, {f"{name}_tensor": tensor}))
+
+    def temperature(self, rows: tuple[int, ...]) -> dict[str, Any]:
+        value, kind = self.choice((1.0, 0.7, 0.1, 4.0)), self.choice(("number", "tensor", "of each row"))
+        if kind == "number":
+            return {"temperature": value}
+        each = torch.rand(rows if kind == "of each row" else (), generator=self.generator())
+        return {"temperature_tensor": value * (0.5 + each)}

@@ -1,0 +1,337 @@
+"""What the ops mean that are no public function: the steps that others are made of, and the backward passes.
+
+As in ``d3s_kernels/reference.py``: the ops' own names and arguments, plain PyTorch and float64, one row or segment
+after the other. A tensor that an op writes is given here as it is before, and returned as it is after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+
+LOWEST = torch.finfo(torch.float32).min  # the maximum of no logits
+KEY_BITS = 32
+NONE_KEPT = 2**32 - 1  # in the place of the lowest kept key
+
+# ---- softmax states -------------------------------------------------------------------------------------------------
+
+
+def no_logits(rows: int) -> Tensor:
+    """The states (m, S, T, the label's logit) to begin with, float32 [rows, 4]."""
+    return torch.tensor([[LOWEST, 0.0, 0.0, math.nan]]).repeat(rows, 1)
+
+
+def temperatures(temperature: float, temperature_tensor: Tensor | None, rows: int) -> Tensor:
+    """float64 [rows]."""
+    if temperature_tensor is None:
+        return torch.full((rows,), temperature, dtype=torch.float64)
+    return temperature_tensor.double().reshape(-1).expand(rows)
+
+
+def softmax_state_(
+    state: Tensor,
+    logits: Tensor,
+    labels: Tensor | None,
+    first_token: int,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    row_mask: Tensor | None = None,
+) -> Tensor:
+    after, tile = state.double(), logits.double().reshape(len(state), logits.shape[-1])
+    heat = temperatures(temperature, temperature_tensor, len(state))
+    for row in range(len(state)):
+        if row_mask is not None and not row_mask.reshape(-1)[row]:
+            continue
+        own = _state_of(tile[row], heat[row])
+        after[row, :3] = _merged(after[row, :3], own, heat[row])
+        place = -1 if labels is None else int(labels.reshape(-1)[row]) - first_token
+        if 0 <= place < tile.shape[1]:
+            after[row, 3] = tile[row, place]
+    return after
+
+
+def _state_of(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(m, S, T) as in csrc/core/softmax_state.h."""
+    top = torch.cat([logits, logits.new_tensor([LOWEST])]).max()
+    distance = logits - top
+    e = torch.exp(distance / temperature)
+    terms = torch.where(e > 0, distance * e, e)  # -inf counts 0
+    return torch.stack([top, e.sum(), terms.sum()])
+
+
+def _merged(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
+    top = torch.maximum(one[0], other[0])
+    total, dot = torch.zeros_like(top), torch.zeros_like(top)
+    for maximum, own, own_dot in (one, other):
+        factor = torch.exp((maximum - top) / temperature)
+        total += factor * own
+        dot += torch.where(factor > 0, factor * (own_dot + (maximum - top) * own), factor)
+    return torch.stack([top, total, dot])
+
+
+def softmax_state_finish(
+    state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pieces = state.double().reshape(-1, *state.shape[-2:])
+    heat = temperatures(temperature, temperature_tensor, state.shape[-2])
+    results = []
+    for row in range(state.shape[-2]):
+        merged = pieces[0, row, :3]
+        for piece in pieces[1:, row, :3]:
+            merged = _merged(merged, piece, heat[row])
+        known = pieces[:, row, 3][~pieces[:, row, 3].isnan()]
+        top, total, dot = merged
+        undefined = total < 0.5 or dot.isnan()  # nothing but -inf; NaN or inf
+        log_sum = torch.tensor(math.nan).double() if undefined else total.log()
+        entropy = log_sum - dot / (heat[row] * total)
+        logit = known[0] if len(known) else torch.tensor(math.nan)
+        results.append(torch.stack([(logit - top) / heat[row] - log_sum, entropy, top, log_sum]))
+    found = torch.stack(results) if results else torch.empty(0, 4, dtype=torch.float64)
+    logprob, entropy, top, log_sum = found.unbind(1)
+    return logprob, entropy, top, log_sum
+
+
+def row_statistics(
+    logits: Tensor,
+    labels: Tensor | None,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logprob_entropy with the two numbers that its backward needs: the maximum, and log S."""
+    heat = temperature if temperature_tensor is None else temperature_tensor
+    targets = torch.full(logits.shape[:-1], -100, device=logits.device) if labels is None else labels
+    logprob, entropy = reference.logprob_entropy(logits, targets, temperature=heat, row_mask=row_mask)
+    read = logits.detach() if row_mask is None else logits.detach().masked_fill(~row_mask.unsqueeze(-1), 0)
+    top = read.double().amax(-1)
+    scaled = (read.double() - top.unsqueeze(-1)) / torch.as_tensor(heat, device=logits.device).double().unsqueeze(-1)
+    undefined = entropy.detach().isnan()  # then nothing is known of the maximum
+    statistics = top.masked_fill(undefined, math.nan), scaled.exp().sum(-1).log().masked_fill(undefined, math.nan)
+    top, log_sum = (part if row_mask is None else part.masked_fill(~row_mask, 0) for part in statistics)
+    return logprob, entropy, top, log_sum
+
+
+def logprob_entropy_backward(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    first_token: int | None = None,
+) -> Tensor:
+    """dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t, of the tokens from first_token on."""
+    shape, rows = logits.shape, math.prod(logits.shape[:-1])
+    z = logits.double().reshape(rows, shape[-1])
+    heat = temperatures(temperature, temperature_tensor, rows).unsqueeze(1)
+    top, log_total, h = (part.double().reshape(rows, 1) for part in (row_max, log_sum, entropy))
+    targets = torch.full((rows,), -100) if labels is None else labels.reshape(-1).long()
+    nothing = torch.zeros(rows, 1, dtype=torch.float64)
+    of_logprob = nothing if grad_logprob is None else grad_logprob.double().reshape(rows, 1)
+    of_logprob = of_logprob.masked_fill((targets == -100).unsqueeze(1), 0)
+    of_entropy = nothing if grad_entropy is None else grad_entropy.double().reshape(rows, 1)
+    log_p = (z - top) / heat - log_total
+    p = log_p.exp()
+    at_label = (torch.arange(shape[-1]) + (first_token or 0)).unsqueeze(0) == targets.unsqueeze(1)
+    of_terms = torch.where(p > 0, p * (log_p + h), p)
+    gradient = (of_logprob * (at_label.double() - p) - of_entropy * of_terms) / heat
+    still = (of_logprob == 0) & (of_entropy == 0)
+    if row_mask is not None:
+        still |= ~row_mask.reshape(-1, 1)
+    return gradient.masked_fill(still, 0).view(shape)
+
+
+def logprob_entropy_backward_(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    first_token: int,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+) -> Tensor:
+    return logprob_entropy_backward(
+        grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature, temperature_tensor, None,
+        first_token,
+    )  # fmt: skip
+
+
+# ---- the LM head ----------------------------------------------------------------------------------------------------
+
+
+def wide_product_(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    return hidden.double() @ weight.double().T
+
+
+def head_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    logit_softcap: float | None = None,
+    row_mask: Tensor | None = None,
+    max_rows: int | None = None,
+    max_grad_rows: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    heat = temperature if temperature_tensor is None else temperature_tensor
+    logprob, entropy = reference.linear_logprob_entropy(
+        hidden, weight, labels, bias=bias, temperature=heat,
+        logit_softcap=logit_softcap, row_mask=row_mask, max_rows=max_rows, max_grad_rows=max_grad_rows,
+    )  # fmt: skip
+    logits = reference._head_logits(hidden.detach(), weight.detach(), bias, logit_softcap)
+    top, log_sum = row_statistics(logits, None, temperature, temperature_tensor, row_mask)[2:]
+    exceeded = logprob.detach().isnan() & entropy.detach().isnan()
+    return logprob, entropy, top.masked_fill(exceeded, math.nan), log_sum.masked_fill(exceeded, math.nan)
+
+
+def linear_logprob_entropy_backward(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    temperature: float,
+    temperature_tensor: Tensor | None,
+    logit_softcap: float | None,
+    row_mask: Tensor | None,
+    max_grad_rows: int | None,
+    logits_dtype: torch.dtype,
+    workspace_bytes: int | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Of the head's arguments alone: what the forward found is not needed. None for what is not wanted."""
+    leaves = [None if part is None else part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
+    assert leaves[0] is not None
+    assert leaves[1] is not None
+    with torch.enable_grad():
+        results = head_statistics(
+            leaves[0], leaves[1], labels, leaves[2], temperature, temperature_tensor, logit_softcap, row_mask,
+            max_grad_rows=max_grad_rows,
+        )  # fmt: skip
+        given = [
+            (result, grad.double())
+            for result, grad in zip(results, (grad_logprob, grad_entropy), strict=False)
+            if grad is not None
+        ]
+        asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want and leaf is not None]
+        found = iter(torch.autograd.grad([result for result, _ in given], asked, [grad for _, grad in given]))
+    return tuple(next(found) if want and leaf is not None else None for leaf, want in zip(leaves, wanted, strict=True))
+
+
+# ---- the steps of a top-K search ------------------------------------------------------------------------------------
+
+
+def order_keys(
+    scores: Tensor, advantages: Tensor | None = None, mask: Tensor | None = None, offsets: Tensor | None = None
+) -> Tensor:
+    """uint32 in the order of the scores, as the int32 of the same bits; 0 for what is masked or NaN."""
+    values = scores.float()
+    if advantages is not None:
+        values = reference._per_token(advantages, scores, offsets).float().abs() * values
+    bits = (values + 0.0).contiguous().view(torch.int32).long()  # -0 and 0 share a key
+    keys = torch.where(bits >= 0, bits + 2**31, -1 - bits)
+    keys = torch.where(reference._usable(values, mask).view(values.shape), keys, 0)
+    return torch.where(keys >= 2**31, keys - 2**32, keys).int()
+
+
+def _keys_of_segments(keys: Tensor, offsets: Tensor | None) -> list[Tensor]:
+    """int64, from 0 to 2^32 - 1."""
+    flat = keys.flatten().long() & NONE_KEPT
+    return [flat[begin:end] for begin, end in reference._segments(keys, offsets)]
+
+
+def key_histogram(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
+    """How many keys of each segment have each digit, of those that have the digits found before."""
+    counts = torch.zeros(len(cut), 1 << bits, dtype=torch.int64)
+    for segment, (own, (prefix, _, k)) in enumerate(zip(_keys_of_segments(keys, offsets), cut.tolist(), strict=True)):
+        counted = own != 0
+        if shift + bits < KEY_BITS:
+            counted &= (own >> (shift + bits) == prefix) & (k > 0)
+        counts[segment] = torch.bincount((own[counted] >> shift) % (1 << bits), minlength=1 << bits)
+    return counts
+
+
+def narrow_cut_(
+    cut: Tensor,
+    counts: Tensor,
+    shift: int,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    k: int | None = None,
+    k_tensor: Tensor | None = None,
+) -> Tensor:
+    """The cut with one more digit of each segment's k-th largest key."""
+    after, bins = cut.clone(), counts.shape[1]
+    for segment, numbers in enumerate(counts.tolist()):
+        prefix, left, kept = cut[segment].tolist()
+        if shift + bins.bit_length() - 1 == KEY_BITS:
+            share = ratio if ratio_tensor is None else ratio_tensor
+            kept = reference._how_many(sum(numbers), share, k if k_tensor is None else k_tensor) if sum(numbers) else 0
+            prefix, left = 0, kept
+        if kept > 0:
+            digit = bins - 1
+            while numbers[digit] < left:
+                left -= numbers[digit]
+                digit -= 1
+            prefix = prefix * bins + digit
+        after[segment] = torch.tensor([prefix, left, kept])
+    return after
+
+
+def mask_at_cut(
+    keys: Tensor, cut: Tensor, ties: Tensor, offsets: Tensor | None = None, drop_zeros: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys above the cut, and the first ``ties`` at it; how many zeros were dropped; the lowest key that is kept."""
+    masks = [torch.zeros(0, dtype=torch.bool)]
+    zeros, lowest = [], []
+    for own, (found, _, k), allowed in zip(_keys_of_segments(keys, offsets), cut.tolist(), ties.tolist(), strict=True):
+        at_cut = own == found
+        kept = ((own > found) | (at_cut & (at_cut.cumsum(0) <= allowed))) & (k > 0)
+        dropped = kept & (own == 2**31) & drop_zeros
+        kept = kept & ~dropped
+        masks.append(kept)
+        zeros.append(int(dropped.sum()))
+        lowest.append(int(own[kept].min()) if kept.any() else NONE_KEPT)
+    of_segments = torch.tensor([zeros, lowest], dtype=torch.int64)
+    return torch.cat(masks).view(keys.shape), of_segments[0], of_segments[1]
+
+
+# ---- ratios ---------------------------------------------------------------------------------------------------------
+
+
+def importance_ratio_backward(
+    grad: Tensor,
+    ratio: Tensor,
+    mask: Tensor | None = None,
+    groups: Tensor | None = None,
+    low: float = -20.0,
+    high: float = 20.0,
+) -> Tensor:
+    """A ratio's derivative by its logarithm is the ratio itself; at a finite bound and beyond it is 0."""
+    inside = reference._in_groups(ratio, mask, groups).view(ratio.shape)
+    by = ratio.double()
+    if low > -math.inf:
+        inside &= by > math.exp(low)
+    if high < math.inf:
+        inside &= by < math.exp(high)
+    return (grad.double() * by).masked_fill(~inside, 0)

@@ -1,0 +1,197 @@
+"""A call of the library on every back-end that runs here, beside the reference: what a bug report needs."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from ._dispatch.outcomes import copied, outcomes
+from ._dispatch.table import FUNCTIONS, OPS, Row
+
+
+class Difference(NamedTuple):
+    """The place of one result where a back-end comes nearest to what is allowed, or is furthest beyond it."""
+
+    backend: str
+    output: str
+    """The name of a result, "gradient of" an argument, or what was raised."""
+    index: tuple[int, ...] | None  # type: ignore[assignment]  # hides tuple.index
+    """Where in it; None where there is no such place: in an empty result, or one of another shape or dtype."""
+    error: float
+    """How far from the reference, there; infinite where one is NaN or infinite and the other is not."""
+    allowed: float
+    """How far it may be; 0 where the two have to be equal."""
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.allowed
+
+    @property
+    def share(self) -> float:
+        """The error, as a share of what is allowed: 0 where there is none, infinite where none is allowed."""
+        return 0.0 if self.error == 0 else self.error / self.allowed if self.allowed > 0 else math.inf
+
+
+class Comparison(list[Difference]):
+    """A :class:`Difference` for each back-end and result. Prints as a table."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every back-end is as near to the reference as it has to be."""
+        return all(difference.agrees for difference in self)
+
+    def __str__(self) -> str:
+        head = ("back-end", "output", "index", "largest error", "allowed", "")
+        cells = [
+            (row.backend, row.output, _place(row.index), f"{row.error:.2g}", f"{row.allowed:.2g}", _verdict(row))
+            for row in self
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (head, *cells)
+        )
+
+    __repr__ = __str__
+
+
+def _place(index: tuple[int, ...] | None) -> str:
+    return "-" if index is None else str(list(index))
+
+
+def _verdict(difference: Difference) -> str:
+    return "" if difference.agrees else "WRONG"
+
+
+def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
+    """Calls a function of the library on every back-end that runs here, and compares each with the reference.
+
+    The reference is the function of the same name in ``d3s_kernels.reference``, in plain PyTorch and float64. Where an
+    argument wants a gradient, gradients are compared as well, for incoming gradients that are normal random numbers.
+    What is drawn at random is the same in all calls. The arguments are not changed.
+
+    Args:
+        function: a public function of ``d3s_kernels`` that takes tensors, such as ``d3s_kernels.topk_mask``; or an op
+            of the library, such as ``torch.ops.d3s_kernels.order_keys``.
+        args, kwargs: what it is called with. Of tensors on a GPU also the compiled CPU library gets a copy.
+
+    Returns:
+        :class:`Comparison`: for each back-end and each result the back-end, the result's name, the index of its worst
+        place, the error there, and how much is allowed there.
+
+    Raises:
+        TypeError: the function is none of the library's, or is given a process group.
+        ValueError, TypeError: what all back-ends refuse.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> found = d3s.compare(d3s.topk_mask, torch.tensor([3.0, 1.0, 3.0]), 0.5)
+        >>> found.agrees
+        True
+        >>> found[0]
+        Difference(backend='cpu', output='mask', index=(0,), error=0.0, allowed=0.0)
+    """
+    row, call = _row_of(function)
+    arguments = _named(call, args, kwargs)
+    found, refusals = Comparison(), []
+    for label, device, backend in _backends(arguments):
+        with _ops.forced(backend):
+            try:
+                found += compare_here(row, call, *_both(function, arguments, device), label)
+            except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+                refusals.append(error)
+                found.append(Difference(label, f"{type(error).__name__}: {error}", None, math.inf, 0.0))
+    if refusals and len(refusals) == len(found):  # nobody takes these arguments
+        raise refusals[0]
+    return found
+
+
+def compare_here(
+    row: Row, call: Callable[..., Any], arguments: Mapping[str, Any], sent: Mapping[str, Any], backend: str
+) -> list[Difference]:
+    """The call with what was sent to a device, by whatever is at work there, and the meaning of the same arguments."""
+    return [_worst(backend, *outcome) for outcome in outcomes(row, call, arguments, sent)]
+
+
+def _worst(backend: str, name: str, found: Tensor, exact: Tensor, allowed: Tensor) -> Difference:
+    if found.shape != exact.shape or (not exact.dtype.is_floating_point and found.dtype != exact.dtype):
+        was = f"{name}: {found.dtype} {list(found.shape)}, not {exact.dtype} {list(exact.shape)}"
+        return Difference(backend, was, None, math.inf, 0.0)
+    if found.numel() == 0:
+        return Difference(backend, name, None, 0.0, 0.0)
+    exact = exact.to(found.dtype)  # a result beyond the range of float32 is infinite
+    one, other = found.double().flatten(), exact.double().flatten()
+    same = (one == other) | (one.isnan() & other.isnan())
+    error = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
+    limit = allowed.double().expand(exact.shape).flatten()
+    # How much of what is allowed is used up; what has to be equal and is not, most of all.
+    share = torch.where(error <= limit, error / limit.clamp(min=1e-300), 2 + error / limit.clamp(min=1e-300))
+    place = int(share.nan_to_num(posinf=torch.finfo(torch.float64).max).argmax())
+    index = tuple(int(part) for part in torch.unravel_index(torch.tensor(place), found.shape))
+    return Difference(backend, name, index, float(error[place]), float(limit[place]))
+
+
+# ---- what is called, and where --------------------------------------------------------------------------------------
+
+
+def _row_of(function: Any) -> tuple[Row, Callable[..., Any]]:
+    import d3s_kernels  # which imports this file
+
+    for name, row in OPS.items():
+        packet = getattr(torch.ops.d3s_kernels, name)
+        if function in (packet, packet.default) and row.served_by != "ranks":
+            return row, packet.default
+    name = getattr(function, "__name__", "")
+    if name in FUNCTIONS and getattr(d3s_kernels, name) is function:
+        return FUNCTIONS[name], function
+    raise TypeError(
+        f"function: got {getattr(function, '__qualname__', function)!r}; takes an op of torch.ops.d3s_kernels that "
+        f"needs no process group, or a function of d3s_kernels: {', '.join(FUNCTIONS)}"
+    )
+
+
+def _named(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by their names, without what is as it is by default."""
+    if isinstance(function, torch._ops.OpOverload):
+        names = [argument.name for argument in function._schema.arguments]
+        return dict(zip(names, args, strict=False)) | dict(kwargs)
+    signature = inspect.signature(function)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    of_ranks = [name for name in ("process_group", "equal_rows") if given.get(name)]
+    if of_ranks:
+        raise TypeError(f"{of_ranks[0]}: got one; takes none: what is compared is computed by one process")
+    return {name: value for name, value in given.items() if name not in ("process_group", "segments", "equal_rows")}
+
+
+def _both(
+    function: Any, arguments: Mapping[str, Any], device: torch.device
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The arguments for the reference and for the call. What is drawn at random is drawn on the device of the call."""
+    sent = moved(arguments, device)
+    return (sent if inspect.isfunction(function) else moved(arguments, torch.device("cpu"))), sent
+
+
+def _backends(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.device, str]]:
+    """What each is called, its device, and its name."""
+    own = next((part.device for part in arguments.values() if isinstance(part, Tensor)), torch.device("cpu"))
+    for device in dict.fromkeys((own, torch.device("cpu"))):
+        for backend in _ops.runnable(device.type):
+            if device == own or backend == "cpu":
+                yield backend, device, backend
+
+
+def moved(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copies on that device, of the same strides and the same distance from a multiple of 16 bytes."""
+    return {name: _moved(part, device) for name, part in arguments.items()}
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    if isinstance(part, torch.Generator) and part.device.type != device.type:
+        return torch.Generator(device).manual_seed(part.initial_seed())
+    return copied(part, device) if isinstance(part, Tensor) else part

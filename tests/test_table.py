@@ -1,0 +1,155 @@
+"""Every op is in the table, reached by every suite, and means what the table says; what is left out is named."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from torch import Tensor
+
+import d3s_kernels as d3s
+from d3s_kernels import _build_info, _ops, _plain, _rules, reference
+from d3s_kernels._dispatch.coverage import registered, replaced, require_all, served_by
+from d3s_kernels._dispatch.draw import Draw
+from d3s_kernels._dispatch.outcomes import written_arguments
+from d3s_kernels._dispatch.table import FUNCTIONS, OPS, Row
+from d3s_kernels.compare import compare_here
+
+ROOT = Path(__file__).parents[1]
+OWN = sorted(served_by("kernels", "composed", "cpu"))
+# Draws, and the largest length of a row or a segment.
+SIZES = {40: int(os.environ.get("D3S_TEST_EXAMPLES", "15")), 400: 3}
+
+
+def assert_means(name: str, row: Row, call: object) -> None:
+    for most, draws in SIZES.items():
+        for seed in torch.randint(2**31, (draws,)).tolist():
+            arguments = row.draw(Draw(seed, most=most))
+            backend = next(iter(_ops.serving("cpu")))
+            for difference in compare_here(row, call, arguments, arguments, backend):  # type: ignore[arg-type]
+                assert difference.agrees, f"{name}, Draw({seed}, most={most}): {difference}"
+
+
+@pytest.mark.parametrize("op", OWN)
+def test_every_op_means_what_the_table_says(op: str) -> None:
+    assert_means(op, OPS[op], getattr(torch.ops.d3s_kernels, op).default)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_means_what_the_reference_says(name: str) -> None:
+    assert_means(name, FUNCTIONS[name], getattr(d3s, name))
+
+
+# ---- nothing is left out ---------------------------------------------------------------------------------------------
+
+
+def test_every_op_is_in_the_table() -> None:
+    require_all("the table of ops", OPS, registered())
+
+
+def test_every_op_checks_its_arguments_without_kernels_too() -> None:
+    names = torch._C._dispatch_get_all_op_names()
+    checked = {name.partition("::")[2].partition(".")[0] for name in names if name.startswith("d3s_checks::")}
+    require_all("the library of checks", checked, registered())
+
+
+def test_every_back_end_has_its_ops() -> None:
+    require_all("plain PyTorch's kernels", _plain.KERNELS, served_by("kernels"))
+    require_all("what is composed of ops", _ops._COMPOSED, served_by("composed", "ranks"))
+    triton = pytest.importorskip("d3s_kernels._triton", reason="needs Triton")
+    assert set(triton.KERNELS) <= served_by("kernels")
+
+
+@pytest.mark.skipif(_ops.forced_backend is not None or replaced(), reason="other kernels serve the CPU here")
+def test_every_op_has_a_kernel_for_the_cpu() -> None:
+    has_one = {op for op in registered() if "\nCPU: " in torch._C._dispatch_dump(f"d3s_kernels::{op}")}
+    require_all("kernels for the CPU", has_one, registered())
+
+
+def test_the_cuda_library_registers_every_op() -> None:
+    """It cannot be loaded without a GPU's torch; but it names what it registers."""
+    library = Path(str(_build_info.__file__)).parent / "_cuda.so"
+    if not library.exists():
+        pytest.skip("this build has no CUDA library")
+    text = library.read_bytes()
+    named = {op for op in registered() if b"\0" + op.encode() + b"\0" in text}
+    require_all("the CUDA library", named & served_by("kernels"), served_by("kernels"))
+
+
+def test_the_gpu_tests_call_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "cuda"))
+    import every_op
+
+    ran = set()
+    for name in every_op.names():
+        assert all(isinstance(result, Tensor) for result in every_op.call(name, torch.device("cpu"))())
+        ran.add(name.split()[0])
+    require_all("tests/cuda/every_op.py", ran & set(OPS), served_by("kernels", "composed"))
+
+
+def test_every_public_function_of_the_reference_is_in_the_table() -> None:
+    public = {
+        name
+        for name, function in inspect.getmembers(reference, inspect.isfunction)
+        if not name.startswith("_") and function.__module__ == reference.__name__
+    }
+    require_all("the functions", FUNCTIONS, public)
+    assert public <= set(d3s.__all__)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_results_are_named_as_the_schema_has_them(op: str) -> None:
+    """As many as the op writes and returns."""
+    call = getattr(torch.ops.d3s_kernels, op).default
+    assert len(OPS[op].results) == len(written_arguments(call)) + len(call._schema.returns)
+    assert set(OPS[op].gradients) <= {argument.name for argument in call._schema.arguments}
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"^a suite: without compact and with another; see .*table.py$"):
+        require_all("a suite", (OPS.keys() - {"compact"}) | {"another"}, OPS)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_rule_is_in_its_table() -> None:
+    assert get_args(d3s.rollouts.RolloutRule) == tuple(_rules.ROLLOUTS)
+    assert get_args(d3s.tokens.TokenRule) == tuple(_rules.TOKENS)
+
+
+def test_an_unknown_rule_is_an_error_in_the_library_and_in_the_reference() -> None:
+    values = torch.rand(2, 3)
+    for module in (d3s, reference):
+        with pytest.raises(ValueError, match="rule: got 'lowest'"):
+            module.select_rollouts(values, 1, rule="lowest")
+        with pytest.raises(ValueError, match="rule: got 'lowest'"):
+            module.select_tokens(values, values[:, 0], 0.5, rule="lowest")
+
+
+# ---- draws -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OWN)
+def test_a_draw_is_the_same_again(op: str) -> None:
+    """From its seed and from its choices; and the simplest choices are legal too."""
+    draw = Draw(7)
+    arguments = OPS[op].draw(draw)
+    for again in (Draw(7), Draw(choices=draw.choices)):
+        same = OPS[op].draw(again)
+        assert same.keys() == arguments.keys()
+        assert again.choices == draw.choices
+        for name, part in arguments.items():
+            if isinstance(part, Tensor):
+                assert_same_bits(same[name].detach().float(), part.detach().float())
+                assert (same[name].dtype, same[name].stride()) == (part.dtype, part.stride())
+            else:
+                assert same[name] == part
+    simplest = OPS[op].draw(Draw(choices=()))
+    found = compare_here(OPS[op], getattr(torch.ops.d3s_kernels, op).default, simplest, simplest, "cpu")
+    assert all(difference.agrees for difference in found)
