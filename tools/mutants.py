@@ -1,0 +1,319 @@
+"""Faults that the tests have to see; tools/mutations.py puts them into a copy of the library, one at a time.
+
+Each is a mistake that somebody could make here: an edge taken wrongly, a guard that is gone, a tie that goes the other
+way. The old text is in its file exactly once (tests/test_mutations.py). Tests are the arguments of pytest, chosen so
+that they are few and the fault is theirs to see; ``more`` are those that only `make test-all` has.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+EMULATED = "tests/test_cuda_emulated.py"
+PORTABLE = "tests/test_portable.py"
+TRITON = f"{PORTABLE} -k interpreter"
+KERNELS = f"{EMULATED} -k only_the_cuda_kernels"
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    more: str = ""
+    explained: str = ""  # why no test can be asked to see it; such a one may survive
+
+
+MUTANTS = (
+    # ---- core: arithmetic that all back-ends share -------------------------------------------------------------------
+    Mutant(
+        "core: a position belongs to the segment that starts behind it",
+        "csrc/core/segments.h",
+        "if (begin(middle) < position)",
+        "if (begin(middle) <= position)",
+        "tests/test_select_tokens.py",
+    ),
+    Mutant(
+        "core: a row of nothing but -inf has an entropy",
+        "csrc/core/softmax_state.h",
+        "undefined = state.sum < 0.5f || state.dot != state.dot;",
+        "undefined = state.dot != state.dot;",
+        "tests/test_entropy.py",
+    ),
+    Mutant(
+        "core: 7 % of 100 are 8",
+        "csrc/core/order_key.h",
+        "* (1.0 - slack)",
+        "* (1.0 + slack)",
+        "tests/test_topk_mask.py",
+    ),
+    Mutant(
+        "core: splits that are equal but for rounding do not tie",
+        "csrc/core/split_scan.h",
+        "return best * (1.0 - 1e-12);",
+        "return best;",
+        "tests/test_max_variance.py",
+    ),
+    # ---- ops: arguments and what they become -------------------------------------------------------------------------
+    Mutant(
+        "ops: a ratio of 0 is taken",
+        "csrc/ops/topk_mask.cpp",
+        "require(share > 0 && share <= 1,",
+        "require(share >= 0 && share <= 1,",
+        "tests/test_errors.py",
+    ),
+    Mutant(
+        "ops: a label one past the vocabulary is taken",
+        "csrc/ops/vocabulary.h",
+        "(label < 0 || label >= vocabulary)",
+        "(label < 0 || label > vocabulary)",
+        "tests/test_errors.py",
+    ),
+    Mutant(
+        "ops: the batch keeps as many rollouts as one group",
+        "csrc/ops/max_variance.cpp",
+        "number.times = segmented.segments.count;",
+        "number.times = 1;",
+        "tests/test_select_rollouts.py",
+    ),
+    Mutant(
+        "ops: the backward does not know the mask",
+        "csrc/ops/logprob_entropy.cpp",
+        "argument.set_labels(labels, vocabulary);\n  argument.set_row_mask(row_mask);",
+        "argument.set_labels(labels, vocabulary);",
+        "tests/test_entropy.py",
+    ),
+    # ---- the compiled CPU library ------------------------------------------------------------------------------------
+    Mutant(
+        "cpu: ties go to the higher index",
+        "csrc/cpu/segment_keys.h",
+        "int64_t i = b - a, extra = surplus[piece]; extra > 0;)\n      if (p[--i] == cut.pivot)",
+        "int64_t i = -1, extra = surplus[piece]; extra > 0;)\n      if (p[++i] == cut.pivot)",
+        "tests/test_topk_mask.py",
+    ),
+    Mutant(
+        "cpu: the last logit of a row is left out",
+        "csrc/cpu/softmax_rows.cpp",
+        "values[i] = i < n ? p[i]",
+        "values[i] = i + 1 < n ? p[i]",
+        "tests/test_entropy.py",
+    ),
+    Mutant(
+        "cpu: the variance of large values with small differences cancels",
+        "csrc/cpu/max_variance.cpp",
+        "const double shift = value_of(sorted[n / 2]);",
+        "const double shift = 0.0;",
+        "tests/test_max_variance.py",
+    ),
+    Mutant(
+        "cpu: the first label of a piece has no gradient of its own",
+        "csrc/cpu/logprob_entropy.cpp",
+        "has_label = label >= begin && label < end;",
+        "has_label = label > begin && label < end;",
+        "tests/test_entropy.py",
+    ),
+    Mutant(
+        "cpu: the deviation divides by the count",
+        "csrc/cpu/group_advantages.cpp",
+        "static_cast<double>(count - ddof)",
+        "static_cast<double>(count)",
+        "tests/test_group_advantages.py",
+    ),
+    Mutant(
+        "cpu: long segments are sorted without their highest digit",
+        "csrc/cpu/max_variance.cpp",
+        "shift < 64; shift += kDigit",
+        "shift < 54; shift += kDigit",
+        "tests/test_max_variance.py",
+    ),
+    # ---- the CUDA kernels, emulated ----------------------------------------------------------------------------------
+    Mutant(
+        "cuda: a block's sum meets no barrier before its room is used again",
+        "csrc/cuda/collective.h",
+        "__syncthreads();  // the room is used again",
+        "",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: a slice is merged before its warps are done",
+        "csrc/cuda/logprob_entropy.cu",
+        "shares[threadIdx.x / kWarp] = share;\n  __syncthreads();",
+        "shares[threadIdx.x / kWarp] = share;",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: the last key of a thread's bins is not found",
+        "csrc/cuda/topk_mask.cu",
+        "if (above < k && k <= above + own)",
+        "if (above < k && k < above + own)",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: one tie too many is kept",
+        "csrc/cuda/key_mask.h",
+        "number < cut.ties",
+        "number <= cut.ties",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: the gradient reads past the end of a misaligned row",
+        "csrc/cuda/logprob_entropy.cu",
+        "(end + margin <= columns ? 0 : margin)",
+        "0",
+        KERNELS,
+        f"{EMULATED} -k address_sanitizer",
+    ),
+    Mutant(
+        "cuda: the split that takes nothing from the top is not tried",
+        "csrc/cuda/max_variance.cu",
+        "each = k / group.size + 1,",
+        "each = (k + group.size - 1) / group.size,",
+        f"{EMULATED} -k 'only_the_cuda_kernels or max_variance'",
+    ),
+    Mutant(
+        "cuda: the fifth group of tokens is not added up",
+        "csrc/cuda/ratios.cu",
+        "group[j] >= kOwn && group[j] < kMostGroups",
+        "group[j] > kOwn && group[j] < kMostGroups",
+        f"{EMULATED} -k 'ratios or test_linear'",
+    ),
+    # ---- the Triton kernels, in the interpreter ----------------------------------------------------------------------
+    Mutant(
+        "triton: a bit is not set where exactly k keys reach it",
+        "d3s_kernels/_triton/topk_mask.py",
+        "bound = tl.where(count >= kept, candidate, bound)",
+        "bound = tl.where(count > kept, candidate, bound)",
+        TRITON,
+    ),
+    Mutant(
+        "triton: the first label of a piece has no gradient of its own",
+        "d3s_kernels/_triton/gradient.py",
+        "has_label = (place >= begin) & (place < end)",
+        "has_label = (place > begin) & (place < end)",
+        TRITON,
+    ),
+    Mutant(
+        "triton: a move by -inf makes NaN of nothing",
+        "d3s_kernels/_triton/softmax_state.py",
+        "t = factor * tl.fma(tl.where(factor > 0, move, 0.0), s, t)",
+        "t = factor * tl.fma(move, s, t)",
+        TRITON,
+    ),
+    Mutant(
+        "triton: infinite values are usable",
+        "d3s_kernels/_triton/max_variance.py",
+        'usable = inside & (tl.abs(value) < float("inf"))',
+        "usable = inside & (value == value)",
+        TRITON,
+    ),
+    # ---- plain PyTorch -----------------------------------------------------------------------------------------------
+    Mutant(
+        "plain: -0 is below 0",
+        "d3s_kernels/_plain/order.py",
+        "bits = (values + 0.0).view(torch.int32)",
+        "bits = values.contiguous().view(torch.int32)",
+        f"{PORTABLE} -k 'plain and max_variance'",
+    ),
+    Mutant(
+        "plain: a logit of -inf makes the entropy NaN",
+        "d3s_kernels/_plain/softmax.py",
+        "torch.mul(distance.clamp_(min=_LOWEST), terms[0]",
+        "torch.mul(distance, terms[0]",
+        f"{PORTABLE} -k 'plain and entropy'",
+    ),
+    Mutant(
+        "plain: the backward does not know the mask",
+        "d3s_kernels/_plain/gradients.py",
+        "still=rows.still | ~row_mask.reshape(-1)",
+        "still=rows.still",
+        f"{PORTABLE} -k 'plain and entropy'",
+    ),
+    Mutant(
+        "plain: one tie too few is kept at a cut",
+        "d3s_kernels/_plain/key_search.py",
+        "(number <= allowed)",
+        "(number < allowed)",
+        f"{PORTABLE} -k 'plain and linear'",
+    ),
+    # ---- several ranks -----------------------------------------------------------------------------------------------
+    Mutant(
+        "ranks: a rank counts its own values among those before it",
+        "d3s_kernels/_ranks/offsets.py",
+        "lengths[: ranks.rank].sum()",
+        "lengths[: ranks.rank + 1].sum()",
+        "tests/test_tokens_across_ranks.py",
+    ),
+    Mutant(
+        "ranks: every rank keeps the ties that the first one keeps",
+        "d3s_kernels/_ranks/top.py",
+        "(cut[:, 1] - before).clamp(min=0)",
+        "cut[:, 1].clamp(min=0)",
+        "tests/test_tokens_across_ranks.py",
+    ),
+    Mutant(
+        "ranks: the first rollout of a rank is looked for on the rank before",
+        "d3s_kernels/_ranks/concatenation.py",
+        "torch.searchsorted(ends, place, right=True)",
+        "torch.searchsorted(ends, place)",
+        "tests/test_rollouts_across_ranks.py",
+    ),
+    Mutant(
+        "ranks: the backward of a shard takes it for the first",
+        "d3s_kernels/_linear.py",
+        "shard.first_token + t.start, temperature",
+        "t.start, temperature",
+        "tests/test_vocab_parallel.py",
+    ),
+    # ---- rules, the LM head, the schedule ----------------------------------------------------------------------------
+    Mutant(
+        "rules: the quantiles of percentile are those of i / k",
+        "d3s_kernels/_rules.py",
+        "* k + span) // (2 * span)",
+        "* k) // (2 * span)",
+        "tests/test_select_rollouts.py",
+    ),
+    Mutant(
+        "head: masked rows have a gradient",
+        "d3s_kernels/_linear.py",
+        "active &= row_mask.reshape(count)",
+        "pass",
+        "tests/test_linear.py",
+    ),
+    Mutant(
+        "schedule: half a rollout is rounded to even",
+        "d3s_kernels/schedule.py",
+        "math.floor(rollouts + 0.5)",
+        "round(rollouts)",
+        "tests/test_schedule.py",
+    ),
+    # ---- the trainers ------------------------------------------------------------------------------------------------
+    Mutant(
+        "trl: the tokens of dropped rollouts stay in num_items_in_batch",
+        "d3s_kernels/integrations/trl/trainer.py",
+        'batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()',
+        'batch["num_items_in_batch"] = batch["num_items_in_batch"]',
+        "tests/trainers/test_trl_rollouts.py",
+    ),
+    Mutant(
+        "trl: prompts that move are padded on the right",
+        "d3s_kernels/integrations/trl/rollouts.py",
+        "(missing, 0) if name in _PROMPT else (0, missing)",
+        "(0, missing)",
+        "tests/trainers/test_trl_moves.py tests/trainers/test_trl_processes.py",
+    ),
+    Mutant(
+        "verl: the loss divides by all tokens",
+        "d3s_kernels/integrations/verl/trainer.py",
+        ', "loss_mask": kept.to(mask.dtype)',
+        "",
+        "tests/verl/test_verl_trainer.py",
+    ),
+    Mutant(
+        "verl: advantages stay in the order of the groups",
+        "d3s_kernels/integrations/verl/rows.py",
+        "advantages[order] = group_advantages(",
+        "advantages[:] = group_advantages(",
+        "tests/verl/test_verl_rows.py",
+    ),
+)
