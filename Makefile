@@ -3,7 +3,6 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.set-up
 
 # The CPU build of torch where there is no GPU: exactly this one, before anything that depends on torch; else pip would
 # fetch several GB of CUDA libraries. Where there is a GPU, the newest.
@@ -11,8 +10,19 @@ TORCH ?= $(shell command -v nvidia-smi > /dev/null && echo 'torch>=2.11' || echo
 TORCH_INDEX ?=
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
+# For an environment of one's own, a user's Python included: which one, as in 11 of 3.11.
+MINOR := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print(sys.version_info[1])')
+HAS_TRL := $(filter-out 10,$(MINOR))
+HAS_VERL := $(filter 10 11 12,$(MINOR))
+
+# Machine code for an H100 alone, which the tests read, unless there is a GPU: then all that the wheels hold.
+CUDA_ARCHITECTURES ?= $(shell command -v nvidia-smi > /dev/null || echo 90-real)
+BUILD_OPTIONS := \
+  $(if $(CUDA_ARCHITECTURES),--config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)')
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-oldest test-matrix test-verl gpu demo learn step bench bench-short lint format sanitize wheel clean
+.PHONY: help setup library test test-all test-trl test-verl test-oldest test-matrix mutations fuzz gpu demo \
+        learn step bench bench-short lint format sanitize wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -20,58 +30,125 @@ help:  ## list the targets
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.tools: $(BIN)/python
+$(VENV)/.tools: | $(BIN)/python
 	$(BIN)/python -c 'import torch' 2> /dev/null || $(BIN)/pip install -q $(TORCH_INDEX) '$(TORCH)' numpy
 	$(BIN)/pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.26' ninja
 	touch $@
 
 # Built against the torch that is there, without build isolation: that would fetch another one.
-$(STAMP): $(VENV)/.tools $(SOURCES)
-	$(BIN)/pip install -q --no-build-isolation -e '.[test,bench,demo,lint]'
+$(VENV)/.library: $(VENV)/.tools $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation --no-deps $(BUILD_OPTIONS) -e .
 	touch $@
 
-setup: $(STAMP)  ## build the library and install what tests, demo and benchmarks need, in .venv
+library: $(VENV)/.library
+
+# What a target needs besides the library: extras of pyproject.toml, joined by +.
+EXTRAS := test+bench+demo lint demo bench
+$(EXTRAS:%=$(VENV)/.with-%): $(VENV)/.tools pyproject.toml
+	$(BIN)/python tools/extras.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
+	$(BIN)/pip install -q -r $@.txt
+	mv $@.txt $@
+
+# All at once is quicker than one by one; then verl's packages are fetched while the compilers run.
+setup: | $(BIN)/python  ## build the library and install what tests, demo and benchmarks need, in .venv
+	@test -e $(VENV)/.packages -a ! pyproject.toml -nt $(VENV)/.packages || $(MAKE) --no-print-directory $(VENV)/.packages
+	@$(MAKE) --no-print-directory -j2 library $(if $(HAS_VERL),$(VERL)/.set-up)
+
+$(VENV)/.packages: $(VENV)/.tools pyproject.toml
+	$(BIN)/python tools/extras.py test bench demo lint > $@.txt
+	$(BIN)/pip install -q -r $@.txt
+	touch $(EXTRAS:%=$(VENV)/.with-%)
+	mv $@.txt $@
+
+# Two workers share the tests out among them; tests/conftest.py says how. PYTEST_ARGS=-x is for you.
+WORKERS ?= 2
+PYTEST := -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+
+test: setup  ## what shows that the library works, in five minutes, TRL and verl included
+	$(BIN)/python $(PYTEST) tests
+	@$(MAKE) --no-print-directory test-verl
+
+test-all: export D3S_TEST_ALL = 1
+test-all: setup  ## all tests at full strength, with both ends of TRL's versions, with verl, and under the oldest torch
+	$(BIN)/python $(PYTEST) tests
+	@$(MAKE) --no-print-directory test-trl test-verl test-oldest
 
 # The oldest TRL that the integration takes; its newest is in $(VENV) already, with all that both depend on.
 OLDEST_TRL := 1.15.0
 TRL_FOLDER := $(VENV)/trl-$(OLDEST_TRL)
 
-$(TRL_FOLDER)/.set-up: $(BIN)/python
+$(TRL_FOLDER)/.set-up: | $(BIN)/python
 	$(BIN)/pip install -q --no-deps --upgrade --target $(TRL_FOLDER) 'trl==$(OLDEST_TRL)'
 	touch $@
 
-test: setup $(TRL_FOLDER)/.set-up  ## the whole test suite, with both ends of TRL's versions, and with verl
-	$(BIN)/python -m pytest tests
-	PYTHONPATH=$(abspath $(TRL_FOLDER)) D3S_TEST_TRL=$(OLDEST_TRL) $(BIN)/python -m pytest tests/trainers
-	$(MAKE) test-verl
+ifneq ($(HAS_TRL),)
+test-trl: setup $(TRL_FOLDER)/.set-up  ## the integration with TRL, under the oldest version that it takes
+	PYTHONPATH="$$PWD/$(TRL_FOLDER)" D3S_TEST_TRL=$(OLDEST_TRL) $(BIN)/python $(PYTEST) tests/trainers
+else
+test-trl:
+	@echo 'Left out: TRL $(OLDEST_TRL), which needs Python 3.11 or newer; this is 3.$(MINOR).'
+endif
 
-demo: setup  ## GRPO, PODS and D3S train a small model side by side, in two minutes; a table and a plot in demo/
+# verl and what its trainers import, in an environment that looks into $(VENV) for all the rest: there is no second
+# torch, and the library is not built again. verl asks for half a training cluster; what no test imports is not fetched.
+VERL := $(VENV)/verl-0.9.1
+
+$(VERL)/.set-up: $(VENV)/.with-test+bench+demo
+	$(BIN)/python -m venv --without-pip $(VERL)
+	$(BIN)/python -c 'from sysconfig import get_path; print("import site; site.addsitedir(%r)" % get_path("purelib"))' \
+	  > "$$($(VERL)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')/look_into.pth"
+	$(BIN)/python tools/extras.py test-verl > $@.txt
+	$(BIN)/pip --python $(VERL)/bin/python install -q -r $@.txt
+	$(BIN)/pip --python $(VERL)/bin/python install -q --no-deps verl==0.9.1
+	mv $@.txt $@
+
+ifneq ($(HAS_VERL),)
+test-verl: setup  ## the integration with verl
+	$(VERL)/bin/python $(PYTEST) tests/verl
+else
+test-verl:
+	@echo 'Left out: verl 0.9.1, which needs a Python below 3.13; this is 3.$(MINOR).'
+endif
+
+mutations: setup  ## faults put into the library on purpose, and which layer of the tests finds them
+	$(BIN)/python tools/mutations.py $(MUTATIONS_ARGS)
+
+SECONDS ?= 60
+fuzz: setup  ## random calls on every back-end that runs here, compared with the reference; SECONDS=60
+	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
+
+ifneq ($(HAS_TRL),)
+demo: library $(VENV)/.with-demo  ## GRPO, PODS and D3S train a small model, in two minutes; a table and a plot in demo/
 	$(BIN)/python examples/learn_more_with_less.py --short --out demo $(DEMO_ARGS)
 
-learn: setup  ## the same with all arms and more seeds, in a quarter of an hour; in learn/
+learn: library $(VENV)/.with-demo  ## the same with all arms and more seeds, in a quarter of an hour; in learn/
 	$(BIN)/python examples/learn_more_with_less.py $(LEARN_ARGS)
+else
+demo learn:
+	@echo 'It trains with TRL, which needs Python 3.11 or newer, not 3.$(MINOR): make PYTHON=python3.11 VENV=.venv-3.11 $@'
+endif
 
-step: setup  ## one step of D3S beside the same in plain PyTorch: what is kept, that it is the same, what it costs
+step: library $(VENV)/.with-demo  ## one step of D3S beside plain PyTorch: what is kept, that it is the same, its cost
 	$(BIN)/python examples/one_step/one_step.py $(STEP_ARGS)
 
 gpu:  ## all that needs an NVIDIA GPU, within nine minutes; STAGE=bench runs a part of it
 	$(PYTHON) tools/gpu.py
 
-bench: setup  ## all benchmarks, against the peers: a table, and JSON and a plot in benchmarks/results/
+bench: library $(VENV)/.with-bench  ## all benchmarks: a table, and JSON and a plot in benchmarks/results/
 	$(BIN)/python -m benchmarks
 
-bench-short: setup  ## the benchmarks on small inputs, to see that they run
+bench-short: library $(VENV)/.with-bench  ## the benchmarks on small inputs, to see that they run
 	$(BIN)/python -m benchmarks --short
 
 CXX_FILES = find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h'
 
-lint: setup  ## ruff, mypy, clang-format
+lint: $(VENV)/.with-lint  ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(CXX_FILES) | xargs $(BIN)/clang-format --dry-run --Werror
 
-format: setup  ## put the code into form
+format: $(VENV)/.with-lint  ## put the code into form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(CXX_FILES) | xargs $(BIN)/clang-format -i
@@ -79,14 +156,18 @@ format: setup  ## put the code into form
 # The library is sanitized, Python is not: the sanitizers' own libraries have to be there first.
 SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
 
-sanitize: setup  ## the C++ tests and every op under AddressSanitizer and UBSan
+# Of programs that make runs, with the environment's folder in full: CMake keeps it, and a clone's path may have spaces.
+HERE = $$(cd '$(BIN)' && pwd)
+
+sanitize: library $(VENV)/.with-test+bench+demo  ## every op and the CUDA kernels under AddressSanitizer and UBSan
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DD3S_SANITIZE=ON -DD3S_CPP_TESTS=ON \
-	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
-	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > build/sanitize.log
+	  -DCMAKE_MAKE_PROGRAM="$(HERE)/ninja" -DPython_EXECUTABLE="$(HERE)/python" \
+	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" > build/sanitize.log
 	$(BIN)/cmake --build build/sanitize --target test_core test_loops d3s_kernels_cpu
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZERS)" \
 	  $(BIN)/python tests/cpp/sanitized_ops.py build/sanitize/_cpu.so
+	D3S_TEST_ALL=1 $(BIN)/python -m pytest tests/test_cuda_emulated.py -k "sanitize"
 
 # Built against this environment's torch, run under the oldest and the newest, each with the Triton that it brings: the
 # binary that users get. Some GB each, fetched once. What reads or emulates the built library has nothing to do with the
@@ -99,39 +180,25 @@ $(NEWEST)/.set-up: WITH = torch numpy
 
 $(OLDEST)/.set-up $(NEWEST)/.set-up:
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install -q $(WITH) pytest hypothesis
+	$(@D)/bin/pip install -q $(WITH) pytest pytest-xdist hypothesis
 	touch $@
 
 define TEST_UNDER
-	rm -rf build/wheel && $(BIN)/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	rm -rf build/wheel && $(BIN)/pip wheel -q --no-build-isolation --no-deps $(BUILD_OPTIONS) -w build/wheel .
 	$(1)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
-	cd build && ../$(1)/bin/python -m pytest ../tests -p no:cacheprovider \
+	cd build && ../$(1)/bin/python $(PYTEST) ../tests -p no:cacheprovider \
 	  --ignore ../tests/test_cuda_emulated.py --ignore ../tests/test_cuda_binary.py --ignore ../tests/test_wheel.py
 endef
 
-test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the library built above; and a build against it
+test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the library built here; a build against it
 	$(BIN)/cmake -S . -B build/oldest -G Ninja -DCMAKE_CUDA_ARCHITECTURES=90-real \
-	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython_EXECUTABLE=$(abspath $(OLDEST)/bin/python) \
-	  -Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) > build/oldest.log
+	  -DCMAKE_MAKE_PROGRAM="$(HERE)/ninja" -DPython_EXECUTABLE="$$(cd $(OLDEST)/bin && pwd)/python" \
+	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" > build/oldest.log
 	$(BIN)/cmake --build build/oldest
 	$(call TEST_UNDER,$(OLDEST))
 
 test-matrix: test-oldest $(NEWEST)/.set-up  ## the same, and under the newest torch and Triton
 	$(call TEST_UNDER,$(NEWEST))
-
-# verl brings the packages of half a training cluster, and torch has to be there first, as above. A build directory of its
-# own: that of .venv remembers the paths of .venv.
-VERL := .venv-verl
-
-$(VERL)/.set-up: $(SOURCES)
-	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -c 'import torch' 2> /dev/null || $(VERL)/bin/pip install -q $(TORCH_INDEX) '$(TORCH)' numpy
-	$(VERL)/bin/pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.26' ninja pytest hypothesis
-	$(VERL)/bin/pip install -q --no-build-isolation -C build-dir=build/verl -C cmake.define.D3S_CUDA=OFF -e '.[verl]'
-	touch $@
-
-test-verl: $(VERL)/.set-up  ## the integration with verl, in an environment of its own
-	$(VERL)/bin/python -m pytest tests/verl
 
 wheel: $(VENV)/.tools  ## a wheel in dist/: CUDA=13.0 with the toolkit in CUDA_HOME or on PATH, CUDA=none without
 	$(if $(CUDA),,$(error CUDA= says what the wheel is for: the version of the toolkit, as in CUDA=13.0, or CUDA=none))
@@ -139,4 +206,4 @@ wheel: $(VENV)/.tools  ## a wheel in dist/: CUDA=13.0 with the toolkit in CUDA_H
 	$(BIN)/python tools/wheel.py '$(CUDA)'
 
 clean:  ## remove what was built
-	rm -rf build $(STAMP)
+	rm -rf build $(VENV)/.library

@@ -1,11 +1,34 @@
-"""Every run draws its inputs afresh; a failure says how to draw the same again."""
+"""How the tests run: in two layers, drawing their inputs afresh, in groups that two workers share.
 
+``make test`` shows within minutes that the library works. ``make test-all`` (D3S_TEST_ALL=1) runs every test at full
+strength: more examples, and what is marked ``slow`` with what only that test can show. A suite that runs again in a
+child process belongs to the layer of its parent, by the environment.
+"""
+
+import atexit
 import os
 import secrets
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
+
+# Threads that wait sleep, else those of two workers take each other's processors. Torch reads it when it is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
+from helpers import EVERYTHING
 from hypothesis import HealthCheck, register_random, settings
+
+TESTS = Path(__file__).parent
+
+# What compilers and trainers keep of their work: one folder for a run, its workers and its child processes. So no run
+# depends on an earlier one, on a home directory or on who runs it.
+if "D3S_TEST_CACHES" not in os.environ:
+    os.environ["D3S_TEST_CACHES"] = tempfile.mkdtemp(prefix="d3s-tests-")
+    atexit.register(shutil.rmtree, os.environ["D3S_TEST_CACHES"], ignore_errors=True)
+for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "MPLCONFIGDIR"):
+    os.environ[variable] = str(Path(os.environ["D3S_TEST_CACHES"], variable.lower()))
 
 # Two threads wherever the tests run, so that the parallel paths are taken and results compare between machines.
 torch.set_num_threads(2)
@@ -21,18 +44,68 @@ class TorchRandom:
 
 TORCH_RANDOM = TorchRandom()  # hypothesis keeps no reference
 register_random(TORCH_RANDOM)
-settings.register_profile(
-    "d3s",
-    max_examples=int(os.environ.get("D3S_TEST_EXAMPLES", "60")),
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("d3s")
+for name, examples in (("quick", 15), ("all", 60)):
+    settings.register_profile(
+        name,
+        max_examples=int(os.environ.get("D3S_TEST_EXAMPLES", examples)),
+        deadline=None,
+        print_blob=True,
+        database=None,  # no run depends on an earlier one; what failed is drawn again from its seed
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("all" if EVERYTHING else "quick")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "simd: run again for each SIMD level by test_simd_levels.py")
+    config.addinivalue_line("markers", "slow(shows): runs in `make test-all` alone; says what only this test can show")
+
+
+# ---- two workers -----------------------------------------------------------------------------------------------------
+
+# What takes longest comes first, so that no worker is left alone with it at the end.
+FIRST = (
+    "test_cuda_emulated.py",
+    "test_portable.py",
+    "trainers/test_trl_processes.py",
+    "test_vocab_parallel.py",
+    "test_compiled_losses.py",
+    "test_registration.py",
+    "test_triton_binary.py",
+    "test_no_hangs.py",
+    "test_rollouts_across_ranks.py",
+    "test_cuda_binary.py",
+    "test_export.py",
+)
+# Files whose tests share nothing that takes long to make: each test is taken by whichever worker is free.
+SHARED_OUT = {"test_cuda_emulated.py", "test_portable.py", "test_simd_levels.py", "test_linear.py", "test_large.py"}
+# Files whose tests share what is made for a parameter.
+BY_PARAMETER = {"trainers/test_trl_processes.py"}
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else item.path.name
+
+
+def place(item: pytest.Item) -> int:
+    name = file_of(item)
+    return FIRST.index(name) if name in FIRST else len(FIRST)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if slow := item.get_closest_marker("slow"):
+            if len(slow.args) != 1:
+                raise pytest.UsageError(f"{item.nodeid}: slow takes what only this test can show")
+            if not EVERYTHING:
+                item.add_marker(pytest.mark.skip(reason=f"make test-all: {slow.args[0]}"))
+        name = file_of(item)
+        if name not in SHARED_OUT and item.get_closest_marker("xdist_group") is None:
+            parameters = getattr(item, "callspec", None) if name in BY_PARAMETER else None
+            item.add_marker(pytest.mark.xdist_group(f"{name}: {parameters.id}" if parameters else name))
+    if getattr(config.option, "dist", "no") != "no" or hasattr(config, "workerinput"):
+        items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

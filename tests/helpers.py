@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, chain, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 import d3s_kernels
+
+EVERYTHING = os.environ.get("D3S_TEST_ALL") == "1"  # make test-all
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABULARIES = (1, 2, 31, 50_257, 128_256, 151_936, 152_064)
@@ -25,6 +29,11 @@ leading_shapes = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 
 def random_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def slow(*values: Any, shows: str) -> Any:
+    """A parameter that only `make test-all` takes, and what only it can show."""
+    return pytest.param(*values, marks=pytest.mark.slow(shows))
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ def test_a_random_choice_is_the_same_again() -> None:
         torch.testing.assert_close((leaf.grad / 2).square().sum(), value)
 
 
+@pytest.mark.slow("that Inductor recomputes what the policy says, and no more")
 @pytest.mark.parametrize("way", ["not reentrant", "selective"])
 def test_a_compiled_checkpoint(way: str) -> None:
     """Inductor cuts forward from backward as the policy says; torch's profiler sees what its code calls."""

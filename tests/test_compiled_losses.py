@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import compiled_once, random_labels, random_logits
+from helpers import compiled_once, random_labels, random_logits, slow
 from torch import Tensor, nn
 from torch._dynamo.symbolic_convert import TensorifyState
 
@@ -69,7 +69,10 @@ def assert_same_gradients(compiled: Callable, eager: Callable, leaves: Sequence[
 
 # All sizes and budgets at once or, as torch.compile does by itself, the first ones as constants and learning from the
 # second; budgets as numbers and as tensors.
-FORMS = pytest.mark.parametrize(("dynamic", "calls", "as_tensors"), [(True, 1, True), (None, 2, False)])
+FORMS = pytest.mark.parametrize(
+    ("dynamic", "calls", "as_tensors"),
+    [(True, 1, True), slow(None, 2, False, shows="that two compilations do where nothing was said to be dynamic")],
+)
 
 
 def labels_and_budgets(i: int, as_tensors: bool) -> tuple[Any, ...]:

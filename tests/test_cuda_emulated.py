@@ -3,6 +3,7 @@ a block in a different order each time. It needs a C++ compiler and CMake, no GP
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import EVERYTHING, assert_same_bits, slow
 
 import d3s_kernels
 
@@ -36,7 +37,14 @@ ABOVE_THE_KERNELS = {"test_registration.py", "test_compiled_losses.py"}
 
 
 def build(folder: Path, *options: str) -> Path:
-    """The emulated library, in a folder that the next run finds again."""
+    """The emulated library, in a folder that the next run finds again; built by one process at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build_in(folder, *options)
+
+
+def build_in(folder: Path, *options: str) -> Path:
     environment = {**os.environ, "PATH": TOOLS}
     torch_root = Path(torch.__file__).parent
     configure = [CMAKE, "-S", str(TESTS / "cuda_shim"), "-B", str(folder), f"-DTORCH_ROOT={torch_root}", *options]
@@ -83,12 +91,16 @@ def run_emulated(library: Path, *arguments: str, **environment: str) -> None:
     run_pytest("-p", "emulated_cuda", *arguments, D3S_EMULATED_LIBRARY=str(library / "_emulated.so"), **environment)
 
 
+# A fibre takes the place of a thread: an example takes a hundred times as long as on the kernels of the CPU.
+EXAMPLES = os.environ.get("D3S_TEST_EXAMPLES", "60" if EVERYTHING else "5")
+
+
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite[0])
 def test_the_tests_of_the_ops(suite: tuple[str, ...], plain: Path) -> None:
     seed = str(secrets.randbits(31))
     print(f"D3S_SHIM_SEED={seed} runs the threads in the same order again")
     files = [str(TESTS / name) for name in suite]
-    run_emulated(plain, *files, D3S_KERNELS_CHECK="1", D3S_SHIM_SEED=seed)
+    run_emulated(plain, *files, D3S_KERNELS_CHECK="1", D3S_SHIM_SEED=seed, D3S_TEST_EXAMPLES=EXAMPLES)
 
 
 def test_ratios_have_the_bits_of_the_cpu(plain: Path, tmp_path: Path) -> None:
@@ -115,6 +127,7 @@ def test_what_only_the_cuda_kernels_have(plain: Path) -> None:
     run_emulated(plain, str(TESTS / "cuda_shim" / "kernels.py"))
 
 
+@pytest.mark.slow("that no kernel reads or writes out of bounds; `make sanitize` runs it too")
 def test_under_address_sanitizer(sanitized: Path) -> None:
     """All but the grids of 70,000 blocks, which take a minute each."""
     run_emulated(
@@ -128,11 +141,12 @@ def test_under_address_sanitizer(sanitized: Path) -> None:
     )
 
 
-def test_the_shim(plain: Path, sanitized: Path) -> None:
+@pytest.mark.parametrize("library", ["plain", slow("sanitized", shows="that the shim is clean itself")])
+def test_the_shim(library: str, request: pytest.FixtureRequest) -> None:
     """What the tests above rest on: a missing barrier shows, and what cannot go on stops with a message."""
-    for folder in (plain, sanitized):
-        done = subprocess.run([folder / "test_shim"], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    folder = request.getfixturevalue(library)
+    done = subprocess.run([folder / "test_shim"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def runtime(name: str) -> str:

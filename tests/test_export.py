@@ -67,6 +67,7 @@ def test_an_exported_program(of: type[nn.Module]) -> None:
                 torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.slow("that AOTInductor compiles the ops into a package, which runs")
 def test_a_package(tmp_path: Path) -> None:
     """Machine code that calls the ops through torch's dispatcher."""
     model = HighEntropy()

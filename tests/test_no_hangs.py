@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import slow
 from ranks import SIZES, Ranks, World, world
 from torch import Tensor
 
@@ -187,7 +188,14 @@ def compiled(ranks: Ranks, backend: str) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize(("backend", "check"), [("aot_eager", "1"), ("aot_eager", "0"), ("inductor", "0")])
+@pytest.mark.parametrize(
+    ("backend", "check"),
+    [
+        ("aot_eager", "1"),
+        slow("aot_eager", "0", shows="that without checks the graph is made as well"),
+        slow("inductor", "0", shows="that Inductor's code enters every collective"),
+    ],
+)
 def test_in_a_graph(backend: str, check: str) -> None:
     """While a graph is made nothing is asked of the other ranks, which make theirs."""
     for same in world(2).run(compiled, backend, D3S_KERNELS_CHECK=check):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
+from helpers import EVERYTHING
 from test_cuda_emulated import ABOVE_THE_KERNELS, SUITES, TESTS, run_pytest
 
 
 @pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite[0])
 def test_on_plain_pytorch(suite: tuple[str, ...]) -> None:
     files = [str(TESTS / name) for name in suite if name not in ABOVE_THE_KERNELS]
-    run_pytest(*files, D3S_KERNELS_BACKEND="torch", D3S_TEST_EXAMPLES="10")
+    run_pytest(
+        *files,
+        D3S_KERNELS_BACKEND="torch",
+        D3S_TEST_EXAMPLES=os.environ.get("D3S_TEST_EXAMPLES", "10" if EVERYTHING else "4"),
+    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from disassembly import Instruction, Resources, cuobjdump, kernels, loops, resources
+from helpers import slow
 
 pytest.importorskip("triton", reason="needs Triton")
 from triton.backends.compiler import GPUTarget
@@ -21,6 +22,7 @@ from d3s_kernels._triton import logprob_entropy, max_variance, topk_mask
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled")
 
 NVIDIA = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 100)}
+ARCHITECTURES = ["sm_90", *(slow(name, shows="what becomes of the kernels there") for name in ("sm_80", "sm_100"))]
 AMD = GPUTarget("hip", "gfx942", 64)
 
 VOCABULARY, ODD_VOCABULARY = 151_936, 50_257  # rows at multiples of 16 bytes, and not
@@ -49,18 +51,22 @@ def tiles(dtype: torch.dtype) -> None:
     _triton.KERNELS["logprob_entropy_backward_"](rows, rows, logits, labels, rows, rows, rows, 4096, 1.0, rows)
 
 
-def selections() -> None:
-    for length, _ in topk_mask.SIZES:
-        scores = torch.zeros(3, length)
-        _triton.KERNELS["topk_mask"](scores, 0.1, mask=scores == 0)
-        for advantages, drop_zeros in ((torch.zeros(3), False), (torch.zeros(3, length), True)):
-            _triton.KERNELS["select_tokens"](scores, advantages, 0.1, pooled=False, drop_zeros=drop_zeros)
+def top(length: int) -> None:
+    scores = torch.zeros(3, length)
+    _triton.KERNELS["topk_mask"](scores, 0.1, mask=scores == 0)
+    for advantages, drop_zeros in ((torch.zeros(3), False), (torch.zeros(3, length), True)):
+        _triton.KERNELS["select_tokens"](scores, advantages, 0.1, pooled=False, drop_zeros=drop_zeros)
+
+
+def from_logits() -> None:
     logits = torch.zeros(2, 50, 1024, dtype=torch.bfloat16)
     _triton.KERNELS["select_tokens_from_logits"](logits, torch.zeros(2), None, torch.tensor(0.5))
-    for length, _ in max_variance.SIZES:
-        values = torch.zeros(3, length)
-        _triton.KERNELS["max_variance_select"](values, 16, mask=values == 0)
-        _triton.KERNELS["max_variance_select"](values, None, torch.tensor(16))
+
+
+def varied(length: int) -> None:
+    values = torch.zeros(3, length)
+    _triton.KERNELS["max_variance_select"](values, 16, mask=values == 0)
+    _triton.KERNELS["max_variance_select"](values, None, torch.tensor(16))
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -69,8 +75,17 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"backward, {dtype}": lambda dtype=dtype: backward(dtype) for dtype in VECTOR},
     "backward, askew": lambda: backward(torch.bfloat16, ODD_VOCABULARY),
     "tiles": lambda: tiles(torch.float32),
-    "selections": selections,
+    **{f"top of {length}": lambda length=length: top(length) for length, _ in topk_mask.SIZES},
+    "top of logits": from_logits,
+    **{f"varied of {length}": lambda length=length: varied(length) for length, _ in max_variance.SIZES},
 }
+# In Triton's language selections are long: the smallest of each kind stands for all.
+LONG = [name for name in CASES if name.startswith(("top", "varied"))]
+LONG.remove(f"top of {topk_mask.SIZES[0][0]}")
+LONG.remove(f"varied of {max_variance.SIZES[0][0]}")
+NVIDIA_CASES = [slow(name, shows="selections of this size") if name in LONG else name for name in CASES]
+QUICK_ON_AMD = {"forward, torch.bfloat16", "tiles"}
+AMD_CASES = [name if name in QUICK_ON_AMD else slow(name, shows="what AMD makes of it") for name in CASES]
 
 
 def launches(case: str, warp_size: int = 32) -> list[Launch]:
@@ -96,8 +111,8 @@ def opcodes(code: list[Instruction], pattern: str) -> list[str]:
 
 
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("architecture", NVIDIA)
+@pytest.mark.parametrize("case", NVIDIA_CASES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_spills(architecture: str, case: str, tmp_path: Path) -> None:
     for launch in launches(case):
         _, used, shared = machine_code(launch, architecture, tmp_path)
@@ -119,7 +134,7 @@ def main_loop(launch: Launch, architecture: str, elements: int, folder: Path) ->
 
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("dtype", VECTOR, ids=str)
-@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("architecture", ["sm_90", slow("sm_100", shows="its loop")])
 def test_the_loop_over_logits(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
     reduce_slices, _ = launches(f"forward, {dtype}")
     elements = logprob_entropy.IN_FLIGHT * VECTOR[dtype]
@@ -158,7 +173,7 @@ def test_the_loop_of_the_backward(dtype: torch.dtype, tmp_path: Path) -> None:
         assert all(".128" in opcode for opcode in found)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", AMD_CASES)
 def test_for_amd(case: str) -> None:
     """gfx942: it compiles, and nothing spills to memory (a scalar register may, to a lane of a vector register)."""
     for launch in launches(case, warp_size=64):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import slow
 from torch import Tensor
 
 pytest.importorskip("trl")
@@ -29,7 +30,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+QUICK = {"tokens in the update", "three processes"}
+PARAMETERS = [name if name in QUICK else slow(name, shows="these options across processes") for name in CASES]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict, list, list]:
     """The number of processes, options, and what each process left: outcome and weights after training."""
     ranks, options = CASES[request.param]
