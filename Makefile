@@ -62,7 +62,7 @@ $(VENV)/.packages: $(VENV)/.tools pyproject.toml
 
 # Two workers share the tests out among them; tests/conftest.py says how. PYTEST_ARGS=-x is for you.
 WORKERS ?= 2
-PYTEST := -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+PYTEST := -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 test: setup  ## what shows that the library works, in five minutes, TRL and verl included
 	$(BIN)/python $(PYTEST) tests

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,16 +84,30 @@ SHARED_OUT = {"test_cuda_emulated.py", "test_portable.py", "test_simd_levels.py"
 BY_PARAMETER = {"trainers/test_trl_processes.py"}
 
 
-def file_of(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else item.path.name
+def group_of(nodeid: str) -> str:
+    """Tests of a group run on one worker, one after the other."""
+    name = nodeid.partition("::")[0].removeprefix("tests/")
+    if name in SHARED_OUT:
+        return nodeid
+    return f"{name} {nodeid.partition('[')[2]}" if name in BY_PARAMETER else name
+
+
+@pytest.hookimpl(optionalhook=True)  # where there is pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        _split_scope = staticmethod(group_of)
+
+    config.option.loadscopereorder = False  # the order below
+    return Groups(config, log)
 
 
 def place(item: pytest.Item) -> int:
-    name = file_of(item)
+    name = item.nodeid.partition("::")[0].removeprefix("tests/")
     return FIRST.index(name) if name in FIRST else len(FIRST)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if slow := item.get_closest_marker("slow"):
@@ -100,11 +115,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid}: slow takes what only this test can show")
             if not EVERYTHING:
                 item.add_marker(pytest.mark.skip(reason=f"make test-all: {slow.args[0]}"))
-        name = file_of(item)
-        if name not in SHARED_OUT and item.get_closest_marker("xdist_group") is None:
-            parameters = getattr(item, "callspec", None) if name in BY_PARAMETER else None
-            item.add_marker(pytest.mark.xdist_group(f"{name}: {parameters.id}" if parameters else name))
-    if getattr(config.option, "dist", "no") != "no" or hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):  # of pytest-xdist
         items.sort(key=place)
 
 
