@@ -163,10 +163,11 @@ sanitize: library $(VENV)/.with-test+bench+demo  ## every op and the CUDA kernel
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DD3S_SANITIZE=ON -DD3S_CPP_TESTS=ON \
 	  -DCMAKE_MAKE_PROGRAM="$(HERE)/ninja" -DPython_EXECUTABLE="$(HERE)/python" \
 	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" > build/sanitize.log
-	$(BIN)/cmake --build build/sanitize --target test_core test_loops d3s_kernels_cpu
+	$(BIN)/cmake --build build/sanitize --target \
+	  test_core test_loops d3s_kernels_cpu d3s_kernels_checks _build_info
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZERS)" \
-	  $(BIN)/python tests/cpp/sanitized_ops.py build/sanitize/_cpu.so
+	  $(BIN)/python tests/cpp/sanitized_ops.py build/sanitize
 	D3S_TEST_ALL=1 $(BIN)/python -m pytest tests/test_cuda_emulated.py -k "sanitize"
 
 # Built against this environment's torch, run under the oldest and the newest, each with the Triton that it brings: the

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.skipif(CMAKE is None or CXX is None, reason="needs cmak
 
 # Every test of the ops runs on the emulated kernels too. Left out are those of what does not depend on the kernels.
 SUITES = (
-    ("test_entropy.py", "test_compact.py", "test_group_advantages.py", "test_topk_mask.py", "test_errors.py"),
+    ("test_table.py", "test_entropy.py", "test_compact.py"),
+    ("test_group_advantages.py", "test_topk_mask.py", "test_errors.py"),
     ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
     ("test_vocabulary_pieces.py",),
     ("test_linear.py", "test_ratios.py", "test_key_search.py", "test_registration.py", "test_compiled_losses.py"),
@@ -56,9 +57,13 @@ def build_in(folder: Path, *options: str) -> Path:
     return folder
 
 
+def build_plain() -> Path:
+    return build(ROOT / "build" / f"emulated-torch-{torch.__version__}")
+
+
 @pytest.fixture(scope="module")
 def plain() -> Path:
-    return build(ROOT / "build" / f"emulated-torch-{torch.__version__}")
+    return build_plain()
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import EVERYTHING, assert_same_bits
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -23,7 +22,7 @@ from d3s_kernels.compare import compare_here
 ROOT = Path(__file__).parents[1]
 OWN = sorted(served_by("kernels", "composed", "cpu"))
 # Draws, and the largest length of a row or a segment.
-SIZES = {40: int(os.environ.get("D3S_TEST_EXAMPLES", "15")), 400: 3}
+SIZES = {40: 60, 400: 10, 5000: 1} if EVERYTHING else {40: 15, 400: 2}
 
 
 def assert_means(name: str, row: Row, call: object) -> None:
@@ -35,6 +34,7 @@ def assert_means(name: str, row: Row, call: object) -> None:
                 assert difference.agrees, f"{name}, Draw({seed}, most={most}): {difference}"
 
 
+@pytest.mark.simd
 @pytest.mark.parametrize("op", OWN)
 def test_every_op_means_what_the_table_says(op: str) -> None:
     assert_means(op, OPS[op], getattr(torch.ops.d3s_kernels, op).default)

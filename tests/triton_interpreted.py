@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    EVERYTHING,
     INF,
     NAN,
     assert_entropy,
@@ -27,7 +28,10 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import _ops, _triton, reference
+from d3s_kernels._dispatch.draw import Draw
+from d3s_kernels._dispatch.table import OPS
 from d3s_kernels._triton import gradient, launch, logprob_entropy, max_variance, topk_mask
+from d3s_kernels.compare import compare_here
 
 SLICE, LANES, IN_FLIGHT = 64, 2, 2  # in half precision twice 2 x 2 x 8 elements, or edges of 2 x 8
 PIECE, BLOCK, EDGE = 64, 32, 8
@@ -85,6 +89,19 @@ def assert_exact(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor
     assert_entropy(entropy, expected[1].detach())
     assert_gradient(slope, expected_slope, floor=1e-6)
     return logprob, entropy, slope
+
+
+# ---- every op of the table -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", _triton.KERNELS)
+def test_every_op_means_what_the_table_says(op: str) -> None:
+    function, row = getattr(torch.ops.d3s_kernels, op).default, OPS[op]
+    assert_served()
+    for seed in torch.randint(2**31, (8 if EVERYTHING else 3,)).tolist():
+        arguments = row.draw(Draw(seed, most=16))
+        for difference in compare_here(row, function, arguments, arguments, "triton"):
+            assert difference.agrees, f"Draw({seed}, most=16): {difference}"
 
 
 # ---- rows of logits --------------------------------------------------------------------------------------------------
