@@ -66,9 +66,8 @@ def run(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def names() -> list[str]:
-    return [f"{op} {seed}" for op in sorted(served_by("kernels", "composed")) for seed in range(DRAWS)] + list(
-        MADE_OF_OPS
-    )
+    ops = sorted(served_by("kernels", "composed"))
+    return [*(f"{op} {seed}" for op in ops for seed in range(DRAWS)), *MADE_OF_OPS]
 
 
 def call(name: str, device: torch.device = GPU) -> Call:
