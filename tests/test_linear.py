@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
+from d3s_kernels._dispatch import allowed
 
 
 class Head(NamedTuple):
@@ -72,51 +73,10 @@ def whole_number_head(*rows: int, vocabulary: int = 300, dtype: torch.dtype = to
     return Head(*whole_number_product(*rows, vocabulary=vocabulary, dtype=dtype), None)
 
 
-class Allowance(NamedTuple):
-    """What float32 may be off by, given that the logits themselves are products of finite precision."""
-
-    logprob: Tensor  # of each row
-    entropy: Tensor
-    gradients: list[float]  # of hidden, weight and bias, in norm
-
-
-def allowance(
-    exact: Head,
-    labels: Tensor,
-    cotangents: list[Tensor],
-    dtype: torch.dtype,
-    temperature: float | Tensor = 1.0,
-    row_mask: Tensor | None = None,
-    logit_softcap: float | None = None,
-    **_: object,
-) -> Allowance:
-    """A logit is off by some rounding steps of the terms of its sum, and everything else follows to first order.
-
-    The gradient of a logit is off by 1e-6 g p / temperature besides, as in test_entropy.py, and in half precision it is
-    rounded to the dtype of the weight. Errors of different logits have nothing to do with each other: squares add up.
-    """
-    hidden, weight, bias = (None if tensor is None else tensor.detach() for tensor in exact)
-    heat = torch.as_tensor(temperature).unsqueeze(-1)
-    shift = 2**-21 * (hidden.abs() @ weight.abs().T) / heat
-    if bias is not None:
-        shift += 2**-21 * bias.abs().nan_to_num(posinf=0) / heat
-
-    logits = reference._head_logits(hidden, weight, bias, logit_softcap).requires_grad_()
-    results = reference.logprob_entropy(logits, labels, temperature=temperature, row_mask=row_mask)
-    (gradient,) = torch.autograd.grad(results, logits, [g.double() for g in cotangents])
-    p = torch.softmax(logits.detach() / heat, -1)
-    slope = p * results[1].detach().unsqueeze(-1) - torch.special.entr(p)  # p (log p + H), of the entropy in a logit
-    at_label = shift.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-
-    step = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
-    size = p * sum(g.abs() for g in cotangents).unsqueeze(-1) / heat
-    square = (size * (1e-6 + shift) + step * gradient.abs()).square().reshape(-1, logits.shape[-1])
-    sums = square @ weight.square(), square.T @ hidden.square().reshape(-1, hidden.shape[-1]), square.sum(0)
-    return Allowance(
-        1e-5 + 2**-22 * results[0].detach().abs() + at_label + (p * shift).norm(dim=-1),
-        1e-5 + (slope * shift).norm(dim=-1),
-        [total.sum().sqrt().item() for total in sums],
-    )
+def allowance(head: Head, labels: Tensor, cotangents: list[Tensor], **options: object) -> dict[str, Tensor]:
+    """What results may be off by, and in norm the gradients of hidden, weight and bias."""
+    gradients = {"grad_logprob": cotangents[0], "grad_entropy": cotangents[1]}
+    return allowed.head(head._asdict() | options | gradients | {"labels": labels})
 
 
 def check(head: Head, labels: Tensor, **options: object) -> None:
@@ -125,15 +85,15 @@ def check(head: Head, labels: Tensor, **options: object) -> None:
     actual = head(linear_logprob_entropy, labels, **options)
     expected = exact(reference.linear_logprob_entropy, labels, **options)
     cotangents = [torch.randn(labels.shape) for _ in range(2)]
-    allowed = allowance(exact, labels, cotangents, head.hidden.dtype, **options)
-    assert ((actual[0] - expected[0]).abs() <= allowed.logprob).all()
-    assert ((actual[1] - expected[1]).abs() <= allowed.entropy).all()
+    off = allowance(head, labels, cotangents, **options)
+    assert ((actual[0] - expected[0]).abs() <= off["logprob"]).all()
+    assert ((actual[1] - expected[1]).abs() <= off["entropy"]).all()
     assert (actual[1] >= 0).all()
 
     found = torch.autograd.grad(actual, head.leaves, cotangents)
     wanted = torch.autograd.grad(expected, exact.leaves, [g.double() for g in cotangents])
-    for gradient, exact_gradient, floor in zip(found, wanted, allowed.gradients, strict=False):  # there may be no bias
-        assert_gradient(gradient, exact_gradient, floor)
+    for name, gradient, exact_gradient in zip(Head._fields, found, wanted, strict=False):  # there may be no bias
+        assert_gradient(gradient, exact_gradient, off[name].item())
 
 
 def one_row_at_a_time(vocabulary: int) -> int:

@@ -99,7 +99,7 @@ def _log_bounds(arguments: Arguments) -> tuple[float, float]:
 _HEAD_TENSORS = ("hidden", "weight", "bias")
 
 
-def head(exact: Any, arguments: Arguments) -> dict[str, Tensor]:
+def head(arguments: Arguments) -> dict[str, Tensor]:
     """Of each result and gradient. A logit is off by some rounding steps of the terms of its sum, and everything else
     follows to first order.
 
@@ -169,7 +169,7 @@ def of_head(name: str) -> Allowed:
     """What the head's result or gradient of that name may be off by."""
 
     def allowed(exact: Tensor, arguments: Arguments) -> Tensor:
-        found = head(None, arguments)[name]
+        found = head(arguments)[name]
         if name not in _HEAD_TENSORS:
             return found
         dtype = arguments["hidden"].dtype
