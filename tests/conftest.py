@@ -21,7 +21,8 @@ import torch
 from helpers import EVERYTHING
 from hypothesis import HealthCheck, register_random, settings
 
-TESTS = Path(__file__).parent
+# Ops on the emulated CUDA kernels, or on plain PyTorch.
+ELSEWHERE = "D3S_EMULATED_LIBRARY" in os.environ or os.environ.get("D3S_KERNELS_BACKEND") == "torch"
 
 # What compilers and trainers keep of their work: one folder for a run, its workers and its child processes. So no run
 # depends on an earlier one, on a home directory or on who runs it.
@@ -60,6 +61,7 @@ settings.load_profile("all" if EVERYTHING else "quick")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "simd: run again for each SIMD level by test_simd_levels.py")
     config.addinivalue_line("markers", "slow(shows): runs in `make test-all` alone; says what only this test can show")
+    config.addinivalue_line("markers", "slow_elsewhere(shows): likewise, but for the kernels of the CPU and of a GPU")
 
 
 # ---- two workers -----------------------------------------------------------------------------------------------------
@@ -110,11 +112,12 @@ def place(item: pytest.Item) -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if slow := item.get_closest_marker("slow"):
-            if len(slow.args) != 1:
-                raise pytest.UsageError(f"{item.nodeid}: slow takes what only this test can show")
-            if not EVERYTHING:
-                item.add_marker(pytest.mark.skip(reason=f"make test-all: {slow.args[0]}"))
+        for name, slow_here in (("slow", True), ("slow_elsewhere", ELSEWHERE)):
+            if marker := item.get_closest_marker(name):
+                if len(marker.args) != 1:
+                    raise pytest.UsageError(f"{item.nodeid}: {name} takes what only this test can show")
+                if slow_here and not EVERYTHING:
+                    item.add_marker(pytest.mark.skip(reason=f"make test-all: {marker.args[0]}"))
     if hasattr(config, "workerinput"):  # of pytest-xdist
         items.sort(key=place)
 

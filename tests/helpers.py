@@ -36,6 +36,11 @@ def slow(*values: Any, shows: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow(shows))
 
 
+def slow_elsewhere(*values: Any, shows: str) -> Any:
+    """The same of a parameter that takes long where kernels are emulated, or written in Python."""
+    return pytest.param(*values, marks=pytest.mark.slow_elsewhere(shows))
+
+
 # ---- comparisons -----------------------------------------------------------------------------------------------------
 
 

@@ -108,6 +108,7 @@ def test_matches_torch_distributions() -> None:
     assert_entropy(entropy(logits), torch.distributions.Categorical(logits=logits.double()).entropy())
 
 
+@pytest.mark.slow_elsewhere("more rows than a grid has blocks")
 def test_many_rows() -> None:
     """More rows than 65,535, the limit of a grid dimension."""
     check(torch.randn(70_000, 5), random_labels(70_000, vocabulary=5))

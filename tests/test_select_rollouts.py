@@ -152,6 +152,7 @@ def test_percentiles_of_many_groups() -> None:
         assert_identical(select_rollouts(values, 999, **options), reference.select_rollouts(values, 999, **options))
 
 
+@pytest.mark.slow_elsewhere("that draws are even there too, which no kernel makes")
 def test_random_subsets_are_equally_likely() -> None:
     """All 20 of three from six, 30,000 times: chi-squared of 19 degrees, beyond 60 about once in 250,000 runs."""
     kept = select_rollouts(torch.zeros(30_000, 6), 3, rule="random", scope="group")

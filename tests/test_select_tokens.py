@@ -18,6 +18,7 @@ from helpers import (
     ratios,
     seeds,
     segmented,
+    slow_elsewhere,
     unwritten,
 )
 from hypothesis import given
@@ -182,6 +183,7 @@ def test_the_quantile_of_few_tokens_by_hand() -> None:
     assert select_tokens(values, None, 0.5, rule="entropy_quantile", mask=mask).threshold == 2.5
 
 
+@pytest.mark.slow_elsewhere("what torch's quantile does wrong, whoever serves the ops")
 def test_the_faults_of_the_quantile() -> None:
     """Ties keep more than the share, one NaN keeps nothing, and to torch 2.13 2^24 tokens are too many; of "entropy"
     none is true.
@@ -309,8 +311,15 @@ def test_logits_of_a_masked_vocabulary() -> None:
     assert_entropy(found.entropy, reference.entropy(logits))
 
 
-@pytest.mark.parametrize("shape", [(2, 70_000), (70_000, 2)])
-@pytest.mark.parametrize("scope", ["batch", "sequence"])
+@pytest.mark.parametrize(
+    ("scope", "shape"),
+    [
+        ("batch", (2, 70_000)),
+        ("batch", (70_000, 2)),
+        ("sequence", (2, 70_000)),
+        slow_elsewhere("sequence", (70_000, 2), shows="more sequences than 16 bits count"),
+    ],
+)
 def test_long_batches(shape: tuple[int, int], scope: str) -> None:
     values, each, mask = torch.rand(shape), torch.randn(shape[0]), torch.rand(shape) < 0.9
     options = {"mask": mask, "scope": scope}

@@ -14,8 +14,16 @@ import sys, d3s_kernels, pytest
 level = sys.argv[1]
 if d3s_kernels.build_info()["simd"] != level:
     sys.exit(77)  # this machine lacks it
-sys.exit(pytest.main(["-q", "-m", "simd", "-p", "no:cacheprovider", sys.argv[2]]))
+sys.exit(pytest.main(["-q", "-m", "simd", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
+
+
+# Those that have such a test; to import all others takes longer than to run these.
+FILES = [
+    str(path)
+    for path in sorted(Path(__file__).parent.glob("test_*.py"))
+    if path.name != Path(__file__).name and "mark.simd" in path.read_text(encoding="utf-8")
+]
 
 
 @pytest.mark.parametrize("level", build_info()["simd_levels"])
@@ -23,7 +31,7 @@ def test_accuracy(level: str) -> None:
     if level == build_info()["simd"]:
         pytest.skip("every other test runs at this level")
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, level, str(Path(__file__).parent)],
+        [sys.executable, "-c", SCRIPT, level, *FILES],
         env={**os.environ, "D3S_KERNELS_SIMD": level},
         capture_output=True,
         text=True,

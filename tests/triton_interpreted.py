@@ -22,6 +22,7 @@ from helpers import (
     assert_same_bits,
     random_labels,
     random_logits,
+    slow,
     unwritten,
 )
 from torch import Tensor
@@ -39,6 +40,7 @@ LOWEST = torch.finfo(torch.float32).min
 # Around the ends of edges, blocks, slices and pieces.
 LENGTHS = (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 150)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ONE_OR_ALL = [DTYPES[0], *(slow(dtype, shows=f"the same in {dtype}") for dtype in DTYPES[1:])]
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +124,7 @@ def test_rows_that_are_too_long() -> None:
         kernel("logprob_entropy_backward_", row, row, logits, None, row, row, row, 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ONE_OR_ALL)
 def test_a_row_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
     """Alone, among others, askew, and in rows that step unevenly."""
     logits, labels = torch.randn(4, 100).div(2).to(dtype), torch.tensor([0, 99, 64, -100])
@@ -143,7 +145,7 @@ def test_a_row_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
             assert_same_bits((one.transpose(0, 1) if turned else one).reshape(other.shape), other)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ONE_OR_ALL)
 def test_the_sums_of_a_row_have_one_order(dtype: torch.dtype) -> None:
     """Aligned and askew: in the sums themselves more shows than in their logarithms."""
     logits, states = torch.randn(12, 104).to(dtype), []
@@ -185,7 +187,7 @@ def test_more_than_two_dimensions_that_step_unevenly() -> None:
     assert_same_bits(logits, expected[2])
 
 
-@pytest.mark.parametrize("length", [5, 70])
+@pytest.mark.parametrize("length", [5, slow(70, shows="such values in several slices")])
 def test_values_that_are_no_numbers(length: int) -> None:
     """-inf counts nothing, also a row's first or last; all of them, +inf and NaN give NaN; so in any lane and slice."""
     places = sorted({0, 1, length // 2, length - 1})
@@ -215,7 +217,7 @@ def test_a_label_that_is_nearly_sure() -> None:
     torch.testing.assert_close(slope[:, 66].double(), 69 / (69 + sure.double().exp()), rtol=1e-5, atol=3e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32, shows="the same in float32")])
 def test_temperatures_labels_and_masks_of_rows(dtype: torch.dtype) -> None:
     logits, labels = random_logits(2, 3, 70, dtype=dtype), torch.tensor([[0, 69, -100], [63, 64, 5]])
     mask = torch.tensor([[True, False, True], [True, True, False]])
@@ -303,8 +305,8 @@ def test_nothing_to_do() -> None:
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("steps", [(64, 64, 22), (128, 22), (150,)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32, shows="the same in float32")])
+@pytest.mark.parametrize("steps", [(64, 64, 22), *(slow(steps, shows="other tiles") for steps in ((128, 22), (150,)))])
 def test_tiles_are_the_whole(dtype: torch.dtype, steps: tuple[int, ...]) -> None:
     """To the bit, where tiles end with slices: states, gradients in place, and labels of any tile."""
     logits, labels = random_logits(7, 150, dtype=dtype), torch.tensor([0, 63, 64, 127, 128, 149, -100])
@@ -353,7 +355,7 @@ def test_a_label_that_no_tile_has() -> None:
     assert slope.isnan().all(1).tolist() == [False, False, False, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32, shows="the same in float32")])
 def test_pieces_are_the_tiles_merged_in_their_order(dtype: torch.dtype) -> None:
     """States of their own, to the bit what one state becomes, if a piece has but one slice; and their gradients."""
     logits = random_logits(2, 5, 150, dtype=dtype)[:, 1:]
@@ -479,7 +481,7 @@ def test_a_number_for_each_segment_pooled(k: int) -> None:
                 assert_identical(found, d3s.select_rollouts(scores, keep, rule=rule, scope="batch"))
 
 
-@pytest.mark.parametrize("scope", ["batch", "sequence"])
+@pytest.mark.parametrize("scope", ["batch", slow("sequence", shows="the same where nothing is pooled")])
 def test_the_tokens_of_logits(scope: str) -> None:
     """As from the entropies, with which the keys are made."""
     for shape in ((2, 3), (3, 2, 2), (5, 7), (2, 0), (0, 3)):  # 35 are more than fit where they are pooled
@@ -511,7 +513,7 @@ def groups(length: int) -> Iterator[Tensor]:
     yield torch.full((1, length), 3.0)
 
 
-@pytest.mark.parametrize("length", [1, 2, 8, 9, 33])
+@pytest.mark.parametrize("length", [1, 2, 8, slow(9, shows="the next size of a program"), 33])
 def test_the_most_varied(length: int) -> None:
     for i, values in enumerate(groups(length)):
         values = values.to(DTYPES[2 - i % 2 * 2])

@@ -300,7 +300,7 @@ MUTANTS = (
         "d3s_kernels/integrations/trl/rollouts.py",
         "(missing, 0) if name in _PROMPT else (0, missing)",
         "(0, missing)",
-        "tests/trainers/test_trl_moves.py tests/trainers/test_trl_processes.py",
+        "tests/trainers/test_trl_moves.py",
     ),
     Mutant(
         "verl: the loss divides by all tokens",

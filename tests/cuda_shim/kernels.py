@@ -197,6 +197,7 @@ def test_a_masked_row_is_not_read(one_multiprocessor: None) -> None:
     assert_entropy(entropy, reference.entropy(logits, row_mask=row_mask))
 
 
+@pytest.mark.slow_elsewhere("more blocks than a dimension of a grid can have")
 def test_more_rows_than_a_grid_is_wide() -> None:
     logits = torch.randn(70_001, 3)
     labels = torch.randint(3, (70_001,))
@@ -336,6 +337,7 @@ def test_max_variance_of_segments_longer_than_said(max_segment: int | None) -> N
     assert_identical(ours, reference.max_variance_select(values, 40, offsets=offsets))
 
 
+@pytest.mark.slow_elsewhere("more blocks than a dimension of a grid can have")
 def test_more_segments_than_a_grid_is_wide() -> None:
     values = torch.randint(0, 3, (70_001, 4)).float()
     offsets = torch.arange(70_002) * 4
