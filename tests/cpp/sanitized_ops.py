@@ -28,7 +28,7 @@ from d3s_kernels.compare import compare_here  # noqa: E402
 
 # Draws, and the largest length of a row or a segment: many short ones, and some beyond each size at which a kernel goes
 # over to pieces.
-SIZES = {40: 60, 300: 20, 10_000: 5, 70_000: 2}
+SIZES = {40: 25, 300: 8, 10_000: 2, 70_000: 1}
 
 ran, calls = set(), 0
 for op in served_by("kernels", "composed", "cpu"):
