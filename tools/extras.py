@@ -1,6 +1,6 @@
-"""What the named extras of pyproject.toml ask for, one to a line: `make` installs it without building the library again.
+"""What the named extras of pyproject.toml ask for, a line each: `make` installs it without building the library again.
 
-    python tools/extras.py test demo
+python tools/extras.py test demo
 """
 
 from __future__ import annotations

