@@ -68,6 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # What takes longest comes first, so that no worker is left alone with it at the end.
 FIRST = (
+    "verl/test_verl_entropy.py",
+    "verl/test_verl_trainer.py",
+    "verl/test_verl_plugin.py",
     "test_cuda_emulated.py",
     "test_portable.py",
     "trainers/test_trl_processes.py",
@@ -81,9 +84,20 @@ FIRST = (
     "test_export.py",
 )
 # Files whose tests share nothing that takes long to make: each test is taken by whichever worker is free.
-SHARED_OUT = {"test_cuda_emulated.py", "test_portable.py", "test_simd_levels.py", "test_linear.py", "test_large.py"}
+SHARED_OUT = {
+    "test_cuda_emulated.py",
+    "test_large.py",
+    "test_linear.py",
+    "test_portable.py",
+    "test_registration.py",
+    "test_simd_levels.py",
+    "test_vocab_parallel.py",
+    "verl/test_verl_plugin.py",
+}
 # Files whose tests share what is made for a parameter.
 BY_PARAMETER = {"trainers/test_trl_processes.py"}
+# Files that share what takes long to start: Ray.
+TOGETHER = {"verl/test_verl_entropy.py": "Ray", "verl/test_verl_trainer.py": "Ray"}
 
 
 def group_of(nodeid: str) -> str:
@@ -91,7 +105,7 @@ def group_of(nodeid: str) -> str:
     name = nodeid.partition("::")[0].removeprefix("tests/")
     if name in SHARED_OUT:
         return nodeid
-    return f"{name} {nodeid.partition('[')[2]}" if name in BY_PARAMETER else name
+    return f"{name} {nodeid.partition('[')[2]}" if name in BY_PARAMETER else TOGETHER.get(name, name)
 
 
 @pytest.hookimpl(optionalhook=True)  # where there is pytest-xdist
