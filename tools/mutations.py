@@ -9,7 +9,7 @@
 Every fault is tried at the strength of `make test`; what survives that, at the strength of `make test-all`. The report
 goes to build/mutations/report.md as well. Exit status 1: a fault survives both and is not explained, or `make test`
 sees fewer than it has to; 2: the table is wrong, as where its old text is gone, what it makes does not compile, or its
-tests fail without it. A result is good for as long as the entry, its file and its test files stay as they are.
+tests fail without it. A result is good for as long as the entry, its file and its tests stay as they are.
 
 The checkout is not touched: all happens in build/mutations/tree, a copy of what is tracked or new.
 """
@@ -28,11 +28,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from mutants import MUTANTS, Mutant
+from mutants import EMULATED as EMULATED_TESTS
+from mutants import MUTANTS, PORTABLE, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "mutations"
@@ -59,13 +61,12 @@ def problem_of(mutant: Mutant) -> str | None:
     found = file.read_text(encoding="utf-8").count(mutant.old) if file.exists() else 0
     if found != 1:
         return f"{mutant.file}: has the old text {found} times; takes once"
-    missing = [path for path in test_files(mutant) if not (ROOT / path).exists()]
+    missing = [path for path in test_files(f"{mutant.tests} {mutant.more}") if not (ROOT / path).exists()]
     return f"tests: there is no {', '.join(missing)}" if missing else None
 
 
-def test_files(mutant: Mutant) -> list[str]:
-    words = shlex.split(f"{mutant.tests} {mutant.more}")
-    return [word.partition("::")[0] for word in words if word.startswith("tests/")]
+def test_files(tests: str) -> list[str]:
+    return [word.partition("::")[0] for word in shlex.split(tests) if word.startswith("tests/")]
 
 
 # ---- the copy --------------------------------------------------------------------------------------------------------
@@ -76,12 +77,12 @@ def prepare() -> None:
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     wanted = {name for name in names if name and (ROOT / name).is_file()}
-    if PRISTINE.exists():  # whose files are as old as the checkout's, so that only what has changed is built
+    if PRISTINE.exists():  # then only what has changed is built
         restore()
-        for path in TREE.rglob("*"):
-            name = path.relative_to(TREE)
-            if path.is_file() and name.parts[0] != "build" and path.suffix != ".so" and str(name) not in wanted:
-                path.unlink()
+        for old in TREE.rglob("*"):
+            inside = old.relative_to(TREE)
+            if old.is_file() and inside.parts[0] != "build" and old.suffix != ".so" and str(inside) not in wanted:
+                old.unlink()
     for name in wanted:
         here, there = ROOT / name, TREE / name
         there.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +162,7 @@ def require_copy(python: str) -> None:
 
 def run_tests(tests: str, layer: str, limit: float) -> tuple[str, str, float]:
     """The outcome, what failed, and how long it took."""
-    command = [python_of(tests), "-m", "pytest", "-q", *shlex.split(tests)]
+    command = [python_of(tests), "-m", "pytest", *shlex.split(tests)]
     began = time.monotonic()
     run = subprocess.Popen(
         command, cwd=TREE, env=environment(layer), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -170,8 +171,11 @@ def run_tests(tests: str, layer: str, limit: float) -> tuple[str, str, float]:
     try:
         output, _ = run.communicate(timeout=limit)
     except BaseException as error:
-        os.killpg(run.pid, signal.SIGKILL)  # and the processes that it started
-        run.wait()
+        os.killpg(run.pid, signal.SIGTERM)  # the processes that it started, and through them those that they did
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(10)
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
         if isinstance(error, subprocess.TimeoutExpired):
             return "caught", "it hangs", time.monotonic() - began
         raise
@@ -199,10 +203,13 @@ class Results:
         if self.file.exists() and not fresh:
             self.known = json.loads(self.file.read_text(encoding="utf-8"))
 
-    def key(self, what: tuple[str, ...], files: list[str]) -> str:
-        state = hashlib.sha256(repr((self.layer, *what)).encode())
-        for name in files:
-            state.update((ROOT / name).read_bytes())
+    def key(self, what: tuple[str, ...], tests: str, *files: str) -> str:
+        state = hashlib.sha256(repr((self.layer, tests, *what)).encode())
+        paths = {ROOT / name for name in [*files, *test_files(tests), "tests/conftest.py", "tests/helpers.py"]}
+        if EMULATED_TESTS in tests or PORTABLE in tests:  # which run other files
+            paths |= {path for path in (ROOT / "tests").rglob("*") if path.suffix in (".py", ".cpp", ".h")}
+        for path in sorted(paths):
+            state.update(path.read_bytes())
         return state.hexdigest()
 
     def add(self, key: str, **result: Any) -> dict[str, Any]:
@@ -212,12 +219,13 @@ class Results:
 
     def of(self, mutant: Mutant, again: bool) -> dict[str, Any]:
         tests = mutant.more if self.layer == "test-all" and mutant.more else mutant.tests
-        key = self.key(tuple(mutant), [mutant.file, *test_files(mutant)])
+        key = self.key(mutant[:-1], tests, mutant.file)
         if key in self.known and not again and self.known[key]["outcome"] != "wrong":
             return dict(self.known[key])
         began = time.monotonic()
         try:
             without = self._without_fault(tests)
+            began = time.monotonic()
             path = TREE / mutant.file
             path.write_text(path.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
             if mutant.file.startswith("csrc/"):
@@ -232,7 +240,7 @@ class Results:
 
     def _without_fault(self, tests: str) -> float:
         """How long they take without a fault, without which they have to pass."""
-        key = self.key(("no fault", tests), [word for word in shlex.split(tests) if word.endswith(".py")])
+        key = self.key(("no fault",), tests)
         if key not in self.known:
             require_copy(python_of(tests))
             outcome, by, seconds = run_tests(tests, self.layer, 1800)
@@ -240,11 +248,6 @@ class Results:
                 raise Wrong(f"{tests}: fails without a fault: {by}")
             self.add(key, tests=tests, outcome="passed", by=by, seconds=seconds)
         return float(self.known[key]["seconds"])
-
-
-def line(mutant: Mutant, layer: str, result: dict[str, Any]) -> str:
-    by = result["by"].splitlines()[0] if result["by"] else mutant.explained
-    return f"| {mutant.name} | {layer} | {result['outcome']} | {by} | {result['seconds']:.0f} |"
 
 
 def main() -> int:
@@ -261,6 +264,7 @@ def main() -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     lock = (WORK / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)  # of two at a time the second waits
+    began = time.monotonic()
     try:
         prepare()
     except Wrong as error:
@@ -270,18 +274,19 @@ def main() -> int:
     print(*lines, sep="\n", flush=True)
     results = {layer: Results(layer, given.fresh) for layer in LAYERS}
     for mutant in chosen:
-        found = {}
         for layer in [given.layer] if given.layer else LAYERS:
-            found[layer] = results[layer].of(mutant, bool(given.words))
-            lines.append(line(mutant, layer, found[layer]))
+            found = results[layer].of(mutant, bool(given.words))
+            by = found["by"].partition("\n")[0] or mutant.explained
+            lines.append(f"| {mutant.name} | {layer} | {found['outcome']} | {by} | {found['seconds']:.0f} |")
             print(lines[-1], flush=True)
-            if found[layer]["outcome"] != "survived":
+            if found["outcome"] != "survived":
                 break
-        outcomes.append((mutant, layer, found[layer]))
+        outcomes.append((mutant, layer, found))
     quick = sum(layer == LAYERS[0] and result["outcome"] == "caught" for _, layer, result in outcomes)
     survivors = [m for m, _, result in outcomes if result["outcome"] == "survived" and not m.explained]
     wrong = [f"\n{mutant.name}: {result['by']}" for mutant, _, result in outcomes if result["outcome"] == "wrong"]
-    lines.append(f"\n`make test` sees {quick} of {len(chosen)}; {len(survivors)} survive.")
+    took = (time.monotonic() - began) / 60
+    lines.append(f"\n`make test` sees {quick} of {len(chosen)}; {len(survivors)} survive. It took {took:.0f} minutes.")
     print(lines[-1], *wrong, sep="\n")
     if len(chosen) == len(MUTANTS):
         (WORK / "report.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
