@@ -246,7 +246,8 @@ def main() -> int:
     each = options.seconds * workers / len(chosen)
     wrong: list[str] = []
     with ThreadPoolExecutor(workers) as pool:
-        for name, calls, failures in pool.map(lambda place: run(place, each, seed), chosen):
+        seeds = range(seed, seed + len(chosen))  # so that each draws calls of its own
+        for name, calls, failures in pool.map(lambda place, own: run(place, each, own), chosen, seeds):
             print(f"{name:18} {calls:8} calls  {len(failures)} wrong", flush=True)
             wrong += failures
     print(f"--seed {seed} draws the same calls again", *wrong, sep="\n\n" if wrong else "\n")

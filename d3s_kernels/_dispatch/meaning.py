@@ -78,7 +78,7 @@ def _merged(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
 def softmax_state_finish(
     state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pieces = state.double().reshape(-1, *state.shape[-2:])
+    pieces = state.double() if state.dim() == 3 else state.double().unsqueeze(0)
     heat = temperatures(temperature, temperature_tensor, state.shape[-2])
     results = []
     for row in range(state.shape[-2]):
