@@ -79,6 +79,7 @@ def test_rows_far_apart() -> None:
 
 
 @pytest.mark.skipif(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 10 * 2**30, reason="takes 5 GiB")
+@pytest.mark.slow("that indices of a gradient, which takes its memory, do not overflow")
 def test_gradient_of_many() -> None:
     """A gradient is written everywhere, so this one does take its memory."""
     logits, mask = large_logits().requires_grad_(), live_mask()

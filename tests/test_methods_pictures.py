@@ -14,6 +14,8 @@ from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "methods"
+pytestmark = pytest.mark.slow("that the pictures are what the library draws today")
+
 SHOWN = re.findall(r"\]\(methods/([^)]+)\)", PICTURES.with_suffix(".md").read_text(encoding="utf-8"))
 
 

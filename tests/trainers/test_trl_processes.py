@@ -30,8 +30,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-QUICK = {"tokens in the update", "three processes"}
-PARAMETERS = [name if name in QUICK else slow(name, shows="these options across processes") for name in CASES]
+QUICK = "tokens in the update"
+PARAMETERS = [QUICK, *(slow(name, shows="these options across processes") for name in CASES if name != QUICK)]
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
