@@ -325,7 +325,7 @@ def test_topk_of_segments_longer_than_said(
 def test_max_variance_of_any_length(length: int) -> None:
     # Of equal values every split is as good as any, and the rule takes the one with none from the top. As many kept
     # values as a block has threads leave the last split to the last of them.
-    threads = (keep for keep in (32, 64, 128, 256, 512, 1024) if keep < length)
+    threads = [keep for keep in (32, 64, 128, 256, 512, 1024) if keep < length]
     for values in (torch.randn(3, length), torch.randint(0, 3, (3, length)).float(), torch.zeros(1, length)):
         for keep in {1, 2, *threads, length // 3 + 1, length}:
             ours = d3s.max_variance_select(values, keep)
