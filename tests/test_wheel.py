@@ -97,12 +97,18 @@ def needs_cuda(local_version: str) -> None:
         pytest.skip("a wheel without CUDA")
 
 
-def with_dependencies(name: str, seen: dict[str, importlib.metadata.Distribution]) -> None:
-    if name not in seen:
-        seen[name] = importlib.metadata.distribution(name)
-        for requirement in map(Requirement, seen[name].requires or ()):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                with_dependencies(requirement.name, seen)
+def with_dependencies(
+    name: str, seen: dict[str, importlib.metadata.Distribution], extras: frozenset[str] = frozenset()
+) -> None:
+    """What a package and its extras depend on. (CUDA builds of torch ask for extras of `cuda-toolkit`.)"""
+    known = name in seen
+    seen[name] = seen[name] if known else importlib.metadata.distribution(name)
+    for requirement in map(Requirement, seen[name].requires or ()):
+        marker = requirement.marker
+        always = marker is None or marker.evaluate({"extra": ""})
+        by_extra = marker is not None and any(marker.evaluate({"extra": extra}) for extra in extras)
+        if (always and not known) or (by_extra and not always):
+            with_dependencies(requirement.name, seen, frozenset(requirement.extras))
 
 
 @dataclass

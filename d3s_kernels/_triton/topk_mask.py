@@ -125,7 +125,7 @@ def lower_bound(keys, present, kept):
     differing = highest ^ tl.min(tl.where(keys == ABSENT, LARGEST_KEY, keys), 0)
     for shift in tl.static_range(5):
         differing |= differing >> (1 << shift)
-    bound = highest & ~differing
+    bound = highest ^ (highest & differing)  # ~differing fails in the interpreter of Triton 3.7 with NumPy 2
     bit = differing - (differing >> 1)
     reached = present
     while (bit != 0) & (reached != kept):
