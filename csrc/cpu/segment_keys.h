@@ -112,7 +112,7 @@ struct Kept {
 inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros, bool* mask) {
   const OrderKeys& loops = *keys.loops;
   const int64_t pieces = pieces_of(keys.n);
-  std::vector<int64_t> surplus(pieces, 0);  // ties of a piece that are not taken
+  std::vector<int64_t> surplus(pieces, 0);        // ties of a piece that are not taken
   std::vector<uint32_t> from(pieces, cut.pivot);  // the lowest key that a piece may keep
   if (!cut.all_ties) {  // they are taken from the left: all of a piece's, until they run out in one, none after it
     keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
