@@ -18,7 +18,7 @@ import pytest
 # Threads that wait sleep, else those of two workers take each other's processors. Torch reads it when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
-from helpers import EVERYTHING
+from helpers import EVERYTHING, require_inductor
 from hypothesis import HealthCheck, register_random, settings
 
 # Ops on the emulated CUDA kernels, or on plain PyTorch.
@@ -134,6 +134,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(pytest.mark.skip(reason=f"make test-all: {marker.args[0]}"))
     if hasattr(config, "workerinput"):  # of pytest-xdist
         items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def inductor_where_it_can_compile(request: pytest.FixtureRequest) -> None:
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend") == "inductor":
+        require_inductor()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, random_labels, random_logits
+from helpers import assert_same_bits, random_labels, random_logits, require_inductor
 
 import d3s_kernels as d3s
 
@@ -49,6 +49,7 @@ def test_every_snippet_is_run_here() -> None:
 
 
 def test_the_loss(names: dict[str, Any]) -> None:
+    require_inductor()
     run("torch.compile", names)
     actual = torch.autograd.grad(names["loss"], (names["hidden"], names["weight"]))
     with torch.compiler.set_stance("force_eager"):

@@ -34,6 +34,8 @@ SUITES = (
     ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
     ("test_linear.py", "test_ratios.py", "test_key_search.py", "test_vocabulary_pieces.py", *ABOVE_THE_KERNELS),
 )
+# A child process imports torch and the library once more, so that `make test` has two, for two workers.
+RUNS = SUITES if EVERYTHING else (SUITES[0] + SUITES[3], SUITES[1] + SUITES[2])
 
 
 def build(folder: Path, *options: str) -> Path:
@@ -99,7 +101,7 @@ def run_emulated(library: Path, *arguments: str, **environment: str) -> None:
 EXAMPLES = os.environ.get("D3S_TEST_EXAMPLES", "60" if EVERYTHING else "5")
 
 
-@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite[0])
+@pytest.mark.parametrize("suite", RUNS, ids=lambda suite: suite[0])
 def test_the_tests_of_the_ops(suite: tuple[str, ...], plain: Path) -> None:
     seed = str(secrets.randbits(31))
     print(f"D3S_SHIM_SEED={seed} runs the threads in the same order again")

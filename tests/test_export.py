@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_identical, random_labels, random_logits
+from helpers import assert_identical, random_labels, random_logits, require_inductor
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -70,6 +70,7 @@ def test_an_exported_program(of: type[nn.Module]) -> None:
 @pytest.mark.slow("that AOTInductor compiles the ops into a package, which runs")
 def test_a_package(tmp_path: Path) -> None:
     """Machine code that calls the ops through torch's dispatcher."""
+    require_inductor()
     model = HighEntropy()
     path = torch._inductor.aoti_compile_and_package(exported(model), package_path=str(tmp_path / "entropy.pt2"))
     package = torch._inductor.aoti_load_package(path)

@@ -7,10 +7,10 @@ import os
 
 import pytest
 from helpers import EVERYTHING
-from test_cuda_emulated import ABOVE_THE_KERNELS, SUITES, TESTS, run_pytest
+from test_cuda_emulated import ABOVE_THE_KERNELS, RUNS, TESTS, run_pytest
 
 
-@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite[0])
+@pytest.mark.parametrize("suite", RUNS, ids=lambda suite: suite[0])
 def test_on_plain_pytorch(suite: tuple[str, ...]) -> None:
     files = [str(TESTS / name) for name in suite if name not in ABOVE_THE_KERNELS]
     run_pytest(
