@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from disassembly import Instruction, Resources, cuobjdump, kernels, loops, resources, shortest_way
-from helpers import EVERYTHING
+from helpers import EVERYTHING, build_folder
 
 import d3s_kernels
 from d3s_kernels import _build_info
@@ -54,7 +54,7 @@ LARGEST_BLOCKS = {
 @cache
 def compiled_anew() -> Path:
     """For all architectures of the wheels, where a warning is an error; in a folder that the next run finds again."""
-    folder = ROOT / "build" / "all-architectures"
+    folder = build_folder("all-architectures")
     environment = {**os.environ, "PATH": TOOLS}
     generator = ["-G", "Ninja"] if shutil.which("ninja", path=TOOLS) else []
     pybind11 = subprocess.run(

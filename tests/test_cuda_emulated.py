@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import EVERYTHING, assert_same_bits, slow
+from helpers import EVERYTHING, assert_same_bits, build_folder, slow
 
 import d3s_kernels
 
 TESTS = Path(__file__).parent
-ROOT = TESTS.parent
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 CMAKE = shutil.which("cmake", path=TOOLS)
 CXX = shutil.which("g++")
@@ -59,7 +58,7 @@ def build_in(folder: Path, *options: str) -> Path:
 
 
 def build_plain() -> Path:
-    return build(ROOT / "build" / f"emulated-torch-{torch.__version__}")
+    return build(build_folder(f"emulated-torch-{torch.__version__}"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,7 @@ def plain() -> Path:
 
 @pytest.fixture(scope="module")
 def sanitized() -> Path:
-    return build(ROOT / "build" / f"emulated-sanitized-torch-{torch.__version__}", "-DD3S_SANITIZE=ON")
+    return build(build_folder(f"emulated-sanitized-torch-{torch.__version__}"), "-DD3S_SANITIZE=ON")
 
 
 def child_environment(*folders: str) -> dict[str, str]:
