@@ -25,7 +25,7 @@ CXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(CMAKE is None or CXX is None, reason="needs cmake and g++")
 
 # Schemas, fakes and torch.compile, most of it compilers' time: the same whoever computes.
-ABOVE_THE_KERNELS = {"test_registration.py", "test_compiled_losses.py"}
+ABOVE_THE_KERNELS = ("test_registration.py", "test_compiled_losses.py")
 # Every test of the ops runs on the emulated kernels too. Left out are those of what does not depend on the kernels.
 SUITES = (
     ("test_table.py", "test_entropy.py", "test_compact.py"),
