@@ -119,7 +119,7 @@ def head(arguments: Arguments) -> dict[str, Tensor]:
         shift = shift + 2**-21 * bias.abs().nan_to_num(posinf=0)
     if rounding != torch.float32:
         terms = (hidden @ weight.T).abs() + logits.detach().abs()
-        shift = shift + torch.finfo(rounding).eps * terms.nan_to_num(posinf=0)
+        shift = shift + 4 * torch.finfo(rounding).eps * terms.nan_to_num(posinf=0)  # more than the first order counts
     shift = shift / heat.unsqueeze(-1)
 
     with torch.enable_grad():
