@@ -22,13 +22,9 @@ def _differentiable(draw: Draw, arguments: Arguments, *names: str) -> Arguments:
     """Sometimes the named tensors want a gradient: where it is a number, so not beside NaN and infinities."""
     for name in names:
         tensor = arguments.get(name)
-        if tensor is not None and tensor.nan_to_num(neginf=0).isfinite().all() and not _has_no_gradient(tensor):
+        if tensor is not None and not (tensor.isnan() | (tensor == math.inf)).any():
             tensor.requires_grad_(draw.flag())
     return arguments
-
-
-def _has_no_gradient(tensor: Tensor) -> bool:
-    return bool((tensor.isnan() | (tensor == math.inf)).any())
 
 
 # ---- vocabulary -----------------------------------------------------------------------------------------------------
@@ -149,9 +145,8 @@ def head(draw: Draw) -> Arguments:
 
 def head_backward(draw: Draw) -> Arguments:
     given = _detached(head(draw))
-    given |= {"max_grad_rows": draw.choice((None, math.prod(given["labels"].shape))), "temperature_tensor": None} | {
-        name: given[name] for name in ("temperature_tensor",) if name in given
-    }
+    given["max_grad_rows"] = draw.choice((None, math.prod(given["labels"].shape)))
+    given.setdefault("temperature_tensor", None)
     given.setdefault("temperature", 1.0)
     given.pop("max_rows")
     _, *found = meaning.head_statistics(**given)
