@@ -15,6 +15,9 @@ MINOR := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys
 HAS_TRL := $(filter-out 10,$(MINOR))
 HAS_VERL := $(filter 10 11 12,$(MINOR))
 
+# Tests start dozens of Pythons: none is to compile again what another one has compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Machine code for an H100 alone, which the tests read, unless there is a GPU: then all that the wheels hold.
 CUDA_ARCHITECTURES ?= $(shell command -v nvidia-smi > /dev/null || echo 90-real)
 BUILD_OPTIONS := \

@@ -96,6 +96,7 @@ print(json.dumps(dict(simd=d3s.build_info()["simd"], logprob=logprob.tolist(), e
     return json.loads(out.stdout)
 
 
+@pytest.mark.slow("that the levels agree more closely than each with the reference")
 def test_every_simd_level_computes_the_same() -> None:
     best = run_at_level("no such level")
     assert best["simd"] == d3s_kernels.build_info()["simd"] or "D3S_KERNELS_SIMD" in os.environ

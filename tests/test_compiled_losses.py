@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers import compiled_once, random_labels, random_logits, slow
 from torch import Tensor, nn
-from torch._dynamo.symbolic_convert import TensorifyState
 
 import d3s_kernels as d3s
 
@@ -70,8 +69,12 @@ def assert_same_gradients(compiled: Callable, eager: Callable, leaves: Sequence[
 # All sizes and budgets at once or, as torch.compile does by itself, the first ones as constants and learning from the
 # second; budgets as numbers and as tensors.
 FORMS = pytest.mark.parametrize(
-    ("dynamic", "calls", "as_tensors"),
-    [(True, 1, True), slow(None, 2, False, shows="that two compilations do where nothing was said to be dynamic")],
+    ("backend", "dynamic", "calls", "as_tensors"),
+    [
+        ("aot_eager", True, 1, True),
+        slow("inductor", True, 1, True, shows="what Inductor makes of it"),
+        slow("inductor", None, 2, False, shows="that two compilations do where nothing was said to be dynamic"),
+    ],
 )
 
 
@@ -89,8 +92,8 @@ def older(logprob: Tensor) -> Tensor:
 
 
 @FORMS
-def test_a_loss_of_logits(dynamic: bool | None, calls: int, as_tensors: bool) -> None:
-    compiled = compiled_once(of_logits, "inductor", dynamic, calls)
+def test_a_loss_of_logits(backend: str, dynamic: bool | None, calls: int, as_tensors: bool) -> None:
+    compiled = compiled_once(of_logits, backend, dynamic, calls)
     for i in range(20):
         labels, *rest = labels_and_budgets(i, as_tensors)
         logits = random_logits(*labels.shape, VOCABULARY).requires_grad_()
@@ -99,8 +102,8 @@ def test_a_loss_of_logits(dynamic: bool | None, calls: int, as_tensors: bool) ->
 
 
 @FORMS
-def test_a_loss_of_a_head(dynamic: bool | None, calls: int, as_tensors: bool) -> None:
-    compiled, model = compiled_once(of_a_head, "inductor", dynamic, calls), Model()
+def test_a_loss_of_a_head(backend: str, dynamic: bool | None, calls: int, as_tensors: bool) -> None:
+    compiled, model = compiled_once(of_a_head, backend, dynamic, calls), Model()
     for i in range(20):
         labels, *rest = labels_and_budgets(i, as_tensors)
         hidden, max_rows = torch.randn(*labels.shape, HIDDEN), labels.numel() - i % 3 - 1
@@ -125,8 +128,9 @@ def of_entropy_groups(logprob: Tensor, old: Tensor, entropy: Tensor, advantages:
     return [loss, groups, epsilon]
 
 
-def test_a_loss_of_entropy_groups() -> None:
-    compiled = compiled_once(of_entropy_groups, "inductor")
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor", shows="what Inductor makes of it")])
+def test_a_loss_of_entropy_groups(backend: str) -> None:
+    compiled = compiled_once(of_entropy_groups, backend)
     for rows, tokens in ((3, 7), (4, 9), (5, 12)):
         old = -torch.rand(rows, tokens)
         logprob = (old + 0.001 * torch.randn(rows, tokens)).requires_grad_()
@@ -144,6 +148,8 @@ def test_a_loss_of_entropy_groups() -> None:
 def test_a_bad_number_is_named_in_a_graph_too(
     function: Callable, bad: float, message: str, request: pytest.FixtureRequest
 ) -> None:
+    from torch._dynamo.symbolic_convert import TensorifyState  # not above: it takes seconds
+
     compiled = torch.compile(function, backend="aot_eager", dynamic=True)
     request.addfinalizer(TensorifyState.clear)  # else the next compilation takes its own first float for a constant
     with pytest.raises((ValueError, RuntimeError), match=message):  # the second from torch 2.15 on

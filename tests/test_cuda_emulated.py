@@ -33,8 +33,8 @@ SUITES = (
     ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
     ("test_linear.py", "test_ratios.py", "test_key_search.py", "test_vocabulary_pieces.py", *ABOVE_THE_KERNELS),
 )
-# A child process imports torch and the library once more, so that `make test` has two, for two workers.
-RUNS = SUITES if EVERYTHING else (SUITES[0] + SUITES[3], SUITES[1] + SUITES[2])
+# A child process imports torch and the library once more, so that `make test` has one.
+RUNS = SUITES if EVERYTHING else (sum(SUITES, ()),)
 
 
 def build(folder: Path, *options: str) -> Path:

@@ -89,6 +89,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow_elsewhere("that torch's own threads do not change what plain PyTorch gives")
 @pytest.mark.parametrize("name", CALLS)
 def test_threads_and_runs(name: str) -> None:
     call = CALLS[name]()

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 import torch
-from helpers import assert_identical, compiled_once, random_logits, whole_number_product
+from helpers import assert_identical, compiled_once, random_logits, slow, whole_number_product
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -52,7 +52,7 @@ def chosen_by_rules(values: Tensor, keep: int | Tensor, ratio: Tensor, mask: Ten
     return tuple(results)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor", shows="what Inductor makes of every rule")])
 def test_the_rules_compile_whole_for_every_shape(backend: str) -> None:
     compiled = torch.compile(chosen_by_rules, backend=backend, fullgraph=True, dynamic=True)
     for rows, length in ((2, 7), (3, 9), (5, 11)):

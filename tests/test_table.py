@@ -81,6 +81,7 @@ def test_the_cuda_library_registers_every_op() -> None:
     require_all("the CUDA library", named & served_by("kernels"), served_by("kernels"))
 
 
+@pytest.mark.slow_elsewhere("that they would run there")
 def test_the_gpu_tests_call_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "cuda"))
     import every_op

@@ -152,7 +152,14 @@ KINDS = ["normal", "few values", "ascending", "descending", "mostly zero", "sawt
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [32_768, pytest.param(32_769, marks=pytest.mark.simd), 131_071, 131_072, 400_001])
+@pytest.mark.parametrize(
+    "n",
+    [
+        pytest.param(32_769, marks=pytest.mark.simd),
+        400_001,
+        *(slow_elsewhere(n, shows="lengths at which the CPU kernel alone changes") for n in (32_768, 131_071, 131_072)),
+    ],
+)
 def test_long_segments(kind: str, n: int) -> None:
     """Both sides of every length at which the CPU kernel changes its way."""
     scores = scores_of_kind(kind, n)

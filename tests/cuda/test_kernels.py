@@ -17,8 +17,6 @@ from helpers import (
     ratio_results,
 )
 from torch import Tensor
-from torch._dynamo.utils import counters
-from torch._inductor import cudagraph_trees
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
@@ -193,6 +191,10 @@ def test_compiled_in_one_graph() -> None:
 
 def test_compiled_into_cuda_graphs() -> None:
     """Forward and backward are each a graph that torch records and replays, on numbers that change; none is refused."""
+    # Not above: where there is no GPU, each run of the tests would wait seconds for torch's compiler.
+    from torch._dynamo.utils import counters
+    from torch._inductor import cudagraph_trees
+
     counters["inductor"].clear()
     compiled = torch.compile(kept_loss, fullgraph=True, mode="reduce-overhead")
     for step in range(5):

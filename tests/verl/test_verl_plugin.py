@@ -53,6 +53,7 @@ def test_our_modules_may_come_first(tmp_path: Path, name: str) -> None:
     assert "RuntimeWarning" not in found.stderr
 
 
+@pytest.mark.slow("what there is without TransferQueue")
 def test_without_transfer_queue_there_are_the_losses_alone(tmp_path: Path) -> None:
     """verl's V1 trainers cannot be imported then, and nobody has to hear of it."""
     found = run(

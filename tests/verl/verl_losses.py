@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_module
+from composed import composed
 from torch import Tensor
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils.config import omega_conf_to_dataclass
@@ -15,8 +15,7 @@ POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 
 def actor_config(*overrides: str) -> Any:
     """As verl's workers make it."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=["actor_rollout_ref.actor.use_dynamic_bsz=true", *overrides])
+    config = composed("actor_rollout_ref.actor.use_dynamic_bsz=true", *overrides)
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 

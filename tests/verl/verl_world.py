@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
-from hydra import compose, initialize_config_module
+from composed import composed
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
@@ -37,8 +37,7 @@ BASE = (
 
 def compose_config(*overrides: str) -> DictConfig:
     """verl's configuration as its main function gets it."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=[*BASE, *overrides])
+    config = composed(*BASE, *overrides)
     OmegaConf.resolve(config)
     return config
 
