@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from d3s_kernels._ranks.group import ranks_of
 
 SIZES = (2, 3, 4) if EVERYTHING else (2, 3)
 _TIMEOUT = 120.0  # seconds, for a task
+_AFTER_A_FAILURE = 5.0
 
 
 def _serve(rank: int, size: int, folder: str, calls: Connection, seconds: float, backend: str) -> None:
@@ -60,7 +61,7 @@ class World:
         self._folder = tempfile.TemporaryDirectory()
         # Forked from a server that has imported torch once and started no thread: a world takes a tenth of a second.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "d3s_kernels", "hypothesis", "pytest"])
+        context.set_forkserver_preload(["d3s_kernels.distributed", "torch._dynamo", "hypothesis", "pytest"])
         self.calls, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
@@ -84,20 +85,28 @@ class World:
         """What the task returns on each rank, or raises there."""
         for calls in self.calls:
             calls.send((task, arguments, environment))
-        results = []
-        for rank, calls in enumerate(self.calls):
-            if not calls.poll(_TIMEOUT):
-                self.end()
-                raise TimeoutError(f"rank {rank} of {self.size} does not answer")
-            good, result = calls.recv()
-            if not good:
-                result, trace = result
-                if hasattr(result, "add_note"):  # from Python 3.11 on
-                    result.add_note(f"on rank {rank} of {self.size}:\n{trace}")
-            results.append(result)
-        if any(type(result) not in (ValueError, TypeError) for result in results if isinstance(result, Exception)):
+        results: dict[int, Any] = {}
+        broken = False
+        while len(results) < self.size:
+            # Once a rank has failed, others may wait for it in a collective.
+            waiting = [calls for rank, calls in enumerate(self.calls) if rank not in results]
+            ready = wait(waiting, _AFTER_A_FAILURE if broken else _TIMEOUT)
+            if not ready:
+                break
+            for rank in (self.calls.index(calls) for calls in ready):
+                good, result = self.calls[rank].recv()
+                if not good:
+                    result, trace = result
+                    if hasattr(result, "add_note"):  # from Python 3.11 on
+                        result.add_note(f"on rank {rank} of {self.size}:\n{trace}")
+                    broken |= type(result) not in (ValueError, TypeError)
+                results[rank] = result
+        missing = set(range(self.size)) - results.keys()
+        if broken or missing:
             self.end()  # a collective may be under way
-        return results
+        if missing and not broken:
+            raise TimeoutError(f"ranks {sorted(missing)} of {self.size} do not answer")
+        return [results.get(rank) for rank in range(self.size)]
 
     def end(self) -> None:
         for process in self.processes:

@@ -1,12 +1,13 @@
 """The snippets of docs/compile.md run, one after the other, and do what the page says."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, random_labels, random_logits, require_inductor
+from helpers import assert_same_bits, random_labels, random_logits, slow
 
 import d3s_kernels as d3s
 
@@ -48,8 +49,9 @@ def test_every_snippet_is_run_here() -> None:
     )
 
 
-def test_the_loss(names: dict[str, Any]) -> None:
-    require_inductor()
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor", shows="that Inductor's code is right, too")])
+def test_the_loss(names: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     run("torch.compile", names)
     actual = torch.autograd.grad(names["loss"], (names["hidden"], names["weight"]))
     with torch.compiler.set_stance("force_eager"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import EVERYTHING, assert_same_bits, build_folder, slow
+from helpers import EVERYTHING, assert_same_bits, build_folder, ratio_results, slow
 
 import d3s_kernels
 
@@ -110,22 +110,14 @@ def test_the_tests_of_the_ops(suite: tuple[str, ...], plain: Path) -> None:
 
 def test_ratios_have_the_bits_of_the_cpu(plain: Path, tmp_path: Path) -> None:
     """Sums of integers, and an exponential of additions and multiplications: the same on every device."""
-    for library, name in ((None, "cpu.pt"), (plain, "cuda.pt")):
-        emulated = [] if library is None else ["import emulated_cuda"]
-        environment = {} if library is None else {"D3S_EMULATED_LIBRARY": str(library / "_emulated.so")}
-        code = [
-            *emulated,
-            "import torch",
-            "from helpers import ratio_results",
-            f"torch.save(ratio_results(), {name!r})",
-        ]
-        done = subprocess.run(
-            [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=False, cwd=tmp_path,
-            env={**child_environment(str(TESTS)), **environment},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-    for one, other in zip(torch.load(tmp_path / "cpu.pt"), torch.load(tmp_path / "cuda.pt"), strict=True):
-        assert_same_bits(one, other)
+    code = "import emulated_cuda, torch, helpers; torch.save(helpers.ratio_results(), 'cuda.pt')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**child_environment(str(TESTS)), "D3S_EMULATED_LIBRARY": str(plain / "_emulated.so")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    for ours, emulated in zip(ratio_results(), torch.load(tmp_path / "cuda.pt"), strict=True):
+        assert_same_bits(emulated, ours)
 
 
 def test_what_only_the_cuda_kernels_have(plain: Path) -> None:

@@ -5,7 +5,7 @@ import doctest
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import random_generator
+from helpers import random_generator, rounds
 from ranks import SIZES, Ranks, pieces_of, world
 from torch import Tensor
 from traffic import counted
@@ -14,7 +14,7 @@ from d3s_kernels import distributed
 from d3s_kernels.distributed import RowPlan, exchange_rows, plan_rows
 
 sizes = pytest.mark.parametrize("size", SIZES)
-ROUNDS = 100
+ROUNDS = rounds(100)
 ELSEWHERE = torch.device("meta")
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int16, torch.int64,

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 import torch
-from helpers import assert_identical, compiled_once, random_logits, slow, whole_number_product
+from helpers import assert_identical, compiled_once, random_logits, rounds, slow, whole_number_product
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -28,7 +28,7 @@ def has_nan(result: Tensor) -> bool:
 @pytest.mark.parametrize("name", sorted(served_by("kernels", "composed", "cpu")))
 def test_opcheck(name: str) -> None:
     op, row, seeds = getattr(OPS, name).default, OPS_TABLE[name], count()
-    for _ in range(5):
+    for _ in range(rounds(6)):
         # opcheck holds NaN for different from NaN.
         seed = next(i for i in seeds if not any(map(has_nan, called(op, row.draw(Draw(i))).results)))
         torch.library.opcheck(op, (), row.draw(Draw(seed)))

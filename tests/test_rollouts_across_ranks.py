@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import DTYPES, INF, NAN, assert_same_bits, random_generator
+from helpers import DTYPES, INF, NAN, assert_same_bits, random_generator, rounds
 from ranks import SIZES, Ranks, pieces_of, world
 from torch import Tensor
 from torch.nn.functional import pad
@@ -130,7 +130,7 @@ def any_advantages(ranks: Ranks, seed: int, rounds: int) -> None:
 
 @sizes
 def test_advantages(size: int) -> None:
-    world(size).run(any_advantages, int(torch.randint(2**31, ())), 200)
+    world(size).run(any_advantages, int(torch.randint(2**31, ())), rounds(200))
 
 
 def any_selection(ranks: Ranks, seed: int, rounds: int) -> None:
@@ -154,7 +154,7 @@ def any_selection(ranks: Ranks, seed: int, rounds: int) -> None:
 
 @sizes
 def test_selections(size: int) -> None:
-    world(size).run(any_selection, int(torch.randint(2**31, ())), 150)
+    world(size).run(any_selection, int(torch.randint(2**31, ())), rounds(150))
 
 
 def even_batches(ranks: Ranks, seed: int) -> None:
@@ -197,7 +197,7 @@ def random_rule(ranks: Ranks, seed: int, rounds: int) -> tuple[list[list[int]], 
 
 @sizes
 def test_random_rule_keeps_as_many(size: int) -> None:
-    for counts, expected in world(size).run(random_rule, int(torch.randint(2**31, ())), 80):
+    for counts, expected in world(size).run(random_rule, int(torch.randint(2**31, ())), rounds(80)):
         assert [sum(each) for each in counts] == expected
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import DTYPES, assert_identical
+from helpers import DTYPES, assert_identical, rounds
 from ranks import SIZES, Ranks, pieces_of, world
 from torch import Tensor
 
@@ -16,7 +16,7 @@ import d3s_kernels as d3s
 from d3s_kernels._ranks import top
 
 sizes = pytest.mark.parametrize("size", SIZES)
-SEEDS = 60  # for each number of ranks and each of the tests below
+SEEDS = rounds(60)  # for each number of ranks and each of the tests below
 
 
 class Drawn(NamedTuple):

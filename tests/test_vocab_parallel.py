@@ -18,6 +18,7 @@ from helpers import (
     assert_same_bits,
     random_generator,
     random_labels,
+    rounds,
     slow,
 )
 from ranks import SIZES, Ranks, pieces_of, world
@@ -32,7 +33,7 @@ from d3s_kernels import reference
 from d3s_kernels.distributed import vocab_parallel_linear_logprob_entropy, vocab_parallel_logprob_entropy
 
 sizes = pytest.mark.parametrize("size", SIZES)
-SEEDS = 40  # to a call of a task; every test below that takes them makes two calls
+SEEDS = rounds(40)  # to a call of a task; every test below that takes them makes two calls
 
 
 def some_seeds() -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import random_generator
+from helpers import random_generator, rounds
 from ranks import Ranks, world
 from torch import Tensor
 from traffic import counted
@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 from d3s_kernels.integrations.trl.rollouts import keep_rollouts
 
 SIZE = 3
-ROUNDS = 60
+ROUNDS = rounds(60)
 PAD_TOKEN = 7  # not 0, which fills everything else
 BY_COMPLETION = {
     "completion_ids": torch.int64, "completion_mask": torch.int64, "tool_mask": torch.int64,
