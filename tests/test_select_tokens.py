@@ -103,6 +103,20 @@ def test_advantages_of_a_sequence_count_for_all_its_tokens() -> None:
     assert_identical(ragged.mask.view(5, 40), expected.mask)
 
 
+@pytest.mark.parametrize("short", range(4))
+def test_a_sequence_of_one_token_has_its_own_advantage(short: int) -> None:
+    """Beside longer ones, wherever it stands: none of them lends it its advantage."""
+    lengths = torch.full((4,), 3)
+    lengths[short] = 1
+    offsets = torch.cat([torch.tensor([0]), lengths.cumsum(0)])
+    each = torch.full((4,), 2.0)
+    each[short] = 1.0
+    highest = torch.ones(10, dtype=torch.bool)
+    highest[offsets[short]] = False
+    assert_identical(select_tokens(torch.ones(10), each, 0.9, offsets=offsets).mask, highest)
+    assert_identical(select_tokens(torch.ones(10), 3 - each, 0.1, offsets=offsets).mask, ~highest)
+
+
 def test_as_many_advantages_as_tokens_are_for_the_tokens() -> None:
     values, offsets = torch.ones(3), torch.tensor([0, 0, 1, 3])  # three sequences, three tokens
     found = select_tokens(values, torch.tensor([3.0, 1.0, 2.0]), 0.3, offsets=offsets)
