@@ -12,6 +12,7 @@ from typing import NamedTuple
 EMULATED = "tests/test_cuda_emulated.py"
 PORTABLE = "tests/test_portable.py"
 TRITON = f"{PORTABLE} -k interpreter"
+PLAIN = f"{PORTABLE} -k plain"
 KERNELS = f"{EMULATED} -k only_the_cuda_kernels"
 
 
@@ -169,14 +170,14 @@ MUTANTS = (
         "csrc/cuda/max_variance.cu",
         "each = k / group.size + 1,",
         "each = (k + group.size - 1) / group.size,",
-        f"{EMULATED} -k 'only_the_cuda_kernels or max_variance'",
+        KERNELS,
     ),
     Mutant(
         "cuda: the fifth group of tokens is not added up",
         "csrc/cuda/ratios.cu",
         "group[j] >= kOwn && group[j] < kMostGroups",
         "group[j] > kOwn && group[j] < kMostGroups",
-        f"{EMULATED} -k 'ratios or test_linear'",
+        f"{EMULATED} -k ratios",
     ),
     # ---- the Triton kernels, in the interpreter ----------------------------------------------------------------------
     Mutant(
@@ -213,28 +214,28 @@ MUTANTS = (
         "d3s_kernels/_plain/order.py",
         "bits = (values + 0.0).view(torch.int32)",
         "bits = values.contiguous().view(torch.int32)",
-        f"{PORTABLE} -k 'plain and max_variance'",
+        PLAIN,
     ),
     Mutant(
         "plain: a logit of -inf makes the entropy NaN",
         "d3s_kernels/_plain/softmax.py",
         "torch.mul(distance.clamp_(min=_LOWEST), terms[0]",
         "torch.mul(distance, terms[0]",
-        f"{PORTABLE} -k 'plain and entropy'",
+        PLAIN,
     ),
     Mutant(
         "plain: the backward does not know the mask",
         "d3s_kernels/_plain/gradients.py",
         "still=rows.still | ~row_mask.reshape(-1)",
         "still=rows.still",
-        f"{PORTABLE} -k 'plain and entropy'",
+        PLAIN,
     ),
     Mutant(
         "plain: one tie too few is kept at a cut",
         "d3s_kernels/_plain/key_search.py",
         "(number <= allowed)",
         "(number < allowed)",
-        f"{PORTABLE} -k 'plain and linear'",
+        PLAIN,
     ),
     # ---- several ranks -----------------------------------------------------------------------------------------------
     Mutant(
