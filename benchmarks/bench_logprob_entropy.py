@@ -111,7 +111,7 @@ def test_half_masked(contest: Contest, logits, labels, size, pattern: str) -> No
     contest(
         f"logprob_entropy forward, half of the rows masked ({pattern})",
         size,
-        lambda: d3s.logprob_entropy(logits, labels, row_mask=mask),
+        lambda: d3s.logprob_entropy(logits, labels, mask=mask),
         yardsticks={"all rows": lambda: d3s.logprob_entropy(logits, labels)},
     )
 
@@ -122,7 +122,7 @@ def test_backward_half_masked(contest: Contest, logits, labels, size, pattern: s
     gradients = inputs.advantages(*labels.shape), inputs.entropies(*labels.shape)
 
     def masked(leaf: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return d3s.logprob_entropy(leaf, labels, row_mask=mask)
+        return d3s.logprob_entropy(leaf, labels, mask=mask)
 
     contest(
         f"logprob_entropy backward, half of the rows masked ({pattern})",

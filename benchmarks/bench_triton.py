@@ -56,14 +56,14 @@ def test_half_masked(contest: Contest, sizes: Sizes) -> None:
     logits, labels = inputs.logits_and_labels(sizes)
     mask = inputs.right_padded(*labels.shape)
 
-    def forward(row_mask: Tensor | None) -> Work:
-        return lambda: TRITON["logprob_entropy"](logits, labels, row_mask=row_mask)[:2]
+    def forward(mask: Tensor | None) -> Work:
+        return lambda: TRITON["logprob_entropy"](logits, labels, mask=mask)[:2]
 
     contest(
         in_triton("logprob_entropy forward, half of the rows masked (right-padded)"),
         describe(*logits.shape, dtype=logits.dtype),
         forward(mask),
-        peers={CUDA_LIBRARY: lambda: d3s.logprob_entropy(logits, labels, row_mask=mask)},
+        peers={CUDA_LIBRARY: lambda: d3s.logprob_entropy(logits, labels, mask=mask)},
         yardsticks={"all rows": forward(None)},
         agree=close(2e-5),
     )

@@ -13,16 +13,16 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   // vocabulary: logits [..., V] -> one number for each row
   m.def(
       "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
-      "Tensor? row_mask=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
+      "Tensor? mask=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
       "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
-      "Tensor? row_mask=None, SymInt? first_token=None) -> Tensor");
+      "Tensor? mask=None, SymInt? first_token=None) -> Tensor");
   // the same over a tile of the vocabulary that starts at first_token: states [rows, 4] are merged, gradients written
   // in place (or by the op above); [pieces, rows, 4] are the states of pieces of each row, merged in their order
   m.def(
       "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
-      "Tensor? temperature_tensor=None, Tensor? row_mask=None) -> ()");
+      "Tensor? temperature_tensor=None, Tensor? mask=None) -> ()");
   m.def(
       "softmax_state_finish(Tensor state, float temperature=1.0, Tensor? temperature_tensor=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
@@ -33,30 +33,30 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   // hidden states and the LM head -> the same, without the logits
   m.def(
       "linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
-      "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? row_mask=None, SymInt? max_rows=None, "
+      "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
       "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor hidden, Tensor weight, "
       "Tensor labels, Tensor? bias, Tensor entropy, Tensor row_max, Tensor log_sum, float temperature, "
-      "Tensor? temperature_tensor, float? logit_softcap, Tensor? row_mask, SymInt? max_grad_rows, "
+      "Tensor? temperature_tensor, float? logit_softcap, Tensor? mask, SymInt? max_grad_rows, "
       "ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   // both of a vocabulary that the ranks of a process group share: each has the tokens from first_token on
   m.def(
       "vocab_parallel_logprob_entropy(Tensor logits, Tensor labels, SymInt first_token, str group, "
-      "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? row_mask=None) "
+      "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "vocab_parallel_linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, SymInt first_token, "
       "str group, Tensor? bias=None, float temperature=1.0, Tensor? temperature_tensor=None, "
-      "float? logit_softcap=None, Tensor? row_mask=None, SymInt? max_rows=None, SymInt? max_grad_rows=None, "
+      "float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, SymInt? max_grad_rows=None, "
       "ScalarType logits_dtype=float, SymInt? workspace_bytes=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "vocab_parallel_linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor hidden, "
       "Tensor weight, Tensor labels, SymInt first_token, str group, Tensor? bias, Tensor entropy, Tensor row_max, "
-      "Tensor log_sum, float temperature, Tensor? temperature_tensor, float? logit_softcap, Tensor? row_mask, "
+      "Tensor log_sum, float temperature, Tensor? temperature_tensor, float? logit_softcap, Tensor? mask, "
       "SymInt? max_grad_rows, ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   // out = hidden @ weight.T, bfloat16 in, float32 out: on CPUs, where torch has no such product

@@ -158,7 +158,7 @@ def checked_head(
     temperature: float,
     temperature_tensor: Tensor | None,
     logit_softcap: float | None,
-    row_mask: Tensor | None,
+    mask: Tensor | None,
     logits_dtype: torch.dtype,
     workspace_bytes: int | None,
 ) -> _Head:
@@ -191,10 +191,10 @@ def checked_head(
             bias.shape == weight.shape[:1] and bias.dtype == weight.dtype,
             f"bias: got shape {list(bias.shape)} of {bias.dtype}; takes [{weight.shape[0]}] of {weight.dtype}",
         )
-    if row_mask is not None:
-        _require(row_mask.dtype == torch.bool, f"row_mask: got dtype {row_mask.dtype}; takes bool")
-        _require(row_mask.shape == shape, f"row_mask: got shape {list(row_mask.shape)}; takes {list(shape)}")
-    for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias), ("row_mask", row_mask)):
+    if mask is not None:
+        _require(mask.dtype == torch.bool, f"mask: got dtype {mask.dtype}; takes bool")
+        _require(mask.shape == shape, f"mask: got shape {list(mask.shape)}; takes {list(shape)}")
+    for name, tensor in (("weight", weight), ("labels", labels), ("bias", bias), ("mask", mask)):
         _require(
             tensor is None or tensor.device == hidden.device, f"{name}: is not on hidden's device, {hidden.device}"
         )
@@ -252,20 +252,20 @@ def forward_of_shard(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     logit_softcap: float | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     head = checked_head(
-        shard, hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, row_mask, logits_dtype,
+        shard, hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, mask, logits_dtype,
         workspace_bytes,
     )  # fmt: skip
     require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
     shape = hidden.shape[:-1]
     count = labels.numel()
-    if row_mask is None and max_rows is not None and count > max_rows:
+    if mask is None and max_rows is not None and count > max_rows:
         nan = hidden.new_full(shape, torch.nan, dtype=torch.float32)
         return nan, nan.clone(), nan.clone(), nan.clone()
     rows, targets = hidden.reshape(count, hidden.shape[-1]), labels.reshape(count)
@@ -274,8 +274,8 @@ def forward_of_shard(
         temperatures = temperatures.reshape(count)
 
     picked = None
-    if row_mask is not None:
-        picked = _Picked.where(row_mask.reshape(count), max_rows)
+    if mask is not None:
+        picked = _Picked.where(mask.reshape(count), max_rows)
         rows, targets = picked.gather(rows), picked.gather(targets)
         if temperatures is not None and temperatures.dim() > 0:
             temperatures = _past_rows_are_one(picked, picked.gather(temperatures))
@@ -312,14 +312,14 @@ def backward_of_shard(
     temperature: float,
     temperature_tensor: Tensor | None,
     logit_softcap: float | None,
-    row_mask: Tensor | None,
+    mask: Tensor | None,
     max_grad_rows: int | None,
     logits_dtype: torch.dtype,
     workspace_bytes: int | None,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     head = checked_head(
-        shard, hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, row_mask, logits_dtype,
+        shard, hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, mask, logits_dtype,
         workspace_bytes,
     )  # fmt: skip
     want_hidden, want_weight, want_bias = wanted
@@ -329,8 +329,8 @@ def backward_of_shard(
         active |= (grad_logprob.reshape(count) != 0) & (labels.reshape(count) != -100)
     if grad_entropy is not None:
         active |= grad_entropy.reshape(count) != 0
-    if row_mask is not None:
-        active &= row_mask.reshape(count)
+    if mask is not None:
+        active &= mask.reshape(count)
     if want_hidden:  # its rows are added up over the ranks: all pick the same, whatever a gradient's last bits are
         active = shard.anyones_(active)
     picked = _Picked.where(active, max_grad_rows)

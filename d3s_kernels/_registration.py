@@ -191,33 +191,33 @@ def _save(ctx: Any, output: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
 
 
 def _save_logprob_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, *ctx.shard, ctx.temperature, temperature_tensor, row_mask = inputs
-    _save(ctx, output, logits, labels, temperature_tensor, row_mask)
+    logits, labels, *ctx.shard, ctx.temperature, temperature_tensor, mask = inputs
+    _save(ctx, output, logits, labels, temperature_tensor, mask)
 
 
 def _logprob_entropy_backward(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    logits, labels, temperature_tensor, row_mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
+    logits, labels, temperature_tensor, mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
     grad = None
     if grad_logprob is not None or grad_entropy is not None:
         grad = _op.logprob_entropy_backward.default(
             _of_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, entropy, row_max, log_sum,
-            ctx.temperature, temperature_tensor, row_mask, *ctx.shard[:1],
+            ctx.temperature, temperature_tensor, mask, *ctx.shard[:1],
         )  # fmt: skip
     return grad, *[None] * (4 + len(ctx.shard))
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, labels, *ctx.shard, bias, ctx.temperature, temperature_tensor = inputs[:-6]
-    ctx.logit_softcap, row_mask, _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[-6:]
-    _save(ctx, output, hidden, weight, labels, bias, temperature_tensor, row_mask)
+    ctx.logit_softcap, mask, _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[-6:]
+    _save(ctx, output, hidden, weight, labels, bias, temperature_tensor, mask)
 
 
 def _linear_backward(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    hidden, weight, labels, bias, temperature_tensor, row_mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
+    hidden, weight, labels, bias, temperature_tensor, mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
     backward = _op.vocab_parallel_linear_logprob_entropy_backward if ctx.shard else _op.linear_logprob_entropy_backward
     needs, place_of_bias = ctx.needs_input_grad, 3 + len(ctx.shard)
     # Without the arguments at the end that have their default value.
@@ -226,7 +226,7 @@ def _linear_backward(
     if grad_logprob is not None or grad_entropy is not None:
         found = backward.default(
             _of_known_labels(grad_logprob, logprob), grad_entropy, hidden, weight, labels, *ctx.shard, bias, entropy,
-            row_max, log_sum, ctx.temperature, temperature_tensor, ctx.logit_softcap, row_mask, ctx.max_grad_rows,
+            row_max, log_sum, ctx.temperature, temperature_tensor, ctx.logit_softcap, mask, ctx.max_grad_rows,
             ctx.logits_dtype, ctx.workspace_bytes, wanted,
         )  # fmt: skip
         grads = [grad if want else None for grad, want in zip(found, wanted, strict=True)]

@@ -23,19 +23,19 @@ def forward(
     group: str,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     shape = logits.shape[:-1]
     state = _linear.no_logits(shape.numel(), logits)
-    _op.softmax_state_.default(state, logits, labels, first_token, temperature, temperature_tensor, row_mask)
+    _op.softmax_state_.default(state, logits, labels, first_token, temperature, temperature_tensor, mask)
     if temperature_tensor is not None and temperature_tensor.dim() > 0:
         temperature_tensor = temperature_tensor.reshape(-1)
     everyones = Shard.of_group(first_token, group).everyones(state)
     outputs = _op.softmax_state_finish.default(everyones, temperature, temperature_tensor)
     outputs[0].masked_fill_(labels.reshape(-1) == -100, 0.0)
-    if row_mask is not None:
+    if mask is not None:
         for output in outputs:
-            output.masked_fill_(~row_mask.reshape(-1), 0.0)
+            output.masked_fill_(~mask.reshape(-1), 0.0)
     return tuple(output.view(shape) for output in outputs)
 
 

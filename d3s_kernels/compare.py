@@ -166,7 +166,7 @@ def _named(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
     of_ranks = [name for name in ("process_group", "equal_rows") if given.get(name)]
     if of_ranks:
         raise TypeError(f"{of_ranks[0]}: got one; takes none: what is compared is computed by one process")
-    return {name: value for name, value in given.items() if name not in ("process_group", "segments", "equal_rows")}
+    return {name: value for name, value in given.items() if name not in ("process_group", "placement", "equal_rows")}
 
 
 def _both(

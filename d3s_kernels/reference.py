@@ -31,19 +31,19 @@ class TokenSelection(NamedTuple):
 # ---- vocabulary: logits [..., V] -> one number for each row ----------------------------------------------------------
 
 
-def entropy(logits: Tensor, *, temperature: Temperature = 1.0, row_mask: Tensor | None = None) -> Tensor:
+def entropy(logits: Tensor, *, temperature: Temperature = 1.0, mask: Tensor | None = None) -> Tensor:
     """H = -sum p log p in nats, of p = softmax(logits / temperature)."""
-    return _row_entropy(_log_softmax(logits, temperature, row_mask), row_mask)
+    return _row_entropy(_log_softmax(logits, temperature, mask), mask)
 
 
 def logprob_entropy(
-    logits: Tensor, labels: Tensor, *, temperature: Temperature = 1.0, row_mask: Tensor | None = None
+    logits: Tensor, labels: Tensor, *, temperature: Temperature = 1.0, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """log p of each row's label (0 where the label is -100), and the row's entropy."""
-    log_p = _log_softmax(logits, temperature, row_mask)
+    log_p = _log_softmax(logits, temperature, mask)
     no_target = labels == -100
     logprob = log_p.gather(-1, labels.long().masked_fill(no_target, 0).unsqueeze(-1)).squeeze(-1)
-    return _masked(logprob.masked_fill(no_target, 0), row_mask), _row_entropy(log_p, row_mask)
+    return _masked(logprob.masked_fill(no_target, 0), mask), _row_entropy(log_p, mask)
 
 
 def linear_logprob_entropy(
@@ -54,7 +54,7 @@ def linear_logprob_entropy(
     bias: Tensor | None = None,
     temperature: Temperature = 1.0,
     logit_softcap: float | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
@@ -66,24 +66,24 @@ def linear_logprob_entropy(
     `max_rows` give NaN results, more rows with a gradient than `max_grad_rows` NaN gradients.
     """
     logits = _head_logits(hidden, weight, bias, logit_softcap)
-    results = torch.stack(logprob_entropy(logits, labels, temperature=temperature, row_mask=row_mask))
+    results = torch.stack(logprob_entropy(logits, labels, temperature=temperature, mask=mask))
 
-    rows = labels.numel() if row_mask is None else int(row_mask.sum())
+    rows = labels.numel() if mask is None else int(mask.sum())
     if max_rows is not None and rows > max_rows:
         results = results * math.nan
     if max_grad_rows is not None and results.requires_grad:
-        _bound_gradient(results, logits, max_grad_rows, labels, row_mask)
+        _bound_gradient(results, logits, max_grad_rows, labels, mask)
     logprob, row_entropy = results
     return logprob, row_entropy
 
 
-def _bound_gradient(results: Tensor, logits: Tensor, most: int, labels: Tensor, row_mask: Tensor | None) -> None:
+def _bound_gradient(results: Tensor, logits: Tensor, most: int, labels: Tensor, mask: Tensor | None) -> None:
     """More rows with a gradient than that make the gradient of all logits NaN, and so every other."""
     exceeded: list[bool] = []
 
     def count(grad: Tensor) -> None:
         rows = ((grad[0] != 0) & (labels != -100)) | (grad[1] != 0)
-        exceeded.append(int((rows if row_mask is None else rows & row_mask).sum()) > most)
+        exceeded.append(int((rows if mask is None else rows & mask).sum()) > most)
 
     results.register_hook(count)  # type: ignore[no-untyped-call]
     logits.register_hook(lambda grad: grad * math.nan if any(exceeded) else grad)  # type: ignore[no-untyped-call]
@@ -96,20 +96,20 @@ def _head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_soft
     return logits if logit_softcap is None else logit_softcap * torch.tanh(logits / logit_softcap)
 
 
-def _log_softmax(logits: Tensor, temperature: Temperature, row_mask: Tensor | None) -> Tensor:
-    if row_mask is not None:  # rows that are left out are never read: NaN in them stays there
-        logits = logits.masked_fill(~row_mask.unsqueeze(-1), 0)
+def _log_softmax(logits: Tensor, temperature: Temperature, mask: Tensor | None) -> Tensor:
+    if mask is not None:  # rows that are left out are never read: NaN in them stays there
+        logits = logits.masked_fill(~mask.unsqueeze(-1), 0)
     per_row = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device).unsqueeze(-1)
     return torch.log_softmax(logits.double() / per_row, -1)
 
 
-def _row_entropy(log_p: Tensor, row_mask: Tensor | None) -> Tensor:
+def _row_entropy(log_p: Tensor, mask: Tensor | None) -> Tensor:
     finite = log_p.masked_fill(log_p == -math.inf, 0)  # 0 log 0 is 0, and so is its gradient
-    return _masked(-(log_p.exp() * finite).sum(-1), row_mask)
+    return _masked(-(log_p.exp() * finite).sum(-1), mask)
 
 
-def _masked(rows: Tensor, row_mask: Tensor | None) -> Tensor:
-    return rows if row_mask is None else rows.masked_fill(~row_mask, 0)
+def _masked(rows: Tensor, mask: Tensor | None) -> Tensor:
+    return rows if mask is None else rows.masked_fill(~mask, 0)
 
 
 # ---- tokens: segments of scores -> masks -----------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def select_tokens_from_logits(
     drop_zeros: bool = False,
 ) -> TokenSelection:
     """select_tokens of the entropy of the logits. Rows that the mask leaves out are not read; their entropy is 0."""
-    row_entropy = entropy(logits.detach(), temperature=temperature, row_mask=mask).float()
+    row_entropy = entropy(logits.detach(), temperature=temperature, mask=mask).float()
     return select_tokens(row_entropy, advantages, ratio, mask=mask, offsets=offsets, scope=scope, drop_zeros=drop_zeros)
 
 

@@ -39,7 +39,7 @@ def group_advantages(
     eps: float = 1e-4,
     ddof: int = 1,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    segments: Literal["whole", "global"] = "whole",
+    placement: Literal["whole", "global"] = "whole",
     max_rollouts: int | None = None,
 ) -> Tensor:
     """GRPO's advantages: ``(reward - mean of its group) / (standard deviation + eps)``.
@@ -59,7 +59,7 @@ def group_advantages(
         process_group: a ``torch.distributed`` process group, or a device mesh of one dimension. ``rewards`` are then
             this rank's piece of one tensor, all ranks' in rank order along the first dimension, and the result is this
             rank's piece of what that one gives, to the bit. Ranks may hold different numbers, or none.
-        segments: with a process group, "whole": every row, or segment of the rank's own ``offsets``, is whole on its
+        placement: with a process group, "whole": every row, or segment of the rank's own ``offsets``, is whole on its
             rank. "global": ``offsets`` are of all ranks' 1-D tensors one after the other, the same on all ranks, so
             that a group may lie on several. A 1-D tensor without offsets is one group over all ranks.
         max_rollouts: with a process group, the caller's bound on how many any rank holds, the same on all ranks. With
@@ -80,7 +80,7 @@ def group_advantages(
     if process_group is not None:
         from ._ranks import rollouts as ranks
 
-        across = ranks.Across(process_group, segments, max_rollouts)
+        across = ranks.Across(process_group, placement, max_rollouts)
         return ranks.group_advantages(rewards, offsets, scale, eps, ddof, across)
     check_group_advantages(rewards, offsets, scale, eps, ddof)
     result: Tensor = _ops.group_advantages(rewards, offsets, scale, eps, ddof)
@@ -105,7 +105,7 @@ def max_variance_select(
     max_segment: int | None = None,
     mask: Tensor | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    segments: Literal["whole", "global"] = "whole",
+    placement: Literal["whole", "global"] = "whole",
     max_rollouts: int | None = None,
 ) -> Tensor:
     """Marks the ``keep`` values of each segment whose variance is the largest of all such subsets.
@@ -122,7 +122,7 @@ def max_variance_select(
         offsets: int32 or int64 ``[segments + 1]``, from 0 to N.
         max_segment: the caller's bound on a segment's length: a hint for GPUs, never needed.
         mask: bool, the shape of ``values``; False is never kept. Neither is a value that is NaN or infinite.
-        process_group, segments, max_rollouts: as in :func:`group_advantages`.
+        process_group, placement, max_rollouts: as in :func:`group_advantages`.
 
     Returns:
         bool, the shape of ``values``: exactly ``keep`` of each segment, or all usable ones where there are no more.
@@ -138,7 +138,7 @@ def max_variance_select(
     if process_group is not None:
         from ._ranks import rollouts as ranks
 
-        across = ranks.Across(process_group, segments, max_rollouts)
+        across = ranks.Across(process_group, placement, max_rollouts)
         return ranks.max_variance_select(values, keep, offsets, max_segment, mask, across)
     number, tensor = check_values(values, keep, offsets, max_segment, mask)
     result: Tensor = _ops.max_variance_select(values, number, tensor, mask, offsets, max_segment, False)
@@ -166,7 +166,7 @@ def select_rollouts(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    segments: Literal["whole", "global"] = "whole",
+    placement: Literal["whole", "global"] = "whole",
     max_rollouts: int | None = None,
     equal_rows: bool = False,
 ) -> Tensor:
@@ -212,7 +212,7 @@ def select_rollouts(
         mask: bool, the shape of ``advantages``; False is never kept. Neither is a value that is NaN or infinite.
         generator: for "random", of the device of ``advantages``; torch's own where it is None, as it has to be under
             ``torch.compile(fullgraph=True)``.
-        process_group, segments, max_rollouts: as in :func:`group_advantages`. "random" draws for each rank's with its
+        process_group, placement, max_rollouts: as in :func:`group_advantages`. "random" draws for each rank's with its
             own generator, which may be seeded as the others' are; all subsets are equally likely still.
         equal_rows: keep the same number on every rank, for "max_variance" and "batch": ``keep`` times the groups of all
             ranks, over the ranks, rounded up; or as many as the rank with the fewest usable ones has, which may be
@@ -238,7 +238,7 @@ def select_rollouts(
     if process_group is not None:
         from ._ranks import rollouts as ranks
 
-        across = ranks.Across(process_group, segments, max_rollouts)
+        across = ranks.Across(process_group, placement, max_rollouts)
         return ranks.select_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows, across)
     number, tensor = check_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows)
     if rule == "max_variance":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TokenRule = Literal["advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"]
 TOKEN_RULES = tuple(_rules.TOKENS)
-Segments = Literal["whole", "global", "pieces"]
+Placement = Literal["whole", "global", "pieces"]
 _Factors = tuple[Tensor, Tensor, float | None, Tensor | None]  # what |A| * H is made of, and the ratio
 
 
@@ -55,7 +55,7 @@ def topk_mask(
     max_segment: int | None = None,
     drop_zeros: bool = False,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    segments: Segments = "whole",
+    placement: Placement = "whole",
 ) -> Tensor:
     """Marks the k largest scores of each segment: exactly k, ties to the lower index.
 
@@ -75,7 +75,7 @@ def topk_mask(
         process_group: the ranks that hold scores: a process group, or a mesh of one dimension. Each gets its piece of
             the mask that one device would give all their scores, concatenated along the first dimension in the order
             of the ranks: so a 1-D tensor is one segment over all ranks, with one k. A rank may have no scores.
-        segments: with a process group, where the rows or the segments of ``offsets`` lie. "whole": each on its rank,
+        placement: with a process group, where the rows or the segments of ``offsets`` lie. "whole": each on its rank,
             and nothing is communicated. "global": ``offsets`` are those of all ranks' 1-D tensors one after the other,
             the same on every rank, and may cut a segment anywhere (Ulysses). "pieces": every rank has a piece, maybe
             an empty one, of every segment: rows of the same leading shape, or offsets of its own with as many segments
@@ -99,7 +99,7 @@ def topk_mask(
         from ._ranks import tokens
 
         return tokens.topk_mask(
-            scores, lambda: _quota(*arguments), mask, offsets, max_segment, drop_zeros, segments, process_group,
+            scores, lambda: _quota(*arguments), mask, offsets, max_segment, drop_zeros, placement, process_group,
             ratio=ratio, k=k,
         )  # fmt: skip
     result: Tensor = _ops.topk_mask(scores, *_quota(*arguments), mask, offsets, max_segment, drop_zeros)
@@ -138,7 +138,7 @@ def select_tokens(
     drop_zeros: bool = False,
     generator: torch.Generator | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    segments: Segments = "whole",
+    placement: Placement = "whole",
 ) -> TokenSelection:
     """Keeps the share ``ratio`` of the tokens with the largest score; by default ``|advantage| * entropy`` (D3S).
 
@@ -177,7 +177,7 @@ def select_tokens(
             ``torch.compile(fullgraph=True)``. Ranks may be seeded alike.
         process_group: the ranks that hold tokens, as in :func:`topk_mask`: "batch" pools those of all ranks, one exact
             share of them all; count and threshold are of all ranks.
-        segments: as in :func:`topk_mask`. Sequences that are "whole" need no communication for "sequence", and
+        placement: as in :func:`topk_mask`. Sequences that are "whole" need no communication for "sequence", and
             ``offsets`` and advantages are a rank's own: where it has as many tokens as sequences, one for each token.
             Advantages one for each sequence that is cut are the same on every rank; where every rank has as many
             tokens as there are sequences, they are taken for those of tokens.
@@ -209,7 +209,7 @@ def select_tokens(
             return _factors(*arguments, rank)
 
         _, found = tokens.select_tokens(
-            factors, mask, offsets, max_segment, scope, drop_zeros, segments, process_group, ratio=ratio, rule=rule
+            factors, mask, offsets, max_segment, scope, drop_zeros, placement, process_group, ratio=ratio, rule=rule
         )
     elif rule == "entropy_quantile":
         return _entropy_quantile(entropy, ratio, mask, offsets, max_segment, scope, drop_zeros)
@@ -260,7 +260,7 @@ def select_tokens_from_logits(
     scope: Literal["batch", "sequence"] = "batch",
     drop_zeros: bool = False,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    segments: Segments = "whole",
+    placement: Placement = "whole",
 ) -> TokenSelection:
     """:func:`select_tokens` with the entropy computed from ``logits`` on the way, in one op.
 
@@ -268,7 +268,7 @@ def select_tokens_from_logits(
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
         mask: bool, the shape of the rows; rows where it is False are not read and have entropy 0.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows.
-        advantages, ratio, offsets, max_segment, scope, drop_zeros, process_group, segments: as in
+        advantages, ratio, offsets, max_segment, scope, drop_zeros, process_group, placement: as in
             :func:`select_tokens`.
 
     Returns:
@@ -288,13 +288,13 @@ def select_tokens_from_logits(
 
         def factors(rank: int) -> _Factors:
             with torch.no_grad():
-                rows = entropy_of(logits, temperature=temperature, row_mask=mask)
+                rows = entropy_of(logits, temperature=temperature, mask=mask)
             return _factors(
                 rows, advantages, ratio, "advantage_entropy", mask, offsets, max_segment, scope, drop_zeros, None
             )
 
         entropy, found = tokens.select_tokens(
-            factors, mask, offsets, max_segment, scope, drop_zeros, segments, process_group, ratio=ratio
+            factors, mask, offsets, max_segment, scope, drop_zeros, placement, process_group, ratio=ratio
         )
         return TokenSelection(found[0], entropy, found[1], found[2])
     require_tensors(logits=logits, advantages=advantages)

@@ -16,7 +16,7 @@ from ._arguments import (
 )
 
 
-def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, row_mask: Tensor | None = None) -> Tensor:
+def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
     """Entropy of ``softmax(logits / temperature)`` over the last dimension, in nats.
 
     ``H = -sum_v p_v log p_v``, computed as ``log S - T / S`` (``csrc/core/softmax_state.h``), which stays exact for
@@ -26,7 +26,7 @@ def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, row_mask: Tens
         logits: ``[..., V]``, bfloat16, float16 or float32, any stride but in the last dimension.
         temperature: a number above 0 (in [1e-15, 1e15]), a 0-d tensor, or a float tensor that broadcasts to the rows
             ``[...]``; it has no gradient.
-        row_mask: bool ``[...]``; rows where it is False are not read and give 0.
+        mask: bool ``[...]``; rows where it is False are not read and give 0.
 
     Returns:
         float32 ``[...]``; NaN for a row with NaN or ``+inf``, or with nothing but ``-inf``.
@@ -41,14 +41,14 @@ def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, row_mask: Tens
     """
     require_tensors(logits=logits)
     require_no_tangent(logits=logits)
-    require_optional_tensors(logits, row_mask=row_mask)
+    require_optional_tensors(logits, mask=mask)
     number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
-    result: Tensor = _ops.logprob_entropy(logits, None, number, tensor, row_mask)[1]
+    result: Tensor = _ops.logprob_entropy(logits, None, number, tensor, mask)[1]
     return result
 
 
 def logprob_entropy(
-    logits: Tensor, labels: Tensor, *, temperature: float | Tensor = 1.0, row_mask: Tensor | None = None
+    logits: Tensor, labels: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each row's label and entropy of the row, in one pass over the logits.
 
@@ -59,7 +59,7 @@ def logprob_entropy(
         logits: ``[..., V]``, bfloat16, float16 or float32, any stride but in the last dimension.
         labels: int64 or int32 ``[...]``; -100 means no target: logprob 0, entropy as usual.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
-        row_mask: bool ``[...]``; rows where it is False are not read and give 0 and 0.
+        mask: bool ``[...]``; rows where it is False are not read and give 0 and 0.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.
@@ -76,9 +76,9 @@ def logprob_entropy(
     """
     require_tensors(logits=logits, labels=labels)
     require_no_tangent(logits=logits)
-    require_optional_tensors(logits, row_mask=row_mask)
+    require_optional_tensors(logits, mask=mask)
     number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
-    logprob, row_entropy, _, _ = _ops.logprob_entropy(logits, labels, number, tensor, row_mask)
+    logprob, row_entropy, _, _ = _ops.logprob_entropy(logits, labels, number, tensor, mask)
     return logprob, row_entropy
 
 
@@ -90,7 +90,7 @@ def linear_logprob_entropy(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_softcap: float | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
@@ -108,8 +108,8 @@ def linear_logprob_entropy(
         bias: ``[V]``, the dtype of ``hidden``.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
-        row_mask: bool ``[...]``; rows where it is False cost nothing and give 0 and 0.
-        max_rows: a bound on the rows that ``row_mask`` leaves. With it the forward does not synchronise with the host;
+        mask: bool ``[...]``; rows where it is False cost nothing and give 0 and 0.
+        max_rows: a bound on the rows that ``mask`` leaves. With it the forward does not synchronise with the host;
             where it is exceeded all outputs are NaN.
         max_grad_rows: a bound on the rows with a gradient. With it the backward does not synchronise with the host;
             where it is exceeded all gradients are NaN.
@@ -133,7 +133,7 @@ def linear_logprob_entropy(
         tensor(0.)
     """
     require_tensors(hidden=hidden, weight=weight, labels=labels)
-    require_optional_tensors(hidden, bias=bias, row_mask=row_mask)
+    require_optional_tensors(hidden, bias=bias, mask=mask)
     require_no_tangent(hidden=hidden, weight=weight, bias=bias)
     require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
     require_number(logit_softcap=logit_softcap)
@@ -141,7 +141,7 @@ def linear_logprob_entropy(
         raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
     number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
     logprob, row_entropy, _, _ = _ops.linear_logprob_entropy(
-        hidden, weight, labels, bias, number, tensor, logit_softcap, row_mask, max_rows, max_grad_rows, logits_dtype,
+        hidden, weight, labels, bias, number, tensor, logit_softcap, mask, max_rows, max_grad_rows, logits_dtype,
         workspace_bytes,
     )  # fmt: skip
     return logprob, row_entropy

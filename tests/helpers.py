@@ -166,7 +166,7 @@ def whole_number_product(*rows: int, vocabulary: int, dtype: torch.dtype = torch
 class LogitsCase(NamedTuple):
     logits: Tensor
     labels: Tensor
-    options: dict[str, object]  # temperature and row_mask
+    options: dict[str, object]  # temperature and mask
 
 
 @st.composite
@@ -182,8 +182,8 @@ def logits_cases(draw: st.DrawFn, special: tuple[float, ...] = (), max_vocabular
         for place, value in draw(st.lists(st.tuples(places, st.sampled_from(special)), max_size=12)):
             logits.view(-1)[place] = value
     labels = random_labels(*shape, vocabulary=vocabulary, generator=generator)
-    row_mask = torch.rand(shape, generator=generator) < 0.7 if draw(st.booleans()) else None
-    options = {"temperature": draw(temperatures(shape)), "row_mask": row_mask}
+    mask = torch.rand(shape, generator=generator) < 0.7 if draw(st.booleans()) else None
+    options = {"temperature": draw(temperatures(shape)), "mask": mask}
     return LogitsCase(logits.to(draw(dtypes)), labels.to(draw(st.sampled_from([torch.int64, torch.int32]))), options)
 
 

@@ -62,7 +62,7 @@ def test_a_back_end_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_not_a_number_and_infinity_are_no_small_errors(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (math.nan, math.inf):
 
-        def entropy(logits: Tensor, *, temperature: float = 1.0, row_mask: Tensor | None = None, value: float = value):
+        def entropy(logits: Tensor, *, temperature: float = 1.0, mask: Tensor | None = None, value: float = value):
             return torch.full((6,), 1e-7, dtype=torch.float64).index_fill(0, torch.tensor([place]), value)
 
         from d3s_kernels._dispatch.table import FUNCTIONS, Row

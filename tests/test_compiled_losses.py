@@ -43,7 +43,7 @@ class Model(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
         return d3s.linear_logprob_entropy(
-            torch.tanh(self.layer(hidden)), self.head.weight, labels, bias=self.head.bias, row_mask=labels != -100,
+            torch.tanh(self.layer(hidden)), self.head.weight, labels, bias=self.head.bias, mask=labels != -100,
             max_rows=max_rows, max_grad_rows=max_rows,
         )  # fmt: skip
 

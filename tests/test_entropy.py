@@ -209,17 +209,17 @@ def test_no_target_means_logprob_zero_and_no_logprob_gradient() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masked_rows_are_zero_whatever_is_in_them(dtype: torch.dtype) -> None:
     logits, labels = random_logits(8, 3, 100, dtype=dtype), random_labels(8, 3, vocabulary=100)
-    row_mask = torch.rand(8, 3) < 0.5
-    logits[~row_mask] = NAN
+    mask = torch.rand(8, 3) < 0.5
+    logits[~mask] = NAN
     logits.requires_grad_()
     for results in (
-        logprob_entropy(logits, labels, row_mask=row_mask),
-        (entropy(logits, row_mask=row_mask),),
+        logprob_entropy(logits, labels, mask=mask),
+        (entropy(logits, mask=mask),),
     ):
-        assert all((result[~row_mask] == 0).all() for result in results)
+        assert all((result[~mask] == 0).all() for result in results)
         (gradient,) = torch.autograd.grad(sum(results).sum(), logits)
-        assert (gradient[~row_mask] == 0).all()
-        assert gradient[row_mask].isfinite().all()
+        assert (gradient[~mask] == 0).all()
+        assert gradient[mask].isfinite().all()
 
 
 def test_rows_with_a_zero_gradient_get_exactly_zero() -> None:
@@ -293,10 +293,10 @@ def test_each_gradient_alone_and_both_together() -> None:
 
 def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
     logits, labels, temperature = random_logits(6, 9000).requires_grad_(), torch.arange(6), torch.full((6,), 0.9)
-    row_mask = torch.tensor([True] * 5 + [False])
-    inputs = (logits, labels, temperature, row_mask)
+    mask = torch.tensor([True] * 5 + [False])
+    inputs = (logits, labels, temperature, mask)
     with unwritten(*inputs):
-        loss = sum(logprob_entropy(logits, labels, temperature=temperature, row_mask=row_mask)).sum()
+        loss = sum(logprob_entropy(logits, labels, temperature=temperature, mask=mask)).sum()
         first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
     assert_same_bits(first, second)
 

@@ -179,7 +179,7 @@ def any_split(ranks: Ranks, seed: int) -> int:
         flat = [everyones.view(-1), usable.view(-1)]
         if not in_rows:
             offsets = torch.arange(0, groups * length + 1, length)
-            options |= {"offsets": offsets, "segments": "global"}
+            options |= {"offsets": offsets, "placement": "global"}
 
         def own(tensor: Tensor, pieces: list[int] = pieces, in_rows: bool = in_rows) -> Tensor:
             return (tensor if in_rows else tensor.view(-1)).split(pieces)[ranks.rank]

@@ -42,8 +42,8 @@ def logits_cases() -> list[object]:
     """What every function of logits refuses."""
     cases = []
     for function, rest, mask in (
-        (entropy, (), "row_mask"),
-        (logprob_entropy, (LABELS,), "row_mask"),
+        (entropy, (), "mask"),
+        (logprob_entropy, (LABELS,), "mask"),
         (select_tokens_from_logits, (EACH, 0.5), "mask"),
     ):
         cases += [
@@ -108,8 +108,8 @@ def linear_cases() -> list[object]:
         head("weight", weight=WEIGHT.to(ELSEWHERE)),
         head("bias", bias=torch.zeros(4)),
         head("bias", bias=torch.zeros(7, dtype=torch.float16)),
-        head("row_mask", row_mask=torch.ones(3)),
-        head("row_mask", row_mask=torch.ones(2, dtype=torch.bool)),
+        head("mask", mask=torch.ones(3)),
+        head("mask", mask=torch.ones(2, dtype=torch.bool)),
         head("temperature", temperature=0.0),
         head("temperature", temperature=NAN),
         head("temperature", temperature=torch.tensor(-1.0)),

@@ -34,7 +34,7 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         mask, hidden = labels != -100, torch.tanh(self.layer(hidden))
-        return d3s.linear_logprob_entropy(hidden, self.head.weight, labels, row_mask=mask, max_rows=labels.numel())
+        return d3s.linear_logprob_entropy(hidden, self.head.weight, labels, mask=mask, max_rows=labels.numel())
 
 
 def arguments(model: nn.Module, rows: int, tokens: int) -> tuple[Tensor, Tensor]:

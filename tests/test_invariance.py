@@ -41,8 +41,8 @@ def assert_same(some: Results, others: Results) -> None:
 def vocabulary_call(rows: int, vocabulary: int, dtype: torch.dtype) -> Callable[[], Results]:
     logits, labels = random_logits(rows, vocabulary, dtype=dtype), random_labels(rows, vocabulary=vocabulary)
     cotangents, temperature = (torch.randn(rows), torch.randn(rows)), 0.5 + torch.rand(rows)
-    row_mask = torch.rand(rows) < 0.8
-    return lambda: with_gradient(logits, labels, cotangents, temperature=temperature, row_mask=row_mask)
+    mask = torch.rand(rows) < 0.8
+    return lambda: with_gradient(logits, labels, cotangents, temperature=temperature, mask=mask)
 
 
 def linear_call() -> Callable[[], Results]:
@@ -156,20 +156,20 @@ LAYOUTS = {
 def test_strided_logits(layout: str, dtype: torch.dtype) -> None:
     logits = LAYOUTS[layout](random_logits(6, 7, V + 10, dtype=dtype))
     rows = logits.shape[:-1]
-    labels, row_mask = random_labels(*rows, vocabulary=V), torch.rand(rows) < 0.8
+    labels, mask = random_labels(*rows, vocabulary=V), torch.rand(rows) < 0.8
     cotangents = (torch.randn(rows), torch.randn(rows))
-    options = {"temperature": 0.5 + torch.rand(rows), "row_mask": row_mask}
+    options = {"temperature": 0.5 + torch.rand(rows), "mask": mask}
     strided = with_gradient(logits, labels, cotangents, **options)
     assert_same(strided, with_gradient(logits.contiguous(), labels, cotangents, **options))
     each = torch.randn(rows)
-    some, others = (select_tokens_from_logits(z, each, 0.2, mask=row_mask) for z in (logits, logits.contiguous()))
+    some, others = (select_tokens_from_logits(z, each, 0.2, mask=mask) for z in (logits, logits.contiguous()))
     assert_same(tuple(some), tuple(others))
 
 
 def test_strided_rows() -> None:
     """What has one number for each row may be strided in every dimension."""
     logits = random_logits(5, 6, 50)
-    packed = {"labels": random_labels(5, 6, vocabulary=50), "row_mask": torch.rand(5, 6) < 0.8}
+    packed = {"labels": random_labels(5, 6, vocabulary=50), "mask": torch.rand(5, 6) < 0.8}
     strided = {name: tensor.T.contiguous().T for name, tensor in packed.items()}
     cotangents = torch.randn(5, 6), torch.randn(1, 1).expand(5, 6)
     contiguous = tuple(cotangent.contiguous() for cotangent in cotangents)

@@ -46,7 +46,7 @@ def test_masked_rows_of_many() -> None:
     labels = torch.randint(VOCABULARY, (ROWS,))
     with within_megabytes(300):
         logits, mask = large_logits(), live_mask()
-        logprob, entropy = logprob_entropy(logits, labels, row_mask=mask)
+        logprob, entropy = logprob_entropy(logits, labels, mask=mask)
     expected = reference.logprob_entropy(logits[LIVE], labels[LIVE])
     assert_logprob(logprob[LIVE], expected[0])
     assert_entropy(entropy[LIVE], expected[1])
@@ -84,7 +84,7 @@ def test_gradient_of_many() -> None:
     """A gradient is written everywhere, so this one does take its memory."""
     logits, mask = large_logits().requires_grad_(), live_mask()
     labels = torch.arange(ROWS)
-    (gradient,) = torch.autograd.grad(sum(logprob_entropy(logits, labels, row_mask=mask)).sum(), logits)
+    (gradient,) = torch.autograd.grad(sum(logprob_entropy(logits, labels, mask=mask)).sum(), logits)
     exact = logits.detach()[LIVE].double().requires_grad_()
     (expected,) = torch.autograd.grad(sum(reference.logprob_entropy(exact, labels[LIVE])).sum(), exact)
     assert_gradient(gradient[LIVE], expected)
@@ -102,7 +102,7 @@ def test_many_hidden_states() -> None:
     with within_megabytes(300):
         hidden = torch.empty(rows, width)
         hidden[live] = torch.randn(len(live), width)
-        logprob, entropy = linear_logprob_entropy(hidden, weight, labels, row_mask=mask)
+        logprob, entropy = linear_logprob_entropy(hidden, weight, labels, mask=mask)
     expected = reference.linear_logprob_entropy(hidden[live], weight, labels[live])
     assert_logprob(logprob[live], expected[0])
     assert_entropy(entropy[live], expected[1])

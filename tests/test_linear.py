@@ -129,7 +129,7 @@ def test_any_arguments(data: st.DataObject) -> None:
         random_labels(*rows, vocabulary=vocabulary, generator=generator),
         temperature=data.draw(temperatures(rows)),
         logit_softcap=data.draw(st.sampled_from([None, 2.0, 30.0])),
-        row_mask=torch.rand(rows, generator=generator) < 0.7 if data.draw(st.booleans()) else None,
+        mask=torch.rand(rows, generator=generator) < 0.7 if data.draw(st.booleans()) else None,
         workspace_bytes=data.draw(st.sampled_from([None, one_row_at_a_time(vocabulary), 3000, 20_000])),
     )
 
@@ -191,14 +191,14 @@ def test_logits_may_be_rounded(logits_dtype: torch.dtype) -> None:
 
 def test_masked_rows_are_not_read() -> None:
     head, labels = random_head(12), random_labels(12, vocabulary=300)
-    row_mask = torch.rand(12) < 0.5
-    head.hidden[~row_mask] = NAN
+    mask = torch.rand(12) < 0.5
+    head.hidden[~mask] = NAN
     head = head.requiring_grad()
-    results = head(linear_logprob_entropy, labels, row_mask=row_mask)
-    assert all((result[~row_mask] == 0).all() for result in results)
+    results = head(linear_logprob_entropy, labels, mask=mask)
+    assert all((result[~mask] == 0).all() for result in results)
     gradients = torch.autograd.grad(sum(results).sum(), head.leaves)
     assert all(gradient.isfinite().all() for gradient in gradients)
-    assert (gradients[0][~row_mask] == 0).all()
+    assert (gradients[0][~mask] == 0).all()
 
 
 def test_backward_works_only_on_rows_with_a_gradient() -> None:
@@ -246,7 +246,7 @@ def test_no_rows(rows: tuple[int, ...]) -> None:
 
 def test_all_rows_masked() -> None:
     head = random_head(4).requiring_grad()
-    results = head(linear_logprob_entropy, torch.arange(4), row_mask=torch.zeros(4, dtype=torch.bool))
+    results = head(linear_logprob_entropy, torch.arange(4), mask=torch.zeros(4, dtype=torch.bool))
     assert all((result == 0).all() for result in results)
     assert all((gradient == 0).all() for gradient in torch.autograd.grad(sum(results).sum(), head.leaves))
 
@@ -257,9 +257,9 @@ def test_all_rows_masked() -> None:
 @pytest.mark.parametrize("bound", [5, 6, 50])
 def test_bounds_that_hold_change_nothing(bound: int) -> None:
     head, labels = whole_number_head(10).requiring_grad(), torch.arange(10)
-    row_mask = torch.arange(10) % 2 == 0  # 5 rows
-    plain = head(linear_logprob_entropy, labels, row_mask=row_mask)
-    bounded = head(linear_logprob_entropy, labels, row_mask=row_mask, max_rows=bound, max_grad_rows=bound)
+    mask = torch.arange(10) % 2 == 0  # 5 rows
+    plain = head(linear_logprob_entropy, labels, mask=mask)
+    bounded = head(linear_logprob_entropy, labels, mask=mask, max_rows=bound, max_grad_rows=bound)
     for ours, theirs in zip(bounded, plain, strict=True):
         assert_same_bits(ours, theirs)
     gradients = [torch.autograd.grad(sum(results).sum(), head.leaves) for results in (bounded, plain)]
@@ -269,9 +269,9 @@ def test_bounds_that_hold_change_nothing(bound: int) -> None:
 
 def test_more_rows_than_max_rows_are_all_nan() -> None:
     head, labels = random_head(10), torch.arange(10)
-    row_mask = torch.arange(10) % 2 == 0
-    for result in head(linear_logprob_entropy, labels, row_mask=row_mask, max_rows=4):
-        assert result[row_mask].isnan().all()
+    mask = torch.arange(10) % 2 == 0
+    for result in head(linear_logprob_entropy, labels, mask=mask, max_rows=4):
+        assert result[mask].isnan().all()
 
 
 def test_more_gradients_than_max_grad_rows_are_all_nan() -> None:

@@ -28,11 +28,13 @@ def calls(ranks: Ranks) -> dict[str, Callable[..., Any]]:
     tokens = {"entropy": ENTROPY, "advantages": ADVANTAGES, "ratio": 0.5}
     offsets = torch.tensor([0, 5, 12 * ranks.size])
     plan = RowPlan(torch.arange(12), torch.arange(0), [0] * ranks.size, [0] * ranks.size, 12, 0, 12)
-    of_rows = {"ratio": 0.5, "segments": "pieces"} | group
+    of_rows = {"ratio": 0.5, "placement": "pieces"} | group
     return {
         "topk_mask": partial(d3s.topk_mask, scores=ENTROPY, ratio=0.5, **group),
         "topk_mask by k": partial(d3s.topk_mask, ENTROPY, k=3, **group),
-        "topk_mask by offsets": partial(d3s.topk_mask, ENTROPY, ratio=0.5, offsets=offsets, segments="global", **group),
+        "topk_mask by offsets": partial(
+            d3s.topk_mask, ENTROPY, ratio=0.5, offsets=offsets, placement="global", **group
+        ),
         "topk_mask by rows": partial(d3s.topk_mask, ENTROPY.view(3, 4), **of_rows),
         "select_tokens": partial(d3s.select_tokens, **tokens, **group),
         "select_tokens_from_logits": partial(
@@ -40,7 +42,11 @@ def calls(ranks: Ranks) -> dict[str, Callable[..., Any]]:
         ),
         "exchange_rows": partial(exchange_rows, values=ENTROPY, plan=plan, **group),
         "vocab_parallel_logprob_entropy": partial(
-            vocab_parallel_logprob_entropy, LOGITS[0], labels=LABELS, vocab_start=4 * ranks.rank, group=ranks.group
+            vocab_parallel_logprob_entropy,
+            LOGITS[0],
+            labels=LABELS,
+            vocab_start=4 * ranks.rank,
+            process_group=ranks.group,
         ),
     }
 
@@ -55,17 +61,21 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], str]] = {
     "k": ("topk_mask by k", {"k": 4}, "k: got 3 on rank 0 and 4 on rank "),
     "drop_zeros": ("topk_mask", {"drop_zeros": True}, "drop_zeros: got False on rank 0 and True on rank "),
     "offsets": ("topk_mask by offsets", {"offsets": OFFSETS}, "offsets: got [0, 5, "),
-    "segments": ("topk_mask by rows", {"segments": "whole"}, "segments: got 'pieces' on rank 0 and 'whole' on rank "),
+    "placement": (
+        "topk_mask by rows",
+        {"placement": "whole"},
+        "placement: got 'pieces' on rank 0 and 'whole' on rank ",
+    ),
     "scope": ("select_tokens", {"scope": "sequence"}, "scope: got 'batch' on rank 0 and 'sequence' on rank "),
     "rule": ("select_tokens", {"rule": "entropy"}, "rule: got 'advantage_entropy' on rank 0 and 'entropy' on rank "),
     "out of range": ("topk_mask", {"ratio": 2.0}, "ratio: got 2; takes a number in (0, 1]"),
     "of another type": ("topk_mask", {"ratio": "half"}, "ratio: got str; takes a number or a 0-d tensor"),
     "a mask": ("topk_mask", {"mask": torch.ones(3).bool()}, "mask: got shape [3]; takes one value for each row"),
-    "no offsets": ("topk_mask", {"segments": "global"}, "offsets: got None with segments='global'"),
-    "no segments": ("topk_mask", {"segments": "some"}, "segments: got 'some'; takes 'whole', 'global' or 'pieces'"),
+    "no offsets": ("topk_mask", {"placement": "global"}, "offsets: got None with placement='global'"),
+    "no placement": ("topk_mask", {"placement": "some"}, "placement: got 'some'; takes 'whole', 'global' or 'pieces'"),
     "a list": ("topk_mask", {"scores": [1.0, 2.0]}, "scores: got list; takes a tensor"),
     "a function": ("topk_mask", {"ratio": len}, "ratio: got builtin_function_or_method; takes a number"),
-    "a number for offsets": ("topk_mask", {"offsets": torch.tensor(3), "segments": "pieces"}, "offsets: got shape []"),
+    "a number for offsets": ("topk_mask", {"offsets": torch.tensor(3), "placement": "pieces"}, "offsets: got shape []"),
     "an unknown scope": ("select_tokens", {"scope": "batches"}, "scope: got 'batches'; takes 'batch' or 'sequence'"),
     "a rule of one process": ("select_tokens", {"rule": "entropy_quantile"}, "process_group: got one with rule"),
     "a temperature": ("select_tokens_from_logits", {"temperature": 0.0}, "temperature: got 0; takes a number above 0"),
@@ -102,7 +112,7 @@ def tensors(found: Any) -> tuple[Tensor, ...]:
 
 
 def wrong_offsets(ranks: Ranks, offsets: Tensor) -> None:
-    d3s.topk_mask(ENTROPY, 0.5, offsets=offsets, segments="global", process_group=ranks.group)
+    d3s.topk_mask(ENTROPY, 0.5, offsets=offsets, placement="global", process_group=ranks.group)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     offsets: Tensor | None  # of all
     mask: Tensor | None
     pieces: list[int]  # of the first dimension
-    segments: str
+    placement: str
     own_offsets: list[Tensor] | None  # where groups are whole on their ranks
 
     def own(self, tensor: Tensor, rank: int) -> Tensor:
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
     def options(self, rank: int) -> dict[str, Any]:
         offsets = self.own_offsets[rank] if self.own_offsets is not None else self.offsets
-        return {"offsets": offsets, "segments": self.segments}
+        return {"offsets": offsets, "placement": self.placement}
 
     def of(self, rank: int) -> dict[str, Any]:
         return {"mask": None if self.mask is None else self.own(self.mask, rank)} | self.options(rank)
@@ -68,7 +68,7 @@ def random_batch(ranks: int, generator: torch.Generator, special: bool = True) -
     """Rows, segments that are whole on their ranks, segments that are cut anywhere, or one segment over all ranks."""
     form = choose(("rows", "cubes", "own offsets", "global", "one"), generator)
     groups, length = torch.randint(0, 14, (2,), generator=generator).tolist()
-    offsets, own_offsets, segments = None, None, "whole"
+    offsets, own_offsets, placement = None, None, "whole"
     if form in ("rows", "cubes"):
         shape: tuple[int, ...] = (groups, length) if form == "rows" else (groups, 2, length)
         pieces = pieces_of(groups, ranks, generator)
@@ -79,7 +79,7 @@ def random_batch(ranks: int, generator: torch.Generator, special: bool = True) -
         dtype = choose((torch.int32, torch.int64), generator)
         pieces = pieces_of(total, ranks, generator)
         if form == "global":
-            offsets, segments = edges.to(dtype), "global"
+            offsets, placement = edges.to(dtype), "global"
         elif form == "own offsets":
             offsets = edges.to(dtype)
             parts = edges[1:].split(pieces_of(groups, ranks, generator))
@@ -91,7 +91,7 @@ def random_batch(ranks: int, generator: torch.Generator, special: bool = True) -
             pieces = [int(own[-1]) for own in own_offsets]
     values = random_values(shape, special, generator).to(choose(DTYPES, generator))
     mask = torch.rand(shape, generator=generator) < 0.8 if choose((True, False), generator) else None
-    return Batch(values, offsets, mask, pieces, segments, own_offsets)
+    return Batch(values, offsets, mask, pieces, placement, own_offsets)
 
 
 def random_bound(batch: Batch, ranks: Ranks, generator: torch.Generator) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def nothing_at_all(ranks: Ranks) -> None:
     """No groups, groups of nothing, and no values, whatever says so."""
     forms: list[tuple[Tensor, dict]] = [(torch.zeros(0, 5), {}), (torch.zeros(3, 0), {}), (torch.zeros(0), {})]
     forms += [(torch.zeros(0), {"offsets": offsets}) for offsets in (torch.zeros(1).long(), torch.zeros(4).int())]
-    forms += [(values, options | {"segments": "global"}) for values, options in forms[3:]]
+    forms += [(values, options | {"placement": "global"}) for values, options in forms[3:]]
     for values, options in forms:
         for bound in ({}, {"max_rollouts": 3}):
             across = options | bound | {"process_group": ranks.group}
@@ -243,7 +243,7 @@ def of_one_rank(ranks: Ranks) -> None:
     """A group of one is the local op; and a mesh is a group."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("all", "one"))
     values, offsets = torch.randn(20), torch.tensor([0, 7, 20])
-    for where in ({}, {"offsets": offsets}, {"offsets": offsets, "segments": "global"}):
+    for where in ({}, {"offsets": offsets}, {"offsets": offsets, "placement": "global"}):
         local = {"offsets": where.get("offsets")}
         across = where | {"process_group": mesh["one"]}
         assert_same_bits(max_variance_select(values, 3, **across), max_variance_select(values, 3, **local))
@@ -282,7 +282,7 @@ def what_is_sent(ranks: Ranks) -> dict[str, list[tuple[str, int]]]:
     values, rows = torch.randn(6 - ranks.rank), torch.randn(3, 4)
     one = {"process_group": ranks.group}
     bounded, offsets = one | {"max_rollouts": 9}, torch.tensor([0, 4, 8, 11])
-    straddling = bounded | {"offsets": offsets, "segments": "global"}
+    straddling = bounded | {"offsets": offsets, "placement": "global"}
     calls = {
         "values": lambda: max_variance_select(values, 3, **one),
         "bounded": lambda: max_variance_select(values, 3, **bounded),
@@ -324,7 +324,7 @@ def test_one_round_with_a_bound_two_without_none_for_whole_groups() -> None:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 FLAT, ROWS = torch.zeros(6), torch.zeros(2, 3)
-GLOBAL = {"segments": "global", "offsets": torch.tensor([0, 5, 12])}  # of two ranks with 6 each
+GLOBAL = {"placement": "global", "offsets": torch.tensor([0, 5, 12])}  # of two ranks with 6 each
 REFUSED = [  # function, arguments, what is said
     ("max_variance_select", {"values": FLAT, "keep": 0}, "keep: got 0; takes at least 1"),
     ("max_variance_select", {"values": FLAT, "keep": torch.tensor(0)}, "keep: got 0; takes at least 1"),
@@ -333,8 +333,12 @@ REFUSED = [  # function, arguments, what is said
     ("max_variance_select", {"values": [1.0], "keep": 1}, "values: got list; takes a tensor"),
     ("max_variance_select", {"values": FLAT, "keep": 1, "mask": torch.ones(6)}, "mask: "),
     ("max_variance_select", {"values": FLAT, "keep": 1, "mask": torch.ones(5).bool()}, "mask: "),
-    ("max_variance_select", {"values": FLAT, "keep": 1, "segments": "pieces"}, "segments: got 'pieces'; takes 'whole'"),
-    ("max_variance_select", {"values": ROWS, "keep": 1, "segments": "global"}, "offsets: got None with segments="),
+    (
+        "max_variance_select",
+        {"values": FLAT, "keep": 1, "placement": "pieces"},
+        "placement: got 'pieces'; takes 'whole'",
+    ),
+    ("max_variance_select", {"values": ROWS, "keep": 1, "placement": "global"}, "offsets: got None with placement="),
     ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 5}, "max_rollouts: got 5 with 6 values"),
     ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 0}, "max_rollouts: got 0; takes at least 1"),
     ("max_variance_select", {"values": FLAT, "keep": 1, "max_rollouts": 6.5}, "max_rollouts: got 6.5; takes a whole"),
@@ -390,7 +394,7 @@ DIFFERENT = [
     ("max_variance_select", {"values": ROWS}, "values: got \"torch.float32 ['*']\" on rank 0 and"),
     ("max_variance_select", {"max_rollouts": 8}, "max_rollouts: got None on rank 0 and 8 on rank 1"),
     ("max_variance_select", {"offsets": torch.tensor([0, 6])}, "offsets: got False on rank 0 and True on rank 1"),
-    ("max_variance_select", {"offsets": OFFSETS, "segments": "global"}, "offsets: got False on rank 0 and [0, 5, 12]"),
+    ("max_variance_select", {"offsets": OFFSETS, "placement": "global"}, "offsets: got False on rank 0 and [0, 5, 12]"),
     ("group_advantages", {"scale": "batch"}, "scale: got 'group' on rank 0 and 'batch' on rank 1"),
     ("group_advantages", {"eps": 0.5}, "eps: got 0.0001 on rank 0 and 0.5 on rank 1"),
     ("group_advantages", {"ddof": 0}, "ddof: got 1 on rank 0 and 0 on rank 1"),
@@ -412,7 +416,7 @@ def test_what_differs_between_ranks(function: str, other: dict[str, Any], said: 
 @pytest.mark.parametrize("bound", [{}, {"max_rollouts": 9}])
 @pytest.mark.parametrize("function", ["max_variance_select", "group_advantages", "select_rollouts"])
 def test_offsets_of_all_ranks_end_where_their_values_end(function: str, bound: dict[str, int]) -> None:
-    given = GOOD[function] | bound | {"segments": "global", "offsets": torch.tensor([0, 5, 11])}
+    given = GOOD[function] | bound | {"placement": "global", "offsets": torch.tensor([0, 5, 11])}
     for environment in ({}, {"D3S_KERNELS_CHECK": "1"}):
         found = world(2).outcomes(call, function, [given, given], **environment)
         assert [type(error) for error in found] == [ValueError, ValueError]
@@ -424,7 +428,7 @@ def test_offsets_of_all_ranks_end_where_their_values_end(function: str, bound: d
 
 def with_unchecked_offsets(ranks: Ranks, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """As on a GPU, where nobody looks at them."""
-    across = {"offsets": offsets, "segments": "global", "process_group": ranks.group}
+    across = {"offsets": offsets, "placement": "global", "process_group": ranks.group}
     known, rollouts.is_known = rollouts.is_known, lambda _: False
     try:
         values = torch.arange(6.0) + 6 * ranks.rank

@@ -70,7 +70,7 @@ def test_from_any_logits(
     each = torch.randn(data.draw(st.sampled_from([tokens, tokens[:-1], ()])))
     options = {"mask": mask, "scope": scope, "drop_zeros": drop_zeros}
     found = select_tokens_from_logits(logits, each, ratio, temperature=0.7, **options)
-    assert_entropy(found.entropy, reference.entropy(logits, temperature=0.7, row_mask=mask))
+    assert_entropy(found.entropy, reference.entropy(logits, temperature=0.7, mask=mask))
     check(found, reference.select_tokens(found.entropy, each, ratio, **options))
 
 
@@ -80,7 +80,7 @@ def test_from_ragged_logits_at_a_temperature_of_each_token() -> None:
     for scope in ("batch", "sequence"):
         options = {"mask": mask, "offsets": offsets, "scope": scope}
         found = select_tokens_from_logits(logits, each, 0.3, temperature=temperature, **options)
-        assert_same_bits(found.entropy, entropy(logits, temperature=temperature, row_mask=mask))
+        assert_same_bits(found.entropy, entropy(logits, temperature=temperature, mask=mask))
         check(found, reference.select_tokens(found.entropy, each, 0.3, **options))
 
 

@@ -176,7 +176,7 @@ def cut_by_global_offsets(ranks: Ranks, first: int) -> list[str]:
         own, mask = drawn.own(drawn.scores, rank), drawn.own(drawn.mask, rank)
         whole = d3s.topk_mask(drawn.scores, mask=drawn.mask, offsets=offsets, **drawn.options)
         found = d3s.topk_mask(
-            own, mask=mask, offsets=offsets, process_group=ranks.group, segments="global", **drawn.options
+            own, mask=mask, offsets=offsets, process_group=ranks.group, placement="global", **drawn.options
         )
         failures += different(seed, found, whole, drawn, rank)
         entropy, for_tokens = drawn.scores.abs(), seed % 2 == 0
@@ -187,7 +187,7 @@ def cut_by_global_offsets(ranks: Ranks, first: int) -> list[str]:
         all_of_it = d3s.select_tokens(entropy, each, mask=drawn.mask, offsets=offsets, scope=scope, **drawn.options)
         selected = d3s.select_tokens(
             drawn.own(entropy, rank), drawn.own(each, rank) if for_tokens else each, mask=mask, offsets=offsets,
-            scope=scope, process_group=ranks.group, segments="global", **drawn.options,
+            scope=scope, process_group=ranks.group, placement="global", **drawn.options,
         )  # fmt: skip
         failures += different(seed, selected, all_of_it, drawn, rank)
     return failures
@@ -213,7 +213,7 @@ def pieces_of_every_segment(ranks: Ranks, first: int) -> list[str]:
         whole = d3s.topk_mask(scores, mask=mask, **drawn.options)
         own = scores.split(widths, 1)[rank].contiguous()
         own_mask = None if mask is None else mask.split(widths, 1)[rank].contiguous()
-        across: dict[str, Any] = {"process_group": ranks.group, "segments": "pieces", **drawn.options}
+        across: dict[str, Any] = {"process_group": ranks.group, "placement": "pieces", **drawn.options}
         found = d3s.topk_mask(own, mask=own_mask, **across)
         failures += different(seed, found, whole, drawn, rank, dim=1)
         flat_mask = None if own_mask is None else own_mask.flatten()

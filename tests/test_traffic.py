@@ -52,7 +52,7 @@ def sent_by_tokens(ranks: Ranks, tokens: int, few_ranks: int) -> list[tuple[str,
     total = tokens * sum(range(ranks.size))
     for segments in (1, FEW_SEGMENTS, FEW_SEGMENTS + 1, 100):
         edges = torch.linspace(0, total, segments + 1).long()
-        cut = across | {"offsets": edges, "segments": "global"}
+        cut = across | {"offsets": edges, "placement": "global"}
         expected = formulas.topk_mask(ranks.size, segments, global_offsets=True)
         count(f"{segments} segments", expected, lambda cut=cut: d3s.topk_mask(entropy, 0.3, **cut))
         expected = formulas.select_tokens(ranks.size, segments, by_offsets=True)

@@ -84,8 +84,8 @@ def options_of(shape: tuple[int, ...], generator: torch.Generator) -> dict[str, 
     temperature = pick([1.0, 0.7, 4.0, (), shape, shape[-1:]], generator)
     if isinstance(temperature, tuple):
         temperature = 0.5 + torch.rand(temperature, generator=generator)
-    row_mask = torch.rand(shape, generator=generator) < 0.7 if pick([True, False], generator) else None
-    return {"temperature": temperature, "row_mask": row_mask}
+    mask = torch.rand(shape, generator=generator) < 0.7 if pick([True, False], generator) else None
+    return {"temperature": temperature, "mask": mask}
 
 
 def random_case(generator: torch.Generator) -> Case:
@@ -176,7 +176,7 @@ def one_rank(ranks: Ranks, seeds: list[int]) -> None:
             head, labels, cotangents, options = random_head_case(generator)
             head = head.requiring_grad()
             results = [
-                head(vocab_parallel_linear_logprob_entropy, labels, vocab_start=0, group=mesh, **options),
+                head(vocab_parallel_linear_logprob_entropy, labels, vocab_start=0, process_group=mesh, **options),
                 head(d3s.linear_logprob_entropy, labels, **options),
             ]
             for ours, local in zip(
@@ -245,7 +245,7 @@ def check_head(ranks: Ranks, seeds: list[int]) -> None:
             first, last = edges_of(head.weight.shape[0], ranks, generator)
             bias = None if head.bias is None else head.bias[first:last]
             own = Head(head.hidden, head.weight[first:last], bias).requiring_grad()
-            place = {"vocab_start": first, "group": ranks.group}
+            place = {"vocab_start": first, "process_group": ranks.group}
             results = own(vocab_parallel_linear_logprob_entropy, labels, **place, **options)
             gradients = torch.autograd.grad(results, own.leaves, cotangents, retain_graph=True)
             again = torch.autograd.grad(results, own.leaves, cotangents)
@@ -283,7 +283,7 @@ def many_tiles(ranks: Ranks) -> None:
     wanted = list(torch.autograd.grad(expected, whole.leaves, cotangents))
     wanted[1:] = [gradient[first:last] for gradient in wanted[1:]]
     own = Head(head.hidden, head.weight[first:last], head.bias[first:last]).requiring_grad()
-    place = {"vocab_start": first, "group": ranks.group, "workspace_bytes": 300_000}
+    place = {"vocab_start": first, "process_group": ranks.group, "workspace_bytes": 300_000}
     results = own(vocab_parallel_linear_logprob_entropy, labels, **place)
     for ours, theirs in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
@@ -306,8 +306,8 @@ def kept_rows(ranks: Ranks, dtype: torch.dtype) -> None:
     for options, gathered, packed in (
         ({}, rows, 5),
         ({"max_grad_rows": 8}, rows, 8),
-        ({"row_mask": kept}, 5, 5),
-        ({"row_mask": kept, "max_rows": 9, "max_grad_rows": 6}, 9, 6),
+        ({"mask": kept}, 5, 5),
+        ({"mask": kept, "max_rows": 9, "max_grad_rows": 6}, 9, 6),
     ):
         with asked() as told:
             logprob, entropy = vocab_parallel_linear_logprob_entropy(hidden, weight, labels, *place, **options)
@@ -360,7 +360,7 @@ def bounds_exceeded(ranks: Ranks) -> None:
     hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     arguments = hidden, weight, torch.arange(10), 20 * ranks.rank, ranks.group
     mask = torch.arange(10) % 2 == 0
-    for options in ({"row_mask": mask, "max_rows": 4}, {"max_rows": 9}):
+    for options in ({"mask": mask, "max_rows": 4}, {"max_rows": 9}):
         for result in vocab_parallel_linear_logprob_entropy(*arguments, **options):
             assert result[mask].isnan().all()
     logprob, entropy = vocab_parallel_linear_logprob_entropy(*arguments, max_grad_rows=4)
@@ -368,7 +368,7 @@ def bounds_exceeded(ranks: Ranks) -> None:
     gradients = torch.autograd.grad(((logprob + entropy) * mask).sum(), (hidden, weight))
     assert gradients[0][mask].isnan().all()
     assert gradients[1].isnan().all()
-    results = vocab_parallel_linear_logprob_entropy(*arguments, row_mask=mask, max_rows=5, max_grad_rows=5)
+    results = vocab_parallel_linear_logprob_entropy(*arguments, mask=mask, max_rows=5, max_grad_rows=5)
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(sum(results).sum(), (hidden, weight)))
 
 
@@ -452,7 +452,7 @@ def refused_dtensors(ranks: Ranks) -> list[str]:
         lambda: vocab_parallel_logprob_entropy(distribute_tensor(logits, mesh, [Replicate()] * 2), labels),
         lambda: vocab_parallel_logprob_entropy(distribute_tensor(logits, mesh, [Shard(1)] * 2), labels),
         lambda: vocab_parallel_logprob_entropy(by_tokens, labels, vocab_start=0),
-        lambda: vocab_parallel_logprob_entropy(by_tokens, labels, group=mesh["vocabulary"]),
+        lambda: vocab_parallel_logprob_entropy(by_tokens, labels, process_group=mesh["vocabulary"]),
         lambda: vocab_parallel_logprob_entropy(by_tokens, distribute_tensor(labels, mesh, [Replicate(), Shard(0)])),
         lambda: vocab_parallel_linear_logprob_entropy(hidden, distribute_tensor(weight, mesh, [Shard(1)] * 2), labels),
         lambda: vocab_parallel_linear_logprob_entropy(
@@ -480,7 +480,7 @@ def test_dtensors_that_are_refused() -> None:
             ("logits_shard: got a DTensor with placements (Replicate(), Replicate()); ", f"{both} on the others"),
             ("logits_shard: got a DTensor with placements (Shard(dim=1), Shard(dim=1)); ", f"{both} on the others"),
             ("vocab_start: got 0; ", "takes None where logits_shard is a DTensor, which says it"),
-            ("group: got DeviceMesh", "takes None where logits_shard is a DTensor, which says it"),
+            ("process_group: got DeviceMesh", "takes None where logits_shard is a DTensor, which says it"),
             ("labels: got a DTensor with placements", "takes Replicate on the ranks that share the vocabulary"),
             ("weight_shard: got a DTensor with placements (Shard(dim=1), Shard(dim=1)); ", head),
             ("weight_shard: got a DTensor with placements (Shard(dim=1), Shard(dim=0)); ", head),
@@ -499,7 +499,7 @@ def test_dtensors_that_are_refused() -> None:
 def call_with(ranks: Ranks, each: list[dict[str, Any]], head: bool) -> None:
     """A good call, but for what ``each`` changes on this rank."""
     torch.manual_seed(8)
-    good: dict[str, Any] = {"labels": torch.arange(4), "vocab_start": 10 * ranks.rank, "group": ranks.group}
+    good: dict[str, Any] = {"labels": torch.arange(4), "vocab_start": 10 * ranks.rank, "process_group": ranks.group}
     if head:
         good |= {"hidden": torch.randn(4, 6), "weight_shard": torch.randn(10, 6)}
     else:
@@ -513,9 +513,14 @@ def tokens_on_the_last(ranks: Ranks) -> Tensor:
 
 
 BAD: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
-    (False, {"group": None}, TypeError, "group: got None; takes None only where logits_shard is a DTensor"),
+    (
+        False,
+        {"process_group": None},
+        TypeError,
+        "process_group: got None; takes None only where logits_shard is",
+    ),
     (False, {"vocab_start": None}, TypeError, "vocab_start: got None; takes None only where logits_shard is a DTensor"),
-    (False, {"group": "gloo"}, TypeError, "group: got str; takes a torch.distributed process group"),
+    (False, {"process_group": "gloo"}, TypeError, "process_group: got str; takes a torch.distributed process group"),
     (False, {"logits_shard": [1.0]}, TypeError, "logits_shard: got list; takes a tensor"),
     (False, {"vocab_start": -3}, ValueError, "vocab_start: got -3; takes at least 0"),
     (False, {"vocab_start": 1.5}, TypeError, "vocab_start: got 1.5; takes a whole number"),
@@ -525,7 +530,7 @@ BAD: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
     (False, {"logits_shard": torch.zeros(4, 10).double()}, ValueError, "logits: got dtype Double"),
     (False, {"temperature": 0.0}, ValueError, "temperature: got 0"),
     (False, {"temperature": torch.ones(3)}, ValueError, "temperature: got shape [3]"),
-    (False, {"row_mask": torch.ones(4)}, ValueError, "row_mask: got dtype Float; takes bool"),
+    (False, {"mask": torch.ones(4)}, ValueError, "mask: got dtype Float; takes bool"),
     (True, {"weight_shard": torch.zeros(10, 5)}, ValueError, "weight: got shape [10, 5]; takes [V, H]"),
     (True, {"weight_shard": torch.zeros(10, 6).half()}, ValueError, "weight: got dtype torch.float16"),
     (True, {"bias": torch.zeros(9)}, ValueError, "bias: got shape [9]"),
@@ -553,7 +558,7 @@ FIRST, OTHER = torch.arange(4), torch.tensor([0, 1, 2, 4])
 DIFFERENT: list[tuple[bool, dict[str, Any], dict[str, Any], str]] = [
     (False, {}, {"labels": OTHER}, "labels: got [0, 1, 2, 3] on rank 0 and [0, 1, 2, 4] on rank 1; takes the same"),
     (False, {}, {"temperature": 0.5}, "temperature: got 1.0 on rank 0 and 0.5 on rank 1; takes the same"),
-    (False, {}, {"row_mask": FIRST < 3}, "row_mask: got None on rank 0 and [True, True, True, False] on rank 1"),
+    (False, {}, {"mask": FIRST < 3}, "mask: got None on rank 0 and [True, True, True, False] on rank 1"),
     (
         False,
         {"logits_shard": torch.zeros(3, 10), "labels": FIRST[:3]},
@@ -619,7 +624,7 @@ def compiled(ranks: Ranks, backend: str) -> None:
     place = 15 * ranks.rank, ranks.group
 
     def loss(logits: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, heat: float) -> Tensor:
-        options = {"temperature": heat, "row_mask": mask}
+        options = {"temperature": heat, "mask": mask}
         logprob, entropy = vocab_parallel_logprob_entropy(2 * logits, labels, *place, **options)
         head, _ = vocab_parallel_linear_logprob_entropy(2 * hidden, weight, labels, *place, max_grad_rows=50, **options)
         return (head.exp() * logprob - 0.1 * entropy).sum()

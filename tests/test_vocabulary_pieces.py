@@ -44,7 +44,7 @@ def states_of(case: LogitsCase, edges: list[int]) -> Tensor:
     states = []
     for first, last in pairwise(edges):
         states.append(no_logits(case.labels.numel()))
-        options = *of_rows(case.options["temperature"], case.labels.shape), case.options["row_mask"]
+        options = *of_rows(case.options["temperature"], case.labels.shape), case.options["mask"]
         OPS.softmax_state_(states[-1], case.logits[..., first:last], case.labels, first, *options)
     return torch.stack(states)
 
@@ -54,14 +54,14 @@ def finished(case: LogitsCase, states: Tensor) -> tuple[Tensor, ...]:
     number, tensor = of_rows(case.options["temperature"], case.labels.shape)
     found = OPS.softmax_state_finish(states, number, tensor if tensor is None or tensor.dim() == 0 else tensor.view(-1))
     found[0].masked_fill_(case.labels.view(-1) == -100, 0)
-    mask = case.options["row_mask"]
+    mask = case.options["mask"]
     if mask is not None:
         found = [values.masked_fill(~mask.view(-1), 0) for values in found]
     return tuple(values.view(case.labels.shape) for values in found)
 
 
 def gradient_of_pieces(case: LogitsCase, edges: list[int], weights: Tensor, statistics: tuple[Tensor, ...]) -> Tensor:
-    options = *of_rows(case.options["temperature"], case.labels.shape), case.options["row_mask"]
+    options = *of_rows(case.options["temperature"], case.labels.shape), case.options["mask"]
     pieces = [
         OPS.logprob_entropy_backward(*weights, case.logits[..., first:last], case.labels, *statistics, *options, first)
         for first, last in pairwise(edges)
@@ -98,7 +98,7 @@ def test_gradients_of_pieces(case: LogitsCase, count: int) -> None:
 def test_one_piece_is_a_state_without_pieces(dtype: torch.dtype) -> None:
     """To the bit, and the whole op, too."""
     logits, labels = random_logits(2, 3, 40_000, dtype=dtype), random_labels(2, 3, vocabulary=40_000)
-    case = LogitsCase(logits, labels, {"temperature": 0.5 + torch.rand(2, 3), "row_mask": torch.rand(2, 3) < 0.7})
+    case = LogitsCase(logits, labels, {"temperature": 0.5 + torch.rand(2, 3), "mask": torch.rand(2, 3) < 0.7})
     states = states_of(case, [0, 40_000])
     number, tensor = 1.0, case.options["temperature"].view(-1)
     for one, other in zip(
@@ -108,7 +108,7 @@ def test_one_piece_is_a_state_without_pieces(dtype: torch.dtype) -> None:
     ):
         assert_same_bits(one, other)
     found = finished(case, states)
-    options = *of_rows(case.options["temperature"], labels.shape), case.options["row_mask"]
+    options = *of_rows(case.options["temperature"], labels.shape), case.options["mask"]
     for one, other in zip(found, OPS.logprob_entropy(logits, labels, *options), strict=True):
         assert_same_bits(one, other)
     weights = torch.randn(2, 2, 3)
@@ -121,7 +121,7 @@ def test_one_piece_is_a_state_without_pieces(dtype: torch.dtype) -> None:
 def test_pieces_are_merged_from_left_to_right() -> None:
     """As three tiles are into one state: the order that the ranks have, on every rank."""
     logits, labels = random_logits(9, 3 * 8192), random_labels(9, vocabulary=3 * 8192)
-    case = LogitsCase(logits, labels, {"temperature": 0.7, "row_mask": None})
+    case = LogitsCase(logits, labels, {"temperature": 0.7, "mask": None})
     edges = [0, 8192, 2 * 8192, 3 * 8192]  # no kernel cuts a row finer
     state = no_logits(9)
     for first, last in pairwise(edges):
@@ -136,7 +136,7 @@ def test_pieces_without_logits_change_nothing() -> None:
     expected = None
     for before, after in ((0, 0), (7, 0), (0, 7), (7, 30)):
         padded = torch.nn.functional.pad(logits, (before, after), value=-INF)
-        case = LogitsCase(padded, labels + before * (labels != -100), {"temperature": 1.0, "row_mask": None})
+        case = LogitsCase(padded, labels + before * (labels != -100), {"temperature": 1.0, "mask": None})
         found = finished(case, states_of(case, [0, before, before + 50, before + 50 + after]))
         expected = expected or found
         for one, other in zip(found, expected, strict=True):
@@ -144,7 +144,7 @@ def test_pieces_without_logits_change_nothing() -> None:
 
 
 def test_rows_of_nothing_but_minus_infinity_are_nan() -> None:
-    case = LogitsCase(torch.full((3, 9), -INF), torch.zeros(3).long(), {"temperature": 1.0, "row_mask": None})
+    case = LogitsCase(torch.full((3, 9), -INF), torch.zeros(3).long(), {"temperature": 1.0, "mask": None})
     assert all(torch.stack(finished(case, states_of(case, [0, 4, 9]))[:2]).isnan().flatten())
 
 
@@ -200,7 +200,7 @@ def test_arguments_of_pieces_that_are_refused() -> None:
         OPS.softmax_state_(torch.zeros(2, 3, 4), logits, labels, 0)
     with pytest.raises(ValueError, match=r"logits: got shape \[3, 20\]; takes \[..., tile\] with the rows of state"):
         OPS.softmax_state_(no_logits(4), logits, labels, 0)
-    with pytest.raises(ValueError, match=r"row_mask: got shape \[2\]"):
-        OPS.softmax_state_(no_logits(3), logits, labels, 0, row_mask=torch.ones(2).bool())
+    with pytest.raises(ValueError, match=r"mask: got shape \[2\]"):
+        OPS.softmax_state_(no_logits(3), logits, labels, 0, mask=torch.ones(2).bool())
     with pytest.raises(ValueError, match=r"temperature: got shape \[2\]"):
         OPS.softmax_state_finish(torch.zeros(2, 3, 4), 1.0, torch.ones(2))

@@ -242,10 +242,10 @@ def test_temperatures_labels_and_masks_of_rows(dtype: torch.dtype) -> None:
     logits, labels = random_logits(2, 3, 70, dtype=dtype), torch.tensor([[0, 69, -100], [63, 64, 5]])
     mask = torch.tensor([[True, False, True], [True, True, False]])
     each = 0.5 + torch.rand(3, 2)
-    assert_exact(logits, labels.int(), temperature=0.3, row_mask=mask)
-    assert_exact(logits, labels, temperature=torch.tensor(4.0), row_mask=mask.t().contiguous().t())
+    assert_exact(logits, labels.int(), temperature=0.3, mask=mask)
+    assert_exact(logits, labels, temperature=torch.tensor(4.0), mask=mask.t().contiguous().t())
     assert_exact(logits, labels, temperature=each.t())
-    assert_exact(logits, labels, temperature=each.double()[:, :1].t(), row_mask=mask)
+    assert_exact(logits, labels, temperature=each.double()[:, :1].t(), mask=mask)
 
 
 def test_what_is_masked_or_without_a_gradient_is_not_read() -> None:
@@ -255,12 +255,12 @@ def test_what_is_masked_or_without_a_gradient_is_not_read() -> None:
     mask[2] = False
     unread = logits.clone()
     unread[[0, 1, 2, 5]] = NAN  # of the second and the last the label is none
-    for options in ({"row_mask": mask}, {"row_mask": mask, "temperature_tensor": torch.ones(6)}):
+    for options in ({"mask": mask}, {"mask": mask, "temperature_tensor": torch.ones(6)}):
         with unwritten(unread, labels, g_logprob, g_entropy, mask):
             slope = kernel("logprob_entropy_backward", g_logprob, g_entropy, unread, labels, *statistics, **options)
         assert slope.isnan().all(1).tolist() == slope.isnan().any(1).tolist() == [False] * 4 + [True, False]
         assert slope.any(1).tolist() == [False, False, False, True, True, False]
-    outputs = kernel("logprob_entropy", unread, labels, row_mask=~unread.isnan().any(1))
+    outputs = kernel("logprob_entropy", unread, labels, mask=~unread.isnan().any(1))
     assert not torch.stack(outputs)[:, [0, 1, 2, 5]].any()
     assert not torch.stack(outputs).isnan().any()
 
@@ -519,7 +519,7 @@ def test_the_tokens_of_logits(scope: str, shape: tuple[int, ...]) -> None:
     ):
         options: dict[str, Any] = {"mask": present, "scope": scope, "drop_zeros": present is None}
         found = d3s.select_tokens_from_logits(logits, each, 0.3, temperature=temperature, **options)
-        entropy = d3s.entropy(logits, temperature=temperature, row_mask=present)
+        entropy = d3s.entropy(logits, temperature=temperature, mask=present)
         expected = d3s.select_tokens(entropy, each, 0.3, **options)
         assert_same_bits(found.entropy, entropy)
         for name in ("mask", "count", "threshold"):

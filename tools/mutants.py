@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "ops: the backward does not know the mask",
         "csrc/ops/logprob_entropy.cpp",
-        "argument.set_labels(labels, vocabulary);\n  argument.set_row_mask(row_mask);",
+        "argument.set_labels(labels, vocabulary);\n  argument.set_mask(mask);",
         "argument.set_labels(labels, vocabulary);",
         "tests/test_entropy.py",
     ),
@@ -226,7 +226,7 @@ MUTANTS = (
     Mutant(
         "plain: the backward does not know the mask",
         "d3s_kernels/_plain/gradients.py",
-        "still=rows.still | ~row_mask.reshape(-1)",
+        "still=rows.still | ~mask.reshape(-1)",
         "still=rows.still",
         PLAIN,
     ),
@@ -277,7 +277,7 @@ MUTANTS = (
     Mutant(
         "head: masked rows have a gradient",
         "d3s_kernels/_linear.py",
-        "active &= row_mask.reshape(count)",
+        "active &= mask.reshape(count)",
         "pass",
         "tests/test_linear.py",
     ),

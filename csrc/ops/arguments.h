@@ -14,14 +14,14 @@ class LogitsArgument {
   LogitsArgument(const Tensor& logits, double temperature, const OptionalTensor& temperature_tensor);
 
   void set_labels(const OptionalTensor& labels, int64_t vocabulary);
-  void set_row_mask(const OptionalTensor& row_mask);
+  void set_mask(const OptionalTensor& mask);
 
   int64_t dims;  // that the rows have
   LogitsRows rows;
 
  private:
   const Tensor& logits_;
-  OptionalTensor temperatures_, labels_, row_mask_;
+  OptionalTensor temperatures_, labels_, mask_;
 };
 
 // For states, which have no logits any more.

@@ -61,9 +61,9 @@ void LogitsArgument::set_labels(const OptionalTensor& labels, int64_t vocabulary
   }
 }
 
-void LogitsArgument::set_row_mask(const OptionalTensor& row_mask) {
-  row_mask_ = require_mask("row_mask", row_mask, logits_, dims);
-  rows.row_mask = data<bool>(row_mask_);
+void LogitsArgument::set_mask(const OptionalTensor& mask) {
+  mask_ = require_mask("mask", mask, logits_, dims);
+  rows.mask = data<bool>(mask_);
 }
 
 namespace {
@@ -82,10 +82,10 @@ RowOutputs pointers(const FourTensors& outputs) {
 }
 
 FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, double temperature,
-                            const OptionalTensor& temperature_tensor, const OptionalTensor& row_mask) {
+                            const OptionalTensor& temperature_tensor, const OptionalTensor& mask) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
   argument.set_labels(labels, argument.rows.layout.columns);
-  argument.set_row_mask(row_mask);
+  argument.set_mask(mask);
   FourTensors outputs = new_outputs(leading_sizes(logits, argument.dims), logits);
   TorchDevice device(logits);
   row_statistics(argument.rows, pointers(outputs), {}, device);
@@ -122,13 +122,13 @@ void require_token(const char* argument, int64_t token) {
 Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
                                 const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
                                 const Tensor& row_max, const Tensor& log_sum, double temperature,
-                                const OptionalTensor& temperature_tensor, const OptionalTensor& row_mask,
+                                const OptionalTensor& temperature_tensor, const OptionalTensor& mask,
                                 const OptionalInt& first_token) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
   if (first_token) require_token("first_token", *first_token);
   const int64_t vocabulary = first_token ? INT64_MAX : argument.rows.layout.columns;  // of a tile it is not known
   argument.set_labels(labels, vocabulary);
-  argument.set_row_mask(row_mask);
+  argument.set_mask(mask);
   GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
   gradients.rows.vocabulary = vocabulary;
   const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
@@ -164,7 +164,7 @@ void require_state(const Tensor& state, bool pieces) {
 }
 
 void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, int64_t first_token,
-                    double temperature, const OptionalTensor& temperature_tensor, const OptionalTensor& row_mask) {
+                    double temperature, const OptionalTensor& temperature_tensor, const OptionalTensor& mask) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
   require_token("first_token", first_token);
   require_state(state, false);
@@ -172,7 +172,7 @@ void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTen
           "; takes [..., tile] with the rows of state, ", shape(state));
   require_same_device("state", state, logits);
   argument.set_labels(labels, INT64_MAX);
-  argument.set_row_mask(row_mask);
+  argument.set_mask(mask);
   TorchDevice device(logits);
   merge_tile(argument.rows, first_token, mutable_data<RowState>(state), device);
 }

@@ -142,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
   // Refuses what is wrong before the long pass over the logits, not after it.
   TokenSelection selection(entropy, "logits", advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled,
                            drop_zeros);
-  argument.rows.row_mask = selection.scores.mask;
+  argument.rows.mask = selection.scores.mask;
   RowOutputs outputs;
   outputs.entropy = mutable_data<float>(entropy);
   TorchDevice device(logits);

@@ -58,9 +58,9 @@ struct LogitsRows {
   RowLayout layout;
   Labels labels;
   Temperatures temperatures;
-  const bool* row_mask = nullptr;  // false: the row is not read, and gives 0
+  const bool* mask = nullptr;  // false: the row is not read, and gives 0
 
-  D3S_HOST_DEVICE bool masked_out(int64_t row) const { return row_mask && !row_mask[row]; }
+  D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
 };
 
 struct RowOutputs {  // each of one float a row, or null
@@ -128,14 +128,14 @@ struct KeyOutput {
 };
 extern const bool kMakesKeys;
 
-// Statistics of all rows, zeros for those that row_mask leaves out.
+// Statistics of all rows, zeros for those that the mask leaves out.
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device);
 
 // The gradient of all rows, tokens from first_token on, to `out`, which may be the logits; 0 for rows without one.
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
                    const RowLayout& out_layout, Device& device);
 
-// Merges a tile, tokens from first_token on, into the states of its rows, but of those that row_mask leaves out.
+// Merges a tile, tokens from first_token on, into the states of its rows, but of those that the mask leaves out.
 void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device);
 
 // Statistics of finished states.

@@ -123,7 +123,7 @@ def head(arguments: Arguments) -> dict[str, Tensor]:
     shift = shift / heat.unsqueeze(-1)
 
     with torch.enable_grad():
-        results = reference.logprob_entropy(logits, labels, temperature=heat, row_mask=arguments.get("row_mask"))
+        results = reference.logprob_entropy(logits, labels, temperature=heat, mask=arguments.get("mask"))
     p = torch.softmax(logits.detach() / heat.unsqueeze(-1), -1)
     slope = p * results[1].detach().unsqueeze(-1) - torch.special.entr(p)  # p (log p + H), of the entropy in a logit
     at_label = shift.gather(-1, labels.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)

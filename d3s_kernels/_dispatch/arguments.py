@@ -35,7 +35,7 @@ def logprob_entropy(draw: Draw) -> Arguments:
     logits = draw.logits(vocabulary)
     rows = tuple(logits.shape[:-1])
     labels = draw.optional(draw.labels(rows, vocabulary))
-    given = {"logits": logits, "labels": labels, "row_mask": draw.mask(rows), **draw.temperature(rows)}
+    given = {"logits": logits, "labels": labels, "mask": draw.mask(rows), **draw.temperature(rows)}
     return _differentiable(draw, given, "logits")
 
 
@@ -51,7 +51,7 @@ def _with_statistics(draw: Draw, given: Arguments) -> Arguments:
     """What a forward found, and random incoming gradients, of which one may be missing and some are 0."""
     _, *found = meaning.row_statistics(
         given["logits"], given["labels"], given.get("temperature", 1.0), given.get("temperature_tensor"),
-        given.get("row_mask"),
+        given.get("mask"),
     )  # fmt: skip
     given |= {name: part.float() for name, part in zip(("entropy", "row_max", "log_sum"), found, strict=True)}
     rows = given["entropy"].shape
@@ -66,7 +66,7 @@ def _with_statistics(draw: Draw, given: Arguments) -> Arguments:
 def logprob_entropy_backward(draw: Draw, masked: bool = True) -> Arguments:
     given = _detached(logprob_entropy(draw))
     if not masked:
-        given.pop("row_mask")
+        given.pop("mask")
     given = _with_statistics(draw, given)
     if draw.flag():  # a shard of the vocabulary: the tokens from first_token on
         first = draw.integer(0, given["logits"].shape[-1] - 1)
@@ -129,13 +129,13 @@ def head(draw: Draw) -> Arguments:
         "weight": normal(vocabulary, width, deviation=3 / math.sqrt(width)),
         "labels": draw.labels(rows, vocabulary),
         "bias": draw.optional(normal(vocabulary)),
-        "row_mask": draw.mask(rows),
+        "mask": draw.mask(rows),
         "logit_softcap": draw.choice((None, 30.0, 2.0)),
         "logits_dtype": draw.choice((torch.float32, dtype)),
         "workspace_bytes": draw.choice((None, 4 * vocabulary, 3000, 1)),
         **draw.temperature(rows),
     }
-    kept = math.prod(rows) if given["row_mask"] is None else int(given["row_mask"].sum())
+    kept = math.prod(rows) if given["mask"] is None else int(given["mask"].sum())
     given["max_rows"] = draw.choice((None, kept, kept + 7, max(0, kept - 1)))
     given["max_grad_rows"] = draw.choice((None, kept, kept + 7, max(0, kept // 2)))
     if given["max_rows"] is not None and given["max_rows"] < kept:  # then there is no result to differentiate

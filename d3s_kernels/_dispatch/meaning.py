@@ -41,12 +41,12 @@ def softmax_state_(
     first_token: int,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     after, tile = state.double(), logits.double().reshape(len(state), logits.shape[-1])
     heat = temperatures(temperature, temperature_tensor, len(state))
     for row in range(len(state)):
-        if row_mask is not None and not row_mask.reshape(-1)[row]:
+        if mask is not None and not mask.reshape(-1)[row]:
             continue
         own = _state_of(tile[row], heat[row])
         after[row, :3] = _merged(after[row, :3], own, heat[row])
@@ -102,18 +102,18 @@ def row_statistics(
     labels: Tensor | None,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logprob_entropy with the two numbers that its backward needs: the maximum, and log S."""
     heat = temperature if temperature_tensor is None else temperature_tensor
     targets = torch.full(logits.shape[:-1], -100, device=logits.device) if labels is None else labels
-    logprob, entropy = reference.logprob_entropy(logits, targets, temperature=heat, row_mask=row_mask)
-    read = logits.detach() if row_mask is None else logits.detach().masked_fill(~row_mask.unsqueeze(-1), 0)
+    logprob, entropy = reference.logprob_entropy(logits, targets, temperature=heat, mask=mask)
+    read = logits.detach() if mask is None else logits.detach().masked_fill(~mask.unsqueeze(-1), 0)
     top = read.double().amax(-1)
     scaled = (read.double() - top.unsqueeze(-1)) / torch.as_tensor(heat, device=logits.device).double().unsqueeze(-1)
     undefined = entropy.detach().isnan()  # then nothing is known of the maximum
     statistics = top.masked_fill(undefined, math.nan), scaled.exp().sum(-1).log().masked_fill(undefined, math.nan)
-    top, log_sum = (part if row_mask is None else part.masked_fill(~row_mask, 0) for part in statistics)
+    top, log_sum = (part if mask is None else part.masked_fill(~mask, 0) for part in statistics)
     return logprob, entropy, top, log_sum
 
 
@@ -127,7 +127,7 @@ def logprob_entropy_backward(
     log_sum: Tensor,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
     first_token: int | None = None,
 ) -> Tensor:
     """dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t, of the tokens from first_token on."""
@@ -146,8 +146,8 @@ def logprob_entropy_backward(
     of_terms = torch.where(p > 0, p * (log_p + h), p)
     gradient = (of_logprob * (at_label.double() - p) - of_entropy * of_terms) / heat
     still = (of_logprob == 0) & (of_entropy == 0)
-    if row_mask is not None:
-        still |= ~row_mask.reshape(-1, 1)
+    if mask is not None:
+        still |= ~mask.reshape(-1, 1)
     return gradient.masked_fill(still, 0).view(shape)
 
 
@@ -184,7 +184,7 @@ def head_statistics(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     logit_softcap: float | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
     **_: Any,
@@ -192,10 +192,10 @@ def head_statistics(
     heat = temperature if temperature_tensor is None else temperature_tensor
     logprob, entropy = reference.linear_logprob_entropy(
         hidden, weight, labels, bias=bias, temperature=heat,
-        logit_softcap=logit_softcap, row_mask=row_mask, max_rows=max_rows, max_grad_rows=max_grad_rows,
+        logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=max_grad_rows,
     )  # fmt: skip
     logits = reference._head_logits(hidden.detach(), weight.detach(), bias, logit_softcap)
-    top, log_sum = row_statistics(logits, None, temperature, temperature_tensor, row_mask)[2:]
+    top, log_sum = row_statistics(logits, None, temperature, temperature_tensor, mask)[2:]
     exceeded = logprob.detach().isnan() & entropy.detach().isnan()
     return logprob, entropy, top.masked_fill(exceeded, math.nan), log_sum.masked_fill(exceeded, math.nan)
 
@@ -213,7 +213,7 @@ def linear_logprob_entropy_backward(
     temperature: float,
     temperature_tensor: Tensor | None,
     logit_softcap: float | None,
-    row_mask: Tensor | None,
+    mask: Tensor | None,
     max_grad_rows: int | None,
     logits_dtype: torch.dtype,
     workspace_bytes: int | None,
@@ -225,7 +225,7 @@ def linear_logprob_entropy_backward(
     assert leaves[1] is not None
     with torch.enable_grad():
         results = head_statistics(
-            leaves[0], leaves[1], labels, leaves[2], temperature, temperature_tensor, logit_softcap, row_mask,
+            leaves[0], leaves[1], labels, leaves[2], temperature, temperature_tensor, logit_softcap, mask,
             max_grad_rows=max_grad_rows,
         )  # fmt: skip
         given = [

@@ -116,7 +116,7 @@ def _from_logits(
     found: Mapping[str, Tensor], logits: Tensor, temperature: Any = 1.0, **options: Any
 ) -> tuple[Any, ...]:
     """The selection that follows from the entropies that were found, beside the exact ones."""
-    entropy = reference.entropy(logits, temperature=temperature, row_mask=options.get("mask"))
+    entropy = reference.entropy(logits, temperature=temperature, mask=options.get("mask"))
     chosen = reference.select_tokens(found["entropy"], **options)
     return chosen.mask, entropy, chosen.count, chosen.threshold
 

@@ -37,7 +37,7 @@ def logprob_entropy_backward(
     log_sum: Tensor,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
     first_token: int | None = None,
 ) -> Tensor:
     targets = labels_of(labels, entropy.numel(), logits)
@@ -47,8 +47,8 @@ def logprob_entropy_backward(
     if first_token is None:  # else the logits are a tile, and nobody knows how large the vocabulary is
         no_token |= targets >= logits.shape[-1]
     rows = rows._replace(top=rows.top.masked_fill(no_token & (rows.target != 0), math.nan))
-    if row_mask is not None:
-        rows = rows._replace(still=rows.still | ~row_mask.reshape(-1))
+    if mask is not None:
+        rows = rows._replace(still=rows.still | ~mask.reshape(-1))
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _write(rows, logits, first_token or 0, out)
     return out

@@ -38,7 +38,7 @@ def logprob_entropy(
     labels: Tensor | None,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape, columns = logits.shape[:-1], logits.shape[-1]
     count = math.prod(shape)
@@ -52,7 +52,7 @@ def logprob_entropy(
         logprob = log_probability(at_places(tile, places), top, log_sum, t)
         logprob = logprob.masked_fill(~found, math.nan).masked_fill(target == NO_TARGET, 0)
         for result, part in zip(results, (logprob, entropy, top, log_sum), strict=True):
-            result[rows] = part if row_mask is None else part.masked_fill(~row_mask.reshape(-1)[rows], 0)
+            result[rows] = part if mask is None else part.masked_fill(~mask.reshape(-1)[rows], 0)
     logprob, entropy, top, log_sum = (result.view(shape) for result in results)
     return logprob, entropy, top, log_sum
 
@@ -64,7 +64,7 @@ def softmax_state_(
     first_token: int,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> None:
     """The state [rows, 4] of each row is (m, S, T, the label's logit), which is NaN until its tile has come."""
     count, columns = len(state), logits.shape[-1]
@@ -76,7 +76,7 @@ def softmax_state_(
         merged = add_logits(before[:, :3].T, tile, each[rows])
         label_logit = at_places(tile, places).where(found, before[:, 3])
         after = torch.cat([merged, label_logit.unsqueeze(0)]).T
-        state[rows] = after if row_mask is None else after.where(row_mask.reshape(-1, 1)[rows], before)
+        state[rows] = after if mask is None else after.where(mask.reshape(-1, 1)[rows], before)
 
 
 def softmax_state_finish(

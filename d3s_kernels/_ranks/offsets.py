@@ -9,19 +9,19 @@ from torch import Tensor
 
 from .group import Ranks
 
-SEGMENTS = ("whole", "global", "pieces")
+PLACEMENTS = ("whole", "global", "pieces")
 
 
-def require_segments(
-    segments: str, values: Tensor, offsets: Tensor | None, name: str, takes: tuple[str, ...] = SEGMENTS
+def require_placement(
+    placement: str, values: Tensor, offsets: Tensor | None, name: str, takes: tuple[str, ...] = PLACEMENTS
 ) -> None:
     """As far as it goes without the other ranks."""
-    if segments not in takes:
-        raise ValueError(f"segments: got {segments!r}; takes {', '.join(map(repr, takes[:-1]))} or {takes[-1]!r}")
-    if segments != "global":
+    if placement not in takes:
+        raise ValueError(f"placement: got {placement!r}; takes {', '.join(map(repr, takes[:-1]))} or {takes[-1]!r}")
+    if placement != "global":
         return
     if offsets is None:
-        raise ValueError("offsets: got None with segments='global'; takes the offsets of all ranks' values")
+        raise ValueError("offsets: got None with placement='global'; takes the offsets of all ranks' values")
     if values.dim() != 1:
         raise ValueError(f"{name}: got shape {list(values.shape)} with offsets; takes a 1-D tensor with offsets")
     if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int64, torch.int32):
@@ -31,24 +31,24 @@ def require_segments(
         )
 
 
-def own_offsets(segments: str, offsets: Tensor | None) -> Tensor | None:
+def own_offsets(placement: str, offsets: Tensor | None) -> Tensor | None:
     """Those that can be checked against this rank's values alone."""
-    return None if segments == "global" else offsets
+    return None if placement == "global" else offsets
 
 
-def is_whole(segments: str, values: Tensor, offsets: Tensor | None) -> bool:
+def is_whole(placement: str, values: Tensor, offsets: Tensor | None) -> bool:
     """Whether every segment lies on one rank. A 1-D tensor without offsets is one, of which each rank has a piece."""
-    return segments == "whole" and (values.dim() > 1 or offsets is not None)
+    return placement == "whole" and (values.dim() > 1 or offsets is not None)
 
 
-def alike(segments: str, values: Tensor, offsets: Tensor | None) -> dict[str, object]:
+def alike(placement: str, values: Tensor, offsets: Tensor | None) -> dict[str, object]:
     """What has to be the same on all ranks."""
     shape: object = None
-    if segments == "global":
+    if placement == "global":
         shape = offsets
-    elif not is_whole(segments, values, offsets):
+    elif not is_whole(placement, values, offsets):
         shape = list(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1
-    return {"segments": segments, "offsets": shape}
+    return {"placement": placement, "offsets": shape}
 
 
 def own_pieces(offsets: Tensor, lengths: Tensor, ranks: Ranks, name: str) -> Tensor:

@@ -25,7 +25,7 @@ from .agreement import agree
 from .concatenation import Concatenation, concatenate, gather
 from .equal_rows import most_varied
 from .group import ranks_of
-from .offsets import is_known, is_whole, own_offsets, require_offsets, require_segments
+from .offsets import is_known, is_whole, own_offsets, require_offsets, require_placement
 
 _Number = tuple[int | None, Tensor | None]  # of those that are kept: as it is, or as a tensor
 
@@ -34,12 +34,12 @@ class Across(NamedTuple):
     """What the arguments say of the ranks."""
 
     process_group: dist.ProcessGroup | DeviceMesh
-    segments: str
+    placement: str
     max_rollouts: int | None
 
     def check(self, name: str, values: Tensor, offsets: Tensor | None) -> None:
-        require_segments(self.segments, values, offsets, name, ("whole", "global"))
-        if self.segments == "global" and offsets is not None:
+        require_placement(self.placement, values, offsets, name, ("whole", "global"))
+        if self.placement == "global" and offsets is not None:
             require_optional_tensors(values, offsets=offsets)
             if is_known(offsets):  # all but the end, which depends on the other ranks
                 require_offsets(offsets, int(offsets[-1]), name)
@@ -54,8 +54,8 @@ class Across(NamedTuple):
     def alike(self, values: Tensor, offsets: Tensor | None) -> dict[str, Any]:
         """What has to be the same on all ranks."""
         given = f"{values.dtype} {['*', *values.shape[1:]]}"
-        of_all = offsets if self.segments == "global" else offsets is not None
-        return {"values": given, "offsets": of_all, "segments": self.segments, "max_rollouts": self.max_rollouts}
+        of_all = offsets if self.placement == "global" else offsets is not None
+        return {"values": given, "offsets": of_all, "placement": self.placement, "max_rollouts": self.max_rollouts}
 
 
 # ---- advantages -----------------------------------------------------------------------------------------------------
@@ -70,11 +70,11 @@ def group_advantages(
     def check() -> None:
         local.check_group_advantages(rewards, offsets, scale, eps, ddof)
         across.check("rewards", rewards, offsets)
-        _ops.refuse("group_advantages", rewards, own_offsets(across.segments, offsets), scale, eps, ddof)
+        _ops.refuse("group_advantages", rewards, own_offsets(across.placement, offsets), scale, eps, ddof)
 
     same = {"scale": scale, "eps": eps, "ddof": ddof}
     agree(ranks, "group_advantages", check, lambda _: across.alike(rewards, offsets) | same)
-    whole = is_whole(across.segments, rewards, offsets)
+    whole = is_whole(across.placement, rewards, offsets)
     if ranks.size == 1 or (whole and scale != "batch"):
         return local.group_advantages(rewards, offsets=offsets, scale=scale, eps=eps, ddof=ddof)
     everyones = gather(ranks, rewards.reshape(-1).float(), 0, across.max_rollouts)
@@ -157,12 +157,12 @@ def _select(
     def check() -> _Number:
         number = check_locally()
         across.check("values", values, offsets)
-        _ops.refuse("max_variance_select", values, *number, mask, own_offsets(across.segments, offsets), max_segment)
+        _ops.refuse("max_variance_select", values, *number, mask, own_offsets(across.placement, offsets), max_segment)
         return number
 
     same = {"keep": keep, "rule": rule, "scope": scope, "equal_rows": equal_rows}
     number = agree(ranks, op, check, lambda _: across.alike(values, offsets) | same)
-    whole, pooled = is_whole(across.segments, values, offsets), scope == "batch"
+    whole, pooled = is_whole(across.placement, values, offsets), scope == "batch"
     if ranks.size == 1 or (whole and not pooled):
         return alone()
 

@@ -26,22 +26,22 @@ class VocabularyShard:
         tensor: Tensor,
         dim: int,
         vocab_start: int | None,
-        group: dist.ProcessGroup | DeviceMesh | None,
+        process_group: dist.ProcessGroup | DeviceMesh | None,
     ) -> None:
         self._name, self._tensor = name, tensor
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}; takes a tensor")
         if isinstance(tensor, DTensor):
-            for argument, value in (("vocab_start", vocab_start), ("group", group)):
+            for argument, value in (("vocab_start", vocab_start), ("process_group", process_group)):
                 if value is not None:
                     raise ValueError(f"{argument}: got {value!r}; takes None where {name} is a DTensor, which says it")
             self._mesh_dim = self._dimension_of_the_vocabulary(tensor, dim % max(1, tensor.dim()))
             self.ranks = ranks_of(tensor.device_mesh.get_group(self._mesh_dim), name)
             self.local = tensor.to_local()
         else:
-            if group is None:
-                raise TypeError(f"group: got None; takes None only where {name} is a DTensor")
-            self.local, self.ranks = tensor, ranks_of(group, "group")
+            if process_group is None:
+                raise TypeError(f"process_group: got None; takes None only where {name} is a DTensor")
+            self.local, self.ranks = tensor, ranks_of(process_group)
         self._dim, self._start = dim, vocab_start
         self.tokens = self.local.shape[dim] if self.local.dim() else 0
 

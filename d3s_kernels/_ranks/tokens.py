@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _ops
 from .agreement import agree
 from .group import Ranks, ranks_of
-from .offsets import alike, is_whole, own_offsets, own_pieces, require_segments
+from .offsets import alike, is_whole, own_offsets, own_pieces, require_placement
 from .top import Quota, select
 
 _Selection = tuple[Tensor, Tensor, Tensor]
@@ -26,7 +26,7 @@ def topk_mask(
     offsets: Tensor | None,
     max_segment: int | None,
     drop_zeros: bool,
-    segments: str,
+    placement: str,
     process_group: ProcessGroup | DeviceMesh,
     **same: Any,
 ) -> Tensor:
@@ -35,17 +35,17 @@ def topk_mask(
 
     def check() -> Quota:
         quota = Quota(*quota_of())
-        require_segments(segments, scores, offsets, "scores")
-        _ops.refuse("topk_mask", scores, *quota, mask, own_offsets(segments, offsets), max_segment, drop_zeros)
+        require_placement(placement, scores, offsets, "scores")
+        _ops.refuse("topk_mask", scores, *quota, mask, own_offsets(placement, offsets), max_segment, drop_zeros)
         return quota
 
     same |= {"drop_zeros": drop_zeros}
-    quota = agree(ranks, "topk_mask", check, lambda _: same | alike(segments, scores, offsets))
-    if ranks.size == 1 or is_whole(segments, scores, offsets):
+    quota = agree(ranks, "topk_mask", check, lambda _: same | alike(placement, scores, offsets))
+    if ranks.size == 1 or is_whole(placement, scores, offsets):
         whole: Tensor = _ops.topk_mask(scores, *quota, mask, offsets, max_segment, drop_zeros)
         return whole
     pieces = offsets
-    if segments == "global":
+    if placement == "global":
         assert offsets is not None
         pieces = own_pieces(offsets, ranks.gather_number(scores.numel(), scores), ranks, "scores")
     return select(_ops.order_keys(scores, None, mask, None), pieces, quota, drop_zeros, ranks).mask
@@ -58,7 +58,7 @@ def select_tokens(
     max_segment: int | None,
     scope: str,
     drop_zeros: bool,
-    segments: str,
+    placement: str,
     process_group: ProcessGroup | DeviceMesh,
     **same: Any,
 ) -> tuple[Tensor, _Selection]:
@@ -69,24 +69,24 @@ def select_tokens(
 
     def check() -> tuple[Tensor, Tensor, Quota]:
         entropy, each, ratio, ratio_tensor = factors_of(ranks.rank)
-        require_segments(segments, entropy, offsets, "entropy")
+        require_placement(placement, entropy, offsets, "entropy")
         checked = each
-        if segments == "global":
+        if placement == "global":
             _require_one_for_each(each, entropy, offsets)
             checked = each.new_zeros(())
-        own = own_offsets(segments, offsets)
+        own = own_offsets(placement, offsets)
         _ops.refuse("select_tokens", entropy, checked, ratio, ratio_tensor, mask, own, max_segment, pooled, drop_zeros)
         return entropy, each, Quota(ratio, ratio_tensor)
 
     same |= {"scope": scope, "drop_zeros": drop_zeros}
     entropy, each, quota = agree(
-        ranks, "select_tokens", check, lambda checked: same | alike(segments, checked[0], offsets)
+        ranks, "select_tokens", check, lambda checked: same | alike(placement, checked[0], offsets)
     )
-    if ranks.size == 1 or (not pooled and is_whole(segments, entropy, offsets)):
+    if ranks.size == 1 or (not pooled and is_whole(placement, entropy, offsets)):
         return entropy, _ops.select_tokens(entropy, each, *quota[:2], mask, offsets, max_segment, pooled, drop_zeros)
     pieces = offsets
-    if offsets is not None and segments != "whole":
-        pieces, each = _pieces_and_factors(entropy, each, offsets, segments, ranks)
+    if offsets is not None and placement != "whole":
+        pieces, each = _pieces_and_factors(entropy, each, offsets, placement, ranks)
     keys = _ops.order_keys(entropy, each, mask, pieces)
     if pooled:
         kept = select(keys.view(-1), None, quota, drop_zeros, ranks)
@@ -107,7 +107,7 @@ def _require_one_for_each(advantages: Tensor, entropy: Tensor, offsets: Tensor |
 
 
 def _pieces_and_factors(
-    entropy: Tensor, advantages: Tensor, offsets: Tensor, segments: str, ranks: Ranks
+    entropy: Tensor, advantages: Tensor, offsets: Tensor, placement: str, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """This rank's pieces of the sequences, and an advantage for each of its tokens. One round, of 24 bytes.
 
@@ -120,7 +120,7 @@ def _pieces_and_factors(
     own[0], own[1], own[2] = tokens, given == tokens, given == sequences  # a copy of a list would wait for the device
     everyones = ranks.gather(own)
     lengths, for_tokens, for_sequences = everyones.unbind(1)
-    pieces = own_pieces(offsets, lengths, ranks, "entropy") if segments == "global" else offsets
+    pieces = own_pieces(offsets, lengths, ranks, "entropy") if placement == "global" else offsets
     if given != sequences or 0 in (tokens, sequences):
         return pieces, advantages
     place = torch.arange(tokens, device=entropy.device)

@@ -30,10 +30,10 @@ def vocab_parallel_logprob_entropy(
     logits_shard: Tensor,
     labels: Tensor,
     vocab_start: int | None = None,
-    group: Group | None = None,
+    process_group: Group | None = None,
     *,
     temperature: float | Tensor = 1.0,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`d3s_kernels.logprob_entropy` of logits whose vocabulary is shared by the ranks of a group.
 
@@ -55,10 +55,11 @@ def vocab_parallel_logprob_entropy(
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target:
             logprob 0, entropy as usual. A label that no rank has gives NaN, and NaN gradients.
         vocab_start: the token of this rank's first column; None for a DTensor.
-        group: the process group, or mesh of one dimension, that shares the vocabulary; None for a DTensor.
+        process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
+            DTensor.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``; the same
             on all ranks.
-        row_mask: bool ``[...]``, the same on all ranks; rows where it is False are not read and give 0 and 0.
+        mask: bool ``[...]``, the same on all ranks; rows where it is False are not read and give 0 and 0.
 
         Where ``logits_shard`` is a DTensor, the others may be, too: replicated, or with rows cut as its rows are. Where
         its rows are cut, plain tensors are of this rank's rows.
@@ -79,22 +80,22 @@ def vocab_parallel_logprob_entropy(
         >>> from d3s_kernels.distributed import vocab_parallel_logprob_entropy
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> logprob, entropy = vocab_parallel_logprob_entropy(
-        ...     torch.zeros(2, 4), torch.tensor([1, -100]), vocab_start=0, group=dist.group.WORLD
+        ...     torch.zeros(2, 4), torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD
         ... )
         >>> logprob, entropy
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    shard = VocabularyShard("logits_shard", logits_shard, -1, vocab_start, group)
+    shard = VocabularyShard("logits_shard", logits_shard, -1, vocab_start, process_group)
     logits, rows = shard.local, shard.local.shape[:-1]
-    labels, row_mask, temperature = shard.beside(labels=labels, row_mask=row_mask, temperature=temperature)
+    labels, mask, temperature = shard.beside(labels=labels, mask=mask, temperature=temperature)
 
     def arguments() -> tuple[Any, ...]:
         require_tensors(logits_shard=logits, labels=labels)
         require_no_tangent(logits_shard=logits)
-        require_optional_tensors(logits, row_mask=row_mask)
+        require_optional_tensors(logits, mask=mask)
         number, tensor = temperature_argument(temperature, logits, rows)
-        return logits, labels, shard.first_token, shard.ranks.group.group_name, number, tensor, row_mask
+        return logits, labels, shard.first_token, shard.ranks.group.group_name, number, tensor, mask
 
     def refuse(*given: Any) -> None:
         state = logits.new_empty((rows.numel(), 4), dtype=torch.float32)
@@ -102,7 +103,7 @@ def vocab_parallel_logprob_entropy(
 
     def alike() -> dict[str, Any]:
         return {
-            "the rows of logits_shard": list(rows), "labels": labels, "temperature": temperature, "row_mask": row_mask,
+            "the rows of logits_shard": list(rows), "labels": labels, "temperature": temperature, "mask": mask,
         }  # fmt: skip
 
     given = _agreed("vocab_parallel_logprob_entropy", shard, arguments, refuse, alike)
@@ -115,12 +116,12 @@ def vocab_parallel_linear_logprob_entropy(
     weight_shard: Tensor,
     labels: Tensor,
     vocab_start: int | None = None,
-    group: Group | None = None,
+    process_group: Group | None = None,
     *,
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_softcap: float | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
@@ -130,7 +131,7 @@ def vocab_parallel_linear_logprob_entropy(
 
     Each rank has some rows of the weight, and all have the same hidden states. The logits are never held, and the
     forward communicates as :func:`vocab_parallel_logprob_entropy` does: 16 bytes for a row and rank, of the rows that
-    ``row_mask`` leaves.
+    ``mask`` leaves.
 
     **Backward.** The gradients of weight and bias are each rank's own. That of ``hidden`` is the sum of what the shards
     make of it, and the one thing that is communicated: a byte for each row, to agree on the rows that have a gradient,
@@ -146,12 +147,13 @@ def vocab_parallel_linear_logprob_entropy(
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target.
             A label that no rank has gives NaN, and NaN gradients.
         vocab_start: the token of the first row of ``weight_shard``; None for a DTensor.
-        group: the process group, or mesh of one dimension, that shares the vocabulary; None for a DTensor.
+        process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
+            DTensor.
         bias: ``[V_r]``, the dtype of ``hidden``; a token that pads the vocabulary has ``-inf``.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
-        row_mask: bool ``[...]``, the same on all ranks; rows where it is False cost nothing and give 0 and 0.
-        max_rows: a bound on the rows that ``row_mask`` leaves. With it the forward does not synchronise with the host;
+        mask: bool ``[...]``, the same on all ranks; rows where it is False cost nothing and give 0 and 0.
+        max_rows: a bound on the rows that ``mask`` leaves. With it the forward does not synchronise with the host;
             where it is exceeded all outputs are NaN.
         max_grad_rows: a bound on the rows with a gradient. With it the backward does not synchronise with the host,
             and the all-reduce carries so many rows; where it is exceeded all gradients are NaN.
@@ -177,22 +179,20 @@ def vocab_parallel_linear_logprob_entropy(
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> hidden, weight = torch.zeros(2, 8), torch.randn(4, 8)
         >>> logprob, entropy = vocab_parallel_linear_logprob_entropy(
-        ...     hidden, weight, torch.tensor([1, -100]), vocab_start=0, group=dist.group.WORLD
+        ...     hidden, weight, torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD
         ... )
         >>> logprob, entropy
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    shard = VocabularyShard("weight_shard", weight_shard, 0, vocab_start, group)
+    shard = VocabularyShard("weight_shard", weight_shard, 0, vocab_start, process_group)
     weight = shard.local
     bias = shard.along("bias", bias)
-    hidden, labels, row_mask, temperature = shard.beside(
-        hidden=hidden, labels=labels, row_mask=row_mask, temperature=temperature
-    )
+    hidden, labels, mask, temperature = shard.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)
 
     def arguments() -> tuple[Any, ...]:
         require_tensors(hidden=hidden, weight_shard=weight, labels=labels)
-        require_optional_tensors(hidden, bias=bias, row_mask=row_mask)
+        require_optional_tensors(hidden, bias=bias, mask=mask)
         require_no_tangent(hidden=hidden, weight_shard=weight, bias=bias)
         require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
         require_number(logit_softcap=logit_softcap)
@@ -201,7 +201,7 @@ def vocab_parallel_linear_logprob_entropy(
         number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
         return (
             hidden, weight, labels, shard.first_token, shard.ranks.group.group_name, bias, number, tensor,
-            logit_softcap, row_mask, max_rows, max_grad_rows, logits_dtype, workspace_bytes,
+            logit_softcap, mask, max_rows, max_grad_rows, logits_dtype, workspace_bytes,
         )  # fmt: skip
 
     def refuse(*given: Any) -> None:
@@ -218,7 +218,7 @@ def vocab_parallel_linear_logprob_entropy(
         return {
             "hidden": (list(hidden.shape), str(hidden.dtype)),
             "a gradient of hidden": torch.is_grad_enabled() and hidden.requires_grad,
-            "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "row_mask": row_mask,
+            "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "mask": mask,
             "max_rows": max_rows, "max_grad_rows": max_grad_rows, "logits_dtype": str(logits_dtype),
         }  # fmt: skip
 

@@ -32,7 +32,7 @@ ANY_TOKEN = 2**62  # of a tile nobody knows how large the vocabulary is
     ]
 )
 def write_gradients(
-    logits, inner, outer_stride, inner_stride, columns, row_mask, labels, temperatures, temperature_bits, grad_logprob,
+    logits, inner, outer_stride, inner_stride, columns, mask, labels, temperatures, temperature_bits, grad_logprob,
     grad_entropy, entropies, maxima, log_sums, first_token, vocabulary, out, out_inner, out_outer_stride,
     out_inner_stride,
     STEP: tl.constexpr, PER_ROW: tl.constexpr, OUT_STEP: tl.constexpr, BLOCK: tl.constexpr, EDGE_BLOCK: tl.constexpr,
@@ -62,8 +62,8 @@ def write_gradients(
     if grad_entropy is not None:
         g_entropy = tl.load(grad_entropy + row)
     reads = (g_logprob != 0) | (g_entropy != 0)  # NaN too
-    if row_mask is not None:
-        reads = reads & (tl.load(row_mask + row) != 0)
+    if mask is not None:
+        reads = reads & (tl.load(mask + row) != 0)
 
     temperature = temperature_of(row, temperatures, temperature_bits, PER_ROW)
     scale = tl.div_rn(LOG2_E, temperature)
@@ -136,13 +136,13 @@ def logprob_entropy_backward(
     log_sum: Tensor,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
     first_token: int | None = None,
 ) -> Tensor:
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _write(
         grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,
-        row_mask=contiguous(row_mask), first_token=first_token or 0,
+        mask=contiguous(mask), first_token=first_token or 0,
         vocabulary=logits.shape[-1] if first_token is None else ANY_TOKEN,
         **temperature_arguments(temperature, temperature_tensor),
     )  # fmt: skip
@@ -163,7 +163,7 @@ def logprob_entropy_backward_(
 ) -> None:
     _write(
         grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, logits,
-        row_mask=None, first_token=first_token, vocabulary=ANY_TOKEN,
+        mask=None, first_token=first_token, vocabulary=ANY_TOKEN,
         **temperature_arguments(temperature, temperature_tensor),
     )  # fmt: skip
 

@@ -29,15 +29,15 @@ NO_TARGET = tl.constexpr(-100)
 
 @triton.jit(do_not_specialize=[*PLACE, "columns", "slices", "temperature_bits"])
 def reduce_slices(
-    logits, inner, outer_stride, inner_stride, columns, slices, row_mask, temperatures, temperature_bits, states,
+    logits, inner, outer_stride, inner_stride, columns, slices, mask, temperatures, temperature_bits, states,
     STEP: tl.constexpr, PER_ROW: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr, IN_FLIGHT: tl.constexpr,
     SLICE: tl.constexpr,
 ):  # fmt: skip
     """The state of one slice of one row."""
     task = tl.program_id(0).to(tl.int64)
     row = task // slices
-    if row_mask is not None:
-        if not tl.load(row_mask + row):
+    if mask is not None:
+        if not tl.load(mask + row):
             return
     scale = tl.div_rn(LOG2_E, temperature_of(row, temperatures, temperature_bits, PER_ROW))
     start = row_start(logits, row, inner, outer_stride, inner_stride, STEP)
@@ -75,7 +75,7 @@ def merge_slices(states, slices, row, here, m, s, t, scale):
 
 @triton.jit(do_not_specialize=[*PLACE, "count", "columns", "slices", "temperature_bits", "tokens_per_advantage"])
 def finish_rows(
-    states, slices, count, logits, inner, outer_stride, inner_stride, columns, row_mask, labels, temperatures,
+    states, slices, count, logits, inner, outer_stride, inner_stride, columns, mask, labels, temperatures,
     temperature_bits, logprobs, entropies, maxima, log_sums, keys, advantages, tokens_per_advantage,
     STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
@@ -83,8 +83,8 @@ def finish_rows(
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     reads = here
-    if row_mask is not None:
-        reads = here & (tl.load(row_mask + row, mask=here, other=0) != 0)
+    if mask is not None:
+        reads = here & (tl.load(mask + row, mask=here, other=0) != 0)
     temperature = temperature_of(tl.where(here, row, 0), temperatures, temperature_bits, PER_ROW)
     m = tl.full([MERGERS], LOWEST, tl.float32)
     s = tl.zeros([MERGERS], tl.float32)
@@ -110,15 +110,15 @@ def finish_rows(
 
 @triton.jit(do_not_specialize=[*PLACE, "count", "columns", "slices", "temperature_bits", "first_token"])
 def merge_into_states(
-    states, slices, count, logits, inner, outer_stride, inner_stride, columns, row_mask, labels, temperatures,
+    states, slices, count, logits, inner, outer_stride, inner_stride, columns, mask, labels, temperatures,
     temperature_bits, row_states, first_token, STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
     """The slices of a tile, tokens from first_token on, merged into the states of its rows: m, S, T, label's logit."""
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     temperature = temperature_of(tl.where(here, row, 0), temperatures, temperature_bits, PER_ROW)
-    if row_mask is not None:
-        here = here & (tl.load(row_mask + row, mask=here, other=0) != 0)
+    if mask is not None:
+        here = here & (tl.load(mask + row, mask=here, other=0) != 0)
     state = row_states + 4 * row
     m = tl.load(state, mask=here, other=LOWEST)
     s = tl.load(state + 1, mask=here, other=0.0)
@@ -172,9 +172,9 @@ def logprob_entropy(
     labels: Tensor | None,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    return row_statistics(logits, labels, temperature, temperature_tensor, row_mask)
+    return row_statistics(logits, labels, temperature, temperature_tensor, mask)
 
 
 def row_statistics(
@@ -182,7 +182,7 @@ def row_statistics(
     labels: Tensor | None,
     temperature: float,
     temperature_tensor: Tensor | None,
-    row_mask: Tensor | None,
+    mask: Tensor | None,
     **keys: Any,
 ) -> tuple[Tensor, ...]:
     """The op; and, where ``keys``, ``advantages`` and ``tokens_per_advantage`` are given, the order keys of |A| * H."""
@@ -190,7 +190,7 @@ def row_statistics(
     outputs = new_outputs(logits, logits.shape[:-1])
     if rows.total == 0:
         return tuple(outputs.values())
-    of_rows = {"row_mask": contiguous(row_mask), **temperature_arguments(temperature, temperature_tensor)}
+    of_rows = {"mask": contiguous(mask), **temperature_arguments(temperature, temperature_tensor)}
     states, slices = _slice_states(rows, **of_rows)
     keys = {"keys": None, "advantages": None, "tokens_per_advantage": 1, **keys}
     finish_rows[(triton.cdiv(rows.total, MERGERS),)](
@@ -207,12 +207,12 @@ def softmax_state_(
     first_token: int,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
-    row_mask: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> None:
     rows = Rows.of(logits)
     if rows.total == 0:
         return
-    of_rows = {"row_mask": contiguous(row_mask), **temperature_arguments(temperature, temperature_tensor)}
+    of_rows = {"mask": contiguous(mask), **temperature_arguments(temperature, temperature_tensor)}
     states, slices = _slice_states(rows, **of_rows)
     merge_into_states[(triton.cdiv(rows.total, MERGERS),)](
         states, slices, rows.total, columns=rows.columns, labels=contiguous(labels), **rows.place(), **of_rows,

@@ -72,7 +72,7 @@ def sampled(model: Qwen2ForCausalLM, task: Task, prompts: int, console: Console)
 @torch.no_grad()
 def entropy_of(model: Qwen2ForCausalLM, batch: Rollouts) -> Tensor:
     hidden = completion_hidden(model, batch)
-    return d3s.linear_logprob_entropy(hidden, model.lm_head.weight, batch.labels, row_mask=batch.mask)[1]
+    return d3s.linear_logprob_entropy(hidden, model.lm_head.weight, batch.labels, mask=batch.mask)[1]
 
 
 def scaled_schedule(console: Console) -> d3s.DownSamplingSchedule:

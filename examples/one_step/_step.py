@@ -43,7 +43,7 @@ def d3s_step(model: Qwen2ForCausalLM, batch: Rollouts, budget: d3s.Budget) -> St
     head_input = hidden.detach().requires_grad_()  # cuts the graph in two, to measure the head alone
 
     with costs.of(LM_HEAD):
-        logprob, entropy = d3s.linear_logprob_entropy(head_input, model.lm_head.weight, kept.labels, row_mask=kept.mask)
+        logprob, entropy = d3s.linear_logprob_entropy(head_input, model.lm_head.weight, kept.labels, mask=kept.mask)
     with costs.of(CHOOSE_TOKENS):
         chosen = d3s.select_tokens(entropy.detach(), kept.advantages, budget.token_ratio, mask=kept.mask, scope="batch")
     with costs.of(LM_HEAD):

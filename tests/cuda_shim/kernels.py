@@ -191,10 +191,10 @@ def test_gradient_written_askew(dtype: torch.dtype) -> None:
 def test_a_masked_row_is_not_read(one_multiprocessor: None) -> None:
     logits = random_logits(3, 1000)
     logits[1] = torch.nan
-    row_mask = torch.tensor([True, False, True])
-    entropy = d3s.entropy(logits, row_mask=row_mask)
+    mask = torch.tensor([True, False, True])
+    entropy = d3s.entropy(logits, mask=mask)
     assert entropy[1] == 0
-    assert_entropy(entropy, reference.entropy(logits, row_mask=row_mask))
+    assert_entropy(entropy, reference.entropy(logits, mask=mask))
 
 
 @pytest.mark.slow_elsewhere("more blocks than a dimension of a grid can have")
@@ -283,10 +283,10 @@ def test_a_masked_row_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("D3S_SHIM_SMS", "132")
     logits = random_logits(3, SLICE + 9)
     logits[1] = torch.nan
-    row_mask = torch.tensor([True, False, True])
+    mask = torch.tensor([True, False, True])
     labels = torch.tensor([1, 2, 3])
-    ours = d3s.logprob_entropy(logits, labels, row_mask=row_mask)
-    for mine, exact in zip(ours, reference.logprob_entropy(logits, labels, row_mask=row_mask), strict=True):
+    ours = d3s.logprob_entropy(logits, labels, mask=mask)
+    for mine, exact in zip(ours, reference.logprob_entropy(logits, labels, mask=mask), strict=True):
         assert mine[1] == 0
         assert torch.allclose(mine, exact.float(), atol=1e-4)
 
