@@ -79,13 +79,13 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   m.def("compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)");
 
   // the same in steps, for a segment that lies on several ranks: what counts say is added up over them in between
-  m.def("order_keys(Tensor scores, Tensor? advantages=None, Tensor? mask=None, Tensor? offsets=None) -> Tensor");
-  m.def("key_histogram(Tensor keys, Tensor cut, int shift, int bits, Tensor? offsets=None) -> Tensor");
+  m.def("topk_order_keys(Tensor scores, Tensor? advantages=None, Tensor? mask=None, Tensor? offsets=None) -> Tensor");
+  m.def("topk_count_digit(Tensor keys, Tensor cut, int shift, int bits, Tensor? offsets=None) -> Tensor");
   m.def(
-      "narrow_cut_(Tensor(a!) cut, Tensor counts, int shift, float? ratio=None, Tensor? ratio_tensor=None, "
+      "topk_choose_digit_(Tensor(a!) cut, Tensor counts, int shift, float? ratio=None, Tensor? ratio_tensor=None, "
       "SymInt? k=None, Tensor? k_tensor=None) -> ()");
   m.def(
-      "mask_at_cut(Tensor keys, Tensor cut, Tensor ties, Tensor? offsets=None, bool drop_zeros=False) "
+      "topk_mask_from_key(Tensor keys, Tensor cut, Tensor ties, Tensor? offsets=None, bool drop_zeros=False) "
       "-> (Tensor mask, Tensor zeros, Tensor lowest)");
 
   // rollouts: groups of rewards or advantages

@@ -21,9 +21,9 @@ void select_top(const Scores&, const Quota&, bool, const Segments&, int64_t, int
 void compact_indices(const uint8_t*, int64_t, int64_t*, int64_t, int64_t*, Device&) {}
 
 void make_order_keys(const Scores&, int64_t, uint32_t*, Device&) {}
-void count_digits(const SegmentedKeys&, const KeySearch*, const Digit&, int64_t*, Device&) {}
-void find_digits(KeySearch*, int64_t, const int64_t*, const Digit&, const Quota&, Device&) {}
-void mask_at_keys(const SegmentedKeys&, const KeySearch*, const int64_t*, bool, const CutOutputs&, Device&) {}
+void count_digit(const SegmentedKeys&, const KeySearch*, const Digit&, int64_t*, Device&) {}
+void choose_digit(KeySearch*, int64_t, const int64_t*, const Digit&, const Quota&, Device&) {}
+void mask_from_key(const SegmentedKeys&, const KeySearch*, const int64_t*, bool, const CutOutputs&, Device&) {}
 
 void max_variance_mask(const SegmentedValues&, const Keep&, bool*, Device&) {}
 void group_advantages_of(const SegmentedValues&, const AdvantageOptions&, float*, Device&) {}

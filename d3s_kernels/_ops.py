@@ -75,10 +75,10 @@ vocab_parallel_linear_logprob_entropy = _public(_op.vocab_parallel_linear_logpro
 topk_mask = _public(_op.topk_mask.default)
 select_tokens = _public(_op.select_tokens.default)
 select_tokens_from_logits = _public(_op.select_tokens_from_logits.default)
-order_keys = _public(_op.order_keys.default)
-key_histogram = _public(_op.key_histogram.default)
-narrow_cut_ = _public(_op.narrow_cut_.default)
-mask_at_cut = _public(_op.mask_at_cut.default)
+topk_order_keys = _public(_op.topk_order_keys.default)
+topk_count_digit = _public(_op.topk_count_digit.default)
+topk_choose_digit_ = _public(_op.topk_choose_digit_.default)
+topk_mask_from_key = _public(_op.topk_mask_from_key.default)
 compact = _public(_op.compact.default)
 group_advantages = _public(_op.group_advantages.default)
 max_variance_select = _public(_op.max_variance_select.default)
@@ -247,7 +247,7 @@ def forced(backend: str) -> Iterator[None]:
 # ---- what is said of it ---------------------------------------------------------------------------------------------
 
 
-_STEPS = ("order_keys", "key_histogram", "mask_at_cut")  # of topk_mask, across ranks
+_STEPS = ("topk_order_keys", "topk_count_digit", "topk_mask_from_key")  # of topk_mask, across ranks
 
 
 def backends() -> dict[str, dict[str, str]]:

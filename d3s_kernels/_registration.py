@@ -47,7 +47,7 @@ def _(state: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     return _rows(state, state.shape[-2:-1])
 
 
-@_fake("narrow_cut_")
+@_fake("topk_choose_digit_")
 @_fake("wide_product_")
 @_fake("logprob_entropy_backward_")
 def _(*_: Any, **__: Any) -> None:
@@ -126,17 +126,17 @@ def _(
     return chosen, *_rows(logits, shape, 1), count, threshold
 
 
-@_fake("order_keys")
+@_fake("topk_order_keys")
 def _(scores: Tensor, *_: Any, **__: Any) -> Tensor:
     return scores.new_empty(scores.shape, dtype=torch.int32)
 
 
-@_fake("key_histogram")
+@_fake("topk_count_digit")
 def _(keys: Tensor, cut: Tensor, shift: int, bits: int, *_: Any, **__: Any) -> Tensor:
     return keys.new_empty((cut.shape[0], 1 << bits), dtype=torch.int64)
 
 
-@_fake("mask_at_cut")
+@_fake("topk_mask_from_key")
 def _(keys: Tensor, cut: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     of_segments = (keys.new_empty(cut.shape[:1], dtype=torch.int64) for _ in range(2))
     return keys.new_empty(keys.shape, dtype=torch.bool), *of_segments
@@ -270,10 +270,10 @@ for _name in (
     "topk_mask",
     "select_tokens",
     "select_tokens_from_logits",
-    "order_keys",
-    "key_histogram",
-    "narrow_cut_",
-    "mask_at_cut",
+    "topk_order_keys",
+    "topk_count_digit",
+    "topk_choose_digit_",
+    "topk_mask_from_key",
     "compact",
     "group_advantages",
     "max_variance_select",

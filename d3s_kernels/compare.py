@@ -78,7 +78,7 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
 
     Args:
         function: a public function of ``d3s_kernels`` that takes tensors, such as ``d3s_kernels.topk_mask``; or an op
-            of the library, such as ``torch.ops.d3s_kernels.order_keys``.
+            of the library, such as ``torch.ops.d3s_kernels.topk_order_keys``.
         args, kwargs: what it is called with. Of tensors on a GPU also the compiled CPU library gets a copy.
 
     Returns:

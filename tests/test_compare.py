@@ -92,11 +92,11 @@ def test_a_process_group_is_refused() -> None:
 
 
 def test_ops_are_compared_too_and_nothing_is_written() -> None:
-    keys = torch.ops.d3s_kernels.order_keys(torch.rand(40))
+    keys = torch.ops.d3s_kernels.topk_order_keys(torch.rand(40))
     cut = torch.zeros(1, 3, dtype=torch.int64)
-    counts = torch.ops.d3s_kernels.key_histogram(keys, cut, 24, 8)
+    counts = torch.ops.d3s_kernels.topk_count_digit(keys, cut, 24, 8)
     with unwritten(keys, cut, counts):
-        found = d3s.compare(torch.ops.d3s_kernels.narrow_cut_, cut, counts, 24, k=3)
+        found = d3s.compare(torch.ops.d3s_kernels.topk_choose_digit_, cut, counts, 24, k=3)
     assert found.agrees
     assert {row.output for row in found} == {"cut"}
 

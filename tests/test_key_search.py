@@ -1,5 +1,7 @@
-"""Top-K selection in steps: order_keys, key_histogram, narrow_cut_ and mask_at_cut on the pieces of several ranks, here
-one after the other in one process, give what topk_mask gives of the whole."""
+"""Top-K selection in steps: topk_order_keys, topk_count_digit, topk_choose_digit_ and topk_mask_from_key.
+
+On the pieces of several ranks, here one after the other in one process, they give what topk_mask gives of the whole.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ def select(
     segments = pieces[0].shape[:-1].numel() if offsets[0] is None else len(offsets[0]) - 1
     cut = torch.zeros(segments, 3, dtype=torch.int64)
     for shift, bits in digits:
-        counts = [OPS.key_histogram(keys, cut, shift, bits, own) for keys, own in zip(pieces, offsets, strict=True)]
-        OPS.narrow_cut_(cut, torch.stack(counts).sum(0), shift, **quota)
+        counts = [OPS.topk_count_digit(keys, cut, shift, bits, own) for keys, own in zip(pieces, offsets, strict=True)]
+        OPS.topk_choose_digit_(cut, torch.stack(counts).sum(0), shift, **quota)
     ties = [of_piece.gather(1, cut[:, :1] & (of_piece.shape[1] - 1))[:, 0] for of_piece in counts]
     results = []
     before = torch.zeros(segments, dtype=torch.int64)
     for keys, own, more in zip(pieces, offsets, ties, strict=True):
-        results.append(OPS.mask_at_cut(keys, cut, (cut[:, 1] - before).clamp(min=0), own, drop_zeros))
+        results.append(OPS.topk_mask_from_key(keys, cut, (cut[:, 1] - before).clamp(min=0), own, drop_zeros))
         before += more
     masks, zeros, lowest = zip(*results, strict=True)
     return list(masks), torch.stack(zeros).sum(0), torch.stack(lowest).amin(0)
@@ -68,14 +70,14 @@ def test_one_segment(
     expected = d3s.topk_mask(scores, ratio, mask=mask, drop_zeros=drop_zeros)
     lengths = pieces_of(n, ranks, generator)
     own = zip(scores.split(lengths), mask.split(lengths), strict=True)
-    pieces = [OPS.order_keys(of_rank, None, mask_of_rank) for of_rank, mask_of_rank in own]
+    pieces = [OPS.topk_order_keys(of_rank, None, mask_of_rank) for of_rank, mask_of_rank in own]
     masks, zeros, lowest = select(pieces, [None] * ranks, digits, drop_zeros, ratio=ratio)
     assert_identical(torch.cat(masks), expected)
     kept = d3s.topk_mask(scores, ratio, mask=mask)
     assert int(zeros) == int((kept & ~expected).sum())
     if expected.any():
         least = scores[expected].float().min().view(1)
-        assert int(lowest) == int(OPS.order_keys(least)) & 0xFFFFFFFF
+        assert int(lowest) == int(OPS.topk_order_keys(least)) & 0xFFFFFFFF
     elif not kept.any():
         assert int(lowest) == NONE_KEPT
 
@@ -91,7 +93,7 @@ def test_segments_in_pieces(seed: int, kind: str, n: int, segments: int, ranks: 
     totals = torch.tensor(lengths, dtype=torch.int64).view(ranks, segments).sum(0)
     expected = d3s.topk_mask(whole, k=3, offsets=torch.cat([torch.zeros(1, dtype=torch.int64), totals.cumsum(0)]))
     offsets = [torch.tensor([0, *own]).cumsum(0).to(torch.int32 if seed % 2 else torch.int64) for own in lengths]
-    masks, _, _ = select([OPS.order_keys(piece) for piece in pieces], offsets, digits, k=3)
+    masks, _, _ = select([OPS.topk_order_keys(piece) for piece in pieces], offsets, digits, k=3)
     found = [mask.split(own) for mask, own in zip(masks, lengths, strict=True)]
     assert_identical(side_by_side(found, torch.bool), expected)
 
@@ -105,17 +107,17 @@ def test_long_segments(n: int, kind: str) -> None:
     scores = scores_of(n + 30, kind, generator)
     offsets = torch.tensor([0, 10, 10, n + 10, n + 30])
     expected = d3s.topk_mask(scores, 0.3, offsets=offsets)
-    masks, _, _ = select([OPS.order_keys(scores)], [offsets], digits_for(1), ratio=0.3)
+    masks, _, _ = select([OPS.topk_order_keys(scores)], [offsets], digits_for(1), ratio=0.3)
     assert_identical(masks[0], expected)
     cut = n // 3
-    both = [OPS.order_keys(scores[:cut]), OPS.order_keys(scores[cut:])]
+    both = [OPS.topk_order_keys(scores[:cut]), OPS.topk_order_keys(scores[cut:])]
     masks, _, _ = select(both, [None, None], digits_for(1), ratio=torch.tensor(0.25).item())
     assert_identical(torch.cat(masks), d3s.topk_mask(scores, 0.25))
 
 
 def test_rows() -> None:
     scores = torch.randn(3, 5, 40).round()
-    masks, _, _ = select([OPS.order_keys(scores)], [None], digits_for(15), ratio=0.2)
+    masks, _, _ = select([OPS.topk_order_keys(scores)], [None], digits_for(15), ratio=0.2)
     assert_identical(masks[0], d3s.topk_mask(scores, 0.2))
 
 
@@ -124,24 +126,24 @@ def test_keys_have_the_order_of_scores(seed: int, dtype: torch.dtype, n: int) ->
     generator = random_generator(seed)
     entropy, advantage = torch.rand(n, generator=generator).to(dtype), torch.randn(n, generator=generator)
     score = advantage.abs() * entropy.float()
-    keys = OPS.order_keys(entropy, advantage).long() & 0xFFFFFFFF
+    keys = OPS.topk_order_keys(entropy, advantage).long() & 0xFFFFFFFF
     assert torch.equal(keys.argsort(stable=True), score.argsort(stable=True))
-    of_sequences = OPS.order_keys(entropy, advantage[:2], None, torch.tensor([0, n // 2, n])) if n > 2 else None
+    of_sequences = OPS.topk_order_keys(entropy, advantage[:2], None, torch.tensor([0, n // 2, n])) if n > 2 else None
     if of_sequences is not None:
         spread = advantage[:2].repeat_interleave(torch.tensor([n // 2, n - n // 2]))
-        assert_identical(of_sequences, OPS.order_keys(entropy, spread))
+        assert_identical(of_sequences, OPS.topk_order_keys(entropy, spread))
 
 
 def test_absent_keys_are_0() -> None:
     scores = torch.tensor([1.0, torch.nan, -torch.inf, 0.0, -0.0])
-    keys = OPS.order_keys(scores, None, torch.tensor([False, True, True, True, True]))
+    keys = OPS.topk_order_keys(scores, None, torch.tensor([False, True, True, True, True]))
     assert (keys == 0).tolist() == [True, True, False, False, False]
     assert keys[3] == keys[4]
 
 
 def test_nothing_to_keep() -> None:
     for n in (0, 5):
-        keys = OPS.order_keys(torch.full((n,), torch.nan))
+        keys = OPS.topk_order_keys(torch.full((n,), torch.nan))
         masks, zeros, lowest = select([keys], [None], digits_for(1), ratio=0.5)
         assert not masks[0].any()
         assert (int(zeros), int(lowest)) == (0, NONE_KEPT)
@@ -149,7 +151,7 @@ def test_nothing_to_keep() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_segments(dtype: torch.dtype) -> None:
-    keys = OPS.order_keys(torch.empty(0, dtype=dtype))
+    keys = OPS.topk_order_keys(torch.empty(0, dtype=dtype))
     masks, zeros, lowest = select([keys], [torch.zeros(1, dtype=torch.int64)], digits_for(0), k=2)
     assert masks[0].shape == zeros.shape == lowest.shape == (0,)
 
@@ -161,15 +163,15 @@ KEYS = torch.zeros(4, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: OPS.order_keys(torch.zeros(3).long()), "scores: got dtype Long"),
-        (lambda: OPS.order_keys(torch.zeros(3), torch.zeros(2)), "advantages: got shape"),
-        (lambda: OPS.key_histogram(KEYS.long(), CUT, 21, 11), "keys: got Long"),
-        (lambda: OPS.key_histogram(KEYS, CUT[:, :2], 21, 11), "cut: got shape"),
-        (lambda: OPS.key_histogram(KEYS, CUT, 20, 12), "bits: got 12; takes 1 to 11"),
-        (lambda: OPS.key_histogram(KEYS, CUT, 22, 11), "shift: got 22 of 11 bits; takes 0 to 21"),
-        (lambda: OPS.narrow_cut_(CUT, torch.zeros(1, 6).long(), 0, ratio=0.5), "counts: got 6 bins"),
-        (lambda: OPS.narrow_cut_(CUT, torch.zeros(1, 8).long(), 29), "ratio: got 0 of ratio and k"),
-        (lambda: OPS.mask_at_cut(KEYS, CUT, torch.zeros(2).long()), "ties: got shape"),
+        (lambda: OPS.topk_order_keys(torch.zeros(3).long()), "scores: got dtype Long"),
+        (lambda: OPS.topk_order_keys(torch.zeros(3), torch.zeros(2)), "advantages: got shape"),
+        (lambda: OPS.topk_count_digit(KEYS.long(), CUT, 21, 11), "keys: got Long"),
+        (lambda: OPS.topk_count_digit(KEYS, CUT[:, :2], 21, 11), "cut: got shape"),
+        (lambda: OPS.topk_count_digit(KEYS, CUT, 20, 12), "bits: got 12; takes 1 to 11"),
+        (lambda: OPS.topk_count_digit(KEYS, CUT, 22, 11), "shift: got 22 of 11 bits; takes 0 to 21"),
+        (lambda: OPS.topk_choose_digit_(CUT, torch.zeros(1, 6).long(), 0, ratio=0.5), "counts: got 6 bins"),
+        (lambda: OPS.topk_choose_digit_(CUT, torch.zeros(1, 8).long(), 29), "ratio: got 0 of ratio and k"),
+        (lambda: OPS.topk_mask_from_key(KEYS, CUT, torch.zeros(2).long()), "ties: got shape"),
     ],
 )
 def test_bad_arguments(call: object, said: str) -> None:

@@ -73,7 +73,7 @@ void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device
   parallel_for(total, kPiece, [&](int64_t begin, int64_t end) { make_keys(scores, loops, begin, end, keys + begin); });
 }
 
-void count_digits(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts, Device&) {
+void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts, Device&) {
   const int64_t bins = digit.bins();
   for_segments(keys, [&](int64_t segment) {
     int64_t* out = counts + segment * bins;
@@ -91,8 +91,8 @@ void count_digits(const SegmentedKeys& keys, const KeySearch* searches, const Di
   });
 }
 
-void find_digits(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
-                 Device&) {
+void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
+                  Device&) {
   const int bins = digit.bins();
   for (int64_t segment = 0; segment < segments; ++segment, counts += bins) {
     KeySearch& search = searches[segment];
@@ -109,8 +109,8 @@ void find_digits(KeySearch* searches, int64_t segments, const int64_t* counts, c
   }
 }
 
-void mask_at_keys(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
-                  const CutOutputs& outputs, Device&) {
+void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
+                   const CutOutputs& outputs, Device&) {
   if (keys.segments.ragged()) std::fill_n(outputs.mask, keys.total, false);
   for_segments(keys, [&](int64_t segment) {
     const SegmentKeys own = stored_keys(keys, segment);

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int64_t kPiece = 16384;  // 256 pieces for 4 million keys: two for each multiprocessor of an H200
-constexpr int kFindThreads = 256;
+constexpr int kChooseThreads = 256;
 
 using Count = unsigned long long;  // what atomics take for int64
 
@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // A block for each segment: every thread has some bins, from the top.
-__global__ void __launch_bounds__(kFindThreads)
-    find_digit(KeySearch* searches, const int64_t* counts, const __grid_constant__ Digit digit,
-               const __grid_constant__ Quota quota) {
+__global__ void __launch_bounds__(kChooseThreads)
+    choose_digit_of_segment(KeySearch* searches, const int64_t* counts, const __grid_constant__ Digit digit,
+                            const __grid_constant__ Quota quota) {
   const BlockGroup block(dynamic_shared<unsigned char>());
   const int bins = digit.bins(), each = static_cast<int>(ceil_div(bins, block.size));
   const int from = block.rank * each, to = from + each < bins ? from + each : bins;
@@ -159,31 +159,31 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device) {
-  launch("order_keys", store_keys, ceil_div(total, kPiece), kThreads, BlockGroup::kSharedBytes, device, scores, total,
-         keys);
+  launch("topk_order_keys", store_keys, ceil_div(total, kPiece), kThreads, BlockGroup::kSharedBytes, device, scores,
+         total, keys);
 }
 
-void count_digits(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
-                  Device& device) {
+void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
+                 Device& device) {
   clear(counts, 0, keys.segments.count * digit.bins() * static_cast<int64_t>(sizeof(int64_t)), device);
-  launch("key_histogram", count_keys, ceil_div(keys.total, kPiece), kThreads, sizeof(Shared), device, keys, searches,
+  launch("topk_count_digit", count_keys, ceil_div(keys.total, kPiece), kThreads, sizeof(Shared), device, keys, searches,
          digit, reinterpret_cast<Count*>(counts));
 }
 
-void find_digits(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
-                 Device& device) {
-  launch("narrow_cut_", find_digit, segments, kFindThreads, BlockGroup::kSharedBytes, device, searches, counts, digit,
-         quota);
+void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
+                  Device& device) {
+  launch("topk_choose_digit_", choose_digit_of_segment, segments, kChooseThreads, BlockGroup::kSharedBytes, device,
+         searches, counts, digit, quota);
 }
 
-void mask_at_keys(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
-                  const CutOutputs& outputs, Device& device) {
+void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
+                   const CutOutputs& outputs, Device& device) {
   if (keys.segments.ragged()) clear(outputs.mask, 0, keys.total, device);  // what bad offsets leave out
   const int64_t pieces = ceil_div(keys.total, kPiece);
   auto* ties_of_pieces = device.scratch_of<uint32_t>(pieces);
-  launch("mask_at_cut (ties)", count_ties, pieces > 0 ? pieces : 1, kThreads, BlockGroup::kSharedBytes, device, keys,
-         searches, ties_of_pieces, outputs);
-  launch("mask_at_cut", write_piece, pieces, kThreads, BlockGroup::kSharedBytes, device, keys, searches, ties,
+  launch("topk_mask_from_key (ties)", count_ties, pieces > 0 ? pieces : 1, kThreads, BlockGroup::kSharedBytes, device,
+         keys, searches, ties_of_pieces, outputs);
+  launch("topk_mask_from_key", write_piece, pieces, kThreads, BlockGroup::kSharedBytes, device, keys, searches, ties,
          static_cast<const uint32_t*>(ties_of_pieces), drop_zeros, outputs);
 }
 

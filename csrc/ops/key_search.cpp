@@ -1,4 +1,5 @@
-// order_keys, key_histogram, narrow_cut_, mask_at_cut: their arguments and results, on every device.
+// topk_order_keys, topk_count_digit, topk_choose_digit_, topk_mask_from_key: their arguments and results, on every
+// device.
 #include "key_search.h"
 
 #include "arguments.h"
@@ -8,8 +9,8 @@ namespace {
 
 constexpr int64_t kSearchFields = sizeof(KeySearch) / sizeof(int64_t);
 
-Tensor order_keys(const Tensor& scores, const OptionalTensor& advantages, const OptionalTensor& mask,
-                  const OptionalTensor& offsets) {
+Tensor topk_order_keys(const Tensor& scores, const OptionalTensor& advantages, const OptionalTensor& mask,
+                       const OptionalTensor& offsets) {
   require_float("scores", scores);
   const OptionalTensor present = require_mask("mask", mask, scores, scores.dim());
   const OptionalTensor each = advantages ? OptionalTensor(packed(*advantages)) : std::nullopt;
@@ -29,7 +30,7 @@ Tensor order_keys(const Tensor& scores, const OptionalTensor& advantages, const 
 
 SegmentedKeys keys_of(const Tensor& keys, const OptionalTensor& offsets) {
   require(keys.scalar_type() == ScalarType::Int && keys.is_contiguous(), "keys", "got ", dtype(keys),
-          "; takes contiguous int32, from order_keys");
+          "; takes contiguous int32, from topk_order_keys");
   return {data<uint32_t>(keys), keys.numel(), segments_of(keys, offsets, "keys")};
 }
 
@@ -49,19 +50,19 @@ Digit digit_of(int64_t shift, int64_t bits) {
   return {static_cast<int>(shift), static_cast<int>(bits)};
 }
 
-Tensor key_histogram(const Tensor& keys, const Tensor& cut, int64_t shift, int64_t bits,
-                     const OptionalTensor& offsets) {
+Tensor topk_count_digit(const Tensor& keys, const Tensor& cut, int64_t shift, int64_t bits,
+                        const OptionalTensor& offsets) {
   const SegmentedKeys source = keys_of(keys, offsets);
   const Digit digit = digit_of(shift, bits);
   const KeySearch* searches = searches_of(cut, source.segments.count, keys);
   const Tensor counts = empty({source.segments.count, digit.bins()}, ScalarType::Long, keys);
   TorchDevice device(keys);
-  count_digits(source, searches, digit, mutable_data<int64_t>(counts), device);
+  count_digit(source, searches, digit, mutable_data<int64_t>(counts), device);
   return counts;
 }
 
-void narrow_cut_(const Tensor& cut, const Tensor& counts, int64_t shift, const OptionalFloat& ratio,
-                 const OptionalTensor& ratio_tensor, const OptionalInt& k, const OptionalTensor& k_tensor) {
+void topk_choose_digit_(const Tensor& cut, const Tensor& counts, int64_t shift, const OptionalFloat& ratio,
+                        const OptionalTensor& ratio_tensor, const OptionalInt& k, const OptionalTensor& k_tensor) {
   require(counts.scalar_type() == ScalarType::Long && counts.dim() == 2 && counts.is_contiguous(), "counts",
           "got shape ", shape(counts), " of ", dtype(counts), "; takes contiguous int64 [segments, bins]");
   int64_t bits = 0;
@@ -71,11 +72,11 @@ void narrow_cut_(const Tensor& cut, const Tensor& counts, int64_t shift, const O
   KeySearch* searches = searches_of(cut, counts.size(0), counts);
   const Quota quota = quota_of(ratio, ratio_tensor, k, k_tensor, cut);
   TorchDevice device(cut);
-  find_digits(searches, counts.size(0), data<int64_t>(counts), digit, quota, device);
+  choose_digit(searches, counts.size(0), data<int64_t>(counts), digit, quota, device);
 }
 
-std::tuple<Tensor, Tensor, Tensor> mask_at_cut(const Tensor& keys, const Tensor& cut, const Tensor& ties,
-                                               const OptionalTensor& offsets, bool drop_zeros) {
+std::tuple<Tensor, Tensor, Tensor> topk_mask_from_key(const Tensor& keys, const Tensor& cut, const Tensor& ties,
+                                                      const OptionalTensor& offsets, bool drop_zeros) {
   const SegmentedKeys source = keys_of(keys, offsets);
   const int64_t segments = source.segments.count;
   const KeySearch* searches = searches_of(cut, segments, keys);
@@ -86,18 +87,18 @@ std::tuple<Tensor, Tensor, Tensor> mask_at_cut(const Tensor& keys, const Tensor&
   const Tensor mask = empty(leading_sizes(keys, keys.dim()), ScalarType::Bool, keys);
   const Tensor zeros = empty({segments}, ScalarType::Long, keys), lowest = empty({segments}, ScalarType::Long, keys);
   TorchDevice device(keys);
-  mask_at_keys(source, searches, data<int64_t>(allowed), drop_zeros,
-               {mutable_data<bool>(mask), mutable_data<int64_t>(zeros), mutable_data<int64_t>(lowest)}, device);
+  mask_from_key(source, searches, data<int64_t>(allowed), drop_zeros,
+                {mutable_data<bool>(mask), mutable_data<int64_t>(zeros), mutable_data<int64_t>(lowest)}, device);
   return {mask, zeros, lowest};
 }
 
 }  // namespace
 
 D3S_REGISTER(m) {
-  m.impl("order_keys", TORCH_BOX(&order_keys));
-  m.impl("key_histogram", TORCH_BOX(&key_histogram));
-  m.impl("narrow_cut_", TORCH_BOX(&narrow_cut_));
-  m.impl("mask_at_cut", TORCH_BOX(&mask_at_cut));
+  m.impl("topk_order_keys", TORCH_BOX(&topk_order_keys));
+  m.impl("topk_count_digit", TORCH_BOX(&topk_count_digit));
+  m.impl("topk_choose_digit_", TORCH_BOX(&topk_choose_digit_));
+  m.impl("topk_mask_from_key", TORCH_BOX(&topk_mask_from_key));
 }
 
 }  // namespace d3s

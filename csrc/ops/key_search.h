@@ -17,12 +17,12 @@ struct SegmentedKeys {
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device);
 
 // counts[segment][bin]: how many keys of a segment have this digit, among those that have the digits found before.
-void count_digits(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
-                  Device& device);
+void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
+                 Device& device);
 
 // One digit more, by the counts of all ranks. At the first digit the quota says how many are kept.
-void find_digits(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
-                 Device& device);
+void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
+                  Device& device);
 
 struct CutOutputs {
   bool* mask = nullptr;
@@ -31,7 +31,7 @@ struct CutOutputs {
 };
 
 // Keeps what is above the key that was found, and of what equals it the first `ties` of each segment.
-void mask_at_keys(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
-                  const CutOutputs& outputs, Device& device);
+void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
+                   const CutOutputs& outputs, Device& device);
 
 }  // namespace d3s

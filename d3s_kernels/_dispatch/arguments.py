@@ -258,7 +258,7 @@ def compact(draw: Draw) -> Arguments:
     return {"mask": draw.laid_out(mask), "capacity": draw.length(0, 2 * draw.most)}
 
 
-def order_keys(draw: Draw) -> Arguments:
+def topk_order_keys(draw: Draw) -> Arguments:
     given = _segmented(draw, "scores")
     given.pop("max_segment")
     advantages = _advantages(draw, tuple(given["scores"].shape), given["offsets"])
@@ -267,34 +267,34 @@ def order_keys(draw: Draw) -> Arguments:
 
 def _search(draw: Draw) -> tuple[Tensor, Tensor | None, Tensor, tuple[int, int], Arguments]:
     """Keys, offsets, the cut as it is before some digit, that digit, and how many are kept."""
-    given = order_keys(draw)
-    keys, offsets = meaning.order_keys(**given).contiguous(), given["offsets"]
+    given = topk_order_keys(draw)
+    keys, offsets = meaning.topk_order_keys(**given).contiguous(), given["offsets"]
     quota = draw.choice((_ratio(draw), draw.number_or_tensor(draw.length(1), "k", (torch.int64, torch.int32))))
     cut = torch.zeros(keys.shape[:-1].numel() if offsets is None else len(offsets) - 1, 3, dtype=torch.int64)
     digits = draw.choice(_DIGITS)
     known = draw.integer(0, len(digits) - 1)
     for shift, bits in digits[:known]:
-        cut = meaning.narrow_cut_(cut, meaning.key_histogram(keys, cut, shift, bits, offsets), shift, **quota)
+        cut = meaning.topk_choose_digit_(cut, meaning.topk_count_digit(keys, cut, shift, bits, offsets), shift, **quota)
     return keys, offsets, cut, digits[known], quota
 
 
-def key_histogram(draw: Draw) -> Arguments:
+def topk_count_digit(draw: Draw) -> Arguments:
     keys, offsets, cut, (shift, bits), _ = _search(draw)
     return {"keys": keys, "cut": cut, "shift": shift, "bits": bits, "offsets": offsets}
 
 
-def narrow_cut(draw: Draw) -> Arguments:
+def topk_choose_digit(draw: Draw) -> Arguments:
     keys, offsets, cut, (shift, bits), quota = _search(draw)
-    counts = meaning.key_histogram(keys, cut, shift, bits, offsets)
+    counts = meaning.topk_count_digit(keys, cut, shift, bits, offsets)
     return {"cut": cut, "counts": counts, "shift": shift, **quota}
 
 
-def mask_at_cut(draw: Draw) -> Arguments:
+def topk_mask_from_key(draw: Draw) -> Arguments:
     """A whole search, after which a rank keeps any number of the keys at the cut, none and too many included."""
     keys, offsets, _, _, quota = _search(draw)
     cut = torch.zeros(keys.shape[:-1].numel() if offsets is None else len(offsets) - 1, 3, dtype=torch.int64)
     for shift, bits in _DIGITS[0]:
-        cut = meaning.narrow_cut_(cut, meaning.key_histogram(keys, cut, shift, bits, offsets), shift, **quota)
+        cut = meaning.topk_choose_digit_(cut, meaning.topk_count_digit(keys, cut, shift, bits, offsets), shift, **quota)
     ties = cut[:, 1] + draw.integer(-2, 2)
     return {
         "keys": keys, "cut": cut, "ties": ties, "offsets": offsets,

@@ -241,7 +241,7 @@ def linear_logprob_entropy_backward(
 # ---- the steps of a top-K search ------------------------------------------------------------------------------------
 
 
-def order_keys(
+def topk_order_keys(
     scores: Tensor, advantages: Tensor | None = None, mask: Tensor | None = None, offsets: Tensor | None = None
 ) -> Tensor:
     """uint32 in the order of the scores, as the int32 of the same bits; 0 for what is masked or NaN."""
@@ -260,7 +260,7 @@ def _keys_of_segments(keys: Tensor, offsets: Tensor | None) -> list[Tensor]:
     return [flat[begin:end] for begin, end in reference._segments(keys, offsets)]
 
 
-def key_histogram(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
+def topk_count_digit(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
     """How many keys of each segment have each digit, of those that have the digits found before."""
     counts = torch.zeros(len(cut), 1 << bits, dtype=torch.int64)
     for segment, (own, (prefix, _, k)) in enumerate(zip(_keys_of_segments(keys, offsets), cut.tolist(), strict=True)):
@@ -271,7 +271,7 @@ def key_histogram(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: Ten
     return counts
 
 
-def narrow_cut_(
+def topk_choose_digit_(
     cut: Tensor,
     counts: Tensor,
     shift: int,
@@ -298,7 +298,7 @@ def narrow_cut_(
     return after
 
 
-def mask_at_cut(
+def topk_mask_from_key(
     keys: Tensor, cut: Tensor, ties: Tensor, offsets: Tensor | None = None, drop_zeros: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys above the cut, and the first ``ties`` at it; how many zeros were dropped; the lowest key that is kept."""

@@ -169,11 +169,13 @@ OPS: dict[str, Row] = {
         _WITH_ENTROPY, from_found=True,
     ),
     "compact": Row(arguments.compact, _public("compact"), dict.fromkeys(("indices", "count"), allowed.equal)),
-    "order_keys": Row(arguments.order_keys, meaning.order_keys, _one("keys")),
-    "key_histogram": Row(arguments.key_histogram, meaning.key_histogram, _one("counts", allowed.counts)),
-    "narrow_cut_": Row(arguments.narrow_cut, meaning.narrow_cut_, _one("cut")),
-    "mask_at_cut": Row(
-        arguments.mask_at_cut, meaning.mask_at_cut, dict.fromkeys(("mask", "zeros", "lowest"), allowed.equal)
+    "topk_order_keys": Row(arguments.topk_order_keys, meaning.topk_order_keys, _one("keys")),
+    "topk_count_digit": Row(arguments.topk_count_digit, meaning.topk_count_digit, _one("counts", allowed.counts)),
+    "topk_choose_digit_": Row(arguments.topk_choose_digit, meaning.topk_choose_digit_, _one("cut")),
+    "topk_mask_from_key": Row(
+        arguments.topk_mask_from_key,
+        meaning.topk_mask_from_key,
+        dict.fromkeys(("mask", "zeros", "lowest"), allowed.equal),
     ),
     # rollouts
     "group_advantages": Row(

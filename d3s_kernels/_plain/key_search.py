@@ -1,4 +1,5 @@
-"""order_keys, key_histogram, narrow_cut_, mask_at_cut: top-K selection in steps, for a segment on several ranks.
+"""Top-K selection in steps, for a segment on several ranks: topk_order_keys, topk_count_digit, topk_choose_digit_,
+topk_mask_from_key.
 
 A cut, int64 [segments, 3], says how far the search for the k-th largest key has come, as ``KeySearch`` in
 csrc/core/key_digit.h: the digits of the key that are found, which one it is among the keys that have them, and k.
@@ -25,7 +26,7 @@ def _unsigned(keys: Tensor) -> Tensor:
     return keys.flatten().long() & 0xFFFFFFFF
 
 
-def order_keys(
+def topk_order_keys(
     scores: Tensor, advantages: Tensor | None = None, mask: Tensor | None = None, offsets: Tensor | None = None
 ) -> Tensor:
     values = scores.flatten().float()
@@ -35,7 +36,7 @@ def order_keys(
     return torch.where(keys >= 2**31, keys - 2**32, keys).int().view(scores.shape)  # the same bits, signed
 
 
-def key_histogram(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
+def topk_count_digit(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
     segments, flat, bins = segments_of(keys, offsets), _unsigned(keys), 1 << bits
     counted = (flat != 0) & ~segments.left_out()
     if shift + bits < _KEY_BITS:
@@ -47,7 +48,7 @@ def key_histogram(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: Ten
     return counts.index_add_(0, slot, counted.long())[:-1].view(len(cut), bins)
 
 
-def narrow_cut_(
+def topk_choose_digit_(
     cut: Tensor,
     counts: Tensor,
     shift: int,
@@ -69,7 +70,7 @@ def narrow_cut_(
     cut.copy_(torch.where(kept.unsqueeze(1) > 0, found, torch.stack([prefix, left, kept], 1)))
 
 
-def mask_at_cut(
+def topk_mask_from_key(
     keys: Tensor, cut: Tensor, ties: Tensor, offsets: Tensor | None = None, drop_zeros: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     segments, flat = segments_of(keys, offsets), _unsigned(keys)

@@ -48,7 +48,7 @@ def topk_mask(
     if placement == "global":
         assert offsets is not None
         pieces = own_pieces(offsets, ranks.gather_number(scores.numel(), scores), ranks, "scores")
-    return select(_ops.order_keys(scores, None, mask, None), pieces, quota, drop_zeros, ranks).mask
+    return select(_ops.topk_order_keys(scores, None, mask, None), pieces, quota, drop_zeros, ranks).mask
 
 
 def select_tokens(
@@ -87,7 +87,7 @@ def select_tokens(
     pieces = offsets
     if offsets is not None and placement != "whole":
         pieces, each = _pieces_and_factors(entropy, each, offsets, placement, ranks)
-    keys = _ops.order_keys(entropy, each, mask, pieces)
+    keys = _ops.topk_order_keys(entropy, each, mask, pieces)
     if pooled:
         kept = select(keys.view(-1), None, quota, drop_zeros, ranks)
         return entropy, (kept.mask.view(entropy.shape), kept.count.view(()), kept.threshold.view(()))

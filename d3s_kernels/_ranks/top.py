@@ -53,7 +53,7 @@ def digits_for(segments: int) -> tuple[tuple[int, int], ...]:
 def select(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Kept:
     """Of the segments of all ranks' keys: the rows, or what each rank's own offsets say is its piece of them."""
     cut, ties = _find(keys, offsets, quota, ranks)
-    mask, zeros, lowest = _ops.mask_at_cut(keys, cut, ties, offsets, drop_zeros)
+    mask, zeros, lowest = _ops.topk_mask_from_key(keys, cut, ties, offsets, drop_zeros)
     found, _, count = cut.unbind(1)
     if drop_zeros:
         everyones = ranks.gather(torch.stack([zeros, lowest]))
@@ -72,10 +72,10 @@ def _find(keys: Tensor, offsets: Tensor | None, quota: Quota, ranks: Ranks) -> t
     gathers = gathers_counts(segments, ranks.size)
     cut = torch.zeros(segments, 3, dtype=torch.int64, device=keys.device)
     for shift, bits in digits_for(segments):
-        counts = _ops.key_histogram(keys, cut, shift, bits, offsets)
+        counts = _ops.topk_count_digit(keys, cut, shift, bits, offsets)
         everyones = ranks.gather(counts) if gathers else None
         total = ranks.add_(counts.clone()) if everyones is None else everyones.sum(0)
-        _ops.narrow_cut_(cut, total, shift, *quota)
+        _ops.topk_choose_digit_(cut, total, shift, *quota)
     at_cut = cut[:, :1] & (counts.shape[1] - 1)  # the last digit
     if everyones is None:
         everyones = ranks.gather(counts.gather(1, at_cut))

@@ -45,7 +45,7 @@ class Alone:
 
 
 def among_ranks(scores: Tensor, offsets: Tensor | None, **quota: object) -> tuple[Tensor, ...]:
-    keys = torch.ops.d3s_kernels.order_keys(scores)
+    keys = torch.ops.d3s_kernels.topk_order_keys(scores)
     return tuple(top.select(keys, offsets, top.Quota(**quota), True, Alone()))[:2]  # type: ignore[arg-type]
 
 
