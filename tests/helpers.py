@@ -125,8 +125,6 @@ def compiled_once(
     function: Callable, backend: str = "aot_eager", dynamic: bool | None = True, calls: int = 1
 ) -> Callable:
     """Whole, without a break in its graph. Only the first `calls` may compile; what would compile later raises."""
-    if backend == "inductor":
-        require_inductor()
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     stances = chain(repeat("default", calls), repeat("fail_on_recompile"))
 

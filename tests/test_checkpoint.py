@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, compiled_once, random_labels
+from helpers import assert_same_bits, compiled_once, random_labels, require_inductor
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -98,6 +98,7 @@ def test_a_random_choice_is_the_same_again() -> None:
 @pytest.mark.parametrize("way", ["not reentrant", "selective"])
 def test_a_compiled_checkpoint(way: str) -> None:
     """Inductor cuts forward from backward as the policy says; torch's profiler sees what its code calls."""
+    require_inductor()
     function, runs_of_saved, runs_of_others = WAYS[way]
     compiled, arguments = compiled_once(lambda *tensors: function(*tensors), "inductor", dynamic=None), inputs()
     for actual, expected in zip(gradients(compiled, *arguments), gradients(loss, *arguments), strict=True):

@@ -517,7 +517,7 @@ BAD: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
         False,
         {"process_group": None},
         TypeError,
-        "process_group: got None; takes None only where logits_shard is",
+        "process_group: got None; takes None only where logits_shard is a DTensor",
     ),
     (False, {"vocab_start": None}, TypeError, "vocab_start: got None; takes None only where logits_shard is a DTensor"),
     (False, {"process_group": "gloo"}, TypeError, "process_group: got str; takes a torch.distributed process group"),
