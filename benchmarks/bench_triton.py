@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels import _ops
+from d3s_kernels._dispatch import backends
 
 from . import inputs
 from .clock import Work
@@ -19,7 +19,7 @@ from .targets import CUDA_LIBRARY, in_triton
 FEW_ROWS = 32
 RATIO = 0.1
 
-if inputs.device.type != "cuda" or _ops.serving("cuda") != {"cuda"} or _ops.why_not("triton"):
+if inputs.device.type != "cuda" or backends.serving("cuda") != {"cuda"} or backends.why_not("triton"):
     pytest.skip("needs a GPU with the CUDA library and Triton", allow_module_level=True)
 
 from d3s_kernels._triton import KERNELS as TRITON  # noqa: E402

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from d3s_kernels._ranks.top import digits_for, gathers_counts
+from d3s_kernels._across_ranks.topk_mask import digits_for, gathers_counts
 
 Sent = list[tuple[str, int]]  # of each round: the collective, as c10d calls it, and the bytes of what a rank puts in
 

@@ -1,5 +1,5 @@
 // A back-end that computes nothing: with it the ops check their arguments and that is all. What serves a device from
-// Python (d3s_kernels/_plain, d3s_kernels/_triton) asks these ops first, so that a wrong argument meets the same words
+// Python (d3s_kernels/_torch, d3s_kernels/_triton) asks these ops first, so that a wrong argument meets the same words
 // everywhere.
 #include "ops/key_search.h"
 #include "ops/ratios.h"

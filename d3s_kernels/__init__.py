@@ -1,16 +1,14 @@
 """The selection step of GRPO-style reinforcement learning, as exact, deterministic torch ops."""
 
 from ._build_info import build_info
-from ._ops import backends
+from ._dispatch.backends import backends
 from .compare import Comparison, Difference, compare
-from .plan_sampler import PlanSampler
-from .planning import EVERY_PHASE, NOT_TRAINED, RolloutPlan, plan_rollouts
-from .profile import load_profile
+from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, max_variance_select, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
 from .tokens import TokenSelection, compact, select_tokens, select_tokens_from_logits, topk_mask
-from .vocab import entropy, linear_logprob_entropy, logprob_entropy
+from .vocabulary import entropy, linear_logprob_entropy, logprob_entropy
 
 __version__: str = build_info()["version"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 import d3s_kernels as d3s
-from d3s_kernels import _ops
+from d3s_kernels._dispatch import backends
 from d3s_kernels._selfcheck import checks
 from d3s_kernels.compare import Comparison
 
@@ -31,7 +31,7 @@ def _devices() -> Iterator[tuple[torch.device, str]]:
 def _column(device: torch.device, backend: str) -> dict[str, str]:
     """For each op how near this back-end comes to its meaning. Prints what is wrong."""
     cells, wrong = {}, Comparison()
-    with _ops.forced(backend):
+    with backends.forced(backend):
         for op, worst in checks(device, backend):
             cells[op] = f"{worst.share:.2f}" if worst.allowed > 0 else "equal"
             if not worst.agrees:
@@ -44,9 +44,9 @@ def _column(device: torch.device, backend: str) -> dict[str, str]:
 
 def _table(device: torch.device) -> bool:
     """Prints a column for each back-end that runs on the device. Whether those that run agree, and what serves runs."""
-    serving = _ops.serving(device.type)
+    serving = backends.serving(device.type)
     columns, good = {}, True
-    for backend in _ops.runnable(device.type):
+    for backend in backends.runnable(device.type):
         try:
             cells = _column(device, backend)
         except Exception as error:  # whatever a driver or a compiler says: it goes into the report
@@ -68,12 +68,12 @@ def main() -> int:
     print(f"torch {torch.__version__}")
     for name, value in d3s.build_info().items():
         print(f"{name.replace('_', ' ')}: {value}")
-    print(f"D3S_KERNELS_BACKEND: {_ops.forced_backend or 'not set'}")
-    for backend in _ops.BACKENDS:
-        print(f"{backend}: {_ops.why_not(backend) or 'there'}")
+    print(f"D3S_KERNELS_BACKEND: {backends.forced_backend or 'not set'}")
+    for backend in backends.BACKENDS:
+        print(f"{backend}: {backends.why_not(backend) or 'there'}")
     good = True
     for device, what in _devices():
-        print(f"{device}: {what}; {_ops.explain(device.type)}")
+        print(f"{device}: {what}; {backends.explain(device.type)}")
         good &= _table(device)
     return 0 if good else 1
 

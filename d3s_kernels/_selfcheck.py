@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ._dispatch.draw import Draw
-from ._dispatch.table import OPS
+from ._table.draw import Draw
+from ._table.table import OPS
 from .compare import Difference, compare_here, moved
 
 # The largest length of a row or a segment, for each draw of an op's arguments: short ones for their edges, and one that

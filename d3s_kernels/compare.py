@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _ops
-from ._dispatch.outcomes import copied, outcomes
-from ._dispatch.table import FUNCTIONS, OPS, Row
+from . import ratios, rollouts, tokens, vocabulary
+from ._dispatch import backends
+from ._table.outcomes import copied, outcomes
+from ._table.table import FUNCTIONS, OPS, Row
+
+_PUBLIC = (ratios, rollouts, tokens, vocabulary)
 
 
 class Difference(NamedTuple):
@@ -101,7 +104,7 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
     arguments = _named(call, args, kwargs)
     found, refusals = Comparison(), []
     for label, device, backend in _backends(arguments):
-        with _ops.forced(backend):
+        with backends.forced(backend):
             try:
                 found += compare_here(row, call, *_both(function, arguments, device), label)
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
@@ -141,14 +144,12 @@ def _worst(backend: str, name: str, found: Tensor, exact: Tensor, allowed: Tenso
 
 
 def _row_of(function: Any) -> tuple[Row, Callable[..., Any]]:
-    import d3s_kernels  # which imports this file
-
     for name, row in OPS.items():
         packet = getattr(torch.ops.d3s_kernels, name)
         if function in (packet, packet.default) and row.served_by != "ranks":
             return row, packet.default
     name = getattr(function, "__name__", "")
-    if name in FUNCTIONS and getattr(d3s_kernels, name) is function:
+    if name in FUNCTIONS and any(getattr(module, name, None) is function for module in _PUBLIC):
         return FUNCTIONS[name], function
     raise TypeError(
         f"function: got {getattr(function, '__qualname__', function)!r}; takes an op of torch.ops.d3s_kernels that "
@@ -181,7 +182,7 @@ def _backends(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.device,
     """What each is called, its device, and its name."""
     own = next((part.device for part in arguments.values() if isinstance(part, Tensor)), torch.device("cpu"))
     for device in dict.fromkeys((own, torch.device("cpu"))):
-        for backend in _ops.runnable(device.type):
+        for backend in backends.runnable(device.type):
             if device == own or backend == "cpu":
                 yield backend, device, backend
 

@@ -3,8 +3,8 @@
 The selections themselves take ``process_group``.
 """
 
-from ._ranks.rows import RowPlan, exchange_rows, plan_rows
-from ._ranks.vocabulary import vocab_parallel_linear_logprob_entropy, vocab_parallel_logprob_entropy
+from ._across_ranks.plan_rows import RowPlan, exchange_rows, plan_rows
+from ._across_ranks.vocabulary import vocab_parallel_linear_logprob_entropy, vocab_parallel_logprob_entropy
 
 __all__ = [
     "RowPlan",

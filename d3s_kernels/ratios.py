@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import _ops
 from ._arguments import (
     require_no_tangent,
     require_number,
@@ -17,6 +16,7 @@ from ._arguments import (
     require_tensors,
     require_whole,
 )
+from ._dispatch import ops
 
 _LOG_BOUNDS_OF_TOKENS = (-20.0, 20.0)
 _LOG_BOUNDS_OF_MEANS = (-torch.inf, 10.0)
@@ -88,7 +88,7 @@ def importance_ratio(
         log_bounds = _LOG_BOUNDS_OF_TOKENS if level == "token" else _LOG_BOUNDS_OF_MEANS
     low, high = _pair(log_bounds)
     old = old_logprob.detach() if old_logprob.requires_grad else old_logprob
-    result: Tensor = _ops.importance_ratio(
+    result: Tensor = ops.importance_ratio(
         _float32("logprob", logprob), _float32("old_logprob", old), mask, groups, offsets, level,
         denominator, low, high,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def entropy_groups(
         raise TypeError(f"quantiles: got {type(quantiles).__name__}; takes a sequence of numbers")
     for quantile in quantiles:
         require_number(quantiles=quantile)
-    result: Tensor = _ops.entropy_groups(
+    result: Tensor = ops.entropy_groups(
         _float32("entropy", entropy), list(quantiles), mask, offsets, max_segment, require_scope(scope, "sequence")
     )
     return result
@@ -186,7 +186,7 @@ def adaptive_clip(
         raise TypeError("vocab_size: got None; takes a whole number")
     require_whole(vocab_size=vocab_size)
     require_number(alpha=alpha)
-    result: Tensor = _ops.adaptive_clip(_float32("entropy", entropy), groups, mask, offsets, vocab_size, alpha)
+    result: Tensor = ops.adaptive_clip(_float32("entropy", entropy), groups, mask, offsets, vocab_size, alpha)
     return result
 
 

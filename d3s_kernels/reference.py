@@ -199,6 +199,9 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return indices, torch.tensor([len(found)], device=mask.device)
 
 
+TOKEN_RULES = ("advantage_entropy", "entropy", "advantage", "random", "entropy_quantile")
+
+
 def _token_scores(
     rule: str,
     entropy: Tensor,
@@ -333,6 +336,9 @@ def select_rollouts(
         part = slice(begin, end)
         chosen[part] = _chosen(rule, values[part], usable[part], k)
     return chosen.view(advantages.shape)
+
+
+ROLLOUT_RULES = ("max_variance", "highest", "largest_abs", "percentile", "random")
 
 
 def _chosen(rule: str, values: Tensor, usable: Tensor, k: int) -> Tensor:

@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from . import _ops, _rules
-from ._arguments import (
-    require_flag,
-    require_generator,
-    require_keep,
-    require_number,
-    require_optional_tensors,
-    require_rule,
-    require_scope,
-    require_tensors,
-    require_whole,
-    whole_or_tensor,
-)
+from ._selection.rollouts import AdvantageArguments, RolloutArguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,7 +16,6 @@ if TYPE_CHECKING:
 Scale = Literal["group", "batch", "none"]
 Scope = Literal["batch", "group"]
 RolloutRule = Literal["max_variance", "highest", "largest_abs", "percentile", "random"]
-ROLLOUT_RULES = tuple(_rules.ROLLOUTS)
 
 
 def group_advantages(
@@ -77,24 +64,14 @@ def group_advantages(
         >>> d3s.group_advantages(torch.tensor([[1.0, 0.0, 1.0, torch.nan]]), eps=0.0)
         tensor([[ 0.5774, -1.1547,  0.5774,  0.0000]])
     """
+    arguments = AdvantageArguments(rewards, offsets, scale, eps, ddof)
     if process_group is not None:
-        from ._ranks import rollouts as ranks
+        from ._across_ranks import rollouts as across_ranks  # here, as there are builds of torch that know no groups
 
-        across = ranks.Across(process_group, placement, max_rollouts)
-        return ranks.group_advantages(rewards, offsets, scale, eps, ddof, across)
-    check_group_advantages(rewards, offsets, scale, eps, ddof)
-    result: Tensor = _ops.group_advantages(rewards, offsets, scale, eps, ddof)
-    return result
-
-
-def check_group_advantages(rewards: Tensor, offsets: Tensor | None, scale: str, eps: float, ddof: int) -> None:
-    """Raises what the op itself would say in other words, or not at all; so do the other two."""
-    require_tensors(rewards=rewards)
-    require_optional_tensors(rewards, offsets=offsets)
-    require_whole(ddof=ddof)
-    require_number(eps=eps)
-    if not isinstance(scale, str):
-        raise TypeError(f"scale: got {scale!r}; takes 'group', 'batch' or 'none'")
+        across = across_ranks.Across(process_group, placement, max_rollouts)
+        return across_ranks.group_advantages(arguments, across)
+    arguments.check()
+    return arguments.compute()
 
 
 def max_variance_select(
@@ -135,25 +112,10 @@ def max_variance_select(
         >>> d3s.max_variance_select(torch.tensor([[0.5, 0.0, 1.0, 0.4, 1.0, 0.1]]), 3)
         tensor([[False,  True,  True, False,  True, False]])
     """
-    if process_group is not None:
-        from ._ranks import rollouts as ranks
-
-        across = ranks.Across(process_group, placement, max_rollouts)
-        return ranks.max_variance_select(values, keep, offsets, max_segment, mask, across)
-    number, tensor = check_values(values, keep, offsets, max_segment, mask)
-    result: Tensor = _ops.max_variance_select(values, number, tensor, mask, offsets, max_segment, False)
-    return result
-
-
-def check_values(
-    values: Tensor, keep: int | Tensor, offsets: Tensor | None, max_segment: int | None, mask: Tensor | None
-) -> tuple[int | None, Tensor | None]:
-    """As the op takes it: the number that is kept, or the tensor in its place."""
-    require_tensors(values=values)
-    require_optional_tensors(values, offsets=offsets, mask=mask)
-    kept = whole_or_tensor("keep", keep, values)
-    require_whole(max_segment=max_segment)
-    return kept
+    arguments = RolloutArguments(
+        "max_variance_select", values, keep, "max_variance", offsets, "group", mask, max_segment
+    )
+    return _select(arguments, process_group, placement, max_rollouts)
 
 
 def select_rollouts(
@@ -195,7 +157,7 @@ def select_rollouts(
     Under ``equal_rows`` each rank keeps its lowest and its highest, and how many of each is chosen for all ranks
     together. The best choice is as hard to find as numbers are to divide into equal sums; the one that is found has a
     sum of squared deviations within ``d^2 / (4 k)`` of it, for k kept in all and d the difference of two values of one
-    rank: see ``d3s_kernels/_ranks/equal_rows.py``. It sends no more than the choice without it.
+    rank: see ``d3s_kernels/_across_ranks/equal_rows.py``. It sends no more than the choice without it.
     With 8 prompts of 16 rollouts on each of 64 ranks, half of them kept, the limit itself took 1.9 % of the variance of
     advantages of 0-1 rewards, and 0.2 % of normal ones; had each rank chosen alone, 2.3 % and 0.6 %
     (``python -m benchmarks.equal_rows``).
@@ -235,34 +197,21 @@ def select_rollouts(
         >>> d3s.select_rollouts(-lengths, 2, rule="highest", scope="group")
         tensor([[False,  True,  True]])
     """
+    arguments = RolloutArguments(
+        "select_rollouts", advantages, keep, rule, offsets, scope, mask, None, generator, equal_rows
+    )
+    return _select(arguments, process_group, placement, max_rollouts)
+
+
+def _select(
+    arguments: RolloutArguments,
+    process_group: ProcessGroup | DeviceMesh | None,
+    placement: str,
+    max_rollouts: int | None,
+) -> Tensor:
     if process_group is not None:
-        from ._ranks import rollouts as ranks
+        from ._across_ranks import rollouts as across_ranks
 
-        across = ranks.Across(process_group, placement, max_rollouts)
-        return ranks.select_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows, across)
-    number, tensor = check_rollouts(advantages, keep, rule, offsets, scope, mask, generator, equal_rows)
-    if rule == "max_variance":
-        result: Tensor = _ops.max_variance_select(advantages, number, tensor, mask, offsets, None, scope == "batch")
-        return result
-    return _rules.select_rollouts(rule, advantages, keep, offsets, mask, scope == "batch", generator)
-
-
-def check_rollouts(
-    advantages: Tensor, keep: int | Tensor, rule: str, offsets: Tensor | None, scope: str, mask: Tensor | None,
-    generator: torch.Generator | None, equal_rows: bool,
-) -> tuple[int | None, Tensor | None]:  # fmt: skip
-    require_tensors(advantages=advantages)
-    require_optional_tensors(advantages, offsets=offsets, mask=mask)
-    require_rule(rule, ROLLOUT_RULES)
-    require_generator(generator, rule, _rules.ROLLOUTS[rule].draws, advantages)
-    require_scope(scope, "group")
-    kept = whole_or_tensor("keep", keep, advantages)
-    if rule != "max_variance":  # whose op checks it
-        require_keep(keep)
-    require_flag(equal_rows=equal_rows)
-    if equal_rows and (rule, scope) != ("max_variance", "batch"):
-        raise ValueError(
-            f"equal_rows: got True with rule {rule!r} and scope {scope!r}; takes rule 'max_variance' and scope "
-            "'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
-        )
-    return kept
+        return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
+    arguments.check()
+    return arguments.select()

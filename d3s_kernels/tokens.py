@@ -7,29 +7,25 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _ops, _rules
 from ._arguments import (
     ratio_argument,
     require_flag,
-    require_generator,
     require_optional_tensors,
-    require_rule,
     require_scope,
     require_tensors,
     require_whole,
     temperature_argument,
-    whole_or_tensor,
 )
-from .vocab import entropy as entropy_of
+from ._dispatch import ops
+from ._selection.rules import entropy_quantile
+from ._selection.tokens import Selection, TokenArguments, TopkArguments, as_float32
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 TokenRule = Literal["advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"]
-TOKEN_RULES = tuple(_rules.TOKENS)
 Placement = Literal["whole", "global", "pieces"]
-_Factors = tuple[Tensor, Tensor, float | None, Tensor | None]  # what |A| * H is made of, and the ratio
 
 
 class TokenSelection(NamedTuple):
@@ -94,35 +90,12 @@ def topk_mask(
         >>> d3s.topk_mask(torch.tensor([3.0, 1.0, 3.0, 3.0, torch.nan]), 0.5)
         tensor([ True, False,  True, False, False])
     """
-    arguments = scores, ratio, k, mask, offsets, max_segment, drop_zeros
+    arguments = TopkArguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
     if process_group is not None:
-        from ._ranks import tokens
+        from ._across_ranks import tokens as across_ranks  # here, as there are builds of torch that know no groups
 
-        return tokens.topk_mask(
-            scores, lambda: _quota(*arguments), mask, offsets, max_segment, drop_zeros, placement, process_group,
-            ratio=ratio, k=k,
-        )  # fmt: skip
-    result: Tensor = _ops.topk_mask(scores, *_quota(*arguments), mask, offsets, max_segment, drop_zeros)
-    return result
-
-
-def _quota(
-    scores: Tensor,
-    ratio: float | Tensor | None,
-    k: int | Tensor | None,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    max_segment: int | None,
-    drop_zeros: bool,
-) -> tuple[float | None, Tensor | None, int | None, Tensor | None]:
-    """The arguments of topk_mask looked at, and how many it keeps."""
-    require_tensors(scores=scores)
-    require_optional_tensors(scores, mask=mask, offsets=offsets)
-    require_whole(max_segment=max_segment)
-    require_flag(drop_zeros=drop_zeros)
-    number, tensor = ratio_argument(ratio, scores)
-    whole, whole_tensor = (None, None) if k is None else whole_or_tensor("k", k, scores)
-    return number, tensor, whole, whole_tensor
+        return across_ranks.topk_mask(arguments, process_group, placement)
+    return arguments.select(arguments.checked())
 
 
 def select_tokens(
@@ -199,53 +172,28 @@ def select_tokens(
         tensor([[False,  True, False],
                 [ True, False, False]])
     """
-    arguments = entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator
+    arguments = TokenArguments(
+        entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator
+    )
     if process_group is not None:
-        from ._ranks import tokens
+        from ._across_ranks import tokens as across_ranks
 
-        def factors(rank: int) -> _Factors:
-            if rule == "entropy_quantile":
-                raise ValueError(f"process_group: got one with rule {rule!r}; takes None, as it is one process's")
-            return _factors(*arguments, rank)
-
-        _, found = tokens.select_tokens(
-            factors, mask, offsets, max_segment, scope, drop_zeros, placement, process_group, ratio=ratio, rule=rule
-        )
+        _, found = across_ranks.select_tokens(arguments, process_group, placement)
     elif rule == "entropy_quantile":
-        return _entropy_quantile(entropy, ratio, mask, offsets, max_segment, scope, drop_zeros)
+        found = _entropy_quantile(arguments)
     else:
-        own = _factors(*arguments)
-        found = _ops.select_tokens(*own, mask, offsets, max_segment, scope == "batch", drop_zeros)
+        found = arguments.select(arguments.factors())
     return TokenSelection(found[0], entropy, found[1], found[2])
 
 
-def _factors(
-    entropy: Tensor,
-    advantages: Tensor | None,
-    ratio: float | Tensor,
-    rule: TokenRule,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    max_segment: int | None,
-    scope: str,
-    drop_zeros: bool,
-    generator: torch.Generator | None,
-    rank: int = 0,
-) -> _Factors:
-    """The arguments of select_tokens looked at: what |A| * H is made of, and the ratio."""
-    require_rule(rule, TOKEN_RULES)
-    require_scope(scope, "sequence")
-    if _rules.TOKENS[rule].reads_advantages:
-        require_tensors(entropy=entropy, advantages=advantages)
-    else:
-        require_tensors(entropy=entropy)
-    require_optional_tensors(entropy, mask=mask, offsets=offsets)
-    require_whole(max_segment=max_segment)
-    require_flag(drop_zeros=drop_zeros)
-    require_generator(generator, rule, _rules.TOKENS[rule].draws, entropy)
-    number, tensor = ratio_argument(ratio, entropy)
-    values, each = _rules.token_factors(rule, entropy, advantages, generator, rank)
-    return values, _float32(each), number, tensor
+def _entropy_quantile(arguments: TokenArguments) -> Selection:
+    if not require_scope(arguments.scope, "sequence"):
+        raise ValueError("scope: got 'sequence' with rule 'entropy_quantile'; takes 'batch'")
+    if arguments.drop_zeros:
+        raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")
+    factors = arguments.factors()
+    ops.refuse("select_tokens", *arguments.of_op(factors))
+    return entropy_quantile(factors.values, float(arguments.ratio), arguments.mask)
 
 
 def select_tokens_from_logits(
@@ -284,18 +232,13 @@ def select_tokens_from_logits(
         tensor([[False,  True]])
     """
     if process_group is not None:
-        from ._ranks import tokens
+        from ._across_ranks import tokens as across_ranks
 
-        def factors(rank: int) -> _Factors:
-            with torch.no_grad():
-                rows = entropy_of(logits, temperature=temperature, mask=mask)
-            return _factors(
-                rows, advantages, ratio, "advantage_entropy", mask, offsets, max_segment, scope, drop_zeros, None
-            )
-
-        entropy, found = tokens.select_tokens(
-            factors, mask, offsets, max_segment, scope, drop_zeros, placement, process_group, ratio=ratio
-        )
+        arguments = TokenArguments(
+            None, advantages, ratio, "advantage_entropy", mask, offsets, max_segment, scope, drop_zeros,
+            logits=logits, temperature=temperature,
+        )  # fmt: skip
+        entropy, found = across_ranks.select_tokens(arguments, process_group, placement)
         return TokenSelection(found[0], entropy, found[1], found[2])
     require_tensors(logits=logits, advantages=advantages)
     require_optional_tensors(logits, mask=mask, offsets=offsets)
@@ -303,8 +246,8 @@ def select_tokens_from_logits(
     require_flag(drop_zeros=drop_zeros)
     number, tensor = ratio_argument(ratio, logits)
     heat, heats = temperature_argument(temperature, logits, logits.shape[:-1])
-    chosen, entropy, count, threshold = _ops.select_tokens_from_logits(
-        logits, _float32(advantages), number, tensor, mask, offsets, max_segment, heat, heats,
+    chosen, entropy, count, threshold = ops.select_tokens_from_logits(
+        logits, as_float32(advantages), number, tensor, mask, offsets, max_segment, heat, heats,
         require_scope(scope, "sequence"), drop_zeros,
     )  # fmt: skip
     return TokenSelection(chosen, entropy, count, threshold)
@@ -331,28 +274,5 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """
     require_tensors(mask=mask)
     require_whole(capacity=capacity)
-    indices, count = _ops.compact(mask, capacity)
+    indices, count = ops.compact(mask, capacity)
     return indices, count
-
-
-def _entropy_quantile(
-    entropy: Tensor,
-    ratio: float | Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    max_segment: int | None,
-    scope: str,
-    drop_zeros: bool,
-) -> TokenSelection:
-    if not require_scope(scope, "sequence"):
-        raise ValueError("scope: got 'sequence' with rule 'entropy_quantile'; takes 'batch'")
-    if drop_zeros:
-        raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")
-    # for what it refuses: bad arguments
-    select_tokens(entropy, None, ratio, rule="entropy", mask=mask, offsets=offsets, max_segment=max_segment)
-    chosen, count, threshold = _rules.entropy_quantile(entropy, float(ratio), mask)
-    return TokenSelection(chosen, entropy, count, threshold)
-
-
-def _float32(advantages: Tensor) -> Tensor:
-    return advantages if advantages.dtype == torch.float32 else advantages.float()

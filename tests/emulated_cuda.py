@@ -7,9 +7,9 @@ import os
 
 import torch
 
-from d3s_kernels import _linear  # first: it loads the CPU kernels, which are replaced
-from d3s_kernels._dispatch.coverage import replaced, require_all, served_by
+from d3s_kernels._dispatch import backends  # first: it loads the CPU kernels, which are replaced
+from d3s_kernels._table.coverage import replaced, require_all, served_by
 
 torch.ops.load_library(os.environ["D3S_EMULATED_LIBRARY"])
-_linear.SLICES["cpu"] = _linear.SLICES["cuda"]
+backends.SLICES["cpu"] = backends.GPU_SLICE
 require_all("the emulated CUDA library replaces the CPU's kernels", replaced(), served_by("kernels"))

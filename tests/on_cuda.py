@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from d3s_kernels import _linear, _ops
-from d3s_kernels._dispatch.coverage import replaced, require_all, served_by
-from d3s_kernels._dispatch.outcomes import copied
+from d3s_kernels._dispatch import backends
+from d3s_kernels._head.tiles import SIZES
+from d3s_kernels._table.coverage import replaced, require_all, served_by
+from d3s_kernels._table.outcomes import copied
 
 GPU = torch.device("cuda")
 OPS = sorted(served_by("kernels", "composed"))
@@ -40,9 +41,9 @@ def on_gpu(name: str) -> Any:
     return run
 
 
-assert _ops.forced_backend in _ops.serving("cuda"), "D3S_KERNELS_BACKEND names the back-end"
+assert backends.forced_backend in backends.serving("cuda"), "D3S_KERNELS_BACKEND names the back-end"
 _library = torch.library.Library("d3s_kernels", "IMPL")
 for _name in OPS:
     _library.impl(_name, on_gpu(_name), "CPU", allow_override=True)
-_linear._SIZES["cpu"], _linear.SLICES["cpu"] = _linear._SIZES["cuda"], _linear.SLICES["cuda"]
+SIZES["cpu"], backends.SLICES["cpu"] = SIZES["cuda"], backends.GPU_SLICE
 require_all("the GPU's kernels replace the CPU's", replaced(), OPS)

@@ -14,49 +14,50 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import __main__ as report
-from d3s_kernels import _ops, _plain
+from d3s_kernels import _torch
+from d3s_kernels._dispatch import backends, ops
 
-here = pytest.mark.skipif(_ops.forced_backend is not None, reason="a back-end is forced")
+here = pytest.mark.skipif(backends.forced_backend is not None, reason="a back-end is forced")
 
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str | None]]:
     """Which back-ends there are: name -> why it does not run, or None."""
     reasons: dict[str, str | None] = {"cuda": None, "triton": None, "torch": None}
-    monkeypatch.setattr(_ops, "why_not", reasons.__getitem__)
+    monkeypatch.setattr(backends, "why_not", reasons.__getitem__)
     return reasons
 
 
 @here
 def test_the_compiled_library_serves_the_cpu() -> None:
     table = d3s.backends()
-    assert set(table) == {name for name in dir(_ops) if name in d3s.__all__ and hasattr(torch.ops.d3s_kernels, name)}
+    assert set(table) == {name for name in dir(ops) if name in d3s.__all__ and hasattr(torch.ops.d3s_kernels, name)}
     assert {devices["cpu"] for devices in table.values()} == {"cpu"}
 
 
 def test_the_best_that_there_is(there: dict[str, str | None]) -> None:
-    assert _ops._choice("cuda", None) == ("cuda",)
-    assert _ops._choice("xpu", None) == ("triton", "torch")
-    assert _ops._choice("cpu", None) == ("cpu",)
-    assert (_ops.runnable("cuda"), _ops.runnable("xpu")) == (("cuda", "triton", "torch"), ("triton", "torch"))
+    assert backends._choice("cuda", None) == ("cuda",)
+    assert backends._choice("xpu", None) == ("triton", "torch")
+    assert backends._choice("cpu", None) == ("cpu",)
+    assert (backends.runnable("cuda"), backends.runnable("xpu")) == (("cuda", "triton", "torch"), ("triton", "torch"))
     there["cuda"] = "no library"
-    assert _ops._choice("cuda", None) == ("triton", "torch")
+    assert backends._choice("cuda", None) == ("triton", "torch")
     there["triton"] = "not installed"
-    assert _ops._choice("cuda", None) == ("torch",)
-    assert _ops._choice("xpu", None) == ("torch",)
+    assert backends._choice("cuda", None) == ("torch",)
+    assert backends._choice("xpu", None) == ("torch",)
 
 
 def test_the_one_that_is_forced(there: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _ops._choice("cuda", "cuda") == ("cuda",)
-    assert _ops._choice("cuda", "triton") == ("triton", "torch")  # what Triton has no kernel for
-    assert _ops._choice("cuda", "torch") == ("torch",)
-    assert _ops._choice("xpu", "cuda") == ("triton", "torch")  # nothing to force there
-    assert _ops._choice("cpu", "cuda") == ("cpu",)
-    assert _ops._choice("cpu", "torch") == ("torch",)
-    monkeypatch.setattr(_ops, "_interprets", lambda: False)
-    assert _ops._choice("cpu", "triton") == ("cpu",)
-    monkeypatch.setattr(_ops, "_interprets", lambda: True)
-    assert _ops._choice("cpu", "triton") == ("triton", "torch")
+    assert backends._choice("cuda", "cuda") == ("cuda",)
+    assert backends._choice("cuda", "triton") == ("triton", "torch")  # what Triton has no kernel for
+    assert backends._choice("cuda", "torch") == ("torch",)
+    assert backends._choice("xpu", "cuda") == ("triton", "torch")  # nothing to force there
+    assert backends._choice("cpu", "cuda") == ("cpu",)
+    assert backends._choice("cpu", "torch") == ("torch",)
+    monkeypatch.setattr(backends, "_interprets", lambda: False)
+    assert backends._choice("cpu", "triton") == ("cpu",)
+    monkeypatch.setattr(backends, "_interprets", lambda: True)
+    assert backends._choice("cpu", "triton") == ("triton", "torch")
 
 
 @here
@@ -70,8 +71,8 @@ def test_forced_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
 
     scores, before = torch.randn(3, 9), d3s.backends()
     expected = d3s.topk_mask(scores, k=2)
-    monkeypatch.setitem(_plain.KERNELS, "topk_mask", kernel)
-    with _ops.forced("torch"):
+    monkeypatch.setitem(_torch.KERNELS, "topk_mask", kernel)
+    with backends.forced("torch"):
         assert d3s.backends()["topk_mask"]["cpu"] == "torch"
         assert not d3s.topk_mask(scores, k=2).any()
     assert calls == ["plain"]
@@ -89,7 +90,7 @@ def test_from_logits_choices_differ_at_the_threshold_alone(scope: str) -> None:
     logits = of_row.gather(-1, torch.rand(of_row.shape).argsort(-1))
     advantages = torch.randn(4)
     ours = d3s.select_tokens_from_logits(logits, advantages, 0.2, scope=scope)
-    with _ops.forced("torch"):
+    with backends.forced("torch"):
         theirs = d3s.select_tokens_from_logits(logits, advantages, 0.2, scope=scope)
     assert_identical(ours.count, theirs.count)
     torch.testing.assert_close(ours.entropy, theirs.entropy, rtol=0, atol=1e-5)
@@ -108,7 +109,7 @@ def test_arguments_are_checked_in_the_same_words() -> None:
     }
     for message, call in wrong.items():
         for backend in ("cpu", "torch"):
-            with _ops.forced(backend), pytest.raises(ValueError, match=message):
+            with backends.forced(backend), pytest.raises(ValueError, match=message):
                 call()
 
 
@@ -144,15 +145,15 @@ def test_forced_from_outside() -> None:
 def test_an_old_triton_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setattr(triton, "__version__", "3.5.1")
-    assert _ops._why_not_triton() == "Triton is 3.5.1; takes at least 3.6"
+    assert backends._why_not_triton() == "Triton is 3.5.1; takes at least 3.6"
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert (_ops._why_not_triton() or "").startswith("Triton does not import: ")
+    assert (backends._why_not_triton() or "").startswith("Triton does not import: ")
 
 
 def test_a_gpu_without_its_library_says_so_once(there: dict[str, str | None], recwarn: pytest.WarningsRecorder) -> None:
     there.update(cuda="this build has no CUDA library: there was no nvcc", triton="Triton does not import")
-    _ops._say_once.cache_clear()
-    kernel = _ops._python_kernel("topk_mask", "torch", "cuda", None)
+    backends._say_once.cache_clear()
+    kernel = backends._python_kernel("topk_mask", "torch", "cuda", None)
     for _ in range(2):
         kernel(torch.randn(5), None, None, 2)
     (warning,) = recwarn
@@ -180,8 +181,8 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 @here
 def test_the_report_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right = _plain.KERNELS["group_advantages"]
-    monkeypatch.setitem(_plain.KERNELS, "group_advantages", lambda *values, **more: right(*values, **more) + 1e-5)
+    right = _torch.KERNELS["group_advantages"]
+    monkeypatch.setitem(_torch.KERNELS, "group_advantages", lambda *values, **more: right(*values, **more) + 1e-5)
     assert report.main() == 1
     said, cell = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
     assert said.split()[:3] == ["torch", "group_advantages:", "advantages"]
@@ -195,8 +196,8 @@ def test_the_report_of_what_does_not_run(monkeypatch: pytest.MonkeyPatch, capsys
     def broken(*_: object, **__: object) -> None:
         raise OSError("no C compiler")
 
-    monkeypatch.setitem(_plain.KERNELS, "compact", broken)
+    monkeypatch.setitem(_torch.KERNELS, "compact", broken)
     assert report.main() == 0
     assert "torch: does not run here: OSError: no C compiler" in capsys.readouterr().out
-    monkeypatch.setattr(_ops, "serving", lambda device: {"cpu", "torch"})
+    monkeypatch.setattr(backends, "serving", lambda device: {"cpu", "torch"})
     assert report.main() == 1

@@ -10,9 +10,10 @@ from helpers import assert_same_bits, unwritten
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels import _ops, _plain
+from d3s_kernels import _torch
+from d3s_kernels._dispatch import backends
 
-here = pytest.mark.skipif(_ops.forced_backend is not None, reason="a back-end is forced")
+here = pytest.mark.skipif(backends.forced_backend is not None, reason="a back-end is forced")
 
 
 @here
@@ -35,8 +36,8 @@ def test_what_is_wrong_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         mask[..., -1] = ~mask[..., -1]
         return mask
 
-    right = _plain.KERNELS["topk_mask"]
-    monkeypatch.setitem(_plain.KERNELS, "topk_mask", off_by_one)
+    right = _torch.KERNELS["topk_mask"]
+    monkeypatch.setitem(_torch.KERNELS, "topk_mask", off_by_one)
     found = d3s.compare(d3s.topk_mask, torch.tensor([[3.0, 1.0, 2.0]]), k=1)
     assert not found.agrees
     assert [tuple(row) for row in found] == [("cpu", "mask", (0, 0), 0.0, 0.0), ("torch", "mask", (0, 2), 1.0, 0.0)]
@@ -52,7 +53,7 @@ def test_a_back_end_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setitem(_plain.KERNELS, "compact", broken)
+    monkeypatch.setitem(_torch.KERNELS, "compact", broken)
     right, wrong = d3s.compare(d3s.compact, torch.tensor([True]), 1)[-2:]
     assert (right.backend, right.agrees) == ("cpu", True)
     assert wrong == ("torch", "RuntimeError: no compiler", None, math.inf, 0.0)
@@ -65,7 +66,7 @@ def test_not_a_number_and_infinity_are_no_small_errors(place: int, monkeypatch: 
         def entropy(logits: Tensor, *, temperature: float = 1.0, mask: Tensor | None = None, value: float = value):
             return torch.full((6,), 1e-7, dtype=torch.float64).index_fill(0, torch.tensor([place]), value)
 
-        from d3s_kernels._dispatch.table import FUNCTIONS, Row
+        from d3s_kernels._table.table import FUNCTIONS, Row
 
         row = FUNCTIONS["entropy"]
         monkeypatch.setitem(FUNCTIONS, "entropy", Row(row.draw, entropy, row.results))

@@ -24,8 +24,7 @@ from d3s_kernels import (
     select_tokens_from_logits,
     topk_mask,
 )
-from d3s_kernels.rollouts import ROLLOUT_RULES
-from d3s_kernels.tokens import TOKEN_RULES
+from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
 
 LOGITS, LABELS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
 SCORES, FLAT = torch.zeros(2, 6), torch.zeros(12)

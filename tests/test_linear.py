@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
-from d3s_kernels._dispatch import allowed
+from d3s_kernels._table import allowed
 
 
 class Head(NamedTuple):

@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader
 
 import d3s_kernels as d3s
 from d3s_kernels import planning, ratios, reference
-from d3s_kernels.profile.__main__ import _arguments
-from d3s_kernels.rollouts import ROLLOUT_RULES
-from d3s_kernels.tokens import TOKEN_RULES
+from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
+from d3s_kernels.planning.profile.__main__ import _arguments
 
 PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
 LINES: dict[str, str] = dict(re.findall(r"^\| (\S.*?) \| .*?`(\w+ = [^`]+)` \| [^|]*\|$", PAGE, re.MULTILINE))
@@ -321,7 +320,7 @@ def test_blocks_of_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_command_that_profiles() -> None:
-    (command,) = re.findall(r"^python -m d3s_kernels\.profile (.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^python -m d3s_kernels\.planning\.profile (.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert _arguments().parse_args(shlex.split(command.replace("\\\n", ""))).out == Path("profile.jsonl")
 
 

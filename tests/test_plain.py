@@ -24,8 +24,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import d3s_kernels as d3s
-from d3s_kernels import _ops
-from d3s_kernels._plain import KERNELS, softmax
+from d3s_kernels import _head
+from d3s_kernels._dispatch import backends
+from d3s_kernels._torch import KERNELS, softmax_state
 
 
 def plain(name: str, *arguments: Any, **options: Any) -> Any:
@@ -35,7 +36,7 @@ def plain(name: str, *arguments: Any, **options: Any) -> Any:
 
 def test_every_op_is_here() -> None:
     """But what is made of the others, the LM head and what ranks do together, and a product that only CPUs need."""
-    elsewhere = {*_ops._COMPOSED, "wide_product_"}
+    elsewhere = {*_head.KERNELS, "wide_product_"}
     names = [name.partition("::") for name in torch._C._dispatch_get_all_op_names()]
     assert set(KERNELS) == {name for library, _, name in names if library == "d3s_kernels"} - elsewhere
 
@@ -63,14 +64,14 @@ def test_the_same_selections(
         )
 
     compiled = select()
-    with _ops.forced("torch"):
+    with backends.forced("torch"):
         for one, other in zip(select(), compiled, strict=True):
             assert_identical(one, other)
 
 
 def test_the_same_ratios() -> None:
     compiled = ratio_results()
-    with _ops.forced("torch"):
+    with backends.forced("torch"):
         for one, other in zip(ratio_results(), compiled, strict=True):
             assert_same_bits(one, other)
 
@@ -86,7 +87,7 @@ def test_blocks_of_rows_cover_strided_logits(monkeypatch: pytest.MonkeyPatch) ->
     logits = random_logits(5, 6, 7, 40)[:, 1:, ::2].transpose(0, 1)
     expected = plain("logprob_entropy", logits.contiguous(), None)
     for block in (1, 3 * 40, 4 * 40, 30 * 40):
-        monkeypatch.setattr(softmax, "_BLOCK", block)
+        monkeypatch.setattr(softmax_state, "_BLOCK", block)
         for one, other in zip(plain("logprob_entropy", logits, None), expected, strict=True):
             assert_same_bits(one, other)
 

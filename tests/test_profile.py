@@ -1,4 +1,4 @@
-"""python -m d3s_kernels.profile: counts that do not depend on when it was interrupted."""
+"""python -m d3s_kernels.planning.profile: counts that do not depend on when it was interrupted."""
 
 import json
 import math
@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d3s_kernels import load_profile, plan_rollouts
-from d3s_kernels.profile.__main__ import main
-from d3s_kernels.profile.queries import load_queries
-from d3s_kernels.profile.records import ProfileFile, Record
+from d3s_kernels.planning.profile.__main__ import main
+from d3s_kernels.planning.profile.queries import load_queries
+from d3s_kernels.planning.profile.records import ProfileFile, Record
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
 transformers = pytest.importorskip("transformers")
 
-from d3s_kernels.profile.rewards import load_reward, score  # noqa: E402  need transformers
-from d3s_kernels.profile.sampling import OwnNumbers, Sampler  # noqa: E402
+from d3s_kernels.planning.profile.rewards import load_reward, score  # noqa: E402  need transformers
+from d3s_kernels.planning.profile.sampling import OwnNumbers, Sampler  # noqa: E402
 
 PAD, EOS, LETTERS = 0, 1, "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = 2 + len(LETTERS)
@@ -156,7 +156,7 @@ def test_interrupted_and_resumed(
             return score(*arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr("d3s_kernels.profile.run.score", until)
+            patched.setattr("d3s_kernels.planning.profile.run.score", until)
             assert main(again) == 130
         assert f"stopped after {after} of {QUERIES} queries" in capsys.readouterr().err
         part = out.read_bytes()
@@ -171,7 +171,7 @@ def test_a_finished_profile_is_left_as_it_is(
 ) -> None:
     assert main(command()) == 0
     whole = (tmp_path / "profile.jsonl").read_bytes()
-    monkeypatch.setattr("d3s_kernels.profile.run.score", None)  # nothing is scored again
+    monkeypatch.setattr("d3s_kernels.planning.profile.run.score", None)  # nothing is scored again
     assert main(command()) == 0
     assert (tmp_path / "profile.jsonl").read_bytes() == whole
 
@@ -265,7 +265,7 @@ def test_a_dataset_by_name(command: Callable[..., list[str]], tmp_path: Path) ->
 
 def test_as_a_command(command: Callable[..., list[str]], tmp_path: Path) -> None:
     """With a module beside it that is not installed, and a progress bar."""
-    arguments = [sys.executable, "-m", "d3s_kernels.profile", *command(reward="rewards:later")]
+    arguments = [sys.executable, "-m", "d3s_kernels.planning.profile", *command(reward="rewards:later")]
     ran = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert f"{QUERIES}/{QUERIES}" in ran.stderr
     assert main(command(out=tmp_path / "here.jsonl")) == 0

@@ -11,10 +11,10 @@ from helpers import assert_identical, compiled_once, random_logits, rounds, slow
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels._dispatch.coverage import served_by
-from d3s_kernels._dispatch.draw import Draw
-from d3s_kernels._dispatch.outcomes import called
-from d3s_kernels._dispatch.table import OPS as OPS_TABLE
+from d3s_kernels._table.coverage import served_by
+from d3s_kernels._table.draw import Draw
+from d3s_kernels._table.outcomes import called
+from d3s_kernels._table.table import OPS as OPS_TABLE
 
 OPS = torch.ops.d3s_kernels
 # ---- opcheck ---------------------------------------------------------------------------------------------------------

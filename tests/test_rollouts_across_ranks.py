@@ -16,9 +16,9 @@ from traffic import counted
 
 import d3s_kernels
 from d3s_kernels import group_advantages, max_variance_select, select_rollouts
-from d3s_kernels._plain.segments import pool_present
-from d3s_kernels._ranks import concatenation, rollouts
-from d3s_kernels.rollouts import ROLLOUT_RULES
+from d3s_kernels._across_ranks import gathered, rollouts
+from d3s_kernels._segments import pool_present
+from d3s_kernels._selection.rules import ROLLOUT_RULES
 
 sizes = pytest.mark.parametrize("size", SIZES)
 SCALES, SCOPES = ("group", "batch", "none"), ("batch", "group")
@@ -112,7 +112,7 @@ def random_keep(generator: torch.Generator) -> tuple[int, int | Tensor]:
 def rounds_of(rounds: int) -> Iterator[int]:
     """In every other one as with a GPU, whose numbers the host does not look at."""
     for number in range(rounds):
-        with mock.patch.object(concatenation, "_is_at_hand", lambda _, odd=number % 2: not odd):
+        with mock.patch.object(gathered, "_is_at_hand", lambda _, odd=number % 2: not odd):
             yield number
 
 

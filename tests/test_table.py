@@ -12,11 +12,13 @@ from helpers import EVERYTHING, assert_same_bits
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels import _build_info, _ops, _plain, _rules, reference
-from d3s_kernels._dispatch.coverage import registered, replaced, require_all, served_by
-from d3s_kernels._dispatch.draw import Draw
-from d3s_kernels._dispatch.outcomes import written_arguments
-from d3s_kernels._dispatch.table import FUNCTIONS, OPS, Row
+from d3s_kernels import _build_info, _head, _torch, reference
+from d3s_kernels._dispatch import backends
+from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
+from d3s_kernels._table.coverage import registered, replaced, require_all, served_by
+from d3s_kernels._table.draw import Draw
+from d3s_kernels._table.outcomes import written_arguments
+from d3s_kernels._table.table import FUNCTIONS, OPS, Row
 from d3s_kernels.compare import compare_here
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +31,7 @@ def assert_means(name: str, row: Row, call: object) -> None:
     for most, draws in SIZES.items():
         for seed in torch.randint(2**31, (draws,)).tolist():
             arguments = row.draw(Draw(seed, most=most))
-            backend = next(iter(_ops.serving("cpu")))
+            backend = next(iter(backends.serving("cpu")))
             for difference in compare_here(row, call, arguments, arguments, backend):  # type: ignore[arg-type]
                 assert difference.agrees, f"{name}, Draw({seed}, most={most}): {difference}"
 
@@ -59,13 +61,13 @@ def test_every_op_checks_its_arguments_without_kernels_too() -> None:
 
 
 def test_every_back_end_has_its_ops() -> None:
-    require_all("plain PyTorch's kernels", _plain.KERNELS, served_by("kernels"))
-    require_all("what is composed of ops", _ops._COMPOSED, served_by("composed", "ranks"))
+    require_all("plain PyTorch's kernels", _torch.KERNELS, served_by("kernels"))
+    require_all("what is composed of ops", _head.KERNELS, served_by("composed", "ranks"))
     triton = pytest.importorskip("d3s_kernels._triton", reason="needs Triton")
     assert set(triton.KERNELS) <= served_by("kernels")
 
 
-@pytest.mark.skipif(_ops.forced_backend is not None or replaced(), reason="other kernels serve the CPU here")
+@pytest.mark.skipif(backends.forced_backend is not None or replaced(), reason="other kernels serve the CPU here")
 def test_every_op_has_a_kernel_for_the_cpu() -> None:
     has_one = {op for op in registered() if "\nCPU: " in torch._C._dispatch_dump(f"d3s_kernels::{op}")}
     require_all("kernels for the CPU", has_one, registered())
@@ -120,8 +122,8 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_every_rule_is_in_its_table() -> None:
-    assert get_args(d3s.rollouts.RolloutRule) == tuple(_rules.ROLLOUTS)
-    assert get_args(d3s.tokens.TokenRule) == tuple(_rules.TOKENS)
+    assert get_args(d3s.rollouts.RolloutRule) == ROLLOUT_RULES == reference.ROLLOUT_RULES
+    assert get_args(d3s.tokens.TokenRule) == TOKEN_RULES == reference.TOKEN_RULES
 
 
 def test_an_unknown_rule_is_an_error_in_the_library_and_in_the_reference() -> None:

@@ -13,7 +13,7 @@ from ranks import SIZES, Ranks, pieces_of, world
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels._ranks import top
+from d3s_kernels._across_ranks import topk_mask as top
 
 sizes = pytest.mark.parametrize("size", SIZES)
 SEEDS = rounds(60)  # for each number of ranks and each of the tests below

@@ -11,8 +11,8 @@ from ranks import SIZES, Ranks, world
 from traffic import asked, counted
 
 import d3s_kernels as d3s
-from d3s_kernels._ranks import top
-from d3s_kernels._ranks.top import FEW_RANKS, FEW_SEGMENTS
+from d3s_kernels._across_ranks import topk_mask as top
+from d3s_kernels._across_ranks.topk_mask import FEW_RANKS, FEW_SEGMENTS
 from d3s_kernels.distributed import (
     exchange_rows,
     plan_rows,

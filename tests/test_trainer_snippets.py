@@ -15,7 +15,7 @@ from ranks import Ranks, world
 from torch import Tensor
 
 from d3s_kernels import reference
-from d3s_kernels._ranks.equal_rows import most_varied
+from d3s_kernels._across_ranks.equal_rows import most_varied
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from d3s_kernels._ranks import group as collectives
+from d3s_kernels import _groups as collectives
 
 _SENT = ("input", "input_tensor", "input_tensors", "tensors")  # as the schemas name what a rank puts in
 

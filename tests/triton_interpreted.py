@@ -31,10 +31,12 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 import d3s_kernels as d3s
-from d3s_kernels import _ops, _triton, reference
-from d3s_kernels._dispatch.draw import Draw
-from d3s_kernels._dispatch.table import OPS
-from d3s_kernels._triton import gradient, launch, logprob_entropy, max_variance, topk_mask
+from d3s_kernels import _triton, reference
+from d3s_kernels._dispatch import backends
+from d3s_kernels._table.draw import Draw
+from d3s_kernels._table.table import OPS
+from d3s_kernels._triton import launch, logprob_entropy, max_variance, topk_mask
+from d3s_kernels._triton import logprob_entropy_backward as backward
 from d3s_kernels.compare import compare_here
 
 SLICE, LANES, IN_FLIGHT = 64, 2, 2  # in half precision twice 2 x 2 x 8 elements, or edges of 2 x 8
@@ -72,9 +74,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         (logprob_entropy, "IN_FLIGHT", IN_FLIGHT),
         (logprob_entropy, "MERGERS", 4),
         (launch, "warp_size", lambda: 1),
-        (gradient, "PIECE", PIECE),
-        (gradient, "BLOCK", BLOCK),
-        (gradient, "EDGE_BLOCK", EDGE),
+        (backward, "PIECE", PIECE),
+        (backward, "BLOCK", BLOCK),
+        (backward, "EDGE_BLOCK", EDGE),
         (topk_mask, "SIZES", ((8, 1), (32, 1))),
         (topk_mask, "LARGEST", 32),
         (max_variance, "SIZES", ((8, 1), (32, 1))),
@@ -89,7 +91,7 @@ def kernel(name: str, *arguments: Any, **options: Any) -> Any:
 
 
 def assert_served() -> None:
-    assert _ops._serving["cpu"]["logprob_entropy"] == _ops._serving["cpu"]["topk_mask"] == "triton"
+    assert backends._serving["cpu"]["logprob_entropy"] == backends._serving["cpu"]["topk_mask"] == "triton"
 
 
 def with_gradients(logits: Tensor, labels: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor, ...]:
@@ -224,7 +226,7 @@ def test_values_that_are_no_numbers(length: int) -> None:
     logits = torch.stack(rows)
     labels, weights = torch.tensor([0, length - 1]).repeat(len(rows))[: len(rows)], torch.ones(2, len(rows))
     found = with_gradients(logits, labels, weights)
-    with _ops.forced("torch"):
+    with backends.forced("torch"):
         expected = with_gradients(logits, labels, weights)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, equal_nan=True)
@@ -442,7 +444,7 @@ def test_the_highest(length: int, drop_zeros: bool) -> None:
         options: dict[str, Any] = {**quota, "mask": masks[i % 4], "drop_zeros": drop_zeros}
         found = d3s.topk_mask(scores, **options), d3s.topk_mask(scores[1], **{**options, "mask": None})
         assert_served()
-        with _ops.forced("torch"):
+        with backends.forced("torch"):
             assert_identical(found[0], d3s.topk_mask(scores, **options))
             assert_identical(found[1], d3s.topk_mask(scores[1], **{**options, "mask": None}))
 
@@ -458,7 +460,7 @@ def test_the_tokens(scope: str, drop_zeros: bool, shape: tuple[int, ...]) -> Non
         for ratio in (0.3, torch.tensor(0.07)):
             options: dict[str, Any] = {"mask": mask, "scope": scope, "drop_zeros": drop_zeros}
             found = d3s.select_tokens(entropy, each, ratio, **options)
-            with _ops.forced("torch"):
+            with backends.forced("torch"):
                 expected = d3s.select_tokens(entropy, each, ratio, **options)
             for one, other in zip(found, expected, strict=True):
                 assert_identical(one, other)
@@ -503,7 +505,7 @@ def test_a_number_for_each_segment_pooled(k: int) -> None:
     for keep in (k, torch.tensor(k)):
         for rule in ("largest_abs", "max_variance"):
             found = d3s.select_rollouts(scores, keep, rule=rule, scope="batch")
-            with _ops.forced("torch"):
+            with backends.forced("torch"):
                 assert_identical(found, d3s.select_rollouts(scores, keep, rule=rule, scope="batch"))
 
 
@@ -550,7 +552,7 @@ def test_the_most_varied(length: int) -> None:
         for k in sorted({1, 2, length // 2 + 1, length, length + 1}):
             for keep, present in ((k, None), (torch.tensor(k, dtype=torch.int32), mask)):
                 found = d3s.max_variance_select(values, keep, mask=present)
-                with _ops.forced("torch"):
+                with backends.forced("torch"):
                     assert_identical(found, d3s.max_variance_select(values, keep, mask=present))
 
 

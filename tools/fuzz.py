@@ -4,7 +4,7 @@
     python tools/fuzz.py --seconds 60              shared out among the back-ends
     python tools/fuzz.py --seconds 600 --on cpu    one of them, or several
 
-Each call follows from a seed and is compared with what the op means (d3s_kernels/_dispatch/table.py). One that is wrong
+Each call follows from a seed and is compared with what the op means (d3s_kernels/_table/table.py). One that is wrong
 is made smaller and printed as a test to paste; one that ends the process, or does not come back, is named by its seed.
 Back-ends: each SIMD level of the CPU, the CUDA kernels emulated, Triton's interpreter, plain PyTorch; and on a machine
 with a GPU what runs there.
@@ -51,7 +51,7 @@ def places() -> Iterator[Place]:
     import torch
 
     import d3s_kernels
-    from d3s_kernels import _ops
+    from d3s_kernels._dispatch import backends
 
     info = d3s_kernels.build_info()
     levels = info["simd_levels"]
@@ -62,7 +62,7 @@ def places() -> Iterator[Place]:
         yield Place("triton", {"TRITON_INTERPRET": "1", "D3S_KERNELS_BACKEND": "triton"}, MOST_INTERPRETED)
     yield Place("torch", {"D3S_KERNELS_BACKEND": "torch"})
     if torch.cuda.is_available():
-        for backend in _ops.runnable("cuda"):
+        for backend in backends.runnable("cuda"):
             yield Place(f"gpu-{backend}", {"D3S_KERNELS_BACKEND": backend}, (40, 40, 400, 5000, 100_000), "cuda")
 
 
@@ -82,7 +82,7 @@ class Call:
         import torch
 
         import d3s_kernels
-        from d3s_kernels._dispatch.table import FUNCTIONS, OPS
+        from d3s_kernels._table.table import FUNCTIONS, OPS
 
         kind, name = self.name.split()
         if kind == "op":
@@ -90,7 +90,7 @@ class Call:
         return FUNCTIONS[name], getattr(d3s_kernels, name)
 
     def drawn(self) -> tuple[dict[str, Any], tuple[int, ...]]:
-        from d3s_kernels._dispatch.draw import Draw
+        from d3s_kernels._table.draw import Draw
 
         draw = Draw(self.seed, most=self.most, choices=self.choices)
         return self.row_and_function()[0].draw(draw), tuple(draw.choices)
@@ -184,7 +184,7 @@ def work(place: Place, seconds: float, seed: int, log: Path) -> None:
         sys.path.insert(0, str(TESTS))
         import emulated_cuda  # noqa: F401
 
-    from d3s_kernels._dispatch.table import FUNCTIONS, OPS
+    from d3s_kernels._table.table import FUNCTIONS, OPS
 
     without = {"ranks"} | ({"cpu"} if place.device != "cpu" else set())
     names = [f"op {name}" for name, row in OPS.items() if row.served_by not in without]

@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     Mutant(
         "triton: the first label of a piece has no gradient of its own",
-        "d3s_kernels/_triton/gradient.py",
+        "d3s_kernels/_triton/logprob_entropy_backward.py",
         "has_label = (place >= begin) & (place < end)",
         "has_label = (place > begin) & (place < end)",
         TRITON,
@@ -211,28 +211,28 @@ MUTANTS = (
     # ---- plain PyTorch -----------------------------------------------------------------------------------------------
     Mutant(
         "plain: -0 is below 0",
-        "d3s_kernels/_plain/order.py",
+        "d3s_kernels/_segments/order_key.py",
         "bits = (values + 0.0).view(torch.int32)",
         "bits = values.contiguous().view(torch.int32)",
         PLAIN,
     ),
     Mutant(
         "plain: a logit of -inf makes the entropy NaN",
-        "d3s_kernels/_plain/softmax.py",
+        "d3s_kernels/_torch/softmax_state.py",
         "torch.mul(distance.clamp_(min=_LOWEST), terms[0]",
         "torch.mul(distance, terms[0]",
         PLAIN,
     ),
     Mutant(
         "plain: the backward does not know the mask",
-        "d3s_kernels/_plain/gradients.py",
+        "d3s_kernels/_torch/logprob_entropy_backward.py",
         "still=rows.still | ~mask.reshape(-1)",
         "still=rows.still",
         PLAIN,
     ),
     Mutant(
         "plain: one tie too few is kept at a cut",
-        "d3s_kernels/_plain/key_search.py",
+        "d3s_kernels/_torch/topk_steps.py",
         "(number <= allowed)",
         "(number < allowed)",
         PLAIN,
@@ -240,28 +240,28 @@ MUTANTS = (
     # ---- several ranks -----------------------------------------------------------------------------------------------
     Mutant(
         "ranks: a rank counts its own values among those before it",
-        "d3s_kernels/_ranks/offsets.py",
+        "d3s_kernels/_across_ranks/offsets.py",
         "lengths[: ranks.rank].sum()",
         "lengths[: ranks.rank + 1].sum()",
         "tests/test_tokens_across_ranks.py",
     ),
     Mutant(
         "ranks: every rank keeps the ties that the first one keeps",
-        "d3s_kernels/_ranks/top.py",
+        "d3s_kernels/_across_ranks/topk_mask.py",
         "(cut[:, 1] - before).clamp(min=0)",
         "cut[:, 1].clamp(min=0)",
         "tests/test_tokens_across_ranks.py",
     ),
     Mutant(
         "ranks: the first rollout of a rank is looked for on the rank before",
-        "d3s_kernels/_ranks/concatenation.py",
+        "d3s_kernels/_across_ranks/gathered.py",
         "torch.searchsorted(ends, place, right=True)",
         "torch.searchsorted(ends, place)",
         "tests/test_rollouts_across_ranks.py",
     ),
     Mutant(
         "ranks: the backward of a shard takes it for the first",
-        "d3s_kernels/_linear.py",
+        "d3s_kernels/_head/backward.py",
         "shard.first_token + t.start, temperature",
         "t.start, temperature",
         "tests/test_vocab_parallel.py",
@@ -269,14 +269,14 @@ MUTANTS = (
     # ---- rules, the LM head, the schedule ----------------------------------------------------------------------------
     Mutant(
         "rules: the quantiles of percentile are those of i / k",
-        "d3s_kernels/_rules.py",
+        "d3s_kernels/_selection/rules.py",
         "* k + span) // (2 * span)",
         "* k) // (2 * span)",
         "tests/test_select_rollouts.py",
     ),
     Mutant(
         "head: masked rows have a gradient",
-        "d3s_kernels/_linear.py",
+        "d3s_kernels/_head/backward.py",
         "active &= mask.reshape(count)",
         "pass",
         "tests/test_linear.py",

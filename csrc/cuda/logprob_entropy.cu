@@ -18,7 +18,7 @@ constexpr int kWarps = kThreads / kWarp;
 template <bool kAligned>
 constexpr int kBlocksPerSm = kAligned ? 3 : 2;
 constexpr int kInFlight = 4;   // vectors that a thread loads before it uses the first
-constexpr int kSlice = 32768;  // elements; d3s_kernels/_linear.py cuts where this does
+constexpr int kSlice = 32768;  // elements; d3s_kernels/_head/tiles.py cuts where this does
 
 template <class T>
 constexpr int kTile = kThreads * kInFlight * kPerVector<T>;  // what a block loads at a time

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import gradient, logprob_entropy, max_variance, topk_mask
+from . import logprob_entropy, max_variance, topk_mask
+from . import logprob_entropy_backward as backward
 
 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,8 +33,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
         logprob_entropy.logprob_entropy,
         logprob_entropy.softmax_state_,
         logprob_entropy.softmax_state_finish,
-        gradient.logprob_entropy_backward,
-        gradient.logprob_entropy_backward_,
+        backward.logprob_entropy_backward,
+        backward.logprob_entropy_backward_,
         topk_mask.topk_mask,
         topk_mask.select_tokens,
         topk_mask.select_tokens_from_logits,

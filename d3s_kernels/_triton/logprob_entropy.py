@@ -20,7 +20,7 @@ from .order_key import ABSENT, order_key
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, LOWEST, NAN, add, finish, load_columns, merge, merge_lanes
 
-SLICE = 32768  # elements; d3s_kernels/_linear.py cuts where this does
+SLICE = 32768  # elements; d3s_kernels/_head/tiles.py cuts where this does
 LANES = 256
 IN_FLIGHT = 4  # vectors of 16 bytes that a lane loads before it uses the first
 MERGERS = 128  # rows to a program that merges slices

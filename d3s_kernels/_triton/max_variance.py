@@ -1,16 +1,18 @@
 """max_variance_select in Triton: a program for each group, which it sorts in registers.
 
-Groups here are rows that are short enough, or all of a batch that is; the others are plain PyTorch's.
+Groups here are rows that are short enough, or all of a batch that is. There is no kernel here for the others: then the
+op returns NotImplemented.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _plain
 from .launch import EXACT, contiguous, smallest, warps
 from .order_key import order_key
 from .topk_mask import number
@@ -88,13 +90,10 @@ def max_variance_select(
     offsets: Tensor | None = None,
     max_segment: int | None = None,
     pooled: bool = False,
-) -> Tensor:
+) -> Any:
     length = values.numel() if pooled else values.shape[-1]
     if offsets is not None or length > LARGEST:
-        whole: Tensor = _plain.KERNELS["max_variance_select"](
-            values, keep, keep_tensor, mask, offsets, max_segment, pooled
-        )
-        return whole
+        return NotImplemented
     out = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     if values.numel():
         size, threads = smallest(SIZES, length)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 ABSENT = tl.constexpr(0)  # masked, or NaN
 ZERO_KEY = tl.constexpr(0x80000000)
-LARGEST_KEY = tl.constexpr(0xFFFFFFFF)  # no float has it
+NO_KEY = tl.constexpr(0xFFFFFFFF)  # above that of any float
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 What the k largest order keys reach is found bit by bit, from the highest: a bit is set where at least k keys reach it.
 
-Segments here are rows that are short enough, or all of a batch that is. Longer ones are plain PyTorch's; so are those
-that offsets name, since nobody but the device knows how long they are.
+Segments here are rows that are short enough, or all of a batch that is. There is no kernel here for longer ones, nor
+for those that offsets name, since nobody but the device knows how long they are: then the ops return NotImplemented.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _plain
 from .launch import EXACT, contiguous, smallest, warps
 from .logprob_entropy import row_statistics
-from .order_key import ABSENT, LARGEST_KEY, ZERO_KEY, order_key, order_key_value
+from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, order_key_value
 
 # The longest segment of a program, and its threads: up to 32 keys to each, which its registers hold.
 SIZES = ((1024, 128), (4096, 256), (8192, 512), (16384, 512))
@@ -100,7 +99,7 @@ def select_top(
         reaching = keys >= tl.maximum(bound, 1)  # without what is absent
         if DROP_ZEROS:
             reaching = reaching & (keys != ZERO_KEY)
-        lowest = order_key_value(tl.min(tl.where(reaching, keys, LARGEST_KEY), 0))
+        lowest = order_key_value(tl.min(tl.where(reaching, keys, NO_KEY), 0))
     # Above it all are kept, of those that equal it the first ones.
     above = keys > bound
     ties = (keys == bound).to(tl.int32)
@@ -122,7 +121,7 @@ def lower_bound(keys, present, kept):
     The bits that all keys share need no look, and where the number is met the bits that are left need none.
     """
     highest = tl.max(keys, 0)
-    differing = highest ^ tl.min(tl.where(keys == ABSENT, LARGEST_KEY, keys), 0)
+    differing = highest ^ tl.min(tl.where(keys == ABSENT, NO_KEY, keys), 0)
     for shift in tl.static_range(5):
         differing |= differing >> (1 << shift)
     bound = highest ^ (highest & differing)  # ~differing fails in the interpreter of Triton 3.7 with NumPy 2
@@ -202,12 +201,9 @@ def topk_mask(
     max_segment: int | None = None,
     drop_zeros: bool = False,
     pooled: bool = False,
-) -> Tensor:
+) -> Any:
     if not _fits(scores.shape, pooled, offsets):
-        whole: Tensor = _plain.KERNELS["topk_mask"](
-            scores, ratio, ratio_tensor, k, k_tensor, mask, offsets, max_segment, drop_zeros, pooled
-        )
-        return whole
+        return NotImplemented
     quota = _quota(ratio, ratio_tensor, k, k_tensor, scores.shape[:-1].numel() if pooled else 1)
     return _select(scores.contiguous(), scores.shape, pooled, drop_zeros, mask, quota, with_counts=False)[0]
 
@@ -224,9 +220,7 @@ def select_tokens(
     drop_zeros: bool = False,
 ) -> Any:
     if not _fits(entropy.shape, pooled, offsets):
-        return _plain.KERNELS["select_tokens"](
-            entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
-        )
+        return NotImplemented
     quota = _quota(ratio, ratio_tensor)
     return _select(entropy.contiguous(), entropy.shape, pooled, drop_zeros, mask, quota, advantages)
 
@@ -248,7 +242,7 @@ def select_tokens_from_logits(
     of_rows = None, temperature, temperature_tensor, mask
     if not _fits(shape, pooled, offsets):
         entropy = row_statistics(logits, *of_rows)[1]
-        chosen, count, threshold = _plain.KERNELS["select_tokens"](
+        chosen, count, threshold = torch.ops.d3s_kernels.select_tokens.default(
             entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
         )
         return chosen, entropy, count, threshold

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import adaptive_clip, entropy_groups, importance_ratio
+from ..ratios import adaptive_clip, entropy_groups, importance_ratio
 
 
 class EspoTerms(NamedTuple):

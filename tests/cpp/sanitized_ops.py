@@ -21,9 +21,9 @@ module = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = module
 spec.loader.exec_module(module)
 
-from d3s_kernels._dispatch.coverage import require_all, served_by  # noqa: E402
-from d3s_kernels._dispatch.draw import Draw  # noqa: E402
-from d3s_kernels._dispatch.table import OPS  # noqa: E402
+from d3s_kernels._table.coverage import require_all, served_by  # noqa: E402
+from d3s_kernels._table.draw import Draw  # noqa: E402
+from d3s_kernels._table.table import OPS  # noqa: E402
 from d3s_kernels.compare import compare_here  # noqa: E402
 
 # Draws, and the largest length of a row or a segment: many short ones, and some beyond each size at which a kernel goes

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from d3s_kernels import _ops
+from d3s_kernels._dispatch import backends
 
 HERE = Path(__file__).parent
 
@@ -17,11 +17,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-@pytest.fixture(params=_ops.BACKENDS)
+@pytest.fixture(params=backends.BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The one that computes the ops in this test."""
-    if request.param not in _ops.runnable("cuda"):
-        pytest.skip(_ops.why_not(request.param) or f"D3S_KERNELS_BACKEND={_ops.forced_backend}")
+    if request.param not in backends.runnable("cuda"):
+        pytest.skip(backends.why_not(request.param) or f"D3S_KERNELS_BACKEND={backends.forced_backend}")
     torch._dynamo.reset()  # a graph that was recorded with another one's kernels would be replayed
-    with _ops.forced(request.param):
+    with backends.forced(request.param):
         yield request.param

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels import _rules
-from d3s_kernels._dispatch.coverage import served_by
-from d3s_kernels._dispatch.draw import Draw
-from d3s_kernels._dispatch.outcomes import called
-from d3s_kernels._dispatch.table import OPS
-from d3s_kernels._ranks import top
-from d3s_kernels._ranks.equal_rows import most_varied
+from d3s_kernels._across_ranks import topk_mask as top
+from d3s_kernels._across_ranks.equal_rows import most_varied
+from d3s_kernels._selection import rules
+from d3s_kernels._table.coverage import served_by
+from d3s_kernels._table.draw import Draw
+from d3s_kernels._table.outcomes import called
+from d3s_kernels._table.table import OPS
 from d3s_kernels.compare import moved
 
 GPU = torch.device("cuda")
@@ -97,10 +97,10 @@ def _among_ranks(rewards: Tensor) -> tuple[Tensor, ...]:
 
 # What draws gives other numbers each time, and TRL's quantile waits for the device.
 MADE_OF_OPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
-    **{f"rollouts, {rule}": partial(_rollouts, rule) for rule, row in _rules.ROLLOUTS.items() if not row.draws},
+    **{f"rollouts, {rule}": partial(_rollouts, rule) for rule, row in rules.ROLLOUTS.items() if not row.draws},
     **{
         f"tokens, {rule}": partial(_tokens, rule)
-        for rule, row in _rules.TOKENS.items()
+        for rule, row in rules.TOKENS.items()
         if not row.draws and rule != "entropy_quantile"
     },
     "rollouts, equal rows": lambda rewards: (most_varied(rewards.view(8, 64), torch.full((), 192).to(rewards.device)),),

@@ -5,10 +5,10 @@ compute-sanitizer --tool racecheck python tests/cuda/sanitized.py
 
 import torch
 
-from d3s_kernels._dispatch.coverage import require_all, served_by
-from d3s_kernels._dispatch.draw import Draw
-from d3s_kernels._dispatch.outcomes import called
-from d3s_kernels._dispatch.table import OPS
+from d3s_kernels._table.coverage import require_all, served_by
+from d3s_kernels._table.draw import Draw
+from d3s_kernels._table.outcomes import called
+from d3s_kernels._table.table import OPS
 from d3s_kernels.compare import moved
 
 GPU = torch.device("cuda")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from every_op import GPU
 
-from d3s_kernels._dispatch.coverage import served_by
-from d3s_kernels._dispatch.draw import Draw
-from d3s_kernels._dispatch.table import OPS
+from d3s_kernels._table.coverage import served_by
+from d3s_kernels._table.draw import Draw
+from d3s_kernels._table.table import OPS
 from d3s_kernels.compare import compare_here, moved
 
 # Draws, and the largest length of a row or a segment: one block, several, and beyond what a block's memory holds.

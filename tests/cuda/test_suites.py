@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from test_cuda_emulated import ABOVE_THE_KERNELS, SUITES, TESTS, run_pytest
 
-from d3s_kernels import _ops
+from d3s_kernels._dispatch import backends
 
-BACKEND = _ops.runnable("cuda")[0]
+BACKEND = backends.runnable("cuda")[0]
 FILES = [name for suite in SUITES for name in suite]
 KERNELS = "cuda_shim/kernels.py"  # what only the CUDA kernels have
 # Plain PyTorch's, and run as such.

@@ -86,7 +86,7 @@ def test_and_by_no_less_than_if_each_rank_had_chosen_alone(batch: tuple[Tensor, 
     _, total = rows_to_keep(*advantages.shape, keep, multiple * ranks)
     assert each * ranks == total
     alone = torch.cat([own[max_variance_select(own.float(), each)] for own in by_rank])
-    # One exchange's part of the sum is what the choice may lack: see d3s_kernels/_ranks/equal_rows.py.
+    # One exchange's part of the sum is what the choice may lack: see d3s_kernels/_across_ranks/equal_rows.py.
     lacking = (by_rank.amax(dim=1) - by_rank.amin(dim=1)).amax() ** 2 / 4
     assert by_rank[kept].var(correction=0) * total >= alone.var(correction=0) * total - lacking - 1e-9
 

@@ -16,8 +16,8 @@ import torch
 import trl.trainer.utils as trl_utils
 from torch import Tensor
 
-from ... import _ops
-from ...vocab import linear_logprob_entropy
+from ..._dispatch.backends import DEVICES
+from ...vocabulary import linear_logprob_entropy
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,7 +70,7 @@ def _why_not(
         return "ZeRO-3 takes the head's weight away again before its backward"
     if weight.dtype not in _FLOATS or dtype not in _FLOATS:
         return f"the head's weight is {weight.dtype} and its products {dtype}; ours takes float32, bfloat16 or float16"
-    if hidden.device.type not in _ops.DEVICES:
+    if hidden.device.type not in DEVICES:
         return f"there are no kernels here for tensors on {hidden.device.type}"
     if not logit_scale > 0:
         return f"the model scales its logits by {logit_scale}"

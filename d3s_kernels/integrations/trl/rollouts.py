@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ..._ranks.equal_rows import most_varied
+from ..._across_ranks.equal_rows import most_varied
 from ...rollouts import max_variance_select
 from ...tokens import topk_mask
 
@@ -104,7 +104,7 @@ def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: Pro
 
 def _widened(rows: dict[str, Tensor], pad_token: int, process_group: ProcessGroup) -> dict[str, Tensor]:
     """Each tensor as wide as it is where it is widest; what is new in width is padding."""
-    from ..._ranks.group import ranks_of
+    from ..._groups import ranks_of
 
     names = sorted(name for name, value in rows.items() if value.dim() > 1)
     widths = torch.tensor([rows[name].shape[1] for name in names], device=rows["prompt_ids"].device)

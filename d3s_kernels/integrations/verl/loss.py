@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
-from ... import select_tokens
+from ...tokens import select_tokens
 from .._options import check_options
 from .options import POLICY_LOSS, EspoOptions
 

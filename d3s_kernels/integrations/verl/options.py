@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ... import Budget
+from ...schedule import Budget
 from .._options import check_options, schedule_of
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ... import group_advantages, max_variance_select, select_rollouts, topk_mask
+from ...rollouts import group_advantages, max_variance_select, select_rollouts
+from ...tokens import topk_mask
 from .._options import is_whole
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from ... import Budget, select_tokens
+from ...schedule import Budget
+from ...tokens import select_tokens
 from .options import D3SOptions
 from .rows import choose_rows, rollout_advantages, rows_of_an_update, sessions
 

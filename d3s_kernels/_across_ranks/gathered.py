@@ -1,0 +1,90 @@
+"""All ranks' rollouts as one tensor, by one gather: they are few, a number for each rollout.
+
+Ranks may hold different numbers of them, none included. What is gathered is as long on all ranks as the longest:
+``max_rollouts``, the caller's bound, or without it what a round before finds out, for which the host has to wait. With
+the bound only the device knows where one rank's end and the next one's begin, and nothing here asks it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._groups import Ranks
+
+_HEADER = 2  # before the values: how many there are, and how many groups
+
+
+class Everyones(NamedTuple):
+    """What each rank holds, a row for each."""
+
+    values: Tensor  # float32 [ranks, most]: NaN after a rank's last
+    sizes: Tensor  # int64 [ranks]: how many it has
+    groups: Tensor  # int64 [ranks]: how many groups they are
+    total: int | None  # of all ranks, where the host knows
+
+    @property
+    def length(self) -> int:
+        """Of the concatenation: the total, or what is not less."""
+        return self.values.numel() if self.total is None else self.total
+
+
+class Concatenation(NamedTuple):
+    """One rank's values after the other's, and NaN to the end."""
+
+    values: Tensor  # float32 [length]
+    total: Tensor  # int64 [1]: how many are of a rank
+    begin: Tensor  # int64 [1]: where those of this rank begin
+    own: Tensor  # int64 [values of this rank]: where they are
+
+    def with_tail(self, offsets: Tensor) -> Tensor:
+        """Offsets of what the ranks hold, and what is behind it as one segment more."""
+        return torch.cat([offsets, offsets.new_full((1,), len(self.values))])
+
+    def as_one_segment(self) -> Tensor:
+        return self.with_tail(torch.cat([self.total.new_zeros(1), self.total]))
+
+
+def gather(ranks: Ranks, values: Tensor, groups: int, max_rollouts: int | None) -> Everyones:
+    """Everyone's values, float32 ``[n]``, in one round with ``max_rollouts`` and in two without."""
+    most, total = max_rollouts, None
+    if most is None:
+        lengths = ranks.gather_number(len(values), values).tolist()  # waits for the device
+        most, total = max(lengths), sum(lengths)
+    # As int32, so that nothing on the way takes the numbers in front for floats.
+    message = torch.full((_HEADER + most,), math.nan, dtype=torch.float32, device=values.device).view(torch.int32)
+    message[0], message[1] = len(values), groups
+    message[_HEADER : _HEADER + len(values)] = values.view(torch.int32)
+    all_messages = ranks.gather(message)
+    sizes = all_messages[:, 0].long()
+    if total is None and _is_at_hand(sizes):
+        total = int(sizes.sum())
+    return Everyones(
+        all_messages[:, _HEADER:].contiguous().view(torch.float32), sizes, all_messages[:, 1].long(), total
+    )
+
+
+def _is_at_hand(sizes: Tensor) -> bool:
+    """Whether the host can look at them and waits for nobody."""
+    return sizes.is_cpu and not torch.compiler.is_compiling()
+
+
+def concatenate(everyones: Everyones, rank: int, held: int) -> Concatenation:
+    """As ``rank`` sees it, which holds so many."""
+    most = everyones.values.shape[1]
+    ends = everyones.sizes.cumsum(0)
+    begins = ends - everyones.sizes
+    begin = begins[rank : rank + 1]
+    own = begin + torch.arange(held, device=ends.device)
+    if everyones.total == everyones.values.numel():  # all ranks have as many: they are one after the other already
+        return Concatenation(everyones.values.view(-1), ends[-1:], begin, own)
+    place = torch.arange(everyones.length, device=ends.device)
+    holder = torch.searchsorted(ends, place, right=True)  # one past the last rank, behind what the ranks hold
+    inside = place < ends[-1]
+    holder = holder.where(inside, 0)
+    source = (holder * most + place - begins[holder]).where(inside, 0)
+    values = everyones.values.view(-1)[source].masked_fill(~inside, math.nan)
+    return Concatenation(values, ends[-1:], begin, own)

@@ -1,0 +1,113 @@
+"""topk_mask and select_tokens across ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._dispatch import ops
+from .._groups import Ranks, ranks_of
+from .._segments import Quota
+from .._selection.tokens import Factors, Selection, TokenArguments, TopkArguments
+from .agreement import agree
+from .offsets import alike, is_whole, own_offsets, own_pieces, require_placement
+from .topk_mask import select
+
+
+def topk_mask(arguments: TopkArguments, process_group: ProcessGroup | DeviceMesh, placement: str) -> Tensor:
+    ranks = ranks_of(process_group)
+    scores, ratio, k, mask, offsets, max_segment, drop_zeros = arguments
+
+    def check() -> Quota:
+        quota = arguments.checked()
+        require_placement(placement, scores, offsets, "scores")
+        ops.refuse("topk_mask", scores, *quota, mask, own_offsets(placement, offsets), max_segment, drop_zeros)
+        return quota
+
+    same = {"ratio": ratio, "k": k, "drop_zeros": drop_zeros}
+    quota = agree(ranks, "topk_mask", check, lambda _: same | alike(placement, scores, offsets))
+    if ranks.size == 1 or is_whole(placement, scores, offsets):
+        return arguments.select(quota)
+    pieces = offsets
+    if placement == "global":
+        assert offsets is not None
+        pieces = own_pieces(offsets, ranks.gather_number(scores.numel(), scores), ranks, "scores")
+    return select(ops.topk_order_keys(scores, None, mask, None), pieces, quota, drop_zeros, ranks).mask
+
+
+def select_tokens(
+    arguments: TokenArguments, process_group: ProcessGroup | DeviceMesh, placement: str
+) -> tuple[Tensor, Selection]:
+    """What stands for the entropy, and the selection."""
+    ranks, offsets, pooled = ranks_of(process_group), arguments.offsets, arguments.scope == "batch"
+
+    def check() -> Factors:
+        if arguments.rule == "entropy_quantile":
+            raise ValueError(f"process_group: got one with rule {arguments.rule!r}; takes None, as it is one process's")
+        factors = arguments.factors(ranks.rank)
+        require_placement(placement, factors.values, offsets, "entropy")
+        checked = factors
+        if placement == "global":
+            _require_one_for_each(factors.weights, factors.values, offsets)
+            checked = factors._replace(weights=factors.weights.new_zeros(()))
+        own = arguments._replace(offsets=own_offsets(placement, offsets))
+        ops.refuse("select_tokens", *own.of_op(checked))
+        return factors
+
+    def same(factors: Factors) -> dict[str, Any]:
+        given = {name: getattr(arguments, name) for name in ("ratio", "rule", "scope", "drop_zeros")}
+        return given | alike(placement, factors.values, offsets)
+
+    factors = agree(ranks, "select_tokens", check, same)
+    entropy, weights, quota = factors
+    if ranks.size == 1 or (not pooled and is_whole(placement, entropy, offsets)):
+        return entropy, arguments.select(factors)
+    pieces = offsets
+    if offsets is not None and placement != "whole":
+        pieces, weights = _pieces_and_weights(entropy, weights, offsets, placement, ranks)
+    keys = ops.topk_order_keys(entropy, weights, arguments.mask, pieces)
+    if pooled:
+        kept = select(keys.view(-1), None, quota, arguments.drop_zeros, ranks)
+        return entropy, (kept.mask.view(entropy.shape), kept.count.view(()), kept.threshold.view(()))
+    kept = select(keys, pieces, quota, arguments.drop_zeros, ranks)
+    shape = entropy.shape[:-1] if offsets is None else kept.count.shape
+    return entropy, (kept.mask, kept.count.view(shape), kept.threshold.view(shape))
+
+
+def _require_one_for_each(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> None:
+    assert offsets is not None
+    takes = entropy.shape[0], offsets.shape[0] - 1
+    if advantages.dim() > 1 or (advantages.dim() == 1 and advantages.shape[0] not in takes):
+        raise ValueError(
+            f"advantages: got shape {list(advantages.shape)}; takes one for each token, [{takes[0]}], one for each of "
+            f"{takes[1]} sequences, or a 0-d tensor"
+        )
+
+
+def _pieces_and_weights(
+    entropy: Tensor, advantages: Tensor, offsets: Tensor, placement: str, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """This rank's pieces of the sequences, and an advantage for each of its tokens. One round, of 24 bytes.
+
+    A rank that has as many tokens as there are sequences cannot tell what its advantages are for. So all say what
+    theirs may be for: sequences, if that fits everywhere, unless everywhere they may be for tokens too.
+    """
+    tokens, sequences = entropy.shape[0], offsets.shape[0] - 1
+    given = advantages.shape[0] if advantages.dim() else -1
+    own = torch.empty(3, dtype=torch.int64, device=entropy.device)
+    own[0], own[1], own[2] = tokens, given == tokens, given == sequences  # a copy of a list would wait for the device
+    everyones = ranks.gather(own)
+    lengths, for_tokens, for_sequences = everyones.unbind(1)
+    pieces = own_pieces(offsets, lengths, ranks, "entropy") if placement == "global" else offsets
+    if given != sequences or 0 in (tokens, sequences):
+        return pieces, advantages
+    place = torch.arange(tokens, device=entropy.device)
+    sequence = torch.searchsorted(pieces[1:].contiguous(), place, right=True).clamp(max=sequences - 1)
+    spread = advantages[sequence]
+    if given != tokens:
+        return pieces, spread
+    return pieces, torch.where(for_sequences.bool().all() & ~for_tokens.bool().all(), spread, advantages)

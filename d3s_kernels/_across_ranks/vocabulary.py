@@ -1,0 +1,265 @@
+"""Log-probabilities and entropies where the vocabulary lies on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._arguments import (
+    require_no_tangent,
+    require_number,
+    require_optional_tensors,
+    require_tensors,
+    require_whole,
+    temperature_argument,
+)
+from .._dispatch import ops
+from .._head.problem import checked_head, require_bounds
+from .._head.shard import Shard
+from .agreement import agree, asks
+from .vocabulary_shard import VocabularyShard
+
+Group = dist.ProcessGroup | DeviceMesh
+
+
+def vocab_parallel_logprob_entropy(
+    logits_shard: Tensor,
+    labels: Tensor,
+    vocab_start: int | None = None,
+    process_group: Group | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`d3s_kernels.logprob_entropy` of logits whose vocabulary is shared by the ranks of a group.
+
+    Each rank reduces its columns to the softmax state of every row, ``(max, S, T, the label's logit)``; one all-gather
+    of these ``[rows, 4]`` float32 numbers follows, 16 bytes for a row and rank, and each rank merges them in the order
+    of the ranks. Nothing else is communicated: all ranks have the same results, to the bit.
+
+    **Backward.** Nothing is communicated. The loss is the same on all ranks, and so is the gradient that comes back to
+    ``logprob`` and ``entropy``; each rank makes its columns' gradient of it, of the row's entropy, maximum and log S.
+    This is the convention of Megatron's vocab-parallel cross entropy. Do not scale the loss by the number of these
+    ranks, and do not sum over them what the loss is made of: an all-reduce that autograd sees would give the right loss
+    and gradients that are too large by the number of ranks.
+
+    Args:
+        logits_shard: ``[..., V_r]``, this rank's columns of the logits, bfloat16, float16 or float32, any stride but in
+            the last dimension. Ranks may have different numbers of columns, also none. A token that pads the vocabulary
+            is a column of ``-inf``; whole shards may be that. Or a DTensor with ``Shard(-1)`` on one dimension of its
+            mesh, and ``Replicate``, or ``Shard`` of rows, on the others.
+        labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target:
+            logprob 0, entropy as usual. A label that no rank has gives NaN, and NaN gradients.
+        vocab_start: the token of this rank's first column; None for a DTensor.
+        process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
+            DTensor.
+        temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``; the same
+            on all ranks.
+        mask: bool ``[...]``, the same on all ranks; rows where it is False are not read and give 0 and 0.
+
+        Where ``logits_shard`` is a DTensor, the others may be, too: replicated, or with rows cut as its rows are. Where
+        its rows are cut, plain tensors are of this rank's rows.
+
+    Returns:
+        ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a group that this
+            process is not in, a DTensor that is cut otherwise. What one rank alone refuses leaves the others waiting
+            for it; with ``D3S_KERNELS_CHECK=1`` all raise the same, and also where labels, temperatures or masks differ
+            between ranks, where shards overlap or leave a gap, and where a label is in none of them.
+
+    Example:
+        Here the group has one rank; a trainer's comes from its mesh, ``mesh["tp"]``.
+
+        >>> import torch, torch.distributed as dist
+        >>> from d3s_kernels.distributed import vocab_parallel_logprob_entropy
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> logprob, entropy = vocab_parallel_logprob_entropy(
+        ...     torch.zeros(2, 4), torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD
+        ... )
+        >>> logprob, entropy
+        (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
+        >>> dist.destroy_process_group()
+    """
+    shard = VocabularyShard("logits_shard", logits_shard, -1, vocab_start, process_group)
+    logits, rows = shard.local, shard.local.shape[:-1]
+    labels, mask, temperature = shard.beside(labels=labels, mask=mask, temperature=temperature)
+
+    def arguments() -> tuple[Any, ...]:
+        require_tensors(logits_shard=logits, labels=labels)
+        require_no_tangent(logits_shard=logits)
+        require_optional_tensors(logits, mask=mask)
+        number, tensor = temperature_argument(temperature, logits, rows)
+        return logits, labels, shard.first_token, shard.ranks.group.group_name, number, tensor, mask
+
+    def refuse(*given: Any) -> None:
+        state = logits.new_empty((rows.numel(), 4), dtype=torch.float32)
+        ops.refuse("softmax_state_", state, *given[:3], *given[4:])
+
+    def alike() -> dict[str, Any]:
+        return {
+            "the rows of logits_shard": list(rows), "labels": labels, "temperature": temperature, "mask": mask,
+        }  # fmt: skip
+
+    given = _agreed("vocab_parallel_logprob_entropy", shard, arguments, refuse, alike)
+    logprob, entropy, _, _ = ops.vocab_parallel_logprob_entropy(*given)
+    return logprob, entropy
+
+
+def vocab_parallel_linear_logprob_entropy(
+    hidden: Tensor,
+    weight_shard: Tensor,
+    labels: Tensor,
+    vocab_start: int | None = None,
+    process_group: Group | None = None,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    max_rows: int | None = None,
+    max_grad_rows: int | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+    workspace_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`d3s_kernels.linear_logprob_entropy` of an LM head whose tokens are shared by the ranks of a group.
+
+    Each rank has some rows of the weight, and all have the same hidden states. The logits are never held, and the
+    forward communicates as :func:`vocab_parallel_logprob_entropy` does: 16 bytes for a row and rank, of the rows that
+    ``mask`` leaves.
+
+    **Backward.** The gradients of weight and bias are each rank's own. That of ``hidden`` is the sum of what the shards
+    make of it, and the one thing that is communicated: a byte for each row, to agree on the rows that have a gradient,
+    and then those rows alone, in float32. With 10 % of the tokens kept the all-reduce carries 10 % of the rows. Where
+    ``hidden`` needs no gradient nothing is communicated. The loss is the same on all ranks, as there; what comes out in
+    ``hidden.grad`` is whole, and must not be summed over these ranks again.
+
+    Args:
+        hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks, as is whether it needs a gradient.
+        weight_shard: ``[V_r, H]``, the dtype of ``hidden``: the weight of tokens ``vocab_start`` to ``vocab_start +
+            V_r``. Ranks may have different numbers of them, also none. Or a DTensor with ``Shard(0)`` on one dimension
+            of its mesh, and ``Replicate`` on the others; over those nothing is summed here.
+        labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target.
+            A label that no rank has gives NaN, and NaN gradients.
+        vocab_start: the token of the first row of ``weight_shard``; None for a DTensor.
+        process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
+            DTensor.
+        bias: ``[V_r]``, the dtype of ``hidden``; a token that pads the vocabulary has ``-inf``.
+        temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
+        logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
+        mask: bool ``[...]``, the same on all ranks; rows where it is False cost nothing and give 0 and 0.
+        max_rows: a bound on the rows that ``mask`` leaves. With it the forward does not synchronise with the host;
+            where it is exceeded all outputs are NaN.
+        max_grad_rows: a bound on the rows with a gradient. With it the backward does not synchronise with the host,
+            and the all-reduce carries so many rows; where it is exceeded all gradients are NaN.
+        logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``.
+        workspace_bytes: for the logits in flight; None is 512 MiB on a GPU and 32 MiB on a CPU.
+
+        All but the shards of weight and bias, ``vocab_start`` and ``workspace_bytes`` are the same on all ranks. Where
+        ``weight_shard`` is a DTensor, the others may be, too: ``bias`` cut as it is, the rest replicated on these
+        ranks.
+
+    Returns:
+        ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
+
+    Raises:
+        ValueError, TypeError: as :func:`vocab_parallel_logprob_entropy` and
+            :func:`d3s_kernels.linear_logprob_entropy`.
+
+    Example:
+        Here the group has one rank; a trainer's comes from its mesh, ``mesh["tp"]``.
+
+        >>> import torch, torch.distributed as dist
+        >>> from d3s_kernels.distributed import vocab_parallel_linear_logprob_entropy
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> hidden, weight = torch.zeros(2, 8), torch.randn(4, 8)
+        >>> logprob, entropy = vocab_parallel_linear_logprob_entropy(
+        ...     hidden, weight, torch.tensor([1, -100]), vocab_start=0, process_group=dist.group.WORLD
+        ... )
+        >>> logprob, entropy
+        (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
+        >>> dist.destroy_process_group()
+    """
+    shard = VocabularyShard("weight_shard", weight_shard, 0, vocab_start, process_group)
+    weight = shard.local
+    bias = shard.along("bias", bias)
+    hidden, labels, mask, temperature = shard.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)
+
+    def arguments() -> tuple[Any, ...]:
+        require_tensors(hidden=hidden, weight_shard=weight, labels=labels)
+        require_optional_tensors(hidden, bias=bias, mask=mask)
+        require_no_tangent(hidden=hidden, weight_shard=weight, bias=bias)
+        require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
+        require_number(logit_softcap=logit_softcap)
+        if not isinstance(logits_dtype, torch.dtype):
+            raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
+        number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
+        return (
+            hidden, weight, labels, shard.first_token, shard.ranks.group.group_name, bias, number, tensor,
+            logit_softcap, mask, max_rows, max_grad_rows, logits_dtype, workspace_bytes,
+        )  # fmt: skip
+
+    def refuse(*given: Any) -> None:
+        number, tensor = given[6:8]
+        checked_head(Shard(shard.first_token, shard.ranks), *given[:3], *given[5:10], *given[12:])
+        require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
+        # A rank that has no token looks at no temperature: it must refuse one before the others wait for it.
+        state = hidden.new_empty((labels.numel(), 4), dtype=torch.float32)
+        ops.refuse(
+            "softmax_state_finish", state, number, tensor if tensor is None or tensor.dim() == 0 else tensor.reshape(-1)
+        )
+
+    def alike() -> dict[str, Any]:
+        return {
+            "hidden": (list(hidden.shape), str(hidden.dtype)),
+            "a gradient of hidden": torch.is_grad_enabled() and hidden.requires_grad,
+            "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "mask": mask,
+            "max_rows": max_rows, "max_grad_rows": max_grad_rows, "logits_dtype": str(logits_dtype),
+        }  # fmt: skip
+
+    given = _agreed("vocab_parallel_linear_logprob_entropy", shard, arguments, refuse, alike)
+    logprob, entropy, _, _ = ops.vocab_parallel_linear_logprob_entropy(*given)
+    return logprob, entropy
+
+
+def _agreed(
+    op: str,
+    shard: VocabularyShard,
+    arguments: Callable[[], tuple[Any, ...]],
+    refuse: Callable[..., None],
+    alike: Callable[[], dict[str, Any]],
+) -> tuple[Any, ...]:
+    """The op's arguments, which it will not refuse once others wait for it."""
+
+    def check() -> tuple[Any, ...]:
+        shard.find_start()
+        given = arguments()
+        if not torch.compiler.is_compiling():  # else values are not known yet, and torch has looked at shapes
+            refuse(*given)
+        return given
+
+    given = agree(shard.ranks, op, check, lambda _: alike())
+    if asks():
+        _require_one_vocabulary(shard, alike()["labels"])
+    return given
+
+
+def _require_one_vocabulary(shard: VocabularyShard, labels: Tensor) -> None:
+    """The shards are all of it, and have all labels; said by all ranks alike, as they are asked alike."""
+    own = torch.tensor([shard.first_token, shard.tokens], device=labels.device)
+    edges = [(first, first + tokens) for first, tokens in shard.ranks.gather(own).tolist()]
+    end = 0
+    for first, last in sorted(edge for edge in edges if edge[0] < edge[1]):
+        if first != end:
+            given = ", ".join(f"[{a}, {b}) on rank {rank}" for rank, (a, b) in enumerate(edges))
+            raise ValueError(f"vocab_start: got tokens {given}; takes shards that follow one another from token 0 on")
+        end = last
+    bad = labels[(labels != -100) & ((labels < 0) | (labels >= end))]
+    if len(bad):
+        raise ValueError(f"labels: got {int(bad[0])}; takes -100 (no target) or a token in [0, {end})")

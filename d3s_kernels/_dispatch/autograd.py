@@ -1,0 +1,123 @@
+"""The gradient of each op, or that it has none.
+
+Gradients that did not come stay None, so that entropy used as a score costs nothing in the backward.
+
+Where ranks share the vocabulary, two more arguments say which tokens a rank has, and the group. Incoming gradients are
+the same on all ranks, so each computes its own part of the gradient without asking the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_op = torch.ops.d3s_kernels
+
+
+def _of_known_labels(grad_logprob: Tensor | None, logprob: Tensor | None) -> Tensor | None:
+    """A label that no rank has, which no rank knows by itself, gave NaN: so is what comes back through it."""
+    if grad_logprob is None or logprob is None:
+        return grad_logprob
+    return torch.where(logprob.isnan() & (grad_logprob != 0), torch.nan, grad_logprob)
+
+
+def _save(ctx: Any, output: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
+    logprob, entropy, row_max, log_sum = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(row_max, log_sum)
+    ctx.save_for_backward(*inputs, logprob if ctx.shard else None, entropy, row_max, log_sum)
+
+
+def _save_logprob_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, labels, *ctx.shard, ctx.temperature, temperature_tensor, mask = inputs
+    _save(ctx, output, logits, labels, temperature_tensor, mask)
+
+
+def _logprob_entropy_backward(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    logits, labels, temperature_tensor, mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
+    grad = None
+    if grad_logprob is not None or grad_entropy is not None:
+        grad = _op.logprob_entropy_backward.default(
+            _of_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, entropy, row_max, log_sum,
+            ctx.temperature, temperature_tensor, mask, *ctx.shard[:1],
+        )  # fmt: skip
+    return grad, *[None] * (4 + len(ctx.shard))
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, labels, *ctx.shard, bias, ctx.temperature, temperature_tensor = inputs[:-6]
+    ctx.logit_softcap, mask, _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[-6:]
+    _save(ctx, output, hidden, weight, labels, bias, temperature_tensor, mask)
+
+
+def _linear_backward(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    hidden, weight, labels, bias, temperature_tensor, mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
+    backward = _op.vocab_parallel_linear_logprob_entropy_backward if ctx.shard else _op.linear_logprob_entropy_backward
+    needs, place_of_bias = ctx.needs_input_grad, 3 + len(ctx.shard)
+    # Without the arguments at the end that have their default value.
+    wanted = [needs[0], needs[1], len(needs) > place_of_bias and needs[place_of_bias]]
+    grads: list[Tensor | None] = [None, None, None]
+    if grad_logprob is not None or grad_entropy is not None:
+        found = backward.default(
+            _of_known_labels(grad_logprob, logprob), grad_entropy, hidden, weight, labels, *ctx.shard, bias, entropy,
+            row_max, log_sum, ctx.temperature, temperature_tensor, ctx.logit_softcap, mask, ctx.max_grad_rows,
+            ctx.logits_dtype, ctx.workspace_bytes, wanted,
+        )  # fmt: skip
+        grads = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
+    return grads[0], grads[1], *[None] * (1 + len(ctx.shard)), grads[2], *[None] * 8
+
+
+for _backward, _save_inputs, _name in (
+    (_logprob_entropy_backward, _save_logprob_entropy, "logprob_entropy"),
+    (_linear_backward, _save_linear, "linear_logprob_entropy"),
+):
+    for _prefix in ("", "vocab_parallel_"):
+        torch.library.register_autograd(f"d3s_kernels::{_prefix}{_name}", _backward, setup_context=_save_inputs)
+
+
+def _save_ratio(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, mask, groups, _, _, _, ctx.low, ctx.high = inputs
+    ctx.save_for_backward(output, mask, groups)
+
+
+def _ratio_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _op.importance_ratio_backward.default(grad, *ctx.saved_tensors, ctx.low, ctx.high), *[None] * 8
+
+
+def _no_second_derivative(*_: Any) -> None:
+    raise RuntimeError("d3s_kernels: its ops can be differentiated once, not twice")
+
+
+torch.library.register_autograd("d3s_kernels::importance_ratio", _ratio_backward, setup_context=_save_ratio)
+
+for _name in (
+    "logprob_entropy_backward",
+    "linear_logprob_entropy_backward",
+    "vocab_parallel_linear_logprob_entropy_backward",
+    "importance_ratio_backward",
+):
+    torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)
+
+# These have no gradient. Without this, torch would hang a "not implemented" on their float outputs.
+_library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
+for _name in (
+    "topk_mask",
+    "select_tokens",
+    "select_tokens_from_logits",
+    "topk_order_keys",
+    "topk_count_digit",
+    "topk_choose_digit_",
+    "topk_mask_from_key",
+    "compact",
+    "group_advantages",
+    "max_variance_select",
+    "entropy_groups",
+    "adaptive_clip",
+):
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]

@@ -1,0 +1,216 @@
+"""What computes each op on each kind of device, and how one back-end is forced.
+
+    tensors on a CPU    the compiled CPU library
+    tensors on a GPU    the compiled CUDA library; without it Triton kernels (``_triton/``), where there is one for the
+                        op and the size, and plain PyTorch (``_torch/``) for the rest
+
+``D3S_KERNELS_BACKEND=cuda|triton|torch`` forces one: "torch" on CPUs too, "triton" there only in Triton's interpreter
+(``TRITON_INTERPRET=1``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from .. import _torch
+from .libraries import why_not_cuda
+
+_Kernel = Callable[..., Any]
+
+# ---- what there is --------------------------------------------------------------------------------------------------
+
+BACKENDS = ("cuda", "triton", "torch")
+DEVICES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}  # devices, and what torch's dispatcher calls them
+_OLDEST_TRITON = (3, 6)
+
+
+@cache
+def why_not(backend: str) -> str | None:
+    """Why this back-end does not run here; None where it does, as far as that shows without a GPU at work."""
+    if backend == "cuda":
+        return why_not_cuda()
+    return _why_not_triton() if backend == "triton" else None
+
+
+def _why_not_triton() -> str | None:
+    try:
+        triton = importlib.import_module("triton")
+    except ImportError as error:
+        return f"Triton does not import: {error}"
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < _OLDEST_TRITON:
+        return f"Triton is {triton.__version__}; takes at least {'.'.join(map(str, _OLDEST_TRITON))}"
+    return None
+
+
+@cache
+def _interprets() -> bool:
+    """Whether Triton runs its kernels on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and why_not("triton") is None
+
+
+def _kernels(backend: str) -> Mapping[str, _Kernel]:
+    """What a back-end that is written in Python has."""
+    if backend == "triton":
+        kernels: Mapping[str, _Kernel] = importlib.import_module("d3s_kernels._triton").KERNELS
+        return kernels
+    return _torch.KERNELS
+
+
+# ---- who serves what ------------------------------------------------------------------------------------------------
+
+_serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
+
+# Tokens of a row that what serves a kind of device reduces to one softmax state: kSlice in csrc/cuda/, SLICE in
+# _triton/; on a CPU kChunk in csrc/cpu/softmax_rows.h, unless others serve it. Slices of _torch/ are a part of either.
+CPU_SLICE, GPU_SLICE = 8192, 32768
+SLICES = {"cpu": CPU_SLICE, "cuda": GPU_SLICE, "xpu": GPU_SLICE}
+
+
+def _choice(device: str, forced: str | None) -> tuple[str, ...]:
+    """The back-ends that serve a kind of device: one that is compiled has all ops, and Triton leaves some to torch."""
+    if device == "cpu":
+        if forced == "triton" and _interprets():
+            return "triton", "torch"
+        return ("torch",) if forced == "torch" else ("cpu",)
+    if device == "cuda" and forced in (None, "cuda") and why_not("cuda") is None:
+        return ("cuda",)
+    return ("triton", "torch") if forced != "torch" and why_not("triton") is None else ("torch",)
+
+
+def _is_built(device: str) -> bool:
+    """Whether this torch knows the device at all: else there is nothing to decide, and Triton is not imported."""
+    if device == "cuda":
+        return torch.version.cuda is not None or torch.version.hip is not None
+    return device == "cpu" or torch.xpu._is_compiled()
+
+
+def _serve(library: torch.library.Library, forced: str | None) -> None:
+    for device, key in DEVICES.items():
+        if not _is_built(device):
+            continue
+        choice = _choice(device, forced)
+        SLICES[device] = CPU_SLICE if choice[0] == "cpu" else GPU_SLICE
+        if choice[0] in ("cpu", "cuda"):  # registered when its library was loaded
+            _serving[device] = dict.fromkeys(_torch.KERNELS, choice[0])
+            continue
+        _serving[device] = {op: next(name for name in choice if op in _kernels(name)) for op in _torch.KERNELS}
+        with warnings.catch_warnings():  # torch's, that a kernel takes the place of a compiled one
+            warnings.filterwarnings("ignore", ".*other operators may also be overridden")
+            for op, backend in _serving[device].items():
+                run = _python_kernel(op, backend, device, forced)
+                library.impl(op, run, key, allow_override=True)  # type: ignore[no-untyped-call]
+
+
+def _python_kernel(op: str, backend: str, device: str, forced: str | None) -> _Kernel:
+    """A kernel of ``_triton`` or ``_torch`` for arguments that were checked. Triton's may return NotImplemented: it has
+    none for segments of this length, and plain PyTorch takes its place.
+    """
+    check, kernel, in_torch = getattr(torch.ops.d3s_checks, op).default, _kernels(backend)[op], _torch.KERNELS[op]
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        if forced is None:
+            _say_once(device)
+        with torch.no_grad():
+            check(*arguments, **options)
+            result = kernel(*arguments, **options)
+            return in_torch(*arguments, **options) if result is NotImplemented else result
+
+    return run
+
+
+@cache
+def _say_once(device: str) -> None:
+    warnings.warn(f"d3s_kernels: {device} tensors are {explain(device)}; python -m d3s_kernels says more", stacklevel=4)
+
+
+def _forced_by_environment() -> str | None:
+    name = os.environ.get("D3S_KERNELS_BACKEND") or None
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"D3S_KERNELS_BACKEND: got {name!r}; takes one of {', '.join(map(repr, BACKENDS))}")
+    if name is not None and (reason := why_not(name)):
+        raise RuntimeError(f"D3S_KERNELS_BACKEND: got {name!r}, which does not run here: {reason}")
+    return name
+
+
+forced_backend = _forced_by_environment()
+why_not("cuda")  # loads its library, which would take the place of whatever had been registered before
+_library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
+_serve(_library, forced_backend)
+
+
+@contextmanager
+def forced(backend: str) -> Iterator[None]:
+    """What D3S_KERNELS_BACKEND does, for a while; "cpu" as well, which changes nothing."""
+    before = dict(_serving), dict(SLICES)
+    library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
+    _serve(library, backend)
+    try:
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]  # what was registered before is at work again
+        _serving.update(before[0])
+        SLICES.update(before[1])
+
+
+# ---- what is said of it ---------------------------------------------------------------------------------------------
+
+
+_STEPS = ("topk_order_keys", "topk_count_digit", "topk_mask_from_key")  # of topk_mask, across ranks
+
+
+def backends() -> dict[str, dict[str, str]]:
+    """What computes each op, for tensors on each kind of device that this torch knows.
+
+    The back-ends are ``"cpu"`` and ``"cuda"``, the compiled libraries; ``"triton"``, for GPUs without a compiled one;
+    and ``"torch"``, plain PyTorch, for what Triton has no kernel for. An op that has a Triton kernel hands segments
+    that are too long for it to plain PyTorch too. ``python -m d3s_kernels`` gives the reasons, and checks them all.
+
+    Returns:
+        ``{op: {device: back-end}}``, with "cpu", "cuda" and "xpu" as devices.
+
+    Example:
+        >>> import d3s_kernels as d3s
+        >>> d3s.backends()["topk_mask"]["cpu"]
+        'cpu'
+    """
+    ops = {op: op for op in _torch.KERNELS if not op.endswith(("_", "_backward", "_finish")) and op not in _STEPS}
+    ops["linear_logprob_entropy"] = "softmax_state_"  # the op that it is a loop over, beside torch's products
+    return {op: {device: served[by] for device, served in _serving.items()} for op, by in sorted(ops.items())}
+
+
+def serving(device: str) -> set[str]:
+    return set(_serving[device].values())
+
+
+def runnable(device: str) -> tuple[str, ...]:
+    """The back-ends that can compute there; the one that is forced, if one is."""
+    if forced_backend is not None:
+        return (_choice(device, forced_backend)[0],)
+    if device == "cpu":
+        return "cpu", *(["triton"] if _interprets() else []), "torch"
+    return tuple(name for name in _possible(device) if why_not(name) is None)
+
+
+def explain(device: str) -> str:
+    """By what tensors there are computed, and why."""
+    names = {"cpu": "the compiled CPU library", "cuda": "the compiled CUDA library", "triton": "Triton"}
+    served = " and ".join(names.get(name, "plain PyTorch") for name in dict.fromkeys(_choice(device, forced_backend)))
+    if forced_backend is not None:
+        return f"computed by {served}: D3S_KERNELS_BACKEND={forced_backend}"
+    possible = _possible(device)
+    better = possible[: possible.index(_choice(device, None)[0])] if possible else ()
+    return f"computed by {served}" + "".join(f"; {why_not(name)}" for name in better)
+
+
+def _possible(device: str) -> tuple[str, ...]:
+    """For a GPU, the best first."""
+    return () if device == "cpu" else tuple(name for name in BACKENDS if name != "cuda" or device == "cuda")

@@ -1,0 +1,31 @@
+"""The compiled libraries: where they lie, and which of them load here."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .. import _build_info
+
+# They lie beside the compiled module, which is not beside this file in an editable install.
+FOLDER = Path(str(_build_info.__file__)).parent
+
+torch.ops.load_library(str(FOLDER / "_cpu.so"))  # type: ignore[no-untyped-call]
+torch.ops.load_library(str(FOLDER / "_checks.so"))  # type: ignore[no-untyped-call]
+
+
+@cache
+def why_not_cuda() -> str | None:
+    """Why the CUDA library does not load here; None where it does, and then it is loaded."""
+    library = FOLDER / "_cuda.so"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not library.exists():
+        return "this build has no CUDA library: there was no nvcc"
+    try:
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        return f"the CUDA library does not load: {error}"
+    return None

@@ -1,0 +1,72 @@
+"""What turns hidden states into logits, and the products of the backward. The matrix products are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+_op = torch.ops.d3s_kernels
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
+_UPCAST_BYTES = 16 << 20  # of the weight as float32 at a time, where the device has no product that widens its result
+_PRODUCT = 8192  # tokens whose products are summed at a time: some BLAS libraries lose digits over more
+
+
+class Head(NamedTuple):
+    """An LM head."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    logits_dtype: torch.dtype
+
+    def logits(self, hidden: Tensor, tokens: slice, out: Tensor) -> Tensor:
+        weight = self.weight[tokens]
+        if out.dtype == hidden.dtype:
+            torch.mm(hidden, weight.t(), out=out)
+        elif widens(hidden):
+            torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+        elif hidden.is_cpu and hidden.dtype == torch.bfloat16:
+            _op.wide_product_.default(hidden, weight, out)
+        else:
+            wide = hidden.to(out.dtype)
+            step = max(1, _UPCAST_BYTES // (4 * max(1, hidden.shape[1])))
+            for begin in range(0, weight.shape[0], step):
+                torch.mm(wide, weight[begin : begin + step].to(out.dtype).t(), out=out[:, begin : begin + step])
+        if self.bias is not None:
+            out.add_(self.bias[tokens])
+        if self.softcap is not None:
+            out.div_(self.softcap).tanh_().mul_(self.softcap)
+        return out
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``; half precision on a CPU rounds the product before it is added."""
+    if a.dtype != torch.float32 and widens(a):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        return
+    # Piece by piece, and not by addmm_: some BLAS libraries add term after term to what is there, and over a whole
+    # vocabulary lose a digit or two.
+    for begin in range(0, a.shape[1], _PRODUCT):
+        total += a[:, begin : begin + _PRODUCT] @ b[begin : begin + _PRODUCT]
+
+
+def widens(values: Tensor) -> bool:
+    """Whether torch has products of half precision with a float32 result there."""
+    return values.is_cuda and torch.version.cuda is not None
+
+
+def without_autocast(function: _Kernel) -> _Kernel:
+    """Products have the precision that the arguments say, also where a backward runs within torch.autocast."""
+
+    @wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        device = next(argument.device.type for argument in arguments if isinstance(argument, Tensor))
+        with torch.autocast(device, enabled=False):
+            return function(*arguments, **options)
+
+    return cast(_Kernel, run)

@@ -1,0 +1,71 @@
+"""How rows x vocabulary is cut into tiles whose logits fit the workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._dispatch.backends import SLICES
+from .products import Head
+
+
+class Sizes(NamedTuple):
+    """How a kind of device likes its work cut."""
+
+    workspace_bytes: int
+    rows: int  # of a tile where whole rows of logits do not fit: enough to keep a matrix product at its peak
+    row_multiple: int  # the height of the blocks that a matrix product works in
+
+
+SIZES = {
+    "cpu": Sizes(workspace_bytes=32 << 20, rows=1024, row_multiple=1),  # a share of the last-level cache
+    "cuda": Sizes(workspace_bytes=512 << 20, rows=512, row_multiple=128),
+}
+SIZES["xpu"] = SIZES["cuda"]
+
+
+class Tiles(NamedTuple):
+    """Tiles of so many rows and tokens, whose edges fall where kernels cut a row into slices anyway."""
+
+    rows: int
+    vocabulary: int
+    row_step: int
+    token_step: int
+    buffer: Tensor
+
+    @classmethod
+    def cut(cls, hidden: Tensor, head: Head, workspace_bytes: int | None) -> Tiles:
+        sizes, slice_tokens = SIZES[hidden.device.type], SLICES[hidden.device.type]
+        rows, vocabulary = hidden.shape[0], head.weight.shape[0]
+        elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
+        fitting = max(sizes.rows, elements // max(1, vocabulary))  # rows of a tile, if its tokens may be few
+        row_step = max(1, min(rows, fitting, elements // slice_tokens))
+        if sizes.row_multiple < row_step < rows:
+            row_step -= row_step % sizes.row_multiple
+        token_step = max(1, vocabulary)  # a shard may have none
+        if row_step * vocabulary > elements:  # as few tiles as fit, of about the same size
+            fitting_tokens = elements // row_step // slice_tokens * slice_tokens
+            tiles = -(-vocabulary // max(slice_tokens, fitting_tokens))
+            token_step = -(-vocabulary // (tiles * slice_tokens)) * slice_tokens
+        buffer = torch.empty(row_step * token_step, dtype=head.logits_dtype, device=hidden.device)
+        return cls(rows, vocabulary, row_step, token_step, buffer)
+
+    def row_slices(self) -> Iterator[slice]:
+        for begin in range(0, self.rows, self.row_step):
+            yield slice(begin, min(self.rows, begin + self.row_step))
+
+    def token_slices(self) -> Iterator[slice]:
+        for begin in range(0, self.vocabulary, self.token_step):
+            yield slice(begin, min(self.vocabulary, begin + self.token_step))
+
+    def room(self, rows: slice, tokens: slice) -> Tensor:
+        shape = rows.stop - rows.start, tokens.stop - tokens.start
+        return self.buffer[: shape[0] * shape[1]].view(shape)
+
+
+def of_rows(values: Tensor | None, rows: slice) -> Tensor | None:
+    """``values`` of these rows; a 0-d tensor stands for all."""
+    return values if values is None or values.dim() == 0 else values[rows]

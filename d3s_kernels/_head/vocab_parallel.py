@@ -1,0 +1,62 @@
+"""The vocabulary's ops where the ranks of a process group share it: each one's softmax states, gathered and merged.
+
+Groups come by the name that torch knows them by, as in its own functional collectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backward import backward_of_shard
+from .forward import forward_of_shard, no_logits
+from .shard import Shard
+
+_op = torch.ops.d3s_kernels
+
+
+def forward(
+    logits: Tensor,
+    labels: Tensor,
+    first_token: int,
+    group: str,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    shape = logits.shape[:-1]
+    state = no_logits(shape.numel(), logits)
+    _op.softmax_state_.default(state, logits, labels, first_token, temperature, temperature_tensor, mask)
+    if temperature_tensor is not None and temperature_tensor.dim() > 0:
+        temperature_tensor = temperature_tensor.reshape(-1)
+    everyones = Shard.of_group(first_token, group).everyones(state)
+    outputs = _op.softmax_state_finish.default(everyones, temperature, temperature_tensor)
+    outputs[0].masked_fill_(labels.reshape(-1) == -100, 0.0)
+    if mask is not None:
+        for output in outputs:
+            output.masked_fill_(~mask.reshape(-1), 0.0)
+    return tuple(output.view(shape) for output in outputs)
+
+
+def linear_forward(
+    hidden: Tensor, weight: Tensor, labels: Tensor, first_token: int, group: str, *others: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    shard = Shard.of_group(first_token, group)
+    return forward_of_shard(shard, hidden, weight, labels, *others, **options)
+
+
+def linear_backward(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    first_token: int,
+    group: str,
+    *others: Any,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    shard = Shard.of_group(first_token, group)
+    return backward_of_shard(shard, grad_logprob, grad_entropy, hidden, weight, labels, *others, **options)

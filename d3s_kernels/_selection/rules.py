@@ -1,0 +1,126 @@
+"""Every rule once: what it makes of a value, or how it chooses where that is no score.
+
+Nothing here waits for a device or goes through segments one by one, but for :func:`entropy_quantile`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._segments import lowest_first, pool, segments_of
+
+_LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
+_GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF
+
+
+class RolloutRule(NamedTuple):
+    """How a rule chooses the rollouts of a segment."""
+
+    score: Callable[[Tensor, torch.Generator | None], Tensor] | None = None
+    """Of the values and a generator: the numbers whose highest are kept. None where the choice is another one."""
+    draws: bool = False
+    """Whether it takes a generator."""
+
+
+class TokenRule(NamedTuple):
+    """Of what a rule makes a token's score, which is the absolute value of one factor times the other."""
+
+    reads_entropy: bool = True
+    reads_advantages: bool = False
+    draws: bool = False
+    """Whether it takes a generator; the score is then a random number."""
+
+
+ROLLOUTS = {
+    "max_variance": RolloutRule(),
+    "highest": RolloutRule(lambda values, _: values),
+    "largest_abs": RolloutRule(lambda values, _: values.abs()),
+    "percentile": RolloutRule(),
+    "random": RolloutRule(lambda values, generator: random_keys(values, generator), draws=True),
+}
+TOKENS = {
+    "advantage_entropy": TokenRule(reads_advantages=True),
+    "entropy": TokenRule(),
+    "advantage": TokenRule(reads_entropy=False, reads_advantages=True),
+    "random": TokenRule(reads_entropy=False, draws=True),
+    "entropy_quantile": TokenRule(),
+}
+ROLLOUT_RULES, TOKEN_RULES = tuple(ROLLOUTS), tuple(TOKENS)
+
+
+def token_factors(
+    rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None, rank: int = 0
+) -> tuple[Tensor, Tensor]:
+    """What takes the place of entropy and advantages, so that |A| * H is the rule's score."""
+    row = TOKENS[rule]
+    values = entropy if row.reads_entropy else torch.ones_like(entropy)
+    if row.draws:
+        return values, random_keys(entropy, generator, rank)
+    if not row.reads_advantages:
+        return values, entropy.new_ones((), dtype=torch.float32)
+    assert advantages is not None
+    return values, advantages
+
+
+def random_keys(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:
+    """A float32 for each value, independent and of one distribution: every order of them is equally likely. Also over
+    several ranks whose generators are in the same state, as they are where all were seeded alike.
+
+    Two are equal, and left to their index, about once in 2^31. They are positive normal numbers, so that the order is
+    that of their bits, also where subnormal numbers are flushed to 0.
+    """
+    drawn: dict[str, Any] = {"dtype": torch.int32, "device": like.device}
+    if generator is not None:  # torch.compile takes none, not even None
+        drawn["generator"] = generator
+    bits = torch.randint(_LOWEST_NORMAL, _INFINITY, like.shape, **drawn)
+    return (bits if rank == 0 else _of_rank(bits, rank)).view(torch.float32)
+
+
+def _of_rank(bits: Tensor, rank: int) -> Tensor:
+    """Other numbers in the same range: those drawn, shifted for the rank and mixed by MurmurHash3's last steps."""
+    mixed = (bits.long() + rank * _GOLDEN) & _WORD
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & _WORD
+    return (_LOWEST_NORMAL + ((mixed * (_INFINITY - _LOWEST_NORMAL)) >> 32)).int()
+
+
+def percentile(values: Tensor, keep: int | Tensor, usable: Tensor, offsets: Tensor | None, pooled: bool) -> Tensor:
+    """Of the n usable values of a segment in order, those of the ranks nearest to (i + 0.5) / k (n - 1), half down.
+
+    The i-th is at most r where (2 i + 1) (n - 1) <= (2 r + 1) k, which counts the ranks up to r without naming them: r
+    is one of them where the count goes up.
+    """
+    segments, most = segments_of(values, offsets), _no_more_than(keep, values.numel())
+    if pooled:
+        segments, most = pool(values), most * segments.number
+    present = usable.reshape(-1)
+    rank = lowest_first(values.reshape(-1).float(), present, segments).rank
+    n = segments.total(present)[segments.of]
+    k, span = n.clamp(max=most), (n - 1).clamp(min=1)
+
+    def up_to(r: Tensor) -> Tensor:
+        return torch.minimum((((2 * r + 1) * k + span) // (2 * span)).clamp(min=0), k)
+
+    return ((up_to(rank) != up_to(rank - 1)) & present).view(values.shape)
+
+
+def _no_more_than(keep: int | Tensor, most: int) -> int | Tensor:
+    """So that what it is multiplied with stays in range."""
+    if isinstance(keep, Tensor):
+        return keep.reshape(()).long().clamp(max=most)
+    smaller: int = torch.sym_min(keep, most)  # type: ignore[no-untyped-call]
+    return smaller
+
+
+def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """TRL's ``top_entropy_quantile``, to the bit: mask, count and threshold. It waits for the device."""
+    values = entropy.detach().float()
+    present = values if mask is None else values[mask]
+    threshold = torch.quantile(present, 1 - ratio) if present.numel() else values.new_full((), math.inf)
+    kept = values >= threshold if mask is None else (values >= threshold) & mask
+    return kept, kept.sum(dtype=torch.int32), threshold

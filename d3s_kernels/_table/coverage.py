@@ -1,0 +1,33 @@
+"""Whether a suite has reached every op that it was to reach: an op that is missing is an error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .table import OPS, ServedBy
+
+
+def registered() -> set[str]:
+    """The ops of the namespace, as torch has them."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.removeprefix("d3s_kernels::").partition(".")[0] for name in names if name.startswith("d3s_kernels::")}
+
+
+def served_by(*by: ServedBy) -> set[str]:
+    """The ops of the table that are served so."""
+    return {name for name, row in OPS.items() if row.served_by in by}
+
+
+def replaced() -> set[str]:
+    """The ops whose kernel for the CPU another one has taken the place of."""
+    return {op for op in registered() if "CPU (inactive)" in torch._C._dispatch_dump(f"d3s_kernels::{op}")}
+
+
+def require_all(what: str, found: Iterable[str], expected: Iterable[str]) -> None:
+    """Raises unless the ops that were found are those that were expected."""
+    missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or unknown:
+        parts = [f"without {', '.join(missing)}"] * bool(missing) + [f"with {', '.join(unknown)}"] * bool(unknown)
+        raise AssertionError(f"{what}: {' and '.join(parts)}; see d3s_kernels/_table/table.py")

@@ -1,0 +1,395 @@
+"""How the arguments of each op are drawn: by the schema's names, and never refused. See :mod:`.draw`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from . import meaning
+from .draw import Draw
+
+Arguments = dict[str, Any]
+RATIOS = (0.3, 1.0, 0.1, 0.07, 1e-6, 0.999)
+_DIGITS = (((24, 8), (16, 8), (8, 8), (0, 8)), ((21, 11), (10, 11), (0, 10)))
+
+
+def _differentiable(draw: Draw, arguments: Arguments, *names: str) -> Arguments:
+    """Sometimes the named tensors want a gradient: where it is a number, so not beside NaN and infinities."""
+    for name in names:
+        tensor = arguments.get(name)
+        if tensor is not None and not (tensor.isnan() | (tensor == math.inf)).any():
+            tensor.requires_grad_(draw.flag())
+    return arguments
+
+
+# ---- vocabulary -----------------------------------------------------------------------------------------------------
+
+
+def logprob_entropy(draw: Draw) -> Arguments:
+    vocabulary = draw.length(1)
+    logits = draw.logits(vocabulary)
+    rows = tuple(logits.shape[:-1])
+    labels = draw.optional(draw.labels(rows, vocabulary))
+    given = {"logits": logits, "labels": labels, "mask": draw.mask(rows), **draw.temperature(rows)}
+    return _differentiable(draw, given, "logits")
+
+
+def with_labels(draw: Draw, given: Arguments) -> Arguments:
+    """Every row needs one, or says that it has none."""
+    logits = given["logits"]
+    if given.get("labels") is None:
+        given["labels"] = draw.labels(tuple(logits.shape[:-1]), logits.shape[-1])
+    return given
+
+
+def _with_statistics(draw: Draw, given: Arguments) -> Arguments:
+    """What a forward found, and random incoming gradients, of which one may be missing and some are 0."""
+    _, *found = meaning.row_statistics(
+        given["logits"], given["labels"], given.get("temperature", 1.0), given.get("temperature_tensor"),
+        given.get("mask"),
+    )  # fmt: skip
+    given |= {name: part.float() for name, part in zip(("entropy", "row_max", "log_sum"), found, strict=True)}
+    rows = given["entropy"].shape
+    generator = draw.generator()
+    missing = draw.choice(("neither", "logprob", "entropy"))
+    for name in ("logprob", "entropy"):
+        gradient = torch.randn(rows, generator=generator) * (torch.rand(rows, generator=generator) < 0.8)
+        given[f"grad_{name}"] = None if missing == name else gradient
+    return given
+
+
+def logprob_entropy_backward(draw: Draw, masked: bool = True) -> Arguments:
+    given = _detached(logprob_entropy(draw))
+    if not masked:
+        given.pop("mask")
+    given = _with_statistics(draw, given)
+    if draw.flag():  # a shard of the vocabulary: the tokens from first_token on
+        first = draw.integer(0, given["logits"].shape[-1] - 1)
+        given |= {"logits": given["logits"][..., first:], "first_token": first}
+    return given
+
+
+def _detached(given: Arguments) -> Arguments:
+    return {name: part.detach() if isinstance(part, Tensor) else part for name, part in given.items()}
+
+
+def logprob_entropy_backward_in_place(draw: Draw) -> Arguments:
+    given = logprob_entropy_backward(draw, masked=False)
+    given.setdefault("first_token", 0)
+    return given
+
+
+def softmax_state(draw: Draw) -> Arguments:
+    """A tile beside what other tiles of the same rows have left."""
+    given = _detached(logprob_entropy(draw))
+    logits = given["logits"]
+    vocabulary, rows = logits.shape[-1], logits.shape[:-1].numel()
+    first = draw.integer(0, vocabulary - 1)
+    heat = given.get("temperature", 1.0), given.get("temperature_tensor")
+    state = meaning.no_logits(rows)
+    if draw.flag():
+        state = meaning.softmax_state_(state, logits[..., :first], given["labels"], 0, *heat).float()
+    return given | {"state": state, "logits": logits[..., first:], "first_token": first}
+
+
+def softmax_state_finish(draw: Draw) -> Arguments:
+    given = _detached(logprob_entropy(draw))
+    logits, labels = given["logits"], given["labels"]
+    rows = logits.shape[:-1].numel()
+    heat: Arguments = {name: given[name] for name in ("temperature", "temperature_tensor") if name in given}
+    if "temperature_tensor" in heat and heat["temperature_tensor"].dim() > 0:
+        heat["temperature_tensor"] = heat["temperature_tensor"].reshape(-1)
+    pieces, first = [], 0
+    for tile in logits.split(-(-logits.shape[-1] // draw.integer(1, 3)), -1):
+        pieces.append(meaning.softmax_state_(meaning.no_logits(rows), tile, labels, first, *_pair(heat)).float())
+        first += tile.shape[-1]
+    state = torch.stack(pieces) if len(pieces) > 1 or draw.flag() else pieces[0]
+    return {"state": state, **heat}
+
+
+def _pair(heat: Arguments) -> tuple[float, Tensor | None]:
+    return heat.get("temperature", 1.0), heat.get("temperature_tensor")
+
+
+def head(draw: Draw) -> Arguments:
+    """Logits with a deviation of about 3, as a language model's."""
+    width, vocabulary = draw.length(1, 16), draw.length(1)
+    rows, dtype, generator = draw.rows(vocabulary), draw.choice((torch.float32, torch.bfloat16)), draw.generator()
+
+    def normal(*shape: int, deviation: float = 1.0) -> Tensor:
+        return draw.laid_out((torch.randn(shape, generator=generator) * deviation).to(dtype), turned=False)
+
+    given: Arguments = {
+        "hidden": normal(*rows, width),
+        "weight": normal(vocabulary, width, deviation=3 / math.sqrt(width)),
+        "labels": draw.labels(rows, vocabulary),
+        "bias": draw.optional(normal(vocabulary)),
+        "mask": draw.mask(rows),
+        "logit_softcap": draw.choice((None, 30.0, 2.0)),
+        "logits_dtype": draw.choice((torch.float32, dtype)),
+        "workspace_bytes": draw.choice((None, 4 * vocabulary, 3000, 1)),
+        **draw.temperature(rows),
+    }
+    kept = math.prod(rows) if given["mask"] is None else int(given["mask"].sum())
+    given["max_rows"] = draw.choice((None, kept, kept + 7, max(0, kept - 1)))
+    given["max_grad_rows"] = draw.choice((None, kept, kept + 7, max(0, kept // 2)))
+    if given["max_rows"] is not None and given["max_rows"] < kept:  # then there is no result to differentiate
+        return given
+    return _differentiable(draw, given, "hidden", "weight", "bias")
+
+
+def head_backward(draw: Draw) -> Arguments:
+    given = _detached(head(draw))
+    given["max_grad_rows"] = draw.choice((None, math.prod(given["labels"].shape)))
+    given.setdefault("temperature_tensor", None)
+    given.setdefault("temperature", 1.0)
+    given.pop("max_rows")
+    _, *found = meaning.head_statistics(**given)
+    given |= {name: part.float() for name, part in zip(("entropy", "row_max", "log_sum"), found, strict=True)}
+    generator, missing = draw.generator(), draw.choice(("neither", "logprob", "entropy"))
+    for name in ("logprob", "entropy"):
+        gradient = torch.randn(given["labels"].shape, generator=generator)
+        given[f"grad_{name}"] = None if missing == name else gradient
+    wanted = draw.choice(([True, True, True], [True, False, False], [False, True, False]))
+    return given | {"wanted": [*wanted[:2], wanted[2] and given["bias"] is not None]}
+
+
+def of_one_rank(drawn: Callable[[Draw], Arguments]) -> Callable[[Draw], Arguments]:
+    """A group whose only rank has the whole vocabulary. (With several ranks: tests/test_vocab_parallel.py.)"""
+
+    def arguments(draw: Draw) -> Arguments:
+        given = drawn(draw)
+        if "hidden" not in given:
+            given = with_labels(draw, given)
+        return given | {"first_token": 0, "group": draw.group}
+
+    return arguments
+
+
+def wide_product(draw: Draw) -> Arguments:
+    rows, columns, width = draw.length(), draw.length(), draw.length(0, 40)
+    generator = draw.generator()
+    hidden, weight = (torch.randn(n, width, generator=generator).bfloat16() for n in (rows, columns))
+    return {"hidden": hidden, "weight": weight, "out": torch.full((rows, columns), math.nan)}
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def _segmented(draw: Draw, name: str, **options: Any) -> Arguments:
+    """Values, their offsets, a mask, and a bound on the length of a segment."""
+    shape, offsets = draw.segments(least_dims=0 if name != "logprob" else 1)
+    longest = shape[-1] if offsets is None else int(offsets.diff().max()) if len(offsets) > 1 else 0
+    return {
+        name: draw.values(shape, **options),
+        "offsets": offsets,
+        "mask": draw.mask(shape),
+        "max_segment": draw.choice((None, longest, longest + 5)),
+    }
+
+
+def _ratio(draw: Draw) -> Arguments:
+    return draw.number_or_tensor(draw.choice(RATIOS), "ratio", (torch.float64, torch.float32))
+
+
+def topk_mask(draw: Draw) -> Arguments:
+    given = _segmented(draw, "scores")
+    by_number = draw.number_or_tensor(draw.length(1), "k", (torch.int64, torch.int32))
+    quota = draw.choice((_ratio(draw), by_number))
+    return given | quota | {"drop_zeros": draw.flag(), "pooled": draw.flag()}
+
+
+def _advantages(draw: Draw, tokens: tuple[int, ...], offsets: Tensor | None) -> Tensor:
+    """One for all, one for each sequence, or one for each token; float32, as the op takes them."""
+    sequences = tokens[:-1] if offsets is None else (len(offsets) - 1,)
+    return draw.values(draw.choice(((), sequences, tokens)), dtypes=(torch.float32,))
+
+
+def select_tokens(draw: Draw) -> Arguments:
+    given = _segmented(draw, "entropy")
+    given["advantages"] = _advantages(draw, tuple(given["entropy"].shape), given["offsets"])
+    return given | _ratio(draw) | {"pooled": draw.flag(), "drop_zeros": draw.flag()}
+
+
+def token_rules(draw: Draw) -> Arguments:
+    """Of the public function: every rule, and what only some of them take."""
+    rule = draw.choice(reference.TOKEN_RULES)
+    given = select_tokens(draw)
+    ratio = given.pop("ratio_tensor", None)
+    given |= {"rule": rule, "scope": "batch" if given.pop("pooled") else "sequence"}
+    given["ratio"] = ratio if ratio is not None else given["ratio"]
+    if rule == "entropy_quantile":  # over the batch, and no number of tokens
+        given |= {"scope": "batch", "drop_zeros": False}
+    if rule == "random":
+        given["generator"] = torch.Generator().manual_seed(draw.integer(0, 2**31))
+    return given
+
+
+def select_tokens_from_logits(draw: Draw) -> Arguments:
+    vocabulary = draw.length(1)
+    if draw.flag():
+        offsets: Tensor | None = draw.offsets()
+        assert offsets is not None
+        logits = draw.values((int(offsets[-1]), vocabulary), special=(-math.inf,), turned=False)
+    else:
+        offsets, logits = None, draw.logits(vocabulary, least_dims=1)
+    tokens = tuple(logits.shape[:-1])
+    return {
+        "logits": logits,
+        "advantages": _advantages(draw, tokens, offsets),
+        "offsets": offsets,
+        "mask": draw.mask(tokens),
+        "pooled": draw.flag(),
+        "drop_zeros": draw.flag(),
+        **_ratio(draw),
+        **draw.temperature(tokens),
+    }
+
+
+def compact(draw: Draw) -> Arguments:
+    shape, _ = draw.segments()
+    share = draw.choice((0.5, 0.1, 0.0, 1.0))
+    mask = torch.rand(shape, generator=draw.generator()) < share
+    return {"mask": draw.laid_out(mask), "capacity": draw.length(0, 2 * draw.most)}
+
+
+def topk_order_keys(draw: Draw) -> Arguments:
+    given = _segmented(draw, "scores")
+    given.pop("max_segment")
+    advantages = _advantages(draw, tuple(given["scores"].shape), given["offsets"])
+    return given | {"advantages": draw.optional(advantages)}
+
+
+def _search(draw: Draw) -> tuple[Tensor, Tensor | None, Tensor, tuple[int, int], Arguments]:
+    """Keys, offsets, the cut as it is before some digit, that digit, and how many are kept."""
+    given = topk_order_keys(draw)
+    keys, offsets = meaning.topk_order_keys(**given).contiguous(), given["offsets"]
+    quota = draw.choice((_ratio(draw), draw.number_or_tensor(draw.length(1), "k", (torch.int64, torch.int32))))
+    cut = torch.zeros(keys.shape[:-1].numel() if offsets is None else len(offsets) - 1, 3, dtype=torch.int64)
+    digits = draw.choice(_DIGITS)
+    known = draw.integer(0, len(digits) - 1)
+    for shift, bits in digits[:known]:
+        cut = meaning.topk_choose_digit_(cut, meaning.topk_count_digit(keys, cut, shift, bits, offsets), shift, **quota)
+    return keys, offsets, cut, digits[known], quota
+
+
+def topk_count_digit(draw: Draw) -> Arguments:
+    keys, offsets, cut, (shift, bits), _ = _search(draw)
+    return {"keys": keys, "cut": cut, "shift": shift, "bits": bits, "offsets": offsets}
+
+
+def topk_choose_digit(draw: Draw) -> Arguments:
+    keys, offsets, cut, (shift, bits), quota = _search(draw)
+    counts = meaning.topk_count_digit(keys, cut, shift, bits, offsets)
+    return {"cut": cut, "counts": counts, "shift": shift, **quota}
+
+
+def topk_mask_from_key(draw: Draw) -> Arguments:
+    """A whole search, after which a rank keeps any number of the keys at the cut, none and too many included."""
+    keys, offsets, _, _, quota = _search(draw)
+    cut = torch.zeros(keys.shape[:-1].numel() if offsets is None else len(offsets) - 1, 3, dtype=torch.int64)
+    for shift, bits in _DIGITS[0]:
+        cut = meaning.topk_choose_digit_(cut, meaning.topk_count_digit(keys, cut, shift, bits, offsets), shift, **quota)
+    ties = cut[:, 1] + draw.integer(-2, 2)
+    return {
+        "keys": keys, "cut": cut, "ties": ties, "offsets": offsets,
+        "drop_zeros": draw.flag(),
+    }  # fmt: skip
+
+
+# ---- rollouts -------------------------------------------------------------------------------------------------------
+
+
+def group_advantages(draw: Draw) -> Arguments:
+    given = _segmented(draw, "rewards", special=(math.nan,))
+    return {
+        "rewards": given["rewards"],
+        "offsets": given["offsets"],
+        "scale": draw.choice(("group", "batch", "none")),
+        "eps": draw.choice((1e-4, 1e-6, 0.0)),
+        "ddof": draw.choice((1, 0)),
+    }
+
+
+def max_variance_select(draw: Draw) -> Arguments:
+    given = _segmented(draw, "values")
+    return given | draw.number_or_tensor(draw.length(1), "keep", (torch.int64, torch.int32)) | {"pooled": draw.flag()}
+
+
+def rollout_rules(draw: Draw) -> Arguments:
+    """Of the public function: every rule."""
+    rule = draw.choice(reference.ROLLOUT_RULES)
+    given = max_variance_select(draw)
+    given.pop("max_segment")
+    keep = given.pop("keep_tensor", None)
+    given |= {"advantages": given.pop("values"), "keep": keep if keep is not None else given["keep"]}
+    given |= {"rule": rule, "scope": "batch" if given.pop("pooled") else "group"}
+    if rule == "random":
+        given["generator"] = torch.Generator().manual_seed(draw.integer(0, 2**31))
+    return given
+
+
+# ---- ratios ---------------------------------------------------------------------------------------------------------
+
+
+def _groups(draw: Draw, shape: tuple[int, ...]) -> Tensor:
+    """int8 from -2 to 15: whatever is below 0 is no group."""
+    ids = torch.randint(-2, draw.integer(1, 16), shape, generator=draw.generator(), dtype=torch.int8)
+    return draw.laid_out(ids)
+
+
+def importance_ratio(draw: Draw) -> Arguments:
+    """Log-probabilities of a policy that has moved, mostly by little."""
+    shape, offsets = draw.segments()
+    generator, level = draw.generator(), draw.choice(("token", "sequence", "entropy_group"))
+    old = -20 * torch.rand(shape, generator=generator)
+    steps = torch.tensor([0.0, 1e-3, 0.1, 1.0])
+    step = steps[torch.randint(len(steps), shape, generator=generator)]
+    logprob = old + step * torch.randn(shape, generator=generator)
+    low, high = draw.choice(((-20.0, 20.0), (-math.inf, 10.0), (-0.5, 0.25), (-math.inf, math.inf)))
+    given = {
+        "logprob": draw.laid_out(logprob),
+        "old_logprob": draw.laid_out(old),
+        "mask": draw.mask(shape),
+        "groups": _groups(draw, shape) if level == "entropy_group" else None,
+        "offsets": offsets,
+        "level": level,
+        "denominator": draw.choice(("self", "old")),
+        "low": low,
+        "high": high,
+    }
+    return _differentiable(draw, given, "logprob")
+
+
+def importance_ratio_backward(draw: Draw) -> Arguments:
+    given = importance_ratio(draw)
+    shape = tuple(given["logprob"].shape)
+    return {
+        "grad": draw.values(shape, dtypes=(torch.float32,), special=()),
+        "ratio": (given["logprob"].detach() - given["old_logprob"]).exp(),
+        **{name: given[name] for name in ("mask", "groups", "low", "high")},
+    }
+
+
+def entropy_groups(draw: Draw) -> Arguments:
+    given = _segmented(draw, "entropy", dtypes=(torch.float32,))
+    quantiles = draw.choice(([0.8], [0.2, 0.5], [0.3, 0.5, 0.7, 0.8, 0.9], []))
+    return given | {"quantiles": quantiles, "pooled": draw.flag()}
+
+
+def adaptive_clip(draw: Draw) -> Arguments:
+    shape, offsets = draw.segments()
+    entropy = 5 * torch.rand(shape, generator=draw.generator())
+    return {
+        "entropy": draw.laid_out(entropy),
+        "groups": _groups(draw, shape),
+        "mask": draw.mask(shape),
+        "offsets": offsets,
+        "vocab_size": draw.choice((1000, 2, 151_936)),
+        "alpha": draw.choice((0.02, 0.5)),
+    }

@@ -1,0 +1,39 @@
+"""Every op in plain PyTorch, for devices that have no kernels of their own.
+
+A function for each op of ``csrc/library.cpp``, with its name, arguments and results. Arguments come checked; values
+that nobody looked at, on a GPU, do as in the CUDA kernels: NaN, or nothing selected. No function waits for the device,
+and a row's or a segment's result has the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import compact, group_advantages, logprob_entropy, max_variance, ratios, topk_mask, topk_steps
+from . import logprob_entropy_backward as backward
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    kernel.__name__: kernel
+    for kernel in (
+        logprob_entropy.logprob_entropy,
+        backward.logprob_entropy_backward,
+        logprob_entropy.softmax_state_,
+        logprob_entropy.softmax_state_finish,
+        backward.logprob_entropy_backward_,
+        topk_mask.topk_mask,
+        topk_mask.select_tokens,
+        topk_mask.select_tokens_from_logits,
+        topk_steps.topk_order_keys,
+        topk_steps.topk_count_digit,
+        topk_steps.topk_choose_digit_,
+        topk_steps.topk_mask_from_key,
+        compact.compact,
+        group_advantages.group_advantages,
+        max_variance.max_variance_select,
+        ratios.importance_ratio,
+        ratios.importance_ratio_backward,
+        ratios.entropy_groups,
+        ratios.adaptive_clip,
+    )
+}

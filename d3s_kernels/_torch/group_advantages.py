@@ -1,0 +1,36 @@
+"""group_advantages: the rewards of each group beside their mean, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._segments import Segments, pool_present, segments_of
+
+
+def group_advantages(
+    rewards: Tensor, offsets: Tensor | None = None, scale: str = "group", eps: float = 1e-4, ddof: int = 1
+) -> Tensor:
+    flat, groups = rewards.flatten().double(), segments_of(rewards, offsets)
+    mean, deviation, scored = _statistics(flat, groups, ddof)
+    if scale == "batch":
+        deviation = _statistics(flat, pool_present(~flat.isnan()), ddof)[1][0].expand_as(mean)
+    difference = flat - mean[groups.of]
+    scaled = difference if scale == "none" else difference / (deviation + eps)[groups.of]
+    # Equal rewards have no advantage, also where eps is 0; neither has a group of one.
+    nothing = flat.isnan() | (difference == 0) | (scored[groups.of] == 1)
+    advantages = scaled.float().masked_fill(nothing, 0).masked_fill(groups.left_out(), math.nan)
+    return advantages.view(rewards.shape)
+
+
+def _statistics(rewards: Tensor, groups: Segments, ddof: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, standard deviation and number of the rewards of each stretch that are not NaN."""
+    unscorable = rewards.isnan()
+    scored = groups.total(~unscorable)
+    mean = groups.last(groups.scan(rewards.masked_fill(unscorable, 0), torch.add)) / scored.clamp(min=1)
+    squares = (rewards - mean[groups.of]).masked_fill(unscorable, 0).square()
+    freedom = scored - ddof
+    variance = groups.last(groups.scan(squares, torch.add)) / freedom.clamp(min=1)
+    return mean, torch.where(freedom > 0, variance.sqrt(), 0), scored

@@ -1,0 +1,118 @@
+"""The gradient of logprob_entropy: as a new tensor, or written over a tile of logits."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .logprob_entropy import NO_TARGET, at_places, labels_of, places_in_tile
+from .softmax_state import row_blocks, temperatures
+
+
+class _Rows(NamedTuple):
+    """What turns a row's logits into their gradient, as GradientLine in csrc/core/softmax_state.h: [rows] each."""
+
+    offset: Tensor
+    slope: Tensor
+    target: Tensor  # added at the label
+    top: Tensor  # NaN where everything is
+    temperature: Tensor
+    labels: Tensor
+    still: Tensor  # without a gradient: 0, whatever the logits are
+
+    def part(self, rows: slice) -> _Rows:
+        return _Rows(*(tensor[rows] for tensor in self))
+
+
+def logprob_entropy_backward(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    first_token: int | None = None,
+) -> Tensor:
+    targets = labels_of(labels, entropy.numel(), logits)
+    each = temperatures(temperature, temperature_tensor, entropy.numel(), logits)
+    rows = _rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each)
+    no_token = (targets != NO_TARGET) & (targets < 0)
+    if first_token is None:  # else the logits are a tile, and nobody knows how large the vocabulary is
+        no_token |= targets >= logits.shape[-1]
+    rows = rows._replace(top=rows.top.masked_fill(no_token & (rows.target != 0), math.nan))
+    if mask is not None:
+        rows = rows._replace(still=rows.still | ~mask.reshape(-1))
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _write(rows, logits, first_token or 0, out)
+    return out
+
+
+def logprob_entropy_backward_(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    first_token: int,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+) -> None:
+    targets = labels_of(labels, entropy.numel(), logits)
+    each = temperatures(temperature, temperature_tensor, entropy.numel(), logits)
+    rows = _rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each)
+    _write(rows, logits, first_token, logits)
+
+
+def _rows(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    targets: Tensor,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    temperature: Tensor,
+) -> _Rows:
+    entropy, row_max, log_sum = entropy.reshape(-1), row_max.reshape(-1), log_sum.reshape(-1)
+    none = torch.zeros_like(entropy)
+    of_logprob = none if grad_logprob is None else grad_logprob.reshape(-1).masked_fill(targets == NO_TARGET, 0)
+    of_entropy = none if grad_entropy is None else grad_entropy.reshape(-1)
+    scale = torch.exp(-log_sum) / temperature
+    return _Rows(
+        offset=-scale * (of_logprob + of_entropy * (entropy - log_sum)),
+        slope=-scale * of_entropy / temperature,
+        target=of_logprob / temperature,
+        top=row_max.masked_fill(log_sum.isnan(), math.nan),
+        temperature=temperature,
+        labels=targets,
+        still=(of_logprob == 0) & (of_entropy == 0),
+    )
+
+
+def _write(all_rows: _Rows, logits: Tensor, first_token: int, out: Tensor) -> None:
+    """`out` may be the logits."""
+    columns = logits.shape[-1]
+    if columns == 0:
+        return
+    for (rows, block), (_, to) in zip(row_blocks(logits, columns), row_blocks(out, columns), strict=True):
+        row = all_rows.part(rows)
+        gradient = _gradient(row, block.flatten(0, -2).float())
+        places, found = places_in_tile(row.labels, first_token, columns)
+        at_label = at_places(gradient, places)
+        gradient.scatter_(1, places.unsqueeze(1), (at_label + row.target).where(found, at_label).unsqueeze(1))
+        to.copy_(gradient.masked_fill_(row.still.unsqueeze(-1), 0).view(to.shape))
+
+
+def _gradient(row: _Rows, logits: Tensor) -> Tensor:
+    distance = logits - row.top.unsqueeze(-1)
+    e = torch.exp(distance / row.temperature.unsqueeze(-1))
+    gradient = distance.mul_(row.slope.unsqueeze(-1)).add_(row.offset.unsqueeze(-1)).mul_(e)
+    return torch.where(e > 0, gradient, e)  # 0 where the logit is -inf, whose product would be NaN; NaN stays

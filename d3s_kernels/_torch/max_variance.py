@@ -1,0 +1,57 @@
+"""max_variance_select: the subset of each segment with the largest variance, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .._segments import Quota, Segments, both, lowest_first, pool, segments_of
+
+
+def max_variance_select(
+    values: Tensor,
+    keep: int | None = None,
+    keep_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    pooled: bool = False,
+) -> Tensor:
+    flat, segments, times = values.flatten().float(), segments_of(values, offsets), 1
+    if pooled:
+        segments, times = pool(values), segments.number
+    usable = both(flat.isfinite(), mask) & ~segments.left_out()
+    order, rank = lowest_first(flat, usable, segments)
+    n = segments.total(usable)
+    k = Quota(k=keep, k_tensor=keep_tensor).of(n, times=times)
+    low = torch.where(k < n, _best_split(flat[order], n, k, segments), k)  # of n, all are kept
+    low = torch.where(k == 1, 1, low)  # one value has no variance, whichever it is
+    rank_from_end = n[segments.of] - rank  # 1 for the last that is usable, below that for those that are not
+    high = (rank_from_end > 0) & (rank_from_end <= (k - low)[segments.of])
+    return ((rank < low[segments.of]) | high).view(values.shape)
+
+
+def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> Tensor:
+    """How many of the kept k come from the low end of n values, n > k; see csrc/core/split_scan.h.
+
+    Split i has the first i and the last k - i; the next one has value i in place of value n - k + i. So the moments of
+    all splits are one running sum of such exchanges, which starts from those of the last k.
+    """
+    of, place = segments.of, segments.place
+    usable, exchanged, kept = place < n[of], place < k[of], k.clamp(min=1)[of]
+    shift = pad(in_order, (0, 1))[segments.edges[:-1] + n // 2].double()
+    value = torch.where(usable, in_order.double() - shift[of], 0)
+    partner = torch.arange(len(value), device=value.device) + (n - k)[of]
+    out = value[torch.where(exchanged, partner, 0)]
+    exchanges = torch.stack([value - out, value.square() - out.square()])
+    highest = torch.stack([value, value.square()])
+    running = segments.scan(torch.cat([exchanges * exchanged, highest * (usable & (place >= (n - k)[of]))]), torch.add)
+    before = torch.where(place > 0, pad(running[:2, :-1], (1, 0)), 0)
+    total, square = before + segments.last(running[2:])[:, of]
+    spread = torch.where(place <= k[of], square - total.square() / kept, -math.inf)
+    # Splits this close to the best count as equal; among them the one with the fewest from the top wins.
+    equal = segments.last(segments.scan(spread, torch.maximum)) * (1 - 1e-12)
+    return segments.last(segments.scan(torch.where(spread >= equal[of], place, 0), torch.maximum))

@@ -1,0 +1,103 @@
+"""The softmax state (m, S, T) of rows of logits, as csrc/core/softmax_state.h has it; here float32 [3, rows].
+
+A row's bits do not depend on its batch: maxima are exact, sums are made by halves, and torch.exp gives a number the
+same bits wherever it stands (torch.exp2 does not, on CPUs).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Tokens that are summed up at a time; then states are merged from left to right. Every device's tiles of the vocabulary
+# are cut at multiples of it (d3s_kernels/_head/tiles.py).
+SLICE = 8192
+_BLOCK = 3 << 20  # logits that are worked on at a time: with five float32 temporaries 60 MiB
+_LOWEST = torch.finfo(torch.float32).min
+
+
+def row_blocks(logits: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
+    """Views [..., V] of the logits, and which of all rows each has: as many as `columns` of each fit in a block.
+
+    Leading dimensions that cannot be flattened stay apart, so that nothing is copied.
+    """
+    yield from _blocks(logits.unsqueeze(0) if logits.dim() == 1 else logits, max(1, _BLOCK // max(1, columns)), 0)
+
+
+def _blocks(logits: Tensor, most: int, first: int) -> Iterator[tuple[slice, Tensor]]:
+    inner = math.prod(logits.shape[1:-1])
+    if inner > most:
+        for i in range(logits.shape[0]):
+            yield from _blocks(logits[i], most, first + i * inner)
+        return
+    for part in torch.split(logits, max(1, most // max(1, inner))):
+        rows = part.shape[0] * inner
+        yield slice(first, first + rows), part
+        first += rows
+
+
+def temperatures(number: float, tensor: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    """One for each row; NaN for one that was not checked and is not good: so is all that comes of it."""
+    if tensor is None:
+        return torch.full((rows,), number, dtype=torch.float32, device=like.device)
+    each = tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(-1)
+    return torch.where((each > 0.999e-15) & (each < 1.001e15), each, math.nan)
+
+
+def no_logits(rows: int, like: Tensor) -> Tensor:
+    """The state to begin with. Its maximum is not -inf: -inf - -inf would be NaN."""
+    state = torch.zeros(3, rows, dtype=torch.float32, device=like.device)
+    state[0].fill_(_LOWEST)
+    return state
+
+
+def add_logits(state: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
+    """The state with the logits [rows, n] merged into it."""
+    for part in torch.split(logits, SLICE, -1) if logits.shape[-1] else ():
+        state = merge(state, _state_of(part.float(), temperature), temperature)
+    return state
+
+
+def _state_of(logits: Tensor, temperature: Tensor) -> Tensor:
+    top = logits.amax(-1).clamp(min=_LOWEST)
+    distance = logits - top.unsqueeze(-1)
+    terms = distance.new_empty(2, *distance.shape)
+    torch.exp(distance / temperature.unsqueeze(-1), out=terms[0])
+    torch.mul(distance.clamp_(min=_LOWEST), terms[0], out=terms[1])  # -inf * 0 would be NaN
+    return torch.cat([top.unsqueeze(0), _sum_by_halves_(terms)])
+
+
+def _sum_by_halves_(values: Tensor) -> Tensor:
+    """Over the last dimension, which is not empty; overwrites the values."""
+    while (n := values.shape[-1]) > 1:
+        values[..., : n // 2] += values[..., n - n // 2 :]
+        values = values[..., : n - n // 2]
+    return values.squeeze(-1)
+
+
+def merge(a: Tensor, b: Tensor, temperature: Tensor) -> Tensor:
+    a_leads = a[0] >= b[0]
+    leader, follower = torch.where(a_leads, a, b), torch.where(a_leads, b, a)
+    move = follower[0] - leader[0]
+    factor = torch.exp(move / temperature)
+    safe_move = torch.where(factor > 0, move, 0)  # -inf * 0 is NaN
+    total = leader[1] + factor * follower[1]
+    dot = leader[2] + factor * (follower[2] + safe_move * follower[1])
+    return torch.stack([leader[0], total, dot])
+
+
+def finish(state: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Entropy, maximum and log S."""
+    top, total, dot = state
+    undefined = (total < 0.5) | dot.isnan()  # all -inf or no logits at all; NaN or +inf
+    total = total.masked_fill(undefined, math.nan)
+    log_sum = total.log()
+    mean = dot / (temperature * total)
+    return (log_sum - mean.clamp(max=0)).clamp(min=0), top, log_sum
+
+
+def log_probability(logit: Tensor, top: Tensor, log_sum: Tensor, temperature: Tensor) -> Tensor:
+    return (logit - top) / temperature - log_sum

@@ -1,0 +1,109 @@
+"""topk_mask, select_tokens, select_tokens_from_logits: exactly k of each segment, ties to the lower index."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .._segments import Quota, Segments, both, highest_first, pool, segments_of
+from .logprob_entropy import logprob_entropy
+
+
+class _Top(NamedTuple):
+    mask: Tensor  # flat
+    k: Tensor  # of each stretch: how many were kept by their rank, zeros among them
+    order: Tensor
+
+
+def _select(
+    scores: Tensor, mask: Tensor | None, segments: Segments, quota: Quota, drop_zeros: bool, times: int = 1
+) -> _Top:
+    """Scores are flat float32."""
+    present = both(scores == scores, mask) & ~segments.left_out()
+    k = quota.of(segments.total(present), times=times)
+    order, rank = highest_first(scores, present, segments)
+    kept = rank < k[segments.of]
+    return _Top(kept & (scores != 0) if drop_zeros else kept, k, order)
+
+
+def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zeros: bool) -> tuple[Tensor, Tensor]:
+    """Of each segment how many are kept, and the lowest score among them: infinite where there is none."""
+    count, begin = segments.total(top.mask), segments.edges[:-1]
+    in_order = pad(scores[top.order] + 0.0, (1, 0))  # counted from 1; -0 becomes 0
+    lowest = in_order[begin + top.k]
+    if drop_zeros:  # what is left of a segment whose last is 0 stands before its zeros
+        lowest = torch.where(lowest == 0, in_order[begin + count], lowest)
+    count, lowest = segments.own(count), segments.own(lowest)
+    return count.int(), torch.where(count > 0, lowest, math.inf)
+
+
+def topk_mask(
+    scores: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    k: int | None = None,
+    k_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    drop_zeros: bool = False,
+    pooled: bool = False,
+) -> Tensor:
+    segments, times = segments_of(scores, offsets), 1
+    if pooled:
+        segments, times = pool(scores), segments.number
+    quota = Quota(ratio, ratio_tensor, k, k_tensor)
+    return _select(scores.flatten().float(), mask, segments, quota, drop_zeros, times).mask.view(scores.shape)
+
+
+def select_tokens(
+    entropy: Tensor,
+    advantages: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    pooled: bool = True,
+    drop_zeros: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sequences = segments_of(entropy, offsets)
+    scores = advantage_of_each(advantages, entropy, sequences).abs() * entropy.flatten().float()
+    segments = pool(entropy) if pooled else sequences
+    top = _select(scores, mask, segments, Quota(ratio, ratio_tensor), drop_zeros)
+    count, threshold = _count_and_threshold(top, scores, segments, drop_zeros)
+    shape = () if pooled else entropy.shape[:-1] if offsets is None else count.shape
+    return top.mask.view(entropy.shape), count.view(shape), threshold.view(shape)
+
+
+def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
+    """Advantages are one for all, for each token, or for each sequence; [n] beside n tokens is for each token."""
+    if advantages.dim() == 0:
+        return advantages
+    if advantages.shape == entropy.shape:
+        return advantages.flatten()
+    return sequences.spread(advantages.flatten())
+
+
+def select_tokens_from_logits(
+    logits: Tensor,
+    advantages: Tensor,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    max_segment: int | None = None,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    pooled: bool = True,
+    drop_zeros: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, entropy, _, _ = logprob_entropy(logits, None, temperature, temperature_tensor, mask)
+    chosen, count, threshold = select_tokens(
+        entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
+    )
+    return chosen, entropy, count, threshold

@@ -1,0 +1,78 @@
+"""Top-K selection in steps, for a segment on several ranks: topk_order_keys, topk_count_digit, topk_choose_digit_,
+topk_mask_from_key.
+
+A cut, int64 [segments, 3], says how far the search for the k-th largest key has come, as ``KeySearch`` in
+csrc/core/key_digit.h: the digits of the key that are found, which one it is among the keys that have them, and k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .._segments import Quota, both, order_key, segments_of
+from .._segments.order_key import ABSENT, NO_KEY, ZERO_KEY, signed, unsigned
+from .topk_mask import advantage_of_each
+
+_KEY_BITS = 32
+
+
+def topk_order_keys(
+    scores: Tensor, advantages: Tensor | None = None, mask: Tensor | None = None, offsets: Tensor | None = None
+) -> Tensor:
+    values = scores.flatten().float()
+    if advantages is not None:
+        values = advantage_of_each(advantages, scores, segments_of(scores, offsets)).abs() * values
+    keys = order_key(values).where(both(values == values, mask), ABSENT)
+    return signed(keys).view(scores.shape)
+
+
+def topk_count_digit(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
+    segments, flat, bins = segments_of(keys, offsets), unsigned(keys.flatten()), 1 << bits
+    counted = (flat != ABSENT) & ~segments.left_out()
+    if shift + bits < _KEY_BITS:
+        prefix, k = (segments.spread(part) for part in (cut[:, 0], cut[:, 2]))
+        counted &= (flat >> (shift + bits) == prefix) & (k > 0)
+    slot = segments.spread(torch.arange(len(cut), device=keys.device)) * bins + (flat >> shift) % bins
+    counts = torch.zeros(len(cut) * bins + 1, dtype=torch.int64, device=keys.device)  # the last for what does not count
+    slot = torch.where(counted, slot, len(counts) - 1)
+    return counts.index_add_(0, slot, counted.long())[:-1].view(len(cut), bins)
+
+
+def topk_choose_digit_(
+    cut: Tensor,
+    counts: Tensor,
+    shift: int,
+    ratio: float | None = None,
+    ratio_tensor: Tensor | None = None,
+    k: int | None = None,
+    k_tensor: Tensor | None = None,
+) -> None:
+    bins = counts.shape[1]
+    prefix, left, kept = cut.unbind(1)
+    if shift + bins.bit_length() - 1 == _KEY_BITS:
+        kept = Quota(ratio, ratio_tensor, k, k_tensor).of(counts.sum(1))
+        prefix, left = torch.zeros_like(kept), kept
+    from_top = counts.flip(1).cumsum(1)  # keys that are in a bin or above it
+    place = (from_top < left.unsqueeze(1)).sum(1).clamp(max=bins - 1)
+    above = torch.where(place > 0, from_top.gather(1, (place - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0)
+    found = torch.stack([prefix * bins + (bins - 1 - place), left - above, kept], 1)
+    cut.copy_(torch.where(kept.unsqueeze(1) > 0, found, torch.stack([prefix, left, kept], 1)))
+
+
+def topk_mask_from_key(
+    keys: Tensor, cut: Tensor, ties: Tensor, offsets: Tensor | None = None, drop_zeros: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    segments, flat = segments_of(keys, offsets), unsigned(keys.flatten())
+    found, k, allowed = (segments.spread(part) for part in (cut[:, 0], cut[:, 2], ties))
+    inside = (k > 0) & ~segments.left_out()
+    tie = inside & (flat == found)
+    so_far = tie.long().cumsum(0)
+    number = so_far - pad(so_far, (1, 0))[segments.edges[:-1]][segments.of]  # of a tie in its segment, from 1 on
+    kept = inside & ((flat > found) | (tie & (number <= allowed)))
+    dropped = kept & (flat == ZERO_KEY) if drop_zeros else torch.zeros_like(kept)
+    kept &= ~dropped
+    at = torch.where(kept, segments.spread(torch.arange(len(cut), device=keys.device)), len(cut))
+    lowest = torch.full((len(cut) + 1,), NO_KEY, device=keys.device).scatter_reduce_(0, at, flat, "amin")
+    return kept.view(keys.shape), segments.own(segments.total(dropped)), lowest[:-1]

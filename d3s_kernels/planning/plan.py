@@ -1,0 +1,207 @@
+"""Which queries to train on, in which order, and with how many rollouts each: sGPO's plan, from one profiling pass."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._arguments import require_number, whole_number
+from .shuffle import shuffled
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Array = TypeVar("Array", Tensor, "npt.NDArray[Any]")
+
+NOT_TRAINED = -1
+"""The phase of a query that is not trained on."""
+
+EVERY_PHASE = -2
+"""The phase, and the group size, of a kept unsolved query: it is served in each phase, with that phase's group size."""
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutPlan(Generic[Array]):
+    """What :func:`plan_rollouts` decided. Arrays are int64, one number for each query, of the kind of ``successes``.
+
+    Attributes:
+        group_size: rollouts of the query; 0 where it is not trained on; ``EVERY_PHASE`` (-2) for a kept unsolved query,
+            which has no size of its own: it takes that of the phase it is served in.
+        phase: the rank of the query's group size among those that occur, from 0, the easy ones; ``NOT_TRAINED`` (-1);
+            or ``EVERY_PHASE`` for a kept unsolved query.
+        phase_sizes: the group size of each phase, ascending. As many as there are phases; none is empty.
+    """
+
+    group_size: Array
+    phase: Array
+    phase_sizes: tuple[int, ...]
+
+    def queries(self, phase: int) -> Array:
+        """The queries served in ``phase``, ascending: its own, and all kept unsolved ones. int64."""
+        phase = whole_number("phase", phase)
+        if not 0 <= phase < len(self.phase_sizes):
+            raise ValueError(f"phase: got {phase}; takes 0 to {len(self.phase_sizes) - 1}")
+        served = [query for query, of in enumerate(self.phase.tolist()) if of in (phase, EVERY_PHASE)]
+        return _like(self.phase, served)
+
+
+def plan_rollouts(
+    successes: Array,
+    samples: int | Array,
+    *,
+    trivial_above: float = 0.75,
+    keep_unsolved: float = 0.1,
+    group_sizes: Sequence[int] = (2, 4, 8),
+    rule: Literal["buckets", "inverse_success_rate"] = "buckets",
+    seed: int = 0,
+) -> RolloutPlan[Array]:
+    """sGPO's plan (arXiv 2606.08854): large groups where successes are rare, and the easy queries first.
+
+    With p = successes / samples, the rate at which the initial policy solves a query:
+
+    - p > ``trivial_above``: trivial, not trained on.
+    - p = 0: unsolved. A random ``keep_unsolved`` of them is served in every phase with its group size; the rest is not
+      trained on.
+    - else a group of about 1 / p, in which one success is expected. "buckets" takes the largest of ``group_sizes`` that
+      is at most 1 / p, or the smallest; "inverse_success_rate" takes 1 / p rounded up, between the smallest and the
+      largest. Queries of one size are a phase, and small groups come first.
+
+    p is never rounded: 7 of 10 is not above 0.7. The paper profiles with 8 samples at one temperature, and has buckets
+    for powers of two. What it leaves open is decided here:
+
+    - Other numbers of samples, and of sizes: the same two comparisons, exactly.
+    - Which unsolved queries are kept: exactly ``keep_unsolved`` times their number, rounded half up, drawn by ``seed``
+      once for all phases.
+    - A group size that no query has is no phase. Without any phase, since nothing is solved that is not trivial, kept
+      queries are served nowhere, and a :class:`PlanSampler` refuses the plan.
+
+    Args:
+        successes: ``[queries]``, whole numbers: a tensor or NumPy array of any integer dtype.
+        samples: how many samples they are of, at least 1: a number, or ``[queries]`` of the kind of ``successes``.
+        trivial_above: in [0, 1].
+        keep_unsolved: in [0, 1].
+        group_sizes: whole numbers from 2 on, ascending: in a group of one no advantage differs from 0.
+        rule: "buckets" or "inverse_success_rate".
+        seed: any whole number.
+
+    Returns:
+        :class:`RolloutPlan`: tensors on the device of ``successes``, or arrays.
+
+    Raises:
+        ValueError, TypeError: a query without samples, more successes than samples, a wrong shape, dtype, kind, share,
+            group size or rule.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> plan = d3s.plan_rollouts(torch.tensor([0, 1, 2, 3, 6, 7]), 8, keep_unsolved=1.0)
+        >>> plan.group_size
+        tensor([-2,  8,  4,  2,  2,  0])
+        >>> [(size, plan.queries(phase).tolist()) for phase, size in enumerate(plan.phase_sizes)]
+        [(2, [0, 3, 4]), (4, [0, 2]), (8, [0, 1])]
+    """
+    profile = _profile(successes, samples)
+    trivial = _share("trivial_above", trivial_above)
+    kept_share = _share("keep_unsolved", keep_unsolved)
+    sizes = _ascending_sizes(group_sizes)
+    if rule not in _RULES:
+        raise ValueError(f"rule: got {rule!r}; takes one of {', '.join(map(repr, _RULES))}")
+    seed = whole_number("seed", seed)
+
+    size_of = {  # once for each pair that occurs: they are few
+        (successes_, samples_): _RULES[rule](successes_, samples_, sizes)
+        for successes_, samples_ in set(profile)
+        if successes_ > 0 and Fraction(successes_, samples_) <= trivial
+    }
+    group_size = [size_of.get(pair, 0) for pair in profile]
+    phase_sizes = tuple(sorted(set(size_of.values())))
+    phase_of = {size: phase for phase, size in enumerate(phase_sizes)}
+    phase = [phase_of.get(size, NOT_TRAINED) for size in group_size]
+
+    unsolved = [query for query, (successes_, _) in enumerate(profile) if successes_ == 0]
+    kept = math.floor(kept_share * len(unsolved) + Fraction(1, 2))
+    for place in shuffled(len(unsolved), seed, "unsolved")[:kept].tolist():
+        group_size[unsolved[place]] = phase[unsolved[place]] = EVERY_PHASE
+    return RolloutPlan(_like(successes, group_size), _like(successes, phase), phase_sizes)
+
+
+def _bucket(successes: int, samples: int, sizes: Sequence[int]) -> int:
+    return max((size for size in sizes if size * successes <= samples), default=sizes[0])
+
+
+def _inverse_success_rate(successes: int, samples: int, sizes: Sequence[int]) -> int:
+    return min(max(math.ceil(Fraction(samples, successes)), sizes[0]), sizes[-1])
+
+
+_RULES: dict[str, Callable[[int, int, Sequence[int]], int]] = {
+    "buckets": _bucket,
+    "inverse_success_rate": _inverse_success_rate,
+}
+
+
+def _profile(successes: Array, samples: int | Array) -> list[tuple[int, int]]:
+    """Successes and samples of each query, checked."""
+    solved = _counts("successes", successes)
+    if isinstance(samples, numbers.Integral) and not isinstance(samples, bool):
+        sampled = [int(samples)] * len(solved)
+    else:
+        sampled = _counts("samples", samples)
+        if isinstance(samples, Tensor) != isinstance(successes, Tensor):
+            kinds = type(samples).__name__, type(successes).__name__
+            raise TypeError(f"samples: got {kinds[0]}; takes a number, or the kind of successes, {kinds[1]}")
+        if len(sampled) != len(solved):
+            raise ValueError(f"samples: got {len(sampled)} numbers; takes one, or one for each query: {len(solved)}")
+    profile = list(zip(solved, sampled, strict=True))
+    for query, (found, tried) in enumerate(profile):
+        if tried < 1:
+            raise ValueError(
+                f"samples: got {tried} at query {query}; takes at least 1: nothing is known of a query without samples"
+            )
+        if not 0 <= found <= tried:
+            raise ValueError(f"successes: got {found} at query {query}; takes 0 to its number of samples, {tried}")
+    return profile
+
+
+def _counts(name: str, values: Any) -> list[int]:
+    """Of a 1-D tensor or NumPy array of whole numbers."""
+    numpy = sys.modules.get("numpy")  # there if an array was given: torch does without it
+    if isinstance(values, Tensor):
+        whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+    elif numpy is not None and isinstance(values, numpy.ndarray):
+        whole = values.dtype.kind in "iu"
+    else:
+        raise TypeError(f"{name}: got {type(values).__name__}; takes a tensor or NumPy array of whole numbers")
+    if not whole:
+        raise TypeError(f"{name}: got dtype {values.dtype}; takes an integer dtype")
+    if values.ndim != 1:
+        raise ValueError(f"{name}: got shape {list(values.shape)}; takes one dimension, a number for each query")
+    counts: list[int] = values.tolist()
+    return counts
+
+
+def _share(name: str, value: float) -> Fraction:
+    """The number as it is written: 0.1 is a tenth."""
+    require_number(**{name: value})
+    if value is None or not 0 <= value <= 1:
+        raise ValueError(f"{name}: got {value}; takes a number in [0, 1]")
+    return Fraction(str(value))
+
+
+def _ascending_sizes(group_sizes: Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(whole_number("group_sizes", size) for size in group_sizes)
+    if not sizes or sizes[0] < 2 or any(low >= high for low, high in pairwise(sizes)):
+        raise ValueError(f"group_sizes: got {sizes}; takes whole numbers from 2 on, ascending")
+    return sizes
+
+
+def _like(kind: Array, values: list[int]) -> Array:
+    made = torch.tensor(values, dtype=torch.int64)
+    return made.to(kind.device) if isinstance(kind, Tensor) else made.numpy()

@@ -1,0 +1,9 @@
+"""Profiling for :func:`plan_rollouts`: how often the initial policy solves each query.
+
+``python -m d3s_kernels.planning.profile --model ... --dataset ... --reward ... --out profile.jsonl`` samples and
+counts; :func:`load_profile` reads the counts. The first needs the extra ``profile``, the second nothing.
+"""
+
+from .records import load_profile
+
+__all__ = ["load_profile"]

@@ -1,0 +1,102 @@
+"""``python -m d3s_kernels.planning.profile``: samples a model on every query of a dataset and counts successes.
+
+The first step of sGPO (arXiv 2606.08854). Writes a line of JSON for each finished query, and goes on where it stopped
+when the same command is given again; the result is that of a run that never stopped. Each completion has random numbers
+of its own: another batch size or device changes nothing but rounding, which can tip a draw between two tokens.
+
+    python -m d3s_kernels.planning.profile --model Qwen/Qwen2.5-0.5B-Instruct --dataset prompts.jsonl \\
+        --reward rewards.py:is_correct --out profile.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .queries import Row, digest, load_queries
+from .records import ProfileFile, load_profile
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m d3s_kernels.planning.profile",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="a folder, or a name on the Hugging Face hub")
+    add("--dataset", required=True, help="a JSONL file, or a name that the datasets library knows")
+    add("--reward", required=True, help="module:function or file.py:function, called as TRL calls reward functions")
+    add("--out", required=True, type=Path, help="the profile, to be begun or gone on with")
+    add("--subset", help="of a dataset given by name")
+    add("--split", default="train", help="of a dataset given by name (train)")
+    add("--prompt-column", default="prompt", help="text, or messages for the chat template (prompt)")
+    add("--chat-template-kwargs", type=json.loads, default={}, help="JSON, for the chat template ({})")
+    add("--samples", type=int, default=8, help="completions of each query (8)")
+    add("--temperature", type=float, default=1.0, help="(1.0)")
+    add("--max-new-tokens", type=int, default=512, help="(512)")
+    add("--batch-size", type=int, default=64, help="completions generated at a time (64)")
+    add("--threshold", type=float, default=1.0, help="a reward of at least this is a success (1.0)")
+    add("--seed", type=int, default=0, help="(0)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    add("--dtype", default="auto", help="float32, bfloat16, float16; or auto: that of the checkpoint (auto)")
+    return parser
+
+
+def _check(given: argparse.Namespace) -> None:
+    for name in ("samples", "max_new_tokens", "batch_size"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"{name.replace('_', '-')}: got {getattr(given, name)}; takes at least 1")
+    if not 0 < given.temperature < math.inf:
+        raise ValueError(f"temperature: got {given.temperature}; takes a positive number")
+    if not isinstance(given.chat_template_kwargs, dict):
+        raise ValueError(f"chat-template-kwargs: got {given.chat_template_kwargs!r}; takes a JSON object")
+    if math.isnan(given.threshold):
+        raise ValueError("threshold: got nan; takes a number")
+
+
+_NOT_IN_THE_RESULT = ("out", "batch_size", "device")
+
+
+def _settings(given: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+    """What decides the result: a file goes on with these alone."""
+    options = {name: value for name, value in vars(given).items() if name not in _NOT_IN_THE_RESULT}
+    return {**options, "queries": len(rows), "digest": digest(rows)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _arguments()
+    given = parser.parse_args(arguments)
+    try:
+        from .rewards import load_reward
+        from .run import profile
+    except ImportError as error:
+        parser.error(f"{error}; profiling needs transformers and tqdm")
+    try:
+        _check(given)
+        rows = load_queries(given.dataset, given.subset, given.split, given.prompt_column)
+        reward = load_reward(given.reward)
+        file = ProfileFile(given.out, _settings(given, rows))
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        with file:
+            profile(given, rows, reward, file)
+    except KeyboardInterrupt:
+        print(f"stopped after {len(file.done)} of {len(rows)} queries; the same command goes on", file=sys.stderr)
+        return 130
+    successes, samples = load_profile(given.out)
+    never, always = int((successes == 0).sum()), int((successes == samples).sum())
+    print(f"{given.out}: {len(rows)} queries, {never} never solved, {always} always")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

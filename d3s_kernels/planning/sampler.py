@@ -1,0 +1,191 @@
+"""Serves the queries of a plan to a trainer, phase after phase, and goes on where a checkpoint stopped."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from .._arguments import require_flag, whole_number
+from .plan import RolloutPlan
+from .shuffle import shuffled
+
+
+class PlanSampler(Sampler[int]):
+    """The queries of a :class:`RolloutPlan`, for a DataLoader: all phases in order, shuffled within each epoch.
+
+    One pass is the whole curriculum: ``epochs`` times the queries of phase 0, then those of phase 1, and so on. The
+    order depends on ``seed``, phase and epoch alone, and is the same on every machine. A pass begins at the start;
+    after ``load_state_dict`` the next one goes on at the saved row, and has no rows if that was the end.
+
+    With ``batch_size`` the number of a phase's rows is a multiple of it, so that batches of that size, cut by the
+    loader, lie within one phase. Nothing is dropped: the last batch of a phase is filled up with the first queries of a
+    further epoch, which are thereby served once more.
+
+    **Where a pass stands** is the number of rows handed out, and that is what ``state_dict()`` saves. torchdata's
+    StatefulDataLoader (verl's) saves it as it was for the batch that the trainer has, whatever its workers have fetched
+    already. A plain DataLoader with workers draws rows ahead of the trainer, by up to ``num_workers * prefetch_factor``
+    batches, and accelerate's draws one batch ahead: ``state_dict()``, ``phase`` and ``group_size`` are ahead as well.
+    A trainer knows how many rows it has had, and says so: ``state_dict(consumed=rows)``, ``phase_at(row)``. One that
+    skips by itself what it has had, as transformers' does, needs no state.
+
+    Args:
+        plan: with at least one phase.
+        epochs: how often each phase serves its queries, at least once: a number, or one for each phase.
+        seed: any whole number.
+        repeat: serves each query ``group_size`` times in a row, for trainers that take a row for each rollout (TRL's
+            RepeatSampler), and not once.
+        batch_size: rows of the loader's batches; with ``repeat`` a multiple of each phase's group size.
+
+    Attributes:
+        starts: the first row of each phase. ``sampler.load_state_dict(sampler.state_dict(sampler.starts[1]))`` has the
+            next pass begin with phase 1, for a trainer that sees phase 0 converge.
+
+    Raises:
+        ValueError, TypeError: a plan without a phase; epochs, seed, repeat or batch_size that are none of these; a
+            state that was saved with another plan or other arguments.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> plan = d3s.plan_rollouts(torch.tensor([2, 3, 4, 1]), 8)
+        >>> sampler = d3s.PlanSampler(plan, repeat=True)
+        >>> list(sampler)
+        [2, 2, 1, 1, 0, 0, 0, 0, 3, 3, 3, 3, 3, 3, 3, 3]
+        >>> sampler.starts, sampler.phase_at(4), sampler.group_size
+        ((0, 4, 8), 1, 8)
+    """
+
+    def __init__(
+        self,
+        plan: RolloutPlan[Any],
+        *,
+        epochs: int | Sequence[int] = 1,
+        seed: int = 0,
+        repeat: bool = False,
+        batch_size: int | None = None,
+    ) -> None:
+        if not isinstance(plan, RolloutPlan):
+            raise TypeError(f"plan: got {type(plan).__name__}; takes what plan_rollouts returns")
+        if not plan.phase_sizes:
+            raise ValueError("plan: has no phase, as no query is solved without being trivial; takes at least one")
+        require_flag(repeat=repeat)
+        self.plan, self.seed, self.repeat = plan, whole_number("seed", seed), repeat
+        self.epochs = _for_each_phase(epochs, len(plan.phase_sizes))
+        self.batch_size = batch_size = _batch_size(batch_size, plan.phase_sizes if repeat else ())
+        self._queries: list[Tensor] = [
+            torch.as_tensor(plan.queries(phase)).cpu() for phase in range(len(plan.phase_sizes))
+        ]
+        rows = [
+            -(-epochs_ * len(queries) * self._repeats(phase) // batch_size) * batch_size
+            for phase, (epochs_, queries) in enumerate(zip(self.epochs, self._queries, strict=True))
+        ]
+        ends = list(accumulate(rows))
+        self.starts = (0, *ends[:-1])
+        self._rows = ends[-1]
+        self._identity = self._what_decides_the_order()
+        self._position = 0
+        self._continues = False
+
+    def __len__(self) -> int:
+        """Rows of a whole pass, wherever it begins."""
+        return self._rows
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._continues:
+            self._position = 0
+        return self._serve(self._position)
+
+    @property
+    def phase(self) -> int:
+        """The phase of the row that was handed out last; before the first one, of the first."""
+        return self.phase_at(max(self._position - 1, 0))
+
+    @property
+    def group_size(self) -> int:
+        """Rollouts of each query in ``phase``."""
+        return self.plan.phase_sizes[self.phase]
+
+    def phase_at(self, row: int) -> int:
+        """The phase of a row of the pass, counted from 0."""
+        row = whole_number("row", row)
+        if not 0 <= row < len(self):
+            raise ValueError(f"row: got {row}; takes 0 to {len(self) - 1}")
+        return bisect_right(self.starts, row) - 1
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """Where the pass stands: after the rows handed out, or after ``consumed`` rows where a loader draws ahead."""
+        position = self._position if consumed is None else whole_number("consumed", consumed)
+        if not 0 <= position <= len(self):
+            raise ValueError(f"consumed: got {consumed}; takes 0 to {len(self)}")
+        return {"position": position, **self._identity}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Has the next pass go on where ``state_dict`` was saved."""
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict: got {type(state_dict).__name__}; takes what state_dict() returned")
+        if missing := {"position", *self._identity} - set(state_dict):
+            raise ValueError(f"state_dict: lacks {', '.join(sorted(missing))}; takes what state_dict() returned")
+        for name, value in self._identity.items():
+            if state_dict[name] != value:
+                raise ValueError(
+                    f"state_dict: was saved with {name} {state_dict[name]!r}; takes that of this sampler, {value!r}"
+                )
+        position = state_dict["position"]
+        if type(position) is not int or not 0 <= position <= len(self):
+            raise ValueError(f"state_dict: got position {position!r}; takes 0 to {len(self)}")
+        self._position, self._continues = position, True
+
+    def _serve(self, start: int) -> Iterator[int]:
+        self._continues = False  # now that the pass is used: loaders make some that they do not use
+        for served, query in enumerate(self._from_row(start), start + 1):
+            self._position = served
+            yield query
+
+    def _from_row(self, row: int) -> Iterator[int]:
+        ends = (*self.starts[1:], len(self))
+        for phase, (begin, end) in enumerate(zip(self.starts, ends, strict=True)):
+            queries, repeats = self._queries[phase], self._repeats(phase)
+            while row < end:
+                epoch, skipped = divmod(row - begin, len(queries) * repeats)
+                order = queries[shuffled(len(queries), self.seed, phase, epoch)].repeat_interleave(repeats)
+                served = order[skipped : skipped + end - row].tolist()
+                yield from served
+                row += len(served)
+
+    def _repeats(self, phase: int) -> int:
+        return self.plan.phase_sizes[phase] if self.repeat else 1
+
+    def _what_decides_the_order(self) -> dict[str, Any]:
+        queries = [queries.tolist() for queries in self._queries]
+        digest = hashlib.sha256(repr((self.plan.phase_sizes, queries)).encode()).hexdigest()[:16]
+        return {
+            "plan": digest,
+            "epochs": list(self.epochs),
+            "seed": self.seed,
+            "repeat": self.repeat,
+            "batch_size": self.batch_size,
+        }
+
+
+def _for_each_phase(epochs: int | Sequence[int], phases: int) -> tuple[int, ...]:
+    given = tuple(epochs) if isinstance(epochs, Sequence) else (epochs,) * phases
+    if len(given) != phases:
+        raise ValueError(f"epochs: got {len(given)} numbers; takes one, or one for each of the {phases} phases")
+    return tuple(whole_number("epochs", number, at_least=1) for number in given)
+
+
+def _batch_size(batch_size: int | None, group_sizes: Sequence[int]) -> int:
+    """1 where none is given: a batch of one row lies in one phase anyway."""
+    if batch_size is None:
+        return 1
+    batch_size = whole_number("batch_size", batch_size, at_least=1)
+    for size in group_sizes:
+        if batch_size % size:
+            raise ValueError(f"batch_size: got {batch_size}; takes a multiple of the group size {size}: repeat is on")
+    return batch_size

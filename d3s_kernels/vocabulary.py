@@ -1,0 +1,149 @@
+"""Log-probability and entropy of the next token, from logits or straight from the LM head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._arguments import (
+    require_no_tangent,
+    require_number,
+    require_optional_tensors,
+    require_tensors,
+    require_whole,
+    temperature_argument,
+)
+from ._dispatch import ops
+
+from . import _head  # noqa: F401  # isort: skip  # whose ops it registers
+
+
+def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
+    """Entropy of ``softmax(logits / temperature)`` over the last dimension, in nats.
+
+    ``H = -sum_v p_v log p_v``, computed as ``log S - T / S`` (``csrc/core/softmax_state.h``), which stays exact for
+    peaked rows and for logits far from 0. ``-inf`` logits count 0. Differentiable in ``logits``.
+
+    Args:
+        logits: ``[..., V]``, bfloat16, float16 or float32, any stride but in the last dimension.
+        temperature: a number above 0 (in [1e-15, 1e15]), a 0-d tensor, or a float tensor that broadcasts to the rows
+            ``[...]``; it has no gradient.
+        mask: bool ``[...]``; rows where it is False are not read and give 0.
+
+    Returns:
+        float32 ``[...]``; NaN for a row with NaN or ``+inf``, or with nothing but ``-inf``.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype or device, or a temperature that is not above 0.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> d3s.entropy(torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]))
+        tensor([0.6931, 0.0000])
+    """
+    require_tensors(logits=logits)
+    require_no_tangent(logits=logits)
+    require_optional_tensors(logits, mask=mask)
+    number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
+    result: Tensor = ops.logprob_entropy(logits, None, number, tensor, mask)[1]
+    return result
+
+
+def logprob_entropy(
+    logits: Tensor, labels: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each row's label and entropy of the row, in one pass over the logits.
+
+    ``logprob = log_softmax(logits / temperature)[label]``; entropy as in :func:`entropy`. Both are differentiable in
+    ``logits``; a gradient that is not asked for costs nothing, and rows whose gradient is 0 are not read again.
+
+    Args:
+        logits: ``[..., V]``, bfloat16, float16 or float32, any stride but in the last dimension.
+        labels: int64 or int32 ``[...]``; -100 means no target: logprob 0, entropy as usual.
+        temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
+        mask: bool ``[...]``; rows where it is False are not read and give 0 and 0.
+
+    Returns:
+        ``(logprob, entropy)``, float32 ``[...]`` each, in nats.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a label that is
+            neither -100 nor a token.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> logprob, entropy = d3s.logprob_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
+        >>> logprob, entropy
+        (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
+    """
+    require_tensors(logits=logits, labels=labels)
+    require_no_tangent(logits=logits)
+    require_optional_tensors(logits, mask=mask)
+    number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
+    logprob, row_entropy, _, _ = ops.logprob_entropy(logits, labels, number, tensor, mask)
+    return logprob, row_entropy
+
+
+def linear_logprob_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    max_rows: int | None = None,
+    max_grad_rows: int | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+    workspace_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`logprob_entropy` of ``hidden @ weight.T + bias``, without ever holding the logits.
+
+    The backward recomputes logits only for rows whose incoming gradient is not 0: with 10 % of the tokens kept it does
+    10 % of the work. Differentiable in ``hidden``, ``weight`` and ``bias``.
+
+    Args:
+        hidden: ``[..., H]``, bfloat16, float16 or float32.
+        weight: ``[V, H]``, the dtype of ``hidden``.
+        labels: int64 or int32 ``[...]``, as they are (never shifted here); -100 means no target.
+        bias: ``[V]``, the dtype of ``hidden``.
+        temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
+        logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
+        mask: bool ``[...]``; rows where it is False cost nothing and give 0 and 0.
+        max_rows: a bound on the rows that ``mask`` leaves. With it the forward does not synchronise with the host;
+            where it is exceeded all outputs are NaN.
+        max_grad_rows: a bound on the rows with a gradient. With it the backward does not synchronise with the host;
+            where it is exceeded all gradients are NaN.
+        logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``, which is faster
+            and moves an entropy by some hundredths of a nat in bfloat16.
+        workspace_bytes: for the logits in flight; None is 512 MiB on a GPU and 32 MiB on a CPU.
+
+    Returns:
+        ``(logprob, entropy)``, float32 ``[...]`` each, in nats.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype or device, a temperature or softcap that is not above 0, a label
+            that is neither -100 nor a token.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+        >>> logprob, entropy = d3s.linear_logprob_entropy(hidden, weight, torch.tensor([4, 0, 49]))
+        >>> logprob[1].backward()  # one row has a gradient: the backward computes one row
+        >>> hidden.grad[0].abs().sum()
+        tensor(0.)
+    """
+    require_tensors(hidden=hidden, weight=weight, labels=labels)
+    require_optional_tensors(hidden, bias=bias, mask=mask)
+    require_no_tangent(hidden=hidden, weight=weight, bias=bias)
+    require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
+    require_number(logit_softcap=logit_softcap)
+    if not isinstance(logits_dtype, torch.dtype):
+        raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
+    number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
+    logprob, row_entropy, _, _ = ops.linear_logprob_entropy(
+        hidden, weight, labels, bias, number, tensor, logit_softcap, mask, max_rows, max_grad_rows, logits_dtype,
+        workspace_bytes,
+    )  # fmt: skip
+    return logprob, row_entropy

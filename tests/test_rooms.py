@@ -1,0 +1,113 @@
+"""The rooms of the package: each imports what lies below it, and nothing else.
+
+A room is a folder or a file of ``d3s_kernels``. Imports count wherever they stand: in a function, and for types alone.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
+
+# From the top down: each room, and those it may import.
+ROOMS = {
+    "__main__": "_dispatch _selfcheck compare",
+    "integrations": "_across_ranks _dispatch _groups distributed ratios rollouts schedule tokens vocabulary",
+    "planning": "_arguments",
+    # what users call
+    "_selfcheck": "_table compare",
+    "compare": "_dispatch _table ratios rollouts tokens vocabulary",
+    "distributed": "_across_ranks",
+    "vocabulary": "_arguments _dispatch _head",
+    "tokens": "_across_ranks _arguments _dispatch _selection",
+    "rollouts": "_across_ranks _selection",
+    "ratios": "_arguments _dispatch",
+    "schedule": "",
+    # how it is computed
+    "_across_ranks": "_arguments _dispatch _groups _head _segments _selection",
+    "_head": "_dispatch _groups",
+    "_selection": "_arguments _dispatch _segments",
+    "_groups": "",
+    "_dispatch": "_torch _triton",
+    "_torch": "_segments",
+    "_triton": "",
+    # what is alike everywhere
+    "_segments": "",
+    "_arguments": "",
+    "_table": "reference",
+    "reference": "",
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of the package that a file imports."""
+    package = path.relative_to(PACKAGE).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = ["d3s_kernels", *package[: len(package) + 1 - node.level]] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            names = [str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "d3s_kernels" and "_build_info" not in name:
+                inside = name.removeprefix("d3s_kernels").lstrip(".")
+                yield inside if inside in MODULES else inside.rpartition(".")[0]
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_every_room_is_listed() -> None:
+    assert {room_of(module) for module in MODULES if module} == set(ROOMS)
+
+
+def test_rooms_import_downwards() -> None:
+    below: set[str] = set()
+    for room, imports in reversed(ROOMS.items()):
+        assert set(imports.split()) <= below, f"{room} may import {set(imports.split()) - below} above it"
+        below.add(room)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_what_its_row_says(room: str) -> None:
+    """All of it: a row that allows more than is used would hide the next import."""
+    found = {
+        (room_of(name), str(path.relative_to(PACKAGE)))
+        for module, path in MODULES.items()
+        if room_of(module) == room and module
+        for name in imported(path)
+        if room_of(name) != room
+    }
+    allowed = set(ROOMS[room].split())
+    wrong = sorted(f"{file} imports {other}" for other, file in found if other not in allowed and other)
+    # the whole package, from its front door: only where it is started from outside
+    wrong += sorted(f"{file} imports d3s_kernels" for other, file in found if not other and room != "__main__")
+    assert not wrong
+    assert allowed == {other for other, _ in found if other}
+
+
+def test_no_two_files_import_each_other() -> None:
+    graph = {name: {other for other in imported(path) if other != name} for name, path in MODULES.items() if name}
+    for room, files in graph.items():  # a room's front door imports its files, and they do not import it
+        files.discard(room_of(room))
+    TopologicalSorter({name: files - {""} for name, files in graph.items()}).prepare()
