@@ -19,7 +19,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
       "Tensor? mask=None, SymInt? first_token=None) -> Tensor");
   // the same over a tile of the vocabulary that starts at first_token: states [rows, 4] are merged, gradients written
-  // in place (or by the op above); [pieces, rows, 4] are the states of pieces of each row, merged in their order
+  // in place (or by the op above); [shards, rows, 4] are the states of shards of each row, merged in their order
   m.def(
       "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
       "Tensor? temperature_tensor=None, Tensor? mask=None) -> ()");
@@ -44,18 +44,18 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   // both of a vocabulary that the ranks of a process group share: each has the tokens from first_token on
   m.def(
-      "vocab_parallel_logprob_entropy(Tensor logits, Tensor labels, SymInt first_token, str group, "
+      "vocab_parallel_logprob_entropy(Tensor logits, Tensor labels, SymInt first_token, str group_name, "
       "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "vocab_parallel_linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, SymInt first_token, "
-      "str group, Tensor? bias=None, float temperature=1.0, Tensor? temperature_tensor=None, "
+      "str group_name, Tensor? bias=None, float temperature=1.0, Tensor? temperature_tensor=None, "
       "float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, SymInt? max_grad_rows=None, "
       "ScalarType logits_dtype=float, SymInt? workspace_bytes=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "vocab_parallel_linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor hidden, "
-      "Tensor weight, Tensor labels, SymInt first_token, str group, Tensor? bias, Tensor entropy, Tensor row_max, "
+      "Tensor weight, Tensor labels, SymInt first_token, str group_name, Tensor? bias, Tensor entropy, Tensor row_max, "
       "Tensor log_sum, float temperature, Tensor? temperature_tensor, float? logit_softcap, Tensor? mask, "
       "SymInt? max_grad_rows, ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
@@ -80,12 +80,12 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
 
   // the same in steps, for a segment that lies on several ranks: what counts say is added up over them in between
   m.def("topk_order_keys(Tensor scores, Tensor? advantages=None, Tensor? mask=None, Tensor? offsets=None) -> Tensor");
-  m.def("topk_count_digit(Tensor keys, Tensor cut, int shift, int bits, Tensor? offsets=None) -> Tensor");
+  m.def("topk_count_digit(Tensor keys, Tensor search, int shift, int bits, Tensor? offsets=None) -> Tensor");
   m.def(
-      "topk_choose_digit_(Tensor(a!) cut, Tensor counts, int shift, float? ratio=None, Tensor? ratio_tensor=None, "
+      "topk_choose_digit_(Tensor(a!) search, Tensor counts, int shift, float? ratio=None, Tensor? ratio_tensor=None, "
       "SymInt? k=None, Tensor? k_tensor=None) -> ()");
   m.def(
-      "topk_mask_from_key(Tensor keys, Tensor cut, Tensor ties, Tensor? offsets=None, bool drop_zeros=False) "
+      "topk_mask_from_key(Tensor keys, Tensor search, Tensor ties, Tensor? offsets=None, bool drop_zeros=False) "
       "-> (Tensor mask, Tensor zeros, Tensor lowest)");
 
   // rollouts: groups of rewards or advantages

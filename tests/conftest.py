@@ -87,7 +87,7 @@ FIRST = (
 SHARED_OUT = {
     "test_cuda_emulated.py",
     "test_large.py",
-    "test_linear.py",
+    "test_head.py",
     "test_portable.py",
     "test_registration.py",
     "test_simd_levels.py",

@@ -57,7 +57,7 @@ def test_no_cxx_symbol_of_torch_is_used() -> None:
 
 @pytest.mark.skipif(len(LEVELS) == 1, reason="one SIMD level")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("source", ["softmax_rows.cpp", "order_keys.cpp"])
+@pytest.mark.parametrize("source", ["softmax_rows.cpp", "order_key_loops.cpp"])
 def test_a_simd_variant_exports_only_its_table(source: str, tmp_path: Path) -> None:
     """A weak symbol compiled for AVX-512 could replace everybody's, and crash a machine that has none."""
     out = tmp_path / "variant.o"

@@ -94,12 +94,12 @@ def test_a_process_group_is_refused() -> None:
 
 def test_ops_are_compared_too_and_nothing_is_written() -> None:
     keys = torch.ops.d3s_kernels.topk_order_keys(torch.rand(40))
-    cut = torch.zeros(1, 3, dtype=torch.int64)
-    counts = torch.ops.d3s_kernels.topk_count_digit(keys, cut, 24, 8)
-    with unwritten(keys, cut, counts):
-        found = d3s.compare(torch.ops.d3s_kernels.topk_choose_digit_, cut, counts, 24, k=3)
+    search = torch.zeros(1, 3, dtype=torch.int64)
+    counts = torch.ops.d3s_kernels.topk_count_digit(keys, search, 24, 8)
+    with unwritten(keys, search, counts):
+        found = d3s.compare(torch.ops.d3s_kernels.topk_choose_digit_, search, counts, 24, k=3)
     assert found.agrees
-    assert {row.output for row in found} == {"cut"}
+    assert {row.output for row in found} == {"search"}
 
 
 def test_what_is_random_is_the_same_for_all() -> None:

@@ -28,10 +28,10 @@ pytestmark = pytest.mark.skipif(CMAKE is None or CXX is None, reason="needs cmak
 ABOVE_THE_KERNELS = ("test_registration.py", "test_compiled_losses.py")
 # Every test of the ops runs on the emulated kernels too. Left out are those of what does not depend on the kernels.
 SUITES = (
-    ("test_table.py", "test_entropy.py", "test_compact.py"),
+    ("test_table.py", "test_logprob_entropy.py", "test_compact.py"),
     ("test_group_advantages.py", "test_topk_mask.py", "test_errors.py"),
     ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
-    ("test_linear.py", "test_ratios.py", "test_key_search.py", "test_vocabulary_pieces.py", *ABOVE_THE_KERNELS),
+    ("test_head.py", "test_ratios.py", "test_topk_steps.py", "test_softmax_state.py", *ABOVE_THE_KERNELS),
 )
 # A child process imports torch and the library once more, so that `make test` has one.
 RUNS = SUITES if EVERYTHING else (sum(SUITES, ()),)

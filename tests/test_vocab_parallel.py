@@ -22,7 +22,7 @@ from helpers import (
     slow,
 )
 from ranks import SIZES, Ranks, pieces_of, world
-from test_linear import Head, allowance, random_head
+from test_head import Head, allowance, random_head
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -40,7 +40,7 @@ MUTANTS = (
         "csrc/core/softmax_state.h",
         "undefined = state.sum < 0.5f || state.dot != state.dot;",
         "undefined = state.dot != state.dot;",
-        "tests/test_entropy.py",
+        "tests/test_logprob_entropy.py",
     ),
     Mutant(
         "core: 7 % of 100 are 8",
@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "ops: a label one past the vocabulary is taken",
-        "csrc/ops/vocabulary.h",
+        "csrc/ops/logprob_entropy.h",
         "(label < 0 || label >= vocabulary)",
         "(label < 0 || label > vocabulary)",
         "tests/test_errors.py",
@@ -83,7 +83,7 @@ MUTANTS = (
         "csrc/ops/logprob_entropy.cpp",
         "argument.set_labels(labels, vocabulary);\n  argument.set_mask(mask);",
         "argument.set_labels(labels, vocabulary);",
-        "tests/test_entropy.py",
+        "tests/test_logprob_entropy.py",
     ),
     # ---- the compiled CPU library ------------------------------------------------------------------------------------
     Mutant(
@@ -98,7 +98,7 @@ MUTANTS = (
         "csrc/cpu/softmax_rows.cpp",
         "values[i] = i < n ? p[i]",
         "values[i] = i + 1 < n ? p[i]",
-        "tests/test_entropy.py",
+        "tests/test_logprob_entropy.py",
     ),
     Mutant(
         "cpu: the variance of large values with small differences cancels",
@@ -112,7 +112,7 @@ MUTANTS = (
         "csrc/cpu/logprob_entropy.cpp",
         "has_label = label >= begin && label < end;",
         "has_label = label > begin && label < end;",
-        "tests/test_entropy.py",
+        "tests/test_logprob_entropy.py",
     ),
     Mutant(
         "cpu: the deviation divides by the count",
@@ -197,8 +197,8 @@ MUTANTS = (
     Mutant(
         "triton: a move by -inf makes NaN of nothing",
         "d3s_kernels/_triton/softmax_state.py",
-        "t = factor * tl.fma(tl.where(factor > 0, move, 0.0), s, t)",
-        "t = factor * tl.fma(move, s, t)",
+        "scaled_t = factor * tl.fma(tl.where(factor > 0, move, 0.0), s, scaled_t)",
+        "scaled_t = factor * tl.fma(move, s, scaled_t)",
         TRITON,
     ),
     Mutant(
@@ -231,7 +231,7 @@ MUTANTS = (
         PLAIN,
     ),
     Mutant(
-        "plain: one tie too few is kept at a cut",
+        "plain: one tie too few is kept",
         "d3s_kernels/_torch/topk_steps.py",
         "(number <= allowed)",
         "(number < allowed)",
@@ -248,8 +248,8 @@ MUTANTS = (
     Mutant(
         "ranks: every rank keeps the ties that the first one keeps",
         "d3s_kernels/_across_ranks/topk_mask.py",
-        "(cut[:, 1] - before).clamp(min=0)",
-        "cut[:, 1].clamp(min=0)",
+        "(search[:, 1] - before).clamp(min=0)",
+        "search[:, 1].clamp(min=0)",
         "tests/test_tokens_across_ranks.py",
     ),
     Mutant(
@@ -279,7 +279,7 @@ MUTANTS = (
         "d3s_kernels/_head/backward.py",
         "active &= mask.reshape(count)",
         "pass",
-        "tests/test_linear.py",
+        "tests/test_head.py",
     ),
     Mutant(
         "schedule: half a rollout is rounded to even",

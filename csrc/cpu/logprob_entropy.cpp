@@ -1,6 +1,6 @@
 // logprob_entropy and its backward: one pass over the logits each way, no temporary but 12 bytes for each chunk of a
 // row, and those only where the rows are fewer than keep the threads busy.
-#include "../ops/vocabulary.h"
+#include "../ops/logprob_entropy.h"
 
 #include <algorithm>
 

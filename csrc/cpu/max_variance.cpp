@@ -6,7 +6,7 @@
 #include "../core/split_scan.h"
 #include "../ops/rollouts.h"
 #include "../torch_abi.h"
-#include "order_keys.h"
+#include "order_key_loops.h"
 
 namespace d3s {
 namespace {
@@ -31,7 +31,7 @@ void rank_sort(std::vector<Entry>& entries, std::vector<Entry>& spare) {
   uint32_t keys[kRankSort] = {}, place[kRankSort];
   uint8_t taken[kRankSort] = {};  // by equal keys before this one: fewer than kRankSort
   for (int64_t i = 0; i < n; ++i) keys[i] = static_cast<uint32_t>(entries[i] >> 32);
-  D3S_PICK_VARIANT(order_keys).count_below(keys, n, place);
+  D3S_PICK_VARIANT(order_key_loops).count_below(keys, n, place);
   spare.resize(n);
   for (int64_t i = 0; i < n; ++i) spare[place[i] + taken[place[i]]++] = entries[i];
   entries.swap(spare);

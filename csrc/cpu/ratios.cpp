@@ -105,11 +105,11 @@ void scaled_group_means(const float* values, const TokenGroups& groups, float sc
   });
 }
 
-void rank_by_cuts(const CutMasks& masks, int8_t* out, Device&) {
+void group_by_quantiles(const QuantileMasks& masks, int8_t* out, Device&) {
   parallel_for(masks.tokens, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) out[i] = masks.has(i) ? 0 : -1;
-    for (int cut = 0; cut < masks.cuts; ++cut) {
-      const bool* above = masks.above + cut * masks.tokens;
+    for (int q = 0; q < masks.quantiles; ++q) {
+      const bool* above = masks.above + q * masks.tokens;
       for (int64_t i = begin; i < end; ++i) out[i] = static_cast<int8_t>(out[i] + above[i]);
     }
   });

@@ -7,9 +7,9 @@
 #include <numeric>
 #include <vector>
 
-#include "../ops/selection.h"
+#include "../ops/topk_mask.h"
 #include "../torch_abi.h"
-#include "order_keys.h"
+#include "order_key_loops.h"
 
 namespace d3s {
 
@@ -30,7 +30,7 @@ inline int64_t total(const std::vector<int64_t>& counts) {
 // ---- scores ----------------------------------------------------------------------------------------------------
 
 // Writes the keys of the scores [begin, end) and returns how many are present.
-inline int64_t make_keys(const Scores& scores, const OrderKeys& loops, int64_t begin, int64_t end, uint32_t* keys) {
+inline int64_t make_keys(const Scores& scores, const OrderKeyLoops& loops, int64_t begin, int64_t end, uint32_t* keys) {
   return dispatch_float(scores.type, [&](auto tag) {
     const auto from = loops.from(tag);
     const auto* values = static_cast<const typename decltype(tag)::type*>(scores.values);
@@ -61,7 +61,7 @@ inline int64_t make_keys(const Scores& scores, const OrderKeys& loops, int64_t b
 
 // The keys of one stretch of scores, stored or made when they are asked for.
 struct SegmentKeys {
-  const OrderKeys* loops;
+  const OrderKeyLoops* loops;
   int64_t n;
   const uint32_t* stored;
   const Scores* scores = nullptr;
@@ -110,7 +110,7 @@ struct Kept {
 };
 
 inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros, bool* mask) {
-  const OrderKeys& loops = *keys.loops;
+  const OrderKeyLoops& loops = *keys.loops;
   const int64_t pieces = pieces_of(keys.n);
   std::vector<int64_t> surplus(pieces, 0);        // ties of a piece that are not taken
   std::vector<uint32_t> from(pieces, cut.pivot);  // the lowest key that a piece may keep

@@ -16,7 +16,7 @@ constexpr int64_t kSample = 1024;
 
 // The search for the k-th largest of some keys. It lies in [low, high], as `inside` of the keys do.
 struct Search {
-  const OrderKeys& loops;
+  const OrderKeyLoops& loops;
   SegmentKeys keys;
   int64_t inside, k;  // k: the rank that is sought among `keys`
   uint32_t low = 1, high = kLargestKey;
@@ -98,7 +98,7 @@ struct Selected {
 // Writes the mask of one segment, values [begin, end) of `scores`; room is for as many keys, or for none if it is long.
 Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zeros, int64_t begin, int64_t end,
                         uint32_t* room, bool* mask) {
-  const OrderKeys& loops = D3S_PICK_VARIANT(order_keys);
+  const OrderKeyLoops& loops = D3S_PICK_VARIANT(order_key_loops);
   SegmentKeys keys{&loops, end - begin, nullptr, &scores, begin};
   int64_t present = 0;
   if (room) {

@@ -4,7 +4,7 @@
 // its lanes, then its warps are merged, then the slices from left to right. Where rows are many, a block takes a whole
 // row and meets no barrier before its end; where they are few, each slice gets a block. Either way the same numbers are
 // added in the same order: a row's result has the same bits in any batch.
-#include "../ops/vocabulary.h"
+#include "../ops/logprob_entropy.h"
 #include "score_keys.h"
 #include "softmax_lane.h"
 

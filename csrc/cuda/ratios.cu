@@ -181,14 +181,14 @@ struct TokenGradient {
   }
 };
 
-struct CutRank {
-  CutMasks masks;
+struct QuantileGroup {
+  QuantileMasks masks;
 
   D3S_HOST_DEVICE int8_t operator()(int64_t i) const {
     if (!masks.has(i)) return -1;
-    int8_t rank = 0;
-    for (int cut = 0; cut < masks.cuts; ++cut) rank = static_cast<int8_t>(rank + masks.above[cut * masks.tokens + i]);
-    return rank;
+    int8_t group = 0;
+    for (int q = 0; q < masks.quantiles; ++q) group = static_cast<int8_t>(group + masks.above[q * masks.tokens + i]);
+    return group;
   }
 };
 
@@ -225,8 +225,8 @@ void scaled_group_means(const float* values, const TokenGroups& groups, float sc
   launch("adaptive_clip", write_scaled_means, blocks_for(groups.tokens), kThreads, 0, device, groups, sums, scale, out);
 }
 
-void rank_by_cuts(const CutMasks& masks, int8_t* out, Device& device) {
-  for_each_token("entropy_groups", masks.tokens, CutRank{masks}, out, device);
+void group_by_quantiles(const QuantileMasks& masks, int8_t* out, Device& device) {
+  for_each_token("entropy_groups", masks.tokens, QuantileGroup{masks}, out, device);
 }
 
 }  // namespace d3s

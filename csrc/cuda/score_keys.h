@@ -1,7 +1,7 @@
 // The order keys of scores, made as they are loaded: |A| * H is never stored.
 #pragma once
 
-#include "../ops/selection.h"
+#include "../ops/topk_mask.h"
 #include "cuda.h"
 
 namespace d3s {

@@ -17,13 +17,13 @@ constexpr float kLowestDistance = -200.f;
 struct LaneState {
   float max = -FLT_MAX;
   float sum = 0.f;
-  float dot = 0.f;  // in units of 2's exponent: distances times `scale`, which is log2(e) / temperature
+  float scaled_dot = 0.f;  // T times `scale`, which is log2(e) / temperature: distances in powers of 2
 
   template <class T, int kCount>
   __device__ __forceinline__ void add(const uint4 (&vectors)[kCount], float scale) {
     const float new_max = fmaxf(max, largest<T>(vectors));
     const float move = (max - new_max) * scale, factor = exp2_fast(move);
-    dot = factor * fmaf(factor > 0.f ? move : 0.f, sum, dot);  // a move of -inf with a factor of 0 is NaN
+    scaled_dot = factor * fmaf(factor > 0.f ? move : 0.f, sum, scaled_dot);  // a move of -inf with a factor of 0 is NaN
     sum *= factor;
     max = new_max;
 #pragma unroll
@@ -31,11 +31,11 @@ struct LaneState {
       for_elements<T>(vectors[i], [&](float z) {
         const float distance = (z - max) * scale, e = exp2_fast(distance);
         sum += e;
-        dot = fmaf(fmaxf(distance, kLowestDistance), e, dot);
+        scaled_dot = fmaf(fmaxf(distance, kLowestDistance), e, scaled_dot);
       });
   }
 
-  __device__ SoftmaxState state(float scale) const { return {max, sum, dot / scale}; }
+  __device__ SoftmaxState state(float scale) const { return {max, sum, scaled_dot / scale}; }
 };
 
 // The states of the warp's lanes merged: the same bits in all lanes.

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "../torch_abi.h"
+#include "logprob_entropy.h"
 #include "rollouts.h"
-#include "selection.h"
-#include "vocabulary.h"
+#include "topk_mask.h"
 
 namespace d3s {
 

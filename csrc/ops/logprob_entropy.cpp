@@ -153,14 +153,14 @@ void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const Optiona
   row_gradients(argument.rows, gradients.rows, first_token, logits.mutable_data_ptr(), argument.rows.layout, device);
 }
 
-// States [rows, 4], or, where `pieces` may be several, [pieces, rows, 4].
-void require_state(const Tensor& state, bool pieces) {
+// States [rows, 4], or, where `shards` may be several, [shards, rows, 4].
+void require_state(const Tensor& state, bool shards) {
   constexpr int64_t kFloats = sizeof(RowState) / sizeof(float);
-  const bool several = pieces && state.dim() == 3;
+  const bool several = shards && state.dim() == 3;
   require(state.scalar_type() == ScalarType::Float && (several || state.dim() == 2) &&
               state.size(state.dim() - 1) == kFloats && state.is_contiguous() && !(several && state.size(0) == 0),
           "state", "got shape ", shape(state), " of ", dtype(state), "; takes contiguous float32 [rows, 4]",
-          pieces ? " or [pieces, rows, 4]" : "");
+          shards ? " or [shards, rows, 4]" : "");
 }
 
 void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, int64_t first_token,

@@ -98,9 +98,9 @@ Tensor importance_ratio_backward(const Tensor& grad, const Tensor& ratio, const 
 Tensor entropy_groups(const Tensor& entropy, const std::vector<double>& quantiles, const OptionalTensor& mask,
                       const OptionalTensor& offsets, const OptionalInt& max_segment, bool pooled) {
   require_float32("entropy", entropy);
-  const int64_t n = entropy.numel(), cuts = static_cast<int64_t>(quantiles.size());
-  require(cuts < kMostGroups, "quantiles", "got ", cuts, " of them; takes at most ", kMostGroups - 1);
-  for (int64_t i = 0; i < cuts; ++i) {
+  const int64_t n = entropy.numel(), count = static_cast<int64_t>(quantiles.size());
+  require(count < kMostGroups, "quantiles", "got ", count, " of them; takes at most ", kMostGroups - 1);
+  for (int64_t i = 0; i < count; ++i) {
     const double before = i > 0 ? quantiles[i - 1] : 0.0;
     require(quantiles[i] > before && quantiles[i] < 1.0, "quantiles", "got ", quantiles[i], " after ", before,
             "; takes rising numbers in (0, 1)");
@@ -118,16 +118,17 @@ Tensor entropy_groups(const Tensor& entropy, const std::vector<double>& quantile
   Scores scores;
   scores.values = source.const_data_ptr();
   scores.mask = data<bool>(usable);
-  bool* above = device.scratch_of<bool>(cuts * n);
-  for (int64_t cut = 0; cut < cuts; ++cut) {
+  bool* above = device.scratch_of<bool>(count * n);
+  for (int64_t i = 0; i < count; ++i) {
     Quota quota;
-    quota.ratio = 1.0 - quantiles[cut];
+    quota.ratio = 1.0 - quantiles[i];
     quota.slack = kDoubleSlack / quota.ratio;  // the quantile's own rounding, beside the little that it leaves
     SelectionOutputs outputs;
-    outputs.mask = above + cut * n;
+    outputs.mask = above + i * n;
     select_top(scores, quota, false, segments, n, longest, outputs, device);
   }
-  rank_by_cuts({data<float>(source), scores.mask, above, n, static_cast<int>(cuts)}, mutable_data<int8_t>(out), device);
+  group_by_quantiles({data<float>(source), scores.mask, above, n, static_cast<int>(count)}, mutable_data<int8_t>(out),
+                     device);
   return out;
 }
 

@@ -51,18 +51,18 @@ void importance_ratio_gradients(const RatioGradient& gradient, float* out, Devic
 // scale times the mean of each token's group.
 void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out, Device& device);
 
-// Masks that hold each other, one after the other in `above`: how many of them hold a token; -1 where it has no
-// entropy.
-struct CutMasks {
+// For each quantile, one after the other in `above`, which tokens are above it.
+struct QuantileMasks {
   const float* entropy;
   const bool* mask;
   const bool* above;
   int64_t tokens;
-  int cuts;
+  int quantiles;
 
   D3S_HOST_DEVICE bool has(int64_t i) const { return (!mask || mask[i]) && entropy[i] == entropy[i]; }
 };
 
-void rank_by_cuts(const CutMasks& masks, int8_t* out, Device& device);
+// The group of a token is the number of quantiles that it is above; -1 where it has no entropy.
+void group_by_quantiles(const QuantileMasks& masks, int8_t* out, Device& device);
 
 }  // namespace d3s

@@ -43,9 +43,9 @@ def digits_for(segments: int) -> tuple[tuple[int, int], ...]:
 
 def select(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Kept:
     """Of the segments of all ranks' keys: the rows, or what each rank's own offsets say is its piece of them."""
-    cut, ties = _find(keys, offsets, quota, ranks)
-    mask, zeros, lowest = ops.topk_mask_from_key(keys, cut, ties, offsets, drop_zeros)
-    found, _, count = cut.unbind(1)
+    search, ties = _find(keys, offsets, quota, ranks)
+    mask, zeros, lowest = ops.topk_mask_from_key(keys, search, ties, offsets, drop_zeros)
+    found, _, count = search.unbind(1)
     if drop_zeros:
         everyones = ranks.gather(torch.stack([zeros, lowest]))
         count = count - everyones[:, 0].sum(0)
@@ -58,18 +58,18 @@ def gathers_counts(segments: int, ranks: int) -> bool:
 
 
 def _find(keys: Tensor, offsets: Tensor | None, quota: Quota, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The cut of each segment, and how many of the keys at it this rank keeps."""
+    """The search of each segment, at its end, and how many of the ties this rank keeps."""
     segments = keys.shape[:-1].numel() if offsets is None else offsets.shape[0] - 1
     gathers = gathers_counts(segments, ranks.size)
-    cut = torch.zeros(segments, 3, dtype=torch.int64, device=keys.device)
+    search = torch.zeros(segments, 3, dtype=torch.int64, device=keys.device)
     for shift, bits in digits_for(segments):
-        counts = ops.topk_count_digit(keys, cut, shift, bits, offsets)
+        counts = ops.topk_count_digit(keys, search, shift, bits, offsets)
         everyones = ranks.gather(counts) if gathers else None
         total = ranks.add_(counts.clone()) if everyones is None else everyones.sum(0)
-        ops.topk_choose_digit_(cut, total, shift, *quota)
-    at_cut = cut[:, :1] & (counts.shape[1] - 1)  # the last digit
+        ops.topk_choose_digit_(search, total, shift, *quota)
+    last_digit = search[:, :1] & (counts.shape[1] - 1)
     if everyones is None:
-        everyones = ranks.gather(counts.gather(1, at_cut))
-        at_cut = torch.zeros_like(at_cut)
-    before = everyones[: ranks.rank].sum(0).gather(1, at_cut).squeeze(1)
-    return cut, (cut[:, 1] - before).clamp(min=0)
+        everyones = ranks.gather(counts.gather(1, last_digit))
+        last_digit = torch.zeros_like(last_digit)
+    before = everyones[: ranks.rank].sum(0).gather(1, last_digit).squeeze(1)
+    return search, (search[:, 1] - before).clamp(min=0)

@@ -22,7 +22,7 @@ from .._dispatch import ops
 from .._head.problem import checked_head, require_bounds
 from .._head.shard import Shard
 from .agreement import agree, asks
-from .vocabulary_shard import VocabularyShard
+from .sharded_argument import ShardedArgument
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -87,7 +87,7 @@ def vocab_parallel_logprob_entropy(
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    shard = VocabularyShard("logits_shard", logits_shard, -1, vocab_start, process_group)
+    shard = ShardedArgument("logits_shard", logits_shard, -1, vocab_start, process_group)
     logits, rows = shard.local, shard.local.shape[:-1]
     labels, mask, temperature = shard.beside(labels=labels, mask=mask, temperature=temperature)
 
@@ -186,7 +186,7 @@ def vocab_parallel_linear_logprob_entropy(
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    shard = VocabularyShard("weight_shard", weight_shard, 0, vocab_start, process_group)
+    shard = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group)
     weight = shard.local
     bias = shard.along("bias", bias)
     hidden, labels, mask, temperature = shard.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)
@@ -230,7 +230,7 @@ def vocab_parallel_linear_logprob_entropy(
 
 def _agreed(
     op: str,
-    shard: VocabularyShard,
+    shard: ShardedArgument,
     arguments: Callable[[], tuple[Any, ...]],
     refuse: Callable[..., None],
     alike: Callable[[], dict[str, Any]],
@@ -250,7 +250,7 @@ def _agreed(
     return given
 
 
-def _require_one_vocabulary(shard: VocabularyShard, labels: Tensor) -> None:
+def _require_one_vocabulary(shard: ShardedArgument, labels: Tensor) -> None:
     """The shards are all of it, and have all labels; said by all ranks alike, as they are asked alike."""
     own = torch.tensor([shard.first_token, shard.tokens], device=labels.device)
     edges = [(first, first + tokens) for first, tokens in shard.ranks.gather(own).tolist()]

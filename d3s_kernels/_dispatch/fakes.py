@@ -127,13 +127,13 @@ def _(scores: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 @_fake("topk_count_digit")
-def _(keys: Tensor, cut: Tensor, shift: int, bits: int, *_: Any, **__: Any) -> Tensor:
-    return keys.new_empty((cut.shape[0], 1 << bits), dtype=torch.int64)
+def _(keys: Tensor, search: Tensor, shift: int, bits: int, *_: Any, **__: Any) -> Tensor:
+    return keys.new_empty((search.shape[0], 1 << bits), dtype=torch.int64)
 
 
 @_fake("topk_mask_from_key")
-def _(keys: Tensor, cut: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    of_segments = (keys.new_empty(cut.shape[:1], dtype=torch.int64) for _ in range(2))
+def _(keys: Tensor, search: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    of_segments = (keys.new_empty(search.shape[:1], dtype=torch.int64) for _ in range(2))
     return keys.new_empty(keys.shape, dtype=torch.bool), *of_segments
 
 

@@ -21,10 +21,10 @@ class Shard(NamedTuple):
     ranks: Ranks | None = None
 
     @classmethod
-    def of_group(cls, first_token: int, group: str) -> Shard:
+    def of_group(cls, first_token: int, group_name: str) -> Shard:
         from .._groups import ranks_named  # here, as there are builds of torch that know no groups
 
-        return cls(first_token, ranks_named(group))
+        return cls(first_token, ranks_named(group_name))
 
     def everyones(self, states: Tensor) -> Tensor:
         """``[shards, rows, 4]``, in the order of the ranks, of each one's softmax states ``[rows, 4]``."""

@@ -21,7 +21,7 @@ def forward(
     logits: Tensor,
     labels: Tensor,
     first_token: int,
-    group: str,
+    group_name: str,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
@@ -31,7 +31,7 @@ def forward(
     _op.softmax_state_.default(state, logits, labels, first_token, temperature, temperature_tensor, mask)
     if temperature_tensor is not None and temperature_tensor.dim() > 0:
         temperature_tensor = temperature_tensor.reshape(-1)
-    everyones = Shard.of_group(first_token, group).everyones(state)
+    everyones = Shard.of_group(first_token, group_name).everyones(state)
     outputs = _op.softmax_state_finish.default(everyones, temperature, temperature_tensor)
     outputs[0].masked_fill_(labels.reshape(-1) == -100, 0.0)
     if mask is not None:
@@ -41,9 +41,9 @@ def forward(
 
 
 def linear_forward(
-    hidden: Tensor, weight: Tensor, labels: Tensor, first_token: int, group: str, *others: Any, **options: Any
+    hidden: Tensor, weight: Tensor, labels: Tensor, first_token: int, group_name: str, *others: Any, **options: Any
 ) -> tuple[Tensor, ...]:
-    shard = Shard.of_group(first_token, group)
+    shard = Shard.of_group(first_token, group_name)
     return forward_of_shard(shard, hidden, weight, labels, *others, **options)
 
 
@@ -54,9 +54,9 @@ def linear_backward(
     weight: Tensor,
     labels: Tensor,
     first_token: int,
-    group: str,
+    group_name: str,
     *others: Any,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    shard = Shard.of_group(first_token, group)
+    shard = Shard.of_group(first_token, group_name)
     return backward_of_shard(shard, grad_logprob, grad_entropy, hidden, weight, labels, *others, **options)

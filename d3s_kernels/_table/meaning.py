@@ -260,10 +260,11 @@ def _keys_of_segments(keys: Tensor, offsets: Tensor | None) -> list[Tensor]:
     return [flat[begin:end] for begin, end in reference._segments(keys, offsets)]
 
 
-def topk_count_digit(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
+def topk_count_digit(keys: Tensor, search: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
     """How many keys of each segment have each digit, of those that have the digits found before."""
-    counts = torch.zeros(len(cut), 1 << bits, dtype=torch.int64)
-    for segment, (own, (prefix, _, k)) in enumerate(zip(_keys_of_segments(keys, offsets), cut.tolist(), strict=True)):
+    counts = torch.zeros(len(search), 1 << bits, dtype=torch.int64)
+    found = zip(_keys_of_segments(keys, offsets), search.tolist(), strict=True)
+    for segment, (own, (prefix, _, k)) in enumerate(found):
         counted = own != 0
         if shift + bits < KEY_BITS:
             counted &= (own >> (shift + bits) == prefix) & (k > 0)
@@ -272,7 +273,7 @@ def topk_count_digit(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: 
 
 
 def topk_choose_digit_(
-    cut: Tensor,
+    search: Tensor,
     counts: Tensor,
     shift: int,
     ratio: float | None = None,
@@ -280,10 +281,10 @@ def topk_choose_digit_(
     k: int | None = None,
     k_tensor: Tensor | None = None,
 ) -> Tensor:
-    """The cut with one more digit of each segment's k-th largest key."""
-    after, bins = cut.clone(), counts.shape[1]
+    """The search with one more digit of each segment's k-th largest key."""
+    after, bins = search.clone(), counts.shape[1]
     for segment, numbers in enumerate(counts.tolist()):
-        prefix, left, kept = cut[segment].tolist()
+        prefix, left, kept = search[segment].tolist()
         if shift + bins.bit_length() - 1 == KEY_BITS:
             share = ratio if ratio_tensor is None else ratio_tensor
             kept = reference._how_many(sum(numbers), share, k if k_tensor is None else k_tensor) if sum(numbers) else 0
@@ -299,14 +300,18 @@ def topk_choose_digit_(
 
 
 def topk_mask_from_key(
-    keys: Tensor, cut: Tensor, ties: Tensor, offsets: Tensor | None = None, drop_zeros: bool = False
+    keys: Tensor, search: Tensor, ties: Tensor, offsets: Tensor | None = None, drop_zeros: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys above the cut, and the first ``ties`` at it; how many zeros were dropped; the lowest key that is kept."""
+    """Keys above the one that was found, and the first ``ties`` of its equals; how many zeros were dropped; the lowest
+    key that is kept.
+    """
     masks = [torch.zeros(0, dtype=torch.bool)]
     zeros, lowest = [], []
-    for own, (found, _, k), allowed in zip(_keys_of_segments(keys, offsets), cut.tolist(), ties.tolist(), strict=True):
-        at_cut = own == found
-        kept = ((own > found) | (at_cut & (at_cut.cumsum(0) <= allowed))) & (k > 0)
+    for own, (found, _, k), allowed in zip(
+        _keys_of_segments(keys, offsets), search.tolist(), ties.tolist(), strict=True
+    ):
+        tie = own == found
+        kept = ((own > found) | (tie & (tie.cumsum(0) <= allowed))) & (k > 0)
         dropped = kept & (own == 2**31) & drop_zeros
         kept = kept & ~dropped
         masks.append(kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -166,7 +166,7 @@ def of_one_rank(drawn: Callable[[Draw], Arguments]) -> Callable[[Draw], Argument
         given = drawn(draw)
         if "hidden" not in given:
             given = with_labels(draw, given)
-        return given | {"first_token": 0, "group": draw.group}
+        return given | {"first_token": 0, "group_name": draw.group}
 
     return arguments
 
@@ -265,41 +265,46 @@ def topk_order_keys(draw: Draw) -> Arguments:
     return given | {"advantages": draw.optional(advantages)}
 
 
-def _search(draw: Draw) -> tuple[Tensor, Tensor | None, Tensor, tuple[int, int], Arguments]:
-    """Keys, offsets, the cut as it is before some digit, that digit, and how many are kept."""
+def _keys(draw: Draw) -> tuple[Arguments, Arguments]:
+    """Keys with their offsets, and how many are kept."""
     given = topk_order_keys(draw)
-    keys, offsets = meaning.topk_order_keys(**given).contiguous(), given["offsets"]
     quota = draw.choice((_ratio(draw), draw.number_or_tensor(draw.length(1), "k", (torch.int64, torch.int32))))
-    cut = torch.zeros(keys.shape[:-1].numel() if offsets is None else len(offsets) - 1, 3, dtype=torch.int64)
-    digits = draw.choice(_DIGITS)
-    known = draw.integer(0, len(digits) - 1)
-    for shift, bits in digits[:known]:
-        cut = meaning.topk_choose_digit_(cut, meaning.topk_count_digit(keys, cut, shift, bits, offsets), shift, **quota)
-    return keys, offsets, cut, digits[known], quota
+    return {"keys": meaning.topk_order_keys(**given).contiguous(), "offsets": given["offsets"]}, quota
+
+
+def _searched(given: Arguments, quota: Arguments, digits: Sequence[tuple[int, int]]) -> Tensor:
+    """The search for each segment's key, once it knows these digits."""
+    keys, offsets = given["keys"], given["offsets"]
+    search = torch.zeros(keys.shape[:-1].numel() if offsets is None else len(offsets) - 1, 3, dtype=torch.int64)
+    for shift, bits in digits:
+        counts = meaning.topk_count_digit(keys, search, shift, bits, offsets)
+        search = meaning.topk_choose_digit_(search, counts, shift, **quota)
+    return search
 
 
 def topk_count_digit(draw: Draw) -> Arguments:
-    keys, offsets, cut, (shift, bits), _ = _search(draw)
-    return {"keys": keys, "cut": cut, "shift": shift, "bits": bits, "offsets": offsets}
+    given, quota = _keys(draw)
+    digits = draw.choice(_DIGITS)
+    known = draw.integer(0, len(digits) - 1)
+    shift, bits = digits[known]
+    return given | {"search": _searched(given, quota, digits[:known]), "shift": shift, "bits": bits}
 
 
 def topk_choose_digit(draw: Draw) -> Arguments:
-    keys, offsets, cut, (shift, bits), quota = _search(draw)
-    counts = meaning.topk_count_digit(keys, cut, shift, bits, offsets)
-    return {"cut": cut, "counts": counts, "shift": shift, **quota}
+    given, quota = _keys(draw)
+    digits = draw.choice(_DIGITS)
+    known = draw.integer(0, len(digits) - 1)
+    search, (shift, bits) = _searched(given, quota, digits[:known]), digits[known]
+    counts = meaning.topk_count_digit(given["keys"], search, shift, bits, given["offsets"])
+    return {"search": search, "counts": counts, "shift": shift, **quota}
 
 
 def topk_mask_from_key(draw: Draw) -> Arguments:
-    """A whole search, after which a rank keeps any number of the keys at the cut, none and too many included."""
-    keys, offsets, _, _, quota = _search(draw)
-    cut = torch.zeros(keys.shape[:-1].numel() if offsets is None else len(offsets) - 1, 3, dtype=torch.int64)
-    for shift, bits in _DIGITS[0]:
-        cut = meaning.topk_choose_digit_(cut, meaning.topk_count_digit(keys, cut, shift, bits, offsets), shift, **quota)
-    ties = cut[:, 1] + draw.integer(-2, 2)
-    return {
-        "keys": keys, "cut": cut, "ties": ties, "offsets": offsets,
-        "drop_zeros": draw.flag(),
-    }  # fmt: skip
+    """A whole search, after which a rank keeps any number of the ties, none and too many included."""
+    given, quota = _keys(draw)
+    search = _searched(given, quota, _DIGITS[0])
+    ties = search[:, 1] + draw.integer(-2, 2)
+    return given | {"search": search, "ties": ties, "drop_zeros": draw.flag()}
 
 
 # ---- rollouts -------------------------------------------------------------------------------------------------------

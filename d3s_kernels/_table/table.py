@@ -171,7 +171,7 @@ OPS: dict[str, Row] = {
     "compact": Row(samples.compact, _public("compact"), dict.fromkeys(("indices", "count"), allowed.equal)),
     "topk_order_keys": Row(samples.topk_order_keys, meaning.topk_order_keys, _one("keys")),
     "topk_count_digit": Row(samples.topk_count_digit, meaning.topk_count_digit, _one("counts", allowed.counts)),
-    "topk_choose_digit_": Row(samples.topk_choose_digit, meaning.topk_choose_digit_, _one("cut")),
+    "topk_choose_digit_": Row(samples.topk_choose_digit, meaning.topk_choose_digit_, _one("search")),
     "topk_mask_from_key": Row(
         samples.topk_mask_from_key,
         meaning.topk_mask_from_key,

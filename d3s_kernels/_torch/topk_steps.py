@@ -1,8 +1,8 @@
 """Top-K selection in steps, for a segment on several ranks: topk_order_keys, topk_count_digit, topk_choose_digit_,
 topk_mask_from_key.
 
-A cut, int64 [segments, 3], says how far the search for the k-th largest key has come, as ``KeySearch`` in
-csrc/core/key_digit.h: the digits of the key that are found, which one it is among the keys that have them, and k.
+A search, int64 [segments, 3], says how far the search for the k-th largest key has come, as ``KeySearch`` in
+csrc/core/key_search.h: the digits of the key that are found, which one it is among the keys that have them, and k.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ def topk_order_keys(
     return signed(keys).view(scores.shape)
 
 
-def topk_count_digit(keys: Tensor, cut: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
+def topk_count_digit(keys: Tensor, search: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
     segments, flat, bins = segments_of(keys, offsets), unsigned(keys.flatten()), 1 << bits
     counted = (flat != ABSENT) & ~segments.left_out()
     if shift + bits < _KEY_BITS:
-        prefix, k = (segments.spread(part) for part in (cut[:, 0], cut[:, 2]))
+        prefix, k = (segments.spread(part) for part in (search[:, 0], search[:, 2]))
         counted &= (flat >> (shift + bits) == prefix) & (k > 0)
-    slot = segments.spread(torch.arange(len(cut), device=keys.device)) * bins + (flat >> shift) % bins
-    counts = torch.zeros(len(cut) * bins + 1, dtype=torch.int64, device=keys.device)  # the last for what does not count
+    slot = segments.spread(torch.arange(len(search), device=keys.device)) * bins + (flat >> shift) % bins
+    counts = torch.zeros(
+        len(search) * bins + 1, dtype=torch.int64, device=keys.device
+    )  # the last for what does not count
     slot = torch.where(counted, slot, len(counts) - 1)
-    return counts.index_add_(0, slot, counted.long())[:-1].view(len(cut), bins)
+    return counts.index_add_(0, slot, counted.long())[:-1].view(len(search), bins)
 
 
 def topk_choose_digit_(
-    cut: Tensor,
+    search: Tensor,
     counts: Tensor,
     shift: int,
     ratio: float | None = None,
@@ -50,7 +52,7 @@ def topk_choose_digit_(
     k_tensor: Tensor | None = None,
 ) -> None:
     bins = counts.shape[1]
-    prefix, left, kept = cut.unbind(1)
+    prefix, left, kept = search.unbind(1)
     if shift + bins.bit_length() - 1 == _KEY_BITS:
         kept = Quota(ratio, ratio_tensor, k, k_tensor).of(counts.sum(1))
         prefix, left = torch.zeros_like(kept), kept
@@ -58,14 +60,14 @@ def topk_choose_digit_(
     place = (from_top < left.unsqueeze(1)).sum(1).clamp(max=bins - 1)
     above = torch.where(place > 0, from_top.gather(1, (place - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0)
     found = torch.stack([prefix * bins + (bins - 1 - place), left - above, kept], 1)
-    cut.copy_(torch.where(kept.unsqueeze(1) > 0, found, torch.stack([prefix, left, kept], 1)))
+    search.copy_(torch.where(kept.unsqueeze(1) > 0, found, torch.stack([prefix, left, kept], 1)))
 
 
 def topk_mask_from_key(
-    keys: Tensor, cut: Tensor, ties: Tensor, offsets: Tensor | None = None, drop_zeros: bool = False
+    keys: Tensor, search: Tensor, ties: Tensor, offsets: Tensor | None = None, drop_zeros: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     segments, flat = segments_of(keys, offsets), unsigned(keys.flatten())
-    found, k, allowed = (segments.spread(part) for part in (cut[:, 0], cut[:, 2], ties))
+    found, k, allowed = (segments.spread(part) for part in (search[:, 0], search[:, 2], ties))
     inside = (k > 0) & ~segments.left_out()
     tie = inside & (flat == found)
     so_far = tie.long().cumsum(0)
@@ -73,6 +75,6 @@ def topk_mask_from_key(
     kept = inside & ((flat > found) | (tie & (number <= allowed)))
     dropped = kept & (flat == ZERO_KEY) if drop_zeros else torch.zeros_like(kept)
     kept &= ~dropped
-    at = torch.where(kept, segments.spread(torch.arange(len(cut), device=keys.device)), len(cut))
-    lowest = torch.full((len(cut) + 1,), NO_KEY, device=keys.device).scatter_reduce_(0, at, flat, "amin")
+    at = torch.where(kept, segments.spread(torch.arange(len(search), device=keys.device)), len(search))
+    lowest = torch.full((len(search) + 1,), NO_KEY, device=keys.device).scatter_reduce_(0, at, flat, "amin")
     return kept.view(keys.shape), segments.own(segments.total(dropped)), lowest[:-1]

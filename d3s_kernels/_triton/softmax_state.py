@@ -19,31 +19,31 @@ LOWEST_DISTANCE = tl.constexpr(-200.0)
 
 
 @triton.jit
-def add(m, s, t, z, scale):
+def add(m, s, scaled_t, z, scale):
     """The states of lanes with the elements ``z`` added, a tuple: one exponential for each, and one for all.
 
-    Here T counts in units of 2's exponent: distances times ``scale``, which is log2(e) / temperature.
+    ``scaled_t`` is T times ``scale``, which is log2(e) / temperature: distances in powers of 2.
     """
     top = m
     for i in tl.static_range(len(z)):
         top = tl.maximum(top, z[i])
     move = (m - top) * scale
     factor = tl.exp2(move)
-    t = factor * tl.fma(tl.where(factor > 0, move, 0.0), s, t)  # a move of -inf with a factor of 0 is NaN
+    scaled_t = factor * tl.fma(tl.where(factor > 0, move, 0.0), s, scaled_t)  # a move of -inf with a factor of 0 is NaN
     s = factor * s
     for i in tl.static_range(len(z)):
         distance = (z[i] - top) * scale
         e = tl.exp2(distance)
         s += e
-        t = tl.fma(tl.maximum(distance, LOWEST_DISTANCE), e, t)
-    return top, s, t
+        scaled_t = tl.fma(tl.maximum(distance, LOWEST_DISTANCE), e, scaled_t)
+    return top, s, scaled_t
 
 
 @triton.jit
-def merge_lanes(m, s, t, scale):
-    """One state, as scalars, of the states of all lanes."""
+def merge_lanes(m, s, scaled_t, scale):
+    """One state (m, S, T), as scalars, of the states of all lanes."""
     top = tl.max(m, 0)
-    s, t = rebase(m, s, tl.div_rn(t, s * 0.0 + scale), top, scale)
+    s, t = rebase(m, s, tl.div_rn(scaled_t, s * 0.0 + scale), top, scale)
     return top, tl.sum(s, 0), tl.sum(t, 0)
 
 

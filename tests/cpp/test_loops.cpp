@@ -9,7 +9,7 @@
 
 #include "../../csrc/core/order_key.h"
 #include "../../csrc/core/softmax_state.h"
-#include "../../csrc/cpu/order_keys.h"
+#include "../../csrc/cpu/order_key_loops.h"
 #include "../../csrc/cpu/ratio_loops.h"
 #include "../../csrc/cpu/softmax_rows.h"
 #include "check.h"
@@ -66,7 +66,7 @@ void softmax_loops(const SoftmaxLoops<T>& loops, double rounding, std::mt19937& 
   }
 }
 
-void key_loops(const OrderKeys& loops, std::mt19937& random) {
+void key_loops(const OrderKeyLoops& loops, std::mt19937& random) {
   for (int64_t n = 1; n <= 3000; n = n < 100 ? n + 1 : n * 2) {
     std::unique_ptr<float[]> scores(new float[n]), advantages(new float[n]);
     std::unique_ptr<bool[]> mask(new bool[n]), marked(new bool[n]);
@@ -154,7 +154,7 @@ void ratio_loops_of(const RatioLoops& loops, int64_t n, bool masked, bool groupe
   }
 }
 
-void level(const char* name, const SoftmaxRows& rows, const OrderKeys& keys, const RatioLoops& ratios) {
+void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys, const RatioLoops& ratios) {
   std::mt19937 random(std::random_device{}());
   softmax_loops(rows.float32, 1e-6, random);
   softmax_loops(rows.bf16, 0x1p-8, random);
@@ -168,10 +168,11 @@ void level(const char* name, const SoftmaxRows& rows, const OrderKeys& keys, con
 }  // namespace
 
 int main() {
-  level("baseline", baseline::softmax_rows, baseline::order_keys, baseline::ratio_loops);
+  level("baseline", baseline::softmax_rows, baseline::order_key_loops, baseline::ratio_loops);
 #if defined(D3S_X86_LEVELS)
-  if (simd_level() >= SimdLevel::avx2) level("avx2", avx2::softmax_rows, avx2::order_keys, avx2::ratio_loops);
-  if (simd_level() >= SimdLevel::avx512) level("avx512", avx512::softmax_rows, avx512::order_keys, avx512::ratio_loops);
+  if (simd_level() >= SimdLevel::avx2) level("avx2", avx2::softmax_rows, avx2::order_key_loops, avx2::ratio_loops);
+  if (simd_level() >= SimdLevel::avx512)
+    level("avx512", avx512::softmax_rows, avx512::order_key_loops, avx512::ratio_loops);
 #endif
   return report("loops");
 }

@@ -11,7 +11,7 @@ BACKEND = backends.runnable("cuda")[0]
 FILES = [name for suite in SUITES for name in suite]
 KERNELS = "cuda_shim/kernels.py"  # what only the CUDA kernels have
 # Plain PyTorch's, and run as such.
-NOT_IN_TRITON = {"test_compact.py", "test_group_advantages.py", "test_ratios.py", "test_key_search.py"}
+NOT_IN_TRITON = {"test_compact.py", "test_group_advantages.py", "test_ratios.py", "test_topk_steps.py"}
 # What is above the kernels, test_kernels.py has once for each.
 LEFT_OUT = {"cuda": (), "triton": (*ABOVE_THE_KERNELS, *NOT_IN_TRITON), "torch": ABOVE_THE_KERNELS}
 

@@ -1,5 +1,5 @@
 // Compiled once for each SIMD level: plain loops that the compiler turns into vectors of the level's width.
-#include "order_keys.h"
+#include "order_key_loops.h"
 
 #include <cmath>
 
@@ -77,8 +77,9 @@ uint32_t lowest_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
 }  // namespace
 
 namespace D3S_LEVEL {
-extern const OrderKeys order_keys = {from_scores<float>, from_scores<bfloat16>, from_scores<float16>, count_from,
-                                     copy_between,       lowest_from,           count_below,          write_mask};
+extern const OrderKeyLoops order_key_loops = {
+    from_scores<float>, from_scores<bfloat16>, from_scores<float16>, count_from,
+    copy_between,       lowest_from,           count_below,          write_mask};
 }
 
 }  // namespace d3s

@@ -7,7 +7,7 @@
 #include "../core/segments.h"
 #include "../core/softmax_state.h"
 #include "device.h"
-#include "selection.h"
+#include "topk_mask.h"
 
 namespace d3s {
 
@@ -102,17 +102,17 @@ struct RowState {
   D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
 };
 
-// The states of all rows, [pieces][count]: of each row one, or one for each piece of it that somebody else has seen.
+// The states of all rows, [shards][count]: of each row one, or one for each shard of the vocabulary.
 struct RowStates {
   const RowState* states = nullptr;
-  int64_t pieces = 1;
+  int64_t shards = 1;
   int64_t count = 0;  // of rows
 
-  // The pieces of a row merged from left to right; the label's logit is of the first that has it.
+  // The shards of a row merged from left to right; the label's logit is of the first that has it.
   D3S_HOST_DEVICE RowState merged(int64_t row, float temperature) const {
     RowState all = states[row];
-    for (int64_t piece = 1; piece < pieces; ++piece) {
-      const RowState& next = states[piece * count + row];
+    for (int64_t shard = 1; shard < shards; ++shard) {
+      const RowState& next = states[shard * count + row];
       all.set(merge(all.get(), next.get(), 1.f / temperature));
       if (all.label_logit != all.label_logit) all.label_logit = next.label_logit;
     }

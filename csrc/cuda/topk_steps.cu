@@ -2,7 +2,7 @@
 //
 // Blocks share the keys evenly, whatever the segments' lengths, which the device alone may know: each goes through the
 // segments in its piece. All counts are whole numbers, so the order in which atomics add them does not matter.
-#include "../ops/key_search.h"
+#include "../ops/topk_steps.h"
 
 #include "key_mask.h"
 
@@ -48,7 +48,7 @@ struct Shared {
 };
 
 __global__ void __launch_bounds__(kThreads)
-    store_keys(const __grid_constant__ Scores scores, int64_t total, uint32_t* keys) {
+    order_keys_of_piece(const __grid_constant__ Scores scores, int64_t total, uint32_t* keys) {
   const BlockGroup block(dynamic_shared<unsigned char>());
   const Piece piece(total);
   ScoreKeys source(scores);
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    count_keys(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches,
-               const __grid_constant__ Digit digit, Count* counts) {
+    count_digit_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches,
+                         const __grid_constant__ Digit digit, Count* counts) {
   Shared& shared = *dynamic_shared<Shared>();
   const BlockGroup block(shared.group);
   const Scores scores = scores_of(keys);
@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(kChooseThreads)
 
 // Of each piece, the ties in the segment that goes on in the next one; and results to begin with.
 __global__ void __launch_bounds__(kThreads)
-    count_ties(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches, uint32_t* ties_of_pieces,
-               const __grid_constant__ CutOutputs outputs) {
+    count_ties_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches, uint32_t* ties_of_pieces,
+                        const __grid_constant__ KeyMaskOutputs outputs) {
   const BlockGroup block(dynamic_shared<unsigned char>());
   for (int64_t i = int64_t{blockIdx.x} * block.size + block.rank; i < keys.segments.count;
        i += int64_t{gridDim.x} * block.size) {
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    write_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches, const int64_t* ties,
-                const uint32_t* ties_of_pieces, bool drop_zeros, const __grid_constant__ CutOutputs outputs) {
+    mask_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches, const int64_t* ties,
+                  const uint32_t* ties_of_pieces, bool drop_zeros, const __grid_constant__ KeyMaskOutputs outputs) {
   const BlockGroup block(dynamic_shared<unsigned char>());
   const Scores scores = scores_of(keys);
   ScoreKeys source(scores);
@@ -159,15 +159,15 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device) {
-  launch("topk_order_keys", store_keys, ceil_div(total, kPiece), kThreads, BlockGroup::kSharedBytes, device, scores,
-         total, keys);
+  launch("topk_order_keys", order_keys_of_piece, ceil_div(total, kPiece), kThreads, BlockGroup::kSharedBytes, device,
+         scores, total, keys);
 }
 
 void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
                  Device& device) {
   clear(counts, 0, keys.segments.count * digit.bins() * static_cast<int64_t>(sizeof(int64_t)), device);
-  launch("topk_count_digit", count_keys, ceil_div(keys.total, kPiece), kThreads, sizeof(Shared), device, keys, searches,
-         digit, reinterpret_cast<Count*>(counts));
+  launch("topk_count_digit", count_digit_of_piece, ceil_div(keys.total, kPiece), kThreads, sizeof(Shared), device, keys,
+         searches, digit, reinterpret_cast<Count*>(counts));
 }
 
 void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
@@ -177,13 +177,13 @@ void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, 
 }
 
 void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
-                   const CutOutputs& outputs, Device& device) {
+                   const KeyMaskOutputs& outputs, Device& device) {
   if (keys.segments.ragged()) clear(outputs.mask, 0, keys.total, device);  // what bad offsets leave out
   const int64_t pieces = ceil_div(keys.total, kPiece);
   auto* ties_of_pieces = device.scratch_of<uint32_t>(pieces);
-  launch("topk_mask_from_key (ties)", count_ties, pieces > 0 ? pieces : 1, kThreads, BlockGroup::kSharedBytes, device,
-         keys, searches, ties_of_pieces, outputs);
-  launch("topk_mask_from_key", write_piece, pieces, kThreads, BlockGroup::kSharedBytes, device, keys, searches, ties,
+  launch("topk_mask_from_key (ties)", count_ties_of_piece, pieces > 0 ? pieces : 1, kThreads, BlockGroup::kSharedBytes,
+         device, keys, searches, ties_of_pieces, outputs);
+  launch("topk_mask_from_key", mask_of_piece, pieces, kThreads, BlockGroup::kSharedBytes, device, keys, searches, ties,
          static_cast<const uint32_t*>(ties_of_pieces), drop_zeros, outputs);
 }
 

@@ -10,7 +10,7 @@ namespace d3s {
 
 constexpr int64_t kKeysPadding = 16;  // the widest vector
 
-struct OrderKeys {
+struct OrderKeyLoops {
   // keys[i] = order_key(|advantage| * scores[i]), 0 where mask (may be null) is false or the score is NaN. The
   // advantage is advantages[i], or `advantage` where that is null. Returns how many are not 0. n < 2^31.
   template <class T>
@@ -36,6 +36,6 @@ struct OrderKeys {
   FromScores<float16> from(Tag<float16>) const { return from_fp16; }
 };
 
-D3S_DECLARE_VARIANTS(OrderKeys, order_keys)
+D3S_DECLARE_VARIANTS(OrderKeyLoops, order_key_loops)
 
 }  // namespace d3s

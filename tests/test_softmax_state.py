@@ -1,4 +1,4 @@
-"""A vocabulary in pieces that nobody has together: a state of each, merged at the end, and the gradient of each."""
+"""A vocabulary in shards that nobody has together: a state of each, merged at the end, and the gradient of each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def of_rows(temperature: float | Tensor, shape: torch.Size) -> tuple[float, Tens
 
 
 def states_of(case: LogitsCase, edges: list[int]) -> Tensor:
-    """``[pieces, rows, 4]``."""
+    """``[shards, rows, 4]``."""
     states = []
     for first, last in pairwise(edges):
         states.append(no_logits(case.labels.numel()))
@@ -62,17 +62,17 @@ def finished(case: LogitsCase, states: Tensor) -> tuple[Tensor, ...]:
 
 def gradient_of_pieces(case: LogitsCase, edges: list[int], weights: Tensor, statistics: tuple[Tensor, ...]) -> Tensor:
     options = *of_rows(case.options["temperature"], case.labels.shape), case.options["mask"]
-    pieces = [
+    shards = [
         OPS.logprob_entropy_backward(*weights, case.logits[..., first:last], case.labels, *statistics, *options, first)
         for first, last in pairwise(edges)
     ]
-    return torch.cat(pieces, -1)
+    return torch.cat(shards, -1)
 
 
-pieces = st.integers(1, 5)
+shards = st.integers(1, 5)
 
 
-@given(logits_cases(special=(INF, -INF, NAN, 3e38, -3e38, 1e20, 88.0)), pieces)
+@given(logits_cases(special=(INF, -INF, NAN, 3e38, -3e38, 1e20, 88.0)), shards)
 def test_pieces_of_any_logits(case: LogitsCase, count: int) -> None:
     edges = cut(case.logits.shape[-1], count).tolist()
     logprob, entropy, *_ = finished(case, states_of(case, edges))
@@ -81,7 +81,7 @@ def test_pieces_of_any_logits(case: LogitsCase, count: int) -> None:
     assert_entropy(entropy, expected[1])
 
 
-@given(logits_cases(special=(-INF,)), pieces)
+@given(logits_cases(special=(-INF,)), shards)
 def test_gradients_of_pieces(case: LogitsCase, count: int) -> None:
     case.logits[..., 0] = 0  # a row of nothing but -inf has no gradient
     edges = cut(case.logits.shape[-1], count).tolist()
@@ -167,8 +167,8 @@ def test_a_label_of_another_piece() -> None:
     ones = torch.ones(4)
     whole = OPS.logprob_entropy_backward(ones, ones, logits, labels, *statistics)
     for first, last in ((0, 20), (20, 40), (40, 60)):
-        piece = OPS.logprob_entropy_backward(ones, ones, logits[:, first:last], labels, *statistics, first_token=first)
-        assert_gradient(piece, whole[:, first:last].double())
+        shard = OPS.logprob_entropy_backward(ones, ones, logits[:, first:last], labels, *statistics, first_token=first)
+        assert_gradient(shard, whole[:, first:last].double())
     state = no_logits(4)
     OPS.softmax_state_(state, logits[:, 20:40], labels, 20)
     assert state[:, 3].isnan().tolist() == [True, False, True, True]
@@ -180,7 +180,7 @@ def test_a_label_of_another_piece() -> None:
     [
         (
             (0, 3, 4),
-            r"state: got shape \[0, 3, 4\] of Float; takes contiguous float32 \[rows, 4\] or \[pieces, rows, 4\]",
+            r"state: got shape \[0, 3, 4\] of Float; takes contiguous float32 \[rows, 4\] or \[shards, rows, 4\]",
         ),
         ((2, 3, 5), r"state: got shape \[2, 3, 5\]"),
         ((4,), r"state: got shape \[4\]"),

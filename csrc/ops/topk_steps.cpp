@@ -1,6 +1,6 @@
 // topk_order_keys, topk_count_digit, topk_choose_digit_, topk_mask_from_key: their arguments and results, on every
 // device.
-#include "key_search.h"
+#include "topk_steps.h"
 
 #include "arguments.h"
 
@@ -34,13 +34,13 @@ SegmentedKeys keys_of(const Tensor& keys, const OptionalTensor& offsets) {
   return {data<uint32_t>(keys), keys.numel(), segments_of(keys, offsets, "keys")};
 }
 
-KeySearch* searches_of(const Tensor& cut, int64_t segments, const Tensor& like) {
-  require(cut.scalar_type() == ScalarType::Long && cut.dim() == 2 && cut.size(0) == segments &&
-              cut.size(1) == kSearchFields && cut.is_contiguous(),
-          "cut", "got shape ", shape(cut), " of ", dtype(cut), "; takes contiguous int64 [", segments, ", ",
+KeySearch* searches_of(const Tensor& search, int64_t segments, const Tensor& like) {
+  require(search.scalar_type() == ScalarType::Long && search.dim() == 2 && search.size(0) == segments &&
+              search.size(1) == kSearchFields && search.is_contiguous(),
+          "search", "got shape ", shape(search), " of ", dtype(search), "; takes contiguous int64 [", segments, ", ",
           kSearchFields, "]");
-  require_same_device("cut", cut, like);
-  return mutable_data<KeySearch>(cut);
+  require_same_device("search", search, like);
+  return mutable_data<KeySearch>(search);
 }
 
 Digit digit_of(int64_t shift, int64_t bits) {
@@ -50,18 +50,18 @@ Digit digit_of(int64_t shift, int64_t bits) {
   return {static_cast<int>(shift), static_cast<int>(bits)};
 }
 
-Tensor topk_count_digit(const Tensor& keys, const Tensor& cut, int64_t shift, int64_t bits,
+Tensor topk_count_digit(const Tensor& keys, const Tensor& search, int64_t shift, int64_t bits,
                         const OptionalTensor& offsets) {
   const SegmentedKeys source = keys_of(keys, offsets);
   const Digit digit = digit_of(shift, bits);
-  const KeySearch* searches = searches_of(cut, source.segments.count, keys);
+  const KeySearch* searches = searches_of(search, source.segments.count, keys);
   const Tensor counts = empty({source.segments.count, digit.bins()}, ScalarType::Long, keys);
   TorchDevice device(keys);
   count_digit(source, searches, digit, mutable_data<int64_t>(counts), device);
   return counts;
 }
 
-void topk_choose_digit_(const Tensor& cut, const Tensor& counts, int64_t shift, const OptionalFloat& ratio,
+void topk_choose_digit_(const Tensor& search, const Tensor& counts, int64_t shift, const OptionalFloat& ratio,
                         const OptionalTensor& ratio_tensor, const OptionalInt& k, const OptionalTensor& k_tensor) {
   require(counts.scalar_type() == ScalarType::Long && counts.dim() == 2 && counts.is_contiguous(), "counts",
           "got shape ", shape(counts), " of ", dtype(counts), "; takes contiguous int64 [segments, bins]");
@@ -69,17 +69,17 @@ void topk_choose_digit_(const Tensor& cut, const Tensor& counts, int64_t shift, 
   while (bits < Digit::kMostBits && int64_t{1} << bits < counts.size(1)) ++bits;
   require(int64_t{1} << bits == counts.size(1), "counts", "got ", counts.size(1), " bins; takes a power of two");
   const Digit digit = digit_of(shift, bits);
-  KeySearch* searches = searches_of(cut, counts.size(0), counts);
-  const Quota quota = quota_of(ratio, ratio_tensor, k, k_tensor, cut);
-  TorchDevice device(cut);
+  KeySearch* searches = searches_of(search, counts.size(0), counts);
+  const Quota quota = quota_of(ratio, ratio_tensor, k, k_tensor, search);
+  TorchDevice device(search);
   choose_digit(searches, counts.size(0), data<int64_t>(counts), digit, quota, device);
 }
 
-std::tuple<Tensor, Tensor, Tensor> topk_mask_from_key(const Tensor& keys, const Tensor& cut, const Tensor& ties,
+std::tuple<Tensor, Tensor, Tensor> topk_mask_from_key(const Tensor& keys, const Tensor& search, const Tensor& ties,
                                                       const OptionalTensor& offsets, bool drop_zeros) {
   const SegmentedKeys source = keys_of(keys, offsets);
   const int64_t segments = source.segments.count;
-  const KeySearch* searches = searches_of(cut, segments, keys);
+  const KeySearch* searches = searches_of(search, segments, keys);
   require(ties.scalar_type() == ScalarType::Long && ties.dim() == 1 && ties.size(0) == segments, "ties", "got shape ",
           shape(ties), " of ", dtype(ties), "; takes int64 [", segments, "]");
   require_same_device("ties", ties, keys);

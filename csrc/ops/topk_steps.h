@@ -1,9 +1,9 @@
 // Top-K selection in steps, for a segment that lies on several ranks: between the steps, counts are added up over them.
-// cpu/key_search.cpp, cuda/key_search.cu. Arguments come checked, from ops/key_search.cpp. Nothing here knows torch.
+// cpu/topk_steps.cpp, cuda/topk_steps.cu. Arguments come checked, from ops/topk_steps.cpp. Nothing here knows torch.
 #pragma once
 
-#include "../core/key_digit.h"
-#include "selection.h"
+#include "../core/key_search.h"
+#include "topk_mask.h"
 
 namespace d3s {
 
@@ -24,7 +24,7 @@ void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Dig
 void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
                   Device& device);
 
-struct CutOutputs {
+struct KeyMaskOutputs {
   bool* mask = nullptr;
   int64_t* zeros = nullptr;   // of each segment: kept by their rank, then dropped for being 0
   int64_t* lowest = nullptr;  // likewise: the lowest key that is kept, UINT32_MAX where none is
@@ -32,6 +32,6 @@ struct CutOutputs {
 
 // Keeps what is above the key that was found, and of what equals it the first `ties` of each segment.
 void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
-                   const CutOutputs& outputs, Device& device);
+                   const KeyMaskOutputs& outputs, Device& device);
 
 }  // namespace d3s

@@ -7,13 +7,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Shard as DTensorShard
 
 from .._arguments import require_whole
 from .._groups import Ranks, ranks_of
 
 
-class VocabularyShard:
+class ShardedArgument:
     """``local``, a rank's part of a tensor whose dimension ``dim`` is the vocabulary; the ``ranks`` have the rest."""
 
     local: Tensor
@@ -104,8 +105,8 @@ class VocabularyShard:
 
 
 def _cuts(placement: Placement) -> int | None:
-    """The dimension that it cuts in the order of the ranks; a Shard's kin that deal pieces out otherwise do not."""
-    return placement.dim if type(placement) is Shard else None
+    """The dimension that it cuts in the order of the ranks; kinds of Shard that deal out otherwise do not."""
+    return placement.dim if type(placement) is DTensorShard else None
 
 
 def _first_token(name: str, tensor: DTensor, dim: int, mesh_dim: int) -> int:

@@ -1,5 +1,5 @@
 // Top-K selection in steps, for a segment that lies on several ranks: what one rank does between the collectives.
-#include "../ops/key_search.h"
+#include "../ops/topk_steps.h"
 
 #include "segment_keys.h"
 
@@ -31,7 +31,7 @@ class DigitCounts {
 
 // Adds to `counts` how many of the keys have each digit, among those that follow the prefix.
 void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t prefix, int64_t* counts) {
-  const OrderKeys& loops = D3S_PICK_VARIANT(order_keys);
+  const OrderKeyLoops& loops = D3S_PICK_VARIANT(order_key_loops);
   DigitCounts found(digit);
   if (digit.is_first()) {
     found.add(keys, n);
@@ -63,13 +63,13 @@ void for_segments(const SegmentedKeys& keys, const Body& body) {
 
 SegmentKeys stored_keys(const SegmentedKeys& keys, int64_t segment) {
   const int64_t begin = keys.segments.begin(segment), end = keys.segments.end(segment);
-  return {&D3S_PICK_VARIANT(order_keys), end - begin, keys.keys + begin};
+  return {&D3S_PICK_VARIANT(order_key_loops), end - begin, keys.keys + begin};
 }
 
 }  // namespace
 
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device&) {
-  const OrderKeys& loops = D3S_PICK_VARIANT(order_keys);
+  const OrderKeyLoops& loops = D3S_PICK_VARIANT(order_key_loops);
   parallel_for(total, kPiece, [&](int64_t begin, int64_t end) { make_keys(scores, loops, begin, end, keys + begin); });
 }
 
@@ -110,7 +110,7 @@ void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, 
 }
 
 void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
-                   const CutOutputs& outputs, Device&) {
+                   const KeyMaskOutputs& outputs, Device&) {
   if (keys.segments.ragged()) std::fill_n(outputs.mask, keys.total, false);
   for_segments(keys, [&](int64_t segment) {
     const SegmentKeys own = stored_keys(keys, segment);

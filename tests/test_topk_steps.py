@@ -26,15 +26,17 @@ def select(
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """The masks of all pieces, and of each segment how many zeros were dropped and the lowest kept key."""
     segments = pieces[0].shape[:-1].numel() if offsets[0] is None else len(offsets[0]) - 1
-    cut = torch.zeros(segments, 3, dtype=torch.int64)
+    search = torch.zeros(segments, 3, dtype=torch.int64)
     for shift, bits in digits:
-        counts = [OPS.topk_count_digit(keys, cut, shift, bits, own) for keys, own in zip(pieces, offsets, strict=True)]
-        OPS.topk_choose_digit_(cut, torch.stack(counts).sum(0), shift, **quota)
-    ties = [of_piece.gather(1, cut[:, :1] & (of_piece.shape[1] - 1))[:, 0] for of_piece in counts]
+        counts = [
+            OPS.topk_count_digit(keys, search, shift, bits, own) for keys, own in zip(pieces, offsets, strict=True)
+        ]
+        OPS.topk_choose_digit_(search, torch.stack(counts).sum(0), shift, **quota)
+    ties = [of_piece.gather(1, search[:, :1] & (of_piece.shape[1] - 1))[:, 0] for of_piece in counts]
     results = []
     before = torch.zeros(segments, dtype=torch.int64)
     for keys, own, more in zip(pieces, offsets, ties, strict=True):
-        results.append(OPS.topk_mask_from_key(keys, cut, (cut[:, 1] - before).clamp(min=0), own, drop_zeros))
+        results.append(OPS.topk_mask_from_key(keys, search, (search[:, 1] - before).clamp(min=0), own, drop_zeros))
         before += more
     masks, zeros, lowest = zip(*results, strict=True)
     return list(masks), torch.stack(zeros).sum(0), torch.stack(lowest).amin(0)
@@ -156,7 +158,7 @@ def test_no_segments(dtype: torch.dtype) -> None:
     assert masks[0].shape == zeros.shape == lowest.shape == (0,)
 
 
-CUT = torch.zeros(1, 3, dtype=torch.int64)
+SEARCH = torch.zeros(1, 3, dtype=torch.int64)
 KEYS = torch.zeros(4, dtype=torch.int32)
 
 
@@ -165,13 +167,13 @@ KEYS = torch.zeros(4, dtype=torch.int32)
     [
         (lambda: OPS.topk_order_keys(torch.zeros(3).long()), "scores: got dtype Long"),
         (lambda: OPS.topk_order_keys(torch.zeros(3), torch.zeros(2)), "advantages: got shape"),
-        (lambda: OPS.topk_count_digit(KEYS.long(), CUT, 21, 11), "keys: got Long"),
-        (lambda: OPS.topk_count_digit(KEYS, CUT[:, :2], 21, 11), "cut: got shape"),
-        (lambda: OPS.topk_count_digit(KEYS, CUT, 20, 12), "bits: got 12; takes 1 to 11"),
-        (lambda: OPS.topk_count_digit(KEYS, CUT, 22, 11), "shift: got 22 of 11 bits; takes 0 to 21"),
-        (lambda: OPS.topk_choose_digit_(CUT, torch.zeros(1, 6).long(), 0, ratio=0.5), "counts: got 6 bins"),
-        (lambda: OPS.topk_choose_digit_(CUT, torch.zeros(1, 8).long(), 29), "ratio: got 0 of ratio and k"),
-        (lambda: OPS.topk_mask_from_key(KEYS, CUT, torch.zeros(2).long()), "ties: got shape"),
+        (lambda: OPS.topk_count_digit(KEYS.long(), SEARCH, 21, 11), "keys: got Long"),
+        (lambda: OPS.topk_count_digit(KEYS, SEARCH[:, :2], 21, 11), "search: got shape"),
+        (lambda: OPS.topk_count_digit(KEYS, SEARCH, 20, 12), "bits: got 12; takes 1 to 11"),
+        (lambda: OPS.topk_count_digit(KEYS, SEARCH, 22, 11), "shift: got 22 of 11 bits; takes 0 to 21"),
+        (lambda: OPS.topk_choose_digit_(SEARCH, torch.zeros(1, 6).long(), 0, ratio=0.5), "counts: got 6 bins"),
+        (lambda: OPS.topk_choose_digit_(SEARCH, torch.zeros(1, 8).long(), 29), "ratio: got 0 of ratio and k"),
+        (lambda: OPS.topk_mask_from_key(KEYS, SEARCH, torch.zeros(2).long()), "ties: got shape"),
     ],
 )
 def test_bad_arguments(call: object, said: str) -> None:
