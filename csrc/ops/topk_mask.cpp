@@ -75,7 +75,18 @@ Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const Optiona
   return out;
 }
 
-// The arguments of select_tokens, checked; and its results, once they are computed.
+// The arguments that select_tokens and select_tokens_from_logits share.
+struct TokenArguments {
+  const Tensor& advantages;
+  const OptionalFloat& ratio;
+  const OptionalTensor& ratio_tensor;
+  const OptionalTensor& mask;
+  const OptionalTensor& offsets;
+  const OptionalInt& max_segment;
+  bool pooled, drop_zeros;
+};
+
+// The arguments checked; and the results, once they are computed.
 struct TokenSelection {
   Tensor advantages;
   OptionalTensor present;
@@ -86,16 +97,14 @@ struct TokenSelection {
   bool pooled, drop_zeros;
   Tensor mask, count, threshold;
 
-  TokenSelection(const Tensor& entropy, const char* name, const Tensor& advantages_given, const OptionalFloat& ratio,
-                 const OptionalTensor& ratio_tensor, const OptionalTensor& mask_given, const OptionalTensor& offsets,
-                 const OptionalInt& max_segment, bool pooled, bool drop_zeros)
-      : advantages(packed(advantages_given)),
-        present(require_mask("mask", mask_given, entropy, entropy.dim())),
-        sequences(segments_of(entropy, offsets, name)),
-        quota(quota_of(ratio, ratio_tensor, std::nullopt, std::nullopt, entropy)),
-        longest(longest_of(sequences, entropy.numel(), max_segment)),
-        pooled(pooled),
-        drop_zeros(drop_zeros),
+  TokenSelection(const Tensor& entropy, const char* name, const TokenArguments& given)
+      : advantages(packed(given.advantages)),
+        present(require_mask("mask", given.mask, entropy, entropy.dim())),
+        sequences(segments_of(entropy, given.offsets, name)),
+        quota(quota_of(given.ratio, given.ratio_tensor, std::nullopt, std::nullopt, entropy)),
+        longest(longest_of(sequences, entropy.numel(), given.max_segment)),
+        pooled(given.pooled),
+        drop_zeros(given.drop_zeros),
         mask(empty(leading_sizes(entropy, entropy.dim()), ScalarType::Bool, entropy)),
         count(empty(segment_sizes(entropy), ScalarType::Int, entropy)),
         threshold(empty(segment_sizes(entropy), ScalarType::Float, entropy)) {
@@ -125,8 +134,8 @@ std::tuple<Tensor, Tensor, Tensor> select_tokens(const Tensor& entropy, const Te
                                                  const OptionalTensor& mask, const OptionalTensor& offsets,
                                                  const OptionalInt& max_segment, bool pooled, bool drop_zeros) {
   require_float("entropy", entropy);
-  TokenSelection selection(entropy, "entropy", advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled,
-                           drop_zeros);
+  TokenSelection selection(entropy, "entropy",
+                           {advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros});
   TorchDevice device(entropy);
   selection.run(packed(entropy), device);
   return {selection.mask, selection.count, selection.threshold};
@@ -140,8 +149,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
   require(logits.dim() >= 2, "logits", "got shape ", shape(logits), "; takes [..., n, V]");
   const Tensor entropy = empty(leading_sizes(logits, argument.dims), ScalarType::Float, logits);
   // Refuses what is wrong before the long pass over the logits, not after it.
-  TokenSelection selection(entropy, "logits", advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled,
-                           drop_zeros);
+  TokenSelection selection(entropy, "logits",
+                           {advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros});
   argument.rows.mask = selection.scores.mask;
   RowOutputs outputs;
   outputs.entropy = mutable_data<float>(entropy);

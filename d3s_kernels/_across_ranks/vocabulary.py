@@ -19,7 +19,7 @@ from .._arguments import (
     temperature_argument,
 )
 from .._dispatch import ops
-from .._head.problem import checked_head, require_bounds
+from .._head.problem import HeadProblem, require_bounds
 from .._head.shard import Shard
 from .agreement import agree, asks
 from .sharded_argument import ShardedArgument
@@ -207,7 +207,7 @@ def vocab_parallel_linear_logprob_entropy(
 
     def refuse(*given: Any) -> None:
         number, tensor = given[6:8]
-        checked_head(Shard(shard.first_token, shard.ranks), *given[:3], *given[5:10], *given[12:])
+        HeadProblem(Shard(shard.first_token, shard.ranks), *given[:3], *given[5:10], *given[12:]).checked_head()
         require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
         # A rank that has no token looks at no temperature: it must refuse one before the others wait for it.
         state = hidden.new_empty((labels.numel(), 4), dtype=torch.float32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .picked import Picked
-from .problem import checked_head
+from .problem import HeadProblem
 from .products import add_product, without_autocast
 from .shard import Shard
 from .tiles import Tiles, of_rows
@@ -39,10 +39,10 @@ def backward_of_shard(
     workspace_bytes: int | None,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    head = checked_head(
+    head = HeadProblem(
         shard, hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, mask, logits_dtype,
         workspace_bytes,
-    )  # fmt: skip
+    ).checked_head()  # fmt: skip
     want_hidden, want_weight, want_bias = wanted
     count = labels.numel()
     active = torch.zeros(count, dtype=torch.bool, device=hidden.device)

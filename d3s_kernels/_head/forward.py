@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .picked import Picked
-from .problem import checked_head, require_bounds
+from .problem import HeadProblem, require_bounds
 from .products import without_autocast
 from .shard import Shard
 from .tiles import Tiles, of_rows
@@ -41,10 +41,10 @@ def forward_of_shard(
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    head = checked_head(
+    head = HeadProblem(
         shard, hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, mask, logits_dtype,
         workspace_bytes,
-    )  # fmt: skip
+    ).checked_head()  # fmt: skip
     require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
     shape = hidden.shape[:-1]
     count = labels.numel()
