@@ -1,4 +1,4 @@
-"""The pictures of docs/methods.md are those that examples/draw_methods.py draws."""
+"""The pictures of docs/methods.md are those that tools/methods/draw.py draws."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = re.findall(r"\]\(methods/([^)]+)\)", PICTURES.with_suffix(".md").read_te
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drawn")
-    subprocess.run([sys.executable, ROOT / "examples" / "draw_methods.py", "--out", folder], check=True)
+    subprocess.run([sys.executable, ROOT / "tools" / "methods" / "draw.py", "--out", folder], check=True)
     return folder
 
 
@@ -35,5 +35,5 @@ def test_the_page_shows_every_picture(drawn: Path) -> None:
 def test_a_picture_says_what_the_library_does(name: str, drawn: Path) -> None:
     """By the words in its file, since pixels change with matplotlib's releases."""
     kept, anew = Image.open(PICTURES / name), Image.open(drawn / name)
-    assert kept.info["Description"] == anew.info["Description"], "draw it anew: python examples/draw_methods.py"
+    assert kept.info["Description"] == anew.info["Description"], "draw it anew: python tools/methods/draw.py"
     assert (PICTURES / name).stat().st_size < 100_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from _methods_plan import draw_plan
-from _methods_ratios import draw_ratios
-from _methods_rollouts import draw_advantages, draw_rollouts
-from _methods_schedule import draw_schedule
-from _methods_tokens import draw_tokens
+from plan import draw_plan
+from ratios import draw_ratios
+from rollouts import draw_advantages, draw_rollouts
+from schedule import draw_schedule
+from tokens import draw_tokens
 
 PICTURES = {
     "rollouts.png": draw_rollouts,
@@ -23,7 +23,7 @@ PICTURES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    docs = Path(__file__).parents[1] / "docs" / "methods"
+    docs = Path(__file__).parents[2] / "docs" / "methods"
     parser.add_argument("--out", type=Path, default=docs, help="a folder, made where it is missing (docs/methods)")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)

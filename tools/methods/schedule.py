@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from _methods_style import PHASES, new_figure, save
+from style import PHASES, new_figure, save
 from matplotlib.ticker import PercentFormatter
 
 import d3s_kernels as d3s

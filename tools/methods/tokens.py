@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from _methods_batch import ENTROPY, RATIO, TOKEN_ADVANTAGES, TOKEN_MASK
-from _methods_grids import Panel, draw_grids
+from batch import ENTROPY, RATIO, TOKEN_ADVANTAGES, TOKEN_MASK
+from grids import Panel, draw_grids
 
 import d3s_kernels as d3s
 from d3s_kernels._selection.rules import TOKEN_RULES

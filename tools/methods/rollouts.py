@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from _methods_batch import ADVANTAGES, KEEP, LENGTHS, REWARDS
-from _methods_grids import Panel, draw_grids
+from batch import ADVANTAGES, KEEP, LENGTHS, REWARDS
+from grids import Panel, draw_grids
 from torch import Tensor
 
 import d3s_kernels as d3s

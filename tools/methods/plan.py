@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from _methods_style import INK, PALE, PHASES, new_figure, save
+from style import INK, PALE, PHASES, new_figure, save
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from _methods_batch import ENTROPY, GROUPS, TOKEN_ADVANTAGES, TOKEN_MASK, moved
-from _methods_style import INK, PHASES, new_figure, save
+from batch import ENTROPY, GROUPS, TOKEN_ADVANTAGES, TOKEN_MASK, moved
+from style import INK, PHASES, new_figure, save
 from matplotlib.axes import Axes
 from torch import Tensor
 

@@ -1,0 +1,97 @@
+"""D3S in a training loop of your own, in plain PyTorch.
+
+    python examples/own_loop.py
+
+`update` below has it all: advantages, the rollouts worth an update, the LM head without its logits, the tokens worth a
+gradient, the loss. The policy is a small transformer that learns to count on from the last digit of its prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+import d3s_kernels as d3s
+
+DIGITS, LENGTH = 10, 4  # of a prompt, and of a completion
+PROMPTS, GROUP = 32, 16  # of a step, and rollouts of each
+WIDTH = 64
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(DIGITS + 1, WIDTH)
+        self.places = nn.Parameter(torch.randn(2 * LENGTH, WIDTH) * 0.1)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, DIGITS, bias=False)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """[rows, tokens, width]: what the head turns into logits of the next token."""
+        length = tokens.shape[1]
+        causal = nn.Transformer.generate_square_subsequent_mask(length)
+        states: Tensor = self.body(self.tokens(tokens) + self.places[:length], mask=causal, is_causal=True)
+        return states
+
+
+@torch.no_grad()
+def generate(policy: Policy, prompts: Tensor) -> Tensor:
+    """Prompts with a sampled completion behind each."""
+    tokens = prompts
+    for _ in range(LENGTH):
+        logits = policy.head(policy.hidden(tokens)[:, -1])
+        tokens = torch.cat([tokens, torch.distributions.Categorical(logits=logits).sample().unsqueeze(1)], 1)
+    return tokens
+
+
+def update(policy: Policy, optimizer: torch.optim.Optimizer, budget: d3s.Budget) -> Tensor:
+    """One step of GRPO with D3S; the mean reward."""
+    prompts = torch.randint(DIGITS, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
+    tokens = generate(policy, prompts)
+    right = (tokens[:, LENGTH - 1 : -1] + 1) % DIGITS
+    rewards = (tokens[:, LENGTH:] == right).float().mean(1).view(PROMPTS, GROUP)
+
+    # 1. Advantages of all rollouts, and the rollouts whose advantages vary most: the others are never forwarded again.
+    advantages = d3s.group_advantages(rewards)
+    kept = d3s.select_rollouts(advantages, budget.rollouts).flatten()
+    tokens, weights = tokens[kept], advantages.flatten()[kept]
+
+    # 2. Log-probability and entropy of the sampled tokens, straight from the hidden states.
+    hidden = policy.hidden(tokens[:, :-1])[:, LENGTH - 1 :]
+    logprob, entropy = d3s.linear_logprob_entropy(hidden, policy.head.weight, tokens[:, LENGTH:])
+
+    # 3. The tokens with the largest |advantage| * entropy of the batch. Only they have a gradient, so that the backward
+    #    of the head computes only them.
+    chosen = d3s.select_tokens(entropy.detach(), weights, budget.token_ratio)
+
+    # 4. GRPO's loss, which here, on-policy, is clipped nowhere.
+    ratio = d3s.importance_ratio(logprob, logprob.detach())
+    loss = -(ratio * weights.unsqueeze(1))[chosen.mask].sum() / chosen.count.clamp(min=1)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return rewards.mean()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    steps = parser.parse_args().steps
+    torch.manual_seed(0)
+    policy = Policy()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    # Few rollouts and tokens first, more later: the budget of a step from its place in the training, 0 to 1.
+    schedule = d3s.DownSamplingSchedule(d3s.Budget(4, 0.2), d3s.Budget(12, 0.5))
+    print(f"{'step':>5} {'reward':>7} {'rollouts':>9} {'tokens':>7}")
+    for step in range(steps):
+        budget = schedule(step / max(1, steps - 1))
+        reward = update(policy, optimizer, budget)
+        if step % max(1, steps // 10) == 0 or step == steps - 1:
+            print(f"{step:5} {reward:7.3f} {budget.rollouts:6}/{GROUP} {budget.token_ratio:7.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The scripts of examples/ that run on a CPU do so as they stand. (verl's: tests/verl/test_verl_example.py.)"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def rows_of(script: str, folder: Path, *options: str) -> list[list[str]]:
+    """What the table that the script prints has below its head."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / script, *options], cwd=folder, capture_output=True, text=True, check=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    head = next(place for place, line in enumerate(lines) if line.split()[:2] == ["step", "reward"])
+    return [line.split() for line in lines[head + 1 :]]
+
+
+def test_a_loop_of_ones_own_learns(tmp_path: Path) -> None:
+    first, *_, last = rows_of("own_loop.py", tmp_path, "--steps", "40")
+    assert float(first[1]) < 0.2
+    assert float(last[1]) > 0.5
+    assert (first[2:], last[2:]) == (["4/16", "20%"], ["12/16", "50%"])
+
+
+def test_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="needs TRL")
+    steps = rows_of("trl_d3s.py", tmp_path, "--steps", "5")
+    assert [row[0] for row in steps] == ["1", "2", "3", "4", "5"]
+    kept, shares = ([float(row[place]) for row in steps] for place in (2, 3))
+    assert kept == sorted(kept)
+    assert shares == sorted(shares)
+    assert kept[0] == 4 * 4  # of four prompts
+
+
+def test_scripts_are_short() -> None:
+    scripts = [path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh") and "learn" not in path.name]
+    assert {path.name for path in scripts} == {"own_loop.py", "trl_d3s.py", "verl_d3s.sh"}
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 120 for path in scripts)
