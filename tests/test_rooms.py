@@ -28,6 +28,8 @@ ROOMS = {
     "rollouts": "_across_ranks _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
+    # how it is checked
+    "_table": "_dispatch reference",
     # how it is computed
     "_across_ranks": "_arguments _dispatch _groups _head _segments _selection",
     "_head": "_dispatch _groups",
@@ -39,7 +41,7 @@ ROOMS = {
     # what is alike everywhere
     "_segments": "",
     "_arguments": "",
-    "_table": "reference",
+    # what every op means
     "reference": "",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -14,8 +14,9 @@ from torch import Tensor
 import d3s_kernels as d3s
 from d3s_kernels import _build_info, _head, _torch, reference
 from d3s_kernels._dispatch import backends
+from d3s_kernels._dispatch.libraries import registered
 from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
-from d3s_kernels._table.coverage import registered, replaced, require_all, served_by
+from d3s_kernels._table.coverage import replaced, require_all, served_by
 from d3s_kernels._table.draw import Draw
 from d3s_kernels._table.outcomes import written_arguments
 from d3s_kernels._table.table import FUNCTIONS, OPS, Row

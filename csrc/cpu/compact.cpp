@@ -1,7 +1,7 @@
 // compact: where the true values of a mask are, in row-major order, in a tensor of a size known beforehand.
 #include <algorithm>
 
-#include "../ops/rollouts.h"
+#include "../ops/compact.h"
 #include "../torch_abi.h"
 
 namespace d3s {

@@ -2,7 +2,7 @@
 //
 // One launch: every block counts for itself what comes before its piece, 16 values at a time, which for the millions of
 // values that a batch has is cheaper than a second launch or a wait for other blocks.
-#include "../ops/rollouts.h"
+#include "../ops/compact.h"
 #include "collective.h"
 #include "vectors.h"
 

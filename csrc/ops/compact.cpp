@@ -1,4 +1,6 @@
 // compact: its arguments and results, on every device.
+#include "compact.h"
+
 #include "arguments.h"
 
 namespace d3s {

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../core/macros.h"
+
 namespace d3s {
 
 class Device {

@@ -126,20 +126,25 @@ struct KeyOutput {
   Scores scores;
   uint32_t* keys = nullptr;  // one for each row, or null
 };
+#if defined(D3S_NO_KERNELS)
+constexpr bool kMakesKeys = false;
+#else
 extern const bool kMakesKeys;
+#endif
 
 // Statistics of all rows, zeros for those that the mask leaves out.
-void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device);
+D3S_KERNEL(void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys,
+                               Device& device))
 
 // The gradient of all rows, tokens from first_token on, to `out`, which may be the logits; 0 for rows without one.
-void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
-                   const RowLayout& out_layout, Device& device);
+D3S_KERNEL(void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
+                              const RowLayout& out_layout, Device& device))
 
 // Merges a tile, tokens from first_token on, into the states of its rows, but of those that the mask leaves out.
-void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device);
+D3S_KERNEL(void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device))
 
 // Statistics of finished states.
-void finish_states(const RowStates& states, const Temperatures& temperatures, const RowOutputs& outputs,
-                   Device& device);
+D3S_KERNEL(void finish_states(const RowStates& states, const Temperatures& temperatures, const RowOutputs& outputs,
+                              Device& device))
 
 }  // namespace d3s

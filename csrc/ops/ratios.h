@@ -36,8 +36,8 @@ enum class RatioForm { kToken, kMean, kMeanAndToken };
 
 constexpr float kNoClip = 0.f;  // the clip range of tokens in no group
 
-void importance_ratios(const float* logprob, const float* old_logprob, const TokenGroups& groups, RatioForm form,
-                       const LogBounds& bounds, float* out, Device& device);
+D3S_KERNEL(void importance_ratios(const float* logprob, const float* old_logprob, const TokenGroups& groups,
+                                  RatioForm form, const LogBounds& bounds, float* out, Device& device))
 
 struct RatioGradient {
   const float* grad;
@@ -46,10 +46,11 @@ struct RatioGradient {
   RatioLimits limits;
 };
 
-void importance_ratio_gradients(const RatioGradient& gradient, float* out, Device& device);
+D3S_KERNEL(void importance_ratio_gradients(const RatioGradient& gradient, float* out, Device& device))
 
 // scale times the mean of each token's group.
-void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out, Device& device);
+D3S_KERNEL(void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out,
+                                   Device& device))
 
 // For each quantile, one after the other in `above`, which tokens are above it.
 struct QuantileMasks {
@@ -63,6 +64,6 @@ struct QuantileMasks {
 };
 
 // The group of a token is the number of quantiles that it is above; -1 where it has no entropy.
-void group_by_quantiles(const QuantileMasks& masks, int8_t* out, Device& device);
+D3S_KERNEL(void group_by_quantiles(const QuantileMasks& masks, int8_t* out, Device& device))
 
 }  // namespace d3s

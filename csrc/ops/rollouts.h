@@ -1,4 +1,4 @@
-// The ops over groups of rollouts, and compact, as each back-end implements them: the files of these names in cpu/ and
+// The ops over groups of rollouts, as each back-end implements them: max_variance and group_advantages in cpu/ and in
 // cuda/. Arguments come checked, from the files of these names here. Nothing here knows torch.
 #pragma once
 
@@ -20,7 +20,7 @@ struct SegmentedValues {
   const bool* mask = nullptr;
 };
 
-void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* out, Device& device);
+D3S_KERNEL(void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* out, Device& device))
 
 enum class AdvantageScale { kGroup, kBatch, kNone };
 
@@ -37,10 +37,7 @@ D3S_HOST_DEVICE float advantage_of(double reward, double mean, int64_t scored, d
   return none ? 0.f : static_cast<float>(difference / divisor);
 }
 
-void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions& options, float* out, Device& device);
-
-// The indices of true values, ascending, -1 after the last; and how many there are. A true value is any byte but 0.
-void compact_indices(const uint8_t* mask, int64_t n, int64_t* indices, int64_t capacity, int64_t* count,
-                     Device& device);
+D3S_KERNEL(void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions& options, float* out,
+                                    Device& device))
 
 }  // namespace d3s

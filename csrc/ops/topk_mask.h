@@ -51,7 +51,7 @@ struct SelectionOutputs {
 };
 
 // `longest` bounds a segment's length as far as is known, else it is the number of all values; it is a hint.
-void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t values,
-                int64_t longest, const SelectionOutputs& outputs, Device& device);
+D3S_KERNEL(void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments,
+                           int64_t values, int64_t longest, const SelectionOutputs& outputs, Device& device))
 
 }  // namespace d3s

@@ -14,15 +14,15 @@ struct SegmentedKeys {
 };
 
 // The order keys of all scores.
-void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device);
+D3S_KERNEL(void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device))
 
 // counts[segment][bin]: how many keys of a segment have this digit, among those that have the digits found before.
-void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
-                 Device& device);
+D3S_KERNEL(void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
+                            Device& device))
 
 // One digit more, by the counts of all ranks. At the first digit the quota says how many are kept.
-void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
-                  Device& device);
+D3S_KERNEL(void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit,
+                             const Quota& quota, Device& device))
 
 struct KeyMaskOutputs {
   bool* mask = nullptr;
@@ -31,7 +31,7 @@ struct KeyMaskOutputs {
 };
 
 // Keeps what is above the key that was found, and of what equals it the first `ties` of each segment.
-void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
-                   const KeyMaskOutputs& outputs, Device& device);
+D3S_KERNEL(void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties,
+                              bool drop_zeros, const KeyMaskOutputs& outputs, Device& device))
 
 }  // namespace d3s

@@ -8,10 +8,13 @@ the same on all ranks, so each computes its own part of the gradient without ask
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .libraries import registered
 
 _op = torch.ops.d3s_kernels
 
@@ -73,14 +76,6 @@ def _linear_backward(
     return grads[0], grads[1], *[None] * (1 + len(ctx.shard)), grads[2], *[None] * 8
 
 
-for _backward, _save_inputs, _name in (
-    (_logprob_entropy_backward, _save_logprob_entropy, "logprob_entropy"),
-    (_linear_backward, _save_linear, "linear_logprob_entropy"),
-):
-    for _prefix in ("", "vocab_parallel_"):
-        torch.library.register_autograd(f"d3s_kernels::{_prefix}{_name}", _backward, setup_context=_save_inputs)
-
-
 def _save_ratio(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, _, mask, groups, _, _, _, ctx.low, ctx.high = inputs
     ctx.save_for_backward(output, mask, groups)
@@ -94,30 +89,19 @@ def _no_second_derivative(*_: Any) -> None:
     raise RuntimeError("d3s_kernels: its ops can be differentiated once, not twice")
 
 
-torch.library.register_autograd("d3s_kernels::importance_ratio", _ratio_backward, setup_context=_save_ratio)
-
-for _name in (
-    "logprob_entropy_backward",
-    "linear_logprob_entropy_backward",
-    "vocab_parallel_linear_logprob_entropy_backward",
-    "importance_ratio_backward",
-):
-    torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)
-
-# These have no gradient. Without this, torch would hang a "not implemented" on their float outputs.
+_GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "logprob_entropy": (_logprob_entropy_backward, _save_logprob_entropy),
+    "vocab_parallel_logprob_entropy": (_logprob_entropy_backward, _save_logprob_entropy),
+    "linear_logprob_entropy": (_linear_backward, _save_linear),
+    "vocab_parallel_linear_logprob_entropy": (_linear_backward, _save_linear),
+    "importance_ratio": (_ratio_backward, _save_ratio),
+}
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
-for _name in (
-    "topk_mask",
-    "select_tokens",
-    "select_tokens_from_logits",
-    "topk_order_keys",
-    "topk_count_digit",
-    "topk_choose_digit_",
-    "topk_mask_from_key",
-    "compact",
-    "group_advantages",
-    "max_variance_select",
-    "entropy_groups",
-    "adaptive_clip",
-):
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
+for _name in registered():
+    if _name in _GRADIENTS:
+        _backward, _save_inputs = _GRADIENTS[_name]
+        torch.library.register_autograd(f"d3s_kernels::{_name}", _backward, setup_context=_save_inputs)
+    elif _name.endswith("_backward"):
+        torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)
+    else:  # no gradient; without this, torch would hang a "not implemented" on float outputs
+        _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]

@@ -29,3 +29,10 @@ def why_not_cuda() -> str | None:
     except OSError as error:
         return f"the CUDA library does not load: {error}"
     return None
+
+
+def registered() -> list[str]:
+    """The ops of the namespace, as torch has them: those of ``csrc/library.cpp``."""
+    names = torch._C._dispatch_get_all_op_names()
+    found = {name.removeprefix("d3s_kernels::").partition(".")[0] for name in names if name.startswith("d3s_kernels::")}
+    return sorted(found)

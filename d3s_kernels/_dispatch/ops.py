@@ -42,23 +42,13 @@ def _refuses_by_value_error() -> bool:
 
 _public: Callable[[_Op], _Op] = (lambda op: op) if _refuses_by_value_error() else _refusal_as_value_error
 
-logprob_entropy = _public(_op.logprob_entropy.default)
-linear_logprob_entropy = _public(_op.linear_logprob_entropy.default)
-vocab_parallel_logprob_entropy = _public(_op.vocab_parallel_logprob_entropy.default)
-vocab_parallel_linear_logprob_entropy = _public(_op.vocab_parallel_linear_logprob_entropy.default)
-topk_mask = _public(_op.topk_mask.default)
-select_tokens = _public(_op.select_tokens.default)
-select_tokens_from_logits = _public(_op.select_tokens_from_logits.default)
-topk_order_keys = _public(_op.topk_order_keys.default)
-topk_count_digit = _public(_op.topk_count_digit.default)
-topk_choose_digit_ = _public(_op.topk_choose_digit_.default)
-topk_mask_from_key = _public(_op.topk_mask_from_key.default)
-compact = _public(_op.compact.default)
-group_advantages = _public(_op.group_advantages.default)
-max_variance_select = _public(_op.max_variance_select.default)
-importance_ratio = _public(_op.importance_ratio.default)
-entropy_groups = _public(_op.entropy_groups.default)
-adaptive_clip = _public(_op.adaptive_clip.default)
+
+def __getattr__(name: str) -> _Op:
+    """The op of that name; the next time it is found without this function."""
+    if name.startswith("__") or not hasattr(_op, name):
+        raise AttributeError(f"d3s_kernels has no op {name!r}")
+    globals()[name] = op = _public(getattr(_op, name).default)
+    return op
 
 
 def refuse(op: str, *arguments: Any) -> None:

@@ -6,13 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from .._dispatch.libraries import registered
 from .table import OPS, ServedBy
-
-
-def registered() -> set[str]:
-    """The ops of the namespace, as torch has them."""
-    names = torch._C._dispatch_get_all_op_names()
-    return {name.removeprefix("d3s_kernels::").partition(".")[0] for name in names if name.startswith("d3s_kernels::")}
 
 
 def served_by(*by: ServedBy) -> set[str]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from style import INK, new_figure, save
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.patches import Rectangle
+from style import INK, new_figure, save
 from torch import Tensor
 
 DROPPED = 0.3  # opacity

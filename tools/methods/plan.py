@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from style import INK, PALE, PHASES, new_figure, save
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from style import INK, PALE, PHASES, new_figure, save
 
 import d3s_kernels as d3s
 

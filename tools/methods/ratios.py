@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batch import ENTROPY, GROUPS, TOKEN_ADVANTAGES, TOKEN_MASK, moved
-from style import INK, PHASES, new_figure, save
 from matplotlib.axes import Axes
+from style import INK, PHASES, new_figure, save
 from torch import Tensor
 
 import d3s_kernels as d3s

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from style import PHASES, new_figure, save
 from matplotlib.ticker import PercentFormatter
+from style import PHASES, new_figure, save
 
 import d3s_kernels as d3s
 

@@ -1,0 +1,15 @@
+// compact, as each back-end implements it: cpu/compact.cpp, cuda/compact.cu. Arguments come checked, from
+// ops/compact.cpp. Nothing here knows torch.
+#pragma once
+
+#include <cstdint>
+
+#include "device.h"
+
+namespace d3s {
+
+// The indices of true values, ascending, -1 after the last; and how many there are. A true value is any byte but 0.
+D3S_KERNEL(void compact_indices(const uint8_t* mask, int64_t n, int64_t* indices, int64_t capacity, int64_t* count,
+                                Device& device))
+
+}  // namespace d3s
