@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -104,6 +105,14 @@ def test_every_public_function_of_the_reference_is_in_the_table() -> None:
     }
     require_all("the functions", FUNCTIONS, public)
     assert public <= set(d3s.__all__)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_has_tests_of_its_own_and_a_line_in_the_readme(name: str) -> None:
+    imported = re.compile(rf"^from d3s_kernels import (\([^)]*|.*)\b{name}\b|\bd3s\.{name}\(", re.MULTILINE)
+    files = ROOT.joinpath("tests").glob("test_*.py")
+    assert any(imported.search(file.read_text(encoding="utf-8")) for file in files), "see CONTRIBUTING.md"
+    assert f"| `{name}(" in (ROOT / "README.md").read_text(encoding="utf-8"), "see CONTRIBUTING.md"
 
 
 @pytest.mark.parametrize("op", OPS)
