@@ -17,7 +17,7 @@ from traffic import counted
 import d3s_kernels
 from d3s_kernels import group_advantages, max_variance_select, select_rollouts
 from d3s_kernels._across_ranks import gathered, rollouts
-from d3s_kernels._segments import pool_present
+from d3s_kernels._segments.segments import pool_present
 from d3s_kernels._selection.rules import ROLLOUT_RULES
 
 sizes = pytest.mark.parametrize("size", SIZES)

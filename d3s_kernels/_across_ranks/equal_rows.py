@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._segments import pool
+from .._segments.segments import pool
 
 
 def most_varied(values: Tensor, wanted: Tensor) -> Tensor:

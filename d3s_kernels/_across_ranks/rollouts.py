@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._arguments import require_optional_tensors, whole_number
 from .._dispatch import ops
 from .._groups import ranks_of
-from .._segments import both
+from .._segments.segments import both
 from .._selection.rollouts import AdvantageArguments, RolloutArguments
 from .._selection.rules import random_keys
 from .agreement import agree

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._dispatch import ops
 from .._groups import Ranks, ranks_of
-from .._segments import Quota
+from .._segments.quota import Quota
 from .._selection.tokens import Factors, Selection, TokenArguments, TopkArguments
 from .agreement import agree
 from .offsets import alike, is_whole, own_offsets, own_pieces, require_placement

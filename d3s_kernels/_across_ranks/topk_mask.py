@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .._dispatch import ops
 from .._groups import Ranks
-from .._segments import Quota, order_key_value
+from .._segments.order_key import order_key_value
+from .._segments.quota import Quota
 
 _MOST = 2**31 - 1  # that an int32 holds
 

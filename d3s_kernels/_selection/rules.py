@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._segments import lowest_first, pool, segments_of
+from .._segments.ranking import lowest_first
+from .._segments.segments import pool, segments_of
 
 _LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
 _GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF

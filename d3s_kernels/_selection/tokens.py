@@ -20,7 +20,7 @@ from .._arguments import (
     whole_or_tensor,
 )
 from .._dispatch import ops
-from .._segments import Quota
+from .._segments.quota import Quota
 from .rules import TOKEN_RULES, TOKENS, token_factors
 
 Selection = tuple[Tensor, Tensor, Tensor]

@@ -151,22 +151,7 @@ def logprob_entropy_backward(
     return gradient.masked_fill(still, 0).view(shape)
 
 
-def logprob_entropy_backward_(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    labels: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    first_token: int,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
-) -> Tensor:
-    return logprob_entropy_backward(
-        grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature, temperature_tensor, None,
-        first_token,
-    )  # fmt: skip
+logprob_entropy_backward_ = logprob_entropy_backward  # of the logits as they were
 
 
 # ---- the LM head ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._segments import flags
+from .._segments.segments import flags
 
 
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

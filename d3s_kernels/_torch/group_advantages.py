@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._segments import Segments, pool_present, segments_of
+from .._segments.segments import Segments, pool_present, segments_of
 
 
 def group_advantages(

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._segments import Quota, Segments, both, lowest_first, pool, segments_of
+from .._segments.quota import Quota
+from .._segments.ranking import lowest_first
+from .._segments.segments import Segments, both, pool, segments_of
 
 
 def max_variance_select(

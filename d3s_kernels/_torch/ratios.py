@@ -8,7 +8,9 @@ from ctypes import c_float
 import torch
 from torch import Tensor
 
-from .._segments import DOUBLE_SLACK, Quota, Segments, both, highest_first, pool, segments_of
+from .._segments.quota import DOUBLE_SLACK, Quota
+from .._segments.ranking import highest_first
+from .._segments.segments import Segments, both, pool, segments_of
 from .exact_sum import exact_means, exponential
 
 _MOST_GROUPS = 16  # of a sequence's tokens

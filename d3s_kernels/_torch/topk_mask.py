@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._segments import Quota, Segments, both, highest_first, pool, segments_of
+from .._segments.quota import Quota
+from .._segments.ranking import highest_first
+from .._segments.segments import Segments, both, pool, segments_of
 from .logprob_entropy import logprob_entropy
 
 

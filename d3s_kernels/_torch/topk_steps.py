@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._segments import Quota, both, order_key, segments_of
-from .._segments.order_key import ABSENT, NO_KEY, ZERO_KEY, signed, unsigned
+from .._segments.order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, signed, unsigned
+from .._segments.quota import Quota
+from .._segments.segments import both, segments_of
 from .topk_mask import advantage_of_each
 
 _KEY_BITS = 32
