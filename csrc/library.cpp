@@ -1,5 +1,6 @@
-// Every op of the library: the table of contents. Kernels are in cpu/ and cuda/, under the op's name; the meaning of
-// each is in d3s_kernels/reference.py, and of the arguments in the docstrings of d3s_kernels.
+// Every op of the library: the table of contents. Kernels are in cpu/ and cuda/, in the file of the op's subject; ops
+// that are made of others are in d3s_kernels/_head/. What an op means is in d3s_kernels/reference.py, and of steps that
+// are no public function in d3s_kernels/_table/meaning.py; what arguments mean is in the docstrings of d3s_kernels.
 //
 // A number that a trainer changes from step to step comes as a SymInt (capacity, max_rows), as a 0-d tensor
 // (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.

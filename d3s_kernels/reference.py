@@ -1,8 +1,8 @@
 """What every op means, in plain PyTorch and float64.
 
-Same names, arguments and results as the ops themselves, written to be read: rows and segments one after the other, no
-kernel, no argument checks. The tests compare the library with these functions; they are the place to look up what an
-op does with ties, NaN, masks and empty segments.
+Same names, arguments and results as the public functions, but for process groups; written to be read: rows and segments
+one after the other, no kernel, no argument checks. The tests compare the library with these functions; they are the
+place to look up what an op does with ties, NaN, masks and empty segments.
 
 Logits are reduced in float64 and give float64 results that autograd can differentiate (the ops return float32).
 Scores are float32, as in the ops, so that equal scores here are equal scores there.
@@ -212,7 +212,7 @@ def _token_scores(
     if rule == "entropy":
         return entropy.float()
     if rule == "random":
-        return _random_keys(entropy, generator)
+        return _random_scores(entropy, generator)
     if rule not in ("advantage", "advantage_entropy"):
         raise ValueError(f"rule: got {rule!r}, which is no rule of tokens")
     assert advantages is not None
@@ -220,7 +220,7 @@ def _token_scores(
     return each if rule == "advantage" else each * entropy.float()
 
 
-def _random_keys(like: Tensor, generator: torch.Generator | None) -> Tensor:
+def _random_scores(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """The bits of any positive normal number, each as likely as the others: the highest k are a random subset."""
     bits = torch.randint(0x00800000, 0x7F800000, like.shape, dtype=torch.int32, device=like.device, generator=generator)
     return bits.view(torch.float32)
@@ -293,6 +293,7 @@ def group_advantages(
         std = _std(group, ddof) if scale == "group" else batch_std
         scaled = centred if scale == "none" else centred / (std + eps)
         nothing = group.isnan() | (centred == 0)  # equal rewards have no advantage, also where eps is 0
+        nothing |= (~group.isnan()).sum() == 1  # a group of one has none, also where its reward is infinite
         advantages[begin:end] = scaled.masked_fill(nothing, 0)
     return advantages.float().view(rewards.shape)
 
@@ -326,7 +327,7 @@ def select_rollouts(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """The rule's choice in each group, or in all groups as one, of which keep * groups are kept."""
-    values = (_random_keys(advantages, generator) if rule == "random" else advantages).double().flatten()
+    values = (_random_scores(advantages, generator) if rule == "random" else advantages).double().flatten()
     usable = advantages.isfinite().flatten() if mask is None else (advantages.isfinite() & mask).flatten()
     k, segments = int(keep), _segments(advantages, offsets)
     if scope == "batch":

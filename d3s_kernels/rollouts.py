@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ._selection.rollouts import AdvantageArguments, RolloutArguments
+from ._dispatch import ops
+from ._selection.rollouts import (
+    AdvantageArguments,
+    RolloutArguments,
+    check_advantages,
+    check_rule,
+    checked_number,
+    select_by_rule,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,7 +40,8 @@ def group_advantages(
     """GRPO's advantages: ``(reward - mean of its group) / (standard deviation + eps)``.
 
     A NaN reward is unscorable: it is left out of all statistics and has advantage 0. So has a group of one, and a
-    group whose rewards are all equal. Statistics are float64. No gradient.
+    group whose rewards are all equal. Beside an infinite reward, advantages are NaN or infinite. Statistics are
+    float64. No gradient.
 
     Across ranks rewards are gathered once; nothing is where groups are whole and ``scale`` is not "batch".
 
@@ -64,14 +73,14 @@ def group_advantages(
         >>> d3s.group_advantages(torch.tensor([[1.0, 0.0, 1.0, torch.nan]]), eps=0.0)
         tensor([[ 0.5774, -1.1547,  0.5774,  0.0000]])
     """
-    arguments = AdvantageArguments(rewards, offsets, scale, eps, ddof)
     if process_group is not None:
         from ._across_ranks import rollouts as across_ranks  # here, as there are builds of torch that know no groups
 
-        across = across_ranks.Across(process_group, placement, max_rollouts)
-        return across_ranks.group_advantages(arguments, across)
-    arguments.check()
-    return arguments.compute()
+        arguments = AdvantageArguments(rewards, offsets, scale, eps, ddof)
+        return across_ranks.group_advantages(arguments, across_ranks.Across(process_group, placement, max_rollouts))
+    check_advantages(rewards, offsets, scale, eps, ddof)
+    result: Tensor = ops.group_advantages(rewards, offsets, scale, eps, ddof)
+    return result
 
 
 def max_variance_select(
@@ -112,10 +121,16 @@ def max_variance_select(
         >>> d3s.max_variance_select(torch.tensor([[0.5, 0.0, 1.0, 0.4, 1.0, 0.1]]), 3)
         tensor([[False,  True,  True, False,  True, False]])
     """
-    arguments = RolloutArguments(
-        "max_variance_select", values, keep, "max_variance", offsets, "group", mask, max_segment
-    )
-    return _select(arguments, process_group, placement, max_rollouts)
+    if process_group is not None:
+        from ._across_ranks import rollouts as across_ranks
+
+        arguments = RolloutArguments(
+            "max_variance_select", values, keep, "max_variance", offsets, "group", mask, max_segment
+        )
+        return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
+    number = checked_number("values", values, keep, offsets, mask, max_segment)
+    result: Tensor = ops.max_variance_select(values, *number, mask, offsets, max_segment, False)
+    return result
 
 
 def select_rollouts(
@@ -197,21 +212,16 @@ def select_rollouts(
         >>> d3s.select_rollouts(-lengths, 2, rule="highest", scope="group")
         tensor([[False,  True,  True]])
     """
-    arguments = RolloutArguments(
-        "select_rollouts", advantages, keep, rule, offsets, scope, mask, None, generator, equal_rows
-    )
-    return _select(arguments, process_group, placement, max_rollouts)
-
-
-def _select(
-    arguments: RolloutArguments,
-    process_group: ProcessGroup | DeviceMesh | None,
-    placement: str,
-    max_rollouts: int | None,
-) -> Tensor:
     if process_group is not None:
         from ._across_ranks import rollouts as across_ranks
 
+        arguments = RolloutArguments(
+            "select_rollouts", advantages, keep, rule, offsets, scope, mask, None, generator, equal_rows
+        )
         return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
-    arguments.check()
-    return arguments.select()
+    number = checked_number("advantages", advantages, keep, offsets, mask, None)
+    check_rule(advantages, keep, rule, scope, generator, equal_rows)
+    if rule != "max_variance":
+        return select_by_rule(rule, advantages, keep, mask, offsets, scope == "batch", generator)
+    result: Tensor = ops.max_variance_select(advantages, *number, mask, offsets, None, scope == "batch")
+    return result

@@ -95,7 +95,8 @@ def topk_mask(
         from ._across_ranks import tokens as across_ranks  # here, as there are builds of torch that know no groups
 
         return across_ranks.topk_mask(arguments, process_group, placement)
-    return arguments.select(arguments.checked())
+    result: Tensor = ops.topk_mask(scores, *arguments.checked_quota(), mask, offsets, max_segment, drop_zeros)
+    return result
 
 
 def select_tokens(
@@ -182,7 +183,7 @@ def select_tokens(
     elif rule == "entropy_quantile":
         found = _entropy_quantile(arguments)
     else:
-        found = arguments.select(arguments.factors())
+        found = ops.select_tokens(*arguments.of_op(*arguments.checked_factors()))
     return TokenSelection(found[0], entropy, found[1], found[2])
 
 
@@ -191,9 +192,9 @@ def _entropy_quantile(arguments: TokenArguments) -> Selection:
         raise ValueError("scope: got 'sequence' with rule 'entropy_quantile'; takes 'batch'")
     if arguments.drop_zeros:
         raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")
-    factors = arguments.factors()
-    ops.refuse("select_tokens", *arguments.of_op(factors))
-    return entropy_quantile(factors.values, float(arguments.ratio), arguments.mask)
+    values, weights, ratio = arguments.checked_factors()
+    ops.check("select_tokens", *arguments.of_op(values, weights, ratio))
+    return entropy_quantile(values, float(arguments.ratio), arguments.mask)
 
 
 def select_tokens_from_logits(
@@ -245,9 +246,9 @@ def select_tokens_from_logits(
     require_whole(max_segment=max_segment)
     require_flag(drop_zeros=drop_zeros)
     number, tensor = ratio_argument(ratio, logits)
-    heat, heats = temperature_argument(temperature, logits, logits.shape[:-1])
+    heat = temperature_argument(temperature, logits, logits.shape[:-1])
     chosen, entropy, count, threshold = ops.select_tokens_from_logits(
-        logits, as_float32(advantages), number, tensor, mask, offsets, max_segment, heat, heats,
+        logits, as_float32(advantages), number, tensor, mask, offsets, max_segment, *heat,
         require_scope(scope, "sequence"), drop_zeros,
     )  # fmt: skip
     return TokenSelection(chosen, entropy, count, threshold)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import DTYPES, NAN, Segmented, assert_identical, assert_same_bits, cut, repetitive, segmented
+from helpers import DTYPES, INF, NAN, Segmented, assert_identical, assert_same_bits, cut, repetitive, segmented
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -70,6 +70,16 @@ def test_rewards_far_from_zero() -> None:
 
 
 # ---- unscorable, alone, equal ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_infinite_rewards(scale: str) -> None:
+    """They reach all that they are a part of: other groups too, whose deviation is that of the batch."""
+    values = torch.tensor([[1.0, INF, 2.0], [0.0, 1.0, 1.0], [-INF, NAN, NAN], [INF, -INF, 0.0]])
+    for rows in ([0, 1], [1, 2], [1, 3]):
+        found = group_advantages(values[rows], scale=scale)
+        assert_same_bits(found.isnan(), reference.group_advantages(values[rows], scale=scale).isnan())
+        assert found[rows.index(1)].isfinite().all() == (scale != "batch")
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -25,7 +25,7 @@ ROOMS = {
     "distributed": "_across_ranks",
     "vocabulary": "_arguments _dispatch _head",
     "tokens": "_across_ranks _arguments _dispatch _selection",
-    "rollouts": "_across_ranks _selection",
+    "rollouts": "_across_ranks _dispatch _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
     # how it is checked

@@ -44,7 +44,7 @@ MUTANTS = (
     ),
     Mutant(
         "core: 7 % of 100 are 8",
-        "csrc/core/order_key.h",
+        "csrc/core/quota.h",
         "* (1.0 - slack)",
         "* (1.0 + slack)",
         "tests/test_topk_mask.py",
@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "cpu: ties go to the higher index",
         "csrc/cpu/segment_keys.h",
-        "int64_t i = b - a, extra = surplus[piece]; extra > 0;)\n      if (p[--i] == cut.pivot)",
-        "int64_t i = -1, extra = surplus[piece]; extra > 0;)\n      if (p[++i] == cut.pivot)",
+        "int64_t i = b - a, extra = surplus[piece]; extra > 0;)\n      if (p[--i] == cut.key)",
+        "int64_t i = -1, extra = surplus[piece]; extra > 0;)\n      if (p[++i] == cut.key)",
         "tests/test_topk_mask.py",
     ),
     Mutant(

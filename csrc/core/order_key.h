@@ -1,7 +1,6 @@
-// Floats as integers of the same order, and how many of a segment are kept.
+// Floats as integers of the same order.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "float_bits.h"
@@ -23,17 +22,6 @@ D3S_HOST_DEVICE uint32_t order_key(float value) {
 
 D3S_HOST_DEVICE float order_key_value(uint32_t key) {
   return float_of_bits(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
-
-// ceil(ratio n), at least 1, at most n. A ratio that was rounded when it was written down must not push the product
-// past a whole number (0.07 of 100 is 7): the product may be 4 rounding steps of the ratio's type too large.
-constexpr double kDoubleSlack = 0x1p-50;
-constexpr double kFloatSlack = 0x1p-21;
-
-D3S_HOST_DEVICE int64_t keep_from_ratio(double ratio, int64_t n, double slack) {
-  const double wanted = ceil(ratio * static_cast<double>(n) * (1.0 - slack));
-  const int64_t k = wanted < 1.0 ? 1 : wanted < static_cast<double>(n) ? static_cast<int64_t>(wanted) : n;
-  return k < n ? k : n;
 }
 
 }  // namespace

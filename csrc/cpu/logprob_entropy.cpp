@@ -1,4 +1,4 @@
-// logprob_entropy and its backward: one pass over the logits each way, no temporary but 12 bytes for each chunk of a
+// logprob_entropy and its backward: one pass over the logits each way, no temporary but 12 bytes for each slice of a
 // row, and those only where the rows are fewer than keep the threads busy.
 #include "../ops/logprob_entropy.h"
 
@@ -22,34 +22,34 @@ std::vector<int64_t> live_rows(const LogitsRows& rows) {
   return live;
 }
 
-// The state of a chunk of `row`; `next_row` is what is read when the row is done.
+// The state of a slice of `row`; `next_row` is what is read when the row is done.
 template <class T>
-SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t columns, int64_t chunk, float temperature,
+SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t columns, int64_t slice, float temperature,
                          const T* next_row) {
-  const int64_t begin = chunk * kChunk, end = std::min(columns, begin + kChunk);
+  const int64_t begin = slice * kSlice, end = std::min(columns, begin + kSlice);
   const SoftmaxSums sums =
-      loops.chunk(row + begin, end - begin, kLog2E / temperature, end < columns ? row + end : next_row);
+      loops.slice(row + begin, end - begin, kLog2E / temperature, end < columns ? row + end : next_row);
   return {sums.max, sums.sum, sums.dot};
 }
 
 // Calls done(row, state) with start(row) and the logits of each of the rows `live` merged. A row is one task, or, where
-// rows are few, each of its chunks is one; its chunks are merged from left to right in either case, so the bits are
+// rows are few, each of its slices is one; its slices are merged from left to right in either case, so the bits are
 // the same.
 template <class T, class Start, class Done>
 void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, const Start& start, const Done& done) {
   const T* logits = static_cast<const T*>(rows.logits);
   const RowLayout& layout = rows.layout;
   const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(Tag<T>());
-  const int64_t chunks = (layout.columns + kChunk - 1) / kChunk, count = static_cast<int64_t>(live.size());
-  const bool few = chunks > 1 && count < 8 * static_cast<int64_t>(torch::stable::get_num_threads());
+  const int64_t slices = (layout.columns + kSlice - 1) / kSlice, count = static_cast<int64_t>(live.size());
+  const bool few = slices > 1 && count < 8 * static_cast<int64_t>(torch::stable::get_num_threads());
 
-  std::vector<SoftmaxState> states(few ? count * chunks : 0);
+  std::vector<SoftmaxState> states(few ? count * slices : 0);
   if (few)
-    parallel_for(count * chunks, kGrain / kChunk, [&](int64_t begin, int64_t end) {
+    parallel_for(count * slices, kGrain / kSlice, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t row = live[task / chunks];
+        const int64_t row = live[task / slices];
         const T* p = logits + layout.offset(row);
-        states[task] = chunk_state(loops, p, layout.columns, task % chunks, rows.temperatures[row], p);
+        states[task] = chunk_state(loops, p, layout.columns, task % slices, rows.temperatures[row], p);
       }
     });
 
@@ -60,9 +60,9 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, co
       const T* p = logits + layout.offset(row);
       const T* next_row = i + 1 < end ? logits + layout.offset(live[i + 1]) : p;
       SoftmaxState state = start(row);
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      for (int64_t slice = 0; slice < slices; ++slice) {
         const SoftmaxState part =
-            few ? states[i * chunks + chunk] : chunk_state(loops, p, layout.columns, chunk, temperature, next_row);
+            few ? states[i * slices + slice] : chunk_state(loops, p, layout.columns, slice, temperature, next_row);
         state = merge(state, part, 1.f / temperature);
       }
       done(row, state);

@@ -97,9 +97,9 @@ struct SegmentKeys {
   }
 };
 
-// What to keep of a segment: every key above `pivot`, and the first `ties` of those that equal it.
+// What to keep of a segment: every key above `key`, and the first `ties` of those that equal it.
 struct Cut {
-  uint32_t pivot;
+  uint32_t key;
   int64_t ties;
   bool all_ties;
 };
@@ -112,28 +112,28 @@ struct Kept {
 inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros, bool* mask) {
   const OrderKeyLoops& loops = *keys.loops;
   const int64_t pieces = pieces_of(keys.n);
-  std::vector<int64_t> surplus(pieces, 0);        // ties of a piece that are not taken
-  std::vector<uint32_t> from(pieces, cut.pivot);  // the lowest key that a piece may keep
+  std::vector<int64_t> surplus(pieces, 0);      // ties of a piece that are not taken
+  std::vector<uint32_t> from(pieces, cut.key);  // the lowest key that a piece may keep
   if (!cut.all_ties) {  // they are taken from the left: all of a piece's, until they run out in one, none after it
     keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
-      surplus[piece] = loops.count_from(p, b - a, cut.pivot) - loops.count_from(p, b - a, cut.pivot + 1);
+      surplus[piece] = loops.count_from(p, b - a, cut.key) - loops.count_from(p, b - a, cut.key + 1);
     });
     int64_t left = cut.ties;
     for (int64_t piece = 0; piece < pieces; ++piece) {
       const int64_t taken = std::min(left, surplus[piece]);
       left -= taken, surplus[piece] -= taken;
-      if (taken == 0) from[piece] = cut.pivot + 1;
+      if (taken == 0) from[piece] = cut.key + 1;
     }
   }
   std::vector<int64_t> zeros(pieces, 0);
   std::vector<uint32_t> lowest(pieces);
   keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
     bool* out = mask + a;
-    loops.write_mask(p, b - a, cut.pivot, out);
+    loops.write_mask(p, b - a, cut.key, out);
     lowest[piece] = loops.lowest_from(p, b - a, from[piece]);
     for (int64_t i = b - a, extra = surplus[piece]; extra > 0;)
-      if (p[--i] == cut.pivot) out[i] = false, --extra;
-    if (!drop_zeros || cut.pivot > kZeroKey) return;
+      if (p[--i] == cut.key) out[i] = false, --extra;
+    if (!drop_zeros || cut.key > kZeroKey) return;
     for (int64_t i = 0; i < b - a; ++i)
       if (out[i] && p[i] == kZeroKey) out[i] = false, ++zeros[piece];
     if (lowest[piece] == kZeroKey) lowest[piece] = loops.lowest_from(p, b - a, kZeroKey + 1);

@@ -49,7 +49,7 @@ struct Sums {
 constexpr int64_t kRun = 16 * kPair;
 
 template <class T>
-SoftmaxSums chunk(const T* logits, int64_t n, float scale, const T* next) {
+SoftmaxSums slice(const T* logits, int64_t n, float scale, const T* next) {
   const int64_t whole = n / kPair * kPair;
   const Tail<T> tail(logits + whole, n - whole);
 
@@ -121,7 +121,7 @@ void gradient(const T* logits, int64_t n, const GradientRow& row, T* out) {
 
 namespace D3S_LEVEL {
 extern const SoftmaxRows softmax_rows = {
-    {chunk<float>, gradient<float>}, {chunk<bfloat16>, gradient<bfloat16>}, {chunk<float16>, gradient<float16>}};
+    {slice<float>, gradient<float>}, {slice<bfloat16>, gradient<bfloat16>}, {slice<float16>, gradient<float16>}};
 }
 
 }  // namespace d3s

@@ -80,8 +80,8 @@ Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
   while (search.keys.n > kBisect && search.low < search.high) {
     const int64_t before = search.keys.n;
     const auto [from, to] = search.guess();
-    Keys next =
-        new_keys(before);  // of which few pages are ever touched; not `left`, which a wrong guess must not spoil
+    // Fresh memory, of which few pages are touched: a wrong guess must not overwrite the keys that are left.
+    Keys next = new_keys(before);
     // Where the guess was off, all that is left in [low, high] is taken: no sample can mislead us twice.
     if (!search.narrow(from, to, next.get())) search.narrow(search.low, search.high, next.get());
     left = std::move(next);

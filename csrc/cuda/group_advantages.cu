@@ -33,8 +33,8 @@ __device__ Statistics statistics(const T* rewards, int64_t begin, int64_t end, i
   if (s.count > 0) s.mean = sum / static_cast<double>(s.count);
   double squares = 0.0;
   for (int64_t i = begin + group.rank; i < end; i += group.size) {
-    const double difference = to_float(rewards[i]) - s.mean;
-    if (difference == difference) squares += difference * difference;
+    const double reward = to_float(rewards[i]), difference = reward - s.mean;
+    if (reward == reward) squares += difference * difference;
   }
   squares = group.reduce(squares, Sum());
   if (s.count > ddof) s.deviation = sqrt(squares / static_cast<double>(s.count - ddof));

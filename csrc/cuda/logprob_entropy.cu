@@ -21,7 +21,7 @@ constexpr int kInFlight = 4;   // vectors that a thread loads before it uses the
 constexpr int kSlice = 32768;  // elements; d3s_kernels/_head/tiles.py cuts where this does
 
 template <class T>
-constexpr int kTile = kThreads * kInFlight * kPerVector<T>;  // what a block loads at a time
+constexpr int kStride = kThreads * kInFlight * kPerVector<T>;  // what a block loads at a time
 
 D3S_HOST_DEVICE int slices_of(int columns) { return static_cast<int>(ceil_div(columns, kSlice)); }
 
@@ -48,10 +48,10 @@ template <class T, bool kAligned>
 __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int columns, int slice, float temperature) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   const int end = min((slice + 1) * kSlice, columns);
-  constexpr int kShare = kTile<T> / kWarps;  // 2 KB in a row for each warp
+  constexpr int kShare = kStride<T> / kWarps;  // 2 KB in a row for each warp
   const float scale = kLog2E / temperature;
   LaneState state;
-  for (int begin = slice * kSlice + warp * kShare; begin < end; begin += kTile<T>) {
+  for (int begin = slice * kSlice + warp * kShare; begin < end; begin += kStride<T>) {
     uint4 vectors[kInFlight];
     const int own = begin + lane * kPerVector<T>;
     if (reader.inside(begin, begin + kShare)) {
@@ -218,10 +218,10 @@ __global__ void finish_all(const __grid_constant__ RowStates states, const __gri
 
 constexpr int kGradientThreads = 256;
 template <class T>
-constexpr int kGradientTile = kGradientThreads * kInFlight * kPerVector<T>;
-constexpr int kTilesPerBlock = 4;  // 64 KB: what a row costs before the first element is spread over many
+constexpr int kGradientStride = kGradientThreads * kInFlight * kPerVector<T>;
+constexpr int kStridesPerPiece = 4;  // 64 KB: what a row costs before the first element is spread over many
 template <class T>
-constexpr int kPiece = kGradientTile<T> * kTilesPerBlock;
+constexpr int kPiece = kGradientStride<T> * kStridesPerPiece;
 
 // What turns a logit of one row into its gradient.
 struct RowGradient {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../core/order_key.h"
+#include "../core/quota.h"
 #include "../core/segments.h"
 #include "device.h"
 #include "keep.h"

@@ -19,8 +19,8 @@ from .._arguments import require_optional_tensors, whole_number
 from .._dispatch import ops
 from .._groups import ranks_of
 from .._segments.segments import both
-from .._selection.rollouts import AdvantageArguments, RolloutArguments
-from .._selection.rules import random_keys
+from .._selection.rollouts import AdvantageArguments, RolloutArguments, check_advantages
+from .._selection.rules import random_scores
 from .agreement import agree
 from .equal_rows import most_varied
 from .gathered import Concatenation, concatenate, gather
@@ -64,19 +64,20 @@ def group_advantages(arguments: AdvantageArguments, across: Across) -> Tensor:
     rewards, offsets, scale, eps, ddof = arguments
 
     def check() -> None:
-        arguments.check()
+        check_advantages(*arguments)
         across.check("rewards", rewards, offsets)
-        ops.refuse("group_advantages", rewards, own_offsets(across.placement, offsets), scale, eps, ddof)
+        ops.check("group_advantages", rewards, own_offsets(across.placement, offsets), scale, eps, ddof)
 
     same = {"scale": scale, "eps": eps, "ddof": ddof}
     agree(ranks, "group_advantages", check, lambda _: across.alike(rewards, offsets) | same)
     whole = is_whole(across.placement, rewards, offsets)
     if ranks.size == 1 or (whole and scale != "batch"):
-        return arguments.compute()
+        alone: Tensor = ops.group_advantages(*arguments)
+        return alone
     everyones = gather(ranks, rewards.reshape(-1).float(), 0, across.max_rollouts)
     together = concatenate(everyones, ranks.rank, rewards.numel())
     groups = _own_groups(rewards, offsets, together) if whole else _groups_of_all("rewards", offsets, together)
-    advantages = arguments._replace(rewards=together.values, offsets=groups).compute()[together.own]
+    advantages: Tensor = ops.group_advantages(together.values, groups, scale, eps, ddof)[together.own]
     if offsets is not None:
         own = torch.arange(rewards.numel(), device=rewards.device) if whole else together.own
         advantages = advantages.masked_fill(_left_out(own, offsets), math.nan)
@@ -101,10 +102,10 @@ def select(arguments: RolloutArguments, across: Across) -> Tensor:
     ranks, values, offsets = ranks_of(across.process_group), arguments.values, arguments.offsets
 
     def check() -> None:
-        arguments.check()
+        number = arguments.checked_number()
         across.check("values", values, offsets)
         own = own_offsets(across.placement, offsets)
-        ops.refuse("max_variance_select", values, *arguments.number, arguments.mask, own, arguments.max_segment)
+        ops.check("max_variance_select", values, *number, arguments.mask, own, arguments.max_segment)
 
     same = {name: getattr(arguments, name) for name in ("keep", "rule", "scope", "equal_rows")}
     agree(ranks, arguments.op, check, lambda _: across.alike(values, offsets) | same)
@@ -115,7 +116,7 @@ def select(arguments: RolloutArguments, across: Across) -> Tensor:
     numbers, rule, keep = values.reshape(-1).float(), arguments.rule, arguments.keep
     usable = both(numbers.isfinite(), arguments.mask)
     if rule == "random":  # the keys travel in the values' place, so that all ranks see the same
-        numbers, rule = random_keys(numbers, arguments.generator, ranks.rank), "highest"
+        numbers, rule = random_scores(numbers, arguments.generator, ranks.rank), "highest"
     everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), _groups(values, offsets), across.max_rollouts)
     together = concatenate(everyones, ranks.rank, len(numbers))
     groups = together.as_one_segment() if whole else _groups_of_all("values", offsets, together)

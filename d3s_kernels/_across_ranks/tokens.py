@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -12,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._dispatch import ops
 from .._groups import Ranks, ranks_of
 from .._segments.quota import Quota
-from .._selection.tokens import Factors, Selection, TokenArguments, TopkArguments
+from .._selection.tokens import Ratio, Selection, TokenArguments, TopkArguments
 from .agreement import agree
 from .offsets import alike, is_whole, own_offsets, own_pieces, require_placement
 from .topk_mask import select
@@ -23,15 +21,16 @@ def topk_mask(arguments: TopkArguments, process_group: ProcessGroup | DeviceMesh
     scores, ratio, k, mask, offsets, max_segment, drop_zeros = arguments
 
     def check() -> Quota:
-        quota = arguments.checked()
+        quota = Quota(*arguments.checked_quota())
         require_placement(placement, scores, offsets, "scores")
-        ops.refuse("topk_mask", scores, *quota, mask, own_offsets(placement, offsets), max_segment, drop_zeros)
+        ops.check("topk_mask", scores, *quota, mask, own_offsets(placement, offsets), max_segment, drop_zeros)
         return quota
 
     same = {"ratio": ratio, "k": k, "drop_zeros": drop_zeros}
     quota = agree(ranks, "topk_mask", check, lambda _: same | alike(placement, scores, offsets))
     if ranks.size == 1 or is_whole(placement, scores, offsets):
-        return arguments.select(quota)
+        whole: Tensor = ops.topk_mask(scores, *quota, mask, offsets, max_segment, drop_zeros)
+        return whole
     pieces = offsets
     if placement == "global":
         assert offsets is not None
@@ -42,40 +41,38 @@ def topk_mask(arguments: TopkArguments, process_group: ProcessGroup | DeviceMesh
 def select_tokens(
     arguments: TokenArguments, process_group: ProcessGroup | DeviceMesh, placement: str
 ) -> tuple[Tensor, Selection]:
-    """What stands for the entropy, and the selection."""
+    """The value of each token, which for logits is the entropy that was computed here; mask, count, threshold."""
     ranks, offsets, pooled = ranks_of(process_group), arguments.offsets, arguments.scope == "batch"
 
-    def check() -> Factors:
+    def check() -> tuple[Tensor, Tensor, Ratio]:
         if arguments.rule == "entropy_quantile":
             raise ValueError(f"process_group: got one with rule {arguments.rule!r}; takes None, as it is one process's")
-        factors = arguments.factors(ranks.rank)
-        require_placement(placement, factors.values, offsets, "entropy")
-        checked = factors
+        values, weights, ratio = arguments.checked_factors(ranks.rank)
+        require_placement(placement, values, offsets, "entropy")
+        checked = weights
         if placement == "global":
-            _require_one_for_each(factors.weights, factors.values, offsets)
-            checked = factors._replace(weights=factors.weights.new_zeros(()))
+            _require_one_for_each(weights, values, offsets)
+            checked = weights.new_zeros(())
         own = arguments._replace(offsets=own_offsets(placement, offsets))
-        ops.refuse("select_tokens", *own.of_op(checked))
-        return factors
+        ops.check("select_tokens", *own.of_op(values, checked, ratio))
+        return values, weights, ratio
 
-    def same(factors: Factors) -> dict[str, Any]:
-        given = {name: getattr(arguments, name) for name in ("ratio", "rule", "scope", "drop_zeros")}
-        return given | alike(placement, factors.values, offsets)
-
-    factors = agree(ranks, "select_tokens", check, same)
-    entropy, weights, quota = factors
-    if ranks.size == 1 or (not pooled and is_whole(placement, entropy, offsets)):
-        return entropy, arguments.select(factors)
+    given = {name: getattr(arguments, name) for name in ("ratio", "rule", "scope", "drop_zeros")}
+    values, weights, ratio = agree(
+        ranks, "select_tokens", check, lambda checked: given | alike(placement, checked[0], offsets)
+    )
+    if ranks.size == 1 or (not pooled and is_whole(placement, values, offsets)):
+        return values, ops.select_tokens(*arguments.of_op(values, weights, ratio))
     pieces = offsets
     if offsets is not None and placement != "whole":
-        pieces, weights = _pieces_and_weights(entropy, weights, offsets, placement, ranks)
-    keys = ops.topk_order_keys(entropy, weights, arguments.mask, pieces)
+        pieces, weights = _pieces_and_weights(values, weights, offsets, placement, ranks)
+    keys, quota = ops.topk_order_keys(values, weights, arguments.mask, pieces), Quota(*ratio)
     if pooled:
         kept = select(keys.view(-1), None, quota, arguments.drop_zeros, ranks)
-        return entropy, (kept.mask.view(entropy.shape), kept.count.view(()), kept.threshold.view(()))
+        return values, (kept.mask.view(values.shape), kept.count.view(()), kept.threshold.view(()))
     kept = select(keys, pieces, quota, arguments.drop_zeros, ranks)
-    shape = entropy.shape[:-1] if offsets is None else kept.count.shape
-    return entropy, (kept.mask, kept.count.view(shape), kept.threshold.view(shape))
+    shape = values.shape[:-1] if offsets is None else kept.count.shape
+    return values, (kept.mask, kept.count.view(shape), kept.threshold.view(shape))
 
 
 def _require_one_for_each(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> None:

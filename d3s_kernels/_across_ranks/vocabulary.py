@@ -100,7 +100,7 @@ def vocab_parallel_logprob_entropy(
 
     def refuse(*given: Any) -> None:
         state = logits.new_empty((rows.numel(), 4), dtype=torch.float32)
-        ops.refuse("softmax_state_", state, *given[:3], *given[4:])
+        ops.check("softmax_state_", state, *given[:3], *given[4:])
 
     def alike() -> dict[str, Any]:
         return {
@@ -211,7 +211,7 @@ def vocab_parallel_linear_logprob_entropy(
         require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
         # A rank that has no token looks at no temperature: it must refuse one before the others wait for it.
         state = hidden.new_empty((labels.numel(), 4), dtype=torch.float32)
-        ops.refuse(
+        ops.check(
             "softmax_state_finish", state, number, tensor if tensor is None or tensor.dim() == 0 else tensor.reshape(-1)
         )
 

@@ -51,7 +51,7 @@ def __getattr__(name: str) -> _Op:
     return op
 
 
-def refuse(op: str, *arguments: Any) -> None:
+def check(op: str, *arguments: Any) -> None:
     """Raises what the op would raise of its arguments, and computes nothing. In a graph the op does it when it runs."""
     if not torch.compiler.is_compiling():
         _public(getattr(torch.ops.d3s_checks, op).default)(*arguments)

@@ -1,4 +1,1 @@
-"""The arguments of a selection, checked once, and how one process makes it.
-
-The public functions hand these objects to the ranks of a process group, or call ``select`` themselves.
-"""
+"""The arguments of a selection, checked once; and the rules. What the public functions hand to the ranks."""

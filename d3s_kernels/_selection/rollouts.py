@@ -1,4 +1,4 @@
-"""group_advantages, max_variance_select, select_rollouts: arguments, and the result on one process."""
+"""group_advantages, max_variance_select, select_rollouts: their arguments, checked; and the rules that are no op."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from .._dispatch import ops
 from .rules import ROLLOUT_RULES, ROLLOUTS, percentile
 
 _ALL = 2**62  # more than any segment has
+Number = tuple[int | None, Tensor | None]
+"""As the ops take it: a number, or the tensor in its place."""
 
 
 class AdvantageArguments(NamedTuple):
@@ -34,17 +36,14 @@ class AdvantageArguments(NamedTuple):
     eps: float
     ddof: int
 
-    def check(self) -> None:
-        require_tensors(rewards=self.rewards)
-        require_optional_tensors(self.rewards, offsets=self.offsets)
-        require_whole(ddof=self.ddof)
-        require_number(eps=self.eps)
-        if not isinstance(self.scale, str):
-            raise TypeError(f"scale: got {self.scale!r}; takes 'group', 'batch' or 'none'")
 
-    def compute(self) -> Tensor:
-        advantages: Tensor = ops.group_advantages(*self)
-        return advantages
+def check_advantages(rewards: Tensor, offsets: Tensor | None, scale: str, eps: float, ddof: int) -> None:
+    require_tensors(rewards=rewards)
+    require_optional_tensors(rewards, offsets=offsets)
+    require_whole(ddof=ddof)
+    require_number(eps=eps)
+    if not isinstance(scale, str):
+        raise TypeError(f"scale: got {scale!r}; takes 'group', 'batch' or 'none'")
 
 
 class RolloutArguments(NamedTuple):
@@ -61,46 +60,66 @@ class RolloutArguments(NamedTuple):
     generator: torch.Generator | None = None
     equal_rows: bool = False
 
-    def check(self) -> None:
-        values = self.values
-        require_tensors(**{"advantages" if self.op == "select_rollouts" else "values": values})
-        require_optional_tensors(values, offsets=self.offsets, mask=self.mask)
-        whole_or_tensor("keep", self.keep, values)
-        require_whole(max_segment=self.max_segment)
+    def checked_number(self) -> Number:
+        """``keep``, once all arguments are checked."""
         if self.op == "select_rollouts":
-            self._check_rule()
-
-    def _check_rule(self) -> None:
-        require_rule(self.rule, ROLLOUT_RULES)
-        require_generator(self.generator, self.rule, ROLLOUTS[self.rule].draws, self.values)
-        require_scope(self.scope, "group")
-        if self.rule != "max_variance":  # whose op checks it
-            require_keep(self.keep)
-        require_flag(equal_rows=self.equal_rows)
-        if self.equal_rows and (self.rule, self.scope) != ("max_variance", "batch"):
-            raise ValueError(
-                f"equal_rows: got True with rule {self.rule!r} and scope {self.scope!r}; takes rule 'max_variance' and "
-                "scope 'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
-            )
-
-    @property
-    def number(self) -> tuple[int | None, Tensor | None]:
-        """``keep`` as the ops take it: a number, or the tensor in its place."""
-        return (None, self.keep) if isinstance(self.keep, Tensor) else (self.keep, None)
+            check_rule(self.values, self.keep, self.rule, self.scope, self.generator, self.equal_rows)
+            return checked_number("advantages", self.values, self.keep, self.offsets, self.mask, None)
+        return checked_number("values", self.values, self.keep, self.offsets, self.mask, self.max_segment)
 
     def select(self) -> Tensor:
-        values, offsets, pooled = self.values, self.offsets, self.scope == "batch"
-        if self.rule == "max_variance":
-            most_varied: Tensor = ops.max_variance_select(
-                values, *self.number, self.mask, offsets, self.max_segment, pooled
-            )
-            return most_varied
-        # Max variance keeps every usable value where there are no more than `keep`, and refuses bad arguments.
-        usable = ops.max_variance_select(values, _ALL, None, self.mask, offsets, None, False)
-        if self.rule == "percentile":
-            return percentile(values, self.keep, usable, offsets, pooled)
-        score = ROLLOUTS[self.rule].score
-        assert score is not None, self.rule
-        scores = score(values, self.generator)
-        highest: Tensor = ops.topk_mask(scores, None, None, *self.number, usable, offsets, None, False, pooled)
-        return highest
+        """On one process."""
+        pooled = self.scope == "batch"
+        if self.rule != "max_variance":
+            return select_by_rule(self.rule, self.values, self.keep, self.mask, self.offsets, pooled, self.generator)
+        number = (None, self.keep) if isinstance(self.keep, Tensor) else (self.keep, None)
+        kept: Tensor = ops.max_variance_select(self.values, *number, self.mask, self.offsets, self.max_segment, pooled)
+        return kept
+
+
+def checked_number(
+    name: str, values: Tensor, keep: int | Tensor, offsets: Tensor | None, mask: Tensor | None, max_segment: int | None
+) -> Number:
+    """``keep`` as the ops take it; the values are the argument of that name."""
+    require_tensors(**{name: values})
+    require_optional_tensors(values, offsets=offsets, mask=mask)
+    require_whole(max_segment=max_segment)
+    return whole_or_tensor("keep", keep, values)
+
+
+def check_rule(
+    values: Tensor, keep: int | Tensor, rule: str, scope: str, generator: torch.Generator | None, equal_rows: bool
+) -> None:
+    require_rule(rule, ROLLOUT_RULES)
+    require_generator(generator, rule, ROLLOUTS[rule].draws, values)
+    require_scope(scope, "group")
+    if rule != "max_variance":  # whose op checks it
+        whole_or_tensor("keep", keep, values)
+        require_keep(keep)
+    require_flag(equal_rows=equal_rows)
+    if equal_rows and (rule, scope) != ("max_variance", "batch"):
+        raise ValueError(
+            f"equal_rows: got True with rule {rule!r} and scope {scope!r}; takes rule 'max_variance' and scope "
+            "'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
+        )
+
+
+def select_by_rule(
+    rule: str,
+    values: Tensor,
+    keep: int | Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    pooled: bool,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """By any rule but max_variance, which is an op."""
+    # Max variance keeps every usable value where there are no more than `keep`, and refuses bad arguments.
+    usable = ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
+    if rule == "percentile":
+        return percentile(values, keep, usable, offsets, pooled)
+    score = ROLLOUTS[rule].score
+    assert score is not None, rule
+    number = (None, keep) if isinstance(keep, Tensor) else (keep, None)
+    highest: Tensor = ops.topk_mask(score(values, generator), None, None, *number, usable, offsets, None, False, pooled)
+    return highest

@@ -19,7 +19,7 @@ _LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
 _GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF
 
 
-class RolloutRule(NamedTuple):
+class RolloutScoring(NamedTuple):
     """How a rule chooses the rollouts of a segment."""
 
     score: Callable[[Tensor, torch.Generator | None], Tensor] | None = None
@@ -28,8 +28,8 @@ class RolloutRule(NamedTuple):
     """Whether it takes a generator."""
 
 
-class TokenRule(NamedTuple):
-    """Of what a rule makes a token's score, which is the absolute value of one factor times the other."""
+class TokenScoring(NamedTuple):
+    """Of what a rule makes a token's score, which is ``|weight| * value``."""
 
     reads_entropy: bool = True
     reads_advantages: bool = False
@@ -38,18 +38,18 @@ class TokenRule(NamedTuple):
 
 
 ROLLOUTS = {
-    "max_variance": RolloutRule(),
-    "highest": RolloutRule(lambda values, _: values),
-    "largest_abs": RolloutRule(lambda values, _: values.abs()),
-    "percentile": RolloutRule(),
-    "random": RolloutRule(lambda values, generator: random_keys(values, generator), draws=True),
+    "max_variance": RolloutScoring(),
+    "highest": RolloutScoring(lambda values, _: values),
+    "largest_abs": RolloutScoring(lambda values, _: values.abs()),
+    "percentile": RolloutScoring(),
+    "random": RolloutScoring(lambda values, generator: random_scores(values, generator), draws=True),
 }
 TOKENS = {
-    "advantage_entropy": TokenRule(reads_advantages=True),
-    "entropy": TokenRule(),
-    "advantage": TokenRule(reads_entropy=False, reads_advantages=True),
-    "random": TokenRule(reads_entropy=False, draws=True),
-    "entropy_quantile": TokenRule(),
+    "advantage_entropy": TokenScoring(reads_advantages=True),
+    "entropy": TokenScoring(),
+    "advantage": TokenScoring(reads_entropy=False, reads_advantages=True),
+    "random": TokenScoring(reads_entropy=False, draws=True),
+    "entropy_quantile": TokenScoring(),
 }
 ROLLOUT_RULES, TOKEN_RULES = tuple(ROLLOUTS), tuple(TOKENS)
 
@@ -57,18 +57,18 @@ ROLLOUT_RULES, TOKEN_RULES = tuple(ROLLOUTS), tuple(TOKENS)
 def token_factors(
     rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """What takes the place of entropy and advantages, so that |A| * H is the rule's score."""
+    """Value and weight, in the place of entropy and advantage, so that ``|weight| * value`` is the rule's score."""
     row = TOKENS[rule]
     values = entropy if row.reads_entropy else torch.ones_like(entropy)
     if row.draws:
-        return values, random_keys(entropy, generator, rank)
+        return values, random_scores(entropy, generator, rank)
     if not row.reads_advantages:
         return values, entropy.new_ones((), dtype=torch.float32)
     assert advantages is not None
     return values, advantages
 
 
-def random_keys(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:
+def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:
     """A float32 for each value, independent and of one distribution: every order of them is equally likely. Also over
     several ranks whose generators are in the same state, as they are where all were seeded alike.
 
@@ -96,9 +96,12 @@ def percentile(values: Tensor, keep: int | Tensor, usable: Tensor, offsets: Tens
     The i-th is at most r where (2 i + 1) (n - 1) <= (2 r + 1) k, which counts the ranks up to r without naming them: r
     is one of them where the count goes up.
     """
-    segments, most = segments_of(values, offsets), _no_more_than(keep, values.numel())
+    most = _no_more_than(keep, values.numel())
     if pooled:
-        segments, most = pool(values), most * segments.number
+        groups = math.prod(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1
+        segments, most = pool(values), most * groups
+    else:
+        segments = segments_of(values, offsets)
     present = usable.reshape(-1)
     rank = lowest_first(values.reshape(-1).float(), present, segments).rank
     n = segments.total(present)[segments.of]

@@ -1,4 +1,4 @@
-"""topk_mask, select_tokens, select_tokens_from_logits: arguments, and the selection on one process."""
+"""topk_mask, select_tokens, select_tokens_from_logits: their arguments, checked."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from .._arguments import (
     whole_or_tensor,
 )
 from .._dispatch import ops
-from .._segments.quota import Quota
 from .rules import TOKEN_RULES, TOKENS, token_factors
 
 Selection = tuple[Tensor, Tensor, Tensor]
 """Mask, count, threshold."""
+Ratio = tuple[float | None, Tensor | None]
+"""As the ops take it: a number, or the tensor in its place."""
 
 
 class TopkArguments(NamedTuple):
@@ -38,25 +39,16 @@ class TopkArguments(NamedTuple):
     max_segment: int | None
     drop_zeros: bool
 
-    def checked(self) -> Quota:
-        require_tensors(scores=self.scores)
-        require_optional_tensors(self.scores, mask=self.mask, offsets=self.offsets)
-        require_whole(max_segment=self.max_segment)
-        require_flag(drop_zeros=self.drop_zeros)
-        share = ratio_argument(self.ratio, self.scores)
-        return Quota(*share, *((None, None) if self.k is None else whole_or_tensor("k", self.k, self.scores)))
-
-    def select(self, quota: Quota) -> Tensor:
-        mask: Tensor = ops.topk_mask(self.scores, *quota, self.mask, self.offsets, self.max_segment, self.drop_zeros)
-        return mask
-
-
-class Factors(NamedTuple):
-    """A token's score is ``|weight| * value``."""
-
-    values: Tensor
-    weights: Tensor  # float32: one for all, for each sequence, or for each token
-    quota: Quota
+    def checked_quota(self) -> tuple[float | None, Tensor | None, int | None, Tensor | None]:
+        """How many are kept, once all arguments are checked; as :class:`~d3s_kernels._segments.quota.Quota` has it."""
+        scores, ratio, k, mask, offsets, max_segment, drop_zeros = self
+        require_tensors(scores=scores)
+        require_optional_tensors(scores, mask=mask, offsets=offsets)
+        require_whole(max_segment=max_segment)
+        require_flag(drop_zeros=drop_zeros)
+        number, tensor = ratio_argument(ratio, scores)
+        whole, whole_tensor = (None, None) if k is None else whole_or_tensor("k", k, scores)
+        return number, tensor, whole, whole_tensor
 
 
 class TokenArguments(NamedTuple):
@@ -75,37 +67,31 @@ class TokenArguments(NamedTuple):
     logits: Tensor | None = None
     temperature: float | Tensor = 1.0
 
-    def factors(self, rank: int = 0) -> Factors:
-        """Of the arguments, once they are checked; on this rank."""
-        rule = TOKENS.get(self.rule)
-        require_rule(self.rule, TOKEN_RULES)
-        assert rule is not None
-        require_scope(self.scope, "sequence")
-        entropy = self.entropy if self.logits is None else self._entropy_of_logits(self.logits)
+    def checked_factors(self, rank: int = 0) -> tuple[Tensor, Tensor, Ratio]:
+        """Value and weight of each token on this rank, and the ratio, once all arguments are checked.
+
+        A token's score is ``|weight| * value``. Weights are float32: one for all, for each sequence, or for each token.
+        """
+        entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator, logits, _ = self
+        require_rule(rule, TOKEN_RULES)
+        require_scope(scope, "sequence")
+        if logits is not None:
+            entropy = self._entropy_of_logits(logits)
         require_tensors(entropy=entropy)
         assert entropy is not None
-        if rule.reads_advantages:
-            require_tensors(entropy=entropy, advantages=self.advantages)
-        require_optional_tensors(entropy, mask=self.mask, offsets=self.offsets)
-        require_whole(max_segment=self.max_segment)
-        require_flag(drop_zeros=self.drop_zeros)
-        require_generator(self.generator, self.rule, rule.draws, entropy)
-        share = ratio_argument(self.ratio, entropy)
-        values, weights = token_factors(self.rule, entropy, self.advantages, self.generator, rank)
-        return Factors(values, as_float32(weights), Quota(*share))
+        if TOKENS[rule].reads_advantages:
+            require_tensors(entropy=entropy, advantages=advantages)
+        require_optional_tensors(entropy, mask=mask, offsets=offsets)
+        require_whole(max_segment=max_segment)
+        require_flag(drop_zeros=drop_zeros)
+        require_generator(generator, rule, TOKENS[rule].draws, entropy)
+        values, weights = token_factors(rule, entropy, advantages, generator, rank)
+        return values, as_float32(weights), ratio_argument(ratio, entropy)
 
-    def select(self, factors: Factors) -> Selection:
-        found: Selection = ops.select_tokens(*self.of_op(factors))
-        return found
-
-    def of_op(self, factors: Factors) -> tuple[object, ...]:
+    def of_op(self, values: Tensor, weights: Tensor, ratio: Ratio) -> tuple[object, ...]:
         """What the op ``select_tokens`` is called with."""
-        values, weights, quota = factors
         pooled = self.scope == "batch"
-        return (
-            values, weights, quota.ratio, quota.ratio_tensor, self.mask, self.offsets, self.max_segment, pooled,
-            self.drop_zeros,
-        )  # fmt: skip
+        return values, weights, *ratio, self.mask, self.offsets, self.max_segment, pooled, self.drop_zeros
 
     @torch.no_grad()
     def _entropy_of_logits(self, logits: Tensor) -> Tensor:

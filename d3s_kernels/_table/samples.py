@@ -311,7 +311,7 @@ def topk_mask_from_key(draw: Draw) -> Arguments:
 
 
 def group_advantages(draw: Draw) -> Arguments:
-    given = _segmented(draw, "rewards", special=(math.nan,))
+    given = _segmented(draw, "rewards")
     return {
         "rewards": given["rewards"],
         "offsets": given["offsets"],

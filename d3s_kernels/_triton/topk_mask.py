@@ -23,7 +23,7 @@ from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, order_key_value
 # The longest segment of a program, and its threads: up to 32 keys to each, which its registers hold.
 SIZES = ((1024, 128), (4096, 256), (8192, 512), (16384, 512))
 LARGEST = SIZES[-1][0]
-DOUBLE_SLACK = tl.constexpr(1 - 2.0**-50)  # 1 - kDoubleSlack and kFloatSlack of csrc/core/order_key.h
+DOUBLE_SLACK = tl.constexpr(1 - 2.0**-50)  # 1 - kDoubleSlack and kFloatSlack of csrc/core/quota.h
 FLOAT_SLACK = tl.constexpr(1 - 2.0**-21)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..schedule import Budget, DownSamplingSchedule
 
 
-def is_whole(value: Any) -> bool:
+def is_whole_number(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
@@ -28,8 +28,8 @@ def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
 
 
 _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "rollouts_start": (is_whole, "a whole number of at least 1"),
-    "rollouts_end": (is_whole, "a whole number of at least 1"),
+    "rollouts_start": (is_whole_number, "a whole number of at least 1"),
+    "rollouts_end": (is_whole_number, "a whole number of at least 1"),
     "token_ratio_start": (_is_ratio, "a number in (0, 1]"),
     "token_ratio_end": (_is_ratio, "a number in (0, 1]"),
     "token_ratio": (_is_ratio, "a number in (0, 1]"),
@@ -44,7 +44,10 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "quantiles": (_are_quantiles, "rising numbers in (0, 1), at most 15"),
     "alpha": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"),
     "denominator": _one_of("self", "old"),
-    "vocab_size": (lambda value: value is None or (is_whole(value) and value >= 2), "a whole number of at least 2"),
+    "vocab_size": (
+        lambda value: value is None or (is_whole_number(value) and value >= 2),
+        "a whole number of at least 2",
+    ),
     "importance_sampling_level": _one_of("token", "sequence", "entropy_group"),
     "entropy_source": _one_of("old", "update", "surprisal"),
 }

@@ -34,11 +34,11 @@ std::unique_ptr<T[]> random_logits(int64_t n, float offset, std::mt19937& random
 
 template <class T>
 void softmax_loops(const SoftmaxLoops<T>& loops, double rounding, std::mt19937& random) {
-  for (int64_t n = 1; n <= kChunk; n = n < 200 ? n + 1 : n * 3 + 1) {
+  for (int64_t n = 1; n <= kSlice; n = n < 200 ? n + 1 : n * 3 + 1) {
     const float temperature = n % 2 ? 1.f : 0.7f;
     std::vector<double> z;
     const auto logits = random_logits<T>(n, n % 3 ? 0.f : 100.f, random, z);
-    const SoftmaxSums sums = loops.chunk(logits.get(), n, kLog2E / temperature, logits.get());
+    const SoftmaxSums sums = loops.slice(logits.get(), n, kLog2E / temperature, logits.get());
     const double max = *std::max_element(z.begin(), z.end());
     double sum = 0, dot = 0;
     for (const double value : z) {

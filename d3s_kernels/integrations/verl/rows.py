@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...rollouts import group_advantages, max_variance_select, select_rollouts
 from ...tokens import topk_mask
-from .._options import is_whole
+from .._options import is_whole_number
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -80,7 +80,7 @@ def choose_rows(
         >>> choose_rows(advantages, groups, 1), choose_rows(advantages, groups, 1, multiple_of=3)
         (tensor([2, 4]), tensor([0, 2, 4]))
     """
-    if not is_whole(multiple_of):
+    if not is_whole_number(multiple_of):
         raise ValueError(f"multiple_of: got {multiple_of!r}; takes a whole number of at least 1")
     order, offsets = _by_group(groups)
     grouped = advantages[order]
