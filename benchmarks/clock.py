@@ -7,7 +7,6 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 Work = Callable[[], Any]
@@ -78,12 +77,3 @@ class CpuClock:
 
     def peak_bytes(self, work: Work) -> int | None:
         return None  # benchmarks/memory.py asks the system, in a process for each contender
-
-
-def clocks(device: torch.device) -> tuple[Clock, Clock]:
-    """One for the work, and one for what a call costs its caller."""
-    if device.type == "cpu":
-        return CpuClock(), CpuClock()
-    from .cuda_clock import CallerClock, CudaClock
-
-    return CudaClock(device), CallerClock()

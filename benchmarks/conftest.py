@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from . import inputs
-from .clock import Clock, clocks
+from .clock import Clock, CpuClock
+from .cuda_clock import CallerClock, CudaClock
 from .harness import Contest
 from .sizes import Sizes, sizes_for
 
@@ -30,7 +31,10 @@ def sizes(request: pytest.FixtureRequest) -> Sizes:
 
 @pytest.fixture(scope="session")
 def both_clocks() -> tuple[Clock, Clock]:
-    return clocks(inputs.device)
+    """One for the work, and one for what a call costs its caller."""
+    if inputs.device.type == "cpu":
+        return CpuClock(), CpuClock()
+    return CudaClock(inputs.device), CallerClock()
 
 
 @pytest.fixture

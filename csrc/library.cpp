@@ -66,7 +66,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   // tokens: segments of scores -> masks
   m.def(
       "topk_mask(Tensor scores, float? ratio=None, Tensor? ratio_tensor=None, SymInt? k=None, Tensor? k_tensor=None, "
-      "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool drop_zeros=False, bool pooled=False) "
+      "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False, bool drop_zeros=False) "
       "-> Tensor");
   m.def(
       "select_tokens(Tensor entropy, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from ._arguments import require_tensors
 from ._dispatch import ops
 from ._selection.rollouts import (
     AdvantageArguments,
@@ -128,7 +129,8 @@ def max_variance_select(
             "max_variance_select", values, keep, "max_variance", offsets, "group", mask, max_segment
         )
         return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
-    number = checked_number("values", values, keep, offsets, mask, max_segment)
+    require_tensors(values=values)
+    number = checked_number(values, keep, offsets, mask, max_segment)
     result: Tensor = ops.max_variance_select(values, *number, mask, offsets, max_segment, False)
     return result
 
@@ -219,7 +221,8 @@ def select_rollouts(
             "select_rollouts", advantages, keep, rule, offsets, scope, mask, None, generator, equal_rows
         )
         return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
-    number = checked_number("advantages", advantages, keep, offsets, mask, None)
+    require_tensors(advantages=advantages)
+    number = checked_number(advantages, keep, offsets, mask, None)
     check_rule(advantages, keep, rule, scope, generator, equal_rows)
     if rule != "max_variance":
         return select_by_rule(rule, advantages, keep, mask, offsets, scope == "batch", generator)

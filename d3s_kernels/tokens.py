@@ -18,7 +18,7 @@ from ._arguments import (
 )
 from ._dispatch import ops
 from ._selection.rules import entropy_quantile
-from ._selection.tokens import Selection, TokenArguments, TopkArguments, as_float32
+from ._selection.tokens import Selection, TokenArguments, TopkArguments, as_float32, checked_quota
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,12 +90,13 @@ def topk_mask(
         >>> d3s.topk_mask(torch.tensor([3.0, 1.0, 3.0, 3.0, torch.nan]), 0.5)
         tensor([ True, False,  True, False, False])
     """
-    arguments = TopkArguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
     if process_group is not None:
         from ._across_ranks import tokens as across_ranks  # here, as there are builds of torch that know no groups
 
+        arguments = TopkArguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
         return across_ranks.topk_mask(arguments, process_group, placement)
-    result: Tensor = ops.topk_mask(scores, *arguments.checked_quota(), mask, offsets, max_segment, drop_zeros)
+    quota = checked_quota(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
+    result: Tensor = ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
     return result
 
 
@@ -183,7 +184,8 @@ def select_tokens(
     elif rule == "entropy_quantile":
         found = _entropy_quantile(arguments)
     else:
-        found = ops.select_tokens(*arguments.of_op(*arguments.checked_factors()))
+        values, weights, number = arguments.checked_factors()
+        found = ops.select_tokens(values, weights, *number, mask, offsets, max_segment, scope == "batch", drop_zeros)
     return TokenSelection(found[0], entropy, found[1], found[2])
 
 

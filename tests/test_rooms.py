@@ -6,6 +6,7 @@ A room is a folder or a file of ``d3s_kernels``. Imports count wherever they sta
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -25,7 +26,7 @@ ROOMS = {
     "distributed": "_across_ranks",
     "vocabulary": "_arguments _dispatch _head",
     "tokens": "_across_ranks _arguments _dispatch _selection",
-    "rollouts": "_across_ranks _dispatch _selection",
+    "rollouts": "_across_ranks _arguments _dispatch _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
     # how it is checked
@@ -106,6 +107,14 @@ def test_a_room_imports_what_its_row_says(room: str) -> None:
     wrong += sorted(f"{file} imports d3s_kernels" for other, file in found if not other and room != "__main__")
     assert not wrong
     assert allowed == {other for other, _ in found if other}
+
+
+def test_contributing_names_files_that_are_there() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"(?:csrc|d3s_kernels|tests|tools|docs|_[a-z_]+)/[\w/.]+\.(?:py|cpp|cu|h|md)", text)
+    assert len(named) > 30
+    missing = [name for name in named if not any((folder / name).exists() for folder in (PACKAGE.parent, PACKAGE))]
+    assert not missing
 
 
 def test_no_two_files_import_each_other() -> None:

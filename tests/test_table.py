@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +19,7 @@ from d3s_kernels import _build_info, _head, _torch, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.libraries import registered
 from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
+from d3s_kernels._table import samples
 from d3s_kernels._table.coverage import replaced, require_all, served_by
 from d3s_kernels._table.draw import Draw
 from d3s_kernels._table.outcomes import written_arguments
@@ -134,6 +137,17 @@ def test_what_is_missing_is_named() -> None:
 def test_every_rule_is_in_its_table() -> None:
     assert get_args(d3s.rollouts.RolloutRule) == ROLLOUT_RULES == reference.ROLLOUT_RULES
     assert get_args(d3s.tokens.TokenRule) == TOKEN_RULES == reference.TOKEN_RULES
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [*(("select_tokens", rule) for rule in TOKEN_RULES), *(("select_rollouts", rule) for rule in ROLLOUT_RULES)],
+)
+def test_every_rule_means_what_the_reference_says(name: str, rule: str) -> None:
+    drawn = samples.token_rules if name == "select_tokens" else samples.rollout_rules
+    assert_means(name, replace(FUNCTIONS[name], draw=partial(drawn, rule=rule)), getattr(d3s, name))
+    documented = re.findall(r'^"(\w+)" ', inspect.getdoc(getattr(d3s, name)) or "", re.MULTILINE)
+    assert rule in documented
 
 
 def test_an_unknown_rule_is_an_error_in_the_library_and_in_the_reference() -> None:

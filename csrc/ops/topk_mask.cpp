@@ -53,7 +53,7 @@ namespace {
 
 Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
                  const OptionalInt& k, const OptionalTensor& k_tensor, const OptionalTensor& mask,
-                 const OptionalTensor& offsets, const OptionalInt& max_segment, bool drop_zeros, bool pooled) {
+                 const OptionalTensor& offsets, const OptionalInt& max_segment, bool pooled, bool drop_zeros) {
   require_float("scores", scores);
   Segments segments = segments_of(scores, offsets, "scores");
   int64_t longest = longest_of(segments, scores.numel(), max_segment);

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._dispatch import ops
 from .._groups import Ranks, ranks_of
 from .._segments.quota import Quota
-from .._selection.tokens import Ratio, Selection, TokenArguments, TopkArguments
+from .._selection.tokens import Ratio, Selection, TokenArguments, TopkArguments, checked_quota
 from .agreement import agree
 from .offsets import alike, is_whole, own_offsets, own_pieces, require_placement
 from .topk_mask import select
@@ -21,15 +21,15 @@ def topk_mask(arguments: TopkArguments, process_group: ProcessGroup | DeviceMesh
     scores, ratio, k, mask, offsets, max_segment, drop_zeros = arguments
 
     def check() -> Quota:
-        quota = Quota(*arguments.checked_quota())
+        quota = Quota(*checked_quota(*arguments))
         require_placement(placement, scores, offsets, "scores")
-        ops.check("topk_mask", scores, *quota, mask, own_offsets(placement, offsets), max_segment, drop_zeros)
+        ops.check("topk_mask", scores, *quota, mask, own_offsets(placement, offsets), max_segment, False, drop_zeros)
         return quota
 
     same = {"ratio": ratio, "k": k, "drop_zeros": drop_zeros}
     quota = agree(ranks, "topk_mask", check, lambda _: same | alike(placement, scores, offsets))
     if ranks.size == 1 or is_whole(placement, scores, offsets):
-        whole: Tensor = ops.topk_mask(scores, *quota, mask, offsets, max_segment, drop_zeros)
+        whole: Tensor = ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
         return whole
     pieces = offsets
     if placement == "global":

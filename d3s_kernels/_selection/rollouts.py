@@ -62,10 +62,10 @@ class RolloutArguments(NamedTuple):
 
     def checked_number(self) -> Number:
         """``keep``, once all arguments are checked."""
+        require_tensors(**{"advantages" if self.op == "select_rollouts" else "values": self.values})
         if self.op == "select_rollouts":
             check_rule(self.values, self.keep, self.rule, self.scope, self.generator, self.equal_rows)
-            return checked_number("advantages", self.values, self.keep, self.offsets, self.mask, None)
-        return checked_number("values", self.values, self.keep, self.offsets, self.mask, self.max_segment)
+        return checked_number(self.values, self.keep, self.offsets, self.mask, self.max_segment)
 
     def select(self) -> Tensor:
         """On one process."""
@@ -78,10 +78,9 @@ class RolloutArguments(NamedTuple):
 
 
 def checked_number(
-    name: str, values: Tensor, keep: int | Tensor, offsets: Tensor | None, mask: Tensor | None, max_segment: int | None
+    values: Tensor, keep: int | Tensor, offsets: Tensor | None, mask: Tensor | None, max_segment: int | None
 ) -> Number:
-    """``keep`` as the ops take it; the values are the argument of that name."""
-    require_tensors(**{name: values})
+    """``keep`` as the ops take it."""
     require_optional_tensors(values, offsets=offsets, mask=mask)
     require_whole(max_segment=max_segment)
     return whole_or_tensor("keep", keep, values)
@@ -121,5 +120,5 @@ def select_by_rule(
     score = ROLLOUTS[rule].score
     assert score is not None, rule
     number = (None, keep) if isinstance(keep, Tensor) else (keep, None)
-    highest: Tensor = ops.topk_mask(score(values, generator), None, None, *number, usable, offsets, None, False, pooled)
+    highest: Tensor = ops.topk_mask(score(values, generator), None, None, *number, usable, offsets, None, pooled, False)
     return highest

@@ -39,16 +39,24 @@ class TopkArguments(NamedTuple):
     max_segment: int | None
     drop_zeros: bool
 
-    def checked_quota(self) -> tuple[float | None, Tensor | None, int | None, Tensor | None]:
-        """How many are kept, once all arguments are checked; as :class:`~d3s_kernels._segments.quota.Quota` has it."""
-        scores, ratio, k, mask, offsets, max_segment, drop_zeros = self
-        require_tensors(scores=scores)
-        require_optional_tensors(scores, mask=mask, offsets=offsets)
-        require_whole(max_segment=max_segment)
-        require_flag(drop_zeros=drop_zeros)
-        number, tensor = ratio_argument(ratio, scores)
-        whole, whole_tensor = (None, None) if k is None else whole_or_tensor("k", k, scores)
-        return number, tensor, whole, whole_tensor
+
+def checked_quota(
+    scores: Tensor,
+    ratio: float | Tensor | None,
+    k: int | Tensor | None,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    max_segment: int | None,
+    drop_zeros: bool,
+) -> tuple[float | None, Tensor | None, int | None, Tensor | None]:
+    """How many are kept, once all arguments are checked; as :class:`~d3s_kernels._segments.quota.Quota` has it."""
+    require_tensors(scores=scores)
+    require_optional_tensors(scores, mask=mask, offsets=offsets)
+    require_whole(max_segment=max_segment)
+    require_flag(drop_zeros=drop_zeros)
+    number, tensor = ratio_argument(ratio, scores)
+    whole, whole_tensor = (None, None) if k is None else whole_or_tensor("k", k, scores)
+    return number, tensor, whole, whole_tensor
 
 
 class TokenArguments(NamedTuple):
@@ -77,10 +85,11 @@ class TokenArguments(NamedTuple):
         require_scope(scope, "sequence")
         if logits is not None:
             entropy = self._entropy_of_logits(logits)
-        require_tensors(entropy=entropy)
-        assert entropy is not None
         if TOKENS[rule].reads_advantages:
             require_tensors(entropy=entropy, advantages=advantages)
+        else:
+            require_tensors(entropy=entropy)
+        assert entropy is not None
         require_optional_tensors(entropy, mask=mask, offsets=offsets)
         require_whole(max_segment=max_segment)
         require_flag(drop_zeros=drop_zeros)

@@ -216,9 +216,9 @@ def select_tokens(draw: Draw) -> Arguments:
     return given | _ratio(draw) | {"pooled": draw.flag(), "drop_zeros": draw.flag()}
 
 
-def token_rules(draw: Draw) -> Arguments:
-    """Of the public function: every rule, and what only some of them take."""
-    rule = draw.choice(reference.TOKEN_RULES)
+def token_rules(draw: Draw, rule: str | None = None) -> Arguments:
+    """Of the public function: any rule, or this one, and what only some of them take."""
+    rule = rule or draw.choice(reference.TOKEN_RULES)
     given = select_tokens(draw)
     ratio = given.pop("ratio_tensor", None)
     given |= {"rule": rule, "scope": "batch" if given.pop("pooled") else "sequence"}
@@ -326,9 +326,9 @@ def max_variance_select(draw: Draw) -> Arguments:
     return given | draw.number_or_tensor(draw.length(1), "keep", (torch.int64, torch.int32)) | {"pooled": draw.flag()}
 
 
-def rollout_rules(draw: Draw) -> Arguments:
-    """Of the public function: every rule."""
-    rule = draw.choice(reference.ROLLOUT_RULES)
+def rollout_rules(draw: Draw, rule: str | None = None) -> Arguments:
+    """Of the public function: any rule, or this one."""
+    rule = rule or draw.choice(reference.ROLLOUT_RULES)
     given = max_variance_select(draw)
     given.pop("max_segment")
     keep = given.pop("keep_tensor", None)

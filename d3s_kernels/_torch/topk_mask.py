@@ -52,8 +52,8 @@ def topk_mask(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
-    drop_zeros: bool = False,
     pooled: bool = False,
+    drop_zeros: bool = False,
 ) -> Tensor:
     segments, times = segments_of(scores, offsets), 1
     if pooled:

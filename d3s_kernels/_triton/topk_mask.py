@@ -199,8 +199,8 @@ def topk_mask(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
-    drop_zeros: bool = False,
     pooled: bool = False,
+    drop_zeros: bool = False,
 ) -> Any:
     if not _fits(scores.shape, pooled, offsets):
         return NotImplemented

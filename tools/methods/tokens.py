@@ -26,6 +26,7 @@ ROWS = [f"A = {advantage:+.2f}" for advantage in TOKEN_ADVANTAGES.tolist()]
 
 
 def draw_tokens(path: Path) -> None:
+    assert {rule for rule, _ in NAMES} == set(TOKEN_RULES)
     everything = Panel("the tokens, by H: dark is high", ENTROPY, None, shown=TOKEN_MASK, rows=ROWS)
     panels = [of_rule(rule, scope) for rule in TOKEN_RULES for scope in ("batch", "sequence") if (rule, scope) in NAMES]
     draw_grids(path, [*panels, everything], 2, colours="YlOrRd", low=-0.3, high=2.4, height=8.4)
