@@ -168,11 +168,21 @@ def require_keep(keep: int | Tensor) -> None:
             raise ValueError(
                 f"keep: got shape {list(keep.shape)} of {keep.dtype}; takes a number or a 0-d int64 or int32 tensor"
             )
-        if torch.compiler.is_compiling() or not (keep.is_cpu or os.environ.get("D3S_KERNELS_CHECK") == "1"):
+        if torch.compiler.is_compiling() or not is_known(keep):
             return
         keep = int(keep)
     if keep < 1:
         raise ValueError(f"keep: got {keep}; takes at least 1")
+
+
+def checks_everything() -> bool:
+    """Whether ``D3S_KERNELS_CHECK=1`` asks for checks that wait: for a GPU, or for the other ranks."""
+    return os.environ.get("D3S_KERNELS_CHECK") == "1"
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Whether the host may look at its values: nobody has to be waited for, or waiting is asked for."""
+    return tensor.is_cpu or checks_everything()
 
 
 def _is_number(value: object) -> bool:

@@ -33,7 +33,7 @@ ROOMS = {
     "_table": "_dispatch reference",
     # how it is computed
     "_across_ranks": "_arguments _dispatch _groups _head _segments _selection",
-    "_head": "_dispatch _groups",
+    "_head": "_arguments _dispatch _groups",
     "_selection": "_arguments _dispatch _segments",
     "_groups": "",
     "_dispatch": "_torch _triton",

@@ -7,7 +7,6 @@ at once, in the same words.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._arguments import checks_everything
 from .._groups import Ranks
 
 _Checked = TypeVar("_Checked")
@@ -23,7 +23,7 @@ _TOLD = (TypeError, ValueError, NotImplementedError)  # as they are; others as R
 
 def asks() -> bool:
     """Whether ranks tell each other what they were given. A graph is made on each rank by itself, and asks nothing."""
-    return os.environ.get("D3S_KERNELS_CHECK") == "1" and not torch.compiler.is_compiling()
+    return checks_everything() and not torch.compiler.is_compiling()
 
 
 def agree(

@@ -1,4 +1,4 @@
-"""The rollouts with the largest variance among those choices that keep the same number on every rank.
+"""The rollouts with nearly the largest variance among those choices that keep the same number on every rank.
 
 Of R ranks each keeps q. The variance is convex in each value, so a rank keeps its i lowest and its q - i highest, for
 some i. Start with all ranks' q highest; then rank r's exchange number i puts its i-th lowest, l, in the place of the

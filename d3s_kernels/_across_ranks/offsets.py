@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
+from .._arguments import is_known
 from .._groups import Ranks
 
 PLACEMENTS = ("whole", "global", "pieces")
@@ -60,11 +59,6 @@ def own_pieces(offsets: Tensor, lengths: Tensor, ranks: Ranks, name: str) -> Ten
     if is_known(offsets):
         require_offsets(offsets, int(lengths.sum()), name)
     return (offsets - lengths[: ranks.rank].sum()).clamp(min=0).minimum(lengths[ranks.rank])
-
-
-def is_known(offsets: Tensor) -> bool:
-    """Whether the host may look at them."""
-    return offsets.is_cpu or os.environ.get("D3S_KERNELS_CHECK") == "1"
 
 
 def require_offsets(offsets: Tensor, total: int, name: str) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._arguments import require_optional_tensors, whole_number
+from .._arguments import is_known, require_optional_tensors, whole_number
 from .._dispatch import ops
 from .._groups import ranks_of
 from .._segments.segments import both
@@ -24,7 +24,7 @@ from .._selection.rules import random_scores
 from .agreement import agree
 from .equal_rows import most_varied
 from .gathered import Concatenation, concatenate, gather
-from .offsets import is_known, is_whole, own_offsets, require_offsets, require_placement
+from .offsets import is_whole, own_offsets, require_offsets, require_placement
 
 
 class Across(NamedTuple):

@@ -3,7 +3,8 @@
 Gradients that did not come stay None, so that entropy used as a score costs nothing in the backward.
 
 Where ranks share the vocabulary, two more arguments say which tokens a rank has, and the group. Incoming gradients are
-the same on all ranks, so each computes its own part of the gradient without asking the others.
+the same on all ranks, so each computes the gradient of its logits without asking the others. (The LM head adds up the
+gradient of the hidden states: ``_head/backward.py``.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Every op of ``csrc/library.cpp`` once: how its arguments are drawn, what it means, and how near results have to be.
 
 The self-check, ``compare``, the fuzzer, torch's opcheck, the emulated and the GPU suites and both sanitizer runs go
-through this table, so that an op which is not in it fails a test, and one that is in it is run by all of them.
+through this table: an op that is not in it fails a test, and one that is in it is run by all of them that can. (An op
+of several ranks needs ranks.)
 ``FUNCTIONS`` has the public functions in the same way: most of them are one op, and some are made of several.
 """
 

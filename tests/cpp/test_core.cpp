@@ -7,6 +7,7 @@
 #include "../../csrc/core/exponential.h"
 #include "../../csrc/core/float_bits.h"
 #include "../../csrc/core/order_key.h"
+#include "../../csrc/core/quota.h"
 #include "../../csrc/core/softmax_state.h"
 #include "../../csrc/core/split_scan.h"
 #include "check.h"
