@@ -289,11 +289,12 @@ def group_advantages(
     batch_std = _std(flat, ddof)
     for begin, end in _segments(rewards, offsets):
         group = flat[begin:end]
-        centred = group - group.nanmean()
+        scored = group[~group.isnan()]
+        centred = group - scored.mean()  # not nanmean(), which may take infinities that disagree for 0
         std = _std(group, ddof) if scale == "group" else batch_std
         scaled = centred if scale == "none" else centred / (std + eps)
         nothing = group.isnan() | (centred == 0)  # equal rewards have no advantage, also where eps is 0
-        nothing |= (~group.isnan()).sum() == 1  # a group of one has none, also where its reward is infinite
+        nothing |= len(scored) == 1  # a group of one has none, also where its reward is infinite
         advantages[begin:end] = scaled.masked_fill(nothing, 0)
     return advantages.float().view(rewards.shape)
 
