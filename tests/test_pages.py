@@ -1,0 +1,94 @@
+"""The pages: links lead somewhere, tables fit, and what is a list or a number there is complete and true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def prose(page: Path) -> str:
+    """Without blocks of code, in which nothing is a link or a heading."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of the headings, as code hosts make them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    plain = (re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_tables_have_at_most_five_columns(page: Path) -> None:
+    for line in re.findall(r"^\|(?: *:?-+:? *\|)+$", prose(page), re.MULTILINE):
+        assert line.count("|") - 1 <= 5
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < 1000
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = prose(ROOT / "docs" / "index.md")
+    assert [name for name in IDS if name.startswith("docs/") and f"({Path(name).name})" not in index] == [
+        "docs/index.md"
+    ]
+
+
+def test_performance_is_what_the_results_say() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "performance.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_front_page_has_measured_numbers() -> None:
+    page, measured = (
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        (ROOT / "docs" / "performance.md").read_text("utf-8"),
+    )
+    for what, numbers in {
+        "logprob_entropy forward, 8": ("13.9 ms", "41.1x"),
+        "topk_mask of a batch, 10%": ("2.07 ms", "9.24x"),
+        "TRL's update, half": ("530 ms", "6.13 s"),
+    }.items():
+        assert any(line.startswith(f"| {what}") and all(n in line for n in numbers) for line in measured.splitlines())
+    assert all(number in page for number in ("13.9 ms", "41 times", "2.1 ms", "9 times", "0.53 s", "6.1 s"))
+
+
+def test_every_environment_variable_is_listed() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    files = [*ROOT.glob("d3s_kernels/**/*.py"), *ROOT.glob("csrc/**/*.*"), *ROOT.glob("tests/conftest.py")]
+    read = {
+        name for file in files for name in re.findall(r"D3S_KERNELS_[A-Z]+|D3S_TEST_[A-Z]+", file.read_text("utf-8"))
+    }
+    assert len(read) > 4
+    assert not sorted(name for name in read - {"D3S_TEST_CACHES"} if f"`{name}`" not in page)
+
+
+def test_the_code_of_the_page_on_debugging_runs() -> None:
+    names: dict[str, Any] = {}
+    text = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "docs/debugging.md", "exec"), names)
+    assert (int(names["kept"].count), float(names["kept"].threshold)) == (0, float("inf"))
