@@ -1,24 +1,24 @@
-# Everything runs in .venv, made on first use; `make help` lists the targets.
+# Everything runs in .venv, which is made on first use; `make help` lists the targets.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# The CPU build of torch where there is no GPU: exactly this one, before anything that depends on torch; else pip would
-# fetch several GB of CUDA libraries. Where there is a GPU, the newest.
+# Without a GPU, torch's CPU build in exactly this version. It is installed before all packages that depend on torch,
+# because pip would otherwise download several GB of CUDA libraries. With a GPU, the newest torch.
 TORCH ?= $(shell command -v nvidia-smi > /dev/null && echo 'torch>=2.11' || echo 'torch==2.13.0')
 TORCH_INDEX ?=
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
-# For an environment of one's own, a user's Python included: which one, as in 11 of 3.11.
+# The minor version of the environment's Python (11 for 3.11), which decides whether TRL and verl can be installed.
 MINOR := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print(sys.version_info[1])')
 HAS_TRL := $(filter-out 10,$(MINOR))
 HAS_VERL := $(filter 10 11 12,$(MINOR))
 
-# Tests start dozens of Pythons: none is to compile again what another one has compiled.
+# Tests start dozens of Pythons. With bytecode files, each module is compiled only once.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Machine code for an H100 alone, which the tests read, unless there is a GPU: then all that the wheels hold.
+# Without a GPU, machine code only for an H100, which the tests inspect. With a GPU, all architectures of the wheels.
 CUDA_ARCHITECTURES ?= $(shell command -v nvidia-smi > /dev/null || echo 90-real)
 BUILD_OPTIONS := \
   $(if $(CUDA_ARCHITECTURES),--config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)')
@@ -38,21 +38,21 @@ $(VENV)/.tools: | $(BIN)/python
 	$(BIN)/pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.26' ninja
 	touch $@
 
-# Built against the torch that is there, without build isolation: that would fetch another one.
+# Built against the installed torch: build isolation would download another one.
 $(VENV)/.library: $(VENV)/.tools $(SOURCES)
 	$(BIN)/pip install -q --no-build-isolation --no-deps $(BUILD_OPTIONS) -e .
 	touch $@
 
 library: $(VENV)/.library
 
-# What a target needs besides the library: extras of pyproject.toml, joined by +.
+# The extras of pyproject.toml that a target needs besides the library, joined by +.
 EXTRAS := test+bench+demo lint demo bench
 $(EXTRAS:%=$(VENV)/.with-%): $(VENV)/.tools pyproject.toml
 	$(BIN)/python tools/extras.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
 	$(BIN)/pip install -q -r $@.txt
 	mv $@.txt $@
 
-# All at once is quicker than one by one; then verl's packages are fetched while the compilers run.
+# Installing all extras at once is faster than one by one. verl's packages are then downloaded while the compilers run.
 setup: | $(BIN)/python  ## build the library and install what tests, demo and benchmarks need, in .venv
 	@test -e $(VENV)/.packages -a ! pyproject.toml -nt $(VENV)/.packages || $(MAKE) --no-print-directory $(VENV)/.packages
 	@$(MAKE) --no-print-directory -j2 library $(if $(HAS_VERL),$(VERL)/.set-up)
@@ -63,7 +63,7 @@ $(VENV)/.packages: $(VENV)/.tools pyproject.toml
 	touch $(EXTRAS:%=$(VENV)/.with-%)
 	mv $@.txt $@
 
-# Two workers share the tests out among them; tests/conftest.py says how. PYTEST_ARGS=-x is for you.
+# Two workers share the tests; tests/conftest.py says how. PYTEST_ARGS adds options, such as -x.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
@@ -76,7 +76,7 @@ test-all: setup  ## all tests at full strength, with both ends of TRL's versions
 	$(BIN)/python $(PYTEST) tests
 	@$(MAKE) --no-print-directory test-trl test-verl test-oldest
 
-# The oldest TRL that the integration takes; its newest is in $(VENV) already, with all that both depend on.
+# The oldest TRL that the integration accepts. The newest TRL is in $(VENV), with the dependencies of both.
 OLDEST_TRL := 1.15.0
 TRL_FOLDER := $(VENV)/trl-$(OLDEST_TRL)
 
@@ -92,8 +92,8 @@ test-trl:
 	@echo 'Left out: TRL $(OLDEST_TRL), which needs Python 3.11 or newer; this is 3.$(MINOR).'
 endif
 
-# verl and what its trainers import, in an environment that looks into $(VENV) for all the rest: there is no second
-# torch, and the library is not built again. verl asks for half a training cluster; what no test imports is not fetched.
+# verl and the packages that its trainers import. The environment uses $(VENV) for everything else, so torch and the
+# library are not installed again. verl has many dependencies; those that no test imports are not installed.
 VERL := $(VENV)/verl-0.9.1
 
 $(VERL)/.set-up: $(VENV)/.with-test+bench+demo
@@ -156,10 +156,10 @@ format: $(VENV)/.with-lint  ## put the code into form
 	$(BIN)/ruff format .
 	$(CXX_FILES) | xargs $(BIN)/clang-format -i
 
-# The library is sanitized, Python is not: the sanitizers' own libraries have to be there first.
+# The library is built with sanitizers, but Python is not, so the sanitizers' own libraries must be preloaded.
 SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
 
-# Of programs that make runs, with the environment's folder in full: CMake keeps it, and a clone's path may have spaces.
+# The absolute path of the environment's programs: CMake stores it. It is quoted, as a clone's path may have spaces.
 HERE = $$(cd '$(BIN)' && pwd)
 
 sanitize: library $(VENV)/.with-test+bench+demo  ## every op and the CUDA kernels under AddressSanitizer and UBSan
@@ -173,12 +173,12 @@ sanitize: library $(VENV)/.with-test+bench+demo  ## every op and the CUDA kernel
 	  $(BIN)/python tests/cpp/sanitized_ops.py build/sanitize
 	D3S_TEST_ALL=1 $(BIN)/python -m pytest tests/test_cuda_emulated.py -k "sanitize"
 
-# Built against this environment's torch, run under the oldest and the newest, each with the Triton that it brings: the
-# binary that users get. Some GB each, fetched once. What reads or emulates the built library has nothing to do with the
-# torch it runs under.
+# The wheel, as users get it, is built against this environment's torch and tested under the oldest and the newest
+# torch, each with its own Triton. Each environment takes some GB and is downloaded once. Tests that inspect or emulate
+# the built library are left out, because they do not depend on the torch it runs under.
 OLDEST := .venv-torch-2.11
 NEWEST := .venv-torch-newest
-# Triton 3.6's interpreter takes no newer NumPy.
+# Triton 3.6's interpreter does not work with NumPy 2.
 $(OLDEST)/.set-up: WITH = 'torch==2.11.0' 'numpy<2'
 $(NEWEST)/.set-up: WITH = torch numpy
 

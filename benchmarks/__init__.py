@@ -1,1 +1,1 @@
-"""How fast the library is, beside what its users run today. `python -m benchmarks` measures and prints one table."""
+"""Benchmarks of the library against the code that its users run today; `python -m benchmarks` prints one table."""

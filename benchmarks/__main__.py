@@ -1,11 +1,11 @@
 """Measure everything, print one table, and keep the result.
 
     python -m benchmarks                 all of it: the full sizes, some ten minutes, a file in benchmarks/results/
-    python -m benchmarks --short         does every benchmark run? Small inputs; writes nothing
+    python -m benchmarks --short         checks that every benchmark runs, on small inputs; writes nothing
     python -m benchmarks --only topk     some of it (pytest's -k); writes nothing
     python -m benchmarks --device cuda   all of it on a GPU, with its own sizes and targets; some two minutes
 
-A missed target is no error; a benchmark that fails is one.
+A missed target is not an error; a failed benchmark is.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> int:
     console.print(report.table(title, caption, judged))
     if failed:
         console.print("[bold red]A benchmark failed; see above.")
-    # A GPU is at hand for minutes: what was measured there is kept, whatever failed beside it.
+    # A GPU is available only for minutes, so its results are kept even if some benchmarks failed.
     if whole and (not failed or (options.device == "cuda" and contests)):
         facts["failed"] = failed
         console.print(
@@ -77,7 +77,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run_pytest(options: argparse.Namespace) -> tuple[dict[str, Contenders], bool]:
-    """The contests that were held, and whether any failed. pytest's own lines are the progress shown."""
+    """Runs the contests with pytest, whose output shows the progress. Returns their results and whether any failed."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         command = [sys.executable, "-m", "pytest", str(HERE), "-v", "--no-header", "--benchmark-quiet"]
@@ -90,7 +90,7 @@ def run_pytest(options: argparse.Namespace) -> tuple[dict[str, Contenders], bool
 
 
 def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) -> dict[str, dict[str, int]]:
-    """Bytes by contest and contender: on a GPU those of the contests held, on a CPU each measured by itself."""
+    """Bytes by contest and contender: on a GPU from the contests above, on a CPU each in a separate process."""
     if options.device == "cuda":
         held = {memory.FORWARD: "logprob_entropy forward", memory.STEP: f"{STEP_CONTEST}, 0.5B"}
         return {what: memory.of_contest(contests.get(contest, {})) for what, contest in held.items()}

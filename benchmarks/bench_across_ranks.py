@@ -1,5 +1,6 @@
-"""Selections over two ranks, processes of one thread each: what it takes more than a selection of each rank's own, and
-than to gather everything and select from it, which is what trainers do."""
+"""Selection across two ranks, each a process with one thread, against two alternatives: each rank selecting alone, and
+gathering everything before selecting, as trainers do.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def tokens(rank: int, group: dist.ProcessGroup, sequences: int, length: int) -> Works:
     """A batch of completions on each rank."""
-    every = torch.arange(sequences) + rank  # other rows on the other rank
+    every = torch.arange(sequences) + rank  # different rows on each rank
     entropy, advantages = inputs.entropies(sequences, length)[every % sequences], inputs.advantages(sequences)
     mask = inputs.right_padded(sequences, length)
 

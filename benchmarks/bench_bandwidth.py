@@ -1,4 +1,4 @@
-"""How fast this machine reads and copies memory: what bounds everything that reads logits."""
+"""How fast this machine reads and copies memory, which limits every op that reads logits."""
 
 import torch
 
@@ -8,7 +8,7 @@ from .sizes import Sizes
 
 
 def test_bandwidth(contest: Contest, sizes: Sizes) -> None:
-    source = inputs.advantages(sizes.sequences * sizes.tokens * sizes.vocabulary // 2)  # the bytes of the logits
+    source = inputs.advantages(sizes.sequences * sizes.tokens * sizes.vocabulary // 2)  # as many bytes as the logits
     target = torch.empty_like(source)
     contest(
         "memory bandwidth",

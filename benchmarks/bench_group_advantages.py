@@ -18,5 +18,5 @@ def test_group_advantages(contest: Contest, sizes: Sizes) -> None:
             "TRL": peers.trl_peers.UTILS and peers.trl_advantages,
             "verl's loop": peers.looping(peers.verl_advantages),
         },
-        agree=close(2e-3),  # verl's epsilon is another
+        agree=close(2e-3),  # verl's epsilon is different
     )

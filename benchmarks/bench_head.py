@@ -1,4 +1,4 @@
-"""linear_logprob_entropy: the LM head and what follows it, beside the bare product."""
+"""linear_logprob_entropy: the LM head with log-probability and entropy, against the matrix product alone."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from .harness import Contest, close, describe
 from .sizes import Sizes
 
 WIDTHS = ["narrow", "wide"]
-# Inputs and logits: as a bfloat16 model has them, with logits kept in float32 (the default), and all in float32.
+# Dtypes of inputs and logits: all bfloat16, like a bfloat16 model; with float32 logits (the default); all float32.
 PRECISIONS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16, fp32 logits": (torch.bfloat16, torch.float32),
@@ -83,12 +83,12 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
 
 
 def fast(width: str) -> bool:
-    """PyTorch takes its time: on a CPU it is measured, and checked against, where the head is narrow."""
+    """Whether to run plain PyTorch: on a CPU it is slow, so it is measured and compared only for the narrow head."""
     return peers.ON_GPU or width == "narrow"
 
 
 def lm_head(sizes: Sizes, width: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, the LM head's weight, and labels; the logits come out about normal with sigma 3."""
+    """Hidden states, the LM head's weight, and labels; the logits are about normal with sigma 3."""
     features, random = getattr(sizes, width), inputs.generator()
     like = {"dtype": dtype, "device": inputs.device}
     hidden = torch.empty(sizes.head_tokens, features, **like).normal_(generator=random)

@@ -13,7 +13,7 @@ from .harness import Contest, close, close_gradient, describe
 from .sizes import Sizes
 
 LOW_PRECISION_GRADIENT = {"TRL": 0.05, "TRL without Triton": 0.05, "verl": 0.05}
-LOW_PRECISION = {"TRL": 0.5, "TRL without Triton": 0.5, "verl": 0.5}  # they round to bfloat16 in between
+LOW_PRECISION = {"TRL": 0.5, "TRL without Triton": 0.5, "verl": 0.5}  # they round intermediates to bfloat16
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def half(pattern: str, labels: torch.Tensor) -> torch.Tensor:
 
 
 def backward(function: Callable, logits: torch.Tensor, labels: torch.Tensor, *gradients: torch.Tensor) -> Work:
-    """The backward pass alone; with one gradient, of the log-probability alone."""
+    """The backward pass alone; with one gradient, that of the log-probability only."""
     leaf = logits.detach().requires_grad_()
 
     def forward() -> tuple[torch.Tensor, ...]:

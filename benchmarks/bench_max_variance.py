@@ -46,7 +46,7 @@ def test_select_rollouts(contest: Contest, sizes: Sizes) -> None:
 
 
 def same_variance(values: torch.Tensor, keep: int):
-    """Another subset is as good, if its variance is; float32 sums may also miss the best by a hair."""
+    """Subsets agree if their variances do: they may tie, and float32 sums may miss the best one slightly."""
 
     def variance(mask: torch.Tensor) -> torch.Tensor:
         return values[mask.reshape(values.shape)].view(len(values), keep).double().var(dim=-1)

@@ -1,4 +1,4 @@
-"""What a call costs before it does any work: the smallest inputs, none of which needs a gradient."""
+"""The fixed cost of a call, measured on tiny inputs that need no gradient."""
 
 import pytest
 import torch

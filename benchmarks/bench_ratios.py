@@ -1,7 +1,7 @@
-"""Importance ratios of tokens, sequences and groups, forward and with the gradient; and what ESPO needs beside them.
+"""Importance ratios of tokens, sequences and groups, forward and with gradient; and ESPO's groups and clip ranges.
 
-Trainers' masks are int64, and the peers take them as they are. Ours takes bool, which is made once for all calls of a
-batch; what that costs is the yardstick `mask.bool()`.
+Trainers' masks are int64, and the peers use them directly. Ours takes bool masks, which a trainer makes once for all
+calls on a batch; the yardstick `mask.bool()` measures that cost.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Ratio = Callable[[Tensor], Tensor]
 
 
 class Tokens:
-    """A batch of completions that end anywhere, and a policy that has moved a little."""
+    """A batch of completions of different lengths, and a policy that differs a little from the old one."""
 
     def __init__(self, sizes: Sizes) -> None:
         shape = sizes.batch
@@ -42,7 +42,7 @@ def tokens(sizes: Sizes) -> Tokens:
 
 
 def ratios(tokens: Tokens, level: str) -> tuple[Ratio, dict[str, Ratio]]:
-    """Ours, and the peers'."""
+    """Our ratio and the peers' ratios."""
     old, mask, present, groups = tokens.old, tokens.mask, tokens.present, tokens.groups
     if level == "token":
         return lambda logprob: d3s.importance_ratio(logprob, old), {
@@ -63,7 +63,7 @@ def ratios(tokens: Tokens, level: str) -> tuple[Ratio, dict[str, Ratio]]:
 def test_forward(contest: Contest, tokens: Tokens, level: str) -> None:
     ours, peers = ratios(tokens, level)
 
-    def of_completions(ratio: Ratio) -> Ratio:  # elsewhere ours is 1, theirs anything
+    def of_completions(ratio: Ratio) -> Ratio:  # outside the mask peers differ from ours
         return lambda logprob: torch.where(tokens.present, ratio(logprob), 1.0)
 
     for name, peer in peers.items():

@@ -1,4 +1,4 @@
-"""select_tokens from given entropies, and straight from logits."""
+"""select_tokens from given entropies, and directly from logits."""
 
 import math
 

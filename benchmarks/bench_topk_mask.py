@@ -15,7 +15,7 @@ from .sizes import Sizes
 def test_topk_mask(contest: Contest, sizes: Sizes, segments: str, ratio: float) -> None:
     long = segments == "segment"
     shape = (sizes.segment,) if long else sizes.batch
-    in_torch = _torch.KERNELS["topk_mask"]  # what a long segment gets without the CUDA library
+    in_torch = _torch.KERNELS["topk_mask"]  # used for a long segment without the CUDA library
     scores = inputs.advantages(*shape).abs() * inputs.entropies(*shape)
     contest(
         f"topk_mask of a {segments}, {ratio:.0%}",

@@ -1,6 +1,6 @@
-"""The Triton kernels that serve GPUs without the CUDA library, beside that library; where both run.
+"""The Triton kernels, which serve GPUs without the CUDA library, against that library, where both run.
 
-Called by their own names, past the dispatcher and the checks: contenders take turns, and no back-end is switched then.
+They are called directly, without dispatcher and checks, because the back-end cannot be switched between turns.
 """
 
 import pytest
@@ -39,7 +39,7 @@ def test_forward(contest: Contest, sizes: Sizes) -> None:
 
 
 def test_few_rows(contest: Contest, sizes: Sizes) -> None:
-    """Fewer slices than the GPU has places for programs."""
+    """Fewer slices of rows than programs that the GPU can run at once."""
     logits, labels = (tensor.flatten(0, 1)[:FEW_ROWS].clone() for tensor in inputs.logits_and_labels(sizes))
     contest(
         in_triton("logprob_entropy forward, few rows"),

@@ -1,4 +1,4 @@
-"""D3S in TRL's trainer: what an update costs, beside GRPO's on the same batch."""
+"""D3S in TRL's trainer: the cost of an update, against GRPO's update on the same batch."""
 
 import pytest
 
@@ -12,7 +12,7 @@ SHAPES = ["0.5B", "7B, 2 of its layers"] if inputs.device.type == "cuda" else ["
 
 @pytest.fixture(autouse=True)
 def trls_trainer() -> None:
-    pytest.importorskip("datasets")  # TRL's functions do with a stand-in, its trainer does not
+    pytest.importorskip("datasets")  # a stand-in suffices for TRL's functions, not for its trainer
     if trl_peers.imported("trl.trainer.grpo_trainer") is None:
         pytest.skip("TRL's trainer cannot be imported here")
 

@@ -1,4 +1,4 @@
-"""What one turn of a contender took. A clock for each kind of device; everything else is the same for all."""
+"""Clocks that time a contender's turn, one for each kind of device; everything else is the same for all devices."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ SECONDS_PER_TURN = 0.02  # a contender faster than this is called several times 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Work on something that is made anew for every call, untimed: a backward pass uses up its graph."""
+    """Work whose input is made anew, untimed, before every call: a backward pass consumes its graph."""
 
     prepare: Callable[[], Any]
     work: Callable[[Any], Any]
@@ -27,7 +27,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Ready:
-    """Work that was warmed up: in what form it is timed, how often in a turn, and by what."""
+    """Warmed-up work: the form in which it is timed, the calls per turn, and the timing method."""
 
     work: Work
     calls: int
@@ -36,16 +36,16 @@ class Ready:
 
 class Clock(Protocol):
     def bind(self, work: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Work:
-        """The work on these tensors."""
+        """The work, applied to these tensors."""
 
     def ready(self, work: Work) -> Ready:
-        """Also the warm-up: compilers run and caches fill here, and none of it is counted."""
+        """Warms the work up, untimed: compilers run and caches fill here. Chooses the calls per turn."""
 
     def time(self, work: Work, calls: int) -> float:
-        """Seconds of so many calls together."""
+        """The total seconds of this number of calls."""
 
     def peak_bytes(self, work: Work) -> int | None:
-        """What a call holds at its peak beyond what was held before; None where that cannot be seen from inside."""
+        """The peak memory of a call beyond what was allocated before; None if the process cannot measure it."""
 
 
 class CpuClock:
@@ -76,4 +76,4 @@ class CpuClock:
         return perf_counter() - start
 
     def peak_bytes(self, work: Work) -> int | None:
-        return None  # benchmarks/memory.py asks the system, in a process for each contender
+        return None  # benchmarks/memory.py measures it, in a separate process per contender

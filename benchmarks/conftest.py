@@ -1,4 +1,4 @@
-"""`pytest benchmarks [--short] [--device cuda]`; `python -m benchmarks` calls it and makes a table of it."""
+"""Options and fixtures of `pytest benchmarks [--short] [--device cuda]`, which `python -m benchmarks` calls."""
 
 from time import monotonic
 
@@ -31,7 +31,7 @@ def sizes(request: pytest.FixtureRequest) -> Sizes:
 
 @pytest.fixture(scope="session")
 def both_clocks() -> tuple[Clock, Clock]:
-    """One for the work, and one for what a call costs its caller."""
+    """One clock for the work, and one for the time that a call takes from its caller."""
     if inputs.device.type == "cpu":
         return CpuClock(), CpuClock()
     return CudaClock(inputs.device), CallerClock()

@@ -1,8 +1,8 @@
-"""Clocks for a GPU: events around many calls, the replay of a CUDA graph for short ones, and the caller's time.
+"""Clocks for a GPU: events around many calls, replays of a CUDA graph for short calls, and the caller's time.
 
-A GPU works behind its caller's back, and keeps in its cache what it read last. So calls are queued up behind a pause
-(else the GPU would wait for Python within the time measured), and small inputs are copied until they are larger than
-the cache.
+A GPU works asynchronously, and its cache holds the data that it read last. So the GPU first executes a pause while
+Python queues the calls (else the measured time would include waiting for Python). Small inputs are copied until the
+copies together are larger than the cache.
 """
 
 import gc
@@ -16,16 +16,18 @@ from torch import Tensor
 
 from .clock import CpuClock, Prepared, Ready, Work
 
-TURN = 0.005  # seconds: several calls a turn, where one takes less
-REPLAY_BELOW = 1e-3  # seconds: shorter calls are timed without the gaps between their launches
-PAUSE = 2_000_000  # cycles, about a millisecond: Python's head start
+TURN = 0.005  # seconds; a turn has several calls if one takes less
+REPLAY_BELOW = 1e-3  # seconds; shorter calls are timed without the gaps between their launches
+PAUSE = 2_000_000  # cycles, about a millisecond; the time that Python gets to queue calls
 MOST_COPIES = 512
 MOST_CALLS_IN_GRAPH = 512
-MOST_CALLS_QUEUED = 200  # fewer launches than the driver queues up before it makes the caller wait
+MOST_CALLS_QUEUED = 200  # fewer launches than the driver's queue holds; a full queue makes the caller wait
 
 
 class Rotating:
-    """The same work on copies of its inputs in turn: together twice the cache, so that none is found there."""
+    """The same work on copies of its inputs in turn. Together they have twice the size of the cache, so the next copy
+    is never in it.
+    """
 
     def __init__(self, work: Callable[..., Any], tensors: tuple[Tensor, ...], cache_bytes: int) -> None:
         wanted = math.ceil(2 * cache_bytes / max(1, sum(tensor.nbytes for tensor in tensors)))
@@ -39,14 +41,14 @@ class Rotating:
 
 
 class Replay:
-    """So many calls of a work, recorded as a CUDA graph."""
+    """Several calls of a work, recorded as a CUDA graph."""
 
     def __init__(self, work: Work, calls: int) -> None:
         self.calls = calls
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            work()  # what is only set up on a stream's first call cannot be recorded
+            work()  # the set-up on a stream's first call cannot be recorded
         torch.cuda.current_stream().wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=aside):
@@ -60,7 +62,7 @@ class Replay:
 class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self.cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        gc.freeze()  # torch collects garbage before every recording: not again through all that was imported
+        gc.freeze()  # torch collects garbage before every recording; this excludes all imported objects
 
     def bind(self, work: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Work:
         return Rotating(work, tensors, self.cache_bytes) if tensors else work
@@ -105,7 +107,7 @@ class CudaClock:
 
 
 class CallerClock(CpuClock):
-    """What a call costs before it returns; the GPU is done with all of it before and after, untimed."""
+    """The time until a call returns. Waiting for the GPU, before and after, is not timed."""
 
     def ready(self, work: Work) -> Ready:
         work()
@@ -121,7 +123,7 @@ class CallerClock(CpuClock):
 
 
 def elapsed(call: Work, times: int) -> float:
-    """Seconds on the GPU."""
+    """The seconds that these calls take on the GPU."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(PAUSE)
     start.record()
@@ -133,7 +135,9 @@ def elapsed(call: Work, times: int) -> float:
 
 
 def synchronises(work: Work) -> bool:
-    """Such work cannot be recorded. Asked beforehand: a recording that fails leaves torch's allocator in disorder."""
+    """Whether the work synchronises with the host, so that it cannot be recorded. This is tested in advance, because a
+    failed recording leaves torch's allocator in a bad state.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

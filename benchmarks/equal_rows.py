@@ -1,9 +1,10 @@
-"""What the same number of rollouts on every rank costs: in variance if the choice is bound to it, in rows if they move.
+"""The cost of keeping the same number of rollouts on every rank: lost variance if the choice is restricted to it, or
+moved rows if it is not.
 
     python -m benchmarks.equal_rows      a table in Markdown, means over 200 batches; half a minute
 
 Every rank has 8 prompts of 16 rollouts, and half of all rollouts are kept. Nothing is timed, and no processes are
-started: a rank is a row here.
+started: each rank is a row of a tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COLUMNS = (
 
 
 def binary(ranks: int, generator: torch.Generator) -> Tensor:
-    """Of rewards of 0 and 1; how often a prompt is solved is uniform."""
+    """Advantages from rewards of 0 and 1; the success rates of the prompts are uniform."""
     solved = torch.rand(ranks * PROMPTS, 1, generator=generator)
     rewards = (torch.rand(ranks * PROMPTS, ROLLOUTS, generator=generator) < solved).float()
     return group_advantages(rewards).view(ranks, -1)
@@ -40,7 +41,7 @@ def normal(ranks: int, generator: torch.Generator) -> Tensor:
 
 
 def one_batch(advantages: Tensor) -> tuple[float, float, float, float]:
-    """Shares: of the variance lost in the two ways, of rows on the fullest rank, of kept rows that move."""
+    """The variance lost in the two ways, the fullest rank's rows over the mean, and the share of kept rows moved."""
     ranks, each = len(advantages), KEEP * PROMPTS
     best = max_variance_select(advantages.view(-1), each * ranks).view_as(advantages)
     even = most_varied(advantages, torch.tensor(each * ranks))

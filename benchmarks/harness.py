@@ -1,8 +1,8 @@
-"""Contests: callables that answer the same question, timed in turns.
+"""Contests: callables that compute the same result, timed in turns.
 
-One machine is never equally fast for long. So the contenders of a contest take turns, round after round, and a ratio is
-the median over the rounds of what two contenders took in the same round. pytest-benchmark gets every contender as a
-benchmark of its own, all of one contest in one group.
+The speed of a machine varies over time. So the contenders of a contest take turns, round after round. A ratio of two
+contenders is computed in each round, and the median over the rounds is reported. pytest-benchmark gets each contender
+as a separate benchmark, and each contest as a group.
 """
 
 import copy
@@ -47,10 +47,11 @@ class Contest:
         moves: int | None = None,
         of_caller: bool = False,
     ) -> None:
-        """`peers` give the same result, which `agree` checks; `yardsticks` do other work to compare the time with.
+        """Times `ours` against `peers`, whose equal results `agree` checks, and `yardsticks`, which do other work.
 
-        A peer that is None does not exist on this machine. `inputs` are handed to every contender: a GPU's clock may
-        copy them. `moves` is how many bytes ours has to read and write; `of_caller` asks what a call costs its caller.
+        A peer that is None is not available on this machine. `inputs` are passed to every contender; a GPU's clock may
+        copy them. `moves` is the number of bytes that ours must read and write. `of_caller` measures the time until a
+        call returns.
         """
         self.benchmark._mode = "contest"  # else pytest-benchmark warns of a fixture that was not used
         clock = self.caller_clock if of_caller else self.clock
@@ -66,7 +67,7 @@ class Contest:
             self._record(group, name, turns[name], ready[name].calls, facts)
 
     def _record(self, group: str, name: str, seconds: list[float], calls: int, extra_info: dict[str, Any]) -> None:
-        """A benchmark of pytest-benchmark's, as its fixture would have recorded it after timing it alone."""
+        """Records a contender as a benchmark, in the same way as pytest-benchmark's own fixture."""
         row = copy.copy(self.benchmark)
         row.group, row.name, row.fullname, row.extra_info = group, name, f"{group}::{name}", extra_info
         stats = row._make_stats(calls)
@@ -75,7 +76,7 @@ class Contest:
 
 
 def check(ours: Work, peers: dict[str, Work], agree: Agree) -> None:
-    """No wrong result is ever timed. One peer's result at a time: they may be large."""
+    """Checks the peers' results before anything is timed, one at a time, since results may be large."""
     expected = ours()
     for name, peer in peers.items():
         agree(name, expected, peer())
@@ -84,7 +85,7 @@ def check(ours: Work, peers: dict[str, Work], agree: Agree) -> None:
 def take_turns(
     contenders: dict[str, Work], clock: Clock, seconds: float, fewest_rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, Ready]]:
-    """Seconds of each contender's turn in each round, and what such a turn was."""
+    """The seconds per call of each contender in each round, and how each contender was timed."""
     ready = {name: clock.ready(work) for name, work in contenders.items()}
     turns: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -96,7 +97,7 @@ def take_turns(
         while rounds < fewest_rounds or (rounds < MOST_ROUNDS and perf_counter() - start < seconds):
             for name in names:
                 turns[name].append(clock.time(ready[name].work, ready[name].calls))
-            names.reverse()  # so that each follows and precedes each other one equally often
+            names.reverse()  # so that the order gives no contender an advantage
             rounds += 1
     finally:
         if collects:
@@ -105,7 +106,7 @@ def take_turns(
 
 
 def close(tolerance: float, **by_name: float) -> Agree:
-    """All tensors agree within `tolerance`, or within the peer's own, where it computes in low precision."""
+    """All tensors agree within `tolerance`, or within the peer's tolerance in `by_name` (for low precision)."""
 
     def agree(name: str, ours: Any, theirs: Any) -> None:
         atol = by_name.get(name, tolerance)
@@ -118,7 +119,7 @@ def close(tolerance: float, **by_name: float) -> Agree:
 
 
 def close_gradient(tolerance: float, **by_name: float) -> Agree:
-    """Relative in norm, on some of the tokens: peaked ones and others."""
+    """Gradients agree within a relative error in norm, on every 15th token: peaked rows and others."""
 
     def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         mine, other = ours[:, ::15].float(), theirs[:, ::15].float()
@@ -129,7 +130,7 @@ def close_gradient(tolerance: float, **by_name: float) -> Agree:
 
 
 def same_kept(share: float) -> Agree:
-    """Masks differ in at most this share of the kept positions: peers break ties, or round k, in their own way."""
+    """Masks differ in at most this share of the kept positions, since peers may break ties or round k differently."""
 
     def agree(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         differing = (ours ^ theirs.reshape(ours.shape)).sum().item()
@@ -144,6 +145,6 @@ def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 def describe(*shape: int, dtype: torch.dtype | None = None) -> str:
-    """`1,024 x 64 float32`"""
+    """A shape and dtype as text: `1,024 x 64 float32`."""
     text = " x ".join(f"{n:,}" for n in shape)
     return f"{text} {str(dtype).removeprefix('torch.')}" if dtype else text

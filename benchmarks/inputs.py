@@ -1,4 +1,4 @@
-"""Inputs as a trainer has them, the same in every run."""
+"""Inputs similar to a trainer's, the same in every run."""
 
 from functools import lru_cache
 
@@ -6,7 +6,7 @@ import torch
 
 from .sizes import Sizes
 
-device = torch.device("cpu")  # of all inputs; conftest.py sets it before any is made
+device = torch.device("cpu")  # of all inputs; conftest.py sets it before the first is made
 
 
 def generator() -> torch.Generator:
@@ -17,8 +17,8 @@ def generator() -> torch.Generator:
 def logits_and_labels(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
     """[sequences, tokens, vocabulary] and the sampled tokens.
 
-    Normal logits; in every fourth row one token stands far above the others, and was sampled. Filled in place: no more
-    memory is ever held than the result takes.
+    Normal logits; in every fourth row the sampled token's logit is far above the others. They are filled in place, so
+    that the peak of memory is the size of the result.
     """
     random = generator()
     shape = sizes.sequences, sizes.tokens
@@ -31,7 +31,7 @@ def logits_and_labels(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> tupl
 
 
 def entropies(*shape: int) -> torch.Tensor:
-    """Most tokens are nearly certain, a few are not."""
+    """Random entropies: near 0 for most tokens, large for a few."""
     return 8 * torch.rand(shape, generator=generator(), device=device) ** 4
 
 
@@ -40,6 +40,6 @@ def advantages(*shape: int) -> torch.Tensor:
 
 
 def right_padded(sequences: int, tokens: int) -> torch.Tensor:
-    """A mask [sequences, tokens] of completions that end anywhere; half of the positions are padding."""
+    """A mask [sequences, tokens] of completions of different lengths; half of the positions are padding."""
     lengths = (torch.arange(sequences, device=device) + 0.5) * tokens / sequences
     return torch.arange(tokens, device=device) < lengths.round().unsqueeze(1)

@@ -1,4 +1,4 @@
-"""How a target is put, and how it is judged: by the median over rounds of what was measured in the same round."""
+"""Kinds of targets, and how each is judged: by the median over rounds of values measured in the same round."""
 
 from dataclasses import dataclass
 from statistics import quantiles
@@ -12,8 +12,8 @@ from .timing import Contenders
 class Verdict:
     value: float
     quartiles: tuple[float, float]
-    against: str  # the benchmark that ours was compared with, empty for none
-    margin: float | None  # how many times better than the bound
+    against: str  # the contender that ours was compared with; empty if none
+    margin: float | None  # how many times better than the bound; None without a bound
 
     @property
     def met(self) -> bool | None:
@@ -79,7 +79,7 @@ class Under:
 
 @dataclass(frozen=True)
 class Moves:
-    """Ours reads and writes what it has to at no less than this many terabytes a second."""
+    """Ours moves the bytes that it must read and write at no less than this many terabytes per second."""
 
     contest: str
     terabytes: float
@@ -99,7 +99,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class ShareOf:
-    """Ours reaches at least this share of the bandwidth of `of`, which moves the same bytes."""
+    """Ours reaches at least this percentage of the bandwidth of `of`, which moves the same bytes."""
 
     contest: str
     of: str

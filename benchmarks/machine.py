@@ -1,4 +1,4 @@
-"""Where and with what a run was made."""
+"""The machine and the versions of a run."""
 
 import os
 import platform
@@ -31,7 +31,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def word(name: str) -> str:
-    """For files: `amd-epyc-2-cores`"""
+    """The name in a form for file names: `amd-epyc-2-cores`."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -73,7 +73,7 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that was measured; `+` if files were changed since. Outside a git checkout, what D3S_COMMIT says."""
+    """The measured commit, with `+` if tracked files have changed since. Without git, the value of D3S_COMMIT."""
 
     def git(*words: str) -> str | None:
         here = Path(__file__).parent

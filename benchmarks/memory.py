@@ -1,7 +1,7 @@
-"""How much memory some work takes on top of what is there before it, at its peak.
+"""Measures the peak memory of some work beyond what was allocated before it.
 
-Each contender runs in a process of its own, since a peak can only rise. It has run before, on a tiny vocabulary or as a
-whole: what is counted is the work alone, no thread pools, no libraries.
+Each contender runs in a separate process, because a process's peak can only rise. It runs once before, on a tiny
+vocabulary or completely, so that thread pools and libraries are not counted.
 """
 
 import contextlib
@@ -67,19 +67,19 @@ CONTESTS: dict[str, dict[str, Callable[[Sizes], Work]]] = {
 
 
 def measure(contest: str, short: bool) -> dict[str, int]:
-    """Bytes by contender; empty where the system does not tell (it does on Linux)."""
+    """Bytes by contender; empty if the system does not report them (Linux does)."""
     if high_water() is None:
         return {}
     return {name: in_own_process(contest, name, short) for name in CONTESTS[contest]}
 
 
 def allowed(sizes: Sizes) -> int:
-    """Beside its logits the forward pass may hold one float32 row per thread, and nothing else that grows with V."""
+    """The bytes that a forward pass may allocate beyond its logits: one float32 row of the vocabulary per thread."""
     return 4 * sizes.vocabulary * torch.get_num_threads()
 
 
 def of_contest(contenders: Contenders) -> dict[str, int]:
-    """On a GPU torch's allocator tells, call by call."""
+    """Peak bytes by contender on a GPU, where torch's allocator reports them for each call."""
     return {
         name: timing.peak_bytes
         for name, timing in contenders.items()
@@ -95,14 +95,14 @@ def in_own_process(contest: str, name: str, short: bool) -> int:
 
 def growth(work: Work) -> int:
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is held now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current size
     before = high_water()
     work()
     return high_water() - before
 
 
 def high_water() -> int | None:
-    """Bytes. Not `ru_maxrss`, which a process takes over from the one that started it."""
+    """The peak of this process in bytes; None if unknown. `ru_maxrss` would include the parent process's peak."""
     try:
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     except (OSError, TypeError):

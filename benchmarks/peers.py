@@ -1,7 +1,7 @@
-"""The same questions, answered as trainers answer them today.
+"""The peers: the same computations as trainers do them today.
 
-TRL's functions are imported from TRL (trl_peers.py). The others are written here as their users write them, each at its
-best: batched and vectorised wherever torch can do it.
+TRL's functions are imported from TRL (trl_peers.py). The others are written here as in their users' code, each in its
+best form: batched and vectorised wherever torch can do it.
 """
 
 import math
@@ -14,20 +14,20 @@ from torch import Tensor
 from . import inputs, trl_peers
 from .targets import TRL_TRITON
 
-# What TRL runs on this device, by its name in the tables: torch functions, or on a GPU a kernel of its own.
+# The name in the tables of what TRL runs on this device: torch functions, or on a GPU its own Triton kernel.
 ON_GPU = trl_peers.ON_GPU
 TRL = TRL_TRITON if ON_GPU else "TRL"
-trl_torch = trl_peers.TORCH  # its torch functions on a GPU, as it was before it had a kernel; None elsewhere
+trl_torch = trl_peers.TORCH  # TRL's torch functions on a GPU, used before it had a kernel; None elsewhere
 Peer = Callable[..., object]
 
 
 def from_trl(peer: Peer) -> Peer | None:
-    """A peer that calls TRL's functions on logits."""
+    """A peer that calls TRL's functions on logits; None if these cannot be imported."""
     return peer if (trl_peers.TRITON if ON_GPU else trl_peers.UTILS) else None
 
 
 def looping(peer: Peer) -> Peer | None:
-    """A peer that loops over rows or values in Python: on a GPU it takes seconds, which tell nothing."""
+    """A peer that loops over rows or values in Python; None on a GPU, where it takes seconds and tells nothing."""
     return None if ON_GPU else peer
 
 
@@ -35,7 +35,7 @@ def looping(peer: Peer) -> Peer | None:
 
 
 def plain(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """What one writes first, in float32."""
+    """The straightforward formula, in float32."""
     logps = logits.float().log_softmax(-1)
     return logps.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logps.exp() * logps).sum(-1)
 
@@ -53,7 +53,7 @@ def shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def verl(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """verl's formulas where flash-attention is missing, on flat [tokens, vocabulary] logits in their own precision."""
+    """verl's formulas without flash-attention, on flat [tokens, vocabulary] logits in their own precision."""
     logits, shape = logits.flatten(0, -2), labels.shape
     entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
     rows = zip(logits, labels.flatten(), strict=True)
@@ -62,7 +62,7 @@ def verl(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def trl_grpo(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """As TRL's GRPO calls it: the entropy is a metric, and has no gradient."""
+    """As TRL's GRPO calls it: the entropy is only a metric, without a gradient."""
     if ON_GPU:
         logprob, entropy = trl_peers.TRITON(logits, labels)
         return logprob, entropy.detach()
@@ -70,7 +70,7 @@ def trl_grpo(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def trl_entropy_bonus(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """With an entropy bonus in the loss."""
+    """As TRL calls it with an entropy bonus in the loss: the entropy has a gradient."""
     if ON_GPU:
         return trl_peers.TRITON(logits, labels)
     return trl_peers.UTILS.selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=True)
@@ -83,13 +83,13 @@ def trl_entropy(logits: Tensor) -> Tensor:
 
 
 def trl_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """TRL's LM head in pieces of the vocabulary, which keeps no logits either."""
+    """TRL's LM head, which also stores no logits: it works on chunks of the vocabulary."""
     size = getattr(trl_peers.UTILS, "_CHUNKED_LOGPROB_CHUNK_SIZE", 8_192)
     return trl_peers.CHUNKED.apply(hidden, weight, None, labels, 1.0, size, None, 1.0, ("entropy",))[:2]
 
 
 def compiled(function: Callable) -> Callable | None:
-    """None where torch.compile does not work, for want of a C++ compiler or of Triton."""
+    """The compiled function; None if torch.compile does not work here (no C++ compiler, or no Triton)."""
     try:
         torch.compile(torch.neg)(torch.ones(8, device=inputs.device))
     except Exception:
@@ -116,7 +116,7 @@ def quantile(scores: Tensor, ratio: float) -> Tensor:
 
 
 def trl_token_mask(logits: Tensor, advantages: Tensor, ratio: float) -> Tensor:
-    """|A| H of TRL's entropy, and TRL's quantile over the batch."""
+    """Scores |A| H from TRL's entropy, masked by TRL's quantile over the batch."""
     scores = advantages.abs().unsqueeze(-1) * trl_entropy(logits).float()
     return quantile(scores.flatten(), ratio)
 
@@ -139,7 +139,7 @@ def max_variance(values: Tensor, keep: int) -> Tensor:
 
 
 def pods(values: Tensor, keep: int) -> Tensor:
-    """PODS's loop over the splits, as its multi-GPU trainer has it: batched over the groups."""
+    """PODS's loop over the splits, batched over the groups as in its multi-GPU trainer."""
     order = values.argsort(dim=-1, descending=True)
     best = order[:, :keep]
     variances = values.gather(-1, best).var(dim=-1)

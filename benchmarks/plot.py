@@ -1,4 +1,4 @@
-"""A run as one picture: how far each target is met or missed."""
+"""A picture of a run: how far each target is met or missed."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ MET, MISSED, INK = "#2a9d8f", "#e76f51", "#264653"
 
 
 def save(path: Path, title: str, subtitle: str, judged: list[Line]) -> None:
-    """One bar for each target: right of the line it is met, left of it missed."""
+    """Draws one bar for each target: to the right of the line it is met, to the left it is missed."""
     bars = [line for line in judged if line.verdict and line.verdict.margin is not None][::-1]
     margins = [line.verdict.margin for line in bars]
     figure, axes = plt.subplots(figsize=(13, 1.6 + 0.34 * len(bars)), layout="constrained")

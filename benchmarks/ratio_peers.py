@@ -1,4 +1,4 @@
-"""Importance ratios as trainers compute them, and ESPO's parts as one writes them in PyTorch: no trainer has them.
+"""Importance ratios as trainers compute them, and ESPO's parts in plain PyTorch, since no trainer has them.
 
 Masks are int64, as TRL's and verl's are. The formulas are those of TRL 1.16 (`GRPOTrainer._compute_loss`) and verl 0.9
 (`compute_policy_loss_vanilla`, `compute_policy_loss_gspo`).
@@ -32,7 +32,7 @@ def verl_sequence(logprob: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 
 
 def group_means(values: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Of each token's group within its sequence; 0 in no group."""
+    """The mean of each token's group within its sequence; 0 for a token in no group."""
     means = torch.zeros_like(values)
     for group in range(count):
         members = groups == group

@@ -10,12 +10,12 @@ from .harness import OURS
 from .judging import Faster, Target, Verdict, Within
 from .timing import Contenders, Timing
 
-PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches: less than this it does not see
+PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches; smaller peaks are not visible
 
 
 @dataclass(frozen=True)
 class Line:
-    """A target and what became of it: without a bound it is only reported, without its peer not measured."""
+    """A target and its outcome: only reported if it has no bound, not measured if its peer is missing."""
 
     what: str
     size: str
@@ -33,9 +33,9 @@ class Line:
 def lines(
     contests: dict[str, Contenders], targets: tuple[Target, ...], *, short: bool = False, whole: bool = False
 ) -> list[Line]:
-    """The targets in their order, then every other contest. A short run judges nothing: its inputs are too small.
+    """The targets in their order, then all other contests. A short run judges nothing: its inputs are too small.
 
-    Of a whole run, targets whose contest was not held are told too.
+    For a whole run, targets whose contest was not run are listed too.
     """
     named = {target.contest for target in targets}
     others = [target for contest in contests if contest not in named for target in reported(contest, contests[contest])]
@@ -90,7 +90,7 @@ def memory_line(
     allowed: int | None = None,
     share: float | None = None,
 ) -> list[Line]:
-    """Ours against the smallest of the others: at most `allowed` bytes, or at most a `share` of the other's."""
+    """Our memory against the smallest of the peers: at most `allowed` bytes, or at most a `share` of the peer's."""
     if not peaks.keys() - {OURS}:
         return []
     rival = min(peaks.keys() - {OURS}, key=peaks.__getitem__)
@@ -123,7 +123,7 @@ def duration(seconds: float) -> str:
 
 
 def gigabytes_per_second(contests: dict[str, Contenders]) -> dict[str, float]:
-    """A copy reads and writes: both count."""
+    """The memory bandwidth in both ways; for a copy, bytes read and bytes written both count."""
     found = contests.get("memory bandwidth", {})
     moved = {"read": 1, "copy": 2}
     return {name: moved[name] * byte_count(timing) / timing.median / 1e9 for name, timing in found.items()}

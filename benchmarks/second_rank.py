@@ -1,4 +1,4 @@
-"""A second process that does what this one does: the two ranks of a gloo group, with one thread each."""
+"""A second process that mirrors the calls of this one: both are ranks of a gloo group, with one thread each."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _follow(store: str, calls: Connection, make: Make, arguments: tuple[Any, ...
     works = make(1, _join(1, store), *arguments)
     while (name := calls.recv()) is not None:
         works[name]()
-    os._exit(0)  # not by way of the interpreter's end: there gloo's threads may still want to free what Python holds
+    os._exit(0)  # skips the interpreter's shutdown, during which gloo's threads may still free Python objects
 
 
 @contextmanager
 def with_second_rank(make: Make, *arguments: Any) -> Iterator[Works]:
-    """What rank 0 can do; whatever it is, rank 1 is told to do the same."""
+    """The works of rank 0, by name; each call also runs the same work on rank 1."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     threads = torch.get_num_threads()

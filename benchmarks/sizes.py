@@ -1,4 +1,4 @@
-"""How large the inputs are: as the targets state them, or small enough for continuous integration."""
+"""The sizes of the inputs: those of the targets, or small ones for continuous integration."""
 
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,7 @@ class Sizes:
     # TRL's update: rollouts of a group, and tokens of each.
     rollouts: int = 16
     completion: int = 64
-    # A contest has at least so many rounds, and more as long as they take no more seconds than this.
+    # A contest has at least this many rounds, and more until this many seconds have passed.
     rounds: int = 3
     seconds: float = 8.0
 
@@ -46,7 +46,7 @@ SHORT = Sizes(
     rounds=3,
     seconds=0.5,
 )
-# A GPU has to be filled, and is done sooner.
+# A GPU needs larger inputs to be busy, and takes less time.
 FULL_CUDA = replace(FULL, tokens=1_024, head_tokens=4_096, completion=1_024, rounds=5, seconds=0.6)
 SHORT_CUDA = replace(SHORT, seconds=0.1)
 

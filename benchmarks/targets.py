@@ -1,6 +1,6 @@
-"""What the library has to reach: which two benchmarks of a contest form a ratio, which way, and its bound.
+"""The targets of the library: the contest, the contender that ours is compared with, and the bound.
 
-The bounds are meant for the sizes of a full run, and for a machine that does nothing else.
+The bounds apply to the sizes of a full run on a machine that does nothing else.
 """
 
 from .judging import Faster, Moves, ShareOf, Target, Under, Within
@@ -11,7 +11,7 @@ TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
 CUDA_LIBRARY = "CUDA library"
 
-# Each op beside the formula of a trainer, or, where none has it, of plain PyTorch.
+# Each op with its peer: a trainer's formula, or plain PyTorch if no trainer has one.
 RATIOS = (
     ("importance_ratio, token", "verl's formula"),
     ("importance_ratio, sequence", "verl's formula"),
@@ -41,7 +41,7 @@ DIFFERENTIABLE = ("importance_ratio", "entropy", "logprob_entropy")
 
 
 def in_triton(contest: str) -> str:
-    """The same, by the kernels for GPUs without the CUDA library."""
+    """The name of the same contest for the Triton kernels, which serve GPUs without the CUDA library."""
     return f"{contest}, in Triton"
 
 
@@ -70,7 +70,7 @@ CPU: tuple[Target, ...] = (
     *(Under(f"overhead of {call}", 12 if call in DIFFERENTIABLE else 8) for call in CALLS),
 )
 
-# Those of an NVIDIA H200. Without a bound they are only reported.
+# The targets for an NVIDIA H200. Targets without a bound are only reported.
 CUDA: tuple[Target, ...] = (
     Moves("logprob_entropy forward", 4.2),
     Faster("logprob_entropy forward", (TRL_TRITON,), 1.15),

@@ -1,4 +1,4 @@
-"""What pytest-benchmark wrote down, as contests and their contenders."""
+"""Reads pytest-benchmark's results as contests and their contenders."""
 
 import json
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class Timing:
     calls_per_round: int
     seconds: list[float]  # of one call, round by round
     timed_by: str = "host"
-    moves: int | None = None  # bytes that ours has to read and write
-    peak_bytes: int | None = None  # beyond what was held before the call
+    moves: int | None = None  # bytes that ours must read and write
+    peak_bytes: int | None = None  # beyond what was allocated before the call
 
     def over(self, other: "Timing") -> list[float]:
-        """Ratio to another contender of the same contest, round by round."""
+        """The ratio to another contender of the same contest, for each round."""
         return [mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)]
 
 

@@ -1,6 +1,6 @@
-"""What each op sends across ranks, by formula: rounds, and bytes that a rank gives to each.
+"""Formulas for the traffic of each op across ranks: its collectives, and the bytes that a rank puts into each.
 
-tests/test_traffic.py holds the formulas against what torch.distributed is asked for; docs/scaling.md works with them.
+tests/test_traffic.py compares the formulas with the calls of torch.distributed; docs/scaling.md uses them.
 
     python -m benchmarks.traffic    the tables of docs/scaling.md
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from d3s_kernels._across_ranks.topk_mask import digits_for, gathers_counts
 
-Sent = list[tuple[str, int]]  # of each round: the collective, as c10d calls it, and the bytes of what a rank puts in
+Sent = list[tuple[str, int]]  # for each round: c10d's name of the collective, and the bytes that a rank puts in
 
 REDUCE, GATHER, EXCHANGE = "allreduce", "allgather_base", "alltoall_base"
 
@@ -20,19 +20,25 @@ REDUCE, GATHER, EXCHANGE = "allreduce", "allgather_base", "alltoall_base"
 
 
 def topk_mask(ranks: int, segments: int = 1, *, global_offsets: bool = False) -> Sent:
-    """With global offsets first how many scores a rank has; counts of digits; of ties, unless all have all counts."""
+    """With global offsets, first the rank's number of scores. Then the counts of digits, and the counts of ties unless
+    the digit counts were gathered on all ranks.
+    """
     gathers = gathers_counts(segments, ranks)
     counts: Sent = [(GATHER if gathers else REDUCE, 8 * segments * 2**bits) for _, bits in digits_for(segments)]
     return [(GATHER, 8)] * global_offsets + counts + [(GATHER, 8 * segments)] * (not gathers)
 
 
 def select_tokens(ranks: int, segments: int = 1, *, by_offsets: bool = False, drop_zeros: bool = False) -> Sent:
-    """By offsets of sequences that are cut, first what each rank's advantages may be for; zeros are counted last."""
+    """With offsets of sequences that lie on several ranks, first what each rank's advantages may belong to (tokens or
+    sequences). With ``drop_zeros``, the counts for it last.
+    """
     return [(GATHER, 24)] * by_offsets + topk_mask(ranks, segments) + [(GATHER, 16 * segments)] * drop_zeros
 
 
 def rollouts(largest: int, *, bounded: bool) -> Sent:
-    """group_advantages, max_variance_select, select_rollouts: `largest` values on a rank, or the bound on them."""
+    """For group_advantages, max_variance_select and select_rollouts: `largest` is the largest number of values on a
+    rank, or the given bound on it.
+    """
     return [(GATHER, 8)] * (not bounded) + [(GATHER, 8 + 4 * largest)]
 
 
@@ -41,28 +47,28 @@ def plan_rows() -> Sent:
 
 
 def exchange_rows(moved: int, row_bytes: int) -> Sent:
-    """Of a rank that sends so many; nothing is sent where no row moves."""
+    """For a rank that sends `moved` rows; if no row moves anywhere, there is no round at all."""
     return [(EXCHANGE, moved * row_bytes)]
 
 
 def vocab_parallel(rows: int) -> Sent:
-    """Forward, with logits or with the LM head; backward nothing with logits."""
+    """For the forward, with logits or with the LM head. With logits, the backward sends nothing."""
     return [(GATHER, 16 * rows)]
 
 
 def vocab_parallel_head_backward(rows: int, kept: int, hidden: int) -> Sent:
-    """Which rows have a gradient, and theirs."""
+    """First which rows have a gradient, then the gradients of these rows."""
     return [(REDUCE, rows), (REDUCE, 4 * kept * hidden)]
 
 
-# ---- what that is on a network ---------------------------------------------------------------------------------------
+# ---- the time on a network -------------------------------------------------------------------------------------------
 
 
 class Network(NamedTuple):
-    """Assumed, not measured."""
+    """Assumed properties of a network, not measured."""
 
-    latency: float  # seconds of a collective of a few kilobytes
-    bandwidth: float  # bytes a second into a rank
+    latency: float  # seconds for a collective of a few kilobytes
+    bandwidth: float  # bytes per second into a rank
 
     def seconds(self, sent: Sent, ranks: int) -> float:
         return sum(self.latency + received(round_, ranks) / self.bandwidth for round_ in sent)
@@ -73,7 +79,7 @@ WITHIN_A_NODE = Network(20e-6, 200e9)
 
 
 def received(round_: tuple[str, int], ranks: int) -> float:
-    """Bytes into a rank, by rings."""
+    """Bytes that a rank receives, with ring algorithms."""
     kind, own = round_
     if kind == REDUCE:
         return 2 * own * (ranks - 1) / ranks
@@ -81,17 +87,17 @@ def received(round_: tuple[str, int], ranks: int) -> float:
 
 
 class Line(NamedTuple):
-    """A part of a step: over how many ranks and what network, what is sent for it, and what is without these ops."""
+    """A part of a step: its ranks and network, what these ops send for it, and what is sent without them."""
 
     what: str
     ranks: int
     network: Network
     sent: Sent
-    otherwise: Sent  # scores and rows gathered; maxima, then sums of exponentials added up; all rows' gradient, bf16
+    otherwise: Sent  # gathers scores and rows; reduces maxima, then sums of exponentials; all rows' gradients in bf16
 
 
 class Step(NamedTuple):
-    """One of Qwen2.5-7B, by four-way tensor parallelism within nodes: every fourth rank has tokens of its own."""
+    """A step of Qwen2.5-7B with four-way tensor parallelism within nodes: four ranks share the same tokens."""
 
     gpus: int
     prompts: int = 1024
@@ -108,13 +114,13 @@ class Step(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of the kept rollouts of a rank."""
+        """Tokens of the kept rollouts on a rank."""
         return int(self.prompts * self.rollouts * self.keep) // self.data_parallel * self.length
 
     def lines(self) -> list[Line]:
         own = self.prompts * self.rollouts // self.data_parallel
         data, tensor = (self.data_parallel, BETWEEN_NODES), (self.tensor_parallel, WITHIN_A_NODE)
-        moved = round(own * self.keep * 0.125)  # the share with 0-1 rewards, as benchmarks/equal_rows.py has it
+        moved = round(own * self.keep * 0.125)  # share that moves with rewards of 0 and 1 (benchmarks/equal_rows.py)
         row = 2 * 4 * self.length  # tokens and mask, int32
         two_reductions = [(REDUCE, 4 * self.tokens), (REDUCE, 12 * self.tokens)]
         head = vocab_parallel_head_backward(self.tokens, int(self.tokens * self.ratio), self.hidden)
@@ -135,7 +141,7 @@ def readable(bytes_: float) -> str:
 
 
 def table(step: Step) -> str:
-    """Two tables: what is sent, and what that takes beside the way without this library."""
+    """Two tables in Markdown: what is sent, and the time it takes with and without this library."""
     sent_rows = ["| | ranks | rounds | a rank puts in | it receives |", "| --- | --- | --- | --- | --- |"]
     time_rows = ["| | time | otherwise it would receive | in |", "| --- | --- | --- | --- |"]
     for what, ranks, network, sent, otherwise in step.lines():

@@ -1,7 +1,7 @@
-"""TRL's own functions, as far as this machine has them.
+"""TRL's own functions, if they can be imported on this machine.
 
-On a GPU TRL runs Triton kernels of its own: `trl.kernels` holds them and needs little. Its torch functions lie in
-`trl.trainer.utils`, which imports half of Hugging Face.
+On a GPU TRL runs its own Triton kernels, from `trl.kernels`, which imports little. Its torch functions are in
+`trl.trainer.utils`, which imports many Hugging Face packages.
 """
 
 import importlib
@@ -22,7 +22,7 @@ TORCH_FUNCTIONS = ("selective_log_softmax", "entropy_from_logits", "selective_lo
 
 @contextmanager
 def stand_in(name: str) -> Iterator[None]:
-    """TRL imports `datasets` for the name of one class: where it is missing, a module that has only that will do."""
+    """Replaces the package `datasets` if it is missing: TRL's import needs only the name of one class from it."""
     if name in sys.modules or find_spec(name):
         yield
         return
@@ -37,7 +37,7 @@ def stand_in(name: str) -> Iterator[None]:
 
 
 def imported(name: str) -> ModuleType | None:
-    """A peer that cannot be imported is missing, and is reported so; the rest is measured."""
+    """The module, or None if it cannot be imported: its peers are then reported as missing, the rest is measured."""
     try:
         with stand_in("datasets"):
             return importlib.import_module(name)
@@ -47,7 +47,7 @@ def imported(name: str) -> ModuleType | None:
 
 
 def without_triton(module: ModuleType) -> Callable[..., Any]:
-    """TRL's torch functions on a GPU, where they would hand over to its Triton kernel."""
+    """TRL's torch function on a GPU, changed so that it does not call TRL's Triton kernel."""
     scope = vars(module) | {"is_triton_available": lambda: False}
     for name in TORCH_FUNCTIONS:
         original = getattr(module, name)

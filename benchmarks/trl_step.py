@@ -1,7 +1,7 @@
-"""An update of TRL's trainer on a generation batch, from the rewards to the gradients; without the optimizer's step.
+"""An update of TRL's trainer on a generation batch, from the advantages to the gradients, without the optimiser step.
 
-`GRPOTrainer` trains on all rollouts; `D3STrainer` chooses half of them and a tenth of their tokens, and trains on them.
-Model, batch and everything else are the same; the model is made from a config, its weights are random.
+`GRPOTrainer` trains on all rollouts; `D3STrainer` trains on half of them and a tenth of their tokens. Model, batch and
+everything else are the same. The model has random weights.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 import torch
 from datasets import Dataset
@@ -27,11 +27,11 @@ from d3s_kernels.integrations.trl.head import d3s_head
 from . import inputs
 from .sizes import Sizes
 
-GRPO, GRPO_OUR_HEAD = "GRPOTrainer", "GRPOTrainer with our LM head"  # the second shows what the head alone does
+GRPO, GRPO_OUR_HEAD = "GRPOTrainer", "GRPOTrainer with our LM head"  # the second shows the head's effect alone
 OURS, OURS_PASS = "d3s_kernels", "d3s_kernels, entropy from a pass before"
 PAD, EOS = 0, 1
 HALF_AND_TENTH = {"token_ratio_start": 0.1, "token_ratio_end": 0.1}
-# Qwen2.5's shapes: layers, and what the layers are like. Of the 7B two layers, with the whole of its head.
+# Qwen2.5's shapes: the number of layers and their sizes. The 7B model has two of its layers, but its complete head.
 SHAPES = {
     "small": {"num_hidden_layers": 2, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2},
     "0.5B": {"num_hidden_layers": 24, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2},
@@ -43,7 +43,7 @@ WIDTHS = {"small": 256, "0.5B": 896, "7B, 2 of its layers": 3584}
 
 
 def update(name: str, sizes: Sizes, shape: str = "small") -> Callable[[], float]:
-    """The update, as a function that gives the loss; it makes the gradients, and drops them again."""
+    """The update, as a function that returns the loss; it computes the gradients and drops them again."""
     trainer = trainer_of(name, sizes, shape)
     batch = generation_batch(sizes)
 
@@ -59,7 +59,7 @@ def update(name: str, sizes: Sizes, shape: str = "small") -> Callable[[], float]
 
 
 def known_update(sizes: Sizes, shape: str, cut: bool) -> Callable[[], float]:
-    """The update alone, of tokens that were chosen before it: of what they need, or of all tokens."""
+    """The update alone, with tokens chosen before it. It forwards only what they need (`cut`), or all tokens."""
     trainer = trainer_of(OURS_PASS, sizes, shape)
     if not cut:
         trainer._tokens_are_independent = lambda batch: False
@@ -76,7 +76,7 @@ def backward(trainer: GRPOTrainer, loss: torch.Tensor) -> float:
 
 
 def entropy_pass(sizes: Sizes, shape: str, useful: float) -> Callable[[], torch.Tensor]:
-    """The pass that chooses tokens before the update, where this share of the rollouts has an advantage."""
+    """The entropy pass that precedes the choice of tokens; a share `useful` of the rollouts has an advantage."""
     trainer = trainer_of(OURS_PASS, sizes, shape)
     batch = generation_batch(sizes)
     batch["advantages"][round(useful * sizes.rollouts) :] = 0
@@ -130,7 +130,7 @@ def trainer_of(name: str, sizes: Sizes, shape: str) -> GRPOTrainer:
 
 
 def generation_batch(sizes: Sizes) -> dict[str, torch.Tensor]:
-    """As TRL's generation leaves it: prompts of up to 16 tokens, completions of full length, normal advantages."""
+    """A batch as TRL's generation makes it: prompts of up to 16 tokens, full-length completions, normal advantages."""
     random = torch.Generator().manual_seed(1)
     rows = sizes.rollouts
     lengths = torch.randint(8, 17, (rows, 1), generator=random)

@@ -1,4 +1,4 @@
-// What this build holds: read by d3s_kernels.build_info(). Not an op, so pybind11 and not torch.
+// What this build contains, for d3s_kernels.build_info(). It is no op, so it uses pybind11 instead of torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

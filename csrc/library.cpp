@@ -1,13 +1,14 @@
-// Every op of the library: the table of contents. Kernels are in cpu/ and cuda/, in the file of the op's subject; ops
-// that are made of others are in d3s_kernels/_head/. What an op means is in d3s_kernels/reference.py, and of steps that
-// are no public function in d3s_kernels/_table/meaning.py; what arguments mean is in the docstrings of d3s_kernels.
+// Every op of the library: the table of contents. Kernels are in cpu/ and cuda/, in the file named after the op's
+// subject; ops composed of other ops are in d3s_kernels/_head/. d3s_kernels/reference.py defines what an op computes,
+// d3s_kernels/_table/meaning.py does so for ops that are no public function, and the docstrings of d3s_kernels explain
+// the arguments.
 //
 // A number that a trainer changes from step to step comes as a SymInt (capacity, max_rows), as a 0-d tensor
 // (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.
 #include "torch_abi.h"
 
 #if defined(D3S_NO_KERNELS)
-STABLE_TORCH_LIBRARY(d3s_checks, m) {  // the same ops, of which nothing but their arguments is looked at
+STABLE_TORCH_LIBRARY(d3s_checks, m) {  // the same ops, which only check their arguments
 #else
 STABLE_TORCH_LIBRARY(d3s_kernels, m) {
 #endif
@@ -19,8 +20,8 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
       "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
       "Tensor? mask=None, SymInt? first_token=None) -> Tensor");
-  // the same over a tile of the vocabulary that starts at first_token: states [rows, 4] are merged, gradients written
-  // in place (or by the op above); [shards, rows, 4] are the states of shards of each row, merged in their order
+  // The same for a tile, whose first column is token first_token: it is merged into states [rows, 4], and its gradient
+  // is written in place (or by the op above). States [shards, rows, 4], of the shards of each row, are merged in order.
   m.def(
       "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
       "Tensor? temperature_tensor=None, Tensor? mask=None) -> ()");
@@ -31,7 +32,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
       "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt first_token, float temperature=1.0, "
       "Tensor? temperature_tensor=None) -> ()");
-  // hidden states and the LM head -> the same, without the logits
+  // hidden states and the LM head -> the same numbers, without storing all logits
   m.def(
       "linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
       "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
@@ -43,7 +44,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "Tensor? temperature_tensor, float? logit_softcap, Tensor? mask, SymInt? max_grad_rows, "
       "ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
-  // both of a vocabulary that the ranks of a process group share: each has the tokens from first_token on
+  // Both for a vocabulary that the ranks of a process group share: a rank's shard starts at first_token.
   m.def(
       "vocab_parallel_logprob_entropy(Tensor logits, Tensor labels, SymInt first_token, str group_name, "
       "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None) "
@@ -79,7 +80,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)");
   m.def("compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)");
 
-  // the same in steps, for a segment that lies on several ranks: what counts say is added up over them in between
+  // The same in steps, for a segment that lies on several ranks: between the steps, the ranks add up their counts.
   m.def("topk_order_keys(Tensor scores, Tensor? advantages=None, Tensor? mask=None, Tensor? offsets=None) -> Tensor");
   m.def("topk_count_digit(Tensor keys, Tensor search, int shift, int bits, Tensor? offsets=None) -> Tensor");
   m.def(
@@ -97,7 +98,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "max_variance_select(Tensor values, SymInt? keep=None, Tensor? keep_tensor=None, Tensor? mask=None, "
       "Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False) -> Tensor");
 
-  // tokens: what a loss weighs each with. Groups are int8, below 0 for none.
+  // tokens: the weights that a loss gives them. Groups are int8, below 0 for tokens in no group.
   m.def(
       "importance_ratio(Tensor logprob, Tensor old_logprob, Tensor? mask=None, Tensor? groups=None, "
       "Tensor? offsets=None, str level=\"token\", str denominator=\"self\", float low=-20.0, float high=20.0) "

@@ -1,7 +1,7 @@
 // The one header that touches torch. Everything here goes through its stable ABI (TORCH_TARGET_VERSION in
 // CMakeLists.txt), so that a library built against one release runs on every later one.
 //
-// What the ops need of torch is little: look at tensors, make new ones, refuse bad arguments, run in parallel.
+// The ops need four things from torch: to look at tensors, make new ones, refuse bad arguments and run in parallel.
 #pragma once
 
 #if defined(D3S_CUDA) && !defined(D3S_EMULATED)
@@ -42,7 +42,7 @@ using OptionalInt = std::optional<int64_t>;
 using OptionalFloat = std::optional<double>;
 
 // ---- refusing bad arguments ------------------------------------------------------------------------------------
-// std::invalid_argument reaches Python as ValueError. A message names the argument, what was given, what is taken.
+// std::invalid_argument reaches Python as ValueError. A message names the argument, what it got and what it takes.
 
 template <class... Parts>
 void require(bool good, const char* argument, const Parts&... parts) {
@@ -53,7 +53,7 @@ void require(bool good, const char* argument, const Parts&... parts) {
   throw std::invalid_argument(message.str());
 }
 
-// A tensor's shape and dtype as text, made only where a message is.
+// Print a tensor's shape or dtype; the text is made only if there is a message.
 struct shape {
   const Tensor& tensor;
   explicit shape(const Tensor& t) : tensor(t) {}
@@ -107,7 +107,7 @@ inline Tensor packed(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// A tensor with one value for each of `rows` (a tensor's leading dimensions), contiguous.
+// Requires one value for each row of `like`, whose rows are its first `dims` dimensions. Returns the tensor contiguous.
 inline Tensor require_per_row(const char* argument, const Tensor& tensor, const Tensor& like, int64_t dims) {
   require(tensor.dim() == dims && same_shape(tensor, like, dims), argument, "got shape ", shape(tensor),
           "; takes one value for each row, of a tensor of shape ", shape(like));
@@ -133,7 +133,7 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Te
   int32_t device_type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
-  // not torch::stable::empty: that one walks the dispatcher, at ten times the cost
+  // Not torch::stable::empty: it goes through the dispatcher, which costs ten times as much.
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
       static_cast<int32_t>(torch::stable::detail::from(type)), device_type, like.get_device_index(), &handle));
@@ -147,12 +147,12 @@ inline std::vector<int64_t> leading_sizes(const Tensor& tensor, int64_t dims) {
 
 // ---- the device ------------------------------------------------------------------------------------------------
 
-// The tensor where its values can be read and checked. Those on a GPU are taken on trust, since to look at them is to
-// wait for the GPU: only D3S_KERNELS_CHECK=1 asks for it.
+// The tensor on the host, if its values are to be checked. Values on a GPU are trusted, since reading them needs a host
+// synchronisation; D3S_KERNELS_CHECK=1 has them checked.
 inline OptionalTensor on_host(const Tensor& tensor) {
   constexpr auto kCpu = torch::headeronly::DeviceType::CPU;
   const bool here = tensor.device().type() == kCpu;
-#if !defined(D3S_EMULATED)  // tests have CPU tensors stand for a GPU's
+#if !defined(D3S_EMULATED)  // in these tests, CPU tensors stand for GPU tensors
   if (here) return tensor;
 #endif
   const char* setting = std::getenv("D3S_KERNELS_CHECK");
@@ -160,7 +160,7 @@ inline OptionalTensor on_host(const Tensor& tensor) {
   return here ? tensor : torch::stable::to(tensor, torch::stable::Device(kCpu));
 }
 
-// The device of `like`, made the current one for as long as this lives.
+// The device of `like`. It is the current device as long as this object lives.
 class TorchDevice : public Device {
  public:
   explicit TorchDevice(const Tensor& like) : like_(like) {
@@ -171,7 +171,7 @@ class TorchDevice : public Device {
 #endif
   }
 
-  // From torch's allocator, which gives it to nobody else before what is on the stream by then has run.
+  // From torch's allocator: once the op has returned, only later work on the same stream can get this memory.
   void* scratch(int64_t bytes) override {
     rooms_.push_back(empty({bytes > 0 ? bytes : 1}, ScalarType::Byte, like_));
     return rooms_.back().mutable_data_ptr();
@@ -214,7 +214,7 @@ inline RowLayout rows_of(const char* argument, const Tensor& tensor) {
     const int64_t size = tensor.size(i), stride = tensor.stride(i);
     rows.count *= size;
     if (size == 1) continue;
-    if (rows.dims > 0 && rows.strides[rows.dims - 1] == size * stride) {  // they step evenly: they are one
+    if (rows.dims > 0 && rows.strides[rows.dims - 1] == size * stride) {  // merge the two dimensions
       rows.sizes[rows.dims - 1] *= size;
       rows.strides[rows.dims - 1] = stride;
     } else {
@@ -238,7 +238,7 @@ void require_offsets(const Offset* offsets, const Segments& segments, const char
           "; must end at the length of ", argument, ", ", segments.limit);
 }
 
-// The segments of `values`: its last dimension, or what `offsets` cuts a 1-D tensor into.
+// The segments of `values`: its rows along the last dimension, or the parts that `offsets` cuts a 1-D tensor into.
 inline Segments segments_of(const Tensor& values, const OptionalTensor& offsets, const char* argument) {
   require(values.dim() >= 1, argument, "got a 0-d tensor; takes [..., n]");
   Segments segments;
@@ -278,7 +278,7 @@ inline Segments pool(const Tensor& values) {
   return all;
 }
 
-// The caller's bound on a segment's length, or what is known without it; only GPUs use it, to size their launches.
+// A bound on the length of a segment: the caller's, or what the sizes tell. Only GPUs use it, to size their launches.
 inline int64_t longest_of(const Segments& segments, int64_t values, const OptionalInt& max_segment) {
   require(!max_segment || *max_segment >= 0, "max_segment", "got ", max_segment.value_or(0), "; takes at least 0");
   if (!segments.ragged()) return segments.length;
@@ -287,7 +287,8 @@ inline int64_t longest_of(const Segments& segments, int64_t values, const Option
 
 // ---- running in parallel ---------------------------------------------------------------------------------------
 
-// body(begin, end) over [0, n) in pieces of at least `grain`, on torch's threads; inline where there is only one piece.
+// Calls body(begin, end) for pieces of [0, n) with at least `grain` each, on torch's threads; if n <= grain, calls it
+// once, on this thread.
 template <class Body>
 void parallel_for(int64_t n, int64_t grain, const Body& body) {
   if (n <= 0) return;
@@ -297,8 +298,8 @@ void parallel_for(int64_t n, int64_t grain, const Body& body) {
     torch::stable::parallel_for(0, n, grain, body);
 }
 
-// body(first, last) over segments, some `grain` values at least to a thread. Threads share the values evenly, not the
-// segments: those that start among a thread's values are its own.
+// Calls body(first, last) for all segments, in parallel. The threads share the values evenly (at least `grain` each),
+// not the segments: a thread gets the segments that start among its values.
 template <class Body>
 void parallel_segments(const Segments& segments, int64_t values, int64_t grain, const Body& body) {
   const auto share = [&](int64_t begin, int64_t end) {

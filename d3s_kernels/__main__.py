@@ -1,6 +1,6 @@
-"""``python -m d3s_kernels``: what was built, what computes each op here, and every back-end beside the reference.
+"""``python -m d3s_kernels`` reports the build and the back-end of each op, and compares back-ends with the reference.
 
-The exit status is 0 where all that run here agree with it.
+The exit status is 0 if every back-end that runs here agrees with the reference, and all that serve a device run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEAD = "error / allowed, * serves"
 
 
 def _devices() -> Iterator[tuple[torch.device, str]]:
-    """Those of this machine, and what they are."""
+    """Yields each device of this machine with a description."""
     yield torch.device("cpu"), f"{torch.get_num_threads()} threads"
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
@@ -29,7 +29,7 @@ def _devices() -> Iterator[tuple[torch.device, str]]:
 
 
 def _column(device: torch.device, backend: str) -> dict[str, str]:
-    """For each op how near this back-end comes to its meaning. Prints what is wrong."""
+    """The cell of each op: the error as a share of the allowed error, "equal" or "WRONG". Prints the wrong results."""
     cells, wrong = {}, Comparison()
     with backends.forced(backend):
         for op, worst in checks(device, backend):
@@ -43,13 +43,15 @@ def _column(device: torch.device, backend: str) -> dict[str, str]:
 
 
 def _table(device: torch.device) -> bool:
-    """Prints a column for each back-end that runs on the device. Whether those that run agree, and what serves runs."""
+    """Prints a column for each back-end that runs on the device. Returns whether all of them agree, and those that
+    serve the device run.
+    """
     serving = backends.serving(device.type)
     columns, good = {}, True
     for backend in backends.runnable(device.type):
         try:
             cells = _column(device, backend)
-        except Exception as error:  # whatever a driver or a compiler says: it goes into the report
+        except Exception as error:  # any error of a driver or a compiler belongs in the report
             print(f"  {backend}: does not run here: {type(error).__name__}: {error}")
             good &= backend not in serving
             continue

@@ -1,7 +1,7 @@
-"""Arguments that come in several forms, brought into the one that the ops take.
+"""Checks the types and devices of arguments, and converts arguments of several forms into the one that the ops take.
 
-Values are checked by the kernels. Here are the checks that torch's dispatcher would answer in words of its own, or not
-at all: types, and tensors on different devices.
+The kernels check values. The checks here run before those of torch's dispatcher, which does not find every wrong type
+or device and whose messages are less clear.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 
 def require_tensors(**arguments: Tensor | None) -> None:
-    """All are tensors, on the device of the first."""
+    """Raises unless all arguments are tensors on the device of the first one."""
     device = None
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
@@ -25,7 +25,7 @@ def require_tensors(**arguments: Tensor | None) -> None:
 
 
 def require_optional_tensors(like: Tensor, **arguments: Tensor | None) -> None:
-    """All are tensors on the device of ``like``, or None."""
+    """Raises unless each argument is None or a tensor on the device of ``like``."""
     for name, value in arguments.items():
         if value is None:
             continue
@@ -40,7 +40,9 @@ def _require_device(name: str, value: Tensor, device: torch.device) -> None:
 
 
 def require_no_tangent(**arguments: Tensor | None) -> None:
-    """Derivatives are made backwards alone: torch would take an op for a constant of forward mode, without a word."""
+    """Refuses forward-mode tangents. The ops have backward derivatives only, and torch would silently treat their
+    results as constants.
+    """
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     for name, value in arguments.items():
@@ -49,7 +51,7 @@ def require_no_tangent(**arguments: Tensor | None) -> None:
 
 
 def require_whole(**arguments: int | None) -> None:
-    """All are whole numbers, or None."""
+    """Raises unless each argument is a whole number or None."""
     for name, value in arguments.items():
         if value is None or type(value) is int or isinstance(value, torch.SymInt):
             continue
@@ -58,7 +60,7 @@ def require_whole(**arguments: int | None) -> None:
 
 
 def whole_number(name: str, value: object, *, at_least: int | None = None) -> int:
-    """The number as an int: outside of the ops, where nothing is symbolic."""
+    """Returns the value as an int. For code outside of the ops, where no number is symbolic."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}: got {value!r}; takes a whole number")
     if at_least is not None and value < at_least:
@@ -67,7 +69,7 @@ def whole_number(name: str, value: object, *, at_least: int | None = None) -> in
 
 
 def require_number(**arguments: float | None) -> None:
-    """All are numbers, or None."""
+    """Raises unless each argument is a number or None."""
     for name, value in arguments.items():
         if value is not None and not _is_number(value):
             raise TypeError(f"{name}: got {value!r}; takes a number")
@@ -80,7 +82,7 @@ def require_flag(**arguments: bool) -> None:
 
 
 def require_scope(scope: str, within: str) -> bool:
-    """Whether to pool: ``scope`` is "batch" or ``within``."""
+    """Returns whether to pool all segments: True for "batch", False for ``within``. Refuses any other scope."""
     if scope not in ("batch", within):
         raise ValueError(f"scope: got {scope!r}; takes 'batch' or {within!r}")
     return scope == "batch"
@@ -92,7 +94,7 @@ def require_rule(rule: str, takes: tuple[str, ...]) -> None:
 
 
 def require_generator(generator: torch.Generator | None, rule: str, draws: bool, like: Tensor) -> None:
-    """There is one only where the rule draws numbers, and of that device."""
+    """Refuses a generator if the rule draws no numbers, or if it is for another kind of device."""
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
@@ -104,7 +106,7 @@ def require_generator(generator: torch.Generator | None, rule: str, draws: bool,
 
 
 def temperature_argument(temperature: float | Tensor, like: Tensor, rows: torch.Size) -> tuple[float, Tensor | None]:
-    """The number, or the tensor that replaces it: float32, 0-d or one for each row."""
+    """Returns the number, and the tensor that replaces it, if any: float32, 0-d or one for each row."""
     if not isinstance(temperature, Tensor):
         if not _is_number(temperature):
             raise TypeError(f"temperature: got {type(temperature).__name__}; takes a number or a float tensor")
@@ -131,7 +133,7 @@ def temperature_argument(temperature: float | Tensor, like: Tensor, rows: torch.
 
 
 def ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float | None, Tensor | None]:
-    """The number, or the 0-d tensor that replaces it."""
+    """Returns the number, or the 0-d tensor that replaces it; the other one is None."""
     if isinstance(ratio, Tensor):
         _require_device("ratio", ratio, like.device)
         return None, ratio
@@ -145,8 +147,8 @@ def ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float | 
 
 
 def _in_a_graph(value: float, like: Tensor) -> Tensor:
-    """A number as a 0-d tensor: a graph would be compiled anew for each float. Its value is checked before: on a GPU
-    nobody looks at that of a tensor.
+    """The number as a 0-d tensor, since torch.compile would compile a new graph for each float. The caller checks the
+    value before, because the kernels do not check the value of a tensor on a GPU.
     """
     return torch.ones((), dtype=torch.float64, device=like.device) * value
 
@@ -162,7 +164,7 @@ def whole_or_tensor(name: str, value: int | Tensor, like: Tensor) -> tuple[int |
 
 
 def require_keep(keep: int | Tensor) -> None:
-    """At least 1, as far as that can be seen without waiting for a device."""
+    """Refuses a ``keep`` below 1. The value of a tensor is checked only if :func:`is_known` lets the host read it."""
     if isinstance(keep, Tensor):
         if keep.numel() != 1 or keep.dtype not in (torch.int64, torch.int32):
             raise ValueError(
@@ -176,16 +178,16 @@ def require_keep(keep: int | Tensor) -> None:
 
 
 def checks_everything() -> bool:
-    """Whether ``D3S_KERNELS_CHECK=1`` asks for checks that wait: for a GPU, or for the other ranks."""
+    """Whether ``D3S_KERNELS_CHECK=1`` asks for checks that wait for a GPU or for the other ranks."""
     return os.environ.get("D3S_KERNELS_CHECK") == "1"
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Whether the host may look at its values: nobody has to be waited for, or waiting is asked for."""
+    """Whether the host may read the values: without waiting for a device, or because checks that wait are enabled."""
     return tensor.is_cpu or checks_everything()
 
 
 def _is_number(value: object) -> bool:
-    if type(value) is float or type(value) is int:  # first, as it is nearly always: an abstract class asks its registry
+    if type(value) is float or type(value) is int:  # the usual case first: an abstract class is slow
         return True
     return isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""The few collectives that the ops across ranks are made of."""
+"""The collectives that the ops across ranks use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-# Its name from torch 2.13 on, and the one before.
+# The function is called all_gather_single from torch 2.13 on, and all_gather_into_tensor before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -32,18 +32,18 @@ class Ranks(NamedTuple):
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """``[ranks, ...]``: everyone's, which have one shape."""
+        """``[ranks, ...]``: the values of every rank. They have the same shape on all ranks."""
         everyones = values.new_empty(self.size, values.numel())
         _all_gather(everyones.view(-1), values.reshape(-1), group=self.group)
         return everyones.view(self.size, *values.shape)
 
     def gather_number(self, number: int, like: Tensor) -> Tensor:
-        """int64 ``[ranks]``: a number that each host knows, on the device of ``like``."""
+        """int64 ``[ranks]``, on the device of ``like``: the number that each rank's host passes."""
         return self.gather(torch.full((1,), number, dtype=torch.int64, device=like.device)).view(-1)
 
 
 def ranks_of(process_group: dist.ProcessGroup | DeviceMesh, name: str = "process_group") -> Ranks:
-    """Of an argument of that name."""
+    """The ranks of a process group or mesh. Error messages call the argument ``name``."""
     group: object = process_group
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -60,5 +60,5 @@ def ranks_of(process_group: dist.ProcessGroup | DeviceMesh, name: str = "process
 
 
 def ranks_named(name: str) -> Ranks:
-    """Of the group that torch knows by this name: ops take no other."""
+    """The ranks of the group that is registered with torch under this name: an op cannot take the group itself."""
     return ranks_of(c10d._resolve_process_group(name))  # type: ignore[arg-type, attr-defined]

@@ -1,4 +1,4 @@
-"""What ``python -m d3s_kernels`` looks at: every op of the table on random arguments, beside its meaning."""
+"""The checks of ``python -m d3s_kernels``: every op of the table, on random arguments, is compared with its meaning."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ._table.draw import Draw
 from ._table.table import OPS
 from .compare import Difference, compare_here, moved
 
-# The largest length of a row or a segment, for each draw of an op's arguments: short ones for their edges, and one that
-# several blocks of a GPU share.
+# The largest length of a row or a segment, for each draw of an op's arguments. Short lengths test edge cases; the
+# longest rows are shared by several blocks of a GPU.
 SIZES = (40, 40, 40, 300, 5000)
 
 
 def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference]]:
-    """Each op that a device has by itself, and where its results come nearest to what is allowed, or are beyond it."""
+    """For each op that one device runs alone, the difference with the largest share of its allowed error."""
     for op, row in OPS.items():
         if row.served_by == "ranks" or (row.served_by == "cpu" and device.type != "cpu"):
             continue

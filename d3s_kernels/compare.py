@@ -1,4 +1,4 @@
-"""A call of the library on every back-end that runs here, beside the reference: what a bug report needs."""
+"""Runs a call on every back-end that runs here and compares the results with the reference, for bug reports."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _PUBLIC = (ratios, rollouts, tokens, vocabulary)
 
 
 class Difference(NamedTuple):
-    """The place of one result where a back-end comes nearest to what is allowed, or is furthest beyond it."""
+    """The worst place of one result of a back-end: where the error is the largest share of the allowed error."""
 
     backend: str
     output: str
-    """The name of a result, "gradient of" an argument, or what was raised."""
+    """The name of a result, "gradient of" and an argument, or the exception that was raised."""
     index: tuple[int, ...] | None  # type: ignore[assignment]  # hides tuple.index
-    """Where in it; None where there is no such place: in an empty result, or one of another shape or dtype."""
+    """The place in the output; None for an empty result, for a wrong shape or dtype, and for an exception."""
     error: float
-    """How far from the reference, there; infinite where one is NaN or infinite and the other is not."""
+    """The distance from the reference there; infinite where one is NaN or infinite and the other is not."""
     allowed: float
-    """How far it may be; 0 where the two have to be equal."""
+    """The distance that is allowed there; 0 where the two have to be equal."""
 
     @property
     def agrees(self) -> bool:
@@ -37,7 +37,7 @@ class Difference(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The error, as a share of what is allowed: 0 where there is none, infinite where none is allowed."""
+        """The error as a share of the allowed error: 0 without an error, infinite if none is allowed."""
         return 0.0 if self.error == 0 else self.error / self.allowed if self.allowed > 0 else math.inf
 
 
@@ -46,7 +46,7 @@ class Comparison(list[Difference]):
 
     @property
     def agrees(self) -> bool:
-        """Whether every back-end is as near to the reference as it has to be."""
+        """Whether every back-end is within the allowed error everywhere."""
         return all(difference.agrees for difference in self)
 
     def __str__(self) -> str:
@@ -73,24 +73,24 @@ def _verdict(difference: Difference) -> str:
 
 
 def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparison:
-    """Calls a function of the library on every back-end that runs here, and compares each with the reference.
+    """Returns how far each back-end that runs here is from the reference, for one call: for users and bug reports.
 
-    The reference is the function of the same name in ``d3s_kernels.reference``, in plain PyTorch and float64. Where an
-    argument wants a gradient, gradients are compared as well, for incoming gradients that are normal random numbers.
-    What is drawn at random is the same in all calls. The arguments are not changed.
+    The reference is the function of the same name in ``d3s_kernels.reference``, in plain PyTorch and float64. If an
+    argument requires a gradient, gradients are compared as well; the incoming gradients are normal random numbers.
+    All calls draw the same random numbers. The arguments are not changed.
 
     Args:
         function: a public function of ``d3s_kernels`` that takes tensors, such as ``d3s_kernels.topk_mask``; or an op
             of the library, such as ``torch.ops.d3s_kernels.topk_order_keys``.
-        args, kwargs: what it is called with. Of tensors on a GPU also the compiled CPU library gets a copy.
+        args, kwargs: the arguments of the call. If they are on a GPU, the compiled CPU library gets a copy of them too.
 
     Returns:
-        :class:`Comparison`: for each back-end and each result the back-end, the result's name, the index of its worst
-        place, the error there, and how much is allowed there.
+        :class:`Comparison`: for each back-end and each result, the name of both, the index of the result's worst place,
+        the error there, and the error that is allowed there.
 
     Raises:
-        TypeError: the function is none of the library's, or is given a process group.
-        ValueError, TypeError: what all back-ends refuse.
+        TypeError: the function is not one of the library, or gets a process group.
+        ValueError, TypeError: arguments that all back-ends refuse.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -110,7 +110,7 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
                 refusals.append(error)
                 found.append(Difference(label, f"{type(error).__name__}: {error}", None, math.inf, 0.0))
-    if refusals and len(refusals) == len(found):  # nobody takes these arguments
+    if refusals and len(refusals) == len(found):  # every back-end refuses these arguments
         raise refusals[0]
     return found
 
@@ -118,7 +118,7 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
 def compare_here(
     row: Row, call: Callable[..., Any], arguments: Mapping[str, Any], sent: Mapping[str, Any], backend: str
 ) -> list[Difference]:
-    """The call with what was sent to a device, by whatever is at work there, and the meaning of the same arguments."""
+    """Compares the call on the active back-end, with ``sent`` on its device, and the meaning of the same arguments."""
     return [_worst(backend, *outcome) for outcome in outcomes(row, call, arguments, sent)]
 
 
@@ -133,7 +133,7 @@ def _worst(backend: str, name: str, found: Tensor, exact: Tensor, allowed: Tenso
     same = (one == other) | (one.isnan() & other.isnan())
     error = (one - other).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
     limit = allowed.double().expand(exact.shape).flatten()
-    # How much of what is allowed is used up; what has to be equal and is not, most of all.
+    # The share of the allowed error that is used. Numbers beyond their limit rank first, above all where it is 0.
     share = torch.where(error <= limit, error / limit.clamp(min=1e-300), 2 + error / limit.clamp(min=1e-300))
     place = int(share.nan_to_num(posinf=torch.finfo(torch.float64).max).argmax())
     index = tuple(int(part) for part in torch.unravel_index(torch.tensor(place), found.shape))
@@ -158,7 +158,7 @@ def _row_of(function: Any) -> tuple[Row, Callable[..., Any]]:
 
 
 def _named(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by their names, without what is as it is by default."""
+    """The given arguments by name, without those about process groups. Refuses a process group."""
     if isinstance(function, torch._ops.OpOverload):
         names = [argument.name for argument in function._schema.arguments]
         return dict(zip(names, args, strict=False)) | dict(kwargs)
@@ -173,13 +173,15 @@ def _named(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
 def _both(
     function: Any, arguments: Mapping[str, Any], device: torch.device
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The arguments for the reference and for the call. What is drawn at random is drawn on the device of the call."""
+    """The arguments for the reference and for the call. The reference of a public function runs on the device of the
+    call, so that both draw the same random numbers.
+    """
     sent = moved(arguments, device)
     return (sent if inspect.isfunction(function) else moved(arguments, torch.device("cpu"))), sent
 
 
 def _backends(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.device, str]]:
-    """What each is called, its device, and its name."""
+    """The label of each back-end in the results, its device, and its name."""
     own = next((part.device for part in arguments.values() if isinstance(part, Tensor)), torch.device("cpu"))
     for device in dict.fromkeys((own, torch.device("cpu"))):
         for backend in backends.runnable(device.type):
@@ -188,7 +190,7 @@ def _backends(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.device,
 
 
 def moved(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copies on that device, of the same strides and the same distance from a multiple of 16 bytes."""
+    """Copies on that device, with the same strides and the same alignment with respect to 16 bytes."""
     return {name: _moved(part, device) for name, part in arguments.items()}
 
 

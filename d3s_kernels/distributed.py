@@ -1,6 +1,6 @@
-"""What only several ranks need: kept rows evened out between them, and a vocabulary that they share.
+"""Functions for several ranks only: they even out kept rows between ranks, or work on a vocabulary that ranks share.
 
-The selections themselves take ``process_group``.
+The selection functions of ``d3s_kernels`` take a ``process_group`` themselves.
 """
 
 from ._across_ranks.plan_rows import RowPlan, exchange_rows, plan_rows

@@ -33,9 +33,9 @@ def importance_ratio(
     log_bounds: tuple[float, float] | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """The importance ratio of every token: GRPO's, GSPO's, or ESPO's. Differentiable in ``logprob``.
+    """The importance ratio of every token, for the loss of GRPO, GSPO or ESPO. Differentiable in ``logprob``.
 
-    With ``w_t = pi(y_t) / pi_old(y_t)``, sg for "as a constant", and means over the tokens that the mask keeps::
+    Here ``w_t = pi(y_t) / pi_old(y_t)``, sg[x] is x as a constant, and means are over the tokens that the mask keeps::
 
         level "token"           w_t                                              (PPO, GRPO)
         level "sequence"        sg[s] pi(y_t) / sg[pi(y_t)],  s = exp(mean log w of the sequence)
@@ -43,34 +43,34 @@ def importance_ratio(
         level "entropy_group"   the same, s of the token's group within its sequence
                                                                   (ESPO, arXiv 2512.00499, eq. 9 and 10)
 
-    So all tokens of a sequence (a group) have the value s, and each passes its own share of the gradient: the
-    derivative of a token's ratio by its log-probability is the ratio. For an advantage per sequence and a loss averaged
-    over its tokens that is GSPO, in value, clipping and gradient; and a token that a selection drops from the loss
-    still counts in s, as long as it is in ``mask``. With ``denominator="old"`` the token's factor is
-    ``pi(y_t) / sg[pi_old(y_t)]``, so that its value is ``s w_t``: ESPO's eq. 9 as it is printed. The default is
-    what the paper's narrow clip ranges fit; its authors published no code.
+    So all tokens of a sequence (or group) have the value s, and each has a gradient of its own: the derivative of a
+    token's ratio by its log-probability is the ratio. With one advantage per sequence and a loss averaged over its
+    tokens this is GSPO, in value, clipping and gradient. A token that a selection drops from the loss still counts in
+    s, as long as it is in ``mask``. With ``denominator="old"`` the token's factor is ``pi(y_t) / sg[pi_old(y_t)]``, so
+    that its value is ``s w_t``: this is ESPO's eq. 9 as printed. The paper's narrow clip ranges fit the default; its
+    authors published no code.
 
-    A mean is the same to the bit padded and packed, on CPU and GPU (log-ratios are added in units of 2^-26; one beyond
-    4096 counts as infinite). Ratios of tokens that have not moved are exactly 1.
+    A mean has the same bits for padded and packed tokens, and on CPU and GPU: log-ratios are added in units of 2^-26,
+    and one of 4096 or more counts as infinite. Where no log-probability has changed, ratios are exactly 1.
 
     Args:
         logprob: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         old_logprob: the same shape; a constant.
         mask: bool, the shape of ``logprob``. Where it is False nothing is read: ratio 1, gradient 0.
-        level: what a ratio is taken over.
+        level: what a ratio is taken over: the token, its sequence, or its group.
         groups: int8, the shape of ``logprob``, for level "entropy_group": 0 to 15; below 0 for tokens in no group,
             which are treated as masked. :func:`entropy_groups` makes them.
-        denominator: of the token's own factor: "self" or "old". At level "token" it means nothing.
-        log_bounds: the logarithm of a ratio is clamped to these, with gradient 0 beyond. None is what verl does:
-            (-20, 20) at level "token", (-inf, 10) else. TRL does not: (-inf, inf).
+        denominator: what the token's own factor is divided by: "self" or "old". Level "token" ignores it.
+        log_bounds: (low, high): the logarithm of a ratio is clamped to this range, with gradient 0 outside. None takes
+            verl's bounds: (-20, 20) at level "token", (-inf, 10) at the others. TRL does not clamp: (-inf, inf).
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
 
     Returns:
         float32, the shape of ``logprob``.
 
     Raises:
-        ValueError, TypeError: a wrong shape, dtype, device, offsets, level or denominator; groups without their level
-            or the level without groups; bounds that are not below and above 0.
+        ValueError, TypeError: a wrong shape, dtype, device, offsets, level or denominator; groups at another level, or
+            level "entropy_group" without groups; bounds that are not below and above 0.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -106,25 +106,25 @@ def entropy_groups(
 ) -> Tensor:
     """Groups of tokens of similar entropy, for ESPO (arXiv 2512.00499, eq. 7).
 
-    Each quantile q is a cut with exactly the highest ``1 - q`` of the tokens above it, counted as in
-    :func:`topk_mask`, ties to the lower index; a token's group is the number of cuts below it. The paper does not say
-    how its ranges of entropy are set; its ablation finds a group of the highest 20 % best, which is the default.
+    Each quantile q is a cut that has exactly the highest ``1 - q`` of the tokens above it, counted as in
+    :func:`topk_mask`; among ties the lower index is above. A token's group is the number of cuts below it. The paper
+    does not say how its ranges of entropy are set. In its ablation a group of the highest 20 % is best: the default.
 
     Args:
         entropy: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. The
-            paper's is the old policy's.
+            paper takes the entropy of the old policy.
         mask: bool, the shape of ``entropy``: the completion's tokens.
         quantiles: rising, in (0, 1), at most 15.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
         max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
-        scope: "sequence" cuts each sequence by its own quantiles, "batch" all by the same.
+        scope: "sequence" takes quantiles of each sequence, "batch" takes quantiles of all tokens.
 
     Returns:
         int8, the shape of ``entropy``: 0 for the lowest entropies, up to the number of quantiles; -1 outside the mask,
         and where the entropy is NaN. No gradient.
 
     Raises:
-        ValueError, TypeError: a wrong shape, dtype, device, offsets or scope, quantiles that are none.
+        ValueError, TypeError: a wrong shape, dtype, device, offsets or scope, or wrong quantiles.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -155,16 +155,16 @@ def adaptive_clip(
 ) -> Tensor:
     """How far a token's ratio may be from 1 before it is clipped: ESPO's epsilon (arXiv 2512.00499, eq. 8).
 
-    ``alpha / log(vocab_size)`` times the mean entropy of the token's group within its sequence: a group of uncertain
-    tokens may move further. The paper prints the entropy of one token over the number of tokens; its text speaks of
-    the group's average normalised entropy, as here. Means are exact, as in :func:`importance_ratio`.
+    It is ``alpha / log(vocab_size)`` times the mean entropy of the token's group within its sequence, so that a group
+    of uncertain tokens may move further. The paper's formula divides the entropy of one token by the number of tokens;
+    its text means the group's average normalised entropy, as here. Means are exact, as in :func:`importance_ratio`.
 
     Args:
         entropy: ``[..., T]``, nats, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         groups: int8, the shape of ``entropy``: 0 to 15; below 0 for tokens in no group.
         mask: bool, the shape of ``entropy``.
-        vocab_size: of the policy; its logarithm is the largest entropy there can be.
-        alpha: the range of a group of the largest entropy; the paper's ablation finds 0.02 best.
+        vocab_size: the size of the policy's vocabulary; its logarithm is the largest possible entropy.
+        alpha: the range of a group that has the largest possible entropy; in the paper's ablation 0.02 is best.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
 
     Returns:

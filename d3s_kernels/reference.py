@@ -1,8 +1,8 @@
-"""What every op means, in plain PyTorch and float64.
+"""The meaning of every op, in plain PyTorch and float64.
 
-Same names, arguments and results as the public functions, but for process groups; written to be read: rows and segments
-one after the other, no kernel, no argument checks. The tests compare the library with these functions; they are the
-place to look up what an op does with ties, NaN, masks and empty segments.
+Names, arguments and results are those of the public functions, without process groups. The code is written to be read:
+it takes rows and segments one after the other, and has no kernels and no argument checks. The tests compare the library
+with these functions. Look here for what an op does with ties, NaN, masks and empty segments.
 
 Logits are reduced in float64 and give float64 results that autograd can differentiate (the ops return float32).
 Scores are float32, as in the ops, so that equal scores here are equal scores there.
@@ -60,10 +60,10 @@ def linear_logprob_entropy(
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logprob_entropy of hidden @ weight.T + bias, without keeping these logits.
+    """logprob_entropy of the logits hidden @ weight.T + bias.
 
-    `logits_dtype` and `workspace_bytes` change rounding and memory, never the meaning. More unmasked rows than
-    `max_rows` give NaN results, more rows with a gradient than `max_grad_rows` NaN gradients.
+    `logits_dtype` and `workspace_bytes` change rounding and memory, never the meaning. All results are NaN if more
+    rows than `max_rows` are unmasked, and all gradients if more rows than `max_grad_rows` have a gradient.
     """
     logits = _head_logits(hidden, weight, bias, logit_softcap)
     results = torch.stack(logprob_entropy(logits, labels, temperature=temperature, mask=mask))
@@ -78,7 +78,7 @@ def linear_logprob_entropy(
 
 
 def _bound_gradient(results: Tensor, logits: Tensor, most: int, labels: Tensor, mask: Tensor | None) -> None:
-    """More rows with a gradient than that make the gradient of all logits NaN, and so every other."""
+    """Makes the gradient of all logits NaN, and so every other gradient, if more than `most` rows have a gradient."""
     exceeded: list[bool] = []
 
     def count(grad: Tensor) -> None:
@@ -97,7 +97,7 @@ def _head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_soft
 
 
 def _log_softmax(logits: Tensor, temperature: Temperature, mask: Tensor | None) -> Tensor:
-    if mask is not None:  # rows that are left out are never read: NaN in them stays there
+    if mask is not None:  # masked rows are not read: NaN in them has no effect
         logits = logits.masked_fill(~mask.unsqueeze(-1), 0)
     per_row = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device).unsqueeze(-1)
     return torch.log_softmax(logits.double() / per_row, -1)
@@ -189,9 +189,9 @@ def select_tokens_from_logits(
 
 
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Where the mask is true: row-major indices in ascending order, -1 after the last, and how many there are.
+    """The row-major indices of the mask's true values, ascending, with -1 after the last; and how many there are.
 
-    The count is the true one, also where it exceeds the capacity.
+    The capacity does not limit the count.
     """
     found = mask.flatten().nonzero().flatten()
     indices = torch.full((capacity,), -1, dtype=torch.int64, device=mask.device)
@@ -221,13 +221,13 @@ def _token_scores(
 
 
 def _random_scores(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The bits of any positive normal number, each as likely as the others: the highest k are a random subset."""
+    """Positive normal numbers whose bit patterns are equally likely, so that the highest k are a random subset."""
     bits = torch.randint(0x00800000, 0x7F800000, like.shape, dtype=torch.int32, device=like.device, generator=generator)
     return bits.view(torch.float32)
 
 
 def _entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> TokenSelection:
-    """At or above torch's interpolated quantile: more than the share where entropies tie, none where one is NaN."""
+    """Keeps what is at or above torch's interpolated quantile: more than the share on ties, nothing if one is NaN."""
     values = entropy.detach().float()
     present = values.flatten() if mask is None else values[mask]
     threshold = torch.quantile(present, 1 - ratio) if len(present) else values.new_tensor(math.inf)
@@ -236,7 +236,7 @@ def _entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> Tok
 
 
 def _per_token(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> Tensor:
-    """Advantages are given for each token, for each sequence, or one for all; [n] beside n tokens is for each token."""
+    """Advantages come for each token, for each sequence, or one for all. With n tokens, [n] is one for each token."""
     if advantages.dim() == 0 or advantages.shape == entropy.shape:
         return advantages.expand_as(entropy)
     if offsets is not None:
@@ -245,7 +245,7 @@ def _per_token(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> T
 
 
 def _usable(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Flat. Masked positions and NaN are never chosen and do not count."""
+    """Flat: False for masked positions and NaN, which are never chosen and do not count."""
     usable = ~scores.isnan()
     return (usable if mask is None else usable & mask).flatten()
 
@@ -256,7 +256,7 @@ def _highest(
     candidates = usable.nonzero().flatten()
     order = scores[candidates].argsort(descending=True, stable=True)  # equal scores stay in the order of their index
     kept = candidates[order[: _how_many(len(candidates), ratio, k)]]
-    if drop_zeros:  # zeros count in n, and so in k; then they go
+    if drop_zeros:  # zeros count in n, and so in k, before they are dropped
         kept = kept[scores[kept] != 0]
     return torch.zeros_like(usable).index_fill(0, kept, True)
 
@@ -264,8 +264,8 @@ def _highest(
 def _how_many(n: int, ratio: float | Tensor | None, k: int | Tensor | None) -> int:
     """k, or the ratio's share of n rounded up: at least 1, at most n.
 
-    A ratio that was rounded when it was written down must not push the product past a whole number: 0.07 of 100 is 7
-    although 0.07 * 100 > 7. The product may be 4 rounding steps of the ratio's dtype too large.
+    The product is reduced by 4 rounding steps of the ratio's dtype, so that the rounding of the ratio itself cannot
+    push it past a whole number: 0.07 of 100 is 7 although 0.07 * 100 > 7.
     """
     if k is None:
         assert ratio is not None
@@ -290,11 +290,11 @@ def group_advantages(
     for begin, end in _segments(rewards, offsets):
         group = flat[begin:end]
         scored = group[~group.isnan()]
-        centred = group - scored.mean()  # not nanmean(), which may take infinities that disagree for 0
+        centred = group - scored.mean()  # not nanmean(), which may take inf - inf for 0
         std = _std(group, ddof) if scale == "group" else batch_std
         scaled = centred if scale == "none" else centred / (std + eps)
-        nothing = group.isnan() | (centred == 0)  # equal rewards have no advantage, also where eps is 0
-        nothing |= len(scored) == 1  # a group of one has none, also where its reward is infinite
+        nothing = group.isnan() | (centred == 0)  # equal rewards have advantage 0, even if eps is 0
+        nothing |= len(scored) == 1  # so has a group of one, even if its reward is infinite
         advantages[begin:end] = scaled.masked_fill(nothing, 0)
     return advantages.float().view(rewards.shape)
 
@@ -307,7 +307,7 @@ def max_variance_select(
     max_segment: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Of each segment the `keep` values with the largest variance; all, where no more than that are usable."""
+    """Marks the `keep` values of each segment with the largest variance, or all usable ones if there are no more."""
     flat = values.double().flatten()
     usable = flat.isfinite() if mask is None else flat.isfinite() & mask.flatten()
     chosen = torch.zeros_like(usable)
@@ -327,7 +327,7 @@ def select_rollouts(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The rule's choice in each group, or in all groups as one, of which keep * groups are kept."""
+    """Marks what the rule chooses: `keep` of each group, or `keep` times the number of groups of all groups as one."""
     values = (_random_scores(advantages, generator) if rule == "random" else advantages).double().flatten()
     usable = advantages.isfinite().flatten() if mask is None else (advantages.isfinite() & mask).flatten()
     k, segments = int(keep), _segments(advantages, offsets)
@@ -350,7 +350,7 @@ def _chosen(rule: str, values: Tensor, usable: Tensor, k: int) -> Tensor:
         return _evenly_spaced(values, usable, k)
     if rule == "largest_abs":
         return _highest(values.abs(), usable, None, k, False)
-    if rule in ("highest", "random"):  # whose values are random
+    if rule in ("highest", "random"):  # the values of "random" are random scores
         return _highest(values, usable, None, k, False)
     raise ValueError(f"rule: got {rule!r}, which is no rule of rollouts")
 
@@ -364,15 +364,16 @@ def _std(values: Tensor, ddof: int) -> Tensor:
 
 
 def _most_varied(values: Tensor, usable: Tensor, k: int) -> Tensor:
-    """The best k are the i lowest and the k - i highest, for one i in 0..k (PODS, Lemma 3.1): try all.
+    """The best k are the i lowest and the k - i highest, for one i in 0..k (PODS, Lemma 3.1): try all i.
 
-    Among equally good ones (to 1e-12, rewards of 0 and 1 tie by the dozen) the largest i: the fewest from the top.
+    Many are equally good (to 1e-12) if rewards are 0 and 1. Then the largest i wins, which takes the fewest from the
+    top.
     """
     kept = usable.nonzero().flatten()
     n = len(kept)
     if n > k:
         kept = kept[values[kept].argsort(stable=True)]  # by value, then index; -0 is 0
-        shifted = values[kept] - values[kept[n // 2]]  # else large values with small differences cancel
+        shifted = values[kept] - values[kept[n // 2]]  # large values with small differences would cancel
         sum_low, sum_high = _first_sums(shifted, k), _first_sums(shifted.flip(0), k).flip(0)
         square_low, square_high = _first_sums(shifted**2, k), _first_sums(shifted.flip(0) ** 2, k).flip(0)
         spread = (square_low + square_high) - (sum_low + sum_high) ** 2 / k  # k times the variance, for i = 0..k
@@ -382,12 +383,12 @@ def _most_varied(values: Tensor, usable: Tensor, k: int) -> Tensor:
 
 
 def _evenly_spaced(values: Tensor, usable: Tensor, k: int) -> Tensor:
-    """Of n in order those of the ranks nearest to (i + 0.5) / k * (n - 1), for i = 0..k-1; half goes down."""
+    """Marks those of n sorted values whose ranks are nearest to (i + 0.5) / k * (n - 1), i = 0..k-1; half goes down."""
     kept = usable.nonzero().flatten()
     n = len(kept)
     if n > k:
         kept = kept[values[kept].argsort(stable=True)]
-        # the nearest, half down, is x - 1/2 rounded up: ((2 i + 1) (n - 1) - k) / (2 k), in whole numbers
+        # x rounded to the nearest, half down, is ceil(x - 1/2) = ceil(((2 i + 1) (n - 1) - k) / (2 k)), in integers
         kept = kept[[-((k - (2 * i + 1) * (n - 1)) // (2 * k)) for i in range(k)]]
     return torch.zeros_like(usable).index_fill(0, kept, True)
 
@@ -397,7 +398,7 @@ def _first_sums(values: Tensor, k: int) -> Tensor:
     return torch.cat([values.new_zeros(1), values[:k].cumsum(0)])
 
 
-# ---- tokens: what a loss weighs each with ----------------------------------------------------------------------------
+# ---- tokens: their weights in a loss ---------------------------------------------------------------------------------
 
 
 def importance_ratio(
@@ -411,9 +412,10 @@ def importance_ratio(
     log_bounds: tuple[float, float] | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """pi / pi_old of each token (level "token"), or its mean over a sequence or a group, as the exponential of the mean
-    logarithm. The mean is a constant, times pi / sg[pi] ("self") or pi / pi_old ("old") of the token; outside the mask
-    and all groups: 1.
+    """pi / pi_old of each token (level "token"), or its geometric mean over the token's sequence or group.
+
+    The mean is a constant, which is multiplied by the token's pi / sg[pi] ("self") or pi / pi_old ("old"). Tokens
+    outside the mask or in no group have ratio 1.
     """
     log_bounds = log_bounds or ((-20, 20) if level == "token" else (-math.inf, 10))
     present = _in_groups(logprob, mask, groups)
@@ -437,14 +439,14 @@ def entropy_groups(
     max_segment: int | None = None,
     scope: str = "sequence",
 ) -> Tensor:
-    """Above how many cuts a token is, where the cut q has exactly the highest 1 - q above it; -1 outside the mask."""
+    """How many cuts are below each token, where exactly the highest 1 - q are above cut q; -1 outside the mask."""
     flat, usable = entropy.flatten(), _usable(entropy, mask)
     groups = -(~usable).to(torch.int8)
     for begin, end in _segments(entropy, offsets) if scope == "sequence" else [(0, flat.numel())]:
         part = slice(begin, end)
         n = int(usable[part].sum())
         for q in quantiles:
-            k = max(1, math.ceil((1 - q) * n * (1 - 2**-50 / (1 - q))))  # 1 - 0.9994 of 35,000 is 21, though rounded
+            k = max(1, math.ceil((1 - q) * n * (1 - 2**-50 / (1 - q))))  # (1 - 0.9994) * 35,000 is 21, despite rounding
             groups[part] += _highest(flat[part], usable[part], None, k, False)
     return groups.view(entropy.shape)
 
@@ -474,7 +476,7 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
 def _group_means(
     values: Tensor, tokens: Tensor, mask: Tensor | None, groups: Tensor | None, offsets: Tensor | None
 ) -> Tensor:
-    """For each of the values, which belong to the tokens that count, the mean over its group or sequence."""
+    """The values belong to the tokens that count. For each of them, the mean over its group or sequence."""
     present = _in_groups(tokens, mask, groups)
     group = torch.zeros_like(present, dtype=torch.int64) if groups is None else groups.long().flatten()
     all_values = torch.zeros_like(present, dtype=torch.float64).masked_scatter(present, values)
@@ -491,7 +493,7 @@ def _group_means(
 
 
 def _segments(values: Tensor, offsets: Tensor | None) -> list[tuple[int, int]]:
-    """(begin, end) in the flat tensor: what the offsets cut a 1-D tensor into, or the rows of the last dimension."""
+    """(begin, end) of each segment in the flat tensor: as the offsets say, or the rows of the last dimension."""
     if offsets is not None:
         return list(pairwise(offsets.tolist()))
     length = values.shape[-1]

@@ -1,4 +1,4 @@
-"""Which rollouts are worth an update: advantages, and the subset with the largest variance or by another rule."""
+"""Which rollouts to train on: advantages, and the subset with the largest variance or the choice of another rule."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def group_advantages(
 ) -> Tensor:
     """GRPO's advantages: ``(reward - mean of its group) / (standard deviation + eps)``.
 
-    A NaN reward is unscorable: it is left out of all statistics and has advantage 0. So has a group of one, and a
-    group whose rewards are all equal. Beside an infinite reward, advantages are NaN or infinite. Statistics are
-    float64. No gradient.
+    A NaN reward is unscorable: it is left out of all statistics and has advantage 0. All advantages are 0 in a group of
+    one, and in a group whose rewards are all equal. Advantages that depend on an infinite reward are NaN or infinite.
+    Statistics are float64. No gradient.
 
-    Across ranks rewards are gathered once; nothing is where groups are whole and ``scale`` is not "batch".
+    Across ranks, rewards are gathered once. Nothing is sent if groups are whole and ``scale`` is not "batch".
 
     Args:
         rewards: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
@@ -54,14 +54,15 @@ def group_advantages(
         eps: added to the standard deviation.
         ddof: 1 for the sample's standard deviation (TRL, verl), 0 for the population's.
         process_group: a ``torch.distributed`` process group, or a device mesh of one dimension. ``rewards`` are then
-            this rank's piece of one tensor, all ranks' in rank order along the first dimension, and the result is this
-            rank's piece of what that one gives, to the bit. Ranks may hold different numbers, or none.
+            this rank's piece of one tensor, which concatenates the pieces of all ranks along the first dimension in
+            rank order. The result is this rank's piece of that tensor's result, to the bit. Ranks may hold different
+            numbers of rollouts, or none.
         placement: with a process group, "whole": every row, or segment of the rank's own ``offsets``, is whole on its
-            rank. "global": ``offsets`` are of all ranks' 1-D tensors one after the other, the same on all ranks, so
-            that a group may lie on several. A 1-D tensor without offsets is one group over all ranks.
-        max_rollouts: with a process group, the caller's bound on how many any rank holds, the same on all ranks. With
-            it there is one round, of ``8 + 4 max_rollouts`` bytes from each rank, and nothing waits for the device.
-            Without it how many each holds is gathered first, and the host waits for that.
+            rank. "global": ``offsets`` are those of the concatenation of all ranks' 1-D tensors, the same on all
+            ranks, and a group may lie on several ranks. A 1-D tensor without offsets is one group over all ranks.
+        max_rollouts: with a process group, the caller's bound on the number of rollouts of any rank, the same on all
+            ranks. With it there is one round, of ``8 + 4 max_rollouts`` bytes from each rank, and nothing waits for the
+            device. Without it the ranks first gather how many rollouts each holds, and the host waits for that.
 
     Returns:
         float32, the shape of ``rewards``.
@@ -75,7 +76,7 @@ def group_advantages(
         tensor([[ 0.5774, -1.1547,  0.5774,  0.0000]])
     """
     if process_group is not None:
-        from ._across_ranks import rollouts as across_ranks  # here, as there are builds of torch that know no groups
+        from ._across_ranks import rollouts as across_ranks  # here, since some builds of torch have no groups
 
         arguments = AdvantageArguments(rewards, offsets, scale, eps, ddof)
         return across_ranks.group_advantages(arguments, across_ranks.Across(process_group, placement, max_rollouts))
@@ -95,13 +96,13 @@ def max_variance_select(
     placement: Literal["whole", "global"] = "whole",
     max_rollouts: int | None = None,
 ) -> Tensor:
-    """Marks the ``keep`` values of each segment whose variance is the largest of all such subsets.
+    """Marks the ``keep`` values of each segment that have the largest variance of all subsets of this size.
 
     The best subset is the i lowest and the keep - i highest for some i (PODS, arXiv 2504.13818, Lemma 3.1); all i are
-    tried. Order is by (value, index); among equal variances (relative 1e-12) the subset with the fewest from the top
-    is taken.
+    tried. Values are ordered by (value, index). Among equal variances (relative 1e-12) the subset with the fewest from
+    the top is taken.
 
-    Across ranks values are gathered once; nothing is where segments are whole.
+    Across ranks, values are gathered once. Nothing is sent if segments are whole.
 
     Args:
         values: ``[..., n]``, a segment for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
@@ -149,7 +150,7 @@ def select_rollouts(
     max_rollouts: int | None = None,
     equal_rows: bool = False,
 ) -> Tensor:
-    """Marks the rollouts that a rule trains on: of each group, or of all groups as one.
+    """Marks the rollouts to train on, which a rule chooses from each group, or from all groups as one.
 
     ================ ============================================================== ===============================
     ``rule``         keeps                                                          is
@@ -161,41 +162,43 @@ def select_rollouts(
     "random"         any subset, all equally likely                                 PODS random
     ================ ============================================================== ===============================
 
-    Each is exact: ``keep`` values, or all usable ones where there are no more; ties go to the lower index.
+    Each rule is exact: it keeps ``keep`` values, or all usable ones where there are no more. Ties go to the lower
+    index.
 
-    The definition of PODS's percentile rule could not be confirmed: neither its published code nor a text that could
-    be read has it. Here, of the n usable values by (value, index), the ranks nearest to ``(i + 0.5) / k * (n - 1)``
-    are kept, half rounded down; no two of them are the same.
+    The definition of PODS's percentile rule could not be confirmed: it is neither in the published code nor in a text
+    that we could read. Here the n usable values are ordered by (value, index), and the ranks nearest to
+    ``(i + 0.5) / k * (n - 1)`` are kept, half rounded down. These k ranks are all different.
 
-    Across ranks advantages are gathered once; nothing is where ``scope`` is "group" and groups are whole. "batch" keeps
-    ``keep`` times the groups of all ranks, and so not the same number on each: either ``equal_rows`` binds the choice
-    to that, or :func:`d3s_kernels.distributed.plan_rows` evens out the kept rows by moving some.
+    Across ranks, advantages are gathered once. Nothing is sent if ``scope`` is "group" and groups are whole. "batch"
+    keeps ``keep`` times the number of groups of all ranks, and usually not the same number on each rank. For equal
+    numbers, either choose with ``equal_rows``, or move kept rows with :func:`d3s_kernels.distributed.plan_rows`.
 
-    Under ``equal_rows`` each rank keeps its lowest and its highest, and how many of each is chosen for all ranks
-    together. The best choice is as hard to find as numbers are to divide into equal sums; the one that is found has a
-    sum of squared deviations within ``d^2 / (4 k)`` of it, for k kept in all and d the difference of two values of one
-    rank: see ``d3s_kernels/_across_ranks/equal_rows.py``. It sends no more than the choice without it.
-    With 8 prompts of 16 rollouts on each of 64 ranks, half of them kept, the limit itself took 1.9 % of the variance of
-    advantages of 0-1 rewards, and 0.2 % of normal ones; had each rank chosen alone, 2.3 % and 0.6 %
-    (``python -m benchmarks.equal_rows``).
+    With ``equal_rows`` each rank keeps some of its lowest and some of its highest values; how many of each is chosen
+    for all ranks together. To find the best choice is as hard as to divide numbers into two equal sums. The choice
+    found here has a sum of squared deviations within ``d^2 / (4 k)`` of the best, where k is the number kept on all
+    ranks and d the difference of two values of one rank: see ``d3s_kernels/_across_ranks/equal_rows.py``. It sends no
+    more than the choice without ``equal_rows``.
+    With 8 prompts of 16 rollouts on each of 64 ranks and half of them kept, equal numbers in themselves cost 1.9 % of
+    the variance of advantages for 0-1 rewards, and 0.2 % for normal rewards. A choice by each rank alone would cost
+    2.3 % and 0.6 % (``python -m benchmarks.equal_rows``).
 
     Args:
         advantages: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. They
-            may as well be rewards, or another number of each rollout (GFPO's shortest responses: ``-length``).
+            may also be rewards, or another number for each rollout (for GFPO's shortest responses: ``-length``).
         keep: rollouts kept for each group, at least 1: a number, or a 0-d int64 or int32 tensor, which is read on the
             device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; PODS, 2504.13818; GFPO, 2508.09726; CPPO, 2503.22342.
         offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
-        scope: "batch" pools all groups and keeps ``keep`` times their number, so that groups without a spread give
-            their places to others (D3S); "group" keeps ``keep`` of each (D3S-I; PODS, GFPO).
+        scope: "batch" pools all groups and keeps ``keep`` times their number, so that groups with equal advantages
+            leave their places to others (D3S); "group" keeps ``keep`` of each (D3S-I; PODS, GFPO).
         mask: bool, the shape of ``advantages``; False is never kept. Neither is a value that is NaN or infinite.
-        generator: for "random", of the device of ``advantages``; torch's own where it is None, as it has to be under
-            ``torch.compile(fullgraph=True)``.
-        process_group, placement, max_rollouts: as in :func:`group_advantages`. "random" draws for each rank's with its
-            own generator, which may be seeded as the others' are; all subsets are equally likely still.
-        equal_rows: keep the same number on every rank, for "max_variance" and "batch": ``keep`` times the groups of all
-            ranks, over the ranks, rounded up; or as many as the rank with the fewest usable ones has, which may be
-            none. See below.
+        generator: for "random": a generator on the device of ``advantages``, or None for torch's default one.
+            ``torch.compile(fullgraph=True)`` requires None.
+        process_group, placement, max_rollouts: as in :func:`group_advantages`. For "random" each rank draws with its
+            own generator. All subsets are equally likely, even if the ranks use the same seed.
+        equal_rows: keep the same number on every rank, for "max_variance" and "batch": ``keep`` times the number of
+            groups of all ranks, divided by the number of ranks and rounded up; or as many as the rank with the fewest
+            usable values has, which may be none. See above.
 
     Returns:
         bool, the shape of ``advantages``.

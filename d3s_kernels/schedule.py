@@ -36,8 +36,8 @@ _SHAPES: dict[str, Callable[[float, float, float], float]] = {
 class DownSamplingSchedule:
     """The budget at a point of training, between ``start`` and ``end``.
 
-    ``linear`` is the paper's (arXiv 2509.22115): ``(1 - p) start + p end``; its numbers are the defaults. ``cosine``
-    starts and ends slowly, ``exponential`` grows by equal factors. Rollouts are rounded half up.
+    ``linear`` is the paper's shape (arXiv 2509.22115): ``(1 - p) start + p end``; the defaults are the paper's numbers.
+    ``cosine`` starts and ends slowly, ``exponential`` grows by equal factors. Rollouts are rounded, half up.
 
     Args:
         start: the budget at progress 0; rollouts at least 1, token_ratio in (0, 1].
@@ -45,7 +45,7 @@ class DownSamplingSchedule:
         shape: "linear", "cosine" or "exponential".
 
     Raises:
-        ValueError: a budget or shape that is none of these, or, when called, progress outside [0, 1].
+        ValueError: a wrong budget or shape; when called, progress outside [0, 1].
 
     Example:
         >>> import d3s_kernels as d3s
@@ -74,7 +74,7 @@ class DownSamplingSchedule:
         if not 0 <= progress <= 1:
             raise ValueError(f"progress: got {progress}; takes a number in [0, 1]")
         rollouts, ratio = (
-            end if progress == 1 else _SHAPES[self.shape](start, end, progress)  # the end itself, without rounding
+            end if progress == 1 else _SHAPES[self.shape](start, end, progress)  # exactly the end, without rounding
             for start, end in zip(self.start, self.end, strict=True)
         )
         return Budget(math.floor(rollouts + 0.5), ratio)

@@ -29,7 +29,7 @@ Placement = Literal["whole", "global", "pieces"]
 
 
 class TokenSelection(NamedTuple):
-    """The tokens that were kept, and what a trainer needs to know of them. All stay on the device."""
+    """The kept tokens, and what a trainer needs to know about them. All tensors stay on the device."""
 
     mask: Tensor
     """bool, the shape of the entropy."""
@@ -55,35 +55,36 @@ def topk_mask(
 ) -> Tensor:
     """Marks the k largest scores of each segment: exactly k, ties to the lower index.
 
-    ``k = min(n, max(1, ceil(ratio * n)))`` with n the scores of the segment that are neither masked nor NaN; the
-    product is forgiven its rounding, so 0.07 of 100 is 7. NaN is never marked and moves no threshold.
+    ``k = min(n, max(1, ceil(ratio * n)))``, where n counts the scores of the segment that are neither masked nor NaN.
+    The product is corrected for rounding, so that 0.07 of 100 is 7. NaN is never marked and does not change k.
 
     Args:
         scores: ``[..., n]``, a segment for each row; or ``[n]`` with ``offsets``. float32, bfloat16 or float16.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device. (The product is
-            forgiven 4 rounding steps of the ratio's own type.)
-        k: how many to mark in each segment, instead of ``ratio``; all where a segment has fewer. A number, or a 0-d
+            corrected by 4 rounding steps of the ratio's own type.)
+        k: how many to mark in each segment, instead of ``ratio``; all if a segment has fewer. A number, or a 0-d
             int64 or int32 tensor, which is read on the device.
         mask: bool, the shape of ``scores``; False is left out, and not counted in n.
         offsets: int32 or int64 ``[segments + 1]``, from 0 to n (flash-attention's ``cu_seqlens``).
         max_segment: the caller's bound on a segment's length: a hint for GPUs, never needed.
         drop_zeros: leave scores of 0 out as well; then fewer than k may remain.
-        process_group: the ranks that hold scores: a process group, or a mesh of one dimension. Each gets its piece of
-            the mask that one device would give all their scores, concatenated along the first dimension in the order
-            of the ranks: so a 1-D tensor is one segment over all ranks, with one k. A rank may have no scores.
-        placement: with a process group, where the rows or the segments of ``offsets`` lie. "whole": each on its rank,
-            and nothing is communicated. "global": ``offsets`` are those of all ranks' 1-D tensors one after the other,
-            the same on every rank, and may cut a segment anywhere (Ulysses). "pieces": every rank has a piece, maybe
-            an empty one, of every segment: rows of the same leading shape, or offsets of its own with as many segments
-            (ring attention; among equal scores the lower rank wins).
+        process_group: the ranks that hold scores: a process group, or a mesh of one dimension. The scores of all ranks,
+            concatenated along the first dimension in rank order, count as one tensor, and each rank gets its piece of
+            that tensor's mask. So a 1-D tensor without offsets is one segment over all ranks, with one k. A rank may
+            have no scores.
+        placement: with a process group, where the rows or the segments of ``offsets`` lie. "whole": each lies on one
+            rank, and nothing is communicated. "global": ``offsets`` are those of the concatenation of all ranks' 1-D
+            tensors, the same on every rank, and a segment may be cut anywhere between ranks (Ulysses). "pieces": every
+            rank has a piece, maybe an empty one, of every segment: rows of the same leading shape, or offsets of its
+            own with as many segments (ring attention; among equal scores the lower rank wins).
 
     Returns:
         bool, the shape of ``scores``.
 
     Raises:
         ValueError, TypeError: neither or both of ratio and k, ratio outside (0, 1], k below 1, a wrong shape, dtype,
-            device or offsets. They come before anything is sent, on the rank that is wrong; under
-            ``D3S_KERNELS_CHECK=1`` on all ranks, also where ranks differ in what has to be the same.
+            device or offsets. With a process group, the rank with the wrong argument raises before it sends anything.
+            Under ``D3S_KERNELS_CHECK=1`` all ranks raise, also if they differ in what has to be the same.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -91,7 +92,7 @@ def topk_mask(
         tensor([ True, False,  True, False, False])
     """
     if process_group is not None:
-        from ._across_ranks import tokens as across_ranks  # here, as there are builds of torch that know no groups
+        from ._across_ranks import tokens as across_ranks  # here, since some builds of torch have no groups
 
         arguments = TopkArguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
         return across_ranks.topk_mask(arguments, process_group, placement)
@@ -128,34 +129,34 @@ def select_tokens(
     =================== ================================= =========================================================
 
     The score is computed in float32 where it is needed and never stored. ``scope="batch"`` pools all tokens, as D3S's
-    formula does; within one sequence of an outcome reward ``|A|`` is constant and only entropy would decide. Counts,
-    ties, NaN: as in :func:`topk_mask`. With "advantage" nearly everything ties, and ties go to the lower index: the
-    first tokens of a sequence, and the first of the sequences that tie. The result has no gradient.
+    formula does. Within one sequence with an outcome reward ``|A|`` is constant, and only entropy would decide. Counts,
+    ties and NaN are as in :func:`topk_mask`. With "advantage" nearly all scores tie, and ties go to the lower index:
+    the first tokens of a sequence, and the first of the sequences that tie. The result has no gradient.
 
-    "entropy_quantile" is there to reproduce what TRL does on one process, to the bit: it keeps every token whose
-    entropy is at least ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy". The quantile keeps
-    more than the share where entropies tie, and nothing where one is NaN; it fails beyond 2^24 tokens; it waits for
-    the device. It is over the batch, so that ``offsets`` change nothing, and takes no ``drop_zeros``.
+    "entropy_quantile" reproduces what TRL does on one process, to the bit: it keeps every token whose entropy is at
+    least ``torch.quantile(entropies, 1 - ratio)``, interpolated. Prefer "entropy": the quantile keeps more than the
+    share where entropies tie, keeps nothing where one is NaN, fails beyond 2^24 tokens, and waits for the device. It
+    pools the batch, so that ``offsets`` have no effect, and it refuses ``drop_zeros``.
 
     Args:
         entropy: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         advantages: one for each token, one for each sequence (``[B]`` for ``[B, T]``, ``[S]`` with offsets), or a 0-d
-            tensor. A shape that is both is one for each token. May be None where the rule does not read them.
+            tensor. A shape that fits both means one for each token. May be None if the rule does not read them.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; 80/20, 2506.01939; S-GRPO, 2504.20834.
         mask: bool, the shape of ``entropy``: the completion's tokens.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
         max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
         scope: "batch" pools all tokens, "sequence" keeps the share of each sequence.
-        drop_zeros: leave scores of 0 out as well (groups without a spread of rewards have nothing else).
-        generator: for "random", of the device of ``entropy``; torch's own where it is None, as it has to be under
-            ``torch.compile(fullgraph=True)``. Ranks may be seeded alike.
-        process_group: the ranks that hold tokens, as in :func:`topk_mask`: "batch" pools those of all ranks, one exact
-            share of them all; count and threshold are of all ranks.
-        placement: as in :func:`topk_mask`. Sequences that are "whole" need no communication for "sequence", and
-            ``offsets`` and advantages are a rank's own: where it has as many tokens as sequences, one for each token.
-            Advantages one for each sequence that is cut are the same on every rank; where every rank has as many
-            tokens as there are sequences, they are taken for those of tokens.
+        drop_zeros: leave scores of 0 out as well (where all rewards of a group are equal, all its scores are 0).
+        generator: for "random": a generator on the device of ``entropy``, or None for torch's default one.
+            ``torch.compile(fullgraph=True)`` requires None. Ranks may use the same seed.
+        process_group: the ranks that hold tokens, as in :func:`topk_mask`: "batch" pools the tokens of all ranks and
+            keeps one exact share of them; count and threshold are of all ranks.
+        placement: as in :func:`topk_mask`. If sequences are "whole", scope "sequence" needs no communication, and
+            ``offsets`` and advantages are the rank's own; a rank with as many tokens as sequences has one advantage
+            for each token. If sequences are cut, advantages that are one for each sequence are the same on every rank;
+            if every rank has as many tokens as there are sequences, advantages are taken as one for each token.
 
     Returns:
         :class:`TokenSelection`; its entropy is the argument. With "entropy_quantile" the threshold is the quantile.
@@ -213,7 +214,7 @@ def select_tokens_from_logits(
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> TokenSelection:
-    """:func:`select_tokens` with the entropy computed from ``logits`` on the way, in one op.
+    """:func:`select_tokens` with the entropy of ``logits``, which the same op computes.
 
     Args:
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
@@ -257,7 +258,7 @@ def select_tokens_from_logits(
 
 
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Where a mask is True, as indices into its flattened form, in a tensor of a size known beforehand.
+    """The indices at which a flattened mask is True, in a tensor whose size does not depend on the mask.
 
     Args:
         mask: bool, any shape.

@@ -15,23 +15,23 @@ from ._arguments import (
 )
 from ._dispatch import ops
 
-from . import _head  # noqa: F401  # isort: skip  # whose ops it registers
+from . import _head  # noqa: F401  # isort: skip  # registers its ops
 
 
 def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
     """Entropy of ``softmax(logits / temperature)`` over the last dimension, in nats.
 
-    ``H = -sum_v p_v log p_v``, computed as ``log S - T / S`` (``csrc/core/softmax_state.h``), which stays exact for
-    peaked rows and for logits far from 0. ``-inf`` logits count 0. Differentiable in ``logits``.
+    ``H = -sum_v p_v log p_v``, computed as ``log S - T / S`` (``csrc/core/softmax_state.h``), which stays accurate for
+    peaked rows and for logits far from 0. A logit of ``-inf`` contributes 0. Differentiable in ``logits``.
 
     Args:
-        logits: ``[..., V]``, bfloat16, float16 or float32, any stride but in the last dimension.
+        logits: ``[..., V]``, bfloat16, float16 or float32, any strides except in the last dimension.
         temperature: a number above 0 (in [1e-15, 1e15]), a 0-d tensor, or a float tensor that broadcasts to the rows
             ``[...]``; it has no gradient.
         mask: bool ``[...]``; rows where it is False are not read and give 0.
 
     Returns:
-        float32 ``[...]``; NaN for a row with NaN or ``+inf``, or with nothing but ``-inf``.
+        float32 ``[...]``; NaN for a row with NaN or ``+inf``, or with only ``-inf``.
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, or a temperature that is not above 0.
@@ -55,10 +55,10 @@ def logprob_entropy(
     """Log-probability of each row's label and entropy of the row, in one pass over the logits.
 
     ``logprob = log_softmax(logits / temperature)[label]``; entropy as in :func:`entropy`. Both are differentiable in
-    ``logits``; a gradient that is not asked for costs nothing, and rows whose gradient is 0 are not read again.
+    ``logits``. A gradient that is not needed costs nothing, and rows whose incoming gradient is 0 are not read again.
 
     Args:
-        logits: ``[..., V]``, bfloat16, float16 or float32, any stride but in the last dimension.
+        logits: ``[..., V]``, bfloat16, float16 or float32, any strides except in the last dimension.
         labels: int64 or int32 ``[...]``; -100 means no target: logprob 0, entropy as usual.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         mask: bool ``[...]``; rows where it is False are not read and give 0 and 0.
@@ -106,18 +106,18 @@ def linear_logprob_entropy(
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32.
         weight: ``[V, H]``, the dtype of ``hidden``.
-        labels: int64 or int32 ``[...]``, as they are (never shifted here); -100 means no target.
+        labels: int64 or int32 ``[...]``, one for each row (they are not shifted here); -100 means no target.
         bias: ``[V]``, the dtype of ``hidden``.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
         mask: bool ``[...]``; rows where it is False cost nothing and give 0 and 0.
-        max_rows: a bound on the rows that ``mask`` leaves. With it the forward does not synchronise with the host;
-            where it is exceeded all outputs are NaN.
-        max_grad_rows: a bound on the rows with a gradient. With it the backward does not synchronise with the host;
-            where it is exceeded all gradients are NaN.
+        max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host synchronisation;
+            if it is exceeded, all outputs are NaN.
+        max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host
+            synchronisation; if it is exceeded, all gradients are NaN.
         logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``, which is faster
             and moves an entropy by some hundredths of a nat in bfloat16.
-        workspace_bytes: for the logits in flight; None is 512 MiB on a GPU and 32 MiB on a CPU.
+        workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.

@@ -1,28 +1,28 @@
-"""The arms of the comparison: a trainer, and its options beside those that all arms share."""
+"""The arms of the comparison: each is a trainer with its own options, added to those that all arms share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Denominators are the same everywhere, all tokens of the rollouts trained on: to divide by the kept tokens alone makes
-# steps 5 to 20 times larger, and a comparison would be one of learning rates.
+# All arms divide by the same denominator: all tokens of the rollouts trained on. Dividing by the kept tokens would make
+# steps 5 to 20 times larger, so the comparison would be one of learning rates.
 SAME = {"loss_denominator": "all"}
 
-# The paper's clip range of GSPO, whose ratio is the geometric mean over a sequence, and its denominator.
+# GSPO's ratio is the geometric mean over a sequence; clip range and denominator are those of its paper.
 GSPO = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4}
 
 
 @dataclass(frozen=True)
 class Arm:
     name: str
-    d3s: bool  # D3STrainer, else TRL's own
-    learning_rate: float  # what `make learn` found for the task of this example: the short form takes it
+    d3s: bool  # D3STrainer if true, else TRL's own trainer
+    learning_rate: float  # found by `make learn` for this example's task; used by --short
     options: Mapping[str, object] = field(default_factory=dict)
 
 
 def arms(group: int) -> list[Arm]:
-    """For groups of this size: the paper's schedule is made for 32 rollouts, of which it keeps a quarter, then all."""
+    """All arms, scaled to this group size. The paper's schedule, for 32 rollouts, keeps a quarter and later all."""
     few, half, many = max(2, group // 4), max(2, group // 2), group
     tokens = {"token_ratio_start": 0.05, "token_ratio_end": 0.20}
     grows = {**SAME, **tokens, "rollouts_start": few, "rollouts_end": many}

@@ -1,4 +1,4 @@
-"""The comparison: models are warmed up, learning rates tuned on some seeds, arms compared on others."""
+"""The comparison: warms up models, tunes learning rates on some seeds, and compares the arms on other seeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 @dataclass(frozen=True)
 class Plan:
     arms: tuple[Arm, ...]
-    learning_rates: tuple[float, ...]  # none: each arm takes the one it has
+    learning_rates: tuple[float, ...]  # empty: each arm uses its own
     tuning_seeds: tuple[int, ...]
     seeds: tuple[int, ...]
 
@@ -60,7 +60,7 @@ def compare(setting: Setting, plan: Plan, console: Console) -> Comparison:
 
 
 def best_rates(plan: Plan, tuning: Sequence[Run]) -> dict[str, float]:
-    """The rate with the largest mean reward over a run: it punishes slow starts and collapses alike."""
+    """The rate of each arm with the largest mean reward over a run, which penalises slow starts and collapses alike."""
     if len(plan.learning_rates) == 1:
         return {arm.name: plan.learning_rates[0] for arm in plan.arms}
     if not tuning:
@@ -74,7 +74,7 @@ def best_rates(plan: Plan, tuning: Sequence[Run]) -> dict[str, float]:
 
 
 def warm_up_job(setting: Setting, seed: int, stepped: Callable[[int], None]) -> None:
-    from _learn_problem import warm_up  # imported by workers alone: torch and TRL take seconds
+    from _learn_problem import warm_up  # only in workers: torch and TRL take seconds to import
 
     warm_up(setting, seed, stepped)
 

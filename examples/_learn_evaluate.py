@@ -12,7 +12,7 @@ SAMPLING_SEED = 0  # the same random numbers at every evaluation of every run
 
 @torch.no_grad()
 def held_out_reward(model: PreTrainedModel, problem: Problem, completion: int, batch: int) -> float:
-    """The share of right answers. Leaves the random state of training as it was."""
+    """The share of right answers. The random state of training does not change."""
     tokenizer, table = problem.tokenizer, problem.held_out
     was_training = model.training
     model.eval()

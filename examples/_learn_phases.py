@@ -1,4 +1,4 @@
-"""Where the time of a training run goes: its methods are timed from outside, each second belongs to one phase."""
+"""Measures where the time of a training run goes: times the trainer's methods, and counts each second in one phase."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trl import GRPOTrainer
 
 GENERATION, SELECTION, UPDATE, OTHER = "generation", "selection and scoring", "update", "other"
 PHASES = (GENERATION, SELECTION, UPDATE, OTHER)
-ASIDE = "evaluation"  # not part of training: of no phase, and of no total
+ASIDE = "evaluation"  # not part of training, so in no phase and in no total
 
 
 class Stopwatch:
-    """Gives each second to the innermost phase that it falls into, and to `other` outside of all."""
+    """Counts each second for the innermost active phase, or for `other` if no phase is active."""
 
     def __init__(self) -> None:
         self.restart()
@@ -44,16 +44,16 @@ class Stopwatch:
             self.leave()
 
     def lap(self) -> None:
-        """Books the time since the last call."""
+        """Adds the time since the last call to the current phase."""
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # a GPU works on when a method has returned
+            torch.cuda.synchronize()  # the GPU may still be working when a method returns
         now = time.perf_counter()
         self.seconds[self._running[-1]] += now - self._since
         self._since = now
 
 
 def watch(trainer: GRPOTrainer, stopwatch: Stopwatch) -> None:
-    """Times a trainer's methods. What one of them calls and is timed too counts for that alone."""
+    """Times a trainer's methods. If a timed method calls another one, the inner time counts only for the inner one."""
 
     def timed(owner: object, method: str, phase: str) -> None:
         original: Callable[..., Any] = getattr(owner, method)
@@ -65,7 +65,7 @@ def watch(trainer: GRPOTrainer, stopwatch: Stopwatch) -> None:
         setattr(owner, method, call)
 
     timed(trainer, "_generate", GENERATION)
-    # rewards, old log-probabilities, and what D3S chooses beside them
+    # Rewards, old log-probabilities and D3S's selection.
     timed(trainer, "_generate_and_score_completions", SELECTION)
     timed(trainer, "training_step", UPDATE)  # forward and backward
     timed(trainer.accelerator, "clip_grad_norm_", UPDATE)

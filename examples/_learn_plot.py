@@ -37,7 +37,7 @@ def save_plot(path: Path, comparison: Comparison) -> None:
         draw_curve(seconds, name, runs, [[point.total for point in run.points] for run in runs])
     steps.set_xlabel("step of the optimiser")
     tokens.set_xlabel("tokens that had a gradient")
-    tokens.set_xscale("log")  # without the start, at no tokens
+    tokens.set_xscale("log")  # the first point, with 0 tokens, is left out
     seconds.set_xlabel("seconds of training (evaluation not counted)")
     for axes in (steps, tokens, seconds):
         axes.set_ylabel("held-out reward")
@@ -52,7 +52,7 @@ def save_plot(path: Path, comparison: Comparison) -> None:
 
 
 def draw_curve(axes: Axes, name: str, runs: Sequence[Run], x: Sequence[Sequence[float]]) -> None:
-    """The mean over seeds, in both directions, in a band from the lowest to the highest."""
+    """Draws the mean over seeds, of x and of the reward, with a band from the lowest to the highest reward."""
     rewards = np.array([[point.reward for point in run.points] for run in runs])
     middle = np.mean(x, axis=0)
     axes.fill_between(middle, rewards.min(0), rewards.max(0), color=COLOURS[name], alpha=0.12, linewidth=0)

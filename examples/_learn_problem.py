@@ -1,4 +1,4 @@
-"""What is to be learnt, and from where: the example's own task and model, or the user's."""
+"""The task to learn and the model to start from: the example's own, or the user's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from _learn_setting import Setting
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 LARGEST_SHARE_HELD_OUT = 0.5
-SPLIT_SEED = 0  # the same prompts are held out whatever the seed of a run: they are the test
+SPLIT_SEED = 0  # all runs hold out the same prompts, whatever their seed
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Problem:
 
 
 def problem(setting: Setting) -> Problem:
-    """
+    """The tokenizer and the data sets for training and evaluation.
+
     Raises:
-        ValueError: a data set that does not fit; names the option.
+        ValueError: the data set cannot be used; the message names the option.
     """
     if setting.model is None:
         return Problem(task.new_tokenizer(), *split(task.table(), setting.held_out))
@@ -60,12 +61,12 @@ def split(table: datasets.Dataset, held_out: int) -> tuple[datasets.Dataset, dat
 
 
 def warmed_up(setting: Setting, seed: int) -> Path:
-    """Where the model is saved that every arm starts from at this seed."""
+    """The folder of the model that every arm starts from with this seed."""
     return setting.model or setting.work / f"warmed-up-{seed}"
 
 
 def warm_up(setting: Setting, seed: int, stepped: Callable[[int], None]) -> None:
-    """Makes it, for the example's own task; `stepped` hears of every step."""
+    """Makes and saves this model for the example's own task; calls `stepped` after every step."""
     torch.manual_seed(seed)
     own = problem(setting)
     model = task.new_model(own.tokenizer)
@@ -75,6 +76,6 @@ def warm_up(setting: Setting, seed: int, stepped: Callable[[int], None]) -> None
 
 
 def start_model(setting: Setting, seed: int) -> PreTrainedModel:
-    """In float32, which small steps need; a GPU that has bfloat16 computes in that (autocast)."""
+    """The model to start from, in float32, which small updates need. GPUs with bfloat16 compute in it by autocast."""
     model = AutoModelForCausalLM.from_pretrained(warmed_up(setting, seed), dtype=torch.float32)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")

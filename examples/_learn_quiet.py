@@ -1,4 +1,4 @@
-"""Settings of the process, made before torch and the Hugging Face libraries are imported."""
+"""Settings of the process that must be made before torch and the Hugging Face libraries are imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 
 
 def prepare(threads: int) -> None:
-    """Nothing is fetched: the example's model is made here, and a user's lies on the disk."""
+    """Sets the environment variables. Offline: the example makes its own model, and a user's model is on the disk."""
     os.environ.update(
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
@@ -17,12 +17,12 @@ def prepare(threads: int) -> None:
         TRANSFORMERS_VERBOSITY="error",
         TOKENIZERS_PARALLELISM="false",
         OMP_NUM_THREADS=str(threads),
-        OMP_WAIT_POLICY="passive",  # waiting threads sleep: spinning slows down every other process
+        OMP_WAIT_POLICY="passive",  # waiting threads sleep; spinning would slow down other processes
     )
 
 
 def silence() -> None:
-    """Of what the libraries print, only errors are left: with many runs the rest hides the progress."""
+    """Lets the libraries print only errors: with many runs, other messages would hide the progress bars."""
     import datasets
     import transformers
 

@@ -1,4 +1,4 @@
-"""The tables, in Markdown, for the terminal and the file alike. Every figure in them was measured in this run."""
+"""The tables, in Markdown, for both the terminal and the file. Every number in them was measured in this run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def conditions() -> str:
 
 
 def commit() -> str:
-    """Of this file, where it lies in a repository; with a + if something was changed since."""
+    """The commit of this file's repository, if there is one, with a + if tracked files have changed since."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
         return f", commit {subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()}"
@@ -145,7 +145,7 @@ def seeds_of(seeds: Sequence[int], which: str = "") -> str:
 
 
 def of_arm(runs: Sequence[Run], name: str) -> list[Run]:
-    """In the order of the seeds."""
+    """The runs of an arm, in the order of the seeds."""
     return sorted((run for run in runs if run.job.arm == name), key=lambda run: run.job.seed)
 
 

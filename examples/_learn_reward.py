@@ -8,17 +8,19 @@ NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 def reward(completions: list, answer: list, **_: object) -> list[float]:
-    """TRL's signature: a list of completions, and the data set's column `answer` beside them."""
+    """The reward of each completion, with TRL's signature: completions, and the data set's column `answer`."""
     return [float(ends_in(text_of(text), str(right))) for text, right in zip(completions, answer, strict=True)]
 
 
 def text_of(completion: str | list[dict[str, str]]) -> str:
-    """Of a conversation (prompts that are lists of messages) the last message."""
+    """The text of a completion: of a conversation (if prompts are lists of messages), its last message."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def ends_in(completion: str, answer: str) -> bool:
-    """A number has to be the last one of the completion; any other answer its end, but for case and full stops."""
+    """Whether the completion ends in the answer. A number must be its last number; any other answer must be its end,
+    ignoring case and full stops.
+    """
     right = number(answer.strip())
     if right is None:
         return completion.strip().rstrip(".").casefold().endswith(answer.strip().rstrip(".").casefold())

@@ -1,4 +1,4 @@
-"""One run: a model is trained as an arm says, and evaluated on the way."""
+"""One run: trains a model with an arm's trainer and options, and evaluates it at regular steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from _learn_setting import Job, Point, Run, Setting
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-WARM_UP_OF_THE_RATE = 0.05  # share of the steps, so that Adam's first ones, whose size is all sign, stay small
+WARM_UP_OF_THE_RATE = 0.05  # share of the steps; keeps Adam's first updates small, which depend only on signs
 
 
 def train(setting: Setting, arm: Arm, job: Job, stepped: Callable[[int], None]) -> Run:
-    """`stepped` hears of every optimiser step."""
+    """Trains and evaluates one model; calls `stepped` after every optimiser step."""
     own = problem(setting)
     trainer = new_trainer(setting, arm, job, own)
     record = Record(setting, own, trainer, stepped)
@@ -33,7 +33,7 @@ def train(setting: Setting, arm: Arm, job: Job, stepped: Callable[[int], None]) 
 
 
 def release() -> None:
-    """What a trainer leaves behind is held by cycles; the next run of this process needs the memory."""
+    """Frees the trainer's memory for the next run in this process: reference cycles keep it alive until collected."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -41,7 +41,7 @@ def release() -> None:
 
 def new_trainer(setting: Setting, arm: Arm, job: Job, own: Problem) -> GRPOTrainer:
     trainer_class, config_class = GRPOTrainer, GRPOConfig
-    if arm.d3s:  # imported where it is needed: GRPO runs without
+    if arm.d3s:  # imported here, since GRPO's arm does not need it
         from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
 
         trainer_class, config_class = D3STrainer, D3SConfig
@@ -61,7 +61,7 @@ def new_trainer(setting: Setting, arm: Arm, job: Job, own: Problem) -> GRPOTrain
 
 
 def shared(setting: Setting) -> dict[str, Any]:
-    """TRL's options that all arms share; what is not named is TRL's default (gradients are clipped at norm 1)."""
+    """The TRL options that all arms share; all others have TRL's defaults (gradients are clipped at norm 1)."""
     on_gpu = torch.cuda.is_available()
     return {
         "max_steps": setting.steps,
@@ -83,7 +83,7 @@ def shared(setting: Setting) -> dict[str, Any]:
 
 
 class Record(TrainerCallback):
-    """Evaluates, and keeps what the curves need."""
+    """Evaluates the model during training, and stores the points of the curves."""
 
     def __init__(self, setting: Setting, own: Problem, trainer: GRPOTrainer, stepped: Callable[[int], None]) -> None:
         self.setting, self.problem, self.stepped = setting, own, stepped
@@ -98,7 +98,7 @@ class Record(TrainerCallback):
         self.evaluate(0, model)
 
     def on_log(self, _: object, state: Any, __: object, logs: dict[str, float], model: Any, **___: object) -> None:
-        """Called after every step: an evaluation then knows what the step itself logged."""
+        """Called after every step's log, so that an evaluation has the values that the step logged."""
         if "grad_norm" not in logs:  # the summary at the end
             return
         self.tokens = int(logs.get("d3s/num_tokens_kept", self.tokens))
@@ -114,7 +114,7 @@ class Record(TrainerCallback):
 
 
 def count_tokens(trainer: GRPOTrainer, record: Record) -> None:
-    """Every token of a batch has a gradient, where the trainer's log does not know better."""
+    """Counts every token of a batch as one with a gradient, unless the trainer logs the number of kept tokens."""
     compute_loss = trainer._compute_loss
 
     def counted(model: Any, inputs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What all arms share: the task, and how much is generated, trained and evaluated."""
+"""The setting that all arms share: the task, and the amount of generation, training and evaluation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Setting:
-    """Fixed for a comparison; goes to the worker processes."""
+    """Fixed for a comparison, and sent to the worker processes."""
 
-    work: Path  # for warmed-up models, and what trainers write
+    work: Path  # folder for warmed-up models and the trainers' files
     model: Path | None  # a model to start from; None: the example's own, warmed up
     dataset: Path | None
     steps: int  # of the optimiser
@@ -27,7 +27,7 @@ class Setting:
 
     @property
     def rollouts(self) -> int:
-        """Of a generation batch."""
+        """Rollouts of a generation batch."""
         return self.prompts * self.group
 
     @property
@@ -54,8 +54,8 @@ class Point:
 
     step: int
     reward: float  # mean over the held-out prompts
-    tokens: int  # that had a gradient, so far
-    seconds: dict[str, float]  # of each phase, so far
+    tokens: int  # tokens with a gradient so far
+    seconds: dict[str, float]  # seconds of each phase so far
 
     @property
     def total(self) -> float:

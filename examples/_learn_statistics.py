@@ -1,4 +1,4 @@
-"""Differences between arms, paired by seed, with the interval that they are known to."""
+"""Differences between arms, paired by seed, with their confidence intervals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIDENCE = 0.95
 
 
 class Measure(Enum):
-    """What is compared of a run."""
+    """The measures by which runs are compared."""
 
     END = "at the end"
     THROUGHOUT = "mean over the run"
@@ -40,7 +40,9 @@ class Difference:
 
 
 def measures(run: Run, time: float = math.inf, tokens: float = math.inf) -> dict[Measure, float]:
-    """`time` and `tokens`: the seconds of training, and tokens with a gradient, at which arms are compared as equal."""
+    """The measures of a run. `time` (seconds of training) and `tokens` (with a gradient) are the points at which arms
+    are compared at equal time and at equal tokens.
+    """
     steps, rewards, trained_on, seconds = (
         [getattr(point, name) for point in run.points] for name in ("step", "reward", "tokens", "total")
     )
@@ -54,7 +56,7 @@ def measures(run: Run, time: float = math.inf, tokens: float = math.inf) -> dict
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
-    """Entry i of both is from the same seed."""
+    """The mean difference of paired values: entry i of both lists is from the same seed."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     if len(differences) == 1:
         return Difference(differences[0], None)
@@ -63,9 +65,9 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Differe
 
 
 def student_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """The t within which a Student variable lies with this probability: its density summed up, then looked up."""
+    """The t for which a Student variable lies in [-t, t] with this probability, by numerical integration."""
     scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
     t = np.linspace(0, 50, 500_001)
     density = scale * (1 + t**2 / freedom) ** (-(freedom + 1) / 2)
-    inside = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) * (t[1] - t[0]))])  # of both sides
+    inside = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) * (t[1] - t[0]))])  # of [-t, t]
     return float(np.interp(confidence, inside, t))

@@ -1,9 +1,9 @@
-"""What the models learn: to add two numbers below 100, digit by digit, and a small Qwen2 that half knows how.
+"""The example's own task: to add two numbers below 100, digit by digit; and a small Qwen2 that can partly do it.
 
 A question is "4 7 + 3 8 :". A careful answer is "well work 7 8 1 5 , 4 3 0 8 = 0 8 5": a free word, the method, the
-ones with their sum, the tens with theirs and the carry, the result. The warm-up shows the work of a careless pupil, who
-often guesses, and slips when working. A model that has copied the pupil is sure of some tokens (copied digits, commas),
-free in others (the first word), and a few tokens decide its reward: the method, and each sum.
+ones with their sum, the tens with their sum and carry, the result. The warm-up trains on the answers of a careless
+pupil, who often guesses and sometimes makes mistakes in a sum. The model then is sure of some tokens (copied digits,
+commas) and unsure of others (the first word). A few tokens decide its reward: the method and each sum.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 LARGEST = 99
 
-# How often the pupil works after each first word; else there is a guess.
+# How often the pupil works out the sum after each first word; otherwise the pupil guesses.
 WORKS_AFTER = {"well": 0.7, "so": 0.6, "okay": 0.5, "hmm": 0.4, "oh": 0.3, "easy": 0.2}
-SLIPS = 0.25  # of the sums of two digits
+SLIPS = 0.25  # probability of a mistake in a sum of two digits
 WORDS = ["<pad>", "<eos>", "<unk>", *"0123456789+:,=", "work", "guess", *WORKS_AFTER]
 
 NO_TARGET = -100
@@ -32,7 +32,7 @@ def question(a: int, b: int) -> str:
 
 
 def answer(total: int) -> str:
-    """What a right completion ends in."""
+    """The end of a right completion."""
     return f"= {digits(total, 3)}"
 
 
@@ -61,7 +61,7 @@ def slip(number: int, rng: random.Random) -> int:
 
 
 def table() -> Dataset:
-    """All questions there are, with their answers."""
+    """All possible questions, with their answers."""
     pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     return Dataset.from_dict({"prompt": [question(*p) for p in pairs], "answer": [answer(sum(p)) for p in pairs]})
 
@@ -93,7 +93,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 def warm_up(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, train: Dataset, seed: int, steps: int, batch: int = 64
 ) -> Iterator[float]:
-    """Supervised training on the pupil's work; yields the loss after every step."""
+    """Supervised training on the pupil's answers; yields the loss after every step."""
     rng = random.Random(seed)
     prompts = train["prompt"][:]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)

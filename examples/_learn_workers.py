@@ -1,4 +1,4 @@
-"""Runs in worker processes, with their progress. A run that fails ends the comparison with its traceback."""
+"""Runs tasks in worker processes and reports their progress. If a run fails, the comparison ends with its traceback."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from _learn_setting import Setting
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-# In a worker: gets a task and a function that hears of steps.
+# A function that runs in a worker: takes the setting, a task, and a function to call with numbers of finished steps.
 Work = Callable[[Setting, Task, Callable[[int], None]], Result]
 
 POLL = 0.2  # seconds
 
 
 class Failed(Exception):
-    """The message says which run, and has its traceback."""
+    """A run failed; the message names the run and has its traceback."""
 
 
 class Workers:
@@ -41,7 +41,7 @@ class Workers:
         self.pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, work: Work, tasks: Sequence[Task], stepped: Callable[[int], None]) -> list[Result]:
-        """Results in the order of the tasks; `stepped` hears of the steps of all of them."""
+        """Results in the order of the tasks; calls `stepped` with the number of new steps of all of them."""
         futures = {self.pool.submit(_run, work, self.setting, task): task for task in tasks}
         pending = set(futures)
         while pending:
@@ -69,7 +69,7 @@ class Workers:
                 return steps
 
 
-_steps: multiprocessing.Queue[int]  # of this worker
+_steps: multiprocessing.Queue[int]  # of this worker; set by _start
 
 
 def _start(steps: multiprocessing.Queue[int], threads: int) -> None:

@@ -1,7 +1,8 @@
 """Does a model learn as well from the rollouts and tokens that D3S keeps? A comparison with GRPO, PODS and GSPO.
 
-A small Qwen2 that half knows how to add is trained on with TRL, the same way in every arm but for what it learns from:
-`make learn`; `--short` for a first look. With --model and --dataset the arms train a model of yours instead.
+Trains a small Qwen2 that can partly add, with TRL. The arms differ in the rollouts, tokens and loss that they train
+with, and in their tuned learning rate; all else is equal. Run `make learn`, or `--short` for a first look. With --model
+and --dataset the arms train your model instead.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import _learn_quiet
 from _learn_arms import arms
 from _learn_setting import Setting
 
-# What a run is, unless an option says otherwise. The example's own task is made to take 20 seconds a run on one core.
+# Defaults of the options. With the example's own task a run takes about 20 seconds on one core.
 OWN_TASK = {
     "steps": 100,
     "prompts": 12,
     "group": 16,
     "micro_batch": None,  # all rollouts of a step in one forward
-    "completion": 16,  # tokens of a careful answer, with its end
+    "completion": 16,  # tokens of a careful answer, including <eos>
     "held_out": 1024,
     "evaluate_every": 10,
     "learning_rates": [2e-4, 4e-4, 8e-4],
@@ -37,8 +38,8 @@ USERS_TASK = {
     "learning_rates": [5e-7, 1e-6, 2e-6],
 }
 SHORT = {"arms": ["GRPO", "PODS", "D3S"], "seeds": 2, "learning_rates": []}
-STEPS_PER_BATCH = 2  # the second is off the policy that sampled: so ratios and clipping, GSPO's too, have work to do
-WARM_UP_STEPS = 450  # a pass rate of about 20 %
+STEPS_PER_BATCH = 2  # the second is off-policy, so that ratios and clipping have an effect
+WARM_UP_STEPS = 450  # leads to a pass rate of about 20 %
 FIRST_TUNING_SEED = 1000  # evaluation seeds count from 0
 
 
@@ -48,7 +49,7 @@ def main() -> None:
     chosen = with_defaults(given)
     check(parser, chosen)
     _learn_quiet.prepare(chosen.threads)
-    from _learn_compare import Plan, compare  # these need numpy, rich and matplotlib: not for --help
+    from _learn_compare import Plan, compare  # imported here: --help does not need numpy, rich, matplotlib
     from _learn_files import save_curves
     from _learn_plot import save_plot
     from _learn_report import report
@@ -159,7 +160,7 @@ def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
 
 
 def check(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
-    """What argparse does not know; ends with a message that names the argument."""
+    """Checks what argparse cannot check; exits with a message that names the argument."""
     if (chosen.model is None) != (chosen.dataset is None):
         there, lacks = ("--model", "--dataset") if chosen.dataset is None else ("--dataset", "--model")
         parser.error(f"{there}: needs {lacks} too")

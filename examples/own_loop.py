@@ -2,8 +2,8 @@
 
     python examples/own_loop.py
 
-`update` below has it all: advantages, the rollouts worth an update, the LM head without its logits, the tokens worth a
-gradient, the loss. The policy is a small transformer that learns to count on from the last digit of its prompt.
+`update` below has every part: advantages, the choice of rollouts, the LM head without logits, the choice of tokens, the
+loss. The policy is a small transformer that learns to continue counting from the last digit of its prompt.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import d3s_kernels as d3s
 
-DIGITS, LENGTH = 10, 4  # of a prompt, and of a completion
-PROMPTS, GROUP = 32, 16  # of a step, and rollouts of each
+DIGITS, LENGTH = 10, 4  # a prompt and a completion have LENGTH digits each
+PROMPTS, GROUP = 32, 16  # prompts of a step, and rollouts of each prompt
 WIDTH = 64
 
 
@@ -30,7 +30,7 @@ class Policy(nn.Module):
         self.head = nn.Linear(WIDTH, DIGITS, bias=False)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """[rows, tokens, width]: what the head turns into logits of the next token."""
+        """The hidden states [rows, tokens, width], from which the head computes the logits of the next token."""
         length = tokens.shape[1]
         causal = nn.Transformer.generate_square_subsequent_mask(length)
         states: Tensor = self.body(self.tokens(tokens) + self.places[:length], mask=causal, is_causal=True)
@@ -39,7 +39,7 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def generate(policy: Policy, prompts: Tensor) -> Tensor:
-    """Prompts with a sampled completion behind each."""
+    """The prompts, each followed by a sampled completion."""
     tokens = prompts
     for _ in range(LENGTH):
         logits = policy.head(policy.hidden(tokens)[:, -1])
@@ -48,13 +48,13 @@ def generate(policy: Policy, prompts: Tensor) -> Tensor:
 
 
 def update(policy: Policy, optimizer: torch.optim.Optimizer, budget: d3s.Budget) -> Tensor:
-    """One step of GRPO with D3S; the mean reward."""
+    """Makes one step of GRPO with D3S; returns the mean reward."""
     prompts = torch.randint(DIGITS, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
     tokens = generate(policy, prompts)
     right = (tokens[:, LENGTH - 1 : -1] + 1) % DIGITS
     rewards = (tokens[:, LENGTH:] == right).float().mean(1).view(PROMPTS, GROUP)
 
-    # 1. Advantages of all rollouts, and the rollouts whose advantages vary most: the others are never forwarded again.
+    # 1. Advantages of all rollouts. Only the rollouts whose advantages vary most are kept and forwarded again.
     advantages = d3s.group_advantages(rewards)
     kept = d3s.select_rollouts(advantages, budget.rollouts).flatten()
     tokens, weights = tokens[kept], advantages.flatten()[kept]
@@ -63,11 +63,11 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, budget: d3s.Budget)
     hidden = policy.hidden(tokens[:, :-1])[:, LENGTH - 1 :]
     logprob, entropy = d3s.linear_logprob_entropy(hidden, policy.head.weight, tokens[:, LENGTH:])
 
-    # 3. The tokens with the largest |advantage| * entropy of the batch. Only they have a gradient, so that the backward
-    #    of the head computes only them.
+    # 3. The tokens with the largest |advantage| * entropy of the batch. Only they have a gradient, so the backward of
+    #    the head computes only their rows.
     chosen = d3s.select_tokens(entropy.detach(), weights, budget.token_ratio)
 
-    # 4. GRPO's loss, which here, on-policy, is clipped nowhere.
+    # 4. GRPO's loss. This step is on-policy, so nothing is clipped.
     ratio = d3s.importance_ratio(logprob, logprob.detach())
     loss = -(ratio * weights.unsqueeze(1))[chosen.mask].sum() / chosen.count.clamp(min=1)
     optimizer.zero_grad()
@@ -83,7 +83,7 @@ def main() -> None:
     torch.manual_seed(0)
     policy = Policy()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    # Few rollouts and tokens first, more later: the budget of a step from its place in the training, 0 to 1.
+    # Few rollouts and tokens at first, more later: the budget of a step follows from the progress of training, 0 to 1.
     schedule = d3s.DownSamplingSchedule(d3s.Budget(4, 0.2), d3s.Budget(12, 0.5))
     print(f"{'step':>5} {'reward':>7} {'rollouts':>9} {'tokens':>7}")
     for step in range(steps):

@@ -1,10 +1,10 @@
-"""D3S in TRL: `D3STrainer` in the place of `GRPOTrainer`, `D3SConfig` in that of `GRPOConfig`.
+"""D3S in TRL: `D3STrainer` replaces `GRPOTrainer`, `D3SConfig` replaces `GRPOConfig`.
 
     pip install '.[trl]'
     python examples/trl_d3s.py                                       # a tiny model, made on the spot, on a CPU
     python examples/trl_d3s.py --model Qwen/Qwen2.5-0.5B-Instruct    # on a GPU
 
-The policy adds two numbers. docs/trl.md says what happens in a step, and has all options.
+The policy learns to add two numbers. docs/trl.md explains what happens in a step and lists all options.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sums() -> Dataset:
 
 
 def nearness(completions: list[str], answer: list[int], **_: Any) -> list[float]:
-    """1 for the right sum, less the further the first number of the completion is from it."""
+    """1 if the first number of the completion is the right sum; less, the further it is from the sum."""
     numbers = [re.search(r"\d+", text) for text in completions]
     return [
         0.0 if number is None else max(0.0, 1 - abs(int(number[0]) - right) / 20)
@@ -54,12 +54,12 @@ def main() -> None:
         processing_class=tiny_tokenizer() if tiny else None,
         args=D3SConfig(
             given.out,
-            # D3S: of each prompt's 16 rollouts 4 at first and 12 in the end, of their tokens 25 % and then 50 %
+            # D3S: keeps 4 of each prompt's 16 rollouts at first and 12 at the end; 25 % of their tokens, then 50 %.
             rollouts_start=4,
             rollouts_end=12,
             token_ratio_start=0.25,
             token_ratio_end=0.5,
-            # all the rest is TRL's
+            # All other options are TRL's.
             num_generations=GROUP,
             per_device_train_batch_size=GROUP,
             gradient_accumulation_steps=4,
@@ -81,7 +81,7 @@ def main() -> None:
             print(f"{row['step']:5} {row['reward']:7.3f} {kept:14.0f} {share:16.2f}")
 
 
-# ---- a stand-in for a language model, for a try without a download ---------------------------------------------------
+# ---- a tiny language model, to run this without a download -----------------------------------------------------------
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,4 +1,5 @@
-"""What the named extras of pyproject.toml ask for, a line each: `make` installs it without building the library again.
+"""Prints the requirements of the named extras of pyproject.toml, one per line, so that `make` can install them without
+building the library again.
 
 python tools/extras.py test demo
 """

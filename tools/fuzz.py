@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Random calls of every op and public function, on every back-end that runs here; `make fuzz SECONDS=…` calls it.
 
-    python tools/fuzz.py --seconds 60              shared out among the back-ends
+    python tools/fuzz.py --seconds 60              all back-ends; they share the time
     python tools/fuzz.py --seconds 600 --on cpu    one of them, or several
 
-Each call follows from a seed and is compared with what the op means (d3s_kernels/_table/table.py). One that is wrong
-is made smaller and printed as a test to paste; one that ends the process, or does not come back, is named by its seed.
+Each call follows from a seed and is compared with the op's definition (d3s_kernels/_table/table.py). A wrong call is
+made smaller and printed as a test to paste. A call that crashes or hangs the process is reported with its seed.
 Back-ends: each SIMD level of the CPU, the CUDA kernels emulated, Triton's interpreter, plain PyTorch; and on a machine
-with a GPU what runs there.
+with a GPU the back-ends that run there.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
-MOST = (*[40] * 28, *[400] * 3, 5000)  # the largest lengths, each as often as it stands here
-MOST_INTERPRETED = (12,)  # Triton's interpreter takes milliseconds for a program
-STUCK = 120.0  # seconds beyond its time after which a process is ended
-TRIES = 400  # smaller calls that are tried
-MOST_PRINTED = 300  # numbers of a call that is written out
+MOST = (*[40] * 28, *[400] * 3, 5000)  # limits of the lengths; a call takes one of these at random
+MOST_INTERPRETED = (12,)  # Triton's interpreter takes milliseconds for each program
+STUCK = 120.0  # a process is killed this many seconds after its time is over
+TRIES = 400  # how many smaller calls are tried
+MOST_PRINTED = 300  # a tensor with more numbers is not written out
 
 
 @dataclass
 class Place:
-    """Where calls are computed: a process of its own."""
+    """A back-end and the settings of the separate process that runs its calls."""
 
     name: str
     environment: dict[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def places() -> Iterator[Place]:
 
 @dataclass(frozen=True)
 class Call:
-    """Of an op or a public function, with arguments that follow from a seed or from choices."""
+    """A call of an op or a public function, with arguments that follow from a seed or from choices."""
 
     name: str  # "op topk_mask" or "function topk_mask"
     most: int
@@ -96,7 +96,7 @@ class Call:
         return self.row_and_function()[0].draw(draw), tuple(draw.choices)
 
     def wrong(self, device: str) -> str | None:
-        """What is wrong with it, if anything is."""
+        """What is wrong with the result of this call, or None."""
         import torch
 
         from d3s_kernels.compare import Comparison, compare_here, moved
@@ -106,13 +106,13 @@ class Call:
             arguments, _ = self.drawn()
             sent = moved(arguments, torch.device(device))
             found = Comparison(compare_here(row, function, arguments, sent, device))
-        except Exception as error:  # whatever it is, it is what this looks for
+        except Exception as error:  # any error is a finding
             return f"{type(error).__name__}: {error}"
         return None if found.agrees else str(found)
 
 
 def smaller(call: Call, device: str) -> Call:
-    """The same fault from smaller choices: each is made 0, halved, or one less, as long as the call stays wrong."""
+    """A smaller call that is still wrong: each choice is set to 0, halved or decremented while the call stays wrong."""
     choices, left, changed = list(call.drawn()[1]), TRIES, True
     while changed and left > 0:
         changed = False
@@ -125,7 +125,7 @@ def smaller(call: Call, device: str) -> Call:
                 if candidate.wrong(device):
                     choices, changed = list(candidate.drawn()[1]), True
                     break
-            if place >= len(choices):  # what follows from a choice may have become shorter
+            if place >= len(choices):  # a smaller choice may lead to fewer later choices
                 break
     return Call(call.name, call.most, choices=tuple(choices))
 
@@ -179,7 +179,7 @@ def _literal(value: Any) -> str:
 
 
 def work(place: Place, seconds: float, seed: int, log: Path) -> None:
-    """Calls until the time is over. The log has the call that is under way, and at the end what came of all."""
+    """Makes calls until the time is over. The log has the current call, and at the end the results of all calls."""
     if "D3S_EMULATED_LIBRARY" in place.environment:
         sys.path.insert(0, str(TESTS))
         import emulated_cuda  # noqa: F401
@@ -205,7 +205,7 @@ def work(place: Place, seconds: float, seed: int, log: Path) -> None:
 
 
 def run(place: Place, seconds: float, seed: int) -> tuple[str, int, list[str]]:
-    """How many calls there were, and what was wrong."""
+    """Runs a back-end in its own process. Returns its name, the number of calls and the failures."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **place.environment}
     if "D3S_EMULATED_LIBRARY" in environment:
         sys.path.insert(0, str(TESTS))
@@ -246,7 +246,7 @@ def main() -> int:
     each = options.seconds * workers / len(chosen)
     wrong: list[str] = []
     with ThreadPoolExecutor(workers) as pool:
-        seeds = range(seed, seed + len(chosen))  # so that each draws calls of its own
+        seeds = range(seed, seed + len(chosen))  # so that each back-end draws different calls
         for name, calls, failures in pool.map(lambda place, own: run(place, each, own), chosen, seeds):
             print(f"{name:18} {calls:8} calls  {len(failures)} wrong", flush=True)
             wrong += failures

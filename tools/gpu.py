@@ -3,12 +3,12 @@
 
     python3 tools/gpu.py                     build, load, tests, cuda, triton, torch, sanitizer, bench
     STAGE=build,bench python3 tools/gpu.py   some of them
-    python3 tools/gpu.py --again             also those that are done for these very sources
+    python3 tools/gpu.py --again             also stages that are done for these sources
 
-It takes the Python, torch, nvcc, CMake and ninja that are there, and fetches nothing. Wheels in .whl/, or in the folder
-GPU_WHEELS names (TRL, the main peer of the benchmarks), are unpacked beside them. A stage writes its result as it
-ends, in build/gpu/ and in the folder OUT names; one that is done is skipped until a source changes. D3S_COMMIT names
-the commit where there is no git.
+It uses the installed Python, torch, nvcc, CMake and ninja, and downloads nothing. Wheels in .whl/, or in the folder
+that GPU_WHEELS names, are unpacked for the benchmarks (TRL, their main peer). Each stage writes its result when it
+ends, to build/gpu/ and to the folder that OUT names. A finished stage is skipped until a source changes. D3S_COMMIT
+names the commit if there is no git.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu"
 BUILT = WORK / "built"  # the libraries
-SITE = WORK / "site"  # them, and the Python files: all runs from here, else Python finds the package without libraries
+SITE = WORK / "site"  # libraries and Python files; everything runs here, as the checkout's package has no libraries
 OUT = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
 BUILD_SOURCES = ("csrc", "CMakeLists.txt")
 SOURCES = (*BUILD_SOURCES, "d3s_kernels", "tests", "benchmarks", "tools", "pyproject.toml")
 
-BUDGET = 530.0  # seconds for all stages together; each has its own limit too
-LOG_KEPT = 300_000  # bytes of each stage's log that go to OUT
-TAIL = 40  # lines of a failure that go into the summary
+BUDGET = 530.0  # seconds for all stages together; each stage has its own limit too
+LOG_KEPT = 300_000  # bytes of each stage's log that are copied to OUT
+TAIL = 40  # last lines of a command's output that are kept
 SUITES = "tests/cuda/test_suites.py"
-SANITIZER_FOUND = 9  # the sanitizer's exit status where it found something; any other is the program's
+SANITIZER_FOUND = 9  # exit status if the sanitizer found something; any other is the program's
 
 
 @dataclass
 class Done:
-    """How a command ended: `code` is None where it ran out of time."""
+    """How a command ended; `code` is None if it ran out of time."""
 
     code: int | None
     seconds: float
@@ -70,7 +70,7 @@ class Result:
 
 
 class Failed(Exception):
-    """What is wrong, and what is known of it."""
+    """A stage failed: the reason, and details for the result."""
 
     def __init__(self, message: str, details: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -78,11 +78,11 @@ class Failed(Exception):
 
 
 class Skipped(Failed):
-    """What the stage needs does not exist here."""
+    """Something that the stage needs does not exist here."""
 
 
 class Stage:
-    """The time a stage has, and its log."""
+    """A running stage, with its time limit and its log."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name = name
@@ -100,7 +100,7 @@ class Stage:
         print(text, file=self.log, flush=True)
 
     def run(self, *command: object, seconds: float | None = None, cwd: Path = ROOT, **environment: str) -> Done:
-        """Streams what the command prints. Out of time, it is killed with all that it started."""
+        """Runs a command and streams its output. At the time limit it is killed with all processes it started."""
         words = [str(word) for word in command]
         limit = min(self.left, seconds or self.left)
         self.say(f"+ {' '.join(words)}")
@@ -149,11 +149,11 @@ def kill_all_of(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-# What is there --------------------------------------------------------------------------------------------------------
+# The machine and the sources ------------------------------------------------------------------------------------------
 
 
 def output(*command: object) -> str:
-    """What a short command prints; empty where it is missing or fails."""
+    """The output of a short command; empty if the command is missing or fails."""
     try:
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60, cwd=ROOT)
     except (OSError, subprocess.TimeoutExpired):
@@ -162,7 +162,7 @@ def output(*command: object) -> str:
 
 
 def tool(name: str, *, needed: bool = True) -> str:
-    """A program: on the path, beside this Python, or of the CUDA toolkit."""
+    """The path of a program: on PATH, in the CUDA toolkit, or beside this Python."""
     toolkit = [Path(os.environ[key]) / "bin" for key in ("CUDA_HOME", "CUDA_PATH") if key in os.environ]
     folders = [*toolkit, Path(sys.executable).parent, "/usr/local/cuda/bin"]
     found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, folders)))
@@ -197,7 +197,7 @@ def files(sources: tuple[str, ...]) -> Iterator[Path]:
 
 
 def hash_of_sources(stage: str) -> str:
-    """Of what is there, committed or not: a stage that is done for it need not be run again."""
+    """A hash of the current sources, committed or not: a stage that succeeded for it is not run again."""
     digest = hashlib.sha256()
     for path in files(BUILD_SOURCES if stage == "build" else SOURCES):
         parts = path.relative_to(ROOT).parts
@@ -212,7 +212,7 @@ def hash_of_sources(stage: str) -> str:
 
 
 def assemble() -> None:
-    """The Python files as they are now, beside the libraries as they were built."""
+    """Copies the current Python files and the built libraries into SITE."""
     before = read_result("build")
     if not before or before.status != "ok" or before.sources != hash_of_sources("build"):
         raise Failed("the library is not built for these sources")
@@ -228,7 +228,7 @@ def assemble() -> None:
 
 
 def build(stage: Stage) -> dict[str, Any]:
-    """The library, for this machine's GPU alone. Ninja builds again only what has changed."""
+    """Builds the library, only for this machine's GPU. Ninja rebuilds only what has changed."""
     found = facts()
     architecture = found["gpu"].get("compute_cap", "").replace(".", "")
     if not architecture:
@@ -254,7 +254,7 @@ def build(stage: Stage) -> dict[str, Any]:
 
 
 def load(stage: Stage) -> dict[str, Any]:
-    """Every op, checked against the reference."""
+    """Imports the package and checks every op against the reference."""
     assemble()
     which = stage.must("import", sys.executable, "-c", "import d3s_kernels; print(d3s_kernels.__file__)", cwd=SITE).tail
     if not which[-1].startswith(str(SITE)):
@@ -263,12 +263,12 @@ def load(stage: Stage) -> dict[str, Any]:
 
 
 def tests(stage: Stage) -> dict[str, Any]:
-    """What only a GPU shows, of every back-end. Few workers: some of these tests fill gigabytes."""
+    """The tests that need a GPU, on every back-end. Few workers, since some of these tests use gigabytes."""
     return tested(stage, "tests/cuda", f"--ignore={SUITES}", workers=4)
 
 
 def suites_on(backend: str, examples: int) -> Callable[[Stage], dict[str, Any]]:
-    """Every test of the ops, computed by one back-end; with so many examples of each property."""
+    """A stage with all tests of the ops on one back-end, with this number of examples for each property."""
 
     def suites(stage: Stage) -> dict[str, Any]:
         chosen = {"D3S_KERNELS_BACKEND": backend, "D3S_TEST_EXAMPLES": str(examples)}
@@ -283,13 +283,13 @@ def tested(stage: Stage, what: str, *options: str, workers: int, **environment: 
         raise Skipped(f"there is no {what}")
     junit = junit_path(stage.name)
     junit.unlink(missing_ok=True)
-    # They share one GPU; most of a test's time is the CPU's.
+    # The workers share one GPU, but most of a test's time is spent on the CPU.
     parallel = ["-n", min(workers, os.cpu_count() or 1)] if find_spec("xdist") else []
     done = stage.run(
         *(sys.executable, "-m", "pytest", what, "-o", "addopts=", "-v", "-rf", "--tb=short", "--no-header"),
         *("-p", "no:cacheprovider", f"--junitxml={junit}", *parallel, *options),
         cwd=SITE,
-        **{"D3S_TEST_ALL": "1"} | environment,  # a GPU is rarely at hand: nothing is left out
+        **{"D3S_TEST_ALL": "1"} | environment,  # all tests, since a GPU is rarely available
     )
     details = counted(junit) | {"outcome": done.outcome}
     if done.code != 0:
@@ -313,7 +313,7 @@ def counted(junit: Path) -> dict[str, Any]:
 
 
 def sanitizer(stage: Stage) -> dict[str, Any]:
-    """Each op once, on small inputs. Without torch's caching allocator every tensor has bounds of its own."""
+    """Runs each op once on small inputs. Without torch's caching allocator, every tensor has its own bounds."""
     assemble()
     script = SITE / "tests" / "cuda" / "sanitized.py"
     if not script.exists():
@@ -321,7 +321,7 @@ def sanitizer(stage: Stage) -> dict[str, Any]:
     program = tool("compute-sanitizer", needed=False)
     if not program:
         raise Skipped("compute-sanitizer is not found")
-    # torch's own kernels are not ours to check, and take their time.
+    # Only our kernels are checked: checking torch's own would take much time.
     ours = ["--kernel-name", "kns=d3s"] if "--kernel-name" in output(program, "--help") else []
     found: dict[str, Any] = {}
     for name, needed in (("memcheck", True), ("racecheck", True), ("initcheck", False), ("synccheck", False)):
@@ -331,7 +331,7 @@ def sanitizer(stage: Stage) -> dict[str, Any]:
         share = stage.left / 2 if name == "memcheck" else stage.left
         done = check_with(stage, program, name, ours, script, share)
         if ours and done.code not in (0, SANITIZER_FOUND, None):
-            ours = []  # another version may take the filter in another form
+            ours = []  # another version may have another syntax for the filter
             done = check_with(stage, program, name, ours, script, stage.left)
         found[name] = {"outcome": done.outcome, "seconds": round(done.seconds, 1), "tail": done.tail[-8:]}
         found[name]["bad"] = done.code != 0 and (needed or done.code is not None)
@@ -359,7 +359,7 @@ def bench(stage: Stage) -> dict[str, Any]:
     path = os.pathsep.join(filter(None, [unpacked_wheels(stage), os.environ.get("PYTHONPATH", "")]))
     done = stage.run(
         *(sys.executable, "-m", "benchmarks", "--device", "cuda", "--out", folder),
-        f"--seconds={max(10.0, stage.left - 40):.0f}",  # what is under way then ends, and the results are written
+        f"--seconds={max(10.0, stage.left - 40):.0f}",  # leaves time to finish a benchmark and to write the results
         cwd=SITE,
         PYTHONPATH=path,
     )
@@ -379,7 +379,7 @@ def bench(stage: Stage) -> dict[str, Any]:
 
 
 def outcomes(targets: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """A missed target is no failure, but is told; so is a peer that was not there."""
+    """The targets by outcome. A missed target or a missing peer is not a failure, but is listed."""
     told: dict[str, list[str]] = {}
     for target in targets:
         if target["bound"] or target["outcome"] == "not measured":
@@ -389,7 +389,7 @@ def outcomes(targets: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def unpacked_wheels(stage: Stage) -> str:
-    """A folder for PYTHONPATH. Without the wheels the benchmarks run too, and tell which peer is missing."""
+    """A folder for PYTHONPATH, or "". The benchmarks also run without the wheels, and report the missing peers."""
     wheels = sorted((ROOT / os.environ.get("GPU_WHEELS", ".whl")).glob("*.whl"))
     if not wheels:
         return ""
@@ -399,9 +399,9 @@ def unpacked_wheels(stage: Stage) -> str:
     return str(target) if done.code == 0 else ""
 
 
-# What matters most comes first. Triton takes about a second to compile a kernel, for each kind of arguments anew; plain
-# PyTorch launches hundreds of kernels for one: both get as few examples as in tests/test_portable.py. The sanitizer can
-# wait: the CUDA kernels' own source runs under AddressSanitizer on CPUs.
+# The most important stages come first. Triton takes about a second to compile a kernel for each new kind of arguments,
+# and plain PyTorch launches hundreds of kernels where CUDA launches one. So both get as few examples as in
+# tests/test_portable.py. The sanitizer comes late, because the CUDA source also runs under AddressSanitizer on CPUs.
 STAGES: dict[str, tuple[Callable[[Stage], dict[str, Any]], float]] = {
     "build": (build, 180),
     "load": (load, 60),
@@ -410,12 +410,12 @@ STAGES: dict[str, tuple[Callable[[Stage], dict[str, Any]], float]] = {
     "triton": (suites_on("triton", examples=10), 120),
     "torch": (suites_on("torch", examples=10), 60),
     "sanitizer": (sanitizer, 100),
-    "bench": (bench, BUDGET),  # what is left
+    "bench": (bench, BUDGET),  # the remaining time
 }
-LEFT_FOR_BENCH = 150.0  # the stages before it stop in time
+LEFT_FOR_BENCH = 150.0  # seconds; the earlier stages stop in time to leave them
 
 
-# One after the other --------------------------------------------------------------------------------------------------
+# Running the stages in order ------------------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -463,7 +463,7 @@ def run_stage(name: str, sources: str, left: float) -> Result:
         status, details = "skipped", reason.details
     except Failed as problem:
         status, details = "failed", problem.details
-    except Exception as problem:  # of this script itself: the other stages still have something to tell
+    except Exception as problem:  # a fault of this script; the other stages still run
         status, details = "failed", {"problem": repr(problem), "tail": traceback.format_exc().splitlines()}
     if details.get("problem"):
         stage.say(f"{name} {status}: {details['problem']}")
@@ -485,7 +485,7 @@ def read_result(name: str) -> Result | None:
 
 
 def write_summary() -> None:
-    """All results so far, also of earlier calls, in few files."""
+    """Writes all results so far, including those of earlier calls, into a few files."""
     known = [result for result in map(read_result, STAGES) if result]
     path = WORK / "summary.json"
     path.write_text(json.dumps({"stages": [asdict(result) for result in known]}, indent=1) + "\n")

@@ -1,8 +1,8 @@
-"""Faults that the tests have to see; tools/mutations.py puts them into a copy of the library, one at a time.
+"""Faults that the tests must detect; tools/mutations.py puts them into a copy of the library, one at a time.
 
-Each is a mistake that somebody could make here: an edge taken wrongly, a guard that is gone, a tie that goes the other
-way. The old text is in its file exactly once (tests/test_mutations.py). Tests are the arguments of pytest, chosen so
-that they are few and the fault is theirs to see; ``more`` are those that only `make test-all` has.
+Each is a realistic mistake: a wrong boundary, a missing guard, a tie that is broken the other way. The old text occurs
+exactly once in its file (tests/test_mutations.py checks this). ``tests`` are arguments of pytest: the few tests that
+should detect the fault. ``more`` replaces them at the strength of `make test-all`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Mutant(NamedTuple):
     new: str
     tests: str
     more: str = ""
-    explained: str = ""  # why no test can be asked to see it; such a one may survive
+    explained: str = ""  # why no test can detect it; such a fault may survive
 
 
 MUTANTS = (
-    # ---- core: arithmetic that all back-ends share -------------------------------------------------------------------
+    # ---- core: arithmetic shared by the compiled back-ends -----------------------------------------------------------
     Mutant(
         "core: a position belongs to the segment that starts behind it",
         "csrc/core/segments.h",
@@ -56,7 +56,7 @@ MUTANTS = (
         "return best;",
         "tests/test_max_variance.py",
     ),
-    # ---- ops: arguments and what they become -------------------------------------------------------------------------
+    # ---- ops: checks and preparation of the arguments ----------------------------------------------------------------
     Mutant(
         "ops: a ratio of 0 is taken",
         "csrc/ops/topk_mask.cpp",

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Whether the tests see faults: those of tools/mutants.py, put into a copy of the library one at a time.
+"""Checks that the tests detect faults: puts those of tools/mutants.py into a copy of the library, one at a time.
 
-    .venv/bin/python tools/mutations.py                  all of them; goes on where it was interrupted
+    .venv/bin/python tools/mutations.py                  all of them; continues after an interruption
     .venv/bin/python tools/mutations.py --fresh          the same from the beginning
     .venv/bin/python tools/mutations.py WORD ...         those whose name or file has one of these words, once more
-    .venv/bin/python tools/mutations.py --layer test     at the strength of `make test` alone; or of test-all
+    .venv/bin/python tools/mutations.py --layer test     only at the strength of `make test`; or of test-all
 
-Every fault is tried at the strength of `make test`; what survives that, at the strength of `make test-all`. The report
-goes to build/mutations/report.md as well. Exit status 1: a fault survives both and is not explained, or `make test`
-sees fewer than it has to; 2: the table is wrong, as where its old text is gone, what it makes does not compile, or its
-tests fail without it. A result is good for as long as the entry, its file and its tests stay as they are.
+Every fault is tried at the strength of `make test`; one that survives is tried at the strength of `make test-all`. The
+report is also written to build/mutations/report.md. Exit status 1: a fault survives both and is not explained, or
+`make test` detects fewer faults than required. Exit status 2: the table is wrong, for example the old text is gone, the
+changed code does not compile, or the tests fail without the fault. A result stays valid until the entry, its file or
+its tests change.
 
-The checkout is not touched: all happens in build/mutations/tree, a copy of what is tracked or new.
+The checkout is not touched: everything happens in build/mutations/tree, a copy of all tracked and new files.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ WORK = ROOT / "build" / "mutations"
 TREE, PRISTINE, SITE = WORK / "tree", WORK / "pristine", WORK / "site"
 LIBRARIES, EMULATED = TREE / "build" / "libraries", TREE / "build" / f"emulated-torch-{metadata.version('torch')}"
 LAYERS = ("test", "test-all")
-LEAST = 34  # of 40 that `make test` sees
-LIMIT, PATIENCE = 120.0, 6.0  # seconds that a run may take at least, and times as long as without a fault
+LEAST = 34  # of 40 faults, `make test` must detect at least so many
+LIMIT, PATIENCE = 120.0, 6.0  # a run may take 120 s, or 6 times as long as without the fault if that is longer
 
-# An editable install is found by a finder of its own before PYTHONPATH is looked at: here it must not be.
+# An editable install has its own finder, which comes before PYTHONPATH. This removes it, so that the copy is imported.
 SITECUSTOMIZE = """import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "skbc" not in type(finder).__module__]
 """
@@ -52,11 +53,11 @@ PLACES = "import d3s_kernels, d3s_kernels._build_info as b; print(d3s_kernels.__
 
 
 class Wrong(Exception):
-    """What is wrong with the table, or here."""
+    """An error in the table or in the environment."""
 
 
 def problem_of(mutant: Mutant) -> str | None:
-    """What of it does not fit the checkout."""
+    """Why a fault does not fit the checkout, or None."""
     file = ROOT / mutant.file
     found = file.read_text(encoding="utf-8").count(mutant.old) if file.exists() else 0
     if found != 1:
@@ -73,11 +74,11 @@ def test_files(tests: str) -> list[str]:
 
 
 def prepare() -> None:
-    """A copy of the checkout as it is now, built; what was built before is built on."""
+    """Makes and builds a copy of the current checkout; an earlier build is reused."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     wanted = {name for name in names if name and (ROOT / name).is_file()}
-    if PRISTINE.exists():  # then only what has changed is built
+    if PRISTINE.exists():  # reuse the last build: only changes are compiled
         restore()
         for old in TREE.rglob("*"):
             inside = old.relative_to(TREE)
@@ -106,11 +107,11 @@ def prepare() -> None:
     for folder in (copied, PRISTINE):
         shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(TREE, copied)
-    copied.rename(PRISTINE)  # it is whole or not there
+    copied.rename(PRISTINE)  # a rename is atomic: PRISTINE is complete or missing
 
 
 def restore() -> None:
-    """All as it was before a fault, what was built too: nothing has to be built once more."""
+    """Restores the copy to its state before a fault, with its builds, so that nothing has to be built again."""
     shutil.rmtree(TREE, ignore_errors=True)
     shutil.copytree(PRISTINE, TREE)
 
@@ -138,7 +139,7 @@ def build(folder: Path) -> None:
 def environment(layer: str) -> dict[str, str]:
     changed = {key: value for key, value in os.environ.items() if key not in ("D3S_TEST_ALL", "D3S_KERNELS_BACKEND")}
     changed |= {"PYTHONPATH": os.pathsep.join([str(SITE), str(TREE)]), "PYTHONDONTWRITEBYTECODE": "1"}
-    changed["PYTEST_ADDOPTS"] = "-x -p no:cacheprovider"  # also of the tests that run others in a process of their own
+    changed["PYTEST_ADDOPTS"] = "-x -p no:cacheprovider"  # also for tests that start pytest themselves
     return changed | ({"D3S_TEST_ALL": "1"} if layer == "test-all" else {})
 
 
@@ -152,7 +153,7 @@ def python_of(tests: str) -> str:
 
 
 def require_copy(python: str) -> None:
-    """The package that this Python imports is the copy."""
+    """Raises unless this Python imports the package from the copy."""
     done = subprocess.run(
         [python, "-c", PLACES], cwd=TREE, env=environment("test"), capture_output=True, text=True, check=False
     )
@@ -161,7 +162,7 @@ def require_copy(python: str) -> None:
 
 
 def run_tests(tests: str, layer: str, limit: float) -> tuple[str, str, float]:
-    """The outcome, what failed, and how long it took."""
+    """Runs tests in the copy. Returns the outcome, what failed, and the seconds it took."""
     command = [python_of(tests), "-m", "pytest", *shlex.split(tests)]
     began = time.monotonic()
     run = subprocess.Popen(
@@ -171,7 +172,7 @@ def run_tests(tests: str, layer: str, limit: float) -> tuple[str, str, float]:
     try:
         output, _ = run.communicate(timeout=limit)
     except BaseException as error:
-        os.killpg(run.pid, signal.SIGTERM)  # the processes that it started, and through them those that they did
+        os.killpg(run.pid, signal.SIGTERM)  # pytest and its workers, which then stop their own children
         with suppress(subprocess.TimeoutExpired):
             run.wait(10)
         with suppress(ProcessLookupError):
@@ -195,7 +196,7 @@ def run_tests(tests: str, layer: str, limit: float) -> tuple[str, str, float]:
 
 
 class Results:
-    """Of a layer, by what they depend on; written as they come."""
+    """The results of a layer, stored by a hash of everything they depend on, and written after each result."""
 
     def __init__(self, layer: str, fresh: bool) -> None:
         self.layer, self.file = layer, WORK / f"{layer}.json"
@@ -206,7 +207,7 @@ class Results:
     def key(self, what: tuple[str, ...], tests: str, *files: str) -> str:
         state = hashlib.sha256(repr((self.layer, tests, *what)).encode())
         paths = {ROOT / name for name in [*files, *test_files(tests), "tests/conftest.py", "tests/helpers.py"]}
-        if EMULATED_TESTS in tests or PORTABLE in tests:  # which run other files
+        if EMULATED_TESTS in tests or PORTABLE in tests:  # these run other test files
             paths |= {path for path in (ROOT / "tests").rglob("*") if path.suffix in (".py", ".cpp", ".h")}
         for path in sorted(paths):
             state.update(path.read_bytes())
@@ -239,7 +240,7 @@ class Results:
         return self.add(key, mutant=mutant.name, outcome=outcome, by=by, seconds=seconds + built - began)
 
     def _without_fault(self, tests: str) -> float:
-        """How long they take without a fault, without which they have to pass."""
+        """The seconds that these tests take without a fault; raises if they fail."""
         key = self.key(("no fault",), tests)
         if key not in self.known:
             require_copy(python_of(tests))
@@ -263,7 +264,7 @@ def main() -> int:
         return 2
     WORK.mkdir(parents=True, exist_ok=True)
     lock = (WORK / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)  # of two at a time the second waits
+    fcntl.flock(lock, fcntl.LOCK_EX)  # a second run waits for the first
     began = time.monotonic()
     try:
         prepare()

@@ -1,9 +1,9 @@
 """Writes docs/performance.md from the results in benchmarks/results/.
 
     python tools/performance.py            # after a benchmark run whose result was committed
-    python tools/performance.py --check    # whether the page is what the results say; writes nothing
+    python tools/performance.py --check    # checks that the page matches the results; writes nothing
 
-No number of the page is typed: tests/test_pages.py runs the check.
+No number of the page is typed by hand: tests/test_pages.py runs the check.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def page() -> str:
 
 
 def newest() -> list[tuple[Path, dict[str, Any]]]:
-    """The last run of each machine."""
+    """The latest run of each machine."""
     runs: dict[str, tuple[Path, dict[str, Any]]] = {}
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem[-10:]):
         run = json.loads(path.read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def notes(path: Path) -> str:
-    """What somebody wrote beside the result."""
+    """The hand-written notes on a result, or an empty text."""
     file = path.with_name(f"{path.stem}-notes.md")
     return file.read_text(encoding="utf-8") if file.exists() else ""
 

@@ -1,6 +1,6 @@
-"""The version of the package, as scikit-build-core asks for it: CMakeLists.txt is the one place that has it.
+"""Provides the package's version to scikit-build-core; the version is defined only in CMakeLists.txt.
 
-D3S_LOCAL_VERSION, which tools/wheel.py sets, adds what a wheel is for: cu130 makes 0.1.0 to 0.1.0+cu130.
+D3S_LOCAL_VERSION, which tools/wheel.py sets, adds the target of a wheel: cu130 turns 0.1.0 into 0.1.0+cu130.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
     python tools/wheel.py none       d3s_kernels-X.Y.Z+cpu-...: without the CUDA library
     python tools/wheel.py set-up     d3s_kernels-X.Y.Z-...: what `make setup` has built, for the tests
 
-It is built against the torch of the Python that runs this, and runs on every torch >= 2.11; what is installed there is
-left alone. The platform tag is what auditwheel computes, so the glibc of this machine sets how old a system may be.
+The wheel is built against the torch of the Python that runs this script, and runs on every torch >= 2.11. The installed
+packages do not change. auditwheel computes the platform tag. It depends on this machine's glibc, which limits how old
+a system the wheel runs on.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OLDEST_CUDA = (12, 8)  # the first one that compiles for 10.0 and 12.0
+OLDEST_CUDA = (12, 8)  # the first version that compiles for compute capabilities 10.0 and 12.0
 
-# They come with torch and with the driver: a wheel that brought its own would have two of each in one process.
+# These come with torch and with the driver. If a wheel bundled its own, a process would load each of them twice.
 NOT_BUNDLED = ("libtorch*.so", "libc10*.so", "libcuda.so.1")
 
 
 class Wrong(Exception):
-    """What the caller has to put right."""
+    """An error that the caller must correct."""
 
 
 def find_nvcc(cuda: str) -> Path:
@@ -49,7 +50,7 @@ def find_nvcc(cuda: str) -> Path:
 
 
 def check_toolkit(cuda: str) -> tuple[Path, str]:
-    """The nvcc to use, which is of this very version, and what it says of itself."""
+    """The nvcc of exactly this version, and its --version output."""
     if not re.fullmatch(r"\d+\.\d+", cuda):
         raise Wrong(f"CUDA={cuda}: takes the version of a toolkit, as in CUDA=13.0, or CUDA=none")
     if tuple(map(int, cuda.split("."))) < OLDEST_CUDA:
@@ -73,7 +74,7 @@ def check_toolkit(cuda: str) -> tuple[Path, str]:
 
 
 def build_folder(local: str, toolkit: str) -> Path:
-    """Where the wheel is built. What another toolkit left there goes: CMake would go on with that one."""
+    """The folder for building the wheel. It is emptied if another toolkit was used: CMake would keep using that one."""
     work = ROOT / "build" / f"wheel-{local}"
     stamp = work / "toolkit.txt"
     if not stamp.is_file() or stamp.read_text() != toolkit:
@@ -94,7 +95,7 @@ def build(cuda: str, out: Path) -> Path:
     locks = ROOT / "build"
     locks.mkdir(exist_ok=True)
     with (locks / f"wheel-{local}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time in a folder
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time in each folder
         wheel = build_in(build_folder(local, toolkit), local, nvcc)
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy2(wheel, out))
@@ -103,11 +104,11 @@ def build(cuda: str, out: Path) -> Path:
 def build_in(work: Path, local: str, nvcc: Path | None) -> Path:
     plain, repaired = work / "plain", work / "repaired"
     settings = [
-        f"build-dir={work.relative_to(ROOT).as_posix()}/{{wheel_tag}}",  # not the one of an editable install
+        f"build-dir={work.relative_to(ROOT).as_posix()}/{{wheel_tag}}",  # not the folder of an editable install
         f"cmake.define.D3S_CUDA={'ON' if nvcc else 'OFF'}",
     ]
     of_set_up = local == "set-up"
-    if of_set_up:  # in its own folder, where nothing is left to compile
+    if of_set_up:  # the default build folder, where everything is compiled already
         settings = []
     environment = {
         **os.environ,
@@ -144,7 +145,7 @@ def main() -> int:
         print(wrong, file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as failed:
-        return int(failed.returncode) or 1  # it has said why
+        return int(failed.returncode) or 1  # the command has printed the reason
     print(f"{wheel} ({wheel.stat().st_size / 2**20:.1f} MiB)")
     return 0
 

@@ -1,5 +1,5 @@
-// e^x within one unit of the last place, by additions and multiplications alone: the same bits on a CPU, whatever its
-// vectors, and on a GPU. e^0 is exactly 1, so that a policy that has not moved has ratios of exactly 1.
+// e^x within one unit in the last place. It uses only additions and multiplications, so the bits are the same on a GPU
+// and on a CPU with vectors of any width. e^0 is exactly 1, so that an unchanged policy has ratios of exactly 1.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ D3S_HOST_DEVICE float power_of_two(int32_t n) {  // -126 <= n <= 127
 }
 
 D3S_HOST_DEVICE float exponential(float x) {
-  const float inside = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // beyond: 0 and infinity; NaN stays
+  const float inside = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // 0 or infinity beyond; NaN stays
   // x / log 2 is rounded to an integer n by adding 1.5 * 2^23: the sum's low bits are n.
   const float magic = 12582912.f;
   const float sum = inside * 1.44269504f + magic;
   const float n = sum - magic;
   const float r = (inside - n * 0.693145752f) - n * 1.42860677e-6f;  // log 2 in two parts: n times the first is exact
-  // e^r = 1 + r + r^2 q(r) for |r| <= log(2) / 2, minimax in relative error
+  // e^r = 1 + r + r^2 q(r) for |r| <= log(2) / 2, where q is minimax in relative error.
   float q = 1.374611515e-3f;
   q = q * r + 8.371827193e-3f;
   q = q * r + 4.166996479e-2f;
@@ -29,7 +29,7 @@ D3S_HOST_DEVICE float exponential(float x) {
   q = q * r + 4.999998510e-1f;
   const float e = (r * r * q + r) + 1.f;
   const int32_t power = static_cast<int32_t>(bits_of_float(sum) - bits_of_float(magic));
-  const int32_t half = power >> 1;  // in two steps, for powers that no float has
+  const int32_t half = power >> 1;  // two factors, since 2^power alone may not fit in a float
   return e * power_of_two(half) * power_of_two(power - half);
 }
 

@@ -18,7 +18,7 @@ struct float16 {
 enum class FloatType { kFloat32, kBfloat16, kFloat16 };
 
 template <class T>
-struct Tag {  // a type as an argument
+struct Tag {  // passes a type as an argument
   using type = T;
 };
 
@@ -82,7 +82,7 @@ D3S_HOST_DEVICE float16 from_float<float16>(float value) {
   const float magnitude = float_of_bits(bits & 0x7fffffffu);
   if (!(magnitude == magnitude)) return {static_cast<uint16_t>(sign | 0x7e00u)};
   if (magnitude >= 65520.f) return {static_cast<uint16_t>(sign | 0x7c00u)};
-  if (magnitude < 0x1p-14f) {  // subnormal: a whole number of 2^-24, rounded by adding 2^-1 of the float above it
+  if (magnitude < 0x1p-14f) {  // subnormals are multiples of 2^-24, as floats from 0.5 to 1 are: adding 0.5 rounds
     const float sum = magnitude + 0.5f;
     return {static_cast<uint16_t>(sign | (bits_of_float(sum) - bits_of_float(0.5f)))};
   }

@@ -1,4 +1,4 @@
-// A digit of order keys: the k-th largest key is found digit by digit, from the top, by counting.
+// The search for the k-th largest order key: digit by digit, from the top, by counting the keys with each digit.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@ namespace d3s {
 
 struct Digit {
   static constexpr int kKeyBits = 32;
-  static constexpr int kMostBits = 11;  // a table of 16 KB
+  static constexpr int kMostBits = 11;  // a table of int64 counts takes 16 KB
 
   int shift = 0, bits = 0;
 
   D3S_HOST_DEVICE int bins() const { return 1 << bits; }
   D3S_HOST_DEVICE bool is_first() const { return shift + bits == kKeyBits; }
   D3S_HOST_DEVICE int bin_of(uint32_t key) const { return static_cast<int>(key >> shift & (bins() - 1u)); }
-  // Whether a key has these digits before this one.
+  // Whether the digits of a key above this one are `prefix`.
   D3S_HOST_DEVICE bool follows(uint32_t key, uint32_t prefix) const {
     return is_first() || key >> (shift + bits) == prefix;
   }
@@ -24,9 +24,9 @@ struct Digit {
 
 // How far the search for the k-th largest key of a segment has come.
 struct KeySearch {
-  int64_t prefix = 0;  // its digits so far; the key itself in the end
-  int64_t left = 0;    // which one it is among the keys that have these digits, the largest being 1
-  int64_t k = 0;       // how many are to be kept; 0: nothing is searched for
+  int64_t prefix = 0;  // the digits found so far; at the end, the whole key
+  int64_t left = 0;    // the key's place among the keys with these digits; the largest has place 1
+  int64_t k = 0;       // how many keys to keep; 0: there is nothing to search
 
   D3S_HOST_DEVICE void enter(int bin, int64_t above, const Digit& digit) {
     prefix = prefix << digit.bits | bin;

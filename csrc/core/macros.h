@@ -7,9 +7,9 @@
 #define D3S_HOST_DEVICE inline
 #endif
 
-// Declares what each back-end defines, in cpu/ and in cuda/. In the library of checks there is no back-end, so that the
-// ops look at their arguments and compute nothing. What serves a device from Python (d3s_kernels/_torch, _triton) asks
-// these ops first: a wrong argument meets the same words everywhere.
+// Declares a function that each back-end defines, in cpu/ and in cuda/. The library of checks has no back-end: its ops
+// check their arguments and compute nothing. The back-ends in Python (d3s_kernels/_torch, _triton) call these ops
+// first, so that a wrong argument gives the same message everywhere.
 #if defined(D3S_NO_KERNELS)
 #define D3S_KERNEL(...) \
   inline __VA_ARGS__ {}

@@ -1,4 +1,4 @@
-// Floats as integers of the same order.
+// Order keys: floats as unsigned integers of the same order.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace d3s {
 namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
 
-// Larger float, larger key; -0 and 0 share one. Key 0 means absent: masked, or NaN.
+// A larger float has a larger key; -0 and 0 have the same key. Key 0 means absent: masked out, or NaN.
 constexpr uint32_t kAbsent = 0;
 constexpr uint32_t kZeroKey = 0x80000000u;
 constexpr uint32_t kLargestKey = 0xff800000u;  // +inf
@@ -17,7 +17,7 @@ constexpr uint32_t kLargestKey = 0xff800000u;  // +inf
 D3S_HOST_DEVICE uint32_t order_key(float value) {
   const uint32_t bits = bits_of_float(value + 0.f);  // -0 becomes 0
   const uint32_t key = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
-  return key & (0u - static_cast<uint32_t>(value == value));  // NaN: 0; a select would keep SSE2 from vectors
+  return key & (0u - static_cast<uint32_t>(value == value));  // 0 for NaN; SSE2 would not vectorise a select
 }
 
 D3S_HOST_DEVICE float order_key_value(uint32_t key) {

@@ -1,4 +1,4 @@
-// How many of a segment are kept, of a share.
+// How many values of a segment a ratio keeps.
 #pragma once
 
 #include <cmath>
@@ -8,8 +8,8 @@
 
 namespace d3s {
 
-// ceil(ratio n), at least 1, at most n. A ratio that was rounded when it was written down must not push the product
-// past a whole number (0.07 of 100 is 7): the product may be 4 rounding steps of the ratio's type too large.
+// ceil(ratio * n), at least 1, at most n. In binary 0.07 is slightly larger than 7 / 100, but 7 % of 100 must be 7, not
+// 8: so `slack`, 4 rounding steps of the ratio's type, is taken off the product first.
 constexpr double kDoubleSlack = 0x1p-50;
 constexpr double kFloatSlack = 0x1p-21;
 

@@ -8,10 +8,10 @@
 namespace d3s {
 
 struct RowLayout {
-  static constexpr int kMaxDims = 6;  // after neighbouring dimensions that step evenly have become one
+  static constexpr int kMaxDims = 6;  // after rows_of has merged the neighbouring dimensions that it can
 
   int64_t count = 1;    // of rows
-  int64_t columns = 0;  // of each
+  int64_t columns = 0;  // of each row
   int dims = 0;
   int64_t sizes[kMaxDims] = {};
   int64_t strides[kMaxDims] = {};
@@ -19,7 +19,7 @@ struct RowLayout {
   // Where row i starts, in elements.
   D3S_HOST_DEVICE int64_t offset(int64_t i) const {
 #if defined(__CUDA_ARCH__)
-    auto rest = static_cast<uint32_t>(i);  // no more rows than blocks in a grid: 64-bit division is a subroutine
+    auto rest = static_cast<uint32_t>(i);  // enough for the blocks of a grid; 64-bit division is a subroutine
 #else
     auto rest = static_cast<uint64_t>(i);
 #endif

@@ -1,4 +1,4 @@
-// Stretches of a 1-D array: rows of equal length, or what flash-attention calls cu_seqlens.
+// Segments of a 1-D array: rows of equal length, or given by offsets (flash-attention's cu_seqlens).
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@ namespace d3s {
 
 struct Segments {
   int64_t count = 0;
-  int64_t length = 0;                  // of each, where there are no offsets
+  int64_t length = 0;                  // of each segment, if there are no offsets
   const int32_t* offsets32 = nullptr;  // at most one of the two is set
   const int64_t* offsets64 = nullptr;
 
-  int64_t limit = 0;  // the number of values, where there are offsets
+  int64_t limit = 0;  // the number of values, if there are offsets
 
-  // Offsets that nobody has checked stay within the values: what they cut is empty, or wrong, but never out of bounds.
+  // Offsets on a GPU may be unchecked. They are clamped, so bad ones give wrong segments but no access out of bounds.
   D3S_HOST_DEVICE int64_t begin(int64_t i) const {
     if (!ragged()) return i * length;
     const int64_t offset = offsets32 ? offsets32[i] : offsets64[i];
@@ -27,7 +27,7 @@ struct Segments {
   }
   D3S_HOST_DEVICE bool ragged() const { return offsets32 || offsets64; }
 
-  // The first segment that starts at or after a position; `count` where there is none.
+  // The first segment that starts at or after a position; `count` if there is none.
   D3S_HOST_DEVICE int64_t first_from(int64_t position) const {
     if (!ragged()) return length > 0 ? (position + length - 1) / length : 0;
     int64_t low = 0, high = count;

@@ -1,4 +1,4 @@
-// The softmax state (m, S, T) of a stretch of one row's logits z, at temperature t:
+// The softmax state (m, S, T) of some logits z of a row, at temperature t:
 //
 //     m = max z,   S = sum e^((z - m) / t),   T = sum (z - m) e^((z - m) / t)
 //
@@ -7,11 +7,11 @@
 //
 //     H = log S - T / (t S),     logprob(y) = (z_y - m) / t - log S
 //
-// Both terms of H are >= 0, so nothing cancels, whatever is added to all logits.
+// Both terms of H are >= 0, so they do not cancel, whatever constant is added to all logits.
 //
 // Special values. An accumulator may count a -inf logit as e^(-86) instead of 0 (a clamp is cheaper than a select):
-// beside S >= 1 that vanishes, and finish() clears what it leaves in T / S. A row of nothing but -inf shows as S < 1/2.
-// NaN and +inf always reach T as NaN and stay there (S may lose a NaN whose low bits an exponential adds to).
+// that vanishes beside S >= 1, and finish() clears what it leaves in T / S. A row with only -inf logits has S < 1/2.
+// NaN and +inf always reach T as NaN and stay there (S may lose a NaN: see exp2_nonpositive in cpu/simd.h).
 #pragma once
 
 #include <cfloat>
@@ -37,39 +37,40 @@ struct RowStatistics {
   float log_sum;
 };
 
-// `state` with its reference moved up to `max`; a share too small to count is exactly 0, however far the move.
+// `state` with its maximum raised to `max`. Where the factor underflows, the sums are exactly 0, for any move.
 D3S_HOST_DEVICE SoftmaxState rebase(const SoftmaxState& state, float max, float inverse_temperature) {
   const float move = state.max - max;
   const float factor = exp2f(move * (kLog2E * inverse_temperature));
-  const float safe_move = factor > 0.f ? move : 0.f;  // -inf * 0 is NaN
+  const float safe_move = factor > 0.f ? move : 0.f;  // -inf * 0 would be NaN
   return {max, factor * state.sum, factor * (state.dot + safe_move * state.sum)};
 }
 
 D3S_HOST_DEVICE SoftmaxState merge(const SoftmaxState& a, const SoftmaxState& b, float inverse_temperature) {
   const bool a_leads = a.max >= b.max;
-  const SoftmaxState leader = a_leads ? a : b;  // copies: a GPU would keep what references choose among in memory
+  const SoftmaxState leader = a_leads ? a : b;  // copies: references would keep both states in a GPU's memory
   const SoftmaxState follower = a_leads ? b : a;
   const SoftmaxState moved = rebase(follower, leader.max, inverse_temperature);
   return {leader.max, leader.sum + moved.sum, leader.dot + moved.dot};
 }
 
 D3S_HOST_DEVICE RowStatistics finish(const SoftmaxState& state, float temperature) {
-  const bool undefined = state.sum < 0.5f || state.dot != state.dot;  // all -inf or no logits at all; NaN or +inf
+  const bool undefined = state.sum < 0.5f || state.dot != state.dot;  // only -inf, or no logits; NaN or +inf
   const float sum = undefined ? NAN : state.sum;
   const float log_sum = logf(sum);
   const float mean = state.dot / (temperature * sum);
-  const float entropy = log_sum - (mean > -1e-30f ? 0.f : mean);  // the remains of clamped -inf logits; NaN stays
+  const float entropy = log_sum - (mean > -1e-30f ? 0.f : mean);  // clears what clamped -inf logits left; NaN stays
   return {entropy < 0.f ? 0.f : entropy, state.max, log_sum};
 }
 
-// log-probability of the token whose logit is z.
+// The log-probability of the token whose logit is z.
 D3S_HOST_DEVICE float log_probability(float z, const RowStatistics& row, float temperature) {
   return (z - row.max) / temperature - row.log_sum;
 }
 
 // The gradient of g_logprob * logprob(y) + g_entropy * H in one logit,
 //     dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t,
-// as p's exponential e = e^((z - m) / t) times a line in d = z - m: the softmax part costs one fused multiply-add.
+// written as e^(d / t) * (offset + slope * d) with d = z - m: beside the exponential, the line in d costs one fused
+// multiply-add.
 struct GradientLine {
   float offset;
   float slope;
@@ -86,7 +87,7 @@ D3S_HOST_DEVICE GradientLine gradient_line(float g_logprob, float g_entropy, con
 // The gradient at the label, whose logit is `distance` from the maximum.
 D3S_HOST_DEVICE float label_gradient(const GradientLine& line, float distance, float temperature) {
   const float e = expf(distance / temperature);
-  return line.target + (e == 0.f ? 0.f : e * (line.offset + line.slope * distance));  // not 0 * inf
+  return line.target + (e == 0.f ? 0.f : e * (line.offset + line.slope * distance));  // 0 * inf would be NaN
 }
 
 }  // namespace

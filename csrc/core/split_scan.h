@@ -1,8 +1,9 @@
-// The k of n sorted values with the largest variance are the first i and the last k - i, for one i in 0..k
-// (Lemma 3.1 of PODS, arXiv 2504.13818; D3S, arXiv 2509.22115). Which i, is found by trying all.
+// Of n sorted values, the k with the largest variance are the first i and the last k - i, for some i in 0..k
+// (Lemma 3.1 of PODS, arXiv 2504.13818; D3S, arXiv 2509.22115). The back-ends try every i.
 //
-// Sums are double and of values less a value of the segment, else large values with small differences cancel
-// (rewards of 1000 +- 0.01). k times the variance of a split is S2 - S1^2 / k.
+// Sums are in double, and one value of the segment is subtracted from all values: otherwise large values with small
+// differences would cancel (rewards of 1000 +- 0.01). With the sum S1 and the sum of squares S2 of a split, k times its
+// variance is S2 - S1^2 / k.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,8 @@ D3S_HOST_DEVICE double split_spread(const Moments& low, const Moments& high, dou
   return (low.square + high.square) - sum * sum / k;
 }
 
-// Splits this close to the best count as equal: rewards of 0 and 1 tie by the dozen, up to rounding.
-// Among equals the one with the fewest from the top wins.
+// Splits with at least this spread count as equal to the best: rewards of 0 and 1 give dozens of splits that differ
+// only by rounding. Among equal splits, the one with the fewest values from the top wins.
 D3S_HOST_DEVICE double equal_spread(double best) { return best * (1.0 - 1e-12); }
 
 }  // namespace

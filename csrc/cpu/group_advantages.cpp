@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t kGrain = 16384;
 
-// Two passes in double: the mean first, then the squares of what is left. Four sums side by side, which is as long as
-// an addition takes; which reward goes into which depends on its place in the group alone.
+// Two passes in double: the mean first, then the squares of the differences from it. Four sums side by side hide the
+// latency of an addition. Only a reward's place in its group decides which sum it goes to.
 struct Statistics {
   double sum = 0.0, squares = 0.0;
   int64_t count = 0;

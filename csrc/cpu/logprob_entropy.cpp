@@ -1,5 +1,5 @@
-// logprob_entropy and its backward: one pass over the logits each way, no temporary but 12 bytes for each slice of a
-// row, and those only where the rows are fewer than keep the threads busy.
+// logprob_entropy and its backward: one pass over the logits each way. Temporaries are a list of the rows and, if there
+// are too few rows to keep the threads busy, 12 bytes for each slice of a row.
 #include "../ops/logprob_entropy.h"
 
 #include <algorithm>
@@ -10,10 +10,10 @@
 namespace d3s {
 namespace {
 
-// Work for a thread, in logits, below which a second thread costs more than it brings.
+// Work for a thread, in logits. With less, a second thread costs more than it saves.
 constexpr int64_t kGrain = 32768;
 
-// Rows that are not masked out, so that threads share the reading evenly wherever the masked ones lie.
+// The rows that are not masked out. Threads share this list evenly, wherever the masked rows lie.
 std::vector<int64_t> live_rows(const LogitsRows& rows) {
   std::vector<int64_t> live;
   live.reserve(rows.layout.count);
@@ -22,7 +22,7 @@ std::vector<int64_t> live_rows(const LogitsRows& rows) {
   return live;
 }
 
-// The state of a slice of `row`; `next_row` is what is read when the row is done.
+// The state of a slice of `row`. `next_row` is read after this row, and is prefetched.
 template <class T>
 SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t columns, int64_t slice, float temperature,
                          const T* next_row) {
@@ -32,9 +32,8 @@ SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t col
   return {sums.max, sums.sum, sums.dot};
 }
 
-// Calls done(row, state) with start(row) and the logits of each of the rows `live` merged. A row is one task, or, where
-// rows are few, each of its slices is one; its slices are merged from left to right in either case, so the bits are
-// the same.
+// For each row in `live`, merges the states of its slices into start(row) and calls done(row, state). A task is a row
+// or, if rows are few, a slice. Slices are merged from left to right in both cases, so that the bits are the same.
 template <class T, class Start, class Done>
 void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, const Start& start, const Done& done) {
   const T* logits = static_cast<const T*>(rows.logits);
@@ -72,7 +71,7 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, co
 
 }  // namespace
 
-const bool kMakesKeys = false;  // made in vectors, by topk_mask.cpp
+const bool kMakesKeys = false;  // topk_mask.cpp makes them, vectorised
 
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput&, Device&) {
   for (int64_t row = 0; row < rows.layout.count; ++row)
@@ -101,7 +100,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
     const T* from = static_cast<const T*>(rows.logits);
     T* to = static_cast<T*>(out);
 
-    // Rows without a gradient are not read. They are apart from the others so that threads share the work evenly.
+    // Rows without a gradient (`still`) are not read. With two lists, threads share both kinds of work evenly.
     std::vector<int64_t> live, still;
     for (int64_t row = 0; row < rows.layout.count; ++row) {
       const bool none = gradients.of_logprob(row, rows.labels) == 0.f && gradients.of_entropy(row) == 0.f;
@@ -117,7 +116,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
       const T* p = from + rows.layout.offset(row);
       T* gradient = to + out_layout.offset(row);
       const RowStatistics statistics = gradients.statistics(row);
-      if (statistics.log_sum != statistics.log_sum) {  // what came out was NaN: so is the gradient
+      if (statistics.log_sum != statistics.log_sum) {  // the row's result was NaN: so is its gradient
         std::fill(gradient + begin, gradient + end, from_float<T>(NAN));
         return;
       }

@@ -12,24 +12,25 @@ namespace d3s {
 namespace {
 
 constexpr int64_t kGrain = 1024;      // values; work for a thread
-constexpr int64_t kRankSort = 256;    // up to this length comparing all with all, in vectors, beats moving anything
-constexpr int64_t kRadixSort = 1024;  // from this length on three passes over the keys beat comparisons
+constexpr int64_t kRankSort = 256;    // up to this length, comparing all keys with all, vectorised, is fastest
+constexpr int64_t kRadixSort = 1024;  // from this length on, three passes over the keys are fastest
 constexpr int kDigit = 11;            // bits of a pass: 32 in three, with tables that stay in the first-level cache
 constexpr uint32_t kBuckets = 1u << kDigit;
 
-// A value's order key above its index: one integer to sort by, ties to the lower index. NaN never gets here.
+// One integer to sort by: a value's order key in the high bits, its index in the low ones, so that ties go to the lower
+// index. Unusable values have no entry.
 using Entry = uint64_t;
 
 Entry entry(uint32_t key, int64_t index) { return static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(index); }
 double value_of(Entry e) { return order_key_value(static_cast<uint32_t>(e >> 32)); }
 int64_t index_of(Entry e) { return static_cast<int64_t>(e & 0xffffffffu); }
 
-// The sorts take entries in the order of their index, which equal keys keep.
+// The sorts get entries in the order of their index, and leave those with equal keys in this order.
 
 void rank_sort(std::vector<Entry>& entries, std::vector<Entry>& spare) {
   const int64_t n = static_cast<int64_t>(entries.size());
   uint32_t keys[kRankSort] = {}, place[kRankSort];
-  uint8_t taken[kRankSort] = {};  // by equal keys before this one: fewer than kRankSort
+  uint8_t taken[kRankSort] = {};  // how many equal keys came before; fewer than kRankSort
   for (int64_t i = 0; i < n; ++i) keys[i] = static_cast<uint32_t>(entries[i] >> 32);
   D3S_PICK_VARIANT(order_key_loops).count_below(keys, n, place);
   spare.resize(n);
@@ -49,11 +50,11 @@ void radix_sort(std::vector<Entry>& entries, std::vector<Entry>& spare) {
   }
 }
 
-// How many of the kept k come from the low end of n sorted entries, n > k.
+// How many of the kept k come from the low end of n sorted entries. n must be above k.
 int64_t best_split(const std::vector<Entry>& sorted, int64_t k, std::vector<Moments>& high) {
   const int64_t n = static_cast<int64_t>(sorted.size());
   const double shift = value_of(sorted[n / 2]);
-  high.resize(k + 1);  // high[j]: the j largest
+  high.resize(k + 1);  // high[j]: moments of the j largest values
   high[0] = {};
   for (int64_t j = 0; j < k; ++j) {
     high[j + 1] = high[j];

@@ -24,7 +24,7 @@ int64_t from_scores(const T* scores, const float* advantages, float advantage, c
                     uint32_t* keys) {
   const auto each = [=](int64_t i) { return advantages[i]; };
   const auto one = [=](int64_t) { return advantage; };
-  const auto* flags = reinterpret_cast<const uint8_t*>(mask);  // a viewed bool may be any byte
+  const auto* flags = reinterpret_cast<const uint8_t*>(mask);  // a bool that views other data may be any byte
   const auto masked = [=](int64_t i) { return 0u - (flags[i] != 0); };
   const auto all = [](int64_t) { return ~0u; };
   if (advantages) return mask ? keys_of(scores, each, masked, n, keys) : keys_of(scores, each, all, n, keys);
@@ -47,7 +47,7 @@ int64_t count_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
 int64_t copy_between(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* out) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
-    out[count] = keys[i];  // always stored, kept by moving on: no branch to mispredict
+    out[count] = keys[i];  // stored always; `count` moves on only for a key in range: no branch to mispredict
     count += keys[i] - low <= high - low;
   }
   return count;
@@ -68,7 +68,8 @@ void write_mask(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask) {
 }
 
 uint32_t lowest_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
-  // Above the pivot by the least: keys below it wrap around to more than any key can be above it.
+  // The least distance above the pivot. For keys below the pivot, the difference wraps around to a larger number than
+  // any key above it has.
   uint32_t least = UINT32_MAX;
   for (int64_t i = 0; i < n; ++i) least = keys[i] - pivot < least ? keys[i] - pivot : least;
   return least <= UINT32_MAX - pivot ? pivot + least : UINT32_MAX;

@@ -8,11 +8,11 @@
 
 namespace d3s {
 
-constexpr int64_t kKeysPadding = 16;  // the widest vector
+constexpr int64_t kKeysPadding = 16;  // keys in the widest vector
 
 struct OrderKeyLoops {
   // keys[i] = order_key(|advantage| * scores[i]), 0 where mask (may be null) is false or the score is NaN. The
-  // advantage is advantages[i], or `advantage` where that is null. Returns how many are not 0. n < 2^31.
+  // advantage is advantages[i], or `advantage` if `advantages` is null. Returns how many keys are not 0. n < 2^31.
   template <class T>
   using FromScores = int64_t (*)(const T* scores, const float* advantages, float advantage, const bool* mask, int64_t n,
                                  uint32_t* keys);

@@ -4,7 +4,7 @@
 namespace d3s {
 namespace {
 
-// Whether a token counts, as a word of all ones or of zeros. A viewed bool may be any byte.
+// Whether a token counts, as a word of all ones or of zeros. A bool that views other data may be any byte.
 struct All {
   uint32_t operator()(int64_t) const { return ~0u; }
 };
@@ -28,7 +28,7 @@ struct Both {
   uint32_t operator()(int64_t i) const { return a(i) & b(i); }
 };
 
-// body(a functor as above), for those that count by the mask and, if there are groups, by `in_group`.
+// Calls body with one of the functors above: a token counts by the mask and, if there are groups, by `in_group`.
 template <class InGroup, class Body>
 void with_present(const TokenStretch& tokens, const InGroup& in_group, const Body& body) {
   const Masked masked = {reinterpret_cast<const uint8_t*>(tokens.mask)};
@@ -48,7 +48,7 @@ void add_terms(const Term& term, const Present& present, int64_t n, ExactSum& su
   uint32_t count = 0, largest = 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t word = present(i), bits = bits_of_float(term(i)) & word;
-    const uint32_t size = bits & 0x7fffffffu;  // NaN is larger than any number
+    const uint32_t size = bits & 0x7fffffffu;  // as an integer, NaN is larger than any number
     largest = size > largest ? size : largest;
     places += placed_units(float_of_bits(bits));
     count += word & 1u;

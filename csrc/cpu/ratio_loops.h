@@ -9,7 +9,7 @@
 
 namespace d3s {
 
-// Some tokens: which of them count, and their groups. Either may be null.
+// Some tokens: which of them count, and their groups. Both `mask` and `ids` may be null.
 struct TokenStretch {
   const bool* mask;
   const int8_t* ids;
@@ -21,8 +21,8 @@ struct RatioLoops {
   void (*sum)(const float* a, const float* b, const TokenStretch& tokens, int group, ExactSum& sum);
   // out[i] = number for the tokens of one group.
   void (*assign)(const TokenStretch& tokens, int group, float number, float* out);
-  // out[i] = e^(a[i] - b[i]) within the bounds, or, where there are means, e^(means[i] + a[i] - b[i]); kNoRatio for
-  // tokens that do not count. The means may be `out`.
+  // out[i] = e^(a[i] - b[i]) within the bounds, or e^(means[i] + a[i] - b[i]) if `means` is not null; kNoRatio for
+  // tokens that do not count. `means` may be `out`.
   void (*exponentiate)(const float* a, const float* b, const TokenStretch& tokens, const float* means,
                        const LogBounds& bounds, float* out);
   // out[i] = the gradient of a log-ratio, 0 for tokens that do not count.

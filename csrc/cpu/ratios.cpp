@@ -1,5 +1,5 @@
 // importance_ratio, entropy_groups, adaptive_clip. Two passes: the sums of all groups, then a number for each token.
-// Threads share the tokens, wherever sequences begin and end: sums are exact, so it does not matter who adds what.
+// Threads share the tokens evenly, wherever sequences begin and end: sums are exact, so any split gives the same bits.
 #include <algorithm>
 #include <vector>
 
@@ -19,7 +19,7 @@ TokenStretch stretch(const TokenGroups& groups, int64_t begin, int64_t end) {
   return {groups.mask ? groups.mask + begin : nullptr, groups.ids ? groups.ids + begin : nullptr, end - begin};
 }
 
-// body(sequence, begin, end) for what [begin, end) has of each sequence, on all threads, in pieces.
+// Calls body(sequence, begin, end) for all tokens, on all threads. Each call has at most kPiece tokens of one sequence.
 template <class Body>
 void for_stretches(const TokenGroups& groups, const Body& body) {
   const Segments& sequences = groups.sequences;
@@ -33,14 +33,14 @@ void for_stretches(const TokenGroups& groups, const Body& body) {
   });
 }
 
-void add_shared(ExactSum& total, const ExactSum& part) {  // a sequence may lie on several threads
+void add_shared(ExactSum& total, const ExactSum& part) {  // several threads may have parts of one sequence
   if (part.count == 0) return;
   __atomic_fetch_add(&total.units, part.units, __ATOMIC_RELAXED);
   __atomic_fetch_add(&total.count, part.count, __ATOMIC_RELAXED);
   if (part.flags) __atomic_fetch_or(&total.flags, part.flags, __ATOMIC_RELAXED);
 }
 
-// The sums of a[i] - b[i], or of a[i], over each group of each sequence.
+// The sums of a[i] - b[i], or of a[i] where b is null, over each group of each sequence.
 std::vector<ExactSum> group_sums(const float* a, const float* b, const TokenGroups& groups) {
   std::vector<ExactSum> sums(groups.each * groups.sequences.count);
   for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {

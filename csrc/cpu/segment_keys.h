@@ -1,4 +1,4 @@
-// The keys of a segment on a CPU: stored, or made again when they are asked for; and the mask of a segment whose k-th
+// The keys of a segment on a CPU, which are stored or made again for each pass; and the mask of a segment whose k-th
 // largest key is known.
 #pragma once
 
@@ -14,10 +14,10 @@
 namespace d3s {
 
 constexpr int64_t kGrain = 8192;       // scores; work for a thread
-constexpr int64_t kPiece = 65536;      // of a long segment, one task: 256 KiB of keys, in the second-level cache
-constexpr int64_t kLong = 2 * kPiece;  // from this length on all threads work on it, and topk_mask stores no keys
+constexpr int64_t kPiece = 65536;      // keys of a long segment in one task: 256 KiB, in the second-level cache
+constexpr int64_t kLong = 2 * kPiece;  // from this length on, all threads share a segment, and topk_mask stores no keys
 
-using Keys = std::unique_ptr<uint32_t[]>;  // not a vector: it would clear what is about to be written
+using Keys = std::unique_ptr<uint32_t[]>;  // a vector would clear the memory before it is written
 
 inline Keys new_keys(int64_t n) { return Keys(new uint32_t[n > 0 ? n : 1]); }
 
@@ -59,7 +59,7 @@ inline int64_t make_keys(const Scores& scores, const OrderKeyLoops& loops, int64
   });
 }
 
-// The keys of one stretch of scores, stored or made when they are asked for.
+// The keys of one segment: `stored`, or made from `scores` in each pass.
 struct SegmentKeys {
   const OrderKeyLoops* loops;
   int64_t n;
@@ -73,16 +73,16 @@ struct SegmentKeys {
     return key;
   }
 
-  // body(keys, n) for all pieces, added up.
+  // The sum of body(keys, n) over all pieces.
   template <class Count>
   int64_t count(const Count& body) const {
-    if (stored && n <= kPiece) return body(stored, n);  // no memory: the pivots of a short segment come by the dozen
+    if (stored && n <= kPiece) return body(stored, n);  // allocates nothing: bisection calls this dozens of times
     std::vector<int64_t> counts(pieces_of(n));
     for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) { counts[piece] = body(p, b - a); });
     return total(counts);
   }
 
-  // body(piece, a, b, keys) with the keys of [a, b), for all pieces; on all threads where the segment is long.
+  // Calls body(piece, a, b, keys) with the keys of [a, b) for all pieces; on all threads if the segment is long.
   template <class Body>
   void for_pieces(const Body& body) const {
     const int64_t pieces = pieces_of(n);
@@ -97,7 +97,7 @@ struct SegmentKeys {
   }
 };
 
-// What to keep of a segment: every key above `key`, and the first `ties` of those that equal it.
+// What to keep of a segment: every key above `key`, and the first `ties` of the keys that equal it.
 struct Cut {
   uint32_t key;
   int64_t ties;
@@ -105,8 +105,8 @@ struct Cut {
 };
 
 struct Kept {
-  int64_t zeros = 0;             // kept by their rank, then dropped
-  uint32_t lowest = UINT32_MAX;  // of the keys that are kept
+  int64_t zeros = 0;             // how many of the top k are dropped because they are 0
+  uint32_t lowest = UINT32_MAX;  // the lowest key that is kept
 };
 
 inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros, bool* mask) {
@@ -114,7 +114,7 @@ inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros,
   const int64_t pieces = pieces_of(keys.n);
   std::vector<int64_t> surplus(pieces, 0);      // ties of a piece that are not taken
   std::vector<uint32_t> from(pieces, cut.key);  // the lowest key that a piece may keep
-  if (!cut.all_ties) {  // they are taken from the left: all of a piece's, until they run out in one, none after it
+  if (!cut.all_ties) {  // ties are taken from the left: all in the first pieces, some in one, none after it
     keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
       surplus[piece] = loops.count_from(p, b - a, cut.key) - loops.count_from(p, b - a, cut.key + 1);
     });

@@ -1,6 +1,6 @@
-// Vectors of the width this file is compiled for, and the few operations that the loops are written in.
-// GCC's and Clang's vector extensions, with an intrinsic where they have no word for it. No fast-math: it would fold
-// the rounding trick of exp2 away and change the process's denormals.
+// Vectors of the width that this file is compiled for, and the few operations that the loops are written in. These are
+// GCC's and Clang's vector extensions, with intrinsics for what the extensions lack. Fast-math must be off: it would
+// remove the rounding trick of exp2_nonpositive and change how the whole process treats denormals.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
 inline Floats all(float value) { return value - Floats{}; }
 
-// a * b + c, rounded once where the machine can.
+// a * b + c, rounded once if the machine can do that.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -54,15 +54,15 @@ inline Floats maximum(Floats a, Floats b) {
 #endif
 }
 
-// 2^x for -125 <= x <= 0, within 3 units of the last place. NaN gives anything: its low bits are added to
-// the exponent. Who multiplies by x sees it.
+// 2^(x * scale) for -125 <= x * scale <= 0, within 3 units in the last place. For NaN the result is arbitrary, since
+// the low bits of NaN are added to the exponent; a caller that multiplies the result by x still gets NaN.
 inline Floats exp2_nonpositive(Floats x, Floats scale) {
   // x * scale is rounded to an integer n by adding 1.5 * 2^23: the sum's low bits are n.
   const Floats magic = all(12582912.f);
   const Floats sum = multiply_add(x, scale, magic);
   const Floats n = sum - magic;
   const Floats f = multiply_add(x, scale, -n);  // in [-1/2, 1/2]
-  // 2^f / p(f) is within 1e-7 of 1 for this p (minimax in relative error, with p(0) = 1 so that e^0 is exactly 1)
+  // 2^f / p(f) is within 1e-7 of 1 for this p (minimax in relative error, with p(0) = 1 so that e^0 is exactly 1).
   Floats p = all(1.3264727e-3f);
   p = multiply_add(p, f, all(9.6715130e-3f));
   p = multiply_add(p, f, all(5.5507336e-2f));
@@ -72,7 +72,7 @@ inline Floats exp2_nonpositive(Floats x, Floats scale) {
   return (Floats)((Ints)p + ((Ints)sum << 23));
 }
 
-// The lanes folded into one, halves first: a fixed order, log2(kLanes) steps.
+// Folds all lanes into one: the halves first, in log2(kLanes) steps, always in the same order.
 template <class Fold>
 inline float fold_lanes(Floats v, const Fold& fold) {
 #if defined(__AVX512F__)
@@ -99,7 +99,7 @@ inline float max_lanes(Floats v) {
   return fold_lanes(v, [](Floats a, Floats b) { return maximum(a, b); });
 }
 
-// ---- 2 * kLanes elements of a type as floats. The order of the lanes is the type's own: the same in load and store.
+// ---- 2 * kLanes elements of a type as floats. Each type has its own order of the lanes, the same in load and store.
 struct FloatPair {
   Floats a, b;
 };
@@ -120,7 +120,7 @@ inline FloatPair load_pair(const bfloat16* p) {
   return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
 }
 
-// float as bfloat16 in the high half of a word, rounded to nearest even.
+// Floats as bfloat16 in the high half of a word, rounded to nearest even.
 inline Words round_to_bfloat16(Floats v) {
   const Words bits = (Words)v;
   const Words rounded = bits + (0x7fffu + ((bits >> 16) & 1u));

@@ -1,16 +1,17 @@
 // Which of the compiled SIMD variants runs here.
 //
-// A file whose loops matter is compiled once for each level (CMakeLists.txt), with D3S_LEVEL as the namespace of what
-// it defines. Such files keep everything else in unnamed namespaces and away from the standard library's templates:
-// an inline function compiled for AVX-512 that the linker picks for all would crash an older machine.
+// A file with time-critical loops is compiled once for each level (CMakeLists.txt), with D3S_LEVEL as the namespace of
+// what it defines. Such files keep everything else in unnamed namespaces and use no templates of the standard library:
+// the linker might pick an inline function compiled for AVX-512 for the whole library, which would crash on an older
+// machine.
 #pragma once
 
 namespace d3s {
 
 enum class SimdLevel { baseline, avx2, avx512, avx512_bf16 };
 
-// The best that was built and that the machine runs; D3S_KERNELS_SIMD=baseline|avx2|avx512 asks for less.
-// avx512_bf16 is avx512 with a dot product of bfloat16, which one file has a variant for.
+// The best level that was built and that the machine runs; D3S_KERNELS_SIMD=baseline|avx2|avx512 asks for a lower one.
+// avx512_bf16 is avx512 with a dot product of bfloat16; only wide_product_loops.cpp has a variant for it.
 SimdLevel simd_level();
 
 const char* simd_level_name(SimdLevel level);

@@ -9,11 +9,11 @@
 namespace d3s {
 namespace {
 
-// A distance below the maximum at which a logit no longer counts: 2^-125 of the maximum, the last power of two that
-// exp2_nonpositive makes.
+// The distance from the maximum at which a logit no longer counts: its exponential is 2^-125, the smallest that
+// exp2_nonpositive computes.
 inline float floor_distance(float scale) { return -125.f / scale; }
 
-// The last elements of a row that fill no pair of vectors, padded with -inf.
+// The last elements, too few for a pair of vectors, padded with -inf.
 template <class T>
 struct Tail {
   T values[kPair];
@@ -27,7 +27,7 @@ struct Maximum {
   Floats a = all(-FLT_MAX), b = all(-FLT_MAX);
 
   void add(const FloatPair& x) {
-    a = maximum(x.a, a);  // in this order NaN is passed over; it shows in the dot
+    a = maximum(x.a, a);  // this order of arguments skips NaN, which still reaches the dot
     b = maximum(x.b, b);
   }
 };
@@ -36,7 +36,7 @@ struct Sums {
   Floats sum_a = {}, sum_b = {}, dot_a = {}, dot_b = {};
 
   void add(const FloatPair& x, Floats max, Floats floor, Floats scale) {
-    const Floats d_a = maximum(floor, x.a - max), d_b = maximum(floor, x.b - max);  // in this order NaN stays
+    const Floats d_a = maximum(floor, x.a - max), d_b = maximum(floor, x.b - max);  // this order keeps NaN
     const Floats e_a = exp2_nonpositive(d_a, scale), e_b = exp2_nonpositive(d_b, scale);
     sum_a += e_a;
     sum_b += e_b;
@@ -45,7 +45,7 @@ struct Sums {
   }
 };
 
-// Elements whose sums are added up by themselves: beside a sum of 1, a long run of terms of 1e-8 would be lost.
+// Elements that have sums of their own: if added one by one to a sum of 1, terms of 1e-8 would be lost.
 constexpr int64_t kRun = 16 * kPair;
 
 template <class T>
@@ -69,7 +69,7 @@ SoftmaxSums slice(const T* logits, int64_t n, float scale, const T* next) {
     const int64_t end = whole - begin < kRun ? whole : begin + kRun;
     Sums run;
     for (i = begin; i < end; i += kPair) {
-      // While the arithmetic is busy here, what comes next is fetched from memory.
+      // Prefetches what comes next, so that memory is busy during the arithmetic.
       for (int64_t line = 0; line < static_cast<int64_t>(kPair * sizeof(T)); line += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(next + i) + line);
       run.add(load_pair(logits + i), maxima, floors, scales);

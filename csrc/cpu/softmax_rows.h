@@ -8,8 +8,8 @@
 
 namespace d3s {
 
-// Logits of a slice. A row is always cut here, whoever works on it: its result has the same bits on one thread and on
-// many, alone and in a batch. 8192 logits stay in the nearest caches between the search for the maximum and the sums.
+// Logits in a slice. A row is always cut at multiples of this, so that its result has the same bits on one thread or on
+// many, alone or in a batch. 8192 logits stay in the nearest caches between the search for the maximum and the sums.
 constexpr int64_t kSlice = 8192;
 
 struct SoftmaxSums {  // a SoftmaxState as plain numbers: core/softmax_state.h has internal linkage
@@ -23,9 +23,9 @@ struct GradientRow {
 
 template <class T>
 struct SoftmaxLoops {
-  // The state of n <= kSlice logits; scale is log2(e) / t. `next` is what will be read after them.
+  // The state of n <= kSlice logits; scale is log2(e) / t. `next` is what the caller reads next.
   SoftmaxSums (*slice)(const T* logits, int64_t n, float scale, const T* next);
-  // gradient[i] = e (offset + slope d), d = logits[i] - max; 0 where the logit is -inf. May write over `logits`.
+  // gradient[i] = e (offset + slope d), d = logits[i] - max; 0 where the logit is -inf. `gradient` may be `logits`.
   void (*gradient)(const T* logits, int64_t n, const GradientRow& row, T* gradient);
 };
 

@@ -1,9 +1,9 @@
 // topk_mask, select_tokens, select_tokens_from_logits: exactly k of each segment, ties to the lower index.
 //
-// A segment's scores become integer keys. The k-th largest key is found by bisection: counting the keys above a pivot
-// runs at the speed of the cache, and some twenty pivots settle 32 bits. A segment too long for the cache is first
-// narrowed to the few keys between two that a sample puts on either side of the k-th; its keys are made anew, piece by
-// piece, for each of the few passes over it, which is cheaper than to write and read them.
+// A segment's scores become integer keys. The k-th largest key is found by bisection: counting the keys from a pivot on
+// runs at the speed of the cache, and some twenty pivots are enough. A segment too long for the cache is narrowed
+// first: a sample gives two keys that most likely have the k-th between them, and only the few keys between them stay.
+// The few passes over such a segment make its keys again, piece by piece, which is cheaper than to write and read them.
 #include <cmath>
 
 #include "segment_keys.h"
@@ -11,17 +11,17 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kBisect = 32768;  // up to this many keys, 128 KiB, are counted again and again
+constexpr int64_t kBisect = 32768;  // up to this many keys (128 KiB), bisection counts them all for each pivot
 constexpr int64_t kSample = 1024;
 
-// The search for the k-th largest of some keys. It lies in [low, high], as `inside` of the keys do.
+// The search for the k-th largest of some keys. That key lies in [low, high], as do `inside` keys in all.
 struct Search {
   const OrderKeyLoops& loops;
   SegmentKeys keys;
   int64_t inside, k;  // k: the rank that is sought among `keys`
   uint32_t low = 1, high = kLargestKey;
 
-  // Two keys of a sample, four standard deviations to either side of where the k-th belongs.
+  // Two keys of a sample, four standard deviations below and above the expected place of the k-th.
   std::pair<uint32_t, uint32_t> guess() const {
     uint32_t sample[kSample];
     const int64_t step = keys.n / kSample;
@@ -34,7 +34,8 @@ struct Search {
     return {std::clamp(from, low, high), std::clamp(to, low, high)};
   }
 
-  // Leaves only the keys in [from, to], in `spare`; or finds on which side of them the k-th is, and returns false.
+  // If the k-th key is in [from, to], leaves only the keys in there, in `spare`. Else moves `low` or `high` past them
+  // and returns false.
   bool narrow(uint32_t from, uint32_t to, uint32_t* spare) {
     std::vector<int64_t> within(pieces_of(keys.n)), above(pieces_of(keys.n));
     keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
@@ -80,12 +81,12 @@ Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
   while (search.keys.n > kBisect && search.low < search.high) {
     const int64_t before = search.keys.n;
     const auto [from, to] = search.guess();
-    // Fresh memory, of which few pages are touched: a wrong guess must not overwrite the keys that are left.
+    // New memory, of which few pages are touched: a wrong guess must not overwrite the keys that are left.
     Keys next = new_keys(before);
-    // Where the guess was off, all that is left in [low, high] is taken: no sample can mislead us twice.
+    // After a wrong guess, takes all keys that are left in [low, high] instead of trusting another sample.
     if (!search.narrow(from, to, next.get())) search.narrow(search.low, search.high, next.get());
     left = std::move(next);
-    if (search.keys.n == before) break;  // few different keys
+    if (search.keys.n == before) break;  // too few different keys to narrow further
   }
   return search.bisect();
 }
@@ -95,7 +96,7 @@ struct Selected {
   float threshold = INFINITY;  // the lowest kept score
 };
 
-// Writes the mask of one segment, values [begin, end) of `scores`; room is for as many keys, or for none if it is long.
+// Writes the mask of one segment, values [begin, end) of `scores`. `room` is for its keys, or null for a long segment.
 Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zeros, int64_t begin, int64_t end,
                         uint32_t* room, bool* mask) {
   const OrderKeyLoops& loops = D3S_PICK_VARIANT(order_key_loops);

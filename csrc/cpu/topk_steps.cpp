@@ -6,8 +6,8 @@
 namespace d3s {
 namespace {
 
-// How many keys have each digit. Neighbours often have the same one, and to add to what was just written takes a while:
-// so they go to two tables in turn.
+// How many keys have each digit. Neighbours often have the same digit, and it is slow to increment a counter that was
+// just written, so neighbours go to two tables in turn.
 class DigitCounts {
  public:
   explicit DigitCounts(const Digit& digit) : digit_(digit) {
@@ -37,10 +37,10 @@ void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t p
     found.add(keys, n);
     counts[0] -= n - loops.count_from(keys, n, kAbsent + 1);
   } else {
-    // Few follow. They are copied together first: a branch for each key would be guessed wrong too often.
+    // Few keys follow. They are copied together first, since a branch for each key would often be mispredicted.
     constexpr int64_t kBlock = 4096;
     uint32_t followers[kBlock];
-    const int below = digit.shift + digit.bits;  // bits that the prefix does not settle
+    const int below = digit.shift + digit.bits;  // bits below the prefix
     const uint32_t first = prefix << below, last = first | ((uint32_t{1} << below) - 1);
     for (int64_t begin = 0; begin < n; begin += kBlock)
       found.add(followers, loops.copy_between(keys + begin, std::min(kBlock, n - begin), first, last, followers));
@@ -48,7 +48,7 @@ void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t p
   found.add_to(counts);
 }
 
-// body(segment) for all: short ones side by side, then the long ones one after the other, each on all threads.
+// Calls body(segment) for all segments: short ones in parallel, then long ones one by one, each on all threads.
 template <class Body>
 void for_segments(const SegmentedKeys& keys, const Body& body) {
   const Segments& segments = keys.segments;

@@ -8,7 +8,7 @@
 namespace d3s {
 namespace {
 
-// Rows of an odd number of elements as words of two, the last one padded with 0. Even rows are such words already.
+// Copies rows with an odd number of elements to words of two, the last word padded with 0. Even rows need no copy.
 std::vector<uint32_t> padded_words(const bfloat16* hidden, int64_t rows, int64_t inner) {
   const int64_t words = (inner + 1) / 2;
   std::vector<uint32_t> padded(inner % 2 ? rows * words : 0);

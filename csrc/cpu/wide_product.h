@@ -10,8 +10,8 @@
 namespace d3s {
 
 struct WideProduct {
-  int64_t columns;  // of a panel: how many rows of the weight are worked on at a time
-  // Words of a packed panel: pairs of bfloat16 neighbours in a row of the weight, columns side by side.
+  int64_t columns;  // of a panel: how many rows of the weight are multiplied at a time
+  // Words in a packed panel. A word has two neighbours of a row of the weight, and the columns lie side by side.
   int64_t (*panel_words)(int64_t inner);
   void (*pack)(const bfloat16* weight, int64_t stride, int64_t columns, int64_t inner, uint32_t* panel);
   // out[r][c] = sum_i hidden[r][i] weight[c][i], in the order of i whatever the number of rows and columns.

@@ -1,7 +1,7 @@
-// Compiled once for each SIMD level, and once more for machines that multiply bfloat16 themselves.
+// Compiled once for each SIMD level, and once more for machines with a dot product of bfloat16.
 //
 // A block of kRows x kVectors accumulators stays in registers while it goes through the inner dimension, two
-// neighbours at a time: that is how the hardware's dot product takes them, and how a 32-bit word holds them.
+// neighbours at a time: the hardware's dot product takes them in pairs, and a 32-bit word holds a pair.
 #include "simd.h"
 #include "wide_product.h"
 
@@ -30,7 +30,7 @@ inline Words all_words(uint32_t word) { return word - Words{}; }
 int64_t panel_words(int64_t inner) { return (inner + 1) / 2 * kColumns; }
 
 void pack(const bfloat16* weight, int64_t stride, int64_t columns, int64_t inner, uint32_t* panel) {
-  // A stretch of 16 words of each row at a time: a cache line is read whole, and written whole lines later on.
+  // Takes 16 words of each row at a time: a cache line is read whole, and the lines that are written stay in the cache.
   constexpr int64_t kStretch = 16;
   const int64_t whole = inner / 2;
   for (int64_t begin = 0; begin < whole; begin += kStretch) {
@@ -40,7 +40,7 @@ void pack(const bfloat16* weight, int64_t stride, int64_t columns, int64_t inner
   }
   if (inner % 2)
     for (int64_t c = 0; c < columns; ++c) panel[whole * kColumns + c] = weight[c * stride + inner - 1].bits;
-  for (int64_t c = columns; c < kColumns; ++c)  // columns past the last stay unread, but not uninitialised
+  for (int64_t c = columns; c < kColumns; ++c)  // multiplied too, and then dropped: they must be initialised
     for (int64_t w = 0; w < whole + inner % 2; ++w) panel[w * kColumns + c] = 0;
 }
 
@@ -57,7 +57,7 @@ void multiply_rows(const uint32_t* hidden, int64_t words, const uint32_t* panel,
     }
   }
   for (int r = 0; r < rows; ++r) {
-    float row[kColumns];  // by way of this copy, else the address of `sums` is taken and it leaves the registers
+    float row[kColumns];  // copied here first: a copy of variable size would move `sums` out of the registers
     for (int v = 0; v < kVectors; ++v) memcpy(row + v * kLanes, &sums[r][v], sizeof sums[r][v]);
     memcpy(out + r * out_stride, row, columns * sizeof(float));
   }

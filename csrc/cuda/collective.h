@@ -24,7 +24,7 @@ struct Min {
   }
 };
 
-// A butterfly: all lanes get the same bits.
+// A butterfly reduction: all lanes get the same bits.
 template <class T, class Op>
 __device__ __forceinline__ T warp_reduce(T value, const Op& op) {
 #pragma unroll
@@ -32,7 +32,7 @@ __device__ __forceinline__ T warp_reduce(T value, const Op& op) {
   return value;
 }
 
-// The sum of the lanes before this one, and, in `value`, up to and with this one.
+// Returns the sum over the lanes before this one. Leaves in `value` the sum that includes this lane.
 template <class T>
 __device__ __forceinline__ T warp_exclusive_sum(T& value) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -45,10 +45,10 @@ __device__ __forceinline__ T warp_exclusive_sum(T& value) {
   return lane > 0 ? before : T{};
 }
 
-// One warp that works by itself. `rank` is a thread's place in it.
+// One warp that works by itself. `rank` is a thread's lane.
 struct WarpGroup {
   static constexpr int kSharedBytes = 0;
-  static constexpr int kMostThreads = 4 * kWarp;  // in a block, which has several
+  static constexpr int kMostThreads = 4 * kWarp;  // of a block, which holds several such warps
 
   int rank, size = kWarp;
 
@@ -59,16 +59,16 @@ struct WarpGroup {
   __device__ T reduce(T value, const Op& op) const {
     return warp_reduce(value, op);
   }
-  // The sum of the threads before this one.
+  // The sum over the threads before this one.
   template <class T>
   __device__ T exclusive_sum(T value) const {
     return warp_exclusive_sum(value);
   }
 };
 
-// The whole block, of full warps.
+// The whole block. Its size must be a multiple of kWarp.
 struct BlockGroup {
-  static constexpr int kSharedBytes = kWarp * 8;  // a value of each warp
+  static constexpr int kSharedBytes = kWarp * 8;  // one value for each warp
   static constexpr int kMostThreads = 1024;
 
   int rank, size;
@@ -102,18 +102,18 @@ struct BlockGroup {
     return earlier + before;
   }
 
-  // The sum over all threads of the warps before this one: the same in all its lanes.
+  // The sum over all threads of the warps before this one. All lanes of a warp get the same value.
   template <class T>
   __device__ T sum_before_warp(T value) const {
     const T own = warp_reduce(value, Sum());
     return __shfl_sync(kAllLanes, exclusive_sum(rank % kWarp == 0 ? own : T{}), 0);
   }
 
-  // The warp's stretch of [begin, end): stretches follow each other, so that warps whose lanes go through theirs side
-  // by side see all in order.
+  // The warp's stretch [from, to) of [begin, end). The stretches are in the order of the warps, so that a warp which
+  // goes through its stretch in order only needs to know what the warps before it counted.
   __device__ void warp_stretch(int64_t begin, int64_t end, int64_t& from, int64_t& to) const {
     const int64_t stretch = ceil_div(ceil_div(end - begin, size / kWarp), kWarp) * kWarp;
-    from = begin + rank / kWarp * stretch;  // may lie past `to`: then there is nothing left
+    from = begin + rank / kWarp * stretch;  // may be past `to`: then the stretch is empty
     to = from + stretch < end ? from + stretch : end;
   }
 

@@ -1,7 +1,7 @@
 // compact: where the true values of a mask are, in row-major order, in a tensor of a size known beforehand.
 //
-// One launch: every block counts for itself what comes before its piece, 16 values at a time, which for the millions of
-// values that a batch has is cheaper than a second launch or a wait for other blocks.
+// One launch, "compact": mask -> indices, count. Every block itself counts the true values before its piece, 16 at a
+// time. For the millions of values of a batch, this is cheaper than a second launch or a wait for other blocks.
 #include "../ops/compact.h"
 #include "collective.h"
 #include "vectors.h"
@@ -11,8 +11,7 @@ namespace {
 
 constexpr int kThreads = BlockGroup::kMostThreads;
 constexpr int64_t kPiece = 32768;
-constexpr int64_t kMostPieces =
-    64;  // a longer mask has longer pieces: the last block reads all of it, however it is cut
+constexpr int64_t kMostPieces = 64;  // more would not help the last block, which reads the whole mask
 
 // How many of four bytes are not 0.
 D3S_HOST_DEVICE int count_bytes(uint32_t word) {
@@ -21,7 +20,7 @@ D3S_HOST_DEVICE int count_bytes(uint32_t word) {
   return count;
 }
 
-// How many of the thread's share of mask[0, end) are true; the mask may start anywhere.
+// Counts the true values in the thread's share of mask[0, end). The mask may be misaligned.
 __device__ int64_t count_before(const uint8_t* mask, int64_t end, const BlockGroup& block) {
   const int64_t head = elements_to_vector(mask);
   const int64_t first = head < end ? head : end, vectors = (end - first) / 16;
@@ -57,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   if (blockIdx.x + 1 < gridDim.x) return;
-  // The last block has counted all, in its last warp.
+  // The last warp of the last block has the highest count, which is that of all true values.
   const int64_t total = block.reduce(next, Max());
   if (block.rank == 0) *count = total;
   for (int64_t i = total + block.rank; i < capacity; i += block.size) indices[i] = -1;

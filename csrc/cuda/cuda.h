@@ -1,6 +1,6 @@
 // CUDA as the kernels see it. The tests compile the same kernels for the CPU (D3S_EMULATED), where threads are fibres
-// (tests/cuda_shim); so what the compiler must be told in words of its own is here, with a plain twin, and nowhere
-// else.
+// (tests/cuda_shim). So code that only nvcc compiles, such as a launch or inline assembly, is in this file alone, and
+// has a plain version for the CPU here or in the shim.
 #pragma once
 
 #if defined(D3S_EMULATED)
@@ -28,7 +28,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 inline void require_success(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // else the next launch, which may be good, would be told of it again
+  cudaGetLastError();  // else the next launch would report this error again
   throw std::runtime_error(std::string("d3s_kernels: ") + what + ": " + cudaGetErrorString(error));
 }
 
@@ -45,7 +45,7 @@ void launch_kernel(void (*kernel)(Params...), dim3 grid, int threads, size_t sha
   kernel<<<grid, threads, shared_bytes, stream>>>(args...);
 }
 
-// The block's shared memory: all of it is dynamic.
+// The block's shared memory. All of it is dynamic.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared() {
   extern __shared__ __align__(16) unsigned char d3s_shared_memory[];
@@ -55,15 +55,15 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 constexpr size_t kSharedWithoutAsking = 48 << 10;
 
-// The grid is one-dimensional: its y stops at 65,535. No blocks, no launch.
+// The grid is one-dimensional, since its y is at most 65,535. Without blocks there is no launch.
 template <class... Params, class... Args>
 void launch(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
             const Device& device, const Args&... args) {
   if (blocks <= 0) return;
   if (blocks > INT32_MAX) throw std::runtime_error(std::string("d3s_kernels: ") + name + ": too many blocks");
   require_success(cudaSetDevice(device.index), "cudaSetDevice");
-  // All that there is, whatever this launch needs: the limit is the kernel's, which another thread may be launching
-  // too.
+  // Sets the limit to all that the device has, not to what this launch needs: the limit belongs to the kernel, and
+  // another host thread may be launching the same kernel with more.
   if (shared_bytes > kSharedWithoutAsking)
     require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          device_attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin)),
@@ -83,7 +83,7 @@ D3S_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b;
 
 // ---- instructions ----------------------------------------------------------------------------------------------
 
-// 16 bytes of some element type, as they are loaded and stored.
+// Elements in a vector of 16 bytes, which is what a thread loads and stores at a time.
 template <class T>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
@@ -114,14 +114,14 @@ uint32_t packed_max(uint32_t a, uint32_t b) {
   return pack<T>(fmaxf(a0, b0), fmaxf(a1, b1));
 }
 #else
-// 2 units in the last place; results below the normal range are 0.
+// Within 2 units in the last place; results below the normal range are 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Read once, by nobody else: leaves the first-level cache alone.
+// For data that one thread reads, once: it is not kept in the first-level cache.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   uint4 v;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -130,10 +130,10 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   return v;
 }
 
-// Read again by a neighbour, in the next instruction.
+// For data that a neighbouring thread reads again, in the next instruction.
 __device__ __forceinline__ uint4 load_cached(const uint4* p) { return __ldg(p); }
 
-// Of memory that the kernel itself may write.
+// For memory that the kernel itself may write.
 __device__ __forceinline__ uint4 load_plain(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v); }
 
@@ -147,7 +147,7 @@ __device__ __forceinline__ void unpack(uint32_t word, Tag<float16>, float& low, 
       : "r"(word));
 }
 
-// The larger of each half; NaN loses.
+// The larger of each half; of a number and NaN, the number.
 template <class T>
 __device__ __forceinline__ uint32_t packed_max(uint32_t a, uint32_t b) {
   uint32_t c;

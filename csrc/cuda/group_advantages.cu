@@ -1,6 +1,11 @@
-// group_advantages: (reward - mean of its group) / (standard deviation + eps). A warp for each group, or a block where
-// it is large: by its own length, since sums are made in another order, and its bits must not depend on other groups.
-// scale="batch" has a launch before, in which one block goes through all rewards.
+// group_advantages: (reward - mean of its group) / (standard deviation + eps).
+//
+// A warp handles a group, or a block if the group is large. Only the group's own length decides which: the two add in
+// different orders, and the bits of a group must not depend on other groups.
+//
+//   launch                      kernel             reads             -> writes
+//   group_advantages (batch)    batch_deviation    rewards           -> batch   (scale="batch" only; one block)
+//   group_advantages            write_advantages   rewards, batch    -> out     (small groups, then large ones)
 #include "../ops/rollouts.h"
 #include "collective.h"
 #include "size_class.h"
@@ -10,9 +15,9 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kBatchThreads = BlockGroup::kMostThreads;
-constexpr int64_t kLargeGroup = 512;  // from here on a block for each
+constexpr int64_t kLargeGroup = 512;  // from this length on, a group has a block
 
-// Two passes in double: the mean first, then the squares of what is left.
+// Two passes in double: the mean first, then the squares of the differences from it.
 struct Statistics {
   double mean, deviation;
   int64_t count;
@@ -84,7 +89,7 @@ void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions&
       launch("group_advantages", kernel, ceil_div(groups.count, per_block), kThreads, shared, device, p, groups, sizes,
              options, static_cast<const double*>(batch), out);
     };
-    // Of offsets the device alone knows the lengths: both launches, unless no group can be large.
+    // With offsets, only the device knows the lengths: both launches are needed, unless no group can be large.
     const int64_t shortest = groups.ragged() ? 0 : groups.length;
     const int64_t longest = groups.ragged() ? rewards.total : groups.length;
     if (shortest < kLargeGroup)

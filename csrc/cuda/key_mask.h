@@ -1,4 +1,5 @@
-// The mask of a stretch of keys, once the k-th largest is known: what lies above it, and of its equals the first few.
+// Writes the mask of a stretch of keys, once the k-th largest is known: it keeps the larger keys and the first few
+// ties, which are the keys that equal the k-th.
 #pragma once
 
 #include "collective.h"
@@ -6,20 +7,20 @@
 
 namespace d3s {
 
-// Whether keys are written that equal the k-th, and how many of them are left to take from here on.
+// What to keep of a segment: every key above `key`, and all ties or the first `ties` of them.
 struct Cut {
   uint32_t key;
   int64_t ties;
   bool all_ties;
 };
 
-// Of a segment: what is kept by rank and then dropped for being 0, and the lowest key that is kept.
+// How many of the top k are dropped because they are 0, and the lowest key that is kept.
 struct Kept {
   uint32_t zeros;
   uint32_t lowest;
 };
 
-// body(position, key) for the thread's share of [begin, end).
+// Calls body(position, key) for the thread's share of [begin, end).
 template <class Keys, class Body>
 __device__ void for_keys(Keys& keys, int64_t begin, int64_t end, const BlockGroup& block, const Body& body) {
   for (int64_t first = begin + block.rank; first < end; first += kKeysInFlight * block.size) {
@@ -32,15 +33,16 @@ __device__ void for_keys(Keys& keys, int64_t begin, int64_t end, const BlockGrou
   }
 }
 
-// Writes the mask of [begin, end), whose first tie is number `ties_before` of the segment. Each warp
-// has a stretch, so that ties are counted in the order of their index.
+// Writes the mask of [begin, end), before which the segment has `ties_before` ties. Each warp has a stretch, so that
+// ties are counted in the order of their index.
 template <class Keys>
 __device__ Kept write_mask(Keys& keys, int64_t begin, int64_t end, const Cut& cut, int64_t ties_before, bool drop_zeros,
                            bool* mask, const BlockGroup& block) {
   const int lane = block.rank % kWarp;
   int64_t from, to;
   block.warp_stretch(begin, end, from, to);
-  // body(position, key) for the warp's stretch, lane by lane in the order of the positions; past its end with kAbsent.
+  // Calls body(position, key) for the warp's stretch: the lanes of a call have neighbouring positions, in their order.
+  // Past the end of the stretch, the key is kAbsent.
   const auto for_stretch = [&](const auto& body) {
     for (int64_t first = from; first < to; first += kKeysInFlight * kWarp) {
       uint32_t batch[kKeysInFlight];
@@ -59,7 +61,7 @@ __device__ Kept write_mask(Keys& keys, int64_t begin, int64_t end, const Cut& cu
   Kept kept = {0, UINT32_MAX};
   for_stretch([&](int64_t position, uint32_t key) {
     bool take = key > cut.key || (key == cut.key && cut.all_ties);
-    if (!cut.all_ties) {  // the key of a tie is never kAbsent
+    if (!cut.all_ties) {  // kAbsent, past the end, is never a tie
       const unsigned equal = __ballot_sync(kAllLanes, key == cut.key);
       const int64_t number = tie + __popc(equal & ((1u << lane) - 1));
       take = take || (key == cut.key && number < cut.ties);

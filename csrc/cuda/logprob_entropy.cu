@@ -1,9 +1,18 @@
 // logprob_entropy and its backward: one pass over the logits each way.
 //
-// A row is cut into slices of a fixed size. A block goes through a slice with a state in every thread; each warp merges
-// its lanes, then its warps are merged, then the slices from left to right. Where rows are many, a block takes a whole
-// row and meets no barrier before its end; where they are few, each slice gets a block. Either way the same numbers are
-// added in the same order: a row's result has the same bits in any batch.
+// A row is cut into slices of a fixed size. A block goes through a slice with a state in every thread. Each warp merges
+// the states of its lanes, then the states of the warps are merged, then the slices from left to right. If there are
+// many rows, a block takes a whole row, with no barrier before its end; if there are few, each slice gets a block.
+// Both add the same numbers in the same order, so that a row's result has the same bits in any batch.
+//
+//   launch                     kernel            reads                                   -> writes
+//   logprob_entropy            whole_rows        logits, labels                          -> outputs, keys
+//   logprob_entropy (slices)   single_slices     logits                                  -> slice_states
+//   logprob_entropy (merge)    merge_slices      slice_states, labels and their logits   -> outputs, keys
+//   softmax_state_finish       finish_all        states                                  -> outputs
+//   logprob_entropy_backward   write_gradients   logits, labels, gradients, statistics   -> out
+//
+// For a tile, whole_rows and merge_slices read and write `states` instead of writing outputs and keys.
 #include "../ops/logprob_entropy.h"
 #include "score_keys.h"
 #include "softmax_lane.h"
@@ -13,23 +22,23 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
-// 1,536 threads with 64 bytes on the way each are three times what hides the latency. A row that lies askew takes more
-// registers: two blocks.
+// Three blocks have 1,536 threads with 64 bytes in flight each, three times what hides the latency. A misaligned row
+// takes more registers, so only two blocks fit.
 template <bool kAligned>
 constexpr int kBlocksPerSm = kAligned ? 3 : 2;
 constexpr int kInFlight = 4;   // vectors that a thread loads before it uses the first
-constexpr int kSlice = 32768;  // elements; d3s_kernels/_head/tiles.py cuts where this does
+constexpr int kSlice = 32768;  // elements; d3s_kernels/_head/tiles.py cuts at multiples of it
 
 template <class T>
 constexpr int kStride = kThreads * kInFlight * kPerVector<T>;  // what a block loads at a time
 
 D3S_HOST_DEVICE int slices_of(int columns) { return static_cast<int>(ceil_div(columns, kSlice)); }
 
-// Where the states of a row go, or come from.
+// Where the result of a row goes.
 struct RowSink {
   RowOutputs outputs;
   KeyOutput keys;
-  RowState* states = nullptr;  // a tile's are merged into these; else outputs are written
+  RowState* states = nullptr;  // if set, a tile is merged into these; else outputs are written
   int64_t first_token = 0;
 };
 
@@ -43,12 +52,12 @@ __device__ const T* row_at(const LogitsRows& rows, int64_t row) {
   return static_cast<const T*>(rows.logits) + rows.layout.offset(row);
 }
 
-// Each warp's share of a slice, merged over its lanes.
+// The warp's share of a slice, merged over its lanes.
 template <class T, bool kAligned>
 __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int columns, int slice, float temperature) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   const int end = min((slice + 1) * kSlice, columns);
-  constexpr int kShare = kStride<T> / kWarps;  // 2 KB in a row for each warp
+  constexpr int kShare = kStride<T> / kWarps;  // 2 KB of neighbouring elements
   const float scale = kLog2E / temperature;
   LaneState state;
   for (int begin = slice * kSlice + warp * kShare; begin < end; begin += kStride<T>) {
@@ -66,13 +75,13 @@ __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int col
   return warp_merge(state.state(scale), 1.f / temperature);
 }
 
-// The shares of a slice's warps, of which each lane below kWarps holds one, merged.
+// Merges the shares of a slice's warps: each lane below kWarps takes one.
 __device__ SoftmaxState merge_shares(const SoftmaxState* shares, float temperature) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   return warp_merge(lane < kWarps ? shares[lane] : SoftmaxState(), 1.f / temperature);
 }
 
-// What a row's state leads to; by one thread.
+// Writes the result of a row from its state. Only one thread calls this.
 template <class T>
 __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxState& state, const RowSink& sink) {
   const int64_t label = rows.labels.in_tile(row, sink.first_token, rows.layout.columns);
@@ -84,7 +93,7 @@ __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxSta
   }
   const float temperature = rows.temperatures[row];
   const RowStatistics statistics = finish(state, temperature);
-  // A label that is no token, which nobody has checked, gives NaN.
+  // An unchecked label that is no token gives NaN.
   const float logprob = label >= 0 ? log_probability(to_float(p[label]), statistics, temperature)
                                    : (rows.labels.bad(row, rows.layout.columns) ? NAN : 0.f);
   sink.outputs.write(row, statistics, logprob);
@@ -158,7 +167,7 @@ bool is_aligned(const LogitsRows& rows) {
   return true;
 }
 
-// Calls body(Tag<T>, aligned) with the second as a constant.
+// Calls body(Tag<T>, aligned), where `aligned` is a compile-time constant.
 template <class Body>
 void dispatch_rows(const LogitsRows& rows, const Body& body) {
   dispatch_float(rows.type, [&](auto tag) {
@@ -169,10 +178,10 @@ void dispatch_rows(const LogitsRows& rows, const Body& body) {
   });
 }
 
-// A row's shares must fit in shared memory without asking for more of it: 8 million tokens, far above any vocabulary.
+// The shares of a row must fit in the default shared memory. 8 million tokens do, far more than any vocabulary has.
 constexpr int64_t kMostSlices = kSharedWithoutAsking / (kWarps * sizeof(SoftmaxState));
 
-constexpr int64_t kMostColumns = INT32_MAX - 2 * kSlice;  // a place in a row, and past its end, is an int
+constexpr int64_t kMostColumns = INT32_MAX - 2 * kSlice;  // places in a row, and past its end, are ints
 
 void require_columns(int64_t columns) {
   if (columns > kMostColumns)
@@ -184,7 +193,7 @@ void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
   require_columns(rows.layout.columns);
   const int64_t count = rows.layout.count, slices = slices_of(static_cast<int>(rows.layout.columns));
   if (count == 0) return;
-  // Fewer rows than fill the machine twice over leave multiprocessors idle, or the last of them alone with a row.
+  // With fewer rows than fill the GPU twice, multiprocessors would be idle at once, or while the last rows finish.
   const int64_t resident = int64_t{device_attribute(device, cudaDevAttrMultiProcessorCount)} * kBlocksPerSm<true>;
   const bool few = slices > 1 && (count < 2 * resident || slices > kMostSlices);
   dispatch_rows(rows, [&](auto tag, auto aligned) {
@@ -219,7 +228,7 @@ __global__ void finish_all(const __grid_constant__ RowStates states, const __gri
 constexpr int kGradientThreads = 256;
 template <class T>
 constexpr int kGradientStride = kGradientThreads * kInFlight * kPerVector<T>;
-constexpr int kStridesPerPiece = 4;  // 64 KB: what a row costs before the first element is spread over many
+constexpr int kStridesPerPiece = 4;  // 64 KB: many elements share the fixed cost of a row
 template <class T>
 constexpr int kPiece = kGradientStride<T> * kStridesPerPiece;
 
@@ -230,14 +239,14 @@ struct RowGradient {
 
   __device__ RowGradient(const RowStatistics& row, float g_logprob, float g_entropy, float temperature, bool defined)
       : line(gradient_line(g_logprob, g_entropy, row, temperature)),
-        max(defined ? row.max : NAN),  // with which everything is NaN
+        max(defined ? row.max : NAN),  // NaN makes the whole gradient NaN
         scale(kLog2E / temperature),
         temperature(temperature) {}
 
   __device__ float operator()(float z) const {
     const float distance = z - max, e = exp2_fast(distance * scale);
     const float gradient = e * fmaf(line.slope, distance, line.offset);
-    return e > 0.f ? gradient : e;  // 0 where the logit is -inf, whose product would be NaN; NaN stays
+    return e > 0.f ? gradient : e;  // 0 for a logit of -inf (0 * inf would be NaN); NaN stays
   }
   __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
 };
@@ -253,8 +262,8 @@ __device__ uint4 gradient_of(const uint4& logits, const RowGradient& row) {
     return make_uint4(pack<T>(g[0], g[1]), pack<T>(g[2], g[3]), pack<T>(g[4], g[5]), pack<T>(g[6], g[7]));
 }
 
-// The vector at p, from memory that this kernel may be writing: in place, logits and gradient lie alike (shift is 0),
-// so a vector is only ever read by the thread that writes it.
+// The vector at p, in memory that this kernel may also write. In place, the gradient is as aligned as the logits (shift
+// is 0), so that only the thread that writes a vector reads it.
 template <class T>
 __device__ uint4 load_logits(const T* p, int shift) {
   const auto* from = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(p) - shift);
@@ -297,8 +306,8 @@ __global__ void __launch_bounds__(kGradientThreads)
     gradient[i] = from_float<T>(i == label ? f.at_label(z) : f(z));
   };
 
-  // Vectors begin where the gradient's address is a multiple of 16; what is left at both ends goes one by one. One that
-  // lies askew in the logits is read from two, of which neither may leave the row.
+  // Vectors begin where the gradient's address is a multiple of 16; the elements left at both ends go one by one. If
+  // the logits are misaligned there, a vector of them is read as two aligned ones, which must both lie in the row.
   const int first = min(begin + elements_to_vector(gradient + begin), end);
   const int shift = misalignment(logits + first), margin = shift == 0 ? 0 : kVector;
   const int first_whole = first < margin ? first + kVector : first;
@@ -318,7 +327,7 @@ __global__ void __launch_bounds__(kGradientThreads)
       const int place = v + j * kGradientThreads, i = first_whole + place * kVector;
       if (place >= vectors) break;
       const bool has_label = static_cast<unsigned>(label - i) < static_cast<unsigned>(kVector);
-      const float label_logit = has_label ? to_float(logits[label]) : 0.f;  // before it may be overwritten
+      const float label_logit = has_label ? to_float(logits[label]) : 0.f;  // read before it may be overwritten
       store_streaming(reinterpret_cast<uint4*>(gradient + i), gradient_of<T>(z[j], f));
       if (has_label) gradient[label] = from_float<T>(f.at_label(label_logit));
     }
@@ -327,7 +336,7 @@ __global__ void __launch_bounds__(kGradientThreads)
 
 }  // namespace
 
-const bool kMakesKeys = true;  // by the thread that has the entropy: no other kernel reads it, the mask, and A again
+const bool kMakesKeys = true;  // the thread that has the entropy makes the key: no kernel loads H, A and the mask again
 
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device) {
   RowSink sink;

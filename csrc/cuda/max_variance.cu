@@ -1,7 +1,14 @@
 // max_variance_select: of each segment the k values with the largest variance. Sort, try every split, mark both ends.
 //
-// One launch does it all for segments of up to 4,096: a warp for each small one, a block for each larger one, sorted in
-// shared memory. Longer ones of known length are sorted by several launches, then each is one block's again.
+// A segment of up to 4,096 values takes one launch, in which a warp (small segments) or a block sorts it in shared
+// memory. Longer segments of known length are sorted together, by CUB; then a block finds the split of each.
+//
+//   launch                          kernel              reads               -> writes
+//   max_variance_select             select_segments     values, mask        -> out (small segments, then larger ones)
+//   max_variance_select (keys)      make_entries        values, mask        -> entries, indices
+//   sort (CUB's own launches)       sort_entries        entries, indices    -> sorted
+//   max_variance_select (splits)    find_sorted_ends    sorted              -> ends
+//   max_variance_select (mask)      write_sorted_mask   sorted, ends        -> out
 #include <cfloat>
 
 #include "../core/order_key.h"
@@ -14,8 +21,8 @@
 namespace d3s {
 namespace {
 
-// A value's order key above its index: one integer to sort by, ties to the lower index. Values that cannot be kept come
-// last.
+// One integer to sort by: a value's order key in the high bits, its index in the low ones, so that ties go to the lower
+// index. Unusable values come last.
 using Entry = unsigned long long;
 constexpr uint32_t kUnusable = UINT32_MAX;
 
@@ -33,8 +40,8 @@ __device__ uint32_t usable_key(const T* values, const bool* mask, int64_t i) {
 
 // How many of the kept k come from the low end of n sorted keys, n > k > 1. `at(i)` is the i-th key.
 //
-// Split i has the first i and the last k - i; the next one has key i in place of key n - k + i. So the moments of all
-// splits are one running sum of such exchanges. A thread has a stretch of the splits.
+// Split i has the first i and the last k - i keys; split i + 1 has key i in place of key n - k + i. So the moments of
+// all splits are a running sum of such exchanges. Each thread tries a stretch of the splits.
 template <class Keys, class Group>
 __device__ int best_split(const Keys& at, int n, int k, const Group& group) {
   const double shift = order_key_value(at(n / 2)), count = k;
@@ -68,7 +75,7 @@ __device__ int best_split(const Keys& at, int n, int k, const Group& group) {
   return group.reduce(chosen, Max());
 }
 
-// Which of the sorted entries are kept: the first `low` and, of those that are usable, the last `high`.
+// Which of the sorted entries are kept: of the usable ones, which come first, the first `low` and the last `high`.
 struct Ends {
   int64_t low, high, usable;
 
@@ -79,15 +86,15 @@ template <class Keys, class Group>
 __device__ Ends find_ends(const Keys& at, int usable, int64_t keep, const Group& group) {
   if (usable <= keep) return {usable, 0, usable};
   const int k = static_cast<int>(keep);
-  if (k <= 1) return {k, 0, usable};  // one value has no variance, whichever it is
+  if (k <= 1) return {k, 0, usable};  // a single value has no variance: keep the lowest
   const int low = best_split(at, usable, k, group);
   return {low, k - low, usable};
 }
 
 // ---- in one launch -----------------------------------------------------------------------------------------------
 
-// Sorts n entries. Every exchange puts the smaller one first, so what is past the end never moves and n may be any
-// number.
+// Sorts n entries, for any n. Every exchange puts the smaller entry first, so that padding with the largest entry would
+// never move; it is left out.
 template <class Group>
 __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   const auto order = [&](int a, int b) {
@@ -99,7 +106,7 @@ __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   while (log_padded < 31 && int64_t{1} << log_padded < n) ++log_padded;
   const int pairs = log_padded > 0 ? 1 << (log_padded - 1) : 0;
   for (int log_half = 0; log_half < log_padded; ++log_half) {
-    for (int i = group.rank; i < pairs; i += group.size) {  // the second half backwards
+    for (int i = group.rank; i < pairs; i += group.size) {  // compares with the second half in reverse
       const int begin = i >> log_half << log_half, place = i - begin;
       order(2 * begin + place, 2 * begin + (2 << log_half) - 1 - place);
     }
@@ -114,7 +121,7 @@ __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   }
 }
 
-// One segment, with room for its entries.
+// Selects in one segment. `entries` has room for n.
 template <class T, class Group>
 __device__ void select_segment(const T* values, const bool* mask, int n, int64_t k, Entry* entries, const Group& group,
                                bool* out) {
@@ -131,12 +138,12 @@ __device__ void select_segment(const T* values, const bool* mask, int n, int64_t
   const Ends ends = find_ends(at, usable, k, group);
   for (int rank = group.rank; rank < n; rank += group.size) {
     const auto index = static_cast<uint32_t>(entries[rank]);
-    // Offsets that nobody checked may have two segments share their room in memory.
+    // Unchecked offsets may let segments overlap, and so overwrite each other's entries in global memory.
     if (index < static_cast<uint32_t>(n)) out[index] = ends.keeps(rank);
   }
 }
 
-constexpr int kBlockThreads = 512;  // eight entries each at most; twice as many would leave a thread too few registers
+constexpr int kBlockThreads = 512;  // eight of 4,096 entries each; more threads would have too few registers
 
 template <class Group>
 constexpr int kMostThreads = std::is_same_v<Group, BlockGroup> ? kBlockThreads : Group::kMostThreads;
@@ -157,7 +164,7 @@ __global__ void __launch_bounds__(kMostThreads<Group>, 1)
     select_segment(values + begin, mask ? mask + begin : nullptr, static_cast<int>(n), keep.of(n), entries, group,
                    out + begin);
   };
-  // Twice, so that the compiler knows which entries are in shared memory.
+  // Two calls, so that the compiler knows in which one the entries are in shared memory.
   if (n <= sizes.capacity)
     select(reinterpret_cast<Entry*>(shared + Group::kSharedBytes) + place * sizes.capacity);
   else
@@ -166,7 +173,7 @@ __global__ void __launch_bounds__(kMostThreads<Group>, 1)
 
 // ---- long segments -----------------------------------------------------------------------------------------------
 
-// The segment of each value above its key, and its index.
+// Writes for each value an entry, with its segment in the high bits and its key in the low ones, and its index.
 template <class T>
 __global__ void make_entries(const T* values, const bool* mask, int64_t n, const __grid_constant__ Segments segments,
                              uint64_t* entries, uint32_t* indices) {
@@ -176,7 +183,7 @@ __global__ void make_entries(const T* values, const bool* mask, int64_t n, const
   indices[i] = static_cast<uint32_t>(i);
 }
 
-// How many of n sorted keys are usable, which are the first.
+// How many of n sorted keys are usable. The usable ones come first.
 template <class Keys>
 __device__ int count_usable(const Keys& at, int n) {
   int low = 0, high = n;
@@ -228,10 +235,10 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
          segments, static_cast<const Ends*>(ends), out);
 }
 
-// ---- which of them, and how many threads -------------------------------------------------------------------------
+// ---- which kernels, and how many threads -------------------------------------------------------------------------
 
-constexpr int64_t kWarpSegment = 128;    // up to this length a warp sorts faster than a block can meet
-constexpr int64_t kBlockSegment = 4096;  // 32 KB of entries: all GPUs have that without asking
+constexpr int64_t kWarpSegment = 128;    // up to this length a warp is faster than a block with its barriers
+constexpr int64_t kBlockSegment = 4096;  // 32 KB of entries, which fit in the default shared memory
 
 int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : kBlockThreads; }
 
@@ -242,7 +249,7 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
   const int64_t n = values.total, longest = values.longest;
   if (n > int64_t{1} << 30)
     throw std::invalid_argument("values: got " + std::to_string(n) + " of them; takes at most 2^30 on a GPU");
-  if (segments.ragged()) clear(out, 0, n, device);  // what bad offsets leave out is not selected
+  if (segments.ragged()) clear(out, 0, n, device);  // values that bad offsets leave out are not selected
   if (segments.count == 0) return;
   const bool known = lengths_are_bounded(segments, longest, n);
   dispatch_float(values.type, [&](auto tag) {
@@ -251,7 +258,8 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
       select_sorted<T>(values, keep, out, device);
       return;
     }
-    // A segment beyond what was said, or beyond a block's memory, is sorted in memory: slower, and right.
+    // A segment longer than the caller said, or than fits in shared memory, is sorted in global memory: slower, but
+    // correct.
     const bool may_spill = segments.ragged() && (longest < n || n > kBlockSegment);
     Entry* spill = may_spill ? device.scratch_of<Entry>(n) : nullptr;
     const auto run = [&](auto kernel, int64_t per_block, int threads, size_t group_bytes, const SizeClass& sizes) {

@@ -1,6 +1,15 @@
-// importance_ratio, entropy_groups, adaptive_clip. Two launches: the sums of all groups, then a number for each token.
-// A warp has 512 tokens, wherever sequences begin and end. Sums are integers, so that atomic additions leave the same
-// bits in any order.
+// importance_ratio, entropy_groups, adaptive_clip. Where groups have means, there are two launches: the sums of all
+// groups, then a number for each token. A warp has 512 tokens, wherever sequences begin and end. Sums are integers, so
+// that atomic additions give the same bits in any order.
+//
+//   launch                      kernel               reads (and mask, group ids)               -> writes
+//   group sums                  add_terms            logprob and old_logprob, or entropy       -> sums
+//   importance_ratio (means)    write_mean_ratios    sums                                      -> out
+//   importance_ratio            write_ratios         sums, logprob, old_logprob                -> out
+//   adaptive_clip               write_scaled_means   sums                                      -> out
+//   importance_ratio (tokens)   write_each           logprob, old_logprob                      -> out
+//   importance_ratio_backward   write_each           grad, ratio                               -> out
+//   entropy_groups              write_each           entropy, above (from topk_mask.cu)        -> out
 #include "../ops/ratios.h"
 #include "collective.h"
 
@@ -8,14 +17,14 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 6;         // on a multiprocessor: for eight the compiler would put registers into memory
+constexpr int kBlocks = 6;         // on a multiprocessor: for eight, the compiler would spill registers
 constexpr int64_t kStretch = 512;  // tokens of a warp: enough warps for a small batch, few atomics for a large one
-constexpr int kInFlight = 4;       // tokens that a thread loads before it looks at the first
-constexpr int kOwnGroups = 4;      // groups whose sums a thread keeps to itself; further ones are rare
+constexpr int kInFlight = 4;       // tokens that a thread loads before it uses the first
+constexpr int kOwnGroups = 4;      // groups whose sums a thread keeps in registers; further ones are rare
 
 int64_t blocks_for(int64_t tokens) { return ceil_div(ceil_div(tokens, kStretch), kThreads / kWarp); }
 
-// body(sequence, begin, end) for what this warp's tokens have of each sequence.
+// Calls body(sequence, begin, end) for the part of each sequence among this warp's tokens.
 template <class Body>
 __device__ void for_stretches(const TokenGroups& groups, const Body& body) {
   const Segments& sequences = groups.sequences;
@@ -96,14 +105,14 @@ ExactSum* group_sums(const float* a, const float* b, const TokenGroups& groups, 
 
 // ---- a number for each token -------------------------------------------------------------------------------------
 
-// out[i] = value(mean of the token's group, i); `none` for tokens in no group. Lanes 0 to 15 make the numbers of the
-// sequence's groups, `of_mean` of each mean, and the others ask them.
+// out[i] = value(of_mean(mean of the token's group), i), or `none` for tokens in no group. Lane g computes of_mean for
+// group g of the sequence, and all lanes get it by a shuffle.
 template <class OfMean, class Value>
 __device__ void write_tokens(const TokenGroups& groups, const ExactSum* sums, float none, float* out,
                              const OfMean& of_mean, const Value& value) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {
-    // NaN for a bad id
+    // Lanes without a group have NaN, for bad ids.
     const float number = lane < groups.each ? of_mean(mean_of(sums[sequence * groups.each + lane])) : NAN;
     for (int64_t first = begin + lane; first - lane < end; first += kInFlight * kWarp) {
       float values[kInFlight];
@@ -192,8 +201,9 @@ struct QuantileGroup {
   }
 };
 
+// Tokens that bad offsets leave out get NaN.
 void mark_gaps(const TokenGroups& groups, float* out, const Device& device) {
-  if (groups.sequences.ragged()) clear(out, 0xff, groups.tokens * sizeof(float), device);  // NaN, by bad offsets
+  if (groups.sequences.ragged()) clear(out, 0xff, groups.tokens * sizeof(float), device);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The order keys of scores, made as they are loaded: |A| * H is never stored.
+// The order keys of scores, made while the scores are loaded: |A| * H is never stored.
 #pragma once
 
 #include "../ops/topk_mask.h"
@@ -8,7 +8,7 @@ namespace d3s {
 
 D3S_HOST_DEVICE uint32_t weighted_key(float advantage, float entropy) { return order_key(fabsf(advantage) * entropy); }
 
-// The key of a position whose entropy is at hand, and which is not masked.
+// The key of a position from its entropy. The position must not be masked out.
 __device__ inline uint32_t key_of_entropy(const Scores& scores, int64_t position, float entropy) {
   switch (scores.kind) {
     case Scores::Advantages::kNone:
@@ -18,15 +18,15 @@ __device__ inline uint32_t key_of_entropy(const Scores& scores, int64_t position
     case Scores::Advantages::kPerToken:
       return weighted_key(scores.advantages[position], entropy);
     default:
-      if (scores.sequences.count == 0) return kAbsent;  // by offsets that nobody has checked
+      if (scores.sequences.count == 0) return kAbsent;  // by unchecked offsets
       return weighted_key(scores.advantages[scores.sequences.find(position)], entropy);
   }
 }
 
-// Positions that a thread loads before it looks at the first: as many loads are on their way at a time.
+// Positions that a thread loads before it uses the first: so many loads are in flight at a time.
 constexpr int kKeysInFlight = 8;
 
-// How many of the positions first, first + stride, ... lie before end, up to those in flight.
+// How many of the positions first, first + stride, ... lie before `end`, at most kKeysInFlight.
 D3S_HOST_DEVICE int wanted(int64_t first, int stride, int64_t end) {
   const int64_t left = end - first;
   const int span = left < int64_t{kKeysInFlight} * stride ? static_cast<int>(left) : kKeysInFlight * stride;
@@ -37,7 +37,7 @@ class ScoreKeys {
  public:
   __device__ explicit ScoreKeys(const Scores& scores) : scores_(scores) {}
 
-  // The keys of the positions first, first + stride, ... of which `count` are wanted.
+  // Loads the keys of `count` positions: first, first + stride, ...
   __device__ void load(int64_t first, int stride, int count, uint32_t (&keys)[kKeysInFlight]) {
     if (scores_.keys) {
       const uint32_t* from = scores_.keys + first;
@@ -96,7 +96,7 @@ class ScoreKeys {
     for_wanted(count, [&](int i) { values[i] = to_float(from[i * stride]); });
   }
 
-  // The sequence of a position, which is most often that of the one before.
+  // The sequence of a position. It is cached, since the next position is mostly in the same one.
   __device__ int64_t sequence(int64_t position) {
     if (scores_.sequences.count > 0 && (position < begin_ || position >= end_)) {
       sequence_ = scores_.sequences.find(position);

@@ -1,4 +1,4 @@
-// Sorts values of long segments: the one place where a library works for us.
+// Sorts the values of long segments. It is the only kernel that comes from another library.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace d3s {
 
-// Sorts `n` entries and their indices by the lowest `bits` of the entry, equal ones in their order. May use all four
-// arrays as it likes; returns where the result is.
+// Sorts `n` entries and their indices by the lowest `bits` bits of the entry. The sort is stable. It may overwrite all
+// four arrays, and returns the two that have the result.
 struct SortedEntries {
   const uint64_t* entries;
   const uint32_t* indices;

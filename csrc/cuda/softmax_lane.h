@@ -1,7 +1,7 @@
 // The inner loop of every entropy on a GPU: one thread's share of a softmax state, taken in vectors.
 //
-// A group of vectors is searched for its maximum first; what was summed before is moved to the new maximum once for the
-// group; then an element costs one exponential. Nothing in the loop waits for another thread.
+// The thread finds the maximum of a group of vectors, rescales its sums to the new maximum once, and then adds the
+// elements, for one exponential each. The loop never waits for another thread.
 #pragma once
 
 #include "../core/softmax_state.h"
@@ -10,20 +10,20 @@
 
 namespace d3s {
 
-// Below this, 2^d is 0 in float32. The product of a -inf logit with its e = 0 is taken with this in its place: -inf * 0
-// would be NaN. NaN reaches the sums through e.
+// For d below this, 2^d is 0 in float32. It replaces the distance of a -inf logit, since -inf * 0 would be NaN. A NaN
+// logit still reaches the sums, through e.
 constexpr float kLowestDistance = -200.f;
 
 struct LaneState {
   float max = -FLT_MAX;
   float sum = 0.f;
-  float scaled_dot = 0.f;  // T times `scale`, which is log2(e) / temperature: distances in powers of 2
+  float scaled_dot = 0.f;  // T * scale, with scale = log2(e) / temperature: distances are exponents of 2
 
   template <class T, int kCount>
   __device__ __forceinline__ void add(const uint4 (&vectors)[kCount], float scale) {
     const float new_max = fmaxf(max, largest<T>(vectors));
     const float move = (max - new_max) * scale, factor = exp2_fast(move);
-    scaled_dot = factor * fmaf(factor > 0.f ? move : 0.f, sum, scaled_dot);  // a move of -inf with a factor of 0 is NaN
+    scaled_dot = factor * fmaf(factor > 0.f ? move : 0.f, sum, scaled_dot);  // -inf * 0 would be NaN
     sum *= factor;
     max = new_max;
 #pragma unroll
@@ -38,7 +38,7 @@ struct LaneState {
   __device__ SoftmaxState state(float scale) const { return {max, sum, scaled_dot / scale}; }
 };
 
-// The states of the warp's lanes merged: the same bits in all lanes.
+// Merges the states of the warp's lanes. All lanes get the same bits.
 __device__ __forceinline__ SoftmaxState warp_merge(const SoftmaxState& own, float inverse_temperature) {
   const float max = warp_reduce(own.max, Max());
   const SoftmaxState moved = rebase(own, max, inverse_temperature);

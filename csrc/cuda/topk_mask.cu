@@ -1,12 +1,22 @@
 // topk_mask, select_tokens: exactly k of each segment, ties to the lower index.
 //
-// The k-th largest key is found digit by digit: a histogram of one digit among the keys that agree in the higher ones
-// tells the next. Then a key is kept that lies above it, and of those that equal it the first few. All counts are whole
-// numbers, so the order in which atomics add them does not matter.
+// The k-th largest key is found digit by digit, from the top: a histogram of the next digit, over the keys that have
+// the digits found so far, gives that digit. Then the larger keys are kept, and the first few keys that equal the k-th.
+// All counts are integers, so the order in which atomics add them does not matter.
 //
-// A segment that fits in shared memory is one block's, in one launch. A longer one, of known length, is cut into pieces
-// that blocks share; a launch ends each pass, so no block ever waits for another. A segment that turns out longer than
-// the caller said is read again for each pass instead: slower, and right.
+// One block handles a segment that fits in shared memory, in one launch. A longer segment of known length is cut into
+// pieces, one for each block; every pass is a launch of its own, so that no block waits for another. If a segment is
+// longer than the caller said, its block reads the scores again in each pass: slower, but correct.
+//
+//   launch                     kernel            reads                                    -> writes
+//   topk_mask                  select_segments   scores                                   -> mask, count, threshold
+//
+//   topk_mask (first digit)    count_digit<0>    scores                                   -> histograms[0]
+//   topk_mask (second digit)   count_digit<1>    scores, histograms[0]                    -> k, found[0], histograms[1]
+//   topk_mask (third digit)    count_digit<2>    scores, k, found[0], histograms[1]       -> found[1], histograms[2]
+//   topk_mask (ties)           count_ties        scores, k, found[1], histograms[2]       -> found[2], ties, kept
+//   topk_mask (mask)           write_pieces      scores, k, found[2], ties, kept          -> mask, kept
+//   select_tokens (results)    write_results     k, kept                                  -> count, threshold
 #include "key_mask.h"
 #include "size_class.h"
 
@@ -18,26 +28,26 @@ constexpr int kDigits = 3;
 constexpr int kBins = 2048;
 D3S_HOST_DEVICE int shift_of(int digit) { return digit == 0 ? 21 : digit == 1 ? 10 : 0; }
 D3S_HOST_DEVICE uint32_t bin_of(uint32_t key, int digit) { return key >> shift_of(digit) & (digit == 2 ? 1023 : 2047); }
-// Whether a key agrees with a prefix in the digits before this one.
+// Whether the digits of a key above this one are `prefix`.
 D3S_HOST_DEVICE bool agrees(uint32_t key, uint32_t prefix, int digit) {
   return digit == 0 || key >> shift_of(digit - 1) == prefix;
 }
 
 // How far the search for the k-th largest key has come.
 struct Found {
-  uint32_t prefix;  // its digits so far; the key itself in the end
-  uint32_t equal;   // keys that agree with it
-  int64_t above;    // keys that are larger
+  uint32_t prefix;  // the digits found so far; at the end, the whole key
+  uint32_t equal;   // how many keys have these digits
+  int64_t above;    // how many keys are larger
 };
 
-// The first bin has nothing but absent keys: order_key gives no other value below 2^21.
+// The first bin has only absent keys: order_key gives no other key below 2^21.
 D3S_HOST_DEVICE int64_t present_of(const uint32_t* first_histogram, int64_t n) { return n - first_histogram[0]; }
 
-// The bin of the k-th largest key, by the whole block; `above` keys are larger than those of the histogram.
+// Finds the bin of the k-th largest key; all threads of the block must call it. `before` is the search so far.
 __device__ Found find_bin(const uint32_t* histogram, int digit, const Found& before, int64_t k, const BlockGroup& block,
                           Found* shared) {
   const int bins = digit == 2 ? 1024 : kBins, each = bins / block.size > 0 ? bins / block.size : 1;
-  const int first = block.rank * each;  // counted from the top: thread 0 has the largest bins
+  const int first = block.rank * each;  // counted from the top: thread 0 has the highest bins
   int64_t own = 0;
   for (int i = first; i < first + each && i < bins; ++i) own += histogram[bins - 1 - i];
   int64_t above = before.above + block.exclusive_sum(own);
@@ -51,7 +61,7 @@ __device__ Found find_bin(const uint32_t* histogram, int digit, const Found& bef
       above += here;
     }
   block.sync();
-  return *shared;  // the next one is written after a barrier that comes after this
+  return *shared;  // the next call writes it after barriers that come after this read
 }
 
 __device__ void clear_histogram(uint32_t* histogram, const BlockGroup& block) {
@@ -69,7 +79,7 @@ D3S_HOST_DEVICE void write_selected(const SelectionOutputs& outputs, int64_t seg
   if (outputs.threshold) outputs.threshold[segment] = count > 0 ? order_key_value(kept.lowest) : INFINITY;
 }
 
-// What every block has of shared memory, before the keys.
+// The start of a block's shared memory. The keys follow it.
 struct Shared {
   uint32_t histogram[kBins];
   Found found;
@@ -78,7 +88,7 @@ struct Shared {
 
 // ---- a block for each segment ------------------------------------------------------------------------------------
 
-// A segment's keys: in shared memory where they fit, else made again whenever they are asked for.
+// A segment's keys: stored in shared memory if they fit, else made from the scores again in each pass.
 struct SegmentKeys {
   ScoreKeys source;
   const uint32_t* stored;  // or null
@@ -139,7 +149,7 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads)
 constexpr int kPieceThreads = 512;
 constexpr int64_t kPiece = 16384;  // 256 pieces for 4 million scores: two for each multiprocessor of an H200
 
-// What the launches leave each other, for each segment.
+// What a launch leaves for the later ones, for each segment.
 struct Progress {
   uint32_t histograms[kDigits][kBins];
   Found found[kDigits];
@@ -153,10 +163,10 @@ struct Pieces {
   const Segments segments;
   unsigned per_segment;
   Progress* progress;
-  uint32_t* ties;  // [segments][per_segment]: keys of a piece that equal the k-th
+  uint32_t* ties;  // [segments][per_segment]: how many keys of a piece equal the k-th
 };
 
-// What a block is about: a piece of a segment. The last piece goes on to the end, however long the segment is.
+// The piece of a segment that a block handles. The last piece goes on to the segment's end, however long that is.
 struct Piece {
   int64_t segment, number, begin, end, length;
 
@@ -169,13 +179,13 @@ struct Piece {
   }
 };
 
-// The search as it stands before `digit`: the last histogram is searched by every block of the segment, which costs
-// less than to wait for one of them. The first block writes down what was found.
+// The result of the search before `digit`. Every block of the segment searches the last histogram, which costs less
+// than to wait for one of them. The first block stores the result for later launches.
 __device__ Found resume(const Pieces& pieces, const Piece& piece, int digit, int64_t& k, const BlockGroup& block,
                         Shared& shared) {
   Progress& progress = pieces.progress[piece.segment];
   k = digit == 1 ? pieces.quota.of(present_of(progress.histograms[0], piece.length)) : digit > 1 ? progress.k : 0;
-  if (k == 0) return {0, 0, 0};  // nothing is found yet, or nothing is kept: progress.k is 0 from the start
+  if (k == 0) return {0, 0, 0};  // nothing is found yet, or nothing is kept (progress.k stays 0)
   const Found before = digit > 1 ? progress.found[digit - 2] : Found{0, 0, 0};
   const Found found = find_bin(progress.histograms[digit - 1], digit - 1, before, k, block, &shared.found);
   if (piece.number == 0 && block.rank == 0) {
@@ -267,11 +277,11 @@ void select_in_pieces(const Scores& scores, const Quota& quota, bool drop_zeros,
            static_cast<const Progress*>(progress), segments.count, outputs);
 }
 
-// ---- which of the two, and how many threads ----------------------------------------------------------------------
+// ---- which kernels, and how many threads -------------------------------------------------------------------------
 
-constexpr int64_t kSmall = 2048;  // scores; where lengths are unknown, such segments do not pay for the long ones' room
+constexpr int64_t kSmall = 2048;  // scores; if lengths are unknown, shorter segments have a launch with little memory
 
-// Threads that have some 16 keys each; the tables of digits are work for a few warps at least.
+// Threads have some 8 to 32 keys each. There are at least four warps, since the digit tables are work for as many.
 int threads_for(int64_t length) {
   return length <= 1024 ? 128 : length <= 4096 ? 256 : length <= 16384 ? 512 : BlockGroup::kMostThreads;
 }
@@ -282,7 +292,7 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
                 int64_t longest, const SelectionOutputs& outputs, Device& device) {
   if (values > UINT32_MAX)
     throw std::invalid_argument("scores: got " + std::to_string(values) + " of them; takes fewer than 2^32 on a GPU");
-  if (segments.ragged()) clear(outputs.mask, 0, values, device);  // what bad offsets leave out is not selected
+  if (segments.ragged()) clear(outputs.mask, 0, values, device);  // values that bad offsets leave out are not selected
   const int64_t room = device_attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin) - sizeof(Shared);
   const int64_t capacity = room / static_cast<int64_t>(sizeof(uint32_t));
   const auto select_blocks = [&](int64_t shortest, int64_t most) {
@@ -292,7 +302,7 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
     launch("topk_mask", select_segments, segments.count, threads, sizeof(Shared) + keys * sizeof(uint32_t), device,
            scores, quota, drop_zeros, segments, sizes, outputs);
   };
-  // A segment beyond the capacity is slow where its length is not known here; the caller can say so with max_segment.
+  // A segment longer than the capacity is slow if its length is unknown here; the caller can give it by max_segment.
   const bool known = lengths_are_bounded(segments, longest, values);
   if (longest > capacity && known) {
     select_in_pieces(scores, quota, drop_zeros, segments, longest, outputs, device);

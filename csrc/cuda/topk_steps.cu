@@ -1,7 +1,14 @@
 // Top-K selection in steps, for a segment that lies on several ranks: what one rank does between the collectives.
 //
-// Blocks share the keys evenly, whatever the segments' lengths, which the device alone may know: each goes through the
-// segments in its piece. All counts are whole numbers, so the order in which atomics add them does not matter.
+// Only the device may know the lengths of segments, so blocks share the keys evenly: each goes through the segments in
+// its piece. All counts are integers, so the order in which atomics add them does not matter.
+//
+//   launch                      kernel                    reads                                  -> writes
+//   topk_order_keys             order_keys_of_piece       scores                                 -> keys
+//   topk_count_digit            count_digit_of_piece      keys, searches                         -> counts
+//   topk_choose_digit_          choose_digit_of_segment   counts of all ranks, searches          -> searches
+//   topk_mask_from_key (ties)   count_ties_of_piece       keys, searches                         -> ties_of_pieces
+//   topk_mask_from_key          mask_of_piece             keys, searches, ties, ties_of_pieces   -> mask, zeros, lowest
 #include "../ops/topk_steps.h"
 
 #include "key_mask.h"
@@ -13,7 +20,7 @@ constexpr int kThreads = 512;
 constexpr int64_t kPiece = 16384;  // 256 pieces for 4 million keys: two for each multiprocessor of an H200
 constexpr int kChooseThreads = 256;
 
-using Count = unsigned long long;  // what atomics take for int64
+using Count = unsigned long long;  // atomics take no int64_t
 
 D3S_HOST_DEVICE Scores scores_of(const SegmentedKeys& keys) {
   Scores scores;
@@ -27,8 +34,8 @@ struct Piece {
   __device__ explicit Piece(int64_t total)
       : begin(int64_t{blockIdx.x} * kPiece), end(begin + kPiece < total ? begin + kPiece : total) {}
 
-  // body(segment, begin, end) for each that has a part of this piece. Offsets that nobody has checked may cut anything,
-  // but nothing outside of the piece.
+  // Calls body(segment, begin, end) for the part of each segment in this piece. Unchecked offsets may give wrong parts,
+  // but none outside of the piece.
   template <class Body>
   __device__ void for_segments(const Segments& segments, const Body& body) const {
     int64_t from = begin;
@@ -78,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// A block for each segment: every thread has some bins, from the top.
+// A block for each segment. Every thread has some bins; thread 0 has the highest.
 __global__ void __launch_bounds__(kChooseThreads)
     choose_digit_of_segment(KeySearch* searches, const int64_t* counts, const __grid_constant__ Digit digit,
                             const __grid_constant__ Quota quota) {
@@ -93,7 +100,7 @@ __global__ void __launch_bounds__(kChooseThreads)
     const int64_t k = quota.of(block.reduce(own, Sum()));
     search = {0, k, k};
   }
-  int64_t above = block.exclusive_sum(own);  // its barriers come between the loads of `searches` and the store
+  int64_t above = block.exclusive_sum(own);  // its barriers keep the store to `searches` after all loads
   if (search.k == 0) {
     if (block.rank == 0) searches[blockIdx.x] = search;
     return;
@@ -110,7 +117,8 @@ __global__ void __launch_bounds__(kChooseThreads)
   }
 }
 
-// Of each piece, the ties in the segment that goes on in the next one; and results to begin with.
+// Counts the ties of each piece's last segment, which may go on in the next piece. Also sets zeros and lowest to the
+// values that mask_of_piece starts from.
 __global__ void __launch_bounds__(kThreads)
     count_ties_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches, uint32_t* ties_of_pieces,
                         const __grid_constant__ KeyMaskOutputs outputs) {
@@ -178,7 +186,7 @@ void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, 
 
 void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
                    const KeyMaskOutputs& outputs, Device& device) {
-  if (keys.segments.ragged()) clear(outputs.mask, 0, keys.total, device);  // what bad offsets leave out
+  if (keys.segments.ragged()) clear(outputs.mask, 0, keys.total, device);  // keeps no key that bad offsets leave out
   const int64_t pieces = ceil_div(keys.total, kPiece);
   auto* ties_of_pieces = device.scratch_of<uint32_t>(pieces);
   launch("topk_mask_from_key (ties)", count_ties_of_piece, pieces > 0 ? pieces : 1, kThreads, BlockGroup::kSharedBytes,

@@ -1,12 +1,12 @@
-// Vectors of 16 bytes out of a row that may start anywhere: which elements a thread gets depends on their place in the
-// row alone, never on the address, so that a row's result has the same bits wherever the row lies.
+// Reads vectors of 16 bytes from a row that may be misaligned. Which elements a thread gets depends only on their place
+// in the row, not on the address, so that a row's result has the same bits wherever it lies in memory.
 #pragma once
 
 #include "cuda.h"
 
 namespace d3s {
 
-// What fills a vector past the end of its row: a logit of -inf counts nothing.
+// Fills a vector past the end of its row: logits of -inf, which add nothing.
 template <class T>
 constexpr uint32_t kFillWord = 0xff800000u;  // float
 template <>
@@ -27,7 +27,7 @@ D3S_HOST_DEVICE int elements_to_vector(const T* p) {
   return (16 - misalignment(p)) % 16 / static_cast<int>(sizeof(T));
 }
 
-// The 16 bytes that start `bytes` (below 16, even) into two neighbouring vectors.
+// The 16 bytes at offset `bytes` of two neighbouring vectors. `bytes` must be even and below 16.
 __device__ __forceinline__ uint4 shifted(const uint4& first, const uint4& second, int bytes) {
   uint32_t w[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
   const bool by_one = bytes & 4, by_two = bytes & 8;
@@ -40,27 +40,28 @@ __device__ __forceinline__ uint4 shifted(const uint4& first, const uint4& second
                     __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
 }
 
-// A row of elements, read 16 bytes at a time. Its length and a slice more fit in an int: registers are scarce.
+// A row of elements, read 16 bytes at a time. Places are ints, since registers are scarce: the length of the row plus a
+// slice must fit in an int.
 template <class T, bool kAligned>
 class RowReader {
  public:
   __device__ RowReader(const T* row, int columns)
       : row_(row), columns_(columns), shift_(kAligned ? 0 : misalignment(row)) {}
 
-  // Whether the elements [begin, end) and, of a row that starts askew, their neighbours lie in the row.
+  // Whether the row has the elements [begin, end) and, if it is misaligned, the neighbours that whole() reads too.
   __device__ bool inside(int begin, int end) const {
     constexpr int margin = kAligned ? 0 : kPerVector<T>;
     return begin >= margin && end + margin <= columns_;
   }
 
-  // The vector of elements from i on, all of them inside.
+  // The vector of elements from i on, which must be inside().
   __device__ uint4 whole(int i) const {
     if (kAligned) return load_streaming(reinterpret_cast<const uint4*>(row_ + i));
     const auto* p = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(row_ + i) - shift_);
     return shifted(load_cached(p), load_cached(p + 1), shift_);
   }
 
-  // The same, at the ends of the row: one by one, -inf for what is not there.
+  // The same near the ends of the row, where elements are read one by one; -inf past the end.
   __device__ uint4 edge(int i) const {
     if (inside(i, i + kPerVector<T>)) return whole(i);
     constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
@@ -104,7 +105,7 @@ __device__ __forceinline__ void for_elements(const uint4& v, const Body& body) {
   }
 }
 
-// The largest element of some vectors; NaN loses.
+// The largest element of some vectors, without NaN.
 template <class T, int kCount>
 __device__ __forceinline__ float largest(const uint4 (&v)[kCount]) {
   if constexpr (sizeof(T) == 4) {

@@ -8,7 +8,7 @@
 
 namespace d3s {
 
-// The rows of logits with all that belongs to them, and the tensors that what it points at lives in.
+// The rows of logits with all that belongs to them. Owns the tensors that `rows` points into.
 class LogitsArgument {
  public:
   LogitsArgument(const Tensor& logits, double temperature, const OptionalTensor& temperature_tensor);
@@ -16,7 +16,7 @@ class LogitsArgument {
   void set_labels(const OptionalTensor& labels, int64_t vocabulary);
   void set_mask(const OptionalTensor& mask);
 
-  int64_t dims;  // that the rows have
+  int64_t dims;  // leading dimensions of the logits, which the rows have
   LogitsRows rows;
 
  private:
@@ -24,18 +24,18 @@ class LogitsArgument {
   OptionalTensor temperatures_, labels_, mask_;
 };
 
-// For states, which have no logits any more.
+// Checks temperatures and keeps their tensor alive in `owner`. Softmax states, which have no logits, need only these.
 Temperatures temperatures_of(double temperature, const OptionalTensor& tensor, const Tensor& like, int64_t row_dims,
                              OptionalTensor& owner);
 
-// A number of values to keep, at least 1. A 0-d tensor on the device is read there, and here only to be checked.
+// A number of values to keep, at least 1. Kernels read a 0-d tensor on the device; the host reads it only to check it.
 Keep keep_of(const char* argument, const OptionalInt& keep, const OptionalTensor& keep_tensor, const Tensor& like);
 
-// The same, or a ratio in its place.
+// The same, or a ratio instead.
 Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k,
                const OptionalTensor& k_tensor, const Tensor& like);
 
-// Which of its three shapes the advantages have. Where [S] with offsets is both, it is one for each token.
+// Whether there is one advantage, one for each sequence or one for each token. If a shape fits both, it is per token.
 Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences);
 
 }  // namespace d3s

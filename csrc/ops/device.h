@@ -1,4 +1,4 @@
-// What a kernel is given of the device it runs on, free of torch: .cu files see this and nothing else.
+// The device that an op runs on, without torch: .cu files know no more of torch's device than this.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace d3s {
 class Device {
  public:
   virtual ~Device() = default;
-  // Memory on the device that lives until the op returns; on a GPU, until what the op launched has run.
+  // Memory on the device that lives until the op returns; on a GPU, until the kernels that the op launched have run.
   virtual void* scratch(int64_t bytes) = 0;
 
   template <class T>
@@ -19,7 +19,7 @@ class Device {
   }
 
   int index = 0;
-  void* stream = nullptr;  // the current one; a GPU's
+  void* stream = nullptr;  // a GPU's current stream
 };
 
 }  // namespace d3s

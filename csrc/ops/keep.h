@@ -1,4 +1,4 @@
-// How many values of each segment are kept, where that is a number. Nothing here knows torch.
+// How many values of each segment to keep, given as a number instead of a ratio. Nothing here knows torch.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@ namespace d3s {
 
 struct Keep {
   int64_t number = 0;
-  const int32_t* on_device32 = nullptr;  // a number that is on the device
+  const int32_t* on_device32 = nullptr;  // instead: the number is on the device
   const int64_t* on_device64 = nullptr;
-  int64_t times = 1;  // pooled: for each of so many segments
+  int64_t times = 1;  // how many segments are pooled: the number is kept once for each
 
-  // A number on the device that was not checked and is below 1 keeps nothing.
+  // A number on the device may be unchecked: below 1, it keeps nothing.
   D3S_HOST_DEVICE int64_t of(int64_t values) const {
     const int64_t each = on_device32 ? *on_device32 : on_device64 ? *on_device64 : number;
     return each < 1 ? 0 : each < values ? each * times : values * times;

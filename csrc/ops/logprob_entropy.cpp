@@ -54,7 +54,7 @@ void LogitsArgument::set_labels(const OptionalTensor& labels, int64_t vocabulary
   if (const OptionalTensor known = on_host(*labels_)) {
     Labels values;
     set(values, *known);
-    const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // of a tile it is not known
+    const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // unknown for a tile
     for (int64_t row = 0; row < rows.layout.count; ++row)
       require(!values.bad(row, vocabulary), "labels", "got ", values[row], " at row ", row,
               "; takes -100 (no target) or a token in [0, ", end, ")");
@@ -92,7 +92,7 @@ FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, 
   return outputs;
 }
 
-// What the gradient of the rows is made from, and the tensors it lives in.
+// What the gradient of the rows is made from. Owns the tensors that `rows` points into.
 class GradientsArgument {
  public:
   GradientsArgument(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy, const Tensor& entropy,
@@ -126,7 +126,7 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
                                 const OptionalInt& first_token) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
   if (first_token) require_token("first_token", *first_token);
-  const int64_t vocabulary = first_token ? INT64_MAX : argument.rows.layout.columns;  // of a tile it is not known
+  const int64_t vocabulary = first_token ? INT64_MAX : argument.rows.layout.columns;  // unknown for a tile
   argument.set_labels(labels, vocabulary);
   argument.set_mask(mask);
   GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
@@ -153,7 +153,7 @@ void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const Optiona
   row_gradients(argument.rows, gradients.rows, first_token, logits.mutable_data_ptr(), argument.rows.layout, device);
 }
 
-// States [rows, 4], or, where `shards` may be several, [shards, rows, 4].
+// Requires states [rows, 4] or, if `shards` is true, also [shards, rows, 4].
 void require_state(const Tensor& state, bool shards) {
   constexpr int64_t kFloats = sizeof(RowState) / sizeof(float);
   const bool several = shards && state.dim() == 3;

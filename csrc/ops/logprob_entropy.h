@@ -13,16 +13,16 @@ namespace d3s {
 
 constexpr int64_t kNoTarget = -100;
 
-// One temperature for all rows (a number, or a value on the device), or one for each.
+// One temperature for all rows (a number, or a value on the device), or one for each row.
 struct Temperatures {
-  // Beyond these, 1 / t^2 or a distance times t would leave float32.
+  // Outside of these limits, 1 / t^2 or a distance times t would not fit in float32.
   static constexpr double kLowest = 1e-15, kHighest = 1e15;
 
   const float* values = nullptr;
   bool per_row = false;
   float one = 1.f;
 
-  // NaN for one that was not checked and is not good: so is all that comes of it.
+  // A temperature on the device may be unchecked: a bad one is taken as NaN, which makes the results NaN.
   D3S_HOST_DEVICE float operator[](int64_t row) const {
     if (!values) return one;
     const float t = values[per_row ? row : 0];
@@ -30,7 +30,7 @@ struct Temperatures {
   }
 };
 
-// Labels of rows, kNoTarget where there is none.
+// The labels of rows; kNoTarget for a row without one.
 struct Labels {
   const int64_t* labels64 = nullptr;  // at most one of the two is set
   const int32_t* labels32 = nullptr;
@@ -39,7 +39,7 @@ struct Labels {
     return labels64 ? labels64[row] : labels32 ? labels32[row] : kNoTarget;
   }
 
-  // Whether a label is neither a token nor none, which nobody may have checked.
+  // Whether a label is neither a token nor kNoTarget; labels on the device may be unchecked.
   D3S_HOST_DEVICE bool bad(int64_t row, int64_t vocabulary) const {
     const int64_t label = (*this)[row];
     return label != kNoTarget && (label < 0 || label >= vocabulary);
@@ -63,7 +63,7 @@ struct LogitsRows {
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
 };
 
-struct RowOutputs {  // each of one float a row, or null
+struct RowOutputs {  // each has one float for each row, or is null
   float* logprob = nullptr;
   float* entropy = nullptr;
   float* row_max = nullptr;
@@ -84,7 +84,7 @@ struct RowGradients {
   const float* entropy = nullptr;
   const float* row_max = nullptr;
   const float* log_sum = nullptr;
-  int64_t vocabulary = INT64_MAX;  // where it is known: of a tile it is not
+  int64_t vocabulary = INT64_MAX;  // the default where it is not known, as for a tile
 
   D3S_HOST_DEVICE float of_logprob(int64_t row, const Labels& labels) const {
     return g_logprob && labels[row] != kNoTarget ? g_logprob[row] : 0.f;
@@ -96,19 +96,19 @@ struct RowGradients {
 // The state of a row while its logits come tile by tile: four floats.
 struct RowState {
   float max, sum, dot;
-  float label_logit;  // NaN until its tile has come
+  float label_logit;  // NaN until the label's tile is merged
 
   D3S_HOST_DEVICE SoftmaxState get() const { return {max, sum, dot}; }
   D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
 };
 
-// The states of all rows, [shards][count]: of each row one, or one for each shard of the vocabulary.
+// The states of all rows, [shards][count]: each row has one, or one for each shard of the vocabulary.
 struct RowStates {
   const RowState* states = nullptr;
   int64_t shards = 1;
   int64_t count = 0;  // of rows
 
-  // The shards of a row merged from left to right; the label's logit is of the first that has it.
+  // Merges the shards of a row from left to right; the label's logit is that of the first shard that has one.
   D3S_HOST_DEVICE RowState merged(int64_t row, float temperature) const {
     RowState all = states[row];
     for (int64_t shard = 1; shard < shards; ++shard) {
@@ -120,8 +120,8 @@ struct RowStates {
   }
 };
 
-// The order keys of |A| * H, made as the entropies are: a back-end that has nothing to gain from it leaves `keys` alone
-// and says so by kMakesKeys.
+// The order keys of |A| * H, which a back-end with kMakesKeys writes together with the entropies. A back-end that would
+// gain nothing by this leaves `keys` alone.
 struct KeyOutput {
   Scores scores;
   uint32_t* keys = nullptr;  // one for each row, or null
@@ -136,11 +136,12 @@ extern const bool kMakesKeys;
 D3S_KERNEL(void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys,
                                Device& device))
 
-// The gradient of all rows, tokens from first_token on, to `out`, which may be the logits; 0 for rows without one.
+// Writes the gradient of all rows to `out`, which may be the logits; 0 for rows without a gradient. The first column is
+// token first_token.
 D3S_KERNEL(void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
                               const RowLayout& out_layout, Device& device))
 
-// Merges a tile, tokens from first_token on, into the states of its rows, but of those that the mask leaves out.
+// Merges a tile, whose first column is token first_token, into the states of its rows. Skips rows that are masked out.
 D3S_KERNEL(void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device))
 
 // Statistics of finished states.

@@ -8,13 +8,13 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kMostTokens = int64_t{1} << 25;  // of a sequence, which an ExactSum takes
+constexpr int64_t kMostTokens = int64_t{1} << 25;  // of a sequence: an ExactSum takes no more
 
 void require_float32(const char* argument, const Tensor& tensor) {
   require(tensor.scalar_type() == ScalarType::Float, argument, "got dtype ", dtype(tensor), "; takes float32");
 }
 
-// The groups of tokens, and the tensors that what it points at lives in.
+// The groups of tokens. Owns the tensors that `groups` points into.
 class GroupsArgument {
  public:
   GroupsArgument(const char* argument, const Tensor& tokens, const OptionalTensor& mask, const OptionalTensor& ids)
@@ -122,7 +122,7 @@ Tensor entropy_groups(const Tensor& entropy, const std::vector<double>& quantile
   for (int64_t i = 0; i < count; ++i) {
     Quota quota;
     quota.ratio = 1.0 - quantiles[i];
-    quota.slack = kDoubleSlack / quota.ratio;  // the quantile's own rounding, beside the little that it leaves
+    quota.slack = kDoubleSlack / quota.ratio;  // the quantile's rounding error, relative to the ratio
     SelectionOutputs outputs;
     outputs.mask = above + i * n;
     select_top(scores, quota, false, segments, n, longest, outputs, device);

@@ -11,7 +11,7 @@
 
 namespace d3s {
 
-constexpr int kMostGroups = 16;  // of a sequence's tokens
+constexpr int kMostGroups = 16;  // in a sequence
 
 // The tokens that share a mean: those of a sequence, or of one group in it.
 struct TokenGroups {
@@ -24,14 +24,14 @@ struct TokenGroups {
   int each = 1;                 // groups of a sequence, at most
 
   D3S_HOST_DEVICE bool has(int64_t token) const { return (!mask || mask[token]) && (!ids || ids[token] >= 0); }
-  // A token's group, kNone, or kBad for an id that nobody has checked.
+  // A token's group, kNone, or kBad for an id that is too large (ids on a GPU may be unchecked).
   D3S_HOST_DEVICE int of(int64_t token) const {
     if (!has(token)) return kNone;
     return !ids ? 0 : ids[token] < kMostGroups ? ids[token] : kBad;
   }
 };
 
-// What a ratio is the exponential of: the token's log-ratio, the mean of its group's, or both together.
+// What a ratio is the exponential of: the token's log-ratio, the mean log-ratio of its group, or the sum of both.
 enum class RatioForm { kToken, kMean, kMeanAndToken };
 
 constexpr float kNoClip = 0.f;  // the clip range of tokens in no group
@@ -48,11 +48,11 @@ struct RatioGradient {
 
 D3S_KERNEL(void importance_ratio_gradients(const RatioGradient& gradient, float* out, Device& device))
 
-// scale times the mean of each token's group.
+// Writes for each token `scale` times the mean of its group.
 D3S_KERNEL(void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out,
                                    Device& device))
 
-// For each quantile, one after the other in `above`, which tokens are above it.
+// Which tokens are above each quantile: `above` is [quantiles][tokens].
 struct QuantileMasks {
   const float* entropy;
   const bool* mask;
@@ -63,7 +63,7 @@ struct QuantileMasks {
   D3S_HOST_DEVICE bool has(int64_t i) const { return (!mask || mask[i]) && entropy[i] == entropy[i]; }
 };
 
-// The group of a token is the number of quantiles that it is above; -1 where it has no entropy.
+// The group of a token is the number of quantiles below it; -1 if the token is masked out or its entropy is NaN.
 D3S_KERNEL(void group_by_quantiles(const QuantileMasks& masks, int8_t* out, Device& device))
 
 }  // namespace d3s

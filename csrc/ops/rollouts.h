@@ -1,5 +1,5 @@
 // The ops over groups of rollouts, as each back-end implements them: max_variance and group_advantages in cpu/ and in
-// cuda/. Arguments come checked, from the files of these names here. Nothing here knows torch.
+// cuda/. Arguments come checked, from the files of these names in ops/. Nothing here knows torch.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct SegmentedValues {
   FloatType type = FloatType::kFloat32;
   Segments segments;
   int64_t total = 0;    // values in all
-  int64_t longest = 0;  // bounds a segment's length as far as is known, else it is the total; a hint
+  int64_t longest = 0;  // a bound on the length of a segment, or `total`; a hint, which may be wrong
   const bool* mask = nullptr;
 };
 
@@ -30,7 +30,8 @@ struct AdvantageOptions {
   int64_t ddof;
 };
 
-// A NaN reward is unscorable. Equal rewards leave no advantage, also where eps is 0; neither does a group of one.
+// The advantage is 0 for a NaN reward, which is unscorable; for equal rewards, even if eps is 0; and in a group with
+// only one scored reward.
 D3S_HOST_DEVICE float advantage_of(double reward, double mean, int64_t scored, double divisor) {
   const double difference = reward - mean;
   const bool none = reward != reward || difference == 0.0 || scored == 1;

@@ -86,7 +86,7 @@ struct TokenArguments {
   bool pooled, drop_zeros;
 };
 
-// The arguments checked; and the results, once they are computed.
+// The checked arguments and, after run(), the results.
 struct TokenSelection {
   Tensor advantages;
   OptionalTensor present;
@@ -119,7 +119,7 @@ struct TokenSelection {
     return sequences.ragged() ? std::vector<int64_t>{sequences.count} : leading_sizes(entropy, entropy.dim() - 1);
   }
 
-  // `entropy` is contiguous.
+  // `entropy` must be contiguous.
   void run(const Tensor& entropy, Device& device) {
     scores.values = entropy.const_data_ptr();
     scores.type = float_type(entropy);
@@ -148,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
   LogitsArgument argument(logits, temperature, temperature_tensor);
   require(logits.dim() >= 2, "logits", "got shape ", shape(logits), "; takes [..., n, V]");
   const Tensor entropy = empty(leading_sizes(logits, argument.dims), ScalarType::Float, logits);
-  // Refuses what is wrong before the long pass over the logits, not after it.
+  // Checks all arguments before the long pass over the logits, not after it.
   TokenSelection selection(entropy, "logits",
                            {advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros});
   argument.rows.mask = selection.scores.mask;

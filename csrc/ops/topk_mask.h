@@ -12,29 +12,29 @@
 
 namespace d3s {
 
-// Plain scores, or |A| * H of every token: computed as keys are made, never stored.
+// Plain scores, or |A| * H of every token, which is computed while keys are made and never stored.
 struct Scores {
   enum class Advantages { kNone, kOne, kPerSequence, kPerToken };
 
   const void* values = nullptr;    // one for each position: scores, or entropies
-  const uint32_t* keys = nullptr;  // instead: the order keys themselves, which came with the entropies
+  const uint32_t* keys = nullptr;  // instead: the order keys, if they are made already
   FloatType type = FloatType::kFloat32;
   Advantages kind = Advantages::kNone;
   const float* advantages = nullptr;
-  Segments sequences;  // what an advantage per sequence belongs to
+  Segments sequences;  // for one advantage per sequence
   const bool* mask = nullptr;
 };
 
-// How many to keep: a number, or a share of what is there.
+// How many values to keep: a number, or a share of the present ones.
 struct Quota {
   bool is_number = false;
   Keep number;
   double ratio = 0;
   double slack = kDoubleSlack;
-  const float* ratio32 = nullptr;  // a ratio that is on the device
+  const float* ratio32 = nullptr;  // instead: the ratio is on the device
   const double* ratio64 = nullptr;
 
-  // A ratio on the device that was not checked and is not good keeps nothing.
+  // A ratio on the device may be unchecked: outside of (0, 1], it keeps nothing.
   D3S_HOST_DEVICE int64_t of(int64_t present) const {
     if (is_number) {
       const int64_t wanted = number.of(present);
@@ -48,10 +48,10 @@ struct Quota {
 struct SelectionOutputs {
   bool* mask = nullptr;
   int32_t* count = nullptr;    // of each segment, or null
-  float* threshold = nullptr;  // likewise: the lowest kept score, +inf where none is kept
+  float* threshold = nullptr;  // of each segment, or null: the lowest kept score, +inf if none is kept
 };
 
-// `longest` bounds a segment's length as far as is known, else it is the number of all values; it is a hint.
+// `longest` is a bound on the length of a segment, or the number of all values; it is a hint, which may be wrong.
 D3S_KERNEL(void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments,
                            int64_t values, int64_t longest, const SelectionOutputs& outputs, Device& device))
 

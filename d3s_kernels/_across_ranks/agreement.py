@@ -1,8 +1,8 @@
-"""What is checked before the first collective: each rank's own arguments, and that they belong to one call.
+"""Checks before the first collective: each rank's own arguments, and that all ranks make the same call.
 
-What a rank refuses by itself it refuses before it takes part in anything; the others then wait for it until the group's
-timeout. Under ``D3S_KERNELS_CHECK=1`` the ranks first tell each other what they were given: what one refuses all refuse
-at once, in the same words.
+A rank that refuses its arguments raises before it takes part in a collective; the others then wait for it until the
+group's timeout. Under ``D3S_KERNELS_CHECK=1`` the ranks first exchange their arguments, and if one refuses its own, all
+raise the same error at once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from .._arguments import checks_everything
 from .._groups import Ranks
 
 _Checked = TypeVar("_Checked")
-_TOLD = (TypeError, ValueError, NotImplementedError)  # as they are; others as RuntimeError
+_TOLD = (TypeError, ValueError, NotImplementedError)  # raised on all ranks as they are; others as RuntimeError
 
 
 def asks() -> bool:
-    """Whether ranks tell each other what they were given. A graph is made on each rank by itself, and asks nothing."""
+    """Whether the ranks exchange their arguments. Under torch.compile they do not: each rank traces by itself."""
     return checks_everything() and not torch.compiler.is_compiling()
 
 
 def agree(
     ranks: Ranks, op: str, check: Callable[[], _Checked], alike: Callable[[_Checked], dict[str, Any]]
 ) -> _Checked:
-    """What ``check`` returns, or raises; and where all are asked, raises that ``alike`` is not alike on all ranks."""
+    """Returns what ``check`` returns, or raises what it raises. If the ranks exchange arguments, all of them raise if
+    one does, or if a value of ``alike`` differs between ranks.
+    """
     if not asks():
         return check()
     refusal: Exception | None = None
@@ -37,7 +39,7 @@ def agree(
     try:
         checked = check()
         own |= {name: _sendable(value) for name, value in alike(checked).items()}
-    except Exception as error:  # whatever it is: the other ranks are waiting to hear of it
+    except Exception as error:  # any error: the other ranks are waiting for this rank's answer
         refusal = error
     everyones: list[Any] = [None] * ranks.size
     told = refusal and (type(refusal) if type(refusal) in _TOLD else RuntimeError, str(refusal))
@@ -47,7 +49,7 @@ def agree(
             raise refused[0](f"{refused[1]} (on rank {rank} of {ranks.size})") from refusal
     first = everyones[0][0]
     for rank, (given, _) in enumerate(everyones):
-        for name in first:  # "call" comes first: other calls have other arguments
+        for name in first:  # "call" is compared first: other ops have other arguments
             if given[name] != first[name]:
                 raise ValueError(
                     f"{name}: got {_shortened(first[name])} on rank 0 and {_shortened(given[name])} on rank {rank}; "
@@ -57,7 +59,7 @@ def agree(
 
 
 def _sendable(value: Any) -> Any:
-    """What can be sent and compared."""
+    """The value in a form that can be sent and compared."""
     return ("tensor", str(value.dtype), value.tolist()) if isinstance(value, Tensor) else value
 
 

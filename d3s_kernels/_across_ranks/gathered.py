@@ -1,8 +1,9 @@
-"""All ranks' rollouts as one tensor, by one gather: they are few, a number for each rollout.
+"""Gathers all ranks' rollouts into one tensor. This is little data: one number for each rollout.
 
-Ranks may hold different numbers of them, none included. What is gathered is as long on all ranks as the longest:
-``max_rollouts``, the caller's bound, or without it what a round before finds out, for which the host has to wait. With
-the bound only the device knows where one rank's end and the next one's begin, and nothing here asks it.
+Ranks may hold different numbers of rollouts, or none. Every rank sends a message of the same length: ``max_rollouts``
+values, which is the caller's bound, or without it the largest number of all ranks, which takes a round before and a
+wait of the host. With the bound, only the device knows where one rank's values end and the next one's begin, and the
+host does not wait for it.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ _HEADER = 2  # before the values: how many there are, and how many groups
 
 
 class Everyones(NamedTuple):
-    """What each rank holds, a row for each."""
+    """What each rank holds: a row for each rank."""
 
     values: Tensor  # float32 [ranks, most]: NaN after a rank's last
-    sizes: Tensor  # int64 [ranks]: how many it has
-    groups: Tensor  # int64 [ranks]: how many groups they are
-    total: int | None  # of all ranks, where the host knows
+    sizes: Tensor  # int64 [ranks]: how many values it has
+    groups: Tensor  # int64 [ranks]: how many groups it has
+    total: int | None  # how many values all ranks have; None if the host does not know
 
     @property
     def length(self) -> int:
-        """Of the concatenation: the total, or what is not less."""
+        """The length of the concatenation: the total, or a bound on it."""
         return self.values.numel() if self.total is None else self.total
 
 
 class Concatenation(NamedTuple):
-    """One rank's values after the other's, and NaN to the end."""
+    """The values of all ranks in rank order, and padding of NaN up to the end."""
 
     values: Tensor  # float32 [length]
-    total: Tensor  # int64 [1]: how many are of a rank
-    begin: Tensor  # int64 [1]: where those of this rank begin
+    total: Tensor  # int64 [1]: how many values all ranks have
+    begin: Tensor  # int64 [1]: where the values of this rank begin
     own: Tensor  # int64 [values of this rank]: where they are
 
     def with_tail(self, offsets: Tensor) -> Tensor:
-        """Offsets of what the ranks hold, and what is behind it as one segment more."""
+        """The offsets of the ranks' values, with the padding as one more segment."""
         return torch.cat([offsets, offsets.new_full((1,), len(self.values))])
 
     def as_one_segment(self) -> Tensor:
@@ -49,12 +50,12 @@ class Concatenation(NamedTuple):
 
 
 def gather(ranks: Ranks, values: Tensor, groups: int, max_rollouts: int | None) -> Everyones:
-    """Everyone's values, float32 ``[n]``, in one round with ``max_rollouts`` and in two without."""
+    """Gathers the values of all ranks, float32 ``[n]``, in one round with ``max_rollouts`` and in two without."""
     most, total = max_rollouts, None
     if most is None:
         lengths = ranks.gather_number(len(values), values).tolist()  # waits for the device
         most, total = max(lengths), sum(lengths)
-    # As int32, so that nothing on the way takes the numbers in front for floats.
+    # As int32, so that nothing treats the two integers of the header as floats.
     message = torch.full((_HEADER + most,), math.nan, dtype=torch.float32, device=values.device).view(torch.int32)
     message[0], message[1] = len(values), groups
     message[_HEADER : _HEADER + len(values)] = values.view(torch.int32)
@@ -68,21 +69,21 @@ def gather(ranks: Ranks, values: Tensor, groups: int, max_rollouts: int | None) 
 
 
 def _is_at_hand(sizes: Tensor) -> bool:
-    """Whether the host can look at them and waits for nobody."""
+    """Whether the host can read the sizes without waiting."""
     return sizes.is_cpu and not torch.compiler.is_compiling()
 
 
 def concatenate(everyones: Everyones, rank: int, held: int) -> Concatenation:
-    """As ``rank`` sees it, which holds so many."""
+    """The concatenation for ``rank``, which holds ``held`` values."""
     most = everyones.values.shape[1]
     ends = everyones.sizes.cumsum(0)
     begins = ends - everyones.sizes
     begin = begins[rank : rank + 1]
     own = begin + torch.arange(held, device=ends.device)
-    if everyones.total == everyones.values.numel():  # all ranks have as many: they are one after the other already
+    if everyones.total == everyones.values.numel():  # no row has padding: the values are contiguous already
         return Concatenation(everyones.values.view(-1), ends[-1:], begin, own)
     place = torch.arange(everyones.length, device=ends.device)
-    holder = torch.searchsorted(ends, place, right=True)  # one past the last rank, behind what the ranks hold
+    holder = torch.searchsorted(ends, place, right=True)  # one past the last rank for the padding
     inside = place < ends[-1]
     holder = holder.where(inside, 0)
     source = (holder * most + place - begins[holder]).where(inside, 0)

@@ -1,4 +1,4 @@
-"""Segments that are cut across ranks: what a rank has of each."""
+"""Segments that are cut across ranks: the piece of each segment that a rank has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLACEMENTS = ("whole", "global", "pieces")
 def require_placement(
     placement: str, values: Tensor, offsets: Tensor | None, name: str, takes: tuple[str, ...] = PLACEMENTS
 ) -> None:
-    """As far as it goes without the other ranks."""
+    """Checks what one rank can check without the others."""
     if placement not in takes:
         raise ValueError(f"placement: got {placement!r}; takes {', '.join(map(repr, takes[:-1]))} or {takes[-1]!r}")
     if placement != "global":
@@ -31,17 +31,17 @@ def require_placement(
 
 
 def own_offsets(placement: str, offsets: Tensor | None) -> Tensor | None:
-    """Those that can be checked against this rank's values alone."""
+    """The offsets if they can be checked against this rank's values alone, else None."""
     return None if placement == "global" else offsets
 
 
 def is_whole(placement: str, values: Tensor, offsets: Tensor | None) -> bool:
-    """Whether every segment lies on one rank. A 1-D tensor without offsets is one, of which each rank has a piece."""
+    """Whether each segment lies on one rank. A 1-D tensor without offsets is one segment with a piece on every rank."""
     return placement == "whole" and (values.dim() > 1 or offsets is not None)
 
 
 def alike(placement: str, values: Tensor, offsets: Tensor | None) -> dict[str, object]:
-    """What has to be the same on all ranks."""
+    """The values that have to be the same on all ranks."""
     shape: object = None
     if placement == "global":
         shape = offsets
@@ -54,7 +54,7 @@ def own_pieces(offsets: Tensor, lengths: Tensor, ranks: Ranks, name: str) -> Ten
     """Offsets of this rank's piece, maybe empty, of every global segment.
 
     Raises:
-        ValueError: on all ranks alike, where the offsets can be read without a wait.
+        ValueError: on all ranks alike, if the host may read the offsets.
     """
     if is_known(offsets):
         require_offsets(offsets, int(lengths.sum()), name)

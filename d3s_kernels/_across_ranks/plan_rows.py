@@ -1,4 +1,4 @@
-"""plan_rows, exchange_rows: kept rows moved between ranks until every rank has the same number of them."""
+"""plan_rows, exchange_rows: move kept rows between ranks, so that every rank has the same number of them."""
 
 from __future__ import annotations
 
@@ -18,49 +18,50 @@ from .agreement import agree
 
 
 class RowPlan(NamedTuple):
-    """Which rows move where, as one rank sees it. Rows are those of :func:`plan_rows`'s mask, and their order stays."""
+    """Which rows move where, as one rank sees it. Rows are indices of the planned mask, and keep their order."""
 
     staying: Tensor
     """int64 ``[n]``, on the mask's device: the rows that stay on this rank, ascending."""
     leaving: Tensor
-    """int64 ``[m]``, likewise: the rows that leave it, for the first of their destinations first."""
+    """int64 ``[m]``, likewise: the rows that leave this rank, in the order of their destination ranks."""
     send_counts: list[int]
-    """For each rank, how many rows it gets from this one."""
+    """How many rows this rank sends to each rank."""
     receive_counts: list[int]
-    """For each rank, how many rows this one gets from it."""
+    """How many rows this rank receives from each rank."""
     rows: int
-    """How many every rank has in the end."""
+    """How many rows every rank has after the exchange."""
     moved: int
-    """How many leave their rank, of all ranks."""
+    """How many rows leave their rank, summed over all ranks."""
     planned: int
-    """How many rows, kept or not, this rank has before."""
+    """How many rows, kept or not, this rank has before the exchange."""
 
 
 @torch.no_grad()
 def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, drop_last: bool = False) -> RowPlan:
     """Which of the kept rows move to which rank, so that every rank ends with the same number of them.
 
-    As few move as can: a rank that has too many keeps its first ones, and the rest goes to those that have too few, in
-    rank order on both sides. :func:`exchange_rows` then moves them.
+    As few rows move as possible: a rank that has too many keeps its first ones, and the rest go to the ranks that have
+    too few, in rank order on both sides. :func:`exchange_rows` then moves them.
 
-    No variance is lost. Of the rollouts that ``select_rollouts`` keeps, half of those of 8 prompts of 16 on each of 64
-    ranks, 12.5 % had to move with 0-1 rewards and 3.5 % with normal ones (``python -m benchmarks.equal_rows``).
+    No variance is lost. In a benchmark with 8 prompts of 16 rollouts on each of 64 ranks, ``select_rollouts`` kept half
+    of the rollouts. Of these, 12.5 % had to move with 0-1 rewards and 3.5 % with normal rewards
+    (``python -m benchmarks.equal_rows``).
 
-    One round, of 8 bytes from each rank. The host waits for the device: what all_to_all_single is to move it has to
-    know.
+    One round, of 8 bytes from each rank. The host waits for the device, because all_to_all_single takes the numbers of
+    rows on the host.
 
     Args:
         mask: bool ``[rows]``: which of this rank's rows are kept. Ranks may have different numbers of rows, or none.
         process_group: the ranks: a ``torch.distributed`` process group, or a device mesh of one dimension.
-        drop_last: where the ranks' number does not divide that of the kept rows, leave out the last rows that are too
-            many: of the last rank first.
+        drop_last: if the number of kept rows is not a multiple of the number of ranks, leave out the surplus rows: the
+            last ones of the last rank first.
 
     Returns:
         :class:`RowPlan`.
 
     Raises:
-        ValueError, TypeError: a mask of another shape or dtype; on all ranks alike: kept rows that cannot be divided,
-            without ``drop_last``.
+        ValueError, TypeError: a mask of another shape or dtype; on all ranks alike: kept rows that cannot be divided
+            evenly, without ``drop_last``.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -111,8 +112,8 @@ def _without_last(held: list[int], too_many: int) -> list[int]:
 
 
 def _moves(held: list[int], rows: int) -> list[list[int]]:
-    """How many go from each rank to each. What is too many and what is missing are laid side by side, both in rank
-    order: those that meet are sender and receiver."""
+    """How many rows go from each rank to each. The surplus rows and the missing rows are both counted in rank order.
+    The n-th surplus row fills the n-th missing one, which gives its sender and its receiver."""
     leaving = [0, *accumulate(max(number - rows, 0) for number in held)]
     missing = [0, *accumulate(max(rows - number, 0) for number in held)]
 
@@ -133,22 +134,23 @@ def exchange_rows(
 def exchange_rows(
     values: Tensor | Mapping[str, Tensor], plan: RowPlan, process_group: dist.ProcessGroup | DeviceMesh
 ) -> Tensor | dict[str, Tensor]:
-    """Moves rows between ranks as :func:`plan_rows` planned it, by one all-to-all.
+    """Returns this rank's rows after the exchange that :func:`plan_rows` planned, which is one all-to-all.
 
-    Where no row moves there is none. A row costs its bytes, and only rows that move are sent. No gradient.
+    If no row moves there is no all-to-all. Only rows that move are sent, each as its bytes. No gradient.
 
     Args:
-        values: ``[rows, ...]``, of any dtype, with a row for each of the mask that was planned for; or a dict of such
-            tensors, which travel together. Dtypes, shapes of a row and names are the same on all ranks.
+        values: ``[rows, ...]``, of any dtype, with a row for each element of the planned mask; or a dict of such
+            tensors, which are sent together. Dtypes, shapes of a row and names are the same on all ranks.
         plan: what :func:`plan_rows` returned on this rank.
-        process_group: the one that it was planned for.
+        process_group: the process group of the plan.
 
     Returns:
-        ``[plan.rows, ...]``: this rank's rows that stay, then those it got, in rank order; a dict of them for a dict.
+        ``[plan.rows, ...]``: the rows that stay on this rank, then those that it receives, in rank order; a dict of
+        such tensors for a dict.
 
     Raises:
-        ValueError, TypeError: a tensor with another number of rows than was planned for, or on another device; another
-            process group than was planned for.
+        ValueError, TypeError: a tensor with another number of rows than the plan's, or on another device; a process
+            group with another number of ranks than the plan's.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -206,11 +208,11 @@ def _bytes_of_a_row(column: Tensor) -> int:
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    """uint8 ``[rows, bytes]``: not every backend takes every dtype."""
+    """The rows as uint8 ``[rows, bytes]``, since not every backend of torch.distributed takes every dtype."""
     return rows.contiguous().view(-1).view(torch.uint8).view(len(rows), _bytes_of_a_row(rows))
 
 
 def _from_bytes(rows: Tensor, like: Tensor) -> Tensor:
-    # Cloned, since a number has to begin where numbers of its size may.
+    # Cloned, since a part of a row of bytes may be misaligned for the dtype.
     packed = rows.clone(memory_format=torch.contiguous_format)
     return packed.view(-1).view(like.dtype).view(len(rows), *like.shape[1:])

@@ -1,8 +1,9 @@
 """group_advantages, max_variance_select, select_rollouts across ranks.
 
-The result is this rank's piece of what the local op gives on all ranks' tensors one after the other, and that is how it
-is computed: everyone's values are gathered once, and each rank runs the local op on them all. Where groups are whole on
-their ranks and nothing is pooled, the local op on the rank's own is the same, and nothing is sent.
+The result is this rank's piece of what the local op gives for the concatenation of all ranks' tensors. It is computed
+in just this way: all ranks' values are gathered once, and each rank runs the local op on all of them. If groups are
+whole on their ranks and nothing is pooled, the local op gives the same result on the rank's own values, and nothing is
+sent.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .offsets import is_whole, own_offsets, require_offsets, require_placement
 
 
 class Across(NamedTuple):
-    """What the arguments say of the ranks."""
+    """The arguments that concern the ranks."""
 
     process_group: dist.ProcessGroup | DeviceMesh
     placement: str
@@ -38,7 +39,7 @@ class Across(NamedTuple):
         require_placement(self.placement, values, offsets, name, ("whole", "global"))
         if self.placement == "global" and offsets is not None:
             require_optional_tensors(values, offsets=offsets)
-            if is_known(offsets):  # all but the end, which depends on the other ranks
+            if is_known(offsets):  # all but the end, which depends on other ranks
                 require_offsets(offsets, int(offsets[-1]), name)
         if self.max_rollouts is None:
             return
@@ -49,7 +50,7 @@ class Across(NamedTuple):
             )
 
     def alike(self, values: Tensor, offsets: Tensor | None) -> dict[str, Any]:
-        """What has to be the same on all ranks."""
+        """The values that have to be the same on all ranks."""
         given = f"{values.dtype} {['*', *values.shape[1:]]}"
         of_all = offsets if self.placement == "global" else offsets is not None
         return {"values": given, "offsets": of_all, "placement": self.placement, "max_rollouts": self.max_rollouts}
@@ -85,7 +86,7 @@ def group_advantages(arguments: AdvantageArguments, across: Across) -> Tensor:
 
 
 def _own_groups(rewards: Tensor, offsets: Tensor | None, together: Concatenation) -> Tensor:
-    """This rank's groups, between what the ranks before have and what those behind have."""
+    """Offsets of this rank's groups, with one segment before them and one behind them for the other ranks' values."""
     if offsets is None:
         edges = torch.arange(math.prod(rewards.shape[:-1]) + 1, device=rewards.device) * rewards.shape[-1]
     else:
@@ -98,7 +99,7 @@ def _own_groups(rewards: Tensor, offsets: Tensor | None, together: Concatenation
 
 @torch.no_grad()
 def select(arguments: RolloutArguments, across: Across) -> Tensor:
-    """What ``max_variance_select`` and ``select_rollouts`` choose."""
+    """The selection of ``max_variance_select`` or ``select_rollouts`` across ranks."""
     ranks, values, offsets = ranks_of(across.process_group), arguments.values, arguments.offsets
 
     def check() -> None:
@@ -115,7 +116,7 @@ def select(arguments: RolloutArguments, across: Across) -> Tensor:
 
     numbers, rule, keep = values.reshape(-1).float(), arguments.rule, arguments.keep
     usable = both(numbers.isfinite(), arguments.mask)
-    if rule == "random":  # the keys travel in the values' place, so that all ranks see the same
+    if rule == "random":  # scores are sent in place of values, so that all ranks have the same
         numbers, rule = random_scores(numbers, arguments.generator, ranks.rank), "highest"
     everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), _groups(values, offsets), across.max_rollouts)
     together = concatenate(everyones, ranks.rank, len(numbers))
@@ -126,7 +127,7 @@ def select(arguments: RolloutArguments, across: Across) -> Tensor:
     if arguments.equal_rows:
         assert isinstance(keep, Tensor)
         return most_varied(everyones.values, keep)[ranks.rank, : len(numbers)].view(values.shape)
-    longest = arguments.max_segment if everyones.total is not None else None  # what is behind may be longer
+    longest = arguments.max_segment if everyones.total is not None else None  # the padding may be longer
     of_all = RolloutArguments(arguments.op, together.values, keep, rule, groups, "group", None, longest)
     kept = of_all.select()[together.own]
     if offsets is not None and not pooled:
@@ -139,8 +140,8 @@ def _groups(values: Tensor, offsets: Tensor | None) -> int:
 
 
 def _of_all(keep: int | Tensor, groups: int | Tensor, values: int, like: Tensor) -> Tensor:
-    """``keep`` for each of the groups, on the device. No more than there are values, so that it stays in range; and no
-    fewer than for one group: where there is none there are no values either."""
+    """``keep`` times the number of groups, on the device. ``keep`` is limited to the number of values, so that the
+    product does not overflow. The number of groups counts as at least 1; without a group there are no values."""
     most = max(values, 1)
     if isinstance(keep, Tensor):
         each = keep.reshape(()).long().clamp(max=most)
@@ -153,7 +154,7 @@ def _of_all(keep: int | Tensor, groups: int | Tensor, values: int, like: Tensor)
 
 
 def _groups_of_all(name: str, offsets: Tensor | None, together: Concatenation) -> Tensor:
-    """The segments of all ranks' values, and one more behind them."""
+    """Offsets of the segments of all ranks' values, with one more segment for the padding."""
     if offsets is None:
         return together.as_one_segment()
     if is_known(offsets):
@@ -162,5 +163,5 @@ def _groups_of_all(name: str, offsets: Tensor | None, together: Concatenation) -
 
 
 def _left_out(place: Tensor, offsets: Tensor) -> Tensor:
-    """What offsets that nobody has checked do not reach."""
+    """Which places unchecked offsets leave out."""
     return (place < offsets[0]) | (place >= offsets[-1])

@@ -1,4 +1,4 @@
-"""Where a rank's tokens lie in the vocabulary: as the caller says, or as a DTensor does."""
+"""A rank's shard of the vocabulary, as the caller or a DTensor describes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._groups import Ranks, ranks_of
 
 
 class ShardedArgument:
-    """``local``, a rank's part of a tensor whose dimension ``dim`` is the vocabulary; the ``ranks`` have the rest."""
+    """A tensor whose dimension ``dim`` is the vocabulary: ``local`` is this rank's shard; the ``ranks`` have all."""
 
     local: Tensor
     first_token: int
@@ -47,7 +47,7 @@ class ShardedArgument:
         self.tokens = self.local.shape[dim] if self.local.dim() else 0
 
     def find_start(self) -> None:
-        """Where it begins, which only this rank may know to be wrong: so it is looked at when all can be told."""
+        """Sets ``first_token``. It is checked within ``agree``, since an error may occur on this rank alone."""
         if isinstance(self._tensor, DTensor):
             self.first_token = _first_token(self._name, self._tensor, self._dim, self._mesh_dim)
             return
@@ -59,7 +59,7 @@ class ShardedArgument:
         self.first_token = self._start
 
     def _dimension_of_the_vocabulary(self, tensor: DTensor, dim: int) -> int:
-        """Which one of the mesh cuts it; the others leave the tensor whole, or cut the rows of logits."""
+        """The mesh dimension that cuts the vocabulary. The others replicate the tensor, or cut the rows of logits."""
         rows_may_be_cut = dim > 0
         rest = "Replicate, or a Shard of rows," if rows_may_be_cut else "Replicate"
         found = [i for i, placement in enumerate(tensor.placements) if _cuts(placement) == dim]
@@ -74,7 +74,7 @@ class ShardedArgument:
         return found[0]
 
     def beside(self, **tensors: Any) -> list[Any]:
-        """What all of these ranks have alike: of a DTensor, this rank's. Other things are left as they are."""
+        """Arguments that are the same on these ranks: the local tensor of a DTensor, other values as they are."""
         return [self._beside(name, value) if isinstance(value, DTensor) else value for name, value in tensors.items()]
 
     def _beside(self, name: str, tensor: DTensor) -> Tensor:
@@ -89,7 +89,7 @@ class ShardedArgument:
         return tensor.to_local()
 
     def along(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """What is cut as the vocabulary is: of a DTensor, this rank's part."""
+        """An argument that is cut as the vocabulary is: the local tensor of a DTensor, another value as it is."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = self._tensor
@@ -105,12 +105,12 @@ class ShardedArgument:
 
 
 def _cuts(placement: Placement) -> int | None:
-    """The dimension that it cuts in the order of the ranks; kinds of Shard that deal out otherwise do not."""
+    """The dimension that it cuts in rank order, or None. Other kinds of Shard have another order: None."""
     return placement.dim if type(placement) is DTensorShard else None
 
 
 def _first_token(name: str, tensor: DTensor, dim: int, mesh_dim: int) -> int:
-    """Torch cuts as torch.chunk does: the last ranks may have fewer tokens, or none."""
+    """The rank's first token. A DTensor is cut as by torch.chunk: the last ranks may have fewer tokens, or none."""
     mesh, vocabulary = tensor.device_mesh, tensor.shape[dim]
     step = -(-vocabulary // mesh.size(mesh_dim))
     first = min(mesh.get_local_rank(mesh_dim) * step, vocabulary)

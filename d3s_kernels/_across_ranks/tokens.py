@@ -41,7 +41,7 @@ def topk_mask(arguments: TopkArguments, process_group: ProcessGroup | DeviceMesh
 def select_tokens(
     arguments: TokenArguments, process_group: ProcessGroup | DeviceMesh, placement: str
 ) -> tuple[Tensor, Selection]:
-    """The value of each token, which for logits is the entropy that was computed here; mask, count, threshold."""
+    """Returns the value of each token (for logits, the entropy computed here), and mask, count and threshold."""
     ranks, offsets, pooled = ranks_of(process_group), arguments.offsets, arguments.scope == "batch"
 
     def check() -> tuple[Tensor, Tensor, Ratio]:
@@ -90,13 +90,14 @@ def _pieces_and_weights(
 ) -> tuple[Tensor, Tensor]:
     """This rank's pieces of the sequences, and an advantage for each of its tokens. One round, of 24 bytes.
 
-    A rank that has as many tokens as there are sequences cannot tell what its advantages are for. So all say what
-    theirs may be for: sequences, if that fits everywhere, unless everywhere they may be for tokens too.
+    A rank with as many tokens as there are sequences cannot tell which of the two its advantages are for. So every rank
+    sends which of them fit its advantages. They are for sequences if that fits on all ranks, unless tokens fit on all
+    ranks too.
     """
     tokens, sequences = entropy.shape[0], offsets.shape[0] - 1
     given = advantages.shape[0] if advantages.dim() else -1
     own = torch.empty(3, dtype=torch.int64, device=entropy.device)
-    own[0], own[1], own[2] = tokens, given == tokens, given == sequences  # a copy of a list would wait for the device
+    own[0], own[1], own[2] = tokens, given == tokens, given == sequences  # copying a list would wait for the device
     everyones = ranks.gather(own)
     lengths, for_tokens, for_sequences = everyones.unbind(1)
     pieces = own_pieces(offsets, lengths, ranks, "entropy") if placement == "global" else offsets

@@ -1,9 +1,9 @@
 """Exactly k of each segment, for segments that lie on several ranks: topk_mask and select_tokens.
 
-The k-th largest key of all ranks is found digit by digit: each rank counts its keys by their digit, among those that
-have the digits found before, and the counts are added up. That says which keys are kept, but for ties, which go to the
-lower rank: each rank has to know how many the ranks before it have. So what travels are counts, whatever the number of
-tokens.
+The k-th largest key of all ranks is found digit by digit: each rank counts its keys by their next digit, among those
+that have the digits found so far, and the counts are summed over the ranks. That decides which keys are kept, except
+for ties, which go to the lower rank: each rank has to know how many ties the ranks before it have. So the ranks
+exchange only counts, whose size does not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from .._groups import Ranks
 from .._segments.order_key import order_key_value
 from .._segments.quota import Quota
 
-_MOST = 2**31 - 1  # that an int32 holds
+_MOST = 2**31 - 1  # the largest int32
 
-# (shift, bits) of each digit. A few segments take three rounds of 16 KB each for every one of them; many take four
-# rounds of 2 KB, since then the bytes count and not the rounds.
+# (shift, bits) of each digit. Few segments take three rounds of 16 KB for each segment. Many segments take four rounds
+# of 2 KB for each, since then bytes cost more than rounds.
 FEW_SEGMENTS = 16
 _LONG_DIGITS = (21, 11), (10, 11), (0, 10)
 _SHORT_DIGITS = (24, 8), (16, 8), (8, 8), (0, 8)
 
-# Up to so many ranks have their counts of a few segments gathered, not added up on the way: that takes no longer, and
-# whoever has everyone's counts of the last digit knows everyone's ties. More ranks take one more round to tell them.
+# Up to this many ranks gather their counts of few segments instead of an all-reduce: that takes no longer, and all
+# ranks' counts of the last digit include all ranks' ties. With more ranks, the ties take one more round.
 FEW_RANKS = 8
 
 
 class Kept(NamedTuple):
     mask: Tensor  # the shape of the keys
-    # int32: of each segment on all ranks, or the most that an int32 holds.
+    # int32: of each segment on all ranks, at most the largest int32.
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
     threshold: Tensor  # float32: the lowest kept score, infinite where none is kept
 
@@ -43,7 +43,7 @@ def digits_for(segments: int) -> tuple[tuple[int, int], ...]:
 
 
 def select(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Kept:
-    """Of the segments of all ranks' keys: the rows, or what each rank's own offsets say is its piece of them."""
+    """Selects from the segments of all ranks' keys. A rank's pieces of them are its rows, or given by its offsets."""
     search, ties = _find(keys, offsets, quota, ranks)
     mask, zeros, lowest = ops.topk_mask_from_key(keys, search, ties, offsets, drop_zeros)
     found, _, count = search.unbind(1)
@@ -59,7 +59,7 @@ def gathers_counts(segments: int, ranks: int) -> bool:
 
 
 def _find(keys: Tensor, offsets: Tensor | None, quota: Quota, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The search of each segment, at its end, and how many of the ties this rank keeps."""
+    """The finished search of each segment, and how many of the ties this rank keeps."""
     segments = keys.shape[:-1].numel() if offsets is None else offsets.shape[0] - 1
     gathers = gathers_counts(segments, ranks.size)
     search = torch.zeros(segments, 3, dtype=torch.int64, device=keys.device)

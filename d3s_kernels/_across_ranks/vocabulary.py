@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies where the vocabulary lies on several ranks."""
+"""Log-probabilities and entropies for a vocabulary that is sharded across ranks."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def vocab_parallel_logprob_entropy(
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`d3s_kernels.logprob_entropy` of logits whose vocabulary is shared by the ranks of a group.
+    """:func:`d3s_kernels.logprob_entropy` of logits whose vocabulary is sharded across the ranks of a group.
 
-    Each rank reduces its columns to the softmax state of every row, ``(max, S, T, the label's logit)``; one all-gather
-    of these ``[rows, 4]`` float32 numbers follows, 16 bytes for a row and rank, and each rank merges them in the order
-    of the ranks. Nothing else is communicated: all ranks have the same results, to the bit.
+    Each rank reduces its columns to the softmax state of every row, ``(max, S, T, the label's logit)``. One all-gather
+    of these ``[rows, 4]`` float32 numbers follows, 16 bytes for each row and rank, and each rank merges them in rank
+    order. Nothing else is communicated, and all ranks have the same results, to the bit.
 
-    **Backward.** Nothing is communicated. The loss is the same on all ranks, and so is the gradient that comes back to
-    ``logprob`` and ``entropy``; each rank makes its columns' gradient of it, of the row's entropy, maximum and log S.
-    This is the convention of Megatron's vocab-parallel cross entropy. Do not scale the loss by the number of these
-    ranks, and do not sum over them what the loss is made of: an all-reduce that autograd sees would give the right loss
-    and gradients that are too large by the number of ranks.
+    **Backward.** Nothing is communicated. The loss is the same on all ranks, and so is the incoming gradient of
+    ``logprob`` and ``entropy``. From it and the row's entropy, maximum and log S, each rank computes the gradient of
+    its columns. This is the convention of Megatron's vocab-parallel cross entropy. Do not scale the loss by the number
+    of these ranks, and do not sum its terms over them: an all-reduce that autograd sees would give the right loss, but
+    gradients that are too large by the number of ranks.
 
     Args:
-        logits_shard: ``[..., V_r]``, this rank's columns of the logits, bfloat16, float16 or float32, any stride but in
-            the last dimension. Ranks may have different numbers of columns, also none. A token that pads the vocabulary
-            is a column of ``-inf``; whole shards may be that. Or a DTensor with ``Shard(-1)`` on one dimension of its
-            mesh, and ``Replicate``, or ``Shard`` of rows, on the others.
+        logits_shard: ``[..., V_r]``, this rank's columns of the logits, bfloat16, float16 or float32, any strides
+            except in the last dimension. Ranks may have different numbers of columns, or none. A token that only pads
+            the vocabulary is a column of ``-inf``; a whole shard may be padding. Or a DTensor with ``Shard(-1)`` on one
+            dimension of its mesh, and ``Replicate``, or ``Shard`` of rows, on the others.
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target:
             logprob 0, entropy as usual. A label that no rank has gives NaN, and NaN gradients.
         vocab_start: the token of this rank's first column; None for a DTensor.
@@ -62,20 +62,20 @@ def vocab_parallel_logprob_entropy(
             on all ranks.
         mask: bool ``[...]``, the same on all ranks; rows where it is False are not read and give 0 and 0.
 
-        Where ``logits_shard`` is a DTensor, the others may be, too: replicated, or with rows cut as its rows are. Where
-        its rows are cut, plain tensors are of this rank's rows.
+        If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with rows cut as its
+        rows are. If its rows are cut, plain tensors have only this rank's rows.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a group that this
-            process is not in, a DTensor that is cut otherwise. What one rank alone refuses leaves the others waiting
-            for it; with ``D3S_KERNELS_CHECK=1`` all raise the same, and also where labels, temperatures or masks differ
-            between ranks, where shards overlap or leave a gap, and where a label is in none of them.
+            process is not in, a DTensor that is cut otherwise. If one rank alone refuses its arguments, the others wait
+            for it. With ``D3S_KERNELS_CHECK=1`` all ranks raise the same error, also if labels, temperatures or masks
+            differ between ranks, if shards overlap or leave a gap, and if a label is in no shard.
 
     Example:
-        Here the group has one rank; a trainer's comes from its mesh, ``mesh["tp"]``.
+        Here the group has one rank; a trainer takes its group from its mesh, ``mesh["tp"]``.
 
         >>> import torch, torch.distributed as dist
         >>> from d3s_kernels.distributed import vocab_parallel_logprob_entropy
@@ -128,42 +128,42 @@ def vocab_parallel_linear_logprob_entropy(
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`d3s_kernels.linear_logprob_entropy` of an LM head whose tokens are shared by the ranks of a group.
+    """:func:`d3s_kernels.linear_logprob_entropy` of an LM head whose vocabulary is sharded across the ranks of a group.
 
-    Each rank has some rows of the weight, and all have the same hidden states. The logits are never held, and the
-    forward communicates as :func:`vocab_parallel_logprob_entropy` does: 16 bytes for a row and rank, of the rows that
-    ``mask`` leaves.
+    Each rank has some rows of the weight, and all ranks have the same hidden states. The logits are never held as a
+    whole. The forward communicates as :func:`vocab_parallel_logprob_entropy` does: 16 bytes for each rank and each row
+    that ``mask`` keeps.
 
-    **Backward.** The gradients of weight and bias are each rank's own. That of ``hidden`` is the sum of what the shards
-    make of it, and the one thing that is communicated: a byte for each row, to agree on the rows that have a gradient,
-    and then those rows alone, in float32. With 10 % of the tokens kept the all-reduce carries 10 % of the rows. Where
-    ``hidden`` needs no gradient nothing is communicated. The loss is the same on all ranks, as there; what comes out in
-    ``hidden.grad`` is whole, and must not be summed over these ranks again.
+    **Backward.** Each rank has its own gradients of weight and bias. The gradient of ``hidden`` is a sum over the
+    shards. For it the ranks exchange a byte for each row, to agree on the rows that have a gradient, and then sum only
+    those rows, in float32. With 10 % of the tokens kept the all-reduce carries 10 % of the rows. If ``hidden`` needs no
+    gradient, nothing is communicated. The loss is the same on all ranks, as in :func:`vocab_parallel_logprob_entropy`.
+    ``hidden.grad`` is complete, and must not be summed over these ranks again.
 
     Args:
-        hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks, as is whether it needs a gradient.
+        hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. It needs a gradient on all or none.
         weight_shard: ``[V_r, H]``, the dtype of ``hidden``: the weight of tokens ``vocab_start`` to ``vocab_start +
-            V_r``. Ranks may have different numbers of them, also none. Or a DTensor with ``Shard(0)`` on one dimension
-            of its mesh, and ``Replicate`` on the others; over those nothing is summed here.
+            V_r``. Ranks may have different numbers of tokens, or none. Or a DTensor with ``Shard(0)`` on one dimension
+            of its mesh, and ``Replicate`` on the others; nothing is summed over the others here.
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target.
             A label that no rank has gives NaN, and NaN gradients.
         vocab_start: the token of the first row of ``weight_shard``; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
-        bias: ``[V_r]``, the dtype of ``hidden``; a token that pads the vocabulary has ``-inf``.
+        bias: ``[V_r]``, the dtype of ``hidden``; ``-inf`` for a token that only pads the vocabulary.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
         mask: bool ``[...]``, the same on all ranks; rows where it is False cost nothing and give 0 and 0.
-        max_rows: a bound on the rows that ``mask`` leaves. With it the forward does not synchronise with the host;
-            where it is exceeded all outputs are NaN.
-        max_grad_rows: a bound on the rows with a gradient. With it the backward does not synchronise with the host,
-            and the all-reduce carries so many rows; where it is exceeded all gradients are NaN.
+        max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host synchronisation;
+            if it is exceeded, all outputs are NaN.
+        max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host
+            synchronisation, and the all-reduce carries that many rows; if it is exceeded, all gradients are NaN.
         logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``.
-        workspace_bytes: for the logits in flight; None is 512 MiB on a GPU and 32 MiB on a CPU.
+        workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU.
 
-        All but the shards of weight and bias, ``vocab_start`` and ``workspace_bytes`` are the same on all ranks. Where
-        ``weight_shard`` is a DTensor, the others may be, too: ``bias`` cut as it is, the rest replicated on these
-        ranks.
+        All arguments except ``weight_shard``, ``bias``, ``vocab_start`` and ``workspace_bytes`` are the same on all
+        ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` cut as the weight is,
+        the rest replicated on these ranks.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
@@ -173,7 +173,7 @@ def vocab_parallel_linear_logprob_entropy(
             :func:`d3s_kernels.linear_logprob_entropy`.
 
     Example:
-        Here the group has one rank; a trainer's comes from its mesh, ``mesh["tp"]``.
+        Here the group has one rank; a trainer takes its group from its mesh, ``mesh["tp"]``.
 
         >>> import torch, torch.distributed as dist
         >>> from d3s_kernels.distributed import vocab_parallel_linear_logprob_entropy
@@ -209,7 +209,7 @@ def vocab_parallel_linear_logprob_entropy(
         number, tensor = given[6:8]
         HeadProblem(Shard(shard.first_token, shard.ranks), *given[:3], *given[5:10], *given[12:]).checked_head()
         require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
-        # A rank that has no token looks at no temperature: it must refuse one before the others wait for it.
+        # A rank without tokens runs no kernel that checks the temperature. So it is checked before others wait.
         state = hidden.new_empty((labels.numel(), 4), dtype=torch.float32)
         ops.check(
             "softmax_state_finish", state, number, tensor if tensor is None or tensor.dim() == 0 else tensor.reshape(-1)
@@ -235,12 +235,12 @@ def _agreed(
     refuse: Callable[..., None],
     alike: Callable[[], dict[str, Any]],
 ) -> tuple[Any, ...]:
-    """The op's arguments, which it will not refuse once others wait for it."""
+    """The op's arguments, checked beforehand, so that the op refuses none while other ranks wait."""
 
     def check() -> tuple[Any, ...]:
         shard.find_start()
         given = arguments()
-        if not torch.compiler.is_compiling():  # else values are not known yet, and torch has looked at shapes
+        if not torch.compiler.is_compiling():  # else values are unknown, and torch checks shapes
             refuse(*given)
         return given
 
@@ -251,7 +251,7 @@ def _agreed(
 
 
 def _require_one_vocabulary(shard: ShardedArgument, labels: Tensor) -> None:
-    """The shards are all of it, and have all labels; said by all ranks alike, as they are asked alike."""
+    """Raises on all ranks alike, unless the shards make up the whole vocabulary and every label lies in a shard."""
     own = torch.tensor([shard.first_token, shard.tokens], device=labels.device)
     edges = [(first, first + tokens) for first, tokens in shard.ranks.gather(own).tolist()]
     end = 0

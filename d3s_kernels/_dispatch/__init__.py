@@ -1,10 +1,11 @@
-"""From a torch op to what computes it.
+"""Connects each torch op with the code that computes it.
 
-``libraries`` loads the compiled libraries, with the schemas of all ops; ``fakes`` and ``autograd`` tell torch the rest;
-``backends`` decides what computes each op on each kind of device; ``ops`` has the ops by name, for the other rooms.
+``libraries`` loads the compiled libraries, which define the schemas of all ops. ``fakes`` and ``autograd`` register the
+ops' shapes and gradients. ``backends`` decides what computes each op on each kind of device. ``ops`` has the ops by
+name, for the other packages.
 """
 
-from . import libraries  # first: it brings the schemas
+from . import libraries  # first, since it brings the schemas
 
 from . import autograd, backends, fakes, ops  # isort: skip
 

@@ -1,10 +1,10 @@
-"""The gradient of each op, or that it has none.
+"""Registers the gradient of each op, or that it has none.
 
-Gradients that did not come stay None, so that entropy used as a score costs nothing in the backward.
+Incoming gradients that are missing stay None, so that an entropy used as a score costs nothing in the backward.
 
-Where ranks share the vocabulary, two more arguments say which tokens a rank has, and the group. Incoming gradients are
-the same on all ranks, so each computes the gradient of its logits without asking the others. (The LM head adds up the
-gradient of the hidden states: ``_head/backward.py``.)
+Where ranks share the vocabulary, two more arguments give the rank's first token and the group. Incoming gradients are
+the same on all ranks, so each rank computes the gradient of its logits without communication. (The LM head sums the
+gradient of the hidden states over the ranks: ``_head/backward.py``.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _op = torch.ops.d3s_kernels
 
 
 def _of_known_labels(grad_logprob: Tensor | None, logprob: Tensor | None) -> Tensor | None:
-    """A label that no rank has, which no rank knows by itself, gave NaN: so is what comes back through it."""
+    """Makes the gradient NaN for a label that no rank has. One rank cannot see this, but the logprob is NaN."""
     if grad_logprob is None or logprob is None:
         return grad_logprob
     return torch.where(logprob.isnan() & (grad_logprob != 0), torch.nan, grad_logprob)
@@ -64,7 +64,7 @@ def _linear_backward(
     hidden, weight, labels, bias, temperature_tensor, mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
     backward = _op.vocab_parallel_linear_logprob_entropy_backward if ctx.shard else _op.linear_logprob_entropy_backward
     needs, place_of_bias = ctx.needs_input_grad, 3 + len(ctx.shard)
-    # Without the arguments at the end that have their default value.
+    # needs_input_grad leaves out arguments at the end that have their default value.
     wanted = [needs[0], needs[1], len(needs) > place_of_bias and needs[place_of_bias]]
     grads: list[Tensor | None] = [None, None, None]
     if grad_logprob is not None or grad_entropy is not None:
@@ -104,5 +104,5 @@ for _name in registered():
         torch.library.register_autograd(f"d3s_kernels::{_name}", _backward, setup_context=_save_inputs)
     elif _name.endswith("_backward"):
         torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)
-    else:  # no gradient; without this, torch would hang a "not implemented" on float outputs
+    else:  # no gradient; without this, torch would attach a "not implemented" node to float outputs
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]

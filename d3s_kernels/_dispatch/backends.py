@@ -1,11 +1,11 @@
-"""What computes each op on each kind of device, and how one back-end is forced.
+"""Decides which back-end computes each op on each kind of device, and lets the user force one.
 
     tensors on a CPU    the compiled CPU library
     tensors on a GPU    the compiled CUDA library; without it Triton kernels (``_triton/``), where there is one for the
                         op and the size, and plain PyTorch (``_torch/``) for the rest
 
-``D3S_KERNELS_BACKEND=cuda|triton|torch`` forces one: "torch" on CPUs too, "triton" there only in Triton's interpreter
-(``TRITON_INTERPRET=1``).
+``D3S_KERNELS_BACKEND=cuda|triton|torch`` forces one back-end. "torch" also serves CPUs then; "triton" serves CPUs only
+in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .libraries import why_not_cuda
 
 _Kernel = Callable[..., Any]
 
-# ---- what there is --------------------------------------------------------------------------------------------------
+# ---- the back-ends --------------------------------------------------------------------------------------------------
 
 BACKENDS = ("cuda", "triton", "torch")
 DEVICES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}  # devices, and what torch's dispatcher calls them
@@ -34,7 +34,7 @@ _OLDEST_TRITON = (3, 6)
 
 @cache
 def why_not(backend: str) -> str | None:
-    """Why this back-end does not run here; None where it does, as far as that shows without a GPU at work."""
+    """Why this back-end does not run here, or None if it should run. Nothing is launched on a GPU to find out."""
     if backend == "cuda":
         return why_not_cuda()
     return _why_not_triton() if backend == "triton" else None
@@ -58,25 +58,26 @@ def _interprets() -> bool:
 
 
 def _kernels(backend: str) -> Mapping[str, _Kernel]:
-    """What a back-end that is written in Python has."""
+    """The kernels of a back-end that is written in Python, by op."""
     if backend == "triton":
         kernels: Mapping[str, _Kernel] = importlib.import_module("d3s_kernels._triton").KERNELS
         return kernels
     return _torch.KERNELS
 
 
-# ---- who serves what ------------------------------------------------------------------------------------------------
+# ---- which back-end serves an op ------------------------------------------------------------------------------------
 
 _serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
 
-# Tokens of a row that what serves a kind of device reduces to one softmax state: kSlice in csrc/cuda/, SLICE in
-# _triton/; on a CPU kChunk in csrc/cpu/softmax_rows.h, unless others serve it. Slices of _torch/ are a part of either.
+# The tokens of one slice of a row, which a device's back-end reduces to one softmax state: kSlice in csrc/cuda/ and
+# SLICE in _triton/; on a CPU kChunk in csrc/cpu/softmax_rows.h, unless another back-end serves it. The slice length of
+# _torch/ divides both.
 CPU_SLICE, GPU_SLICE = 8192, 32768
 SLICES = {"cpu": CPU_SLICE, "cuda": GPU_SLICE, "xpu": GPU_SLICE}
 
 
 def _choice(device: str, forced: str | None) -> tuple[str, ...]:
-    """The back-ends that serve a kind of device: one that is compiled has all ops, and Triton leaves some to torch."""
+    """The back-ends that serve a kind of device. A compiled one has all ops; Triton leaves some to plain PyTorch."""
     if device == "cpu":
         if forced == "triton" and _interprets():
             return "triton", "torch"
@@ -87,7 +88,7 @@ def _choice(device: str, forced: str | None) -> tuple[str, ...]:
 
 
 def _is_built(device: str) -> bool:
-    """Whether this torch knows the device at all: else there is nothing to decide, and Triton is not imported."""
+    """Whether this torch supports the device. If not, nothing is registered for it, and Triton is not imported."""
     if device == "cuda":
         return torch.version.cuda is not None or torch.version.hip is not None
     return device == "cpu" or torch.xpu._is_compiled()
@@ -103,7 +104,7 @@ def _serve(library: torch.library.Library, forced: str | None) -> None:
             _serving[device] = dict.fromkeys(_torch.KERNELS, choice[0])
             continue
         _serving[device] = {op: next(name for name in choice if op in _kernels(name)) for op in _torch.KERNELS}
-        with warnings.catch_warnings():  # torch's, that a kernel takes the place of a compiled one
+        with warnings.catch_warnings():  # torch warns that a compiled kernel is overridden
             warnings.filterwarnings("ignore", ".*other operators may also be overridden")
             for op, backend in _serving[device].items():
                 run = _python_kernel(op, backend, device, forced)
@@ -111,8 +112,8 @@ def _serve(library: torch.library.Library, forced: str | None) -> None:
 
 
 def _python_kernel(op: str, backend: str, device: str, forced: str | None) -> _Kernel:
-    """A kernel of ``_triton`` or ``_torch`` for arguments that were checked. Triton's may return NotImplemented: it has
-    none for segments of this length, and plain PyTorch takes its place.
+    """Wraps a kernel of ``_triton`` or ``_torch`` with the checks of its arguments. A Triton kernel returns
+    NotImplemented for segments that it cannot take, and then plain PyTorch computes the op.
     """
     check, kernel, in_torch = getattr(torch.ops.d3s_checks, op).default, _kernels(backend)[op], _torch.KERNELS[op]
 
@@ -142,37 +143,37 @@ def _forced_by_environment() -> str | None:
 
 
 forced_backend = _forced_by_environment()
-why_not("cuda")  # loads its library, which would take the place of whatever had been registered before
+why_not("cuda")  # loads its library now: later, it would replace the kernels that are registered below
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 _serve(_library, forced_backend)
 
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """What D3S_KERNELS_BACKEND does, for a while; "cpu" as well, which changes nothing."""
+    """Forces a back-end within a ``with`` block, as D3S_KERNELS_BACKEND does. "cpu" is the compiled CPU library."""
     before = dict(_serving), dict(SLICES)
     library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
     _serve(library, backend)
     try:
         yield
     finally:
-        library._destroy()  # type: ignore[no-untyped-call]  # what was registered before is at work again
+        library._destroy()  # type: ignore[no-untyped-call]  # restores what was registered before
         _serving.update(before[0])
         SLICES.update(before[1])
 
 
-# ---- what is said of it ---------------------------------------------------------------------------------------------
+# ---- reports --------------------------------------------------------------------------------------------------------
 
 
-_STEPS = ("topk_order_keys", "topk_count_digit", "topk_mask_from_key")  # of topk_mask, across ranks
+_STEPS = ("topk_order_keys", "topk_count_digit", "topk_mask_from_key")  # the steps of topk_mask across ranks
 
 
 def backends() -> dict[str, dict[str, str]]:
-    """What computes each op, for tensors on each kind of device that this torch knows.
+    """The back-end of each op on each kind of device that this torch supports, for users and bug reports.
 
     The back-ends are ``"cpu"`` and ``"cuda"``, the compiled libraries; ``"triton"``, for GPUs without a compiled one;
-    and ``"torch"``, plain PyTorch, for what Triton has no kernel for. An op that has a Triton kernel hands segments
-    that are too long for it to plain PyTorch too. ``python -m d3s_kernels`` gives the reasons, and checks them all.
+    and ``"torch"``, plain PyTorch, for ops without a Triton kernel. An op with a Triton kernel also passes segments
+    that are too long for it to plain PyTorch. ``python -m d3s_kernels`` gives the reasons, and checks all back-ends.
 
     Returns:
         ``{op: {device: back-end}}``, with "cpu", "cuda" and "xpu" as devices.
@@ -183,7 +184,7 @@ def backends() -> dict[str, dict[str, str]]:
         'cpu'
     """
     ops = {op: op for op in _torch.KERNELS if not op.endswith(("_", "_backward", "_finish")) and op not in _STEPS}
-    ops["linear_logprob_entropy"] = "softmax_state_"  # the op that it is a loop over, beside torch's products
+    ops["linear_logprob_entropy"] = "softmax_state_"  # it loops over this op and torch's matrix products
     return {op: {device: served[by] for device, served in _serving.items()} for op, by in sorted(ops.items())}
 
 
@@ -192,7 +193,7 @@ def serving(device: str) -> set[str]:
 
 
 def runnable(device: str) -> tuple[str, ...]:
-    """The back-ends that can compute there; the one that is forced, if one is."""
+    """The back-ends that can run on this kind of device, or only the one that is forced."""
     if forced_backend is not None:
         return (_choice(device, forced_backend)[0],)
     if device == "cpu":
@@ -201,7 +202,7 @@ def runnable(device: str) -> tuple[str, ...]:
 
 
 def explain(device: str) -> str:
-    """By what tensors there are computed, and why."""
+    """Says which back-ends compute tensors on this kind of device, and why."""
     names = {"cpu": "the compiled CPU library", "cuda": "the compiled CUDA library", "triton": "Triton"}
     served = " and ".join(names.get(name, "plain PyTorch") for name in dict.fromkeys(_choice(device, forced_backend)))
     if forced_backend is not None:
@@ -212,5 +213,5 @@ def explain(device: str) -> str:
 
 
 def _possible(device: str) -> tuple[str, ...]:
-    """For a GPU, the best first."""
+    """The back-ends that may serve a kind of GPU, the best first; none for a CPU."""
     return () if device == "cpu" else tuple(name for name in BACKENDS if name != "cuda" or device == "cuda")

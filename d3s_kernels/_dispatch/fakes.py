@@ -1,7 +1,7 @@
-"""Fake kernels: the shapes and dtypes of each op's results, for torch.compile and FakeTensorMode, and nothing else.
+"""Fake kernels: the shapes and dtypes of each op's results, for torch.compile and FakeTensorMode.
 
-Arguments are checked by the kernels themselves, whose ``std::invalid_argument`` reaches Python as ValueError. A fake
-kernel takes those that it needs by name, all with their defaults.
+The real kernels check the arguments, and their ``std::invalid_argument`` reaches Python as ValueError. A fake kernel
+gets all arguments by name, defaults included, and names those that it needs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _(hidden: Tensor, weight: Tensor, wanted: Sequence[bool], **_: Any) -> tuple
 
 
 def _like(name: str, dtype: torch.dtype | None = None) -> Callable[..., Tensor]:
-    """One result of the shape of an argument."""
+    """A fake kernel with one result, which has the shape of the argument ``name``."""
 
     def kernel(**given: Any) -> Tensor:
         like: Tensor = given[name]

@@ -9,7 +9,7 @@ import torch
 
 from .. import _build_info
 
-# They lie beside the compiled module, which is not beside this file in an editable install.
+# The libraries lie beside the compiled module. In an editable install that is another folder than this file's.
 FOLDER = Path(str(_build_info.__file__)).parent
 
 torch.ops.load_library(str(FOLDER / "_cpu.so"))  # type: ignore[no-untyped-call]
@@ -18,7 +18,7 @@ torch.ops.load_library(str(FOLDER / "_checks.so"))  # type: ignore[no-untyped-ca
 
 @cache
 def why_not_cuda() -> str | None:
-    """Why the CUDA library does not load here; None where it does, and then it is loaded."""
+    """Loads the CUDA library. Returns None, or the reason why it does not load here."""
     library = FOLDER / "_cuda.so"
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
@@ -32,7 +32,7 @@ def why_not_cuda() -> str | None:
 
 
 def registered() -> list[str]:
-    """The ops of the namespace, as torch has them: those of ``csrc/library.cpp``."""
+    """The ops of the namespace that are registered with torch: those of ``csrc/library.cpp``."""
     names = torch._C._dispatch_get_all_op_names()
     found = {name.removeprefix("d3s_kernels::").partition(".")[0] for name in names if name.startswith("d3s_kernels::")}
     return sorted(found)

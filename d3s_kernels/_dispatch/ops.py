@@ -1,4 +1,4 @@
-"""The ops by name, as the other rooms call them: what a kernel refuses reaches Python as ValueError."""
+"""The ops by name, for the other packages. Arguments that a kernel refuses raise ValueError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 _Op = Callable[..., Any]
 _op = torch.ops.d3s_kernels
 
-# How a compiled kernel names an argument that it does not take.
+# The message of a compiled kernel about an argument that it refuses.
 _REFUSAL = re.compile(r"[a-z_]+: .*\b(takes|must|call)\b", re.DOTALL)
 
 
@@ -30,7 +30,7 @@ def _refusal_as_value_error(op: _Op) -> _Op:
 
 
 def _refuses_by_value_error() -> bool:
-    """Up to torch 2.14 a kernel's std::invalid_argument reaches Python as ValueError, then as RuntimeError."""
+    """Up to torch 2.14 a kernel's std::invalid_argument reaches Python as ValueError, later as RuntimeError."""
     try:
         _op.compact.default(torch.empty(0, dtype=torch.bool), -1)
     except ValueError:
@@ -44,7 +44,7 @@ _public: Callable[[_Op], _Op] = (lambda op: op) if _refuses_by_value_error() els
 
 
 def __getattr__(name: str) -> _Op:
-    """The op of that name; the next time it is found without this function."""
+    """The op of that name. It becomes a global of this module, so that the next access does not come here."""
     if name.startswith("__") or not hasattr(_op, name):
         raise AttributeError(f"d3s_kernels has no op {name!r}")
     globals()[name] = op = _public(getattr(_op, name).default)
@@ -52,6 +52,6 @@ def __getattr__(name: str) -> _Op:
 
 
 def check(op: str, *arguments: Any) -> None:
-    """Raises what the op would raise of its arguments, and computes nothing. In a graph the op does it when it runs."""
+    """Raises what the op would raise for these arguments, without computing it. In a graph the op checks them."""
     if not torch.compiler.is_compiling():
         _public(getattr(torch.ops.d3s_checks, op).default)(*arguments)

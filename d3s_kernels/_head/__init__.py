@@ -1,7 +1,8 @@
-"""The LM head without its logits, and the vocabulary where ranks share it: ops that are made of others.
+"""Ops that are made of other ops: the LM head without its logits, and the ops for a vocabulary that ranks share.
 
-``problem`` checks the arguments, ``tiles`` cuts rows x vocabulary, ``forward`` and ``backward`` go through the tiles;
-``shard`` says which tokens a rank has and what it asks of the others. The same on every device: registered here.
+``problem`` checks the arguments, ``tiles`` cuts rows x vocabulary, ``forward`` and ``backward`` loop over the tiles.
+``shard`` says which tokens a rank has and communicates with the other ranks. The ops are registered here for all
+devices, since their code is the same on each.
 """
 
 from functools import partial

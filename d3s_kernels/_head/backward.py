@@ -1,7 +1,7 @@
-"""The backward of the LM head: a tile of the logits again, its gradient written over it, and two products.
+"""The backward of the LM head: it recomputes each tile of logits, writes its gradient over it, and takes two products.
 
-Only rows whose gradient is not 0 are computed. Where ranks share the vocabulary, each does this with its shard, and
-they add up what must be added (``shard.py``).
+Only rows whose gradient is not 0 are computed. Where ranks share the vocabulary, each rank does this with its shard,
+and the ranks sum their gradients of the hidden states (``shard.py``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def backward_of_shard(
         active |= grad_entropy.reshape(count) != 0
     if mask is not None:
         active &= mask.reshape(count)
-    if want_hidden:  # its rows are added up over the ranks: all pick the same, whatever a gradient's last bits are
+    if want_hidden:  # its rows are summed over the ranks, so all ranks must pick the same ones
         active = shard.anyones_(active)
     picked = Picked.where(active, max_grad_rows)
 
@@ -62,7 +62,7 @@ def backward_of_shard(
     rows, targets, h, m, s = (gather(values) for values in (hidden, labels, entropy, row_max, log_sum))
     g_logprob, g_entropy = (None if grad is None else gather(grad) for grad in (grad_logprob, grad_entropy))
     if g_logprob is not None and shard.ranks is None and not hidden.is_cpu:
-        # Labels that nobody has checked: one that is no token gives NaN.
+        # Labels on a GPU are not checked: one that is no token gives NaN.
         g_logprob = torch.where(targets < weight.shape[0], g_logprob, torch.nan)
     temperatures = temperature_tensor
     if temperatures is not None and temperatures.dim() > 0:
@@ -70,13 +70,13 @@ def backward_of_shard(
 
     tiles = Tiles.cut(rows, head, workspace_bytes)
     grad_rows = rows.new_zeros(rows.shape if want_hidden else 0, dtype=torch.float32)
-    # Filled tile by tile, or with zeros where there is no row.
+    # The tiles fill these gradients; without rows there are no tiles, and they are zeros.
     fresh = weight.new_empty if rows.shape[0] else weight.new_zeros
     grad_weight = fresh(weight.shape if want_weight else (0,))
     grad_bias = fresh(weight.shape[:1] if want_bias else (0,))
     several = rows.shape[0] > tiles.row_step
-    # Tokens outside, rows inside: the gradient of a stretch of the weight is complete when its tiles are done, and
-    # needs a float32 sum of its own size only.
+    # The outer loop is over tokens: the gradient of a slice of the weight is complete when its tiles are done, and only
+    # needs a float32 sum of the slice's size.
     for t in tiles.token_slices():
         weight_sum = weight.new_zeros((t.stop - t.start, weight.shape[1]), dtype=torch.float32) if several else None
         bias_sum = weight.new_zeros(t.stop - t.start, dtype=torch.float32)
@@ -103,8 +103,8 @@ def backward_of_shard(
             grad_weight[t] = weight_sum
         if want_bias:
             grad_bias[t] = bias_sum
-    # The shards' parts cancel as the tokens' do: rounded before they are added, they would leave more error the more
-    # ranks there are.
+    # The shards' parts cancel, as those of the tokens do. If they were rounded before the sum, the error would grow
+    # with the number of ranks.
     grad_hidden = shard.total_(grad_rows).to(hidden.dtype)
     if want_hidden:
         grad_hidden = picked.scatter(grad_hidden, count).view(hidden.shape)

@@ -1,6 +1,6 @@
-"""The forward of the LM head: a tile of the logits at a time, merged into each row's softmax state and forgotten.
+"""The forward of the LM head: it merges one tile of logits at a time into the rows' softmax states, and drops the tile.
 
-So a row's result has the same bits as from its whole logits.
+A row's result has the same bits as from its whole logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _op = torch.ops.d3s_kernels
 
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
-    """The states ``[rows, 4]`` to begin with. No label's logit yet: a label that is no token gives NaN."""
+    """The initial states ``[rows, 4]``. The label's logit starts as NaN, and stays so if the label is no token."""
     state = like.new_empty((rows, 4), dtype=torch.float32)
     for column, value in enumerate((torch.finfo(torch.float32).min, 0.0, 0.0, torch.nan)):
         state[:, column] = value

@@ -1,4 +1,4 @@
-"""Some of the rows, packed: those that a mask leaves, or that have a gradient."""
+"""Packs some of the rows: those that a mask keeps, or those that have a gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _op = torch.ops.d3s_kernels
 
 
 class Picked(NamedTuple):
-    """Some of the rows, in their order, packed: without a host synchronisation where the caller bounds their number."""
+    """Some of the rows, packed in their order; without host synchronisation if the caller bounds their number."""
 
     indices: Tensor  # [capacity], -1 past the last row
     exceeded: Tensor | None  # bool [1]: whether there are more than the bound; None where there is no bound
@@ -23,18 +23,18 @@ class Picked(NamedTuple):
         return cls(indices, None if bound is None else count > bound)
 
     def gather(self, values: Tensor) -> Tensor:
-        """``values`` of these rows, 0 past the last one: what is there must not reach a product, and may be NaN."""
+        """``values`` of these rows, and 0 past the last one: values there may be NaN, and must not reach a product."""
         packed = values.index_select(0, self.indices.clamp(min=0))
         past = (self.indices < 0).view(-1, *[1] * (values.dim() - 1))
         return packed if self.exceeded is None else packed.masked_fill_(past, 0)
 
     def gather_temperatures(self, values: Tensor) -> Tensor:
-        """1 past the last row: a temperature is above 0."""
+        """The temperatures of these rows, and 1 past the last one, since a temperature is above 0."""
         return torch.where(self.indices < 0, 1.0, self.gather(values))
 
     def scatter(self, values: Tensor, rows: int) -> Tensor:
         """``values`` at their rows, 0 elsewhere; NaN where the bound was exceeded."""
-        out = values.new_zeros((rows + 1, *values.shape[1:]))  # the last row takes what has no row
+        out = values.new_zeros((rows + 1, *values.shape[1:]))  # the last row takes the values past the picked rows
         out.index_copy_(0, torch.where(self.indices < 0, rows, self.indices), values)
         return self.poison_(out[:rows])
 

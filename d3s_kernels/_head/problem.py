@@ -15,7 +15,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class HeadProblem(NamedTuple):
-    """What forward and backward have in common."""
+    """The arguments that forward and backward have in common."""
 
     shard: Shard
     hidden: Tensor
@@ -30,7 +30,7 @@ class HeadProblem(NamedTuple):
     workspace_bytes: int | None
 
     def checked_head(self) -> Head:
-        """Raises a ValueError that names the first argument that is wrong."""
+        """Returns the head, or raises a ValueError that names the first wrong argument."""
         self._check_products()
         self._check_rows()
         _check_labels(self.labels, self._tokens())
@@ -38,7 +38,7 @@ class HeadProblem(NamedTuple):
         return Head(self.weight, self.bias, self.logit_softcap, self.logits_dtype)
 
     def _tokens(self) -> int | None:
-        """How large the vocabulary is, which a rank with a shard of it does not know."""
+        """The size of the vocabulary; None for a shard, since its rank does not know the size."""
         return self.weight.shape[0] if self.shard.ranks is None else None
 
     def _check_products(self) -> None:
@@ -60,7 +60,7 @@ class HeadProblem(NamedTuple):
             )
 
     def _check_rows(self) -> None:
-        """What there is one of for each row; and devices."""
+        """Checks the arguments with one value for each row, and the devices of all."""
         labels, mask, shape = self.labels, self.mask, self.hidden.shape[:-1]
         _require(
             labels.shape == shape, f"labels: got shape {list(labels.shape)}; takes one for each row, {list(shape)}"
@@ -90,7 +90,7 @@ class HeadProblem(NamedTuple):
 
 
 def _check_labels(labels: Tensor, tokens: int | None) -> None:
-    """Their values, where nothing has to be waited for or waiting is asked for."""
+    """Checks the values of labels, if the host may read them."""
     if not labels.numel() or not is_known(labels):
         return
     low, high = (int(bound) for bound in labels.aminmax())

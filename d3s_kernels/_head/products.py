@@ -1,4 +1,4 @@
-"""What turns hidden states into logits, and the products of the backward. The matrix products are torch's."""
+"""Computes logits from hidden states, and the products of the backward. The matrix products are torch's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 _op = torch.ops.d3s_kernels
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
-_UPCAST_BYTES = 16 << 20  # of the weight as float32 at a time, where the device has no product that widens its result
-_PRODUCT = 8192  # tokens whose products are summed at a time: some BLAS libraries lose digits over more
+_UPCAST_BYTES = 16 << 20  # of float32 weight at a time, if the device has no product that widens its result
+_PRODUCT = 8192  # tokens that one product sums over: some BLAS libraries lose digits over more
 
 
 class Head(NamedTuple):
@@ -45,23 +45,23 @@ class Head(NamedTuple):
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``; half precision on a CPU rounds the product before it is added."""
+    """``total += a @ b``. In half precision a CPU rounds the product before it is added."""
     if a.dtype != torch.float32 and widens(a):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         return
-    # Piece by piece, and not by addmm_: some BLAS libraries add term after term to what is there, and over a whole
-    # vocabulary lose a digit or two.
+    # In pieces, and not by addmm_: some BLAS libraries add each term to the total, and lose a digit or two over a whole
+    # vocabulary.
     for begin in range(0, a.shape[1], _PRODUCT):
         total += a[:, begin : begin + _PRODUCT] @ b[begin : begin + _PRODUCT]
 
 
 def widens(values: Tensor) -> bool:
-    """Whether torch has products of half precision with a float32 result there."""
+    """Whether torch has products of half precision with a float32 result on this device."""
     return values.is_cuda and torch.version.cuda is not None
 
 
 def without_autocast(function: _Kernel) -> _Kernel:
-    """Products have the precision that the arguments say, also where a backward runs within torch.autocast."""
+    """Makes products keep the precision of their arguments, even if a backward runs within torch.autocast."""
 
     @wraps(function)
     def run(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which tokens a rank has of the vocabulary, and what it asks of the ranks that have the others."""
+"""A rank's shard of the vocabulary, and its communication with the ranks that have the other shards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The tokens from ``first_token`` on, as many as the logits or the weight have: all where ``ranks`` is None.
+    """The tokens from ``first_token`` on, as many as the logits or the weight have; all tokens if ``ranks`` is None.
 
-    Rows are the same on all ranks, and so a rank that has rows to tell of is never alone with them.
+    All ranks hold the same rows, so that all of them enter a collective, or none does because there are no rows.
     """
 
     first_token: int = 0
@@ -22,16 +22,16 @@ class Shard(NamedTuple):
 
     @classmethod
     def of_group(cls, first_token: int, group_name: str) -> Shard:
-        from .._groups import ranks_named  # here, as there are builds of torch that know no groups
+        from .._groups import ranks_named  # here, since some builds of torch have no groups
 
         return cls(first_token, ranks_named(group_name))
 
     def everyones(self, states: Tensor) -> Tensor:
-        """``[shards, rows, 4]``, in the order of the ranks, of each one's softmax states ``[rows, 4]``."""
+        """``[shards, rows, 4]``: the softmax states ``[rows, 4]`` of all ranks, in rank order."""
         return states if self.ranks is None or not len(states) else self.ranks.gather(states)
 
     def anyones_(self, mask: Tensor) -> Tensor:
-        """The rows that are in any rank's mask."""
+        """The rows that are in the mask of at least one rank, in place."""
         if self.ranks is not None and len(mask):
             self.ranks.maximum_(mask.view(torch.uint8))
         return mask

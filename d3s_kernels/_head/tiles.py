@@ -1,4 +1,4 @@
-"""How rows x vocabulary is cut into tiles whose logits fit the workspace."""
+"""Cuts rows x vocabulary into tiles whose logits fit the workspace."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .products import Head
 
 
 class Sizes(NamedTuple):
-    """How a kind of device likes its work cut."""
+    """The sizes of tiles that suit a kind of device."""
 
     workspace_bytes: int
-    rows: int  # of a tile where whole rows of logits do not fit: enough to keep a matrix product at its peak
+    rows: int  # of a tile, if whole rows of logits do not fit: enough for a matrix product at peak speed
     row_multiple: int  # the height of the blocks that a matrix product works in
 
 
@@ -28,7 +28,7 @@ SIZES["xpu"] = SIZES["cuda"]
 
 
 class Tiles(NamedTuple):
-    """Tiles of so many rows and tokens, whose edges fall where kernels cut a row into slices anyway."""
+    """Tiles whose edges are edges of the slices into which kernels cut a row, so that results keep their bits."""
 
     rows: int
     vocabulary: int
@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
         sizes, slice_tokens = SIZES[hidden.device.type], SLICES[hidden.device.type]
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
         elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
-        fitting = max(sizes.rows, elements // max(1, vocabulary))  # rows of a tile, if its tokens may be few
+        fitting = max(sizes.rows, elements // max(1, vocabulary))  # rows of a tile, if it may have few tokens
         row_step = max(1, min(rows, fitting, elements // slice_tokens))
         if sizes.row_multiple < row_step < rows:
             row_step -= row_step % sizes.row_multiple

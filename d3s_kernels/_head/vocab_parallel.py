@@ -1,6 +1,6 @@
-"""The vocabulary's ops where the ranks of a process group share it: each one's softmax states, gathered and merged.
+"""The ops for a vocabulary that is sharded across ranks: the ranks' softmax states are gathered and merged.
 
-Groups come by the name that torch knows them by, as in its own functional collectives.
+A group is passed by its registered name, as in torch's own functional collectives.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Floats as whole numbers of the same order, as ``csrc/core/order_key.h`` has them."""
+"""Keys: whole numbers that have the order of the floats, as in ``csrc/core/order_key.h``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-ABSENT = 0  # the key of what is masked or NaN
-ZERO_KEY = 2**31  # from which on keys are those of 0 and of positive numbers
-NO_KEY = 2**32 - 1  # above that of any float
+ABSENT = 0  # the key of a value that is masked or NaN
+ZERO_KEY = 2**31  # the key of 0; those of positive numbers are larger
+NO_KEY = 2**32 - 1  # above the key of any float
 
 
 def order_key(values: Tensor) -> Tensor:
-    """int64 in [1, 2^32) for each of these float32 numbers, in their order; -0 and 0 share one."""
+    """The int64 key of each float32, in [1, 2^32) and in the order of the values; -0 and 0 share one key."""
     bits = (values + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + ZERO_KEY
 
@@ -22,10 +22,10 @@ def order_key_value(keys: Tensor) -> Tensor:
 
 
 def signed(keys: Tensor) -> Tensor:
-    """int32 of the same 32 bits: torch has little for uint32."""
+    """The keys as int32 with the same 32 bits, since torch has few operations for uint32."""
     return torch.where(keys >= ZERO_KEY, keys - 2**32, keys).int()
 
 
 def unsigned(keys: Tensor) -> Tensor:
-    """The int64 keys of these int32."""
+    """The int64 keys, from int32 with the same 32 bits."""
     return keys.long() & NO_KEY

@@ -11,7 +11,7 @@ DOUBLE_SLACK, FLOAT_SLACK = 2.0**-50, 2.0**-21  # see keep_from_ratio in csrc/co
 
 
 class Quota(NamedTuple):
-    """A share of what is there, or a number: exactly one of the four is given, as the ops take them."""
+    """How many values to keep: a share, or a number. Exactly one of the four is given, as the ops take them."""
 
     ratio: float | None = None
     ratio_tensor: Tensor | None = None
@@ -19,13 +19,13 @@ class Quota(NamedTuple):
     k_tensor: Tensor | None = None
 
     def of(self, present: Tensor, *, times: int = 1, slack: float = DOUBLE_SLACK) -> Tensor:
-        """How many of each segment, in which so many are present. A tensor is read on the device, and if its value is
-        none that is taken, nothing is kept.
+        """How many values of each segment are kept. A tensor is read on the device; with an invalid value nothing is
+        kept.
 
         Args:
-            present: int64, for each segment.
-            times: of a pool, the number is for each of so many segments.
-            slack: how much a product with ``ratio`` may be too large by rounding.
+            present: int64: how many values each segment has that may be kept.
+            times: for a pool, the number of segments in it: ``k`` is for each of them.
+            slack: the relative rounding error by which a product with ``ratio`` may be too large.
         """
         if self.k is not None:
             return torch.minimum(present.clamp(max=self.k).clamp(min=0) * times, present)

@@ -1,4 +1,4 @@
-"""Values in order, within their segments."""
+"""Orders values within their segments."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .segments import Segments
 
 class Ranking(NamedTuple):
     order: Tensor  # int64: the positions, segment after segment, each in the order of its keys
-    rank: Tensor  # int64: of each position in its segment
+    rank: Tensor  # int64: the rank of each position within its segment
 
 
 def lowest_first(values: Tensor, present: Tensor, segments: Segments) -> Ranking:
-    """By the float32 values, among equal ones by the position; those that are not present come last."""
+    """Ranks the float32 values from the lowest on, equal ones by position. Values that are not present come last."""
     return _by_key(order_key(values).where(present, NO_KEY), segments)
 
 
 def highest_first(scores: Tensor, present: Tensor, segments: Segments) -> Ranking:
-    """The same from the highest score on; among equal ones the lower position still comes first."""
+    """Ranks from the highest score on; among equal ones the lower position still comes first."""
     return _by_key((NO_KEY - order_key(scores)).where(present, NO_KEY), segments)
 
 

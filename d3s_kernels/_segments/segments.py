@@ -1,7 +1,7 @@
-"""Segments of a flat tensor, and what is added up over them.
+"""Segments of a flat tensor, and sums over them.
 
-Lengths are known on the device alone, so that nothing waits for it. Sums of floats are made by doubling, in an order
-that depends on a value's place in its segment and on nothing else: torch's own sums would change with the shape.
+Lengths stay on the device, so that the host never waits for it. Floats are summed by doubling, in an order that depends
+only on a value's place in its segment; torch's own sums would change with the shape.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch.nn.functional import pad
 
 
 class Segments(NamedTuple):
-    """The values of a flat tensor in stretches that follow each other without a gap.
+    """A flat tensor cut into stretches that follow each other without a gap.
 
-    The stretches are the segments; offsets have one more stretch at both ends, for what offsets that nobody has checked
-    leave out. Of good offsets these two are empty.
+    The stretches are the segments. Offsets add one more stretch at each end, for values that unchecked offsets leave
+    out. With valid offsets these two are empty.
     """
 
-    edges: Tensor  # int64 [stretches + 1]: where each begins, and the end
-    of: Tensor  # int64 [values]: the stretch of each
-    place: Tensor  # int64 [values]: its place in the stretch
-    longest: int  # no stretch is longer
-    ragged: bool  # whether there are the two stretches more
+    edges: Tensor  # int64 [stretches + 1]: where each stretch begins, and where the last one ends
+    of: Tensor  # int64 [values]: the stretch of each value
+    place: Tensor  # int64 [values]: the place of each value in its stretch
+    longest: int  # a bound: no stretch is longer
+    ragged: bool  # whether there are the two additional stretches
 
     @property
     def number(self) -> int:
         return self.edges.shape[0] - 1 - 2 * self.ragged
 
     def own(self, numbers: Tensor) -> Tensor:
-        """Of one number for each stretch those of the segments."""
+        """From one number for each stretch, the numbers of the segments."""
         return numbers[1:-1] if self.ragged else numbers
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """For each value the number of its segment; for what is left out NaN, or 0 among whole numbers."""
+        """For each value the number of its segment; for values that are left out NaN, or 0 if numbers are integers."""
         nothing = math.nan if numbers.is_floating_point() else 0
         return (pad(numbers, (1, 1), value=nothing) if self.ragged else numbers)[self.of]
 
@@ -47,7 +47,7 @@ class Segments(NamedTuple):
         return (self.of == 0) | (self.of == self.number + 1)
 
     def total(self, whole: Tensor) -> Tensor:
-        """The sum over each stretch of whole numbers, or of flags."""
+        """The sum of whole numbers or flags over each stretch."""
         return pad(whole.cumsum(0), (1, 0))[self.edges].diff()
 
     def scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -61,13 +61,13 @@ class Segments(NamedTuple):
         return values
 
     def last(self, scanned: Tensor) -> Tensor:
-        """The last of each stretch of what was scanned; 0 where it is empty."""
+        """The last scanned value of each stretch; 0 for an empty stretch."""
         found = pad(scanned, (1, 0))[..., self.edges[1:]]
         return torch.where(self.edges.diff() > 0, found, 0)
 
 
 def segments_of(values: Tensor, offsets: Tensor | None) -> Segments:
-    """The rows of the last dimension, or what the offsets cut a 1-D tensor into."""
+    """The rows of the last dimension, or the segments of a 1-D tensor that the offsets give."""
     n = values.numel()
     if offsets is None:
         count, length = math.prod(values.shape[:-1]), values.shape[-1]
@@ -83,7 +83,7 @@ def pool(values: Tensor) -> Segments:
 
 
 def pool_present(present: Tensor) -> Segments:
-    """All up to the last that is present as one stretch, whose sums then depend on nothing behind it; and the rest."""
+    """Two stretches: all values up to the last one present, whose sums so depend on nothing behind it, and the rest."""
     n = present.numel()
     place = torch.arange(n + 1, device=present.device)
     end = place.where(pad(present.flatten(), (1, 0)), 0).max()
@@ -97,7 +97,7 @@ def _segments(edges: Tensor, values: int, longest: int, ragged: bool) -> Segment
 
 
 def flags(mask: Tensor) -> Tensor:
-    """Flat, and truly bool: a viewed bool may be any byte."""
+    """The flat mask with bytes 0 and 1 only: a bool tensor that views other data may hold any byte."""
     return mask.flatten().view(torch.uint8) != 0
 
 

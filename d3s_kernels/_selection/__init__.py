@@ -1,1 +1,1 @@
-"""The arguments of a selection, checked once; and the rules. What the public functions hand to the ranks."""
+"""The checked arguments of the selections, and their rules, for one process and for several ranks."""

@@ -1,4 +1,4 @@
-"""group_advantages, max_variance_select, select_rollouts: their arguments, checked; and the rules that are no op."""
+"""group_advantages, max_variance_select, select_rollouts: their checked arguments, and the rules that have no op."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .rules import ROLLOUT_RULES, ROLLOUTS, percentile
 
 _ALL = 2**62  # more than any segment has
 Number = tuple[int | None, Tensor | None]
-"""As the ops take it: a number, or the tensor in its place."""
+"""A number and the tensor that replaces it, as the ops take them: one of the two is None."""
 
 
 class AdvantageArguments(NamedTuple):
-    """Those of :func:`d3s_kernels.group_advantages`."""
+    """The arguments of :func:`d3s_kernels.group_advantages`."""
 
     rewards: Tensor
     offsets: Tensor | None
@@ -47,7 +47,7 @@ def check_advantages(rewards: Tensor, offsets: Tensor | None, scale: str, eps: f
 
 
 class RolloutArguments(NamedTuple):
-    """Those of :func:`d3s_kernels.select_rollouts`, or of :func:`d3s_kernels.max_variance_select`."""
+    """The arguments of :func:`d3s_kernels.select_rollouts`, or of :func:`d3s_kernels.max_variance_select`."""
 
     op: str
     values: Tensor
@@ -61,14 +61,14 @@ class RolloutArguments(NamedTuple):
     equal_rows: bool = False
 
     def checked_number(self) -> Number:
-        """``keep``, once all arguments are checked."""
+        """Checks the arguments and returns ``keep`` as the ops take it."""
         require_tensors(**{"advantages" if self.op == "select_rollouts" else "values": self.values})
         if self.op == "select_rollouts":
             check_rule(self.values, self.keep, self.rule, self.scope, self.generator, self.equal_rows)
         return checked_number(self.values, self.keep, self.offsets, self.mask, self.max_segment)
 
     def select(self) -> Tensor:
-        """On one process."""
+        """The selection on one process."""
         pooled = self.scope == "batch"
         if self.rule != "max_variance":
             return select_by_rule(self.rule, self.values, self.keep, self.mask, self.offsets, pooled, self.generator)
@@ -80,7 +80,7 @@ class RolloutArguments(NamedTuple):
 def checked_number(
     values: Tensor, keep: int | Tensor, offsets: Tensor | None, mask: Tensor | None, max_segment: int | None
 ) -> Number:
-    """``keep`` as the ops take it."""
+    """Checks these arguments and returns ``keep`` as the ops take it."""
     require_optional_tensors(values, offsets=offsets, mask=mask)
     require_whole(max_segment=max_segment)
     return whole_or_tensor("keep", keep, values)
@@ -92,7 +92,7 @@ def check_rule(
     require_rule(rule, ROLLOUT_RULES)
     require_generator(generator, rule, ROLLOUTS[rule].draws, values)
     require_scope(scope, "group")
-    if rule != "max_variance":  # whose op checks it
+    if rule != "max_variance":  # the op of max_variance checks it itself
         whole_or_tensor("keep", keep, values)
         require_keep(keep)
     require_flag(equal_rows=equal_rows)
@@ -112,8 +112,8 @@ def select_by_rule(
     pooled: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """By any rule but max_variance, which is an op."""
-    # Max variance keeps every usable value where there are no more than `keep`, and refuses bad arguments.
+    """The selection by any rule except max_variance, which is an op."""
+    # With so large a `keep` this op marks all usable values. It also refuses bad arguments.
     usable = ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
     if rule == "percentile":
         return percentile(values, keep, usable, offsets, pooled)

@@ -1,6 +1,6 @@
-"""Every rule once: what it makes of a value, or how it chooses where that is no score.
+"""The rules: the score that each gives a value, or how it chooses without a score.
 
-Nothing here waits for a device or goes through segments one by one, but for :func:`entropy_quantile`.
+Except for :func:`entropy_quantile`, nothing here waits for a device or loops over segments.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class RolloutScoring(NamedTuple):
     """How a rule chooses the rollouts of a segment."""
 
     score: Callable[[Tensor, torch.Generator | None], Tensor] | None = None
-    """Of the values and a generator: the numbers whose highest are kept. None where the choice is another one."""
+    """Maps values and a generator to scores, of which the highest are kept. None if the rule has no score."""
     draws: bool = False
     """Whether it takes a generator."""
 
 
 class TokenScoring(NamedTuple):
-    """Of what a rule makes a token's score, which is ``|weight| * value``."""
+    """What a rule's score for a token, ``|weight| * value``, is made of."""
 
     reads_entropy: bool = True
     reads_advantages: bool = False
@@ -57,7 +57,7 @@ ROLLOUT_RULES, TOKEN_RULES = tuple(ROLLOUTS), tuple(TOKENS)
 def token_factors(
     rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Value and weight, in the place of entropy and advantage, so that ``|weight| * value`` is the rule's score."""
+    """Value and weight of each token, which replace entropy and advantage: ``|weight| * value`` is the rule's score."""
     row = TOKENS[rule]
     values = entropy if row.reads_entropy else torch.ones_like(entropy)
     if row.draws:
@@ -69,21 +69,21 @@ def token_factors(
 
 
 def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:
-    """A float32 for each value, independent and of one distribution: every order of them is equally likely. Also over
-    several ranks whose generators are in the same state, as they are where all were seeded alike.
+    """A float32 for each value, independent and of one distribution: every order of them is equally likely. This also
+    holds over several ranks whose generators have the same state, because they use the same seed.
 
-    Two are equal, and left to their index, about once in 2^31. They are positive normal numbers, so that the order is
-    that of their bits, also where subnormal numbers are flushed to 0.
+    Two of them tie about once in 2^31, and then the index decides. They are positive normal numbers, so that their
+    order is that of their bits, even where subnormal numbers are flushed to 0.
     """
     drawn: dict[str, Any] = {"dtype": torch.int32, "device": like.device}
-    if generator is not None:  # torch.compile takes none, not even None
+    if generator is not None:  # torch.compile accepts no generator, not even None
         drawn["generator"] = generator
     bits = torch.randint(_LOWEST_NORMAL, _INFINITY, like.shape, **drawn)
     return (bits if rank == 0 else _of_rank(bits, rank)).view(torch.float32)
 
 
 def _of_rank(bits: Tensor, rank: int) -> Tensor:
-    """Other numbers in the same range: those drawn, shifted for the rank and mixed by MurmurHash3's last steps."""
+    """Other numbers on each rank, in the same range: drawn bits plus an offset, mixed by MurmurHash3's last steps."""
     mixed = (bits.long() + rank * _GOLDEN) & _WORD
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & _WORD
@@ -91,10 +91,10 @@ def _of_rank(bits: Tensor, rank: int) -> Tensor:
 
 
 def percentile(values: Tensor, keep: int | Tensor, usable: Tensor, offsets: Tensor | None, pooled: bool) -> Tensor:
-    """Of the n usable values of a segment in order, those of the ranks nearest to (i + 0.5) / k (n - 1), half down.
+    """Marks those of a segment's n usable values whose ranks are nearest to (i + 0.5) / k (n - 1), half down.
 
-    The i-th is at most r where (2 i + 1) (n - 1) <= (2 r + 1) k, which counts the ranks up to r without naming them: r
-    is one of them where the count goes up.
+    The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. This counts the kept ranks up to r without
+    listing them: r itself is kept if the count increases from r - 1 to r.
     """
     most = _no_more_than(keep, values.numel())
     if pooled:
@@ -114,7 +114,7 @@ def percentile(values: Tensor, keep: int | Tensor, usable: Tensor, offsets: Tens
 
 
 def _no_more_than(keep: int | Tensor, most: int) -> int | Tensor:
-    """So that what it is multiplied with stays in range."""
+    """``keep``, but at most ``most``, so that products with it do not overflow."""
     if isinstance(keep, Tensor):
         return keep.reshape(()).long().clamp(max=most)
     smaller: int = torch.sym_min(keep, most)  # type: ignore[no-untyped-call]

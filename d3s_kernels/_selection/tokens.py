@@ -1,4 +1,4 @@
-"""topk_mask, select_tokens, select_tokens_from_logits: their arguments, checked."""
+"""topk_mask, select_tokens, select_tokens_from_logits: their checked arguments."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .rules import TOKEN_RULES, TOKENS, token_factors
 Selection = tuple[Tensor, Tensor, Tensor]
 """Mask, count, threshold."""
 Ratio = tuple[float | None, Tensor | None]
-"""As the ops take it: a number, or the tensor in its place."""
+"""A number and the tensor that replaces it, as the ops take them: one of the two is None."""
 
 
 class TopkArguments(NamedTuple):
-    """Those of :func:`d3s_kernels.topk_mask`."""
+    """The arguments of :func:`d3s_kernels.topk_mask`."""
 
     scores: Tensor
     ratio: float | Tensor | None
@@ -49,7 +49,7 @@ def checked_quota(
     max_segment: int | None,
     drop_zeros: bool,
 ) -> tuple[float | None, Tensor | None, int | None, Tensor | None]:
-    """How many are kept, once all arguments are checked; as :class:`~d3s_kernels._segments.quota.Quota` has it."""
+    """Checks the arguments and returns how many are kept: :class:`~d3s_kernels._segments.quota.Quota`'s four fields."""
     require_tensors(scores=scores)
     require_optional_tensors(scores, mask=mask, offsets=offsets)
     require_whole(max_segment=max_segment)
@@ -60,7 +60,7 @@ def checked_quota(
 
 
 class TokenArguments(NamedTuple):
-    """Those of :func:`d3s_kernels.select_tokens`; with logits, of :func:`d3s_kernels.select_tokens_from_logits`."""
+    """The arguments of :func:`d3s_kernels.select_tokens`, or with logits of ``select_tokens_from_logits``."""
 
     entropy: Tensor | None
     advantages: Tensor | None
@@ -76,7 +76,7 @@ class TokenArguments(NamedTuple):
     temperature: float | Tensor = 1.0
 
     def checked_factors(self, rank: int = 0) -> tuple[Tensor, Tensor, Ratio]:
-        """Value and weight of each token on this rank, and the ratio, once all arguments are checked.
+        """Checks the arguments and returns the value and weight of each token on this rank, and the ratio.
 
         A token's score is ``|weight| * value``. Weights are float32: one for all, for each sequence, or for each token.
         """
@@ -98,7 +98,7 @@ class TokenArguments(NamedTuple):
         return values, as_float32(weights), ratio_argument(ratio, entropy)
 
     def of_op(self, values: Tensor, weights: Tensor, ratio: Ratio) -> tuple[object, ...]:
-        """What the op ``select_tokens`` is called with."""
+        """The arguments of the op ``select_tokens``."""
         pooled = self.scope == "batch"
         return values, weights, *ratio, self.mask, self.offsets, self.max_segment, pooled, self.drop_zeros
 

@@ -1,1 +1,1 @@
-"""What is known of every op: how its arguments are drawn, what it means, and how near a back-end has to come."""
+"""The table of all ops: how to draw an op's arguments, what the op means, and the error that a back-end may have."""

@@ -1,4 +1,4 @@
-"""How far each number of a result may be from float64: what float32 needs, and no more.
+"""How far each number of a result may be from the float64 result: only as far as float32 makes necessary.
 
 A rule takes the exact result and the call's arguments, and gives a tensor that broadcasts to the result.
 """
@@ -22,12 +22,12 @@ def equal(exact: Tensor, arguments: Arguments) -> Tensor:
 
 
 def equal_where_known(exact: Tensor, arguments: Arguments) -> Tensor:
-    """Nothing is asked of the maximum of a row that holds NaN or infinity."""
+    """Equal, except that the maximum of a row with NaN or infinity may be anything."""
     return torch.zeros(exact.shape).masked_fill(exact.isnan(), torch.inf)
 
 
 def counts(exact: Tensor, arguments: Arguments) -> Tensor:
-    """Equal, but that what is masked, whose key is 0, may count as the lowest digit: no search gets there."""
+    """Equal, except that masked values, whose key is 0, may count as the lowest digit, which no search reaches."""
     limit = torch.zeros(exact.shape, dtype=torch.float64)
     limit[:, 0] = int((arguments["keys"] == 0).sum())
     return limit
@@ -41,16 +41,16 @@ def near(absolute: float, relative: float = 0.0) -> Allowed:
 
 
 entropy = near(1e-5)  # nats
-# Far below the maximum the four roundings of (z - max) / temperature - log S are more.
+# Far below the maximum the four roundings of (z - max) / temperature - log S need the relative term.
 logprob = near(1e-5, 2**-22)
 ratio = near(1e-37, 1e-5)
 
 
 def states(exact: Tensor, arguments: Arguments) -> Tensor:
-    """Of (m, S, T, the label's logit): the maximum and the logit are logits as they are."""
+    """For (m, S, T, the label's logit). The maximum and the label's logit are copies of logits, and so are exact."""
     total, dot = exact[..., 1].abs(), exact[..., 2].abs()
     most = total.nan_to_num() + dot.nan_to_num()
-    unknown = torch.zeros_like(most).masked_fill(exact[..., 2].isnan(), torch.inf)  # where a logit is none
+    unknown = torch.zeros_like(most).masked_fill(exact[..., 2].isnan(), torch.inf)  # rows with NaN or infinity
     return torch.stack([unknown, 3e-6 * (1 + most) + unknown, 3e-6 * (1 + most), torch.zeros_like(most)], -1)
 
 
@@ -61,7 +61,7 @@ def _heat(arguments: Arguments) -> Tensor:
 
 
 def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
-    """1e-5 of the norm of each row, and what rounding leaves where the terms of the gradient cancel."""
+    """1e-5 of the norm of each row (or the dtype's eps), plus the rounding error where terms of the gradient cancel."""
     logits = arguments["logits"]
     step = 1e-5 if logits.dtype == torch.float32 else torch.finfo(logits.dtype).eps
     given = [arguments[name] for name in ("grad_logprob", "grad_entropy") if arguments.get(name) is not None]
@@ -73,7 +73,7 @@ def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
 
 
 def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
-    """Nothing is asked for next to a bound, where the gradient goes to 0 at once."""
+    """Next to a bound the gradient may be anything, since it jumps to 0 there."""
     low, high = _log_bounds(arguments)
     own = arguments.get("ratio")
     if own is None:
@@ -100,11 +100,11 @@ _HEAD_TENSORS = ("hidden", "weight", "bias")
 
 
 def head(arguments: Arguments) -> dict[str, Tensor]:
-    """Of each result and gradient. A logit is off by some rounding steps of the terms of its sum, and everything else
-    follows to first order.
+    """The allowed error of each result and gradient. A logit is off by some rounding steps of the terms of its sum, and
+    all other errors follow from that to first order.
 
-    The gradient of a logit is off by 1e-6 g p / temperature besides, and in half precision it is rounded to the dtype
-    of the weight. Errors of different logits have nothing to do with each other: squares add up.
+    The gradient of a logit is off by 1e-6 g p / temperature in addition, and in half precision it is rounded to the
+    dtype of the weight. Errors of different logits are independent, so that their squares add up.
     """
     bias, softcap, labels = (arguments.get(name) for name in ("bias", "logit_softcap", "labels"))
     hidden, weight = (arguments[name].detach().double() for name in ("hidden", "weight"))
@@ -119,13 +119,13 @@ def head(arguments: Arguments) -> dict[str, Tensor]:
         shift = shift + 2**-21 * bias.abs().nan_to_num(posinf=0)
     if rounding != torch.float32:
         terms = (hidden @ weight.T).abs() + logits.detach().abs()
-        shift = shift + 4 * torch.finfo(rounding).eps * terms.nan_to_num(posinf=0)  # more than the first order counts
+        shift = shift + 4 * torch.finfo(rounding).eps * terms.nan_to_num(posinf=0)  # 4 covers more than first order
     shift = shift / heat.unsqueeze(-1)
 
     with torch.enable_grad():
         results = reference.logprob_entropy(logits, labels, temperature=heat, mask=arguments.get("mask"))
     p = torch.softmax(logits.detach() / heat.unsqueeze(-1), -1)
-    slope = p * results[1].detach().unsqueeze(-1) - torch.special.entr(p)  # p (log p + H), of the entropy in a logit
+    slope = p * results[1].detach().unsqueeze(-1) - torch.special.entr(p)  # p (log p + H), minus the entropy's gradient
     at_label = shift.gather(-1, labels.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
     found = {
         "logprob": 1e-5 + 2**-22 * results[0].detach().abs() + at_label + (p * shift).norm(dim=-1),
@@ -148,7 +148,7 @@ def _head_gradients(
     shift: Tensor,
     heat: Tensor,
 ) -> dict[str, Tensor]:
-    """In norm: of the hidden states, the weight and the bias."""
+    """The allowed error, in norm, of the gradients of the hidden states, the weight and the bias."""
     hidden, weight = (arguments[name].detach().double() for name in ("hidden", "weight"))
     given = [
         (result, cotangent.double())
@@ -166,7 +166,7 @@ def _head_gradients(
 
 
 def of_head(name: str) -> Allowed:
-    """What the head's result or gradient of that name may be off by."""
+    """The rule for the head's result or gradient of that name."""
 
     def allowed(exact: Tensor, arguments: Arguments) -> Tensor:
         found = head(arguments)[name]

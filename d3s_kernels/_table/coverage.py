@@ -1,4 +1,4 @@
-"""Whether a suite has reached every op that it was to reach: an op that is missing is an error that names it."""
+"""Checks that a suite has reached every op that it has to reach. The error names the ops that are missing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .table import OPS, ServedBy
 
 
 def served_by(*by: ServedBy) -> set[str]:
-    """The ops of the table that are served so."""
+    """The ops of the table whose ``served_by`` is one of these."""
     return {name for name, row in OPS.items() if row.served_by in by}
 
 
 def replaced() -> set[str]:
-    """The ops whose kernel for the CPU another one has taken the place of."""
+    """The ops whose CPU kernel has been replaced by another one."""
     return {op for op in registered() if "CPU (inactive)" in torch._C._dispatch_dump(f"d3s_kernels::{op}")}
 
 

@@ -17,22 +17,22 @@ from torch import Tensor
 _Any = TypeVar("_Any")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Few different numbers, so that most segments have ties; and numbers that are none.
+# Few different numbers, so that most segments have ties; and values that are not finite.
 REPEATED = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0)
 SPECIAL = (math.inf, -math.inf, math.nan)
 
 
 class Draw:
-    """Draws the arguments of a call. All of them follow from whole numbers, which are kept in ``choices``.
+    """Draws the arguments of a call. All of them follow from whole numbers, which are recorded in ``choices``.
 
-    The numbers come from the seed, or are the given ``choices`` again; after the last given one the lowest possible is
-    drawn, and the lowest is always the simplest. So a call that fails is made smaller by making its choices smaller.
+    The numbers come from the seed, or repeat the given ``choices``. After the last given one, each number is the lowest
+    possible, which is always the simplest. So a failing call is made smaller by making its choices smaller.
 
     Args:
-        seed: of the choices.
+        seed: the seed of the choices.
         most: the largest length of a row or a segment.
         group: the name of a process group, for the ops of several ranks; None leaves them out.
-        choices: of another draw, to draw the same again.
+        choices: the choices of another draw, to draw the same again.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Draw:
         return self.choice((None, value))
 
     def length(self, low: int = 0, high: int | None = None) -> int:
-        """Short ones as often as long ones; often just below, at or above a power of two."""
+        """A length: short ones as often as long ones, and often just below, at or above a power of two."""
         high = self.most if high is None else min(high, self.most)
         size = 1 << self.integer(0, max(high, 1).bit_length())
         value = size + self.integer(-1, 1) if self.flag() else self.integer(0, size)
@@ -83,7 +83,7 @@ class Draw:
     # ---- shapes -----------------------------------------------------------------------------------------------------
 
     def rows(self, columns: int, least_dims: int = 0) -> tuple[int, ...]:
-        """The leading dimensions of rows of so many columns: none, one or two, and few enough elements in all."""
+        """The leading dimensions of rows with ``columns`` elements: none, one or two, with a limit on all elements."""
         most = max(1, 8 * self.most // max(1, columns))
         dims = self.integer(least_dims, max(least_dims, 2))
         if dims == 0:
@@ -92,7 +92,7 @@ class Draw:
         return (first,) if dims == 1 else (first, self.integer(1, max(1, most // max(1, first))))
 
     def offsets(self) -> Tensor:
-        """Of up to six ragged segments, some of them empty."""
+        """The offsets of up to six ragged segments, some of them empty."""
         lengths = [self.length() for _ in range(self.integer(0, 6))]
         dtype = self.choice((torch.int64, torch.int32))
         return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
@@ -108,11 +108,11 @@ class Draw:
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
     def generator(self) -> torch.Generator:
-        """Of the numbers of one tensor."""
+        """A generator for the numbers of one tensor."""
         return torch.Generator().manual_seed(self.integer(0, 2**31))
 
     def laid_out(self, tensor: Tensor, turned: bool = True) -> Tensor:
-        """The same numbers: packed, misaligned, in rows that are further apart, or (if it may) transposed."""
+        """The same numbers: packed, misaligned, in rows with gaps between them, or (if ``turned``) transposed."""
         layout = self.choice(("packed", "packed", "misaligned", "apart", "turned"))
         if layout == "turned" and turned and tensor.dim() >= 2:
             tensor = tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -131,7 +131,7 @@ class Draw:
         special: Sequence[float] = SPECIAL,
         turned: bool = True,
     ) -> Tensor:
-        """Normal numbers, or few different ones that tie; sometimes with special ones among them."""
+        """Normal numbers, or few different ones that tie; sometimes mixed with special values."""
         generator = self.generator()
         values = torch.randn(shape, generator=generator)
         if self.flag():
@@ -148,7 +148,7 @@ class Draw:
         return self.laid_out(torch.rand(shape, generator=self.generator()) < share)
 
     def logits(self, columns: int, least_dims: int = 0) -> Tensor:
-        """Rows as a model makes them: spread out, some with one token far above the rest, some far from 0."""
+        """Rows like those of a model: spread out, some with one token far above the rest, some far from 0."""
         generator, shape = self.generator(), (*self.rows(columns, least_dims), columns)
         logits = torch.randn(shape, generator=generator) * self.choice((3.0, 0.1, 30.0))
         flat = logits.view(-1, columns)
@@ -156,7 +156,7 @@ class Draw:
             flat[1::4, 0] += 30
             flat[2::4] += 1000
             flat[3::4] -= 1000
-        if self.flag():  # never all of a row
+        if self.flag():  # never a whole row
             flat[:, 1:][torch.rand(flat[:, 1:].shape, generator=generator) < 0.2] = -math.inf
         if self.rarely():
             logits[torch.rand(shape, generator=generator) < 0.02] = self.choice((math.nan, math.inf, -math.inf))
@@ -170,7 +170,7 @@ class Draw:
         return labels.to(self.choice((torch.int64, torch.int32)))
 
     def number_or_tensor(self, value: float, name: str, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-        """An op's two arguments for it, of which one is None."""
+        """One of an op's two arguments for a value: the number, or the tensor that replaces it."""
         tensor = torch.tensor(value, dtype=self.choice(dtypes))
         return self.choice(({name: value}, {f"{name}_tensor": tensor}))
 

@@ -1,7 +1,8 @@
-"""What the ops mean that are no public function: the steps that others are made of, and the backward passes.
+"""The meaning of the ops that have no public function: the steps of other ops, and the backward passes.
 
-As in ``d3s_kernels/reference.py``: the ops' own names and arguments, plain PyTorch and float64, one row or segment
-after the other. A tensor that an op writes is given here as it is before, and returned as it is after.
+As in ``d3s_kernels/reference.py``, the code has the ops' own names and arguments, and takes one row or segment after
+the other in plain PyTorch and float64. A tensor that an op writes is passed with its old values, and returned with the
+new ones.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from .. import reference
 
 LOWEST = torch.finfo(torch.float32).min  # the maximum of no logits
 KEY_BITS = 32
-NONE_KEPT = 2**32 - 1  # in the place of the lowest kept key
+NONE_KEPT = 2**32 - 1  # instead of the lowest kept key, if none is kept
 
 # ---- softmax states -------------------------------------------------------------------------------------------------
 
 
 def no_logits(rows: int) -> Tensor:
-    """The states (m, S, T, the label's logit) to begin with, float32 [rows, 4]."""
+    """The initial states (m, S, T, the label's logit), float32 [rows, 4]."""
     return torch.tensor([[LOWEST, 0.0, 0.0, math.nan]]).repeat(rows, 1)
 
 
 def temperatures(temperature: float, temperature_tensor: Tensor | None, rows: int) -> Tensor:
-    """float64 [rows]."""
+    """One temperature for each row, float64 [rows]."""
     if temperature_tensor is None:
         return torch.full((rows,), temperature, dtype=torch.float64)
     return temperature_tensor.double().reshape(-1).expand(rows)
@@ -61,7 +62,7 @@ def _state_of(logits: Tensor, temperature: Tensor) -> Tensor:
     top = torch.cat([logits, logits.new_tensor([LOWEST])]).max()
     distance = logits - top
     e = torch.exp(distance / temperature)
-    terms = torch.where(e > 0, distance * e, e)  # -inf counts 0
+    terms = torch.where(e > 0, distance * e, e)  # a logit of -inf contributes 0
     return torch.stack([top, e.sum(), terms.sum()])
 
 
@@ -87,7 +88,7 @@ def softmax_state_finish(
             merged = _merged(merged, piece, heat[row])
         known = pieces[:, row, 3][~pieces[:, row, 3].isnan()]
         top, total, dot = merged
-        undefined = total < 0.5 or dot.isnan()  # nothing but -inf; NaN or inf
+        undefined = total < 0.5 or dot.isnan()  # only -inf; or NaN or inf
         log_sum = torch.tensor(math.nan).double() if undefined else total.log()
         entropy = log_sum - dot / (heat[row] * total)
         logit = known[0] if len(known) else torch.tensor(math.nan)
@@ -111,7 +112,7 @@ def row_statistics(
     read = logits.detach() if mask is None else logits.detach().masked_fill(~mask.unsqueeze(-1), 0)
     top = read.double().amax(-1)
     scaled = (read.double() - top.unsqueeze(-1)) / torch.as_tensor(heat, device=logits.device).double().unsqueeze(-1)
-    undefined = entropy.detach().isnan()  # then nothing is known of the maximum
+    undefined = entropy.detach().isnan()  # then the maximum may be anything
     statistics = top.masked_fill(undefined, math.nan), scaled.exp().sum(-1).log().masked_fill(undefined, math.nan)
     top, log_sum = (part if mask is None else part.masked_fill(~mask, 0) for part in statistics)
     return logprob, entropy, top, log_sum
@@ -130,7 +131,7 @@ def logprob_entropy_backward(
     mask: Tensor | None = None,
     first_token: int | None = None,
 ) -> Tensor:
-    """dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t, of the tokens from first_token on."""
+    """dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t, for the tokens from first_token on."""
     shape, rows = logits.shape, math.prod(logits.shape[:-1])
     z = logits.double().reshape(rows, shape[-1])
     heat = temperatures(temperature, temperature_tensor, rows).unsqueeze(1)
@@ -151,7 +152,7 @@ def logprob_entropy_backward(
     return gradient.masked_fill(still, 0).view(shape)
 
 
-logprob_entropy_backward_ = logprob_entropy_backward  # of the logits as they were
+logprob_entropy_backward_ = logprob_entropy_backward  # takes the logits before they are overwritten
 
 
 # ---- the LM head ----------------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def linear_logprob_entropy_backward(
     workspace_bytes: int | None,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Of the head's arguments alone: what the forward found is not needed. None for what is not wanted."""
+    """Computed from the head's arguments alone, without the forward's results. None for a gradient not wanted."""
     leaves = [None if part is None else part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
     assert leaves[0] is not None
     assert leaves[1] is not None
@@ -229,7 +230,7 @@ def linear_logprob_entropy_backward(
 def topk_order_keys(
     scores: Tensor, advantages: Tensor | None = None, mask: Tensor | None = None, offsets: Tensor | None = None
 ) -> Tensor:
-    """uint32 in the order of the scores, as the int32 of the same bits; 0 for what is masked or NaN."""
+    """uint32 keys in the order of the scores, as int32 of the same bits; 0 for scores that are masked or NaN."""
     values = scores.float()
     if advantages is not None:
         values = reference._per_token(advantages, scores, offsets).float().abs() * values
@@ -240,13 +241,13 @@ def topk_order_keys(
 
 
 def _keys_of_segments(keys: Tensor, offsets: Tensor | None) -> list[Tensor]:
-    """int64, from 0 to 2^32 - 1."""
+    """The keys of each segment: int64, from 0 to 2^32 - 1."""
     flat = keys.flatten().long() & NONE_KEPT
     return [flat[begin:end] for begin, end in reference._segments(keys, offsets)]
 
 
 def topk_count_digit(keys: Tensor, search: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
-    """How many keys of each segment have each digit, of those that have the digits found before."""
+    """How many keys of each segment have each digit, among those that have the digits found so far."""
     counts = torch.zeros(len(search), 1 << bits, dtype=torch.int64)
     found = zip(_keys_of_segments(keys, offsets), search.tolist(), strict=True)
     for segment, (own, (prefix, _, k)) in enumerate(found):
@@ -287,8 +288,8 @@ def topk_choose_digit_(
 def topk_mask_from_key(
     keys: Tensor, search: Tensor, ties: Tensor, offsets: Tensor | None = None, drop_zeros: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys above the one that was found, and the first ``ties`` of its equals; how many zeros were dropped; the lowest
-    key that is kept.
+    """Marks the keys above the one that was found, and the first ``ties`` keys that equal it. Also returns how many
+    zeros were dropped, and the lowest key that is kept.
     """
     masks = [torch.zeros(0, dtype=torch.bool)]
     zeros, lowest = [], []
@@ -317,7 +318,7 @@ def importance_ratio_backward(
     low: float = -20.0,
     high: float = 20.0,
 ) -> Tensor:
-    """A ratio's derivative by its logarithm is the ratio itself; at a finite bound and beyond it is 0."""
+    """A ratio's derivative by its logarithm is the ratio itself; at a finite bound and beyond, it is 0."""
     inside = reference._in_groups(ratio, mask, groups).view(ratio.shape)
     by = ratio.double()
     if low > -math.inf:

@@ -1,4 +1,4 @@
-"""What a call gives, beside what it means: results and gradients, and how far apart they may be."""
+"""The results and gradients of a call, the exact ones of its meaning, and how far apart the two may be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .table import Row
 
-_SEED = 0  # of what a call draws without a generator, and of the incoming gradients
+_SEED = 0  # for calls that draw without a generator, and for the incoming gradients
 
 
 class Outcome(NamedTuple):
@@ -23,10 +23,10 @@ class Outcome(NamedTuple):
 def outcomes(
     row: Row, call: Callable[..., Any], arguments: Mapping[str, Any], sent: Mapping[str, Any]
 ) -> Iterator[Outcome]:
-    """Calls the op or function with what was sent to a device, and its meaning with the same arguments where they are.
-    Says what came of each of the row's results and gradients.
+    """Calls the op or function with ``sent``, the arguments on a device, and its meaning with the same ``arguments``.
+    Yields an outcome for each of the row's results and gradients.
 
-    Nothing that is given is written: of what an op writes, it gets a copy.
+    The given tensors are never written: the call gets copies.
     """
     found = called(call, {name: _fresh(part) for name, part in sent.items()})
     home = next((part.device for part in arguments.values() if isinstance(part, Tensor)), torch.device("cpu"))
@@ -35,7 +35,7 @@ def outcomes(
         results = (result.to(home) for result in found.results)
         exact_arguments["found"] = dict(zip(row.results, results, strict=True))
     exact = called(row.means, exact_arguments)
-    known = dict(arguments)  # and the incoming gradients, by which errors of gradients are measured
+    known = dict(arguments)  # with the incoming gradients, on which allowed errors depend
     leaves = [name for name in row.gradients if isinstance(part := arguments.get(name), Tensor) and part.requires_grad]
     gradients: list[Outcome] = []
     if leaves:
@@ -74,7 +74,7 @@ def called(function: Callable[..., Any], arguments: dict[str, Any]) -> _Call:
 
 
 def written_arguments(function: Any) -> tuple[str, ...]:
-    """Those that an op writes; none of a Python function."""
+    """The names of the arguments that an op writes; none for a Python function."""
     schema = getattr(function, "_schema", None)
     if schema is None:
         return ()
@@ -90,7 +90,7 @@ def _fresh(part: Any) -> Any:
 
 
 def _exact(part: Any) -> Any:
-    """Gradients in float64: a leaf is one of that type."""
+    """A tensor that requires a gradient becomes a float64 leaf, so that its gradient is float64."""
     if isinstance(part, Tensor) and part.requires_grad:
         return part.detach().double().requires_grad_()
     return _same_generator(part) if isinstance(part, torch.Generator) else part
@@ -103,7 +103,7 @@ def _same_generator(generator: torch.Generator) -> torch.Generator:
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of the same strides, and the same distance from a multiple of 16 bytes."""
+    """A copy with the same strides and the same alignment with respect to 16 bytes."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach().untyped_storage())
     copy = whole.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     return copy.detach().requires_grad_(tensor.requires_grad)

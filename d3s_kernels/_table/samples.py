@@ -1,4 +1,4 @@
-"""How the arguments of each op are drawn: by the schema's names, and never refused. See :mod:`.draw`."""
+"""Draws the arguments of each op, by the schema's names. No op refuses them. See :mod:`.draw`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIGITS = (((24, 8), (16, 8), (8, 8), (0, 8)), ((21, 11), (10, 11), (0, 10)))
 
 
 def _differentiable(draw: Draw, arguments: Arguments, *names: str) -> Arguments:
-    """Sometimes the named tensors want a gradient: where it is a number, so not beside NaN and infinities."""
+    """Sometimes makes the named tensors require a gradient. Not with NaN or infinity: the gradient would be NaN."""
     for name in names:
         tensor = arguments.get(name)
         if tensor is not None and not (tensor.isnan() | (tensor == math.inf)).any():
@@ -40,7 +40,7 @@ def logprob_entropy(draw: Draw) -> Arguments:
 
 
 def with_labels(draw: Draw, given: Arguments) -> Arguments:
-    """Every row needs one, or says that it has none."""
+    """Adds labels where they are missing, for calls that require them."""
     logits = given["logits"]
     if given.get("labels") is None:
         given["labels"] = draw.labels(tuple(logits.shape[:-1]), logits.shape[-1])
@@ -48,7 +48,7 @@ def with_labels(draw: Draw, given: Arguments) -> Arguments:
 
 
 def _with_statistics(draw: Draw, given: Arguments) -> Arguments:
-    """What a forward found, and random incoming gradients, of which one may be missing and some are 0."""
+    """Adds a forward's results, and random incoming gradients, of which one may be missing and some are 0."""
     _, *found = meaning.row_statistics(
         given["logits"], given["labels"], given.get("temperature", 1.0), given.get("temperature_tensor"),
         given.get("mask"),
@@ -85,7 +85,7 @@ def logprob_entropy_backward_in_place(draw: Draw) -> Arguments:
 
 
 def softmax_state(draw: Draw) -> Arguments:
-    """A tile beside what other tiles of the same rows have left."""
+    """A tile, and the states that other tiles of the same rows have left."""
     given = _detached(logprob_entropy(draw))
     logits = given["logits"]
     vocabulary, rows = logits.shape[-1], logits.shape[:-1].numel()
@@ -117,7 +117,7 @@ def _pair(heat: Arguments) -> tuple[float, Tensor | None]:
 
 
 def head(draw: Draw) -> Arguments:
-    """Logits with a deviation of about 3, as a language model's."""
+    """A head whose logits have a deviation of about 3, like a language model's."""
     width, vocabulary = draw.length(1, 16), draw.length(1)
     rows, dtype, generator = draw.rows(vocabulary), draw.choice((torch.float32, torch.bfloat16)), draw.generator()
 
@@ -217,13 +217,13 @@ def select_tokens(draw: Draw) -> Arguments:
 
 
 def token_rules(draw: Draw, rule: str | None = None) -> Arguments:
-    """Of the public function: any rule, or this one, and what only some of them take."""
+    """Arguments of the public function, with any rule or this one, and with those that only some rules take."""
     rule = rule or draw.choice(reference.TOKEN_RULES)
     given = select_tokens(draw)
     ratio = given.pop("ratio_tensor", None)
     given |= {"rule": rule, "scope": "batch" if given.pop("pooled") else "sequence"}
     given["ratio"] = ratio if ratio is not None else given["ratio"]
-    if rule == "entropy_quantile":  # over the batch, and no number of tokens
+    if rule == "entropy_quantile":  # pools the batch, and keeps no exact number
         given |= {"scope": "batch", "drop_zeros": False}
     if rule == "random":
         given["generator"] = torch.Generator().manual_seed(draw.integer(0, 2**31))
@@ -273,7 +273,7 @@ def _keys(draw: Draw) -> tuple[Arguments, Arguments]:
 
 
 def _searched(given: Arguments, quota: Arguments, digits: Sequence[tuple[int, int]]) -> Tensor:
-    """The search for each segment's key, once it knows these digits."""
+    """The search for each segment's key, after these digits."""
     keys, offsets = given["keys"], given["offsets"]
     search = torch.zeros(keys.shape[:-1].numel() if offsets is None else len(offsets) - 1, 3, dtype=torch.int64)
     for shift, bits in digits:
@@ -300,7 +300,7 @@ def topk_choose_digit(draw: Draw) -> Arguments:
 
 
 def topk_mask_from_key(draw: Draw) -> Arguments:
-    """A whole search, after which a rank keeps any number of the ties, none and too many included."""
+    """A finished search, and any number of ties that a rank keeps, including none and too many."""
     given, quota = _keys(draw)
     search = _searched(given, quota, _DIGITS[0])
     ties = search[:, 1] + draw.integer(-2, 2)
@@ -327,7 +327,7 @@ def max_variance_select(draw: Draw) -> Arguments:
 
 
 def rollout_rules(draw: Draw, rule: str | None = None) -> Arguments:
-    """Of the public function: any rule, or this one."""
+    """Arguments of the public function, with any rule or this one."""
     rule = rule or draw.choice(reference.ROLLOUT_RULES)
     given = max_variance_select(draw)
     given.pop("max_segment")
@@ -343,7 +343,7 @@ def rollout_rules(draw: Draw, rule: str | None = None) -> Arguments:
 
 
 def _groups(draw: Draw, shape: tuple[int, ...]) -> Tensor:
-    """int8 from -2 to 15: whatever is below 0 is no group."""
+    """int8 from -2 to 15; a number below 0 means no group."""
     ids = torch.randint(-2, draw.integer(1, 16), shape, generator=draw.generator(), dtype=torch.int8)
     return draw.laid_out(ids)
 

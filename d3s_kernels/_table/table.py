@@ -1,8 +1,8 @@
-"""Every op of ``csrc/library.cpp`` once: how its arguments are drawn, what it means, and how near results have to be.
+"""Every op of ``csrc/library.cpp`` once: how to draw its arguments, what it means, and the allowed errors.
 
 The self-check, ``compare``, the fuzzer, torch's opcheck, the emulated and the GPU suites and both sanitizer runs go
-through this table: an op that is not in it fails a test, and one that is in it is run by all of them that can. (An op
-of several ranks needs ranks.)
+through this table. An op that is missing here fails a test; an op of the table is run by all of them that can run it.
+(An op of several ranks needs ranks.)
 ``FUNCTIONS`` has the public functions in the same way: most of them are one op, and some are made of several.
 """
 
@@ -28,15 +28,15 @@ class Row:
     """An op or a public function.
 
     Attributes:
-        draw: arguments by name, of a call that is not refused.
-        means: the results in float64, of the same arguments. A tensor that an op writes is a result. None is a result
-            that is not compared.
-        results: their names, and how far each may be off.
+        draw: draws the arguments, by name, of a call that is not refused.
+        means: computes the results of the same arguments in float64. A tensor that an op writes is a result. A result
+            that is None is not compared.
+        results: the names of the results, and how far each may be off.
         gradients: the arguments that have a gradient, and how far it may be off.
-        served_by: "kernels" of every back-end; "composed" of other ops and torch's, on every device; the "cpu" alone;
-            or the "ranks" of a process group.
-        from_found: whether some results follow from another one as it was found, which ``means`` then takes as
-            ``found``: which tokens are kept follows to the bit from entropies that are off by a rounding.
+        served_by: what computes the op: "kernels" of every back-end; code "composed" of other ops, on every device;
+            the "cpu" alone; or the "ranks" of a process group.
+        from_found: whether some results depend on the result of the call, which ``means`` then takes as ``found``. For
+            example, which tokens are kept follows to the bit from the call's entropies, which have rounding errors.
     """
 
     draw: Callable[[Draw], dict[str, Any]]
@@ -77,7 +77,7 @@ def _public(name: str) -> Callable[..., Any]:
 
 
 def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """An op's arguments as those of the public function: a number or its tensor is one, and ``pooled`` is a scope."""
+    """An op's arguments as those of the public function: a number and its tensor are one, ``pooled`` is a scope."""
     takes = inspect.signature(getattr(reference, name)).parameters
     merged = {
         argument.removesuffix("_tensor"): value
@@ -97,7 +97,7 @@ def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _topk_mask(pooled: bool = False, **given: Any) -> Any:
     if not pooled:
         return _public("topk_mask")(**given)
-    # All segments as one; a number is for each of them.
+    # All segments as one; the number k is for each of them.
     scores, mask, offsets = given["scores"], given.get("mask"), given.get("offsets")
     segments = len(reference._segments(scores, offsets))
     options = public_arguments("topk_mask", given) | {"scores": scores.flatten(), "offsets": None}
@@ -116,7 +116,7 @@ def _max_variance_select(pooled: bool = False, **given: Any) -> Any:
 def _from_logits(
     found: Mapping[str, Tensor], logits: Tensor, temperature: Any = 1.0, **options: Any
 ) -> tuple[Any, ...]:
-    """The selection that follows from the entropies that were found, beside the exact ones."""
+    """The selection from the entropies that the call returned, and the exact entropies."""
     entropy = reference.entropy(logits, temperature=temperature, mask=options.get("mask"))
     chosen = reference.select_tokens(found["entropy"], **options)
     return chosen.mask, entropy, chosen.count, chosen.threshold
@@ -202,7 +202,7 @@ OPS: dict[str, Row] = {
 
 
 def _as(name: str, op: str, extra: Callable[[Draw, dict[str, Any]], dict[str, Any]] | None = None) -> Row:
-    """A function whose arguments are drawn as those of the op, and what it has besides."""
+    """The row of a function whose arguments are drawn as those of the op; ``extra`` adds what else it takes."""
     row = OPS[op]
 
     def draw(source: Draw) -> dict[str, Any]:

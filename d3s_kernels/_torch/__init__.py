@@ -1,8 +1,8 @@
-"""Every op in plain PyTorch, for devices that have no kernels of their own.
+"""The ops in plain PyTorch, for devices that have no kernels of their own.
 
-A function for each op of ``csrc/library.cpp``, with its name, arguments and results. Arguments come checked; values
-that nobody looked at, on a GPU, do as in the CUDA kernels: NaN, or nothing selected. No function waits for the device,
-and a row's or a segment's result has the same bits in any batch.
+Each function has the name, arguments and results of an op of ``csrc/library.cpp``. Arguments are checked before, except
+for values on a GPU: there invalid values give NaN or select nothing, as in the CUDA kernels. No function waits for the
+device, and the result of a row or a segment has the same bits in any batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""compact: where the true values of a mask are, in a tensor of a size known beforehand."""
+"""compact: the indices of a mask's true values, in a tensor whose size does not depend on the mask."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from .._segments.segments import flags
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     found = flags(mask)
     numbers = torch.arange(1, capacity + 1, device=mask.device)
-    indices = torch.searchsorted(found.cumsum(0), numbers)  # the first place up to which there are so many
+    indices = torch.searchsorted(found.cumsum(0), numbers)  # where the count first reaches each number
     return torch.where(indices < found.shape[0], indices, -1), found.sum().reshape(1)

@@ -1,6 +1,6 @@
-"""Arithmetic whose bits are the same on every device: an exponential, and means that no order of terms changes.
+"""Arithmetic with the same bits on every device: an exponential, and means that do not depend on the order of terms.
 
-The same steps as in csrc/core/exponential.h and csrc/core/exact_sum.h, one after the other; each is rounded by itself.
+The steps are those of csrc/core/exponential.h and csrc/core/exact_sum.h, and each is rounded separately.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import math
 import torch
 from torch import Tensor
 
-_UNIT = 2.0**-26  # terms are rounded to whole numbers of it
+_UNIT = 2.0**-26  # terms are rounded to multiples of it
 _FAR = 4096.0  # terms of at least this size count as infinite
-_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which the sum's low bits are
+_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which is in the low bits of the sum
 _MAGIC_BITS = 0x4B400000
 
 
 def exponential(x: Tensor) -> Tensor:
-    inside = x.clamp(-104.0, 89.0)  # beyond: 0 and infinity; NaN stays
+    inside = x.clamp(-104.0, 89.0)  # beyond, the result is 0 or infinite; NaN stays
     total = inside * 1.44269504 + _MAGIC
     n = total - _MAGIC
     r = (inside - n * 0.693145752) - n * 1.42860677e-6
@@ -26,7 +26,7 @@ def exponential(x: Tensor) -> Tensor:
         q = q * r + coefficient
     e = (r * r * q + r) + 1.0
     power = total.view(torch.int32) - _MAGIC_BITS
-    half = power >> 1  # in two steps, for powers that no float has
+    half = power >> 1  # in two steps, since a float may not hold the power
     return e * _power_of_two(half) * _power_of_two(power - half)
 
 
@@ -35,8 +35,8 @@ def _power_of_two(n: Tensor) -> Tensor:
 
 
 def exact_means(terms: Tensor, present: Tensor, slot: Tensor, slots: int) -> Tensor:
-    """The mean of the present terms of each slot: 0 of no terms, infinite where one is, NaN where one is or where
-    infinities disagree."""
+    """The mean of the present terms of each slot: 0 without terms, infinite if a term is, NaN if a term is NaN or if
+    there are both infinities."""
     far = present & ~(terms.abs() < _FAR)
     units = torch.where(present & ~far, terms, 0).mul_(1 / _UNIT).round().long()
     above, below = far & ~(terms < 0), far & ~(terms > 0)  # NaN is both

@@ -1,4 +1,4 @@
-"""group_advantages: the rewards of each group beside their mean, in float64."""
+"""group_advantages: rewards minus the mean of their group, scaled, in float64."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def group_advantages(
         deviation = _statistics(flat, pool_present(~flat.isnan()), ddof)[1][0].expand_as(mean)
     difference = flat - mean[groups.of]
     scaled = difference if scale == "none" else difference / (deviation + eps)[groups.of]
-    # Equal rewards have no advantage, also where eps is 0; neither has a group of one.
+    # Equal rewards have advantage 0, even if eps is 0; so has a group of one.
     nothing = flat.isnan() | (difference == 0) | (scored[groups.of] == 1)
     advantages = scaled.float().masked_fill(nothing, 0).masked_fill(groups.left_out(), math.nan)
     return advantages.view(rewards.shape)
 
 
 def _statistics(rewards: Tensor, groups: Segments, ddof: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation and number of the rewards of each stretch that are not NaN."""
+    """For each stretch the mean, standard deviation and number of its rewards that are not NaN."""
     unscorable = rewards.isnan()
     scored = groups.total(~unscorable)
     mean = groups.last(groups.scan(rewards.masked_fill(unscorable, 0), torch.add)) / scored.clamp(min=1)

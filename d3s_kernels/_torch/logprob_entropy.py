@@ -1,4 +1,4 @@
-"""logprob_entropy, and the same tile by tile of the vocabulary."""
+"""logprob_entropy, and the ops that compute it tile by tile of the vocabulary."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ NO_TARGET = -100
 
 
 def labels_of(labels: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """One for each row, NO_TARGET where there is none."""
+    """One label for each row; NO_TARGET if there are no labels."""
     if labels is None:
         return torch.full((rows,), NO_TARGET, dtype=torch.int64, device=like.device)
     return labels.reshape(-1).long()
 
 
 def places_in_tile(labels: Tensor, first_token: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Where in a tile, tokens from first_token on, each label is, and whether it is there; its place is 0 where not."""
+    """The place of each label in a tile that starts at first_token, and whether it is there; else the place is 0."""
     places = labels - first_token
     inside = (places >= 0) & (places < columns)
     return torch.where(inside, places, 0), inside
 
 
 def at_places(tile: Tensor, places: Tensor) -> Tensor:
-    """tile[row, places[row]]; NaN of a tile of no tokens."""
+    """tile[row, places[row]]; NaN if the tile has no tokens."""
     if tile.shape[1] == 0:
         return torch.full(places.shape, math.nan, dtype=torch.float32, device=tile.device)
     return tile.gather(1, places.unsqueeze(1)).squeeze(1).float()
@@ -66,7 +66,7 @@ def softmax_state_(
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> None:
-    """The state [rows, 4] of each row is (m, S, T, the label's logit), which is NaN until its tile has come."""
+    """Merges a tile into the states [rows, 4]: (m, S, T, the label's logit, NaN until the label's tile is merged)."""
     count, columns = len(state), logits.shape[-1]
     targets = labels_of(labels, count, logits)
     each = temperatures(temperature, temperature_tensor, count, logits)
@@ -82,7 +82,7 @@ def softmax_state_(
 def softmax_state_finish(
     state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of states [rows, 4], or [pieces, rows, 4], whose pieces of a row are merged from left to right."""
+    """The results of states [rows, 4], or [pieces, rows, 4], where a row's pieces are merged from left to right."""
     first, *others = state.unsqueeze(0) if state.dim() == 2 else state
     each = temperatures(temperature, temperature_tensor, len(first), state)
     merged, label_logit = first[:, :3].T, first[:, 3]

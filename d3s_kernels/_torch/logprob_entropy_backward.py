@@ -13,15 +13,15 @@ from .softmax_state import row_blocks, temperatures
 
 
 class _Rows(NamedTuple):
-    """What turns a row's logits into their gradient, as GradientLine in csrc/core/softmax_state.h: [rows] each."""
+    """What gives a row's gradient from its logits, [rows] each, as GradientLine in csrc/core/softmax_state.h."""
 
     offset: Tensor
     slope: Tensor
     target: Tensor  # added at the label
-    top: Tensor  # NaN where everything is
+    top: Tensor  # the maximum; NaN if the whole gradient is NaN
     temperature: Tensor
     labels: Tensor
-    still: Tensor  # without a gradient: 0, whatever the logits are
+    still: Tensor  # whether the row has no gradient: 0, whatever the logits are
 
     def part(self, rows: slice) -> _Rows:
         return _Rows(*(tensor[rows] for tensor in self))
@@ -44,7 +44,7 @@ def logprob_entropy_backward(
     each = temperatures(temperature, temperature_tensor, entropy.numel(), logits)
     rows = _rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each)
     no_token = (targets != NO_TARGET) & (targets < 0)
-    if first_token is None:  # else the logits are a tile, and nobody knows how large the vocabulary is
+    if first_token is None:  # else the logits are a tile, and the size of the vocabulary is unknown
         no_token |= targets >= logits.shape[-1]
     rows = rows._replace(top=rows.top.masked_fill(no_token & (rows.target != 0), math.nan))
     if mask is not None:
@@ -98,7 +98,7 @@ def _rows(
 
 
 def _write(all_rows: _Rows, logits: Tensor, first_token: int, out: Tensor) -> None:
-    """`out` may be the logits."""
+    """Writes the gradient to `out`, which may be the logits themselves."""
     columns = logits.shape[-1]
     if columns == 0:
         return
@@ -115,4 +115,4 @@ def _gradient(row: _Rows, logits: Tensor) -> Tensor:
     distance = logits - row.top.unsqueeze(-1)
     e = torch.exp(distance / row.temperature.unsqueeze(-1))
     gradient = distance.mul_(row.slope.unsqueeze(-1)).add_(row.offset.unsqueeze(-1)).mul_(e)
-    return torch.where(e > 0, gradient, e)  # 0 where the logit is -inf, whose product would be NaN; NaN stays
+    return torch.where(e > 0, gradient, e)  # 0 for a logit of -inf, whose product would be NaN; NaN stays

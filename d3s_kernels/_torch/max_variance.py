@@ -29,9 +29,9 @@ def max_variance_select(
     order, rank = lowest_first(flat, usable, segments)
     n = segments.total(usable)
     k = Quota(k=keep, k_tensor=keep_tensor).of(n, times=times)
-    low = torch.where(k < n, _best_split(flat[order], n, k, segments), k)  # of n, all are kept
-    low = torch.where(k == 1, 1, low)  # one value has no variance, whichever it is
-    rank_from_end = n[segments.of] - rank  # 1 for the last that is usable, below that for those that are not
+    low = torch.where(k < n, _best_split(flat[order], n, k, segments), k)  # if k is n, all are kept
+    low = torch.where(k == 1, 1, low)  # a single value has variance 0; rounding must not choose
+    rank_from_end = n[segments.of] - rank  # 1 for the last usable value, below 1 for unusable ones
     high = (rank_from_end > 0) & (rank_from_end <= (k - low)[segments.of])
     return ((rank < low[segments.of]) | high).view(values.shape)
 
@@ -39,8 +39,8 @@ def max_variance_select(
 def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> Tensor:
     """How many of the kept k come from the low end of n values, n > k; see csrc/core/split_scan.h.
 
-    Split i has the first i and the last k - i; the next one has value i in place of value n - k + i. So the moments of
-    all splits are one running sum of such exchanges, which starts from those of the last k.
+    Split i has the first i and the last k - i values. Split i + 1 has value i instead of value n - k + i. So one
+    running sum of such exchanges, which starts from the moments of the last k values, gives the moments of all splits.
     """
     of, place = segments.of, segments.place
     usable, exchanged, kept = place < n[of], place < k[of], k.clamp(min=1)[of]

@@ -1,4 +1,4 @@
-"""importance_ratio, entropy_groups, adaptive_clip: what a loss weighs each token with."""
+"""importance_ratio, entropy_groups, adaptive_clip: the weights of tokens in a loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._segments.ranking import highest_first
 from .._segments.segments import Segments, both, pool, segments_of
 from .exact_sum import exact_means, exponential
 
-_MOST_GROUPS = 16  # of a sequence's tokens
+_MOST_GROUPS = 16  # in a sequence
 
 
 def importance_ratio(
@@ -47,7 +47,7 @@ def importance_ratio_backward(
     low: float = -20.0,
     high: float = 20.0,
 ) -> Tensor:
-    """A ratio's derivative by its logarithm is the ratio itself; at a bound and beyond it is 0."""
+    """A ratio's derivative by its logarithm is the ratio itself; at a finite bound and beyond, it is 0."""
     by = ratio.flatten()
     limited = ~_in_groups(ratio, mask, groups)
     # An infinite bound limits nothing, not even a ratio of 0 or of infinity.
@@ -72,7 +72,7 @@ def entropy_groups(
     rank, n = highest_first(flat, present, segments).rank, segments.total(present)
     groups = torch.zeros_like(flat, dtype=torch.int8)
     for share in (1.0 - quantile for quantile in quantiles):
-        # the quantile's own rounding, beside the little that it leaves
+        # The quantile's rounding error is larger relative to the share, which may be small.
         groups += rank < Quota(share).of(n, slack=DOUBLE_SLACK / share)[segments.of]
     return groups.masked_fill(~usable, -1).view(entropy.shape)
 
@@ -97,7 +97,7 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
 
 
 def _group_means(terms: Tensor, present: Tensor, groups: Tensor | None, sequences: Segments) -> Tensor:
-    """For each token the mean over its sequence, or its group there. NaN for a group that there cannot be."""
+    """For each token the mean over its sequence, or over its group there. NaN for a group of 16 or above."""
     if groups is None:
         return exact_means(terms, present, sequences.of, len(sequences.edges) - 1)[sequences.of]
     ids = groups.flatten().long()
@@ -112,5 +112,5 @@ def _float32(bound: float) -> float:
 
 
 def _limit(bound: float) -> Tensor:
-    """The ratio at a bound: 0-d on the CPU, from where any device takes a number without waiting."""
+    """The ratio at a bound: a 0-d CPU tensor, which every device can use as a number without waiting."""
     return exponential(torch.full((), _float32(bound), dtype=torch.float32, device="cpu"))

@@ -1,7 +1,7 @@
-"""The softmax state (m, S, T) of rows of logits, as csrc/core/softmax_state.h has it; here float32 [3, rows].
+"""The softmax state (m, S, T) of rows of logits, as in csrc/core/softmax_state.h; here float32 [3, rows].
 
-A row's bits do not depend on its batch: maxima are exact, sums are made by halves, and torch.exp gives a number the
-same bits wherever it stands (torch.exp2 does not, on CPUs).
+A row's bits do not depend on its batch: maxima are exact, sums are made by halves, and torch.exp gives the same bits
+for a number at any place in a tensor (torch.exp2 does not, on CPUs).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Tokens that are summed up at a time; then states are merged from left to right. Every device's tiles of the vocabulary
-# are cut at multiples of it (d3s_kernels/_head/tiles.py).
+# The tokens that are summed at once; the states of slices are then merged from left to right. On every device, tiles of
+# the vocabulary are cut at multiples of it (d3s_kernels/_head/tiles.py).
 SLICE = 8192
-_BLOCK = 3 << 20  # logits that are worked on at a time: with five float32 temporaries 60 MiB
+_BLOCK = 3 << 20  # logits that are computed at once: with five float32 temporaries 60 MiB
 _LOWEST = torch.finfo(torch.float32).min
 
 
 def row_blocks(logits: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """Views [..., V] of the logits, and which of all rows each has: as many as `columns` of each fit in a block.
+    """Yields views [..., V] of the logits, and which rows each has: as many as fit in a block with `columns` of each.
 
-    Leading dimensions that cannot be flattened stay apart, so that nothing is copied.
+    Leading dimensions that cannot be flattened stay separate, so that nothing is copied.
     """
     yield from _blocks(logits.unsqueeze(0) if logits.dim() == 1 else logits, max(1, _BLOCK // max(1, columns)), 0)
 
@@ -40,7 +40,7 @@ def _blocks(logits: Tensor, most: int, first: int) -> Iterator[tuple[slice, Tens
 
 
 def temperatures(number: float, tensor: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """One for each row; NaN for one that was not checked and is not good: so is all that comes of it."""
+    """One for each row. An unchecked temperature that is not valid becomes NaN, and so do the results of its row."""
     if tensor is None:
         return torch.full((rows,), number, dtype=torch.float32, device=like.device)
     each = tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(-1)
@@ -48,7 +48,7 @@ def temperatures(number: float, tensor: Tensor | None, rows: int, like: Tensor) 
 
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
-    """The state to begin with. Its maximum is not -inf: -inf - -inf would be NaN."""
+    """The initial state. Its maximum is not -inf, since -inf - -inf would be NaN."""
     state = torch.zeros(3, rows, dtype=torch.float32, device=like.device)
     state[0].fill_(_LOWEST)
     return state
@@ -71,7 +71,7 @@ def _state_of(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _sum_by_halves_(values: Tensor) -> Tensor:
-    """Over the last dimension, which is not empty; overwrites the values."""
+    """Sums over the last dimension, which is not empty, and overwrites the values."""
     while (n := values.shape[-1]) > 1:
         values[..., : n // 2] += values[..., n - n // 2 :]
         values = values[..., : n - n // 2]
@@ -92,7 +92,7 @@ def merge(a: Tensor, b: Tensor, temperature: Tensor) -> Tensor:
 def finish(state: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Entropy, maximum and log S."""
     top, total, dot = state
-    undefined = (total < 0.5) | dot.isnan()  # all -inf or no logits at all; NaN or +inf
+    undefined = (total < 0.5) | dot.isnan()  # only -inf or no logits at all; or NaN or +inf
     total = total.masked_fill(undefined, math.nan)
     log_sum = total.log()
     mean = dot / (temperature * total)

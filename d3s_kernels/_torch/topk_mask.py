@@ -17,7 +17,7 @@ from .logprob_entropy import logprob_entropy
 
 class _Top(NamedTuple):
     mask: Tensor  # flat
-    k: Tensor  # of each stretch: how many were kept by their rank, zeros among them
+    k: Tensor  # of each stretch: how many were kept, before zeros are dropped
     order: Tensor
 
 
@@ -33,11 +33,11 @@ def _select(
 
 
 def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zeros: bool) -> tuple[Tensor, Tensor]:
-    """Of each segment how many are kept, and the lowest score among them: infinite where there is none."""
+    """How many scores of each segment are kept, and the lowest of them: infinite if none is kept."""
     count, begin = segments.total(top.mask), segments.edges[:-1]
     in_order = pad(scores[top.order] + 0.0, (1, 0))  # counted from 1; -0 becomes 0
     lowest = in_order[begin + top.k]
-    if drop_zeros:  # what is left of a segment whose last is 0 stands before its zeros
+    if drop_zeros:  # if the lowest is 0, the scores that remain come before it
         lowest = torch.where(lowest == 0, in_order[begin + count], lowest)
     count, lowest = segments.own(count), segments.own(lowest)
     return count.int(), torch.where(count > 0, lowest, math.inf)
@@ -83,7 +83,7 @@ def select_tokens(
 
 
 def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
-    """Advantages are one for all, for each token, or for each sequence; [n] beside n tokens is for each token."""
+    """Advantages are one for all, for each token, or for each sequence. With n tokens, [n] is one for each token."""
     if advantages.dim() == 0:
         return advantages
     if advantages.shape == entropy.shape:

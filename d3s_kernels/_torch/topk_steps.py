@@ -1,8 +1,8 @@
 """Top-K selection in steps, for a segment on several ranks: topk_order_keys, topk_count_digit, topk_choose_digit_,
 topk_mask_from_key.
 
-A search, int64 [segments, 3], says how far the search for the k-th largest key has come, as ``KeySearch`` in
-csrc/core/key_search.h: the digits of the key that are found, which one it is among the keys that have them, and k.
+A search, int64 [segments, 3], is the state of the search for the k-th largest key, as ``KeySearch`` in
+csrc/core/key_search.h: the digits found so far, the key's rank among the keys that have these digits, and k.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ def topk_count_digit(keys: Tensor, search: Tensor, shift: int, bits: int, offset
         prefix, k = (segments.spread(part) for part in (search[:, 0], search[:, 2]))
         counted &= (flat >> (shift + bits) == prefix) & (k > 0)
     slot = segments.spread(torch.arange(len(search), device=keys.device)) * bins + (flat >> shift) % bins
-    counts = torch.zeros(
-        len(search) * bins + 1, dtype=torch.int64, device=keys.device
-    )  # the last for what does not count
+    # The last bin takes the keys that do not count.
+    counts = torch.zeros(len(search) * bins + 1, dtype=torch.int64, device=keys.device)
     slot = torch.where(counted, slot, len(counts) - 1)
     return counts.index_add_(0, slot, counted.long())[:-1].view(len(search), bins)
 
@@ -57,7 +56,7 @@ def topk_choose_digit_(
     if shift + bins.bit_length() - 1 == _KEY_BITS:
         kept = Quota(ratio, ratio_tensor, k, k_tensor).of(counts.sum(1))
         prefix, left = torch.zeros_like(kept), kept
-    from_top = counts.flip(1).cumsum(1)  # keys that are in a bin or above it
+    from_top = counts.flip(1).cumsum(1)  # how many keys are in a bin or above it
     place = (from_top < left.unsqueeze(1)).sum(1).clamp(max=bins - 1)
     above = torch.where(place > 0, from_top.gather(1, (place - 1).clamp(min=0).unsqueeze(1)).squeeze(1), 0)
     found = torch.stack([prefix * bins + (bins - 1 - place), left - above, kept], 1)
@@ -72,7 +71,7 @@ def topk_mask_from_key(
     inside = (k > 0) & ~segments.left_out()
     tie = inside & (flat == found)
     so_far = tie.long().cumsum(0)
-    number = so_far - pad(so_far, (1, 0))[segments.edges[:-1]][segments.of]  # of a tie in its segment, from 1 on
+    number = so_far - pad(so_far, (1, 0))[segments.edges[:-1]][segments.of]  # a tie's number in its segment, from 1 on
     kept = inside & ((flat > found) | (tie & (number <= allowed)))
     dropped = kept & (flat == ZERO_KEY) if drop_zeros else torch.zeros_like(kept)
     kept &= ~dropped

@@ -1,4 +1,4 @@
-"""The ops in Triton, for GPUs that the compiled CUDA library does not serve; what is not here is plain PyTorch's."""
+"""The ops in Triton, for GPUs that the compiled CUDA library does not serve. Plain PyTorch computes the other ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import logprob_entropy_backward as backward
 
 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
+    """Makes the tensors' device the current one, since Triton launches on the current device."""
 
     @wraps(kernel)
     def run(*arguments: Any, **options: Any) -> Any:

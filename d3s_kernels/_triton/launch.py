@@ -1,4 +1,4 @@
-"""What every launch has in common."""
+"""Helpers that every launch uses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cache
 import triton
 from torch import Tensor
 
-# Nothing is contracted but what is written as fma: the same bits from every version of Triton and every variant of a
-# kernel.
+# Only what is written as fma is contracted, so that every version of Triton and every variant of a kernel gives the
+# same bits.
 EXACT = {"enable_fp_fusion": False}
 
 
@@ -19,7 +19,7 @@ def warps(threads: int) -> int:
 
 
 def smallest(sizes: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:
-    """The first size that holds so much, and its threads; the last is known to."""
+    """The first size that holds ``length``, and its threads. The caller knows that the last size holds it."""
     return next((size, threads) for size, threads in sizes if length <= size)
 
 

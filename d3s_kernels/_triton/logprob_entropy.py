@@ -1,8 +1,8 @@
-"""logprob_entropy in Triton: the twin of ``csrc/cuda/logprob_entropy.cu``. Its backward is in ``gradient.py``.
+"""logprob_entropy in Triton, as in ``csrc/cuda/logprob_entropy.cu``. ``logprob_entropy_backward.py`` has the backward.
 
 A row is cut into slices of a fixed size. A program goes through one slice with a state in every lane and merges its
 lanes at the end; a second kernel merges a row's slices from left to right and finishes the row. So a row's result has
-the same bits in any batch, and few rows keep as many programs at work as there are slices.
+the same bits in any batch, and a few rows keep many programs busy: one for each slice.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .order_key import ABSENT, order_key
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, LOWEST, NAN, add, finish, load_columns, merge, merge_lanes
 
-SLICE = 32768  # elements; d3s_kernels/_head/tiles.py cuts where this does
+SLICE = 32768  # elements; d3s_kernels/_head/tiles.py cuts at multiples of it
 LANES = 256
 IN_FLIGHT = 4  # vectors of 16 bytes that a lane loads before it uses the first
-MERGERS = 128  # rows to a program that merges slices
+MERGERS = 128  # rows of a program that merges slices
 NO_TARGET = tl.constexpr(-100)
 
 
@@ -63,7 +63,7 @@ def reduce_slices(
 
 @triton.jit
 def merge_slices(states, slices, row, here, m, s, t, scale):
-    """The slices of rows merged into what there is of these rows, from left to right."""
+    """The states of rows, with the rows' slices merged into them from left to right."""
     for slice in range(slices):
         state = states + 3 * (row * slices + slice)
         other_m = tl.load(state, mask=here, other=LOWEST)
@@ -79,7 +79,7 @@ def finish_rows(
     temperature_bits, logprobs, entropies, maxima, log_sums, keys, advantages, tokens_per_advantage,
     STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """What follows from the slices of each row; and the order key of |A| * H, where keys are asked for."""
+    """Computes each row's results from its slices; and the order key of |A| * H, if ``keys`` is given."""
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     reads = here
@@ -97,7 +97,7 @@ def finish_rows(
         is_token = (label >= 0) & (label < columns)
         z = tl.load(row_start(logits, row, inner, outer_stride, inner_stride, STEP) + label, mask=reads & is_token)
         logprob = tl.div_rn(z.to(tl.float32) - m, temperature) - log_sum
-        logprob = tl.where(is_token, logprob, tl.where(label == NO_TARGET, 0.0, NAN))  # NaN: not checked, and wrong
+        logprob = tl.where(is_token, logprob, tl.where(label == NO_TARGET, 0.0, NAN))  # NaN for an invalid label
     tl.store(logprobs + row, tl.where(reads, logprob, 0.0), mask=here)
     tl.store(entropies + row, tl.where(reads, entropy, 0.0), mask=here)
     tl.store(maxima + row, tl.where(reads, m, 0.0), mask=here)
@@ -113,7 +113,7 @@ def merge_into_states(
     states, slices, count, logits, inner, outer_stride, inner_stride, columns, mask, labels, temperatures,
     temperature_bits, row_states, first_token, STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """The slices of a tile, tokens from first_token on, merged into the states of its rows: m, S, T, label's logit."""
+    """Merges the slices of a tile that starts at first_token into the states of its rows: m, S, T, label's logit."""
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     temperature = temperature_of(tl.where(here, row, 0), temperatures, temperature_bits, PER_ROW)
@@ -139,7 +139,7 @@ def finish_states(
     row_states, pieces, count, temperatures, temperature_bits, logprobs, entropies, maxima, log_sums,
     PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """What follows from a row's pieces, merged from left to right; the label's logit is of the first that has it."""
+    """Computes each row's results from its pieces, merged from left to right. The first label's logit found counts."""
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     temperature = temperature_of(tl.where(here, row, 0), temperatures, temperature_bits, PER_ROW)
@@ -185,7 +185,7 @@ def row_statistics(
     mask: Tensor | None,
     **keys: Any,
 ) -> tuple[Tensor, ...]:
-    """The op; and, where ``keys``, ``advantages`` and ``tokens_per_advantage`` are given, the order keys of |A| * H."""
+    """Computes the op; with ``keys``, ``advantages`` and ``tokens_per_advantage`` also the order keys of |A| * H."""
     rows = Rows.of(logits)
     outputs = new_outputs(logits, logits.shape[:-1])
     if rows.total == 0:
@@ -246,6 +246,6 @@ def _slice_states(rows: Rows, **of_rows: Any) -> tuple[Tensor, int]:
 
 
 def new_outputs(like: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """One number for each row, in the order of the op's results."""
+    """Empty outputs with one number for each row, in the order of the op's results."""
     names = "logprobs", "entropies", "maxima", "log_sums"
     return {name: torch.empty(shape, dtype=torch.float32, device=like.device) for name in names}

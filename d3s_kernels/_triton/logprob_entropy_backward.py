@@ -15,10 +15,10 @@ from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, NAN, exponential
 
 THREADS = 256
-BLOCK = 8192  # elements that are on the way at a time: 32 for each thread
-EDGE_BLOCK = 1024  # of what is left, where each element has an address and a mask of its own: more take registers
-PIECE = 4 * BLOCK  # of a program: what a row costs before the first element is spread over many
-ANY_TOKEN = 2**62  # of a tile nobody knows how large the vocabulary is
+BLOCK = 8192  # elements in flight at a time: 32 for each thread
+EDGE_BLOCK = 1024  # for the rest of a piece, whose elements need registers for an address and a mask each
+PIECE = 4 * BLOCK  # elements of a program: enough to amortise the cost before the first element
+ANY_TOKEN = 2**62  # in place of the size of the vocabulary, which is unknown for a tile
 
 
 @triton.jit(
@@ -42,8 +42,8 @@ def write_gradients(
 
         dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t
 
-    is p's exponential e = e^((z - m) / t) times a line in z - m, and a term at the label. A row without a gradient is
-    not read.
+    This is the exponential e^((z - m) / t) times a linear function of z - m, plus a term at the label. A row without a
+    gradient is not read.
     """
     pieces = tl.cdiv(columns, PIECE)
     row = tl.program_id(0).to(tl.int64) // pieces
@@ -71,14 +71,14 @@ def write_gradients(
     weight = tl.div_rn(exponential(-log_sum), temperature)
     offset = -weight * (g_logprob + g_entropy * (tl.load(entropies + row) - log_sum))
     slope = tl.div_rn(-weight * g_entropy, temperature)
-    # A label that is no token, which nobody has checked, or a row that has no entropy: NaN with which all is NaN.
+    # An unchecked label that is no token, or a row without an entropy, makes m NaN, and so the whole gradient.
     bad = (log_sum != log_sum) | ((g_logprob != 0) & (label != NO_TARGET) & ((label < 0) | (label >= vocabulary)))
     m = tl.where(bad, NAN, tl.load(maxima + row))
 
     whole = end - (end - begin) % BLOCK
     if reads:
-        # At the label 1 - p counts, which takes a better exponential. In place its logit is read before it goes, and
-        # its gradient written after what the loop makes of it: no other program has this piece.
+        # The label needs an accurate 1 - p, and so a better exponential. In place, its logit is read before the loop
+        # overwrites it, and its gradient is written after the loop. No other program has this piece.
         place = label - first_token
         has_label = (place >= begin) & (place < end)
         label_distance = tl.load(start + place, mask=has_label, other=0.0).to(tl.float32) - m
@@ -109,7 +109,7 @@ def write_block(start, out, first, end, m, scale, offset, slope, BLOCK: tl.const
     distance = z.to(tl.float32) - m
     e = tl.exp2(distance * scale)
     gradient = e * tl.fma(slope, distance, offset)
-    gradient = tl.where(e > 0, gradient, e).to(out.dtype.element_ty)  # 0 of a -inf logit, not 0 * inf; NaN stays
+    gradient = tl.where(e > 0, gradient, e).to(out.dtype.element_ty)  # 0 for a -inf logit, not 0 * inf; NaN stays
     if EDGE:
         tl.store(out + places, gradient, mask=places < end)
     else:
@@ -189,5 +189,5 @@ def _write(
         log_sums=contiguous(log_sum), **rows.place(), **others, **to.place("out", "out_"),
         BLOCK=BLOCK, EDGE_BLOCK=EDGE_BLOCK, PIECE=PIECE, num_warps=warps(THREADS), **EXACT,
     )  # fmt: skip
-    if to.tensor is not out:  # in place, and so strided that the rows were copied
+    if to.tensor is not out:  # in place, but Rows.of copied the rows because of their strides
         out.copy_(to.tensor)

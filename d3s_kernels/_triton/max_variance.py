@@ -1,7 +1,7 @@
 """max_variance_select in Triton: a program for each group, which it sorts in registers.
 
-Groups here are rows that are short enough, or all of a batch that is. There is no kernel here for the others: then the
-op returns NotImplemented.
+A group is a row that is short enough, or a whole batch that is. There is no kernel for longer groups and for offsets:
+the op then returns NotImplemented.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .topk_mask import number
 # The longest group of a program, and its threads.
 SIZES = ((64, 32), (256, 64), (1024, 128))
 LARGEST = SIZES[-1][0]
-LAST = tl.constexpr(0x7FFFFFFF)  # sorts what is not usable behind everything
+LAST = tl.constexpr(0x7FFFFFFF)  # sorts unusable values behind all others
 
 
 @triton.jit
 def sum_of_first(sums, count, SIZE: tl.constexpr):
-    """From inclusive sums those of the first ``count`` values."""
+    """The sums of the first ``count`` values, from inclusive sums."""
     return tl.where(count > 0, tl.gather(sums, tl.maximum(count, 1) - 1, 0), 0.0)
 
 
@@ -35,7 +35,7 @@ def select_most_varied(
 ):  # fmt: skip
     """The k values with the largest variance are the first i and the last k - i in order, for one i in 0..k.
 
-    Which i, is found by trying all (``csrc/core/split_scan.h``).
+    The best i is found by trying all (``csrc/core/split_scan.h``).
     """
     segment = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SIZE)
@@ -50,19 +50,19 @@ def select_most_varied(
     else:
         k = number(keep + 0 * n.to(tl.int64), n.to(tl.int64), times).to(tl.int32)
 
-    # By value, then index: both in one number.
+    # Sort by value, then index: both are in one number.
     order = order_key(value).to(tl.int32, bitcast=True) ^ -0x80000000
     order = tl.sort((tl.where(usable, order, LAST).to(tl.int64) << 32) | index)
     place = (order & 0xFFFFFFFF).to(tl.int32)
     bits = (order >> 32).to(tl.int32)
     x = tl.where(bits < 0, ~(bits ^ -0x80000000), bits).to(tl.float32, bitcast=True).to(tl.float64)
     rank = index
-    # Less a value of the group, else large values with small differences cancel.
+    # Subtract a value of the group, since large values with small differences would cancel.
     x = tl.where(rank < n, x, 0.0)
     x = tl.where(rank < n, x - tl.sum(tl.where(rank == n // 2, x, 0.0), 0), 0.0)
 
-    # Of every i the sums of the first i and of the last k - i.
-    low = rank  # i = 0 .. SIZE - 1; of a group that is kept whole no split is looked at
+    # For every i, the sums of the first i and of the last k - i.
+    low = rank  # i = 0 .. SIZE - 1; a group that is kept whole needs no split
     high = k - low
     last = tl.maximum(n - high, 0)
     candidate = low <= tl.where(n > k, k, -1)
@@ -74,7 +74,7 @@ def select_most_varied(
     total = sum_low + sum_high
     spread = (square_low + square_high) - total * total / k.to(tl.float64)
     best = tl.max(tl.where(candidate, spread, float("-inf")), 0)
-    # Among equals, up to rounding, the fewest from the top.
+    # Among splits that are equal up to rounding, take the one with the fewest from the top.
     good = candidate & (spread >= best * (1.0 - 1e-12))
     i = tl.max(tl.where(good, low, 0), 0)
     from_below = tl.where(n > k, i, n)

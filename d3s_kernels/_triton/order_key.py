@@ -1,4 +1,4 @@
-"""Floats as integers of the same order, as ``csrc/core/order_key.h`` has them."""
+"""Keys: integers that have the order of the floats, as in ``csrc/core/order_key.h``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import triton.language as tl
 
 ABSENT = tl.constexpr(0)  # masked, or NaN
 ZERO_KEY = tl.constexpr(0x80000000)
-NO_KEY = tl.constexpr(0xFFFFFFFF)  # above that of any float
+NO_KEY = tl.constexpr(0xFFFFFFFF)  # above the key of any float
 
 
 @triton.jit
 def order_key(value):
-    """uint32: larger float, larger key; -0 and 0 share one; NaN is absent."""
+    """The uint32 key: a larger float has a larger key, -0 and 0 share one, and NaN has ABSENT."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     key = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     return tl.where(value == value, key, ABSENT)

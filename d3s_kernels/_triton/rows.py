@@ -1,4 +1,4 @@
-"""How the rows of logits lie in memory, and what else each row has, as the kernels take them."""
+"""The layout of rows of logits in memory, and the rows' temperatures, as arguments of kernels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .softmax_state import NAN
 
-# Arguments of row_start that are not specialised: strides change with the length of a batch, and STEP says what there
-# is to know of them.
+# Arguments of row_start on which no kernel is specialised: strides change with the length of a batch, and STEP gives
+# their alignment.
 PLACE = ("inner", "outer_stride", "inner_stride")
-MOST_COLUMNS = 2**31 - 2**17  # a place in a row, and past its end, is an int32
+MOST_COLUMNS = 2**31 - 2**17  # places in a row, and a block past its end, fit an int32
 
 
 class Rows(NamedTuple):
@@ -28,12 +28,12 @@ class Rows(NamedTuple):
     outer_stride: int
     inner_stride: int
     vector: int  # elements in 16 bytes
-    aligned: bool  # every row begins at a multiple of 16 bytes, and then a lane's elements come in one load
+    aligned: bool  # whether every row begins at a multiple of 16 bytes: then one load has a lane's elements
 
     @classmethod
     def of(cls, logits: Tensor) -> Rows:
         steps = _steps(logits)
-        if len(steps) > 2:  # three dimensions or more that do not step evenly: a copy costs a pass
+        if len(steps) > 2:  # more steps than the kernels take: copy, which costs a pass
             logits = logits.contiguous()
             steps = _steps(logits)
         (_, outer_stride), (inner, inner_stride) = [(1, 0)] * (2 - len(steps)) + steps
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
         return cls(logits, total, columns, inner, outer_stride, inner_stride, vector, aligned)
 
     def place(self, name: str = "logits", prefix: str = "") -> dict[str, Any]:
-        """The arguments of ``row_start``. Strides count in STEPs, from which Triton sees how a row is aligned."""
+        """The arguments of ``row_start``. Strides are in units of STEP, from which Triton sees a row's alignment."""
         step = self.vector if self.aligned else 1
         return {
             name: self.tensor,
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
 
 def _steps(logits: Tensor) -> list[tuple[int, int]]:
-    """(size, stride) of the leading dimensions, of which those that step evenly are one."""
+    """(size, stride) of the leading dimensions, where neighbours with one common stride are merged."""
     steps: list[tuple[int, int]] = []
     for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
         if size == 1:
@@ -72,12 +72,12 @@ def _steps(logits: Tensor) -> list[tuple[int, int]]:
 
 @triton.jit
 def row_start(logits, row, inner, outer_stride, inner_stride, STEP: tl.constexpr):
-    """The row is int64 and comes first: a stride times STEP may be more than the int32 of a stride in STEPs holds."""
+    """The row is int64 and comes first in each product, since a stride (int32) times STEP might overflow."""
     return logits + (row // inner) * outer_stride * STEP + (row % inner) * inner_stride * STEP
 
 
 def temperature_arguments(number: float, tensor: Tensor | None) -> dict[str, Any]:
-    """A number travels as the bits of a float: as a float it would be float64 to kernels that Inductor launches."""
+    """A number is passed as the bits of a float32: kernels that Inductor launches would take a float as float64."""
     (bits,) = struct.unpack("i", struct.pack("f", number))
     if tensor is None:
         return {"temperatures": None, "temperature_bits": bits, "PER_ROW": False}
@@ -86,7 +86,7 @@ def temperature_arguments(number: float, tensor: Tensor | None) -> dict[str, Any
 
 @triton.jit
 def temperature_of(row, temperatures, bits, PER_ROW: tl.constexpr):
-    """Of rows; NaN for one that was not checked and is not good: so is all that comes of it."""
+    """The temperatures of rows. An unchecked one that is not valid becomes NaN, and so do the results of its row."""
     if temperatures is None:
         return (bits + 0 * row).to(tl.int32).to(tl.float32, bitcast=True)
     else:

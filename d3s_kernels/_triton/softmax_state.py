@@ -1,7 +1,7 @@
-"""The softmax state (m, S, T) of ``csrc/core/softmax_state.h`` in Triton; what is said there of special values holds.
+"""The softmax state (m, S, T) of ``csrc/core/softmax_state.h`` in Triton, with the same results for special values.
 
-Sums have one order, whatever layout Triton chooses: a lane adds its elements one after the other, as the code says, and
-lanes are reduced in one dimension. So a row has the same bits wherever it lies.
+Sums have one order, whatever layout Triton chooses: a lane adds its elements one after the other, in the order of the
+code, and lanes are reduced in one dimension. So a row has the same bits at any address.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ LOG2_E = tl.constexpr(1.44269504088896340736)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 NAN = tl.constexpr(float("nan"))
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the maximum of no logits: not -inf, since -inf - -inf would be NaN
-# Below this, 2^d is 0 in float32. The product of a -inf logit with its e = 0 is taken with this in its place: -inf * 0
-# would be NaN. NaN reaches the sums through e.
+# Below this, 2^d is 0 in float32. It replaces the distance of a -inf logit in the product with e = 0, since -inf * 0
+# would be NaN. NaN still reaches the sums through e.
 LOWEST_DISTANCE = tl.constexpr(-200.0)
 
 
 @triton.jit
 def add(m, s, scaled_t, z, scale):
-    """The states of lanes with the elements ``z`` added, a tuple: one exponential for each, and one for all.
+    """The states of lanes with the elements ``z``, a tuple, added: one exponential for each element, and one for all.
 
-    ``scaled_t`` is T times ``scale``, which is log2(e) / temperature: distances in powers of 2.
+    ``scaled_t`` is T times ``scale``, which is log2(e) / temperature: distances are then exponents of 2.
     """
     top = m
     for i in tl.static_range(len(z)):
         top = tl.maximum(top, z[i])
     move = (m - top) * scale
     factor = tl.exp2(move)
-    scaled_t = factor * tl.fma(tl.where(factor > 0, move, 0.0), s, scaled_t)  # a move of -inf with a factor of 0 is NaN
+    scaled_t = factor * tl.fma(tl.where(factor > 0, move, 0.0), s, scaled_t)  # a move of -inf times 0 would be NaN
     s = factor * s
     for i in tl.static_range(len(z)):
         distance = (z[i] - top) * scale
@@ -41,7 +41,7 @@ def add(m, s, scaled_t, z, scale):
 
 @triton.jit
 def merge_lanes(m, s, scaled_t, scale):
-    """One state (m, S, T), as scalars, of the states of all lanes."""
+    """Merges the states of all lanes into one state (m, S, T) of scalars."""
     top = tl.max(m, 0)
     s, t = rebase(m, s, tl.div_rn(scaled_t, s * 0.0 + scale), top, scale)
     return top, tl.sum(s, 0), tl.sum(t, 0)
@@ -57,7 +57,7 @@ def rebase(m, s, t, top, scale):
 
 @triton.jit
 def merge(m, s, t, other_m, other_s, other_t, scale):
-    """The state of two stretches of a row together."""
+    """The state of two stretches of a row, merged."""
     top = tl.maximum(m, other_m)
     s, t = rebase(m, s, t, top, scale)
     other_s, other_t = rebase(other_m, other_s, other_t, top, scale)
@@ -67,17 +67,17 @@ def merge(m, s, t, other_m, other_s, other_t, scale):
 @triton.jit
 def finish(s, t, temperature):
     """Entropy and log S."""
-    undefined = (s < 0.5) | (t != t)  # all -inf or no logits at all; NaN or +inf
+    undefined = (s < 0.5) | (t != t)  # only -inf or no logits at all; or NaN or +inf
     s = tl.where(undefined, NAN, s)
     log_sum = tl.log(s)
     mean = tl.div_rn(t, temperature * s)
-    entropy = log_sum - tl.where(mean > -1e-30, 0.0, mean)  # the remains of -inf logits; NaN stays
+    entropy = log_sum - tl.where(mean > -1e-30, 0.0, mean)  # a residue of -inf logits becomes 0; NaN stays
     return tl.where(entropy < 0, 0.0, entropy), log_sum
 
 
 @triton.jit
 def exponential(x):
-    """e^x to the last place, as ``csrc/core/exponential.h`` has it: the device's is too coarse where 1 - p counts."""
+    """e^x to the last place, as in ``csrc/core/exponential.h``: the device's own is too inaccurate for 1 - p."""
     inside = tl.where(x < -104.0, -104.0, tl.where(x > 89.0, 89.0, x))
     total = inside * 1.44269504 + 12582912.0
     n = total - 12582912.0
@@ -102,9 +102,9 @@ def power_of_two(n):
 
 @triton.jit
 def load_columns(row, begin, end, LANES: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, EDGE: tl.constexpr):
-    """float32; at an edge -inf from ``end`` on."""
+    """The columns in float32. With EDGE, elements from ``end`` on are -inf."""
     lane = tl.arange(0, LANES)[:, None] * VECTOR
-    if STEP == VECTOR:  # aligned: one wide load, whose elements a thread holds all
+    if STEP == VECTOR:  # aligned: one wide load, and one thread holds all of its elements
         places = begin + lane + tl.arange(0, VECTOR)[None, :]
         return _split_columns(_load(row, places, end, EDGE))
     else:
@@ -139,5 +139,5 @@ def _split_columns(z):
 
 @triton.jit
 def _halves(z):
-    """The columns of even number, and those of odd."""
+    """The even columns and the odd columns."""
     return tl.split(tl.reshape(z, [z.shape[0], z.shape[1] // 2, 2]))

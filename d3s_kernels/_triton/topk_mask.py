@@ -1,9 +1,10 @@
 """topk_mask and the selection of tokens in Triton: a program for each segment, which it holds in registers.
 
-What the k largest order keys reach is found bit by bit, from the highest: a bit is set where at least k keys reach it.
+The bound that the k largest order keys reach is found bit by bit, from the highest bit on: a bit is set if at least k
+keys reach the bound with it.
 
-Segments here are rows that are short enough, or all of a batch that is. There is no kernel here for longer ones, nor
-for those that offsets name, since nobody but the device knows how long they are: then the ops return NotImplemented.
+A segment is a row that is short enough, or a whole batch that is. There is no kernel for longer segments, nor for
+those of offsets, since only the device knows how long they are: the ops then return NotImplemented.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .launch import EXACT, contiguous, smallest, warps
 from .logprob_entropy import row_statistics
 from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, order_key_value
 
-# The longest segment of a program, and its threads: up to 32 keys to each, which its registers hold.
+# The longest segment of a program, and its threads. The registers of a thread hold up to 32 keys.
 SIZES = ((1024, 128), (4096, 256), (8192, 512), (16384, 512))
 LARGEST = SIZES[-1][0]
 DOUBLE_SLACK = tl.constexpr(1 - 2.0**-50)  # 1 - kDoubleSlack and kFloatSlack of csrc/core/quota.h
@@ -29,7 +30,7 @@ FLOAT_SLACK = tl.constexpr(1 - 2.0**-21)
 
 @triton.jit
 def share(ratio, slack, present):
-    """ceil(ratio present), at least 1, at most all; none by a ratio that was not checked and is not good."""
+    """ceil(ratio * present), at least 1 and at most all; 0 for an unchecked ratio that is not valid."""
     wanted = tl.ceil(ratio.to(tl.float64) * present.to(tl.float64) * slack)
     k = tl.where(wanted < present.to(tl.float64), wanted, present.to(tl.float64)).to(tl.int64)
     return tl.where((ratio > 0) & (ratio <= 1), tl.maximum(k, tl.minimum(present, 1)), 0)
@@ -37,7 +38,7 @@ def share(ratio, slack, present):
 
 @triton.jit
 def number(k, present, times):
-    """k for each of ``times`` segments, at most all; none by a number that was not checked and is below 1."""
+    """k for each of ``times`` segments, at most all; 0 for an unchecked k below 1."""
     return tl.where(k < 1, 0, tl.minimum(tl.minimum(k, present) * times, present))
 
 
@@ -59,7 +60,7 @@ def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
 
 @triton.jit
 def keys_of(scores, advantages, mask, index, inside, PER_TOKEN: tl.constexpr):
-    """The order keys of a segment's scores, or of |A| * H; or what comes as keys (int32)."""
+    """The order keys of a segment's scores, or of |A| * H. Scores in int32 are keys already."""
     value = tl.load(scores + index, mask=inside, other=0)
     if scores.dtype.element_ty == tl.int32:
         key = value.to(tl.uint32, bitcast=True)
@@ -96,11 +97,11 @@ def select_top(
     kept = quota_of(present, ratio_bits, ratio, k, k_tensor, times).to(tl.int32)
     bound = lower_bound(keys, present, kept)
     if counts is not None:
-        reaching = keys >= tl.maximum(bound, 1)  # without what is absent
+        reaching = keys >= tl.maximum(bound, 1)  # without absent values
         if DROP_ZEROS:
             reaching = reaching & (keys != ZERO_KEY)
         lowest = order_key_value(tl.min(tl.where(reaching, keys, NO_KEY), 0))
-    # Above it all are kept, of those that equal it the first ones.
+    # All keys above the bound are kept, and the first ones of those that equal it.
     above = keys > bound
     ties = (keys == bound).to(tl.int32)
     wanted = kept - tl.sum(above.to(tl.int32), 0)
@@ -118,7 +119,7 @@ def select_top(
 def lower_bound(keys, present, kept):
     """A bound that exactly ``kept`` keys reach or, where keys tie, the key of the tie; found bit by bit.
 
-    The bits that all keys share need no look, and where the number is met the bits that are left need none.
+    The search skips the bits that all keys share, and stops as soon as exactly ``kept`` keys reach the bound.
     """
     highest = tl.max(keys, 0)
     differing = highest ^ tl.min(tl.where(keys == ABSENT, NO_KEY, keys), 0)
@@ -150,7 +151,7 @@ def _select(
     advantages: Tensor | None = None,
     with_counts: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The mask of segments that fit; count and threshold of each."""
+    """The mask of segments that fit a program; count and threshold of each."""
     device, segments = scores.device, torch.Size(()) if pooled else shape[:-1]
     out = torch.empty(shape, dtype=torch.bool, device=device)
     counts = torch.empty(segments, dtype=torch.int32, device=device) if with_counts else None
@@ -169,7 +170,7 @@ def _select(
 
 
 def _spread(advantages: Tensor, shape: torch.Size) -> Tensor:
-    """Advantages for each token, of those for each or for each row."""
+    """The advantages expanded to ``shape``: one for each token, or one for each row."""
     if advantages.dim() == len(shape) - 1:
         advantages = advantages.unsqueeze(-1)
     return advantages.expand(shape).contiguous()
@@ -182,7 +183,7 @@ def _quota(
     k_tensor: Tensor | None = None,
     times: int = 1,
 ) -> dict[str, Any]:
-    """A ratio that is a number travels as its bits: no float is an argument of a kernel."""
+    """The quota as kernel arguments. A ratio that is a number is passed as its bits, since no kernel takes a float."""
     (bits,) = struct.unpack("q", struct.pack("d", ratio or 0.0))
     return {"ratio_bits": bits, "ratio": ratio_tensor, "k": k, "k_tensor": k_tensor, "times": times}
 
@@ -246,7 +247,7 @@ def select_tokens_from_logits(
             entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
         )
         return chosen, entropy, count, threshold
-    # The keys come with the entropies: no other kernel reads these, the mask and the advantages again.
+    # One kernel writes keys and entropies, so that no other kernel reads entropies, mask and advantages again.
     keys = torch.empty(shape, dtype=torch.int32, device=logits.device)
     each = shape.numel() // max(1, advantages.numel())
     entropy = row_statistics(

@@ -1,1 +1,1 @@
-"""Selection inside trainers, a module for each; none is imported before you ask for it."""
+"""Selection inside trainers: one module per trainer, imported only on request."""

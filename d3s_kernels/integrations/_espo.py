@@ -1,4 +1,4 @@
-"""What ESPO puts into a trainer's loss: a ratio, a clip range and a weight for each token."""
+"""The per-token terms of ESPO's loss, for any trainer: ratio, clip range and weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ..ratios import adaptive_clip, entropy_groups, importance_ratio
 
 
 class EspoTerms(NamedTuple):
-    """float32 ``[B, T]`` each; only ``ratio`` has a gradient, in ``logprob``."""
+    """What :func:`espo_terms` returns: float32 ``[B, T]`` each. Only ``ratio`` has a gradient, with respect to
+    ``logprob``.
+    """
 
     ratio: Tensor
     epsilon: Tensor
@@ -32,26 +34,26 @@ def espo_terms(
 ) -> EspoTerms:
     """The terms of ESPO's objective (arXiv 2512.00499, eq. 5), for a loss that takes the mean over a sequence's tokens.
 
-    Eq. 5 takes the mean over the sequence's groups of the mean over the group's tokens of
-    ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)``. So that the mean over the sequence's tokens of ``weight`` times
-    that is the same, a token of a group of m tokens weighs ``n / (K m)``, in a sequence of n tokens and K groups.
-    A group without a token counts in no mean.
+    Eq. 5 averages ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)`` over the tokens of each group, and then over the
+    groups of the sequence. The loss averages over the tokens of the sequence instead. The result is the same if each
+    token is weighted: in a sequence of n tokens and K groups, a token in a group of m tokens has the weight
+    ``n / (K m)``. K counts only groups that have a token.
 
     Args:
         logprob: ``[B, T]``, float32, bfloat16 or float16.
         old_logprob: the same shape; a constant.
-        entropy: the same shape: the old policy's, nats. A token whose entropy is NaN is in no group.
-        mask: bool, the same shape: the completions' tokens.
+        entropy: the same shape: the entropy of the old policy, in nats. A token with a NaN entropy is in no group.
+        mask: bool, the same shape: true at the tokens of the completions.
         quantiles: as in :func:`d3s_kernels.entropy_groups`.
         alpha, vocab_size: as in :func:`d3s_kernels.adaptive_clip`.
         denominator: as in :func:`d3s_kernels.importance_ratio`.
 
     Returns:
-        the group's ratio, with the token's share of its gradient; the group's epsilon; the weight. Outside the mask,
-        and for a token in no group: 1 without a gradient, 0 and 0.
+        For each token: the ratio of its group, with the token's share of the gradient; the epsilon of its group; its
+        weight. Outside the mask, and for a token in no group: 1 without a gradient, 0 and 0.
 
     Raises:
-        ValueError, TypeError: as those three.
+        ValueError, TypeError: as the three functions above.
     """
     groups = entropy_groups(entropy, mask, quantiles)
     ratio = importance_ratio(logprob, old_logprob, mask, level="entropy_group", groups=groups, denominator=denominator)

@@ -1,4 +1,4 @@
-"""What the options of D3S take, in every trainer."""
+"""The values that each option of D3S accepts, in every trainer."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "importance_sampling_level": _one_of("token", "sequence", "entropy_group"),
     "entropy_source": _one_of("old", "update", "surprisal"),
 }
-_TAKES |= {f"espo_{name}": _TAKES[name] for name in ("quantiles", "alpha", "denominator")}  # TRL's options are one list
+_TAKES |= {f"espo_{name}": _TAKES[name] for name in ("quantiles", "alpha", "denominator")}  # TRL has no sections
 
 
 def check_options(values: Mapping[str, Any], section: str = "") -> None:
-    """Raises a ValueError that names the first option with a value it does not take, with its section before it."""
+    """Raises a ValueError for the first option with a bad value; the message names it, with ``section`` before it."""
     for key, value in values.items():
         fits, takes = _TAKES[key]
         if not fits(value):
@@ -63,7 +63,7 @@ def check_options(values: Mapping[str, Any], section: str = "") -> None:
 
 
 def schedule_of(options: Any) -> DownSamplingSchedule:
-    """The schedule that options of these names stand for."""
+    """The schedule that a trainer's options describe."""
     start = Budget(options.rollouts_start, options.token_ratio_start)
     end = Budget(options.rollouts_end, options.token_ratio_end)
     return DownSamplingSchedule(start, end, options.schedule_shape)

@@ -1,4 +1,4 @@
-"""Which queries to train on: the plan of sGPO, the sampler that serves it, and the profile that it is made from."""
+"""Which queries to train on: the profile of the initial policy, sGPO's plan from it, and the sampler for the plan."""
 
 from .plan import EVERY_PHASE, NOT_TRAINED, RolloutPlan, plan_rollouts
 from .profile import load_profile

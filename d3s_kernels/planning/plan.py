@@ -26,19 +26,19 @@ NOT_TRAINED = -1
 """The phase of a query that is not trained on."""
 
 EVERY_PHASE = -2
-"""The phase, and the group size, of a kept unsolved query: it is served in each phase, with that phase's group size."""
+"""The phase and the group size of a kept unsolved query: every phase serves it, with the group size of that phase."""
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutPlan(Generic[Array]):
-    """What :func:`plan_rollouts` decided. Arrays are int64, one number for each query, of the kind of ``successes``.
+    """The result of :func:`plan_rollouts`. Arrays are int64, one number per query, of the same kind as ``successes``.
 
     Attributes:
-        group_size: rollouts of the query; 0 where it is not trained on; ``EVERY_PHASE`` (-2) for a kept unsolved query,
-            which has no size of its own: it takes that of the phase it is served in.
-        phase: the rank of the query's group size among those that occur, from 0, the easy ones; ``NOT_TRAINED`` (-1);
-            or ``EVERY_PHASE`` for a kept unsolved query.
-        phase_sizes: the group size of each phase, ascending. As many as there are phases; none is empty.
+        group_size: rollouts of the query; 0 if it is not trained on; ``EVERY_PHASE`` (-2) for a kept unsolved query,
+            which takes the group size of the phase that serves it.
+        phase: the phase of the query, from 0 (the smallest group size, the easiest queries); ``NOT_TRAINED`` (-1); or
+            ``EVERY_PHASE`` for a kept unsolved query.
+        phase_sizes: the group size of each phase, ascending. Every phase has at least one query of its own.
     """
 
     group_size: Array
@@ -46,7 +46,7 @@ class RolloutPlan(Generic[Array]):
     phase_sizes: tuple[int, ...]
 
     def queries(self, phase: int) -> Array:
-        """The queries served in ``phase``, ascending: its own, and all kept unsolved ones. int64."""
+        """The queries that ``phase`` serves, int64, ascending: its own queries and all kept unsolved ones."""
         phase = whole_number("phase", phase)
         if not 0 <= phase < len(self.phase_sizes):
             raise ValueError(f"phase: got {phase}; takes 0 to {len(self.phase_sizes) - 1}")
@@ -69,27 +69,27 @@ def plan_rollouts(
     With p = successes / samples, the rate at which the initial policy solves a query:
 
     - p > ``trivial_above``: trivial, not trained on.
-    - p = 0: unsolved. A random ``keep_unsolved`` of them is served in every phase with its group size; the rest is not
-      trained on.
-    - else a group of about 1 / p, in which one success is expected. "buckets" takes the largest of ``group_sizes`` that
-      is at most 1 / p, or the smallest; "inverse_success_rate" takes 1 / p rounded up, between the smallest and the
-      largest. Queries of one size are a phase, and small groups come first.
+    - p = 0: unsolved. A random share ``keep_unsolved`` of them is served in every phase with its group size; the rest
+      is not trained on.
+    - Otherwise: a group of about 1 / p, in which one success is expected. "buckets" takes the largest of
+      ``group_sizes`` that is at most 1 / p, or the smallest if none is; "inverse_success_rate" takes 1 / p rounded up,
+      clamped to the smallest and the largest. Queries with the same size form a phase, and small groups come first.
 
     p is never rounded: 7 of 10 is not above 0.7. The paper profiles with 8 samples at one temperature, and has buckets
-    for powers of two. What it leaves open is decided here:
+    for powers of two. These rules cover what the paper leaves open:
 
-    - Other numbers of samples, and of sizes: the same two comparisons, exactly.
-    - Which unsolved queries are kept: exactly ``keep_unsolved`` times their number, rounded half up, drawn by ``seed``
-      once for all phases.
-    - A group size that no query has is no phase. Without any phase, since nothing is solved that is not trivial, kept
-      queries are served nowhere, and a :class:`PlanSampler` refuses the plan.
+    - Other numbers of samples and other sizes use the same two comparisons, with exact fractions.
+    - The number of kept unsolved queries is ``keep_unsolved`` times their number, rounded half up. They are drawn with
+      ``seed`` once for all phases.
+    - A group size without a query has no phase. If every query is trivial or unsolved, there is no phase at all: kept
+      queries are never served, and :class:`PlanSampler` refuses the plan.
 
     Args:
         successes: ``[queries]``, whole numbers: a tensor or NumPy array of any integer dtype.
-        samples: how many samples they are of, at least 1: a number, or ``[queries]`` of the kind of ``successes``.
+        samples: the number of samples, at least 1: one number for all, or ``[queries]`` of the kind of ``successes``.
         trivial_above: in [0, 1].
         keep_unsolved: in [0, 1].
-        group_sizes: whole numbers from 2 on, ascending: in a group of one no advantage differs from 0.
+        group_sizes: whole numbers of at least 2, ascending: in a group of one the advantage is always 0.
         rule: "buckets" or "inverse_success_rate".
         seed: any whole number.
 
@@ -116,7 +116,7 @@ def plan_rollouts(
         raise ValueError(f"rule: got {rule!r}; takes one of {', '.join(map(repr, _RULES))}")
     seed = whole_number("seed", seed)
 
-    size_of = {  # once for each pair that occurs: they are few
+    size_of = {  # computed once per distinct pair: there are few
         (successes_, samples_): _RULES[rule](successes_, samples_, sizes)
         for successes_, samples_ in set(profile)
         if successes_ > 0 and Fraction(successes_, samples_) <= trivial
@@ -148,7 +148,7 @@ _RULES: dict[str, Callable[[int, int, Sequence[int]], int]] = {
 
 
 def _profile(successes: Array, samples: int | Array) -> list[tuple[int, int]]:
-    """Successes and samples of each query, checked."""
+    """The successes and samples of each query, checked."""
     solved = _counts("successes", successes)
     if isinstance(samples, numbers.Integral) and not isinstance(samples, bool):
         sampled = [int(samples)] * len(solved)
@@ -171,8 +171,8 @@ def _profile(successes: Array, samples: int | Array) -> list[tuple[int, int]]:
 
 
 def _counts(name: str, values: Any) -> list[int]:
-    """Of a 1-D tensor or NumPy array of whole numbers."""
-    numpy = sys.modules.get("numpy")  # there if an array was given: torch does without it
+    """The values of a 1-D tensor or NumPy array of whole numbers, as a list."""
+    numpy = sys.modules.get("numpy")  # imported already if an array was given; torch does not need it
     if isinstance(values, Tensor):
         whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
     elif numpy is not None and isinstance(values, numpy.ndarray):
@@ -188,7 +188,7 @@ def _counts(name: str, values: Any) -> list[int]:
 
 
 def _share(name: str, value: float) -> Fraction:
-    """The number as it is written: 0.1 is a tenth."""
+    """The number as a fraction of its decimal text: 0.1 is exactly one tenth."""
     require_number(**{name: value})
     if value is None or not 0 <= value <= 1:
         raise ValueError(f"{name}: got {value}; takes a number in [0, 1]")

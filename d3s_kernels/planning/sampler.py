@@ -1,4 +1,4 @@
-"""Serves the queries of a plan to a trainer, phase after phase, and goes on where a checkpoint stopped."""
+"""Serves the queries of a plan to a trainer, phase after phase, and can continue from a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ class PlanSampler(Sampler[int]):
     """The queries of a :class:`RolloutPlan`, for a DataLoader: all phases in order, shuffled within each epoch.
 
     One pass is the whole curriculum: ``epochs`` times the queries of phase 0, then those of phase 1, and so on. The
-    order depends on ``seed``, phase and epoch alone, and is the same on every machine. A pass begins at the start;
-    after ``load_state_dict`` the next one goes on at the saved row, and has no rows if that was the end.
+    order depends only on ``seed``, phase and epoch, and is the same on every machine. A pass begins at the first row.
+    After ``load_state_dict`` the next pass continues at the saved row; if that was the end, it has no rows.
 
-    With ``batch_size`` the number of a phase's rows is a multiple of it, so that batches of that size, cut by the
-    loader, lie within one phase. Nothing is dropped: the last batch of a phase is filled up with the first queries of a
-    further epoch, which are thereby served once more.
+    With ``batch_size`` the number of rows of each phase is a multiple of it. So batches of that size, as the loader
+    makes them, never mix two phases. No row is dropped: the last batch of a phase is filled with the first queries of
+    one more epoch, which are served once more.
 
-    **Where a pass stands** is the number of rows handed out, and that is what ``state_dict()`` saves. torchdata's
-    StatefulDataLoader (verl's) saves it as it was for the batch that the trainer has, whatever its workers have fetched
-    already. A plain DataLoader with workers draws rows ahead of the trainer, by up to ``num_workers * prefetch_factor``
-    batches, and accelerate's draws one batch ahead: ``state_dict()``, ``phase`` and ``group_size`` are ahead as well.
-    A trainer knows how many rows it has had, and says so: ``state_dict(consumed=rows)``, ``phase_at(row)``. One that
-    skips by itself what it has had, as transformers' does, needs no state.
+    **The position of a pass** is the number of rows it has served, and ``state_dict()`` saves it. torchdata's
+    StatefulDataLoader (used by verl) saves the position of the batch that the trainer has, even if its workers have
+    already fetched more. A plain DataLoader with workers reads ahead of the trainer by up to
+    ``num_workers * prefetch_factor`` batches, and accelerate's reads one batch ahead. Then ``state_dict()``, ``phase``
+    and ``group_size`` are ahead too. A trainer that knows its number of consumed rows can pass it:
+    ``state_dict(consumed=rows)``, ``phase_at(row)``. A trainer that skips consumed rows itself, like transformers',
+    needs no state.
 
     Args:
         plan: with at least one phase.
         epochs: how often each phase serves its queries, at least once: a number, or one for each phase.
         seed: any whole number.
-        repeat: serves each query ``group_size`` times in a row, for trainers that take a row for each rollout (TRL's
-            RepeatSampler), and not once.
+        repeat: whether to serve each query ``group_size`` times in a row, for trainers that take one row per rollout
+            (TRL's RepeatSampler), instead of once.
         batch_size: rows of the loader's batches; with ``repeat`` a multiple of each phase's group size.
 
     Attributes:
-        starts: the first row of each phase. ``sampler.load_state_dict(sampler.state_dict(sampler.starts[1]))`` has the
-            next pass begin with phase 1, for a trainer that sees phase 0 converge.
+        starts: the first row of each phase. A trainer that sees phase 0 converge can start the next pass with phase 1:
+            ``sampler.load_state_dict(sampler.state_dict(sampler.starts[1]))``.
 
     Raises:
-        ValueError, TypeError: a plan without a phase; epochs, seed, repeat or batch_size that are none of these; a
-            state that was saved with another plan or other arguments.
+        ValueError, TypeError: a plan without a phase; a bad value of epochs, seed, repeat or batch_size; a state that
+            was saved with another plan or other arguments.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -93,7 +94,7 @@ class PlanSampler(Sampler[int]):
         self._continues = False
 
     def __len__(self) -> int:
-        """Rows of a whole pass, wherever it begins."""
+        """The rows of a complete pass, even if the next pass continues in the middle."""
         return self._rows
 
     def __iter__(self) -> Iterator[int]:
@@ -103,7 +104,7 @@ class PlanSampler(Sampler[int]):
 
     @property
     def phase(self) -> int:
-        """The phase of the row that was handed out last; before the first one, of the first."""
+        """The phase of the last row that was served, or of the first row if none was."""
         return self.phase_at(max(self._position - 1, 0))
 
     @property
@@ -119,14 +120,14 @@ class PlanSampler(Sampler[int]):
         return bisect_right(self.starts, row) - 1
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Where the pass stands: after the rows handed out, or after ``consumed`` rows where a loader draws ahead."""
+        """The position of the pass: after the rows served, or after ``consumed`` rows where a loader reads ahead."""
         position = self._position if consumed is None else whole_number("consumed", consumed)
         if not 0 <= position <= len(self):
             raise ValueError(f"consumed: got {consumed}; takes 0 to {len(self)}")
         return {"position": position, **self._identity}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Has the next pass go on where ``state_dict`` was saved."""
+        """Makes the next pass continue at the position saved in ``state_dict``."""
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict: got {type(state_dict).__name__}; takes what state_dict() returned")
         if missing := {"position", *self._identity} - set(state_dict):
@@ -142,7 +143,7 @@ class PlanSampler(Sampler[int]):
         self._position, self._continues = position, True
 
     def _serve(self, start: int) -> Iterator[int]:
-        self._continues = False  # now that the pass is used: loaders make some that they do not use
+        self._continues = False  # only when the first row is read: loaders make iterators that they never read
         for served, query in enumerate(self._from_row(start), start + 1):
             self._position = served
             yield query
@@ -181,7 +182,7 @@ def _for_each_phase(epochs: int | Sequence[int], phases: int) -> tuple[int, ...]
 
 
 def _batch_size(batch_size: int | None, group_sizes: Sequence[int]) -> int:
-    """1 where none is given: a batch of one row lies in one phase anyway."""
+    """The checked batch size; 1 if none is given, since a batch of one row never mixes phases."""
     if batch_size is None:
         return 1
     batch_size = whole_number("batch_size", batch_size, at_least=1)

@@ -1,4 +1,4 @@
-"""Orders drawn at random that are the same everywhere and stay so."""
+"""Random orders that are the same on every machine and with every version of the libraries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def shuffled(count: int, *key: object) -> Tensor:
-    """The numbers below ``count``, int64, in an order drawn by ``key``.
+    """The numbers below ``count``, int64, in a random order seeded by ``key``.
 
-    A restart has to find the order it left, perhaps under newer libraries. Python promises that ``random()`` gives the
-    same numbers in every release; torch and NumPy promise nothing of the kind for their permutations.
+    A restart needs the same order again, perhaps under newer libraries. Python guarantees the same numbers from
+    ``random()`` in every release; torch and NumPy give no such guarantee for their permutations.
     """
     generator = random.Random("/".join(map(str, key)))
     drawn = [generator.random() for _ in range(count)]

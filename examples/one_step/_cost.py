@@ -1,4 +1,4 @@
-"""What a piece of code costs: seconds, and the memory it needs beyond what was in use before."""
+"""Measures the cost of a piece of code: seconds, and the memory beyond what was in use before."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _STATUS = Path("/proc/self/status")
 
 
 class Costs:
-    """Seconds and peak extra bytes of named stages. A stage may be left and entered again: its seconds are added up.
+    """Seconds and peak extra bytes of named stages. A stage can be entered several times; its seconds are added up.
 
-    Memory is the process's resident set: its high-water mark above its size when the stage was first entered. So what a
-    forward leaves for its backward counts, and a library's own buffers count as much as tensors.
+    Memory is measured on the process's resident set: its peak minus its size when the stage was first entered. This
+    includes what a forward stores for its backward, and the internal buffers of libraries.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Costs:
 
     @classmethod
     def of_runs(cls, runs: list[Costs]) -> Costs:
-        """The same work several times: the shortest time, the least disturbed by others, and the largest memory."""
+        """Combines repeated runs of the same work: the shortest (least disturbed) time and the largest memory."""
         result = cls()
         for stage in runs[0].seconds:
             result.seconds[stage] = min(run.seconds[stage] for run in runs)
@@ -47,7 +47,7 @@ class Costs:
 
 
 def _resident(field: str) -> int:
-    """VmRSS: resident now; VmHWM: its high-water mark."""
+    """Bytes of the resident set: VmRSS is its current size, VmHWM its peak."""
     try:
         line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
     except FileNotFoundError:
@@ -56,14 +56,14 @@ def _resident(field: str) -> int:
 
 
 def _return_freed_memory() -> None:
-    """Gives the heap's free pages back to the system: reused ones would hide memory that a piece of code needs."""
-    with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
+    """Returns free heap pages to the system: if code reused them, the memory that it needs would not be seen."""
+    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 @contextlib.contextmanager
 def _peak_resident() -> Iterator[Callable[[], int]]:
-    """The high-water mark of the code inside: the kernel's own, or samples of it where that cannot be reset."""
+    """Measures the peak of the code inside: the kernel's own peak, or sampled if that one cannot be reset."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

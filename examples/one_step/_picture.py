@@ -1,4 +1,4 @@
-"""The picture: which tokens of which rollouts were kept, coloured by |advantage| x entropy."""
+"""The picture of the kept tokens and rollouts, coloured by |advantage| x entropy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RIGHT, WRONG = "#2e9d5b", "#c9433f"
 
 
 def save_picture(path: Path, task: Task, batch: Rollouts, entropy: Tensor, points: list[Point]) -> None:
-    """Above, the whole batch at each point of the schedule; below, one group at the middle point, with its text."""
+    """Draws the whole batch at each point of the schedule; below it, one group at the middle point, with its text."""
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     scores = (batch.advantages.abs()[:, None] * entropy).numpy()
     kept = np.concatenate([scores[point.ours.tokens.numpy()] for point in points])
@@ -72,7 +72,7 @@ def draw_batch(figure: SubFigure, batch: Rollouts, scores: np.ndarray, scale: No
 
 
 def draw_group(axes: Axes, task: Task, batch: Rollouts, scores: np.ndarray, scale: Normalize, point: Point) -> None:
-    """The group of which most tokens were kept."""
+    """Draws the group with the most kept tokens."""
     group = int(batch.grouped(point.ours.tokens.sum(1)).sum(1).argmax())
     group_size = len(batch) // len(batch.questions)
     members = range(group * group_size, (group + 1) * group_size)
@@ -93,7 +93,7 @@ def draw_group(axes: Axes, task: Task, batch: Rollouts, scores: np.ndarray, scal
 
 
 def cell_colours(batch: Rollouts, scores: np.ndarray, scale: Normalize, step: Step) -> np.ndarray:
-    """[B, T, 3]; white behind the end of an answer."""
+    """The colour of each token, [B, T, 3]; white after the end of an answer."""
     mask, rollouts, tokens = batch.mask.numpy(), step.rollouts.numpy(), step.tokens.numpy()
     colours = np.ones((*mask.shape, 3))
     colours[mask] = to_rgb(DROPPED)
@@ -103,7 +103,7 @@ def cell_colours(batch: Rollouts, scores: np.ndarray, scale: Normalize, step: St
 
 
 def draw_rewards(axes: Axes, batch: Rollouts, members: range | None = None) -> None:
-    """A square before each rollout: whether its answer is right."""
+    """Draws a square before each rollout that shows whether its answer is right."""
     rewards = batch.rewards[list(members)] if members else batch.rewards
     colours = [RIGHT if reward else WRONG for reward in rewards.tolist()]
     axes.scatter(np.full(len(colours), -1.2), np.arange(len(colours)), c=colours, marker="s", s=12, clip_on=False)

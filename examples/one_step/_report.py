@@ -1,4 +1,4 @@
-"""What `make step` says about what it did. Every figure it prints was measured in this run."""
+"""The text that `make step` prints. Every number in it was measured in this run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import d3s_kernels as d3s
 if TYPE_CHECKING:
     from _run import Point
 
-LEAST_SPREAD = 1.0  # nats, between the entropy's 5th and 95th percentile
-TOLERANCE = 5e-4  # relative: a float32 log_softmax over so many tokens is itself up to that far from float64
+LEAST_SPREAD = 1.0  # nats between the entropy's 5th and 95th percentile
+TOLERANCE = 5e-4  # relative; a float32 log_softmax over this vocabulary differs by up to this much from float64
 
 
 def heading(console: Console, text: str) -> None:
@@ -43,7 +43,7 @@ def model(console: Console, model: Qwen2ForCausalLM, losses: list[float]) -> Non
 
 
 def rollouts(console: Console, task: Task, batch: Rollouts, entropy: Tensor) -> None:
-    """The sampled batch; ends the run if there is nothing to select in it."""
+    """Describes the sampled batch; ends the run if all entropies or all rewards are too similar for a selection."""
     rewards = batch.grouped(batch.rewards)
     groups, group_size = rewards.shape
     heading(console, "2. Its rollouts")
@@ -89,7 +89,7 @@ def schedule(
 
 
 def costs(console: Console, batch: Rollouts, points: list[Point], everything: Step) -> None:
-    """The table, a step in each row, and what it comes to."""
+    """Prints the table with one step in each row, and a summary."""
     heading(console, "4. One training step: what it keeps, and what that costs")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("\nstep", no_wrap=True)
@@ -145,13 +145,13 @@ def _memory(size: int) -> str:
 
 
 def _ratios(theirs: Step, ours: Step) -> tuple[float, float]:
-    """How many times as much time, selection and LM head together, and memory, at the higher of their peaks."""
+    """Ratios of theirs to ours: the time of selection and LM head together, and the larger of their memory peaks."""
     time = sum(theirs.costs.seconds.values()) / sum(ours.costs.seconds.values())
     return time, max(theirs.costs.peak_bytes.values()) / max(ours.costs.peak_bytes.values())
 
 
 def agreement(console: Console, batch: Rollouts, entropy: Tensor, points: list[Point]) -> None:
-    """Whether both steps come to the same; ends the run if not."""
+    """Checks that both steps have the same result; ends the run if not."""
     scores = batch.advantages.abs()[:, None] * entropy
     for point in points:
         ours, plain = point.ours, point.plain

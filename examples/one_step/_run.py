@@ -1,4 +1,4 @@
-"""`make step` from warm-up to picture: what happens when. `_task`, `_step` and `_cost` do it, `_report` says it."""
+"""The sequence of `make step`, from warm-up to picture. `_task`, `_step` and `_cost` do the work, `_report` prints."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PROGRESS = (0.0, 0.5, 1.0)
 
 @dataclass
 class Point:
-    """A point of the schedule, and the same step there twice."""
+    """A point of the schedule, with the same step done in two ways."""
 
     progress: float
     ours: Step
     plain: Step
-    gradient_error: float  # of ours, relative to plain
+    gradient_error: float  # of ours relative to plain
 
 
 def run(seed: int, out: Path, short: bool, console: Console) -> None:
@@ -76,7 +76,7 @@ def entropy_of(model: Qwen2ForCausalLM, batch: Rollouts) -> Tensor:
 
 
 def scaled_schedule(console: Console) -> d3s.DownSamplingSchedule:
-    """The paper's schedule, whose numbers are for groups of 32, for groups of this size."""
+    """The paper's schedule, which is for groups of 32, scaled to this group size."""
     paper = d3s.DownSamplingSchedule()
     start, end = (
         d3s.Budget(budget.rollouts * GROUP_SIZE // PAPER_GROUP_SIZE, budget.token_ratio)
@@ -90,8 +90,8 @@ def scaled_schedule(console: Console) -> d3s.DownSamplingSchedule:
 def measured(
     model: Qwen2ForCausalLM, batch: Rollouts, schedule: d3s.DownSamplingSchedule, repeats: int, console: Console
 ) -> tuple[list[Point], Step]:
-    """Every point of the schedule, and the plain step that keeps everything; `repeats` times in turns."""
-    compared(model, batch, schedule, 0.0)  # what comes first also loads code and touches buffers: not measured
+    """Measures each point of the schedule, and the plain step that keeps everything, in turns, `repeats` times."""
+    compared(model, batch, schedule, 0.0)  # not counted: the first call also loads code and allocates buffers
     points: dict[float, list[Point]] = {progress: [] for progress in PROGRESS}
     everything = []
     for progress in track([*PROGRESS, None] * repeats, "Measuring", **bar(console)):
@@ -112,5 +112,5 @@ def compared(model: Qwen2ForCausalLM, batch: Rollouts, schedule: d3s.DownSamplin
     plain = plain_step(model, batch, schedule(progress), train_on=ours)
     point = Point(progress, ours, plain, relative_error(ours.gradients, plain.gradients))
     for step in (ours, plain):
-        step.gradients.clear()  # two tables of the vocabulary's size
+        step.gradients.clear()  # they are large: two tables of the vocabulary's size
     return point

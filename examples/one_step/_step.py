@@ -1,7 +1,7 @@
 """One policy-gradient step on a batch of rollouts: in plain PyTorch, and with d3s_kernels.
 
-Both forward the kept rollouts only, and share loss and body. On-policy, as here, GRPO's ratio of probabilities is 1 and
-its gradient is that of -A * logprob. What is measured is the selection, and the LM head from the hidden states to the
+Both forward only the kept rollouts, and share the loss and the model's body. The step is on-policy, so GRPO's ratio is
+1 and its gradient is that of -A * logprob. Measured are the selection and the LM head, from the hidden states to the
 gradients of its weight and of the hidden states.
 """
 
@@ -25,7 +25,7 @@ SELECTION = CHOOSE_ROLLOUTS, CHOOSE_TOKENS
 
 @dataclass
 class Step:
-    """What a step chose, and what it computed."""
+    """The choice and the results of a step."""
 
     rollouts: Tensor  # bool [B]
     tokens: Tensor  # bool [B, T]
@@ -40,15 +40,15 @@ def d3s_step(model: Qwen2ForCausalLM, batch: Rollouts, budget: d3s.Budget) -> St
         rollouts = d3s.select_rollouts(batch.grouped(batch.advantages), budget.rollouts, scope="batch").flatten()
     kept = batch[rollouts]
     hidden = completion_hidden(model, kept)
-    head_input = hidden.detach().requires_grad_()  # cuts the graph in two, to measure the head alone
+    head_input = hidden.detach().requires_grad_()  # cuts the graph, so that the head is measured alone
 
     with costs.of(LM_HEAD):
         logprob, entropy = d3s.linear_logprob_entropy(head_input, model.lm_head.weight, kept.labels, mask=kept.mask)
     with costs.of(CHOOSE_TOKENS):
         chosen = d3s.select_tokens(entropy.detach(), kept.advantages, budget.token_ratio, mask=kept.mask, scope="batch")
     with costs.of(LM_HEAD):
-        # Detached, a dropped token's gradient is exactly 0 whatever else a trainer's loss adds to it (a KL term, say),
-        # and the head's backward skips it.
+        # Detaching makes the gradient of a dropped token exactly 0, even if a trainer's loss has more terms (such as
+        # KL), and the head's backward skips it.
         logprob = torch.where(chosen.mask, logprob, logprob.detach())
         loss = policy_loss(logprob, kept.advantages[:, None], chosen.mask)
         loss.backward()
@@ -60,11 +60,11 @@ def d3s_step(model: Qwen2ForCausalLM, batch: Rollouts, budget: d3s.Budget) -> St
 def plain_step(
     model: Qwen2ForCausalLM, batch: Rollouts, budget: d3s.Budget | None = None, train_on: Step | None = None
 ) -> Step:
-    """The step as a trainer writes it today; without a budget it keeps everything.
+    """The step in plain PyTorch, as trainers do it today; without a budget it keeps everything.
 
-    Padding never enters its LM head, as in the best trainers, so that what differs is not padding. After choosing its
-    own rollouts and tokens it trains on those of `train_on`: rollouts of one prompt begin alike, so scores are often
-    equal but for rounding, and the losses of two steps compare only on the same tokens.
+    Padding does not enter its LM head, as in the best trainers, so that padding makes no difference in the comparison.
+    It chooses its own rollouts and tokens, but then trains on those of `train_on`. Rollouts of one prompt begin alike,
+    so many scores are equal except for rounding, and losses can be compared only on the same tokens.
     """
     costs = Costs()
     rollouts = torch.ones(len(batch), dtype=torch.bool)
@@ -95,7 +95,7 @@ def plain_step(
 
 
 def completion_hidden(model: Qwen2ForCausalLM, batch: Rollouts) -> Tensor:
-    """The body's output [B, T, hidden] at the positions that predict a completion's tokens."""
+    """The output of the model's body, [B, T, hidden], at the positions that predict the completions' tokens."""
     hidden: Tensor = model.model(input_ids=batch.tokens[:, :-1], use_cache=False).last_hidden_state
     return hidden[:, -batch.labels.shape[1] :]
 
@@ -106,13 +106,13 @@ def policy_loss(logprob: Tensor, advantages: Tensor, tokens: Tensor) -> Tensor:
 
 
 def plain_max_variance(values: Tensor, keep: int) -> Tensor:
-    """Of all subsets of `keep` values one of largest variance: the lowest and the highest, at the best split (PODS)."""
+    """A subset of `keep` values with the largest variance: the lowest and the highest ones at the best split (PODS)."""
     order = values.argsort(stable=True)
     best, largest = order[:keep], -1.0
     for low in range(keep + 1):
         subset = torch.cat([order[:low], order[len(order) - keep + low :]])
         variance = values[subset].double().var().item()
-        if variance >= largest * (1 - 1e-12):  # among equals the fewest from the top, as d3s_kernels does
+        if variance >= largest * (1 - 1e-12):  # on ties the fewest from the top, like d3s_kernels
             best, largest = subset, variance
     return torch.zeros_like(values, dtype=torch.bool).index_fill_(0, best, True)
 
@@ -129,6 +129,6 @@ def taken_gradients(model: Qwen2ForCausalLM) -> list[Tensor]:
 
 
 def relative_error(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Of two gradients of the whole model, in norm."""
+    """The relative error, in norm, between two gradients of the whole model."""
     difference = math.hypot(*(float(torch.dist(a, b)) for a, b in zip(ours, theirs, strict=True)))
     return difference / math.hypot(*(float(b.norm()) for b in theirs))

@@ -1,9 +1,9 @@
-"""What `make step` trains on: a task whose answers can be checked, a small Qwen2 that half knows it, and its rollouts.
+"""The task of `make step`, whose answers can be checked; a small Qwen2 that can partly do it; and its rollouts.
 
 The task is the sum of two numbers below 50, spelled by place value ("47" is the two tokens "40 7"). A demonstration
-opens with a few free words, then either works the sum out step by step or just guesses, which is mostly wrong. So a
-warmed-up model is certain of some tokens (copied digits, punctuation), at a loss for others (the free words, a guess),
-and makes one choice that decides most of its reward: whether to work the sum out.
+begins with a few free words. Then it either works the sum out step by step, or guesses, mostly wrong. So a warmed-up
+model is certain of some tokens (copied digits, punctuation) and unsure of others (the free words, a guess). One choice
+decides most of its reward: whether to work the sum out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VOCABULARY = 151_936  # Qwen2's
 NO_TARGET = -100
 MAX_COMPLETION = 32
 
-LARGEST_SUM = 159  # that has tokens: a guess may overshoot
+LARGEST_SUM = 159  # the largest sum that has tokens; a guess may be larger than any right answer
 OPENERS = [
     "okay",
     "hmm",
@@ -56,7 +56,7 @@ def ones(number: int) -> str:
 
 
 class Task:
-    """Questions, demonstrations and the verifier; and the token table: text <-> ids in Qwen2's vocabulary."""
+    """Questions, demonstrations, the verifier, and the token table that maps texts to ids in Qwen2's vocabulary."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -64,7 +64,7 @@ class Task:
         words = ["<bos>", "<eos>", "<pad>", "+", "=", ",", ".", ":", "step", "by", "just", "guess", "carry", "answer"]
         self.texts = list(dict.fromkeys([*words, *numbers, *OPENERS, *CHEERS]))
         self.row = {text: row for row, text in enumerate(self.texts)}  # its row in the table
-        self.ids = torch.tensor(self.rng.sample(range(VOCABULARY), len(self.texts)))  # scattered, as a tokenizer's are
+        self.ids = torch.tensor(self.rng.sample(range(VOCABULARY), len(self.texts)))  # scattered, like a tokenizer's
         self.text_of = dict(zip(self.ids.tolist(), self.texts, strict=True))
         self.bos, self.eos, self.pad = (int(self.ids[self.row[text]]) for text in ("<bos>", "<eos>", "<pad>"))
 
@@ -91,7 +91,7 @@ class Task:
         return ["answer", tens(total), ones(total), ".", "<eos>"]
 
     def read(self, labels: torch.Tensor) -> list[str]:
-        """A completion's text; "?" for the tokens of the vocabulary that the task does not use."""
+        """The texts of a completion's tokens; "?" for tokens that the task does not use."""
         return [self.text_of.get(label, "?") for label in labels.tolist() if label != NO_TARGET]
 
     def reward(self, a: int, b: int, completion: list[str]) -> float:
@@ -101,9 +101,9 @@ class Task:
 
 
 def new_model(task: Task) -> Qwen2ForCausalLM:
-    # The body is small enough to warm up in seconds on two cores; the vocabulary, which makes an LM head expensive,
-    # is the real one. The head is not tied to the embedding (as in Qwen2.5 from 7B on): its weight has a gradient of
-    # its own, so that what is measured as the head's cost is the head's alone.
+    # The body is small enough to warm up in seconds on two cores. The vocabulary, which makes an LM head expensive, is
+    # the real one. The head is not tied to the embedding (as in Qwen2.5 from 7B on). So its weight has its own
+    # gradient, and the measured cost is that of the head alone.
     config = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -123,9 +123,9 @@ def new_model(task: Task) -> Qwen2ForCausalLM:
 def warm_up(model: Qwen2ForCausalLM, task: Task, steps: int, batch_size: int = 32, lr: float = 5e-3) -> Iterator[float]:
     """Supervised training on demonstrations; yields the loss after every step.
 
-    The task uses under a hundred tokens, so only their rows of the embedding and of the LM head are trained. All other
-    tokens must become unlikely too: each step puts a random sample of them into the softmax, where each stands for as
-    many others (a sampled softmax). With the full vocabulary a step would take seconds.
+    The task uses fewer than a hundred tokens, so only their rows of the embedding and of the LM head are trained. All
+    other tokens must become unlikely too. So each step adds a random sample of them to the softmax, weighted to
+    represent all of them (a sampled softmax). With the full vocabulary a step would take seconds.
     """
     sampled = 512
     stands_for = math.log((VOCABULARY - len(task.texts)) / sampled)
@@ -156,7 +156,7 @@ def warm_up(model: Qwen2ForCausalLM, task: Task, steps: int, batch_size: int = 3
 
 
 def demonstrations(task: Task, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels, as rows of the token table; no target on the prompt and on padding."""
+    """Inputs and labels, as rows of the token table; the prompt and padding have no target."""
     questions = [task.question() for _ in range(count)]
     texts = [(task.prompt(a, b), task.demonstration(a, b)) for a, b in questions]
     length = max(len(prompt) + len(completion) for prompt, completion in texts)
@@ -171,10 +171,10 @@ def demonstrations(task: Task, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A batch of completions, each with its reward and advantage; those of one question (a group) are neighbours."""
+    """A batch of completions with rewards and advantages; the completions of one question (a group) are consecutive."""
 
     tokens: torch.Tensor  # [B, prompt + T]
-    labels: torch.Tensor  # [B, T], NO_TARGET behind the end of a completion
+    labels: torch.Tensor  # [B, T], NO_TARGET after the end of a completion
     rewards: torch.Tensor  # [B]
     advantages: torch.Tensor  # [B]
     questions: list[tuple[int, int]]  # one for each group
@@ -198,7 +198,7 @@ class Rollouts:
 def sample_completions(
     model: Qwen2ForCausalLM, task: Task, questions: list[tuple[int, int]], group_size: int
 ) -> Iterator[torch.Tensor]:
-    """`group_size` completions for each question, at temperature 1 from the full vocabulary.
+    """Samples `group_size` completions for each question, at temperature 1 from the full vocabulary.
 
     Yields all sequences so far, [B, prompt + t], after every token.
     """
@@ -208,7 +208,7 @@ def sample_completions(
     cache = DynamicCache(config=model.config)
     for _ in range(MAX_COMPLETION):
         hidden = model.model(input_ids=new, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
-        # by inverting the cumulative distribution: one random number for a row, where multinomial draws one per token
+        # Inverting the cumulative distribution takes one random number per row; multinomial draws one per logit.
         cumulative = model.lm_head(hidden).softmax(-1).cumsum(-1)
         point = torch.rand(len(tokens), 1) * cumulative[:, -1:]
         new = torch.searchsorted(cumulative, point, right=True).clamp(max=VOCABULARY - 1)

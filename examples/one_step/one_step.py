@@ -1,4 +1,4 @@
-"""One step of D3S on rollouts of a small language model: `make step`, or this file with --help."""
+"""One step of D3S on rollouts of a small language model: run `make step`, or this file with --help."""
 
 import argparse
 import os
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-# Threads that wait sleep instead of spinning: on a machine that others use too, spinning slows everybody down several
-# times over. Read by OpenMP when torch is imported.
+# Waiting threads sleep instead of spinning: on a shared machine, spinning makes all processes several times slower.
+# OpenMP reads this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-WIDTH = 100  # of the text
+WIDTH = 100  # of the text, in characters
 
 INTRODUCTION = """\
 [bold]What this shows.[/] In reinforcement learning of a language model (GRPO) the model answers every prompt several
@@ -33,7 +33,7 @@ def main() -> None:
     console = Console(highlight=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     console.print(" ".join(INTRODUCTION.split()))
-    from _run import run  # torch and transformers take seconds to import: after the first words, not before
+    from _run import run  # after the first output, since torch and transformers take seconds to import
 
     run(arguments.seed, arguments.out, arguments.short, console)
 

@@ -1,4 +1,4 @@
-"""The one batch that all pictures of docs/methods.md show, and two of whose sequences have been trained on since."""
+"""The batch that all pictures of docs/methods.md show, with log-probabilities before and after some updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = 24
 REWARDS = torch.tensor(
     [
         [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0],
-        [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],  # without spread: no advantage
+        [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],  # all equal: every advantage is 0
         [0.62, 0.10, 0.35, 0.90, 0.41, 0.05, 0.77, 0.48],
         [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0],
     ]
@@ -30,10 +30,10 @@ LENGTHS = torch.tensor(
 )
 ADVANTAGES = d3s.group_advantages(REWARDS)
 
-# Python's own random numbers are the same in all its versions, torch's need not be.
+# Python's random numbers are the same in all its versions; torch's may change.
 _random = random.Random(7)
 
-# Of the tokens: those of every second rollout that D3S keeps.
+# Tokens are shown only for every second rollout that D3S keeps.
 _kept = d3s.select_rollouts(ADVANTAGES, KEEP)
 TOKEN_ADVANTAGES = ADVANTAGES[_kept][1::2]
 SEQUENCES = len(TOKEN_ADVANTAGES)
@@ -41,7 +41,7 @@ TOKEN_MASK = torch.arange(TOKENS) < torch.tensor([24, 17, 22, 24, 20, 13]).unsqu
 
 
 def _like_a_models() -> float:
-    """Nats: nearly sure of most tokens, undecided at a few."""
+    """A random entropy in nats, similar to a model's: near 0 for most tokens, large for a few."""
     return 2.8 * _random.random() ** 6 + 0.002
 
 
@@ -52,8 +52,8 @@ GROUPS = d3s.entropy_groups(ENTROPY, TOKEN_MASK)
 def moved() -> tuple[Tensor, Tensor]:
     """Log-probabilities of the tokens after and before some updates.
 
-    A token moves the more, the less certain it was. Over the thousands of tokens of a real sequence that nearly
-    cancels; here it is made to, in each group of tokens, but for a rest on the side of the advantage.
+    Tokens with high entropy move more. Over the thousands of tokens of a real sequence these moves nearly cancel. These
+    short sequences are shifted so that the moves in each entropy group have a small mean in the advantage's direction.
     """
     old = -ENTROPY - 0.01
     shift = torch.tensor([[_random.gauss(0, 1) for _ in range(TOKENS)] for _ in range(SEQUENCES)])

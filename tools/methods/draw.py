@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/methods.md: what each method chooses from one small batch, by asking the library."""
+"""Draws the pictures of docs/methods.md: the library's choices from one small batch, with each method."""
 
 from __future__ import annotations
 

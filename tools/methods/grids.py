@@ -1,4 +1,4 @@
-"""A grid for each rule: its rows are groups or sequences, its cells rollouts or tokens, and kept ones are framed."""
+"""Draws a grid for each rule: a row is a group or sequence, a cell a rollout or token; kept cells have a frame."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DROPPED = 0.3  # opacity
 @dataclass(frozen=True)
 class Panel:
     title: str
-    values: Tensor  # of each cell: its colour
-    kept: Tensor | None  # where a choice is made
-    text: Sequence[Sequence[str]] | None = None  # of each cell
-    shown: Tensor | None = None  # cells that are there
-    rows: Sequence[str] = ()  # what the rows are called
+    values: Tensor  # the value of each cell, which sets its colour
+    kept: Tensor | None  # kept cells; None if the panel shows no choice
+    text: Sequence[Sequence[str]] | None = None  # the text of each cell
+    shown: Tensor | None = None  # cells to draw; None for all
+    rows: Sequence[str] = ()  # labels of the rows
 
 
 def draw_grids(
@@ -77,7 +77,7 @@ def draw_cell(axes: Axes, panel: Panel, row: int, column: int, colour: tuple[flo
 
 
 def in_words(panel: Panel) -> str:
-    """The numbers in the cells, or a dot, with an asterisk where a cell is kept."""
+    """The text of each cell, or a dot, with an asterisk if the cell is kept."""
     text = panel.text or [["."] * panel.values.shape[1]] * panel.values.shape[0]
     kept = panel.values.new_zeros(panel.values.shape) if panel.kept is None else panel.kept
     rows = (

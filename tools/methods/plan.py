@@ -1,4 +1,4 @@
-"""sGPO's plan: the group size that a success rate gets, and which queries each phase serves."""
+"""Draws sGPO's plan: the group size for each success rate, and the queries that each phase serves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from style import INK, PALE, PHASES, new_figure, save
 import d3s_kernels as d3s
 
 SAMPLES = 8
-FINE = 2000  # samples, for the lines
-# Queries by their successes, the hard ones first, as a profile of a small model might have it.
+FINE = 2000  # samples for the smooth lines
+# The successes of each query, hard queries first, similar to a profile of a small model.
 QUERIES = torch.tensor([0] * 10 + [1] * 6 + [2] * 5 + [3] * 4 + [4] * 4 + [5] * 3 + [6] * 3 + [7] * 2 + [8] * 3)
 
 
@@ -38,7 +38,7 @@ def draw_sizes(axes: Axes) -> None:
     for successes, (size, phase) in enumerate(zip(plan.group_size.tolist(), plan.phase.tolist(), strict=True)):
         if phase >= 0:
             axes.plot(successes / SAMPLES, size, "o", color=PHASES[phase], markersize=9)
-            beside = (-24, -14) if size > 2 else (0, -17)  # clear of the lines
+            beside = (-24, -14) if size > 2 else (0, -17)  # does not overlap the lines
             place = successes / SAMPLES, size
             axes.annotate(f"{successes} of {SAMPLES}", place, beside, textcoords="offset points", ha="center")
     axes.axvspan(0.75, 1.02, color=PALE, alpha=0.35, linewidth=0)
@@ -51,7 +51,7 @@ def draw_sizes(axes: Axes) -> None:
 
 
 def draw_phases(axes: Axes, plan: d3s.RolloutPlan) -> None:
-    """A row for each phase, a cell for each query that it serves."""
+    """Draws a row for each phase, with a coloured cell for each query that it serves."""
     for phase, size in enumerate(plan.phase_sizes):
         served = plan.queries(phase).tolist()
         for query in range(len(QUERIES)):

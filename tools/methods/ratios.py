@@ -1,4 +1,6 @@
-"""How ratios of tokens, sequences and entropy groups differ for the same log-probabilities, and what is clipped."""
+"""Draws how the ratios of tokens, sequences and entropy groups differ for the same log-probabilities, and what is
+clipped.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ CLIPPED = "#c51b20"
 class Level:
     title: str
     ratio: Tensor
-    low: Tensor  # how far below 1 a ratio may be
-    high: Tensor
+    low: Tensor  # how far a ratio may be below 1
+    high: Tensor  # how far a ratio may be above 1
 
     @property
     def clipped(self) -> Tensor:
-        """Where the minimum in PPO's objective takes the constant: no gradient."""
+        """The tokens for which the minimum in PPO's objective is the clipped, constant term: they have no gradient."""
         up = (TOKEN_ADVANTAGES > 0).unsqueeze(-1) & (self.ratio > 1 + self.high)
         down = (TOKEN_ADVANTAGES < 0).unsqueeze(-1) & (self.ratio < 1 - self.low)
         return (up | down) & TOKEN_MASK

@@ -1,4 +1,4 @@
-"""Which rollouts each rule keeps of the batch, and what advantages are before and after the choice."""
+"""Draws the rollouts that each rule keeps of the batch, and the advantages before and after the choice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw_advantages(path: Path) -> None:
 
 
 def rollout_panels() -> list[Panel]:
-    """A row of panels for each rule: the batch pooled, each group, and what goes without a rule of its own."""
+    """A row of panels for each rule: with scope "batch", with scope "group", and a third with another method."""
     spread = (ADVANTAGES != 0).any(-1, keepdim=True).expand_as(REWARDS)
     success = REWARDS.mean(-1, keepdim=True).expand_as(REWARDS)
     efficiency = REWARDS / LENGTHS
@@ -86,5 +86,5 @@ def panel(title: str, kept: Tensor | None, numbers: Tensor, form: str = "{:.2f}"
 
 
 def short(number: str) -> str:
-    """Without zeros that say nothing."""
+    """The number without redundant zeros."""
     return number.replace("-0.", "-.").removesuffix(".00").removesuffix(".0").removeprefix("0") or "0"

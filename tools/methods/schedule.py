@@ -1,4 +1,4 @@
-"""D3S's budget as training goes on, in its three shapes."""
+"""Draws D3S's budget over the course of training, for its three shapes."""
 
 from __future__ import annotations
 

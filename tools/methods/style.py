@@ -1,4 +1,4 @@
-"""What the pictures have in common: a look of their own, and words in the file that say what is drawn."""
+"""The common style of the pictures, and the text in each file that describes what is drawn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 10.0
 
 
 def new_figure(height: float) -> Figure:
-    mpl.rcdefaults()  # whatever the user's own settings are
+    mpl.rcdefaults()  # independent of the user's settings
     mpl.rcParams.update(
         {
             "font.size": 9,
@@ -35,11 +35,13 @@ def new_figure(height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path, drawn: str) -> None:
-    """With ``drawn`` in the file: tests compare it, since pixels differ from one matplotlib to the next."""
+    """Saves the picture with the text ``drawn`` in the file. Tests compare the text, since pixels differ between
+    versions of matplotlib.
+    """
     drawing = BytesIO()
     figure.savefig(drawing, dpi=120)
     words = PngInfo()
     words.add_text("Description", drawn)
     picture = Image.open(drawing).convert("RGB")
-    few_colours = picture.quantize(200, dither=Image.Dither.NONE)  # a third in size
+    few_colours = picture.quantize(200, dither=Image.Dither.NONE)  # a third of the file size
     few_colours.save(path, optimize=True, pnginfo=words)

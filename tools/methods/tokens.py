@@ -1,4 +1,4 @@
-"""Which tokens each rule keeps of some sequences of the batch."""
+"""Draws the tokens that each rule keeps in some sequences of the batch."""
 
 from __future__ import annotations
 

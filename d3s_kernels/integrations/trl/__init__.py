@@ -1,8 +1,8 @@
-"""D3S in TRL: :class:`D3STrainer` in the place of ``GRPOTrainer``, :class:`D3SConfig` in that of ``GRPOConfig``.
+"""D3S in TRL: :class:`D3STrainer` replaces ``GRPOTrainer``, :class:`D3SConfig` replaces ``GRPOConfig``.
 
-No loss is copied. Rollouts are chosen between TRL's generation and its update. Tokens are chosen as TRL scores them:
-the log-probabilities that it gets are those of all tokens, so ratios, clipping and KL are what they were; but gradient
-flows through the kept tokens alone, and so the LM head's backward costs only those.
+TRL computes its own loss; no loss is copied here. Rollouts are chosen between TRL's generation and its update. Tokens
+are chosen when TRL scores them. TRL still gets the log-probabilities of all tokens, so ratios, clipping and KL do not
+change. But gradient flows only through the kept tokens, so the LM head's backward computes only those.
 """
 
 import warnings
@@ -14,7 +14,7 @@ _OLDEST, _NEWEST = "1.15", "1.16"
 
 
 def _check_version(found: str) -> None:
-    """The hooks are methods that TRL keeps to itself: other versions may have others."""
+    """Refuses older versions and warns about newer ones: the trainer overrides private methods of TRL."""
     if Version(found) < Version(_OLDEST):
         raise ImportError(
             f"d3s_kernels.integrations.trl: found TRL {found}; takes {_OLDEST} to {_NEWEST} (before {_OLDEST} its "
@@ -28,7 +28,7 @@ def _check_version(found: str) -> None:
 
 _check_version(trl.__version__)
 
-from .config import D3SConfig  # noqa: E402  not before the check, which has the clearer message
+from .config import D3SConfig  # noqa: E402  after the check, whose message is clearer
 from .trainer import D3STrainer  # noqa: E402
 
 __all__ = ["D3SConfig", "D3STrainer"]

@@ -1,4 +1,4 @@
-"""D3S's options beside TRL's own."""
+"""The options of D3S, added to TRL's own."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from trl import GRPOConfig
 from ...schedule import DownSamplingSchedule
 from .._options import check_options, schedule_of
 
-ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # with PPO's clipping, whose range may be one for each token
+ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # with PPO's clipping; its range may differ by token
 
 
 @dataclass
 class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
-    """``GRPOConfig`` with D3S's options (arXiv 2509.22115); from the command line too, as ``GRPOConfig``'s own.
+    """``GRPOConfig`` with the options of D3S (arXiv 2509.22115). They can also be set on the command line, like
+    ``GRPOConfig``'s own.
 
     Raises:
-        ValueError: an option that is none of those it takes; ``top_entropy_quantile`` below 1, which would choose
-            tokens a second time; importance ratios of entropy groups with a loss that does not clip them.
+        ValueError: an option with a bad value; ``top_entropy_quantile`` below 1, which would choose tokens a second
+            time; importance ratios of entropy groups with a loss that does not clip them.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig
@@ -126,7 +127,7 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
     def __post_init__(self) -> None:
         super().__post_init__()
         own = {field.name for field in fields(D3SConfig)} - {field.name for field in fields(GRPOConfig)}
-        own.add("importance_sampling_level")  # TRL's, of which there is one more
+        own.add("importance_sampling_level")  # TRL's option, with one more value here
         check_options({name: getattr(self, name) for name in sorted(own)})
         if self.importance_sampling_level == "entropy_group" and self.loss_type not in ESPO_LOSSES:
             raise ValueError(
@@ -140,5 +141,5 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
             )
 
     def schedule(self) -> DownSamplingSchedule:
-        """How the budget grows."""
+        """The schedule of the budget of rollouts and tokens, for the trainer."""
         return schedule_of(self)

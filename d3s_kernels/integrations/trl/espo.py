@@ -1,4 +1,4 @@
-"""ESPO inside TRL's loss, without a change to it: TRL is given the numbers from which its own formulas make ESPO's."""
+"""ESPO inside TRL's unchanged loss: TRL gets inputs for which its own formulas compute ESPO's objective."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .rollouts import Batch
 
 
 def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:
-    """What a micro-batch has to hold so that TRL's ratios of tokens are ESPO's; and epsilon for each token.
+    """Returns the fields that turn TRL's token ratios of a micro-batch into ESPO's, and an epsilon for each token.
 
-    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio`` it is ESPO's, in value and gradient
-    (but that the gradient does not end where the ratio does, at e^10). In a loss that averages over each sequence
-    ("grpo") the advantages carry the weights that make it a mean over the sequence's groups, as in ESPO's objective; in
-    the others every token in a group counts alike.
+    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio`` it equals ESPO's ratio in value and
+    gradient. One difference remains: at the cap of e^10 ESPO's gradient is 0, and TRL's is not. In a loss that averages
+    over each sequence ("grpo") the advantages are multiplied by weights, which turn that average into ESPO's mean over
+    the sequence's groups. In the other losses all tokens of the groups have the same weight.
 
     Args:
-        batch: the micro-batch; its old log-probabilities and its entropies of the old policy, where it has them.
-        logprob, entropy: ``[B, T]``, those of the training forward, constants. They are the old policy's where the
-            batch has no others: it has not moved.
+        batch: the micro-batch, with old log-probabilities and entropies of the old policy if it has them.
+        logprob, entropy: ``[B, T]``, from the training forward, constants. They stand in for the old policy's where
+            the batch has none: the policy has not changed since.
     """
     old = batch.get("old_per_token_logps", logprob)
     terms = espo_terms(
@@ -37,7 +37,7 @@ def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, voc
         vocab_size=vocab_size,
     )
     moved: dict[str, Any] = {"old_per_token_logps": logprob - terms.ratio.log()}
-    if "sampling_per_token_logps" not in batch:  # TRL's off-policy mask falls back to the old ones
+    if "sampling_per_token_logps" not in batch:  # else TRL's off-policy mask would read the new "old" ones
         moved["sampling_per_token_logps"] = old
     weight = terms.weight if args.loss_type == "grpo" else (terms.weight > 0).float()
     moved["advantages"] = batch["advantages"].unsqueeze(1) * weight

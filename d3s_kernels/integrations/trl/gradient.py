@@ -1,4 +1,4 @@
-"""Gradient through the kept tokens alone, without a change to the loss that TRL computes."""
+"""Restricts the gradient to the kept tokens; the value of TRL's loss does not change."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from .rollouts import Batch
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """TRL's: the completion's tokens, without those of tools."""
+    """The mask of TRL's loss: the completion's tokens, without those of tools."""
     mask: Tensor = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 def only_through(kept: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """A hook for what a loss is computed from: kept tokens get their gradient, weighted; others exactly 0."""
+    """A backward hook for a loss's input: multiplies the gradient of kept tokens by ``weight``, sets others to 0."""
     return lambda gradient: torch.where(kept, gradient * weight, 0.0)
 
 
 def gradient_weights(loss_type: str, kept: Tensor, mask: Tensor, batch: Batch, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """What turns TRL's means over all tokens into means over the kept ones, by loss type.
+    """The factors that turn TRL's means over all tokens into means over the kept tokens, by loss type.
 
     Args:
         kept, mask: bool ``[B, T]``: the kept and the valid tokens of this process's micro-batch.
-        batch: for its counts over the generation batch of all processes, where tokens were chosen there.
-        totals: float ``[2]``: tokens kept, and all, in the micro-batch of all processes.
+        batch: the micro-batch. If tokens were chosen for the whole generation batch, it has their counts over all
+            processes.
+        totals: float ``[2]``: the numbers of kept and of all tokens in the micro-batches of all processes.
 
     Returns:
-        Weights of the loss's gradient, 0-d or ``[B, 1]``, and of the entropy bonus's, 0-d.
+        The weight of the loss's gradient, 0-d or ``[B, 1]``, and that of the entropy bonus's gradient, 0-d.
     """
     of_kept, of_all = kept.sum(dim=1, keepdim=True).float(), mask.sum(dim=1, keepdim=True).float()
     of_process = of_all.sum() / of_kept.sum().clamp(min=1)

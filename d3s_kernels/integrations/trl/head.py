@@ -1,8 +1,8 @@
-"""TRL's fused LM head, computed by :func:`d3s_kernels.linear_logprob_entropy`.
+"""Replaces TRL's fused LM head by :func:`d3s_kernels.linear_logprob_entropy`.
 
-TRL runs the model's body, and hands the hidden states that have a label to one function. Here that function is ours:
-no logits are held, and its backward computes only the rows whose gradient is not 0. All around it (MoE, PEFT, FSDP,
-VLMs) stays TRL's.
+TRL runs the model's body and passes the hidden states of labelled positions to one function. This module replaces that
+function. Ours stores no logits, and its backward computes only the rows with a non-zero gradient. Everything else
+(MoE, PEFT, FSDP, VLMs) stays TRL's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _said: set[str] = set()
 
 
 class _Head:
-    """Stands where TRL's ``ChunkedLogProbFunction`` stands: the same arguments and results."""
+    """Replaces TRL's ``ChunkedLogProbFunction``, with the same arguments and results."""
 
     @staticmethod
     def apply(
@@ -54,7 +54,8 @@ class _Head:
             return theirs
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-        # c tanh(s x / c) / T, with s, c and T TRL's scale, cap and temperature, is (c/s) tanh(x / (c/s)) / (T/s).
+        # TRL computes c tanh(s x / c) / T with scale s, cap c and temperature T. Ours has no scale, but this is the
+        # same as (c/s) tanh(x / (c/s)) / (T/s).
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         logprob, entropy = linear_logprob_entropy(
             hidden, weight, targets, bias=bias, temperature=temperature / logit_scale, logit_softcap=cap
@@ -65,7 +66,7 @@ class _Head:
 def _why_not(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, logit_scale: float, outputs: tuple[str, ...]
 ) -> str | None:
-    """What keeps our head from being used, or None."""
+    """The reason why our head cannot be used, or None if it can."""
     if hasattr(weight, "ds_id"):
         return "ZeRO-3 takes the head's weight away again before its backward"
     if weight.dtype not in _FLOATS or dtype not in _FLOATS:
@@ -82,14 +83,14 @@ def _why_not(
 
 _OURS = {
     "_ChunkedLogProbFunction": _Head,
-    # TRL packs the positions that have a label where its own kernels run; with ours, everywhere.
+    # TRL packs the labelled positions only on devices where its own kernels run. With our head it can do so everywhere.
     "_use_triton": lambda device: True,
 }
 
 
 @contextmanager
 def d3s_head() -> Iterator[None]:
-    """While this lasts, models with TRL's fused LM head are scored by ours; outside, nothing is changed."""
+    """Inside this context, models with TRL's fused LM head use our head; afterwards TRL's is restored."""
     module: dict[str, Any] = vars(trl_utils)
     theirs = {name: module[name] for name in _OURS if name in module}
     module.update((name, _OURS[name]) for name in theirs)

@@ -1,7 +1,7 @@
-"""Which rollouts of TRL's generation batch are trained on, and on which rank.
+"""Chooses the rollouts of TRL's generation batch to train on, and the rank that trains on each.
 
-TRL's generation batch is a dictionary: token tensors with a row for each rollout, images, and numbers. The rollouts of
-all ranks, rank after rank, are the groups one after another; a group may lie on two ranks.
+TRL's generation batch is a dictionary: token tensors with a row for each rollout, images, and numbers. Each rank holds
+consecutive rows of the whole batch, and each group is consecutive rows too; a group may lie on two ranks.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _BOTH = {"token_type_ids", "mm_token_type_ids"}
 
 
 def rows_to_keep(groups: int, n: int, keep: int, multiple: int) -> tuple[int, int]:
-    """Rollouts that a budget asks for, with ``keep`` of each group clamped to [2, n]; and rounded up to a multiple."""
+    """The number of rollouts a budget asks for, with ``keep`` clamped to [2, n]; and it rounded up to ``multiple``."""
     asked = min(max(keep, 2), n) * groups
     return asked, min(groups * n, -(-asked // multiple) * multiple)
 
 
 def choose_rollouts(advantages: Tensor, keep: int, scope: str, multiple: int, ranks: int | None = None) -> Tensor:
-    """Marks ``keep`` rollouts for each group, and as many more as it takes to reach a multiple of ``multiple``.
+    """Marks ``keep`` rollouts for each group, and more until their number is a multiple of ``multiple``.
 
     Args:
         advantages: ``[groups, n]``.
         keep: clamped to [2, n].
-        scope: "batch" pools all groups; "group" keeps the same number of each, and one more of those with the widest
-            spread where the multiple asks for it.
+        scope: "batch" pools all groups. "group" keeps the same number of each group; if ``multiple`` requires more, the
+            groups with the largest variance keep one more.
         multiple: divides ``groups * n``.
-        ranks: where given, each rank keeps as many, so that no rollout has to move. Those of all ranks vary together as
-            much as is found under that limit; if scope is "group" and no group lies on two ranks, each chooses from its
-            own groups.
+        ranks: if given, each rank keeps the same number of rollouts, so that no rollout has to move between ranks.
+            With scope "group", if no group lies on two ranks, each rank chooses from its own groups. Otherwise the
+            choice is the one with the largest variance over all ranks that was found under this restriction.
 
     Returns:
         bool ``[groups * n]``.
@@ -83,13 +83,13 @@ def _rows(value: Any, rows: Tensor) -> Any:
 
 
 def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: ProcessGroup | None) -> Batch:
-    """The kept rows; those of all ranks, the same number on each: what a rank has too many of goes where some are
-    missing, from device to device.
+    """The kept rows, the same number on every rank: ranks with too many send rows to ranks with too few, from device
+    to device.
 
     Args:
-        batch: this rank's rows. Where some move, no rank's have images.
-        kept: bool, which of them are kept; of all ranks together a multiple of their number.
-        process_group: all ranks, or None where there is one.
+        batch: this rank's rows. If any rows move, no rank's rows may have images.
+        kept: bool, marks the kept rows. Over all ranks their number is a multiple of the number of ranks.
+        process_group: all ranks, or None for a single process.
     """
     if process_group is None:
         return take(batch, kept.nonzero()[:, 0])
@@ -103,7 +103,7 @@ def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: Pro
 
 
 def _widened(rows: dict[str, Tensor], pad_token: int, process_group: ProcessGroup) -> dict[str, Tensor]:
-    """Each tensor as wide as it is where it is widest; what is new in width is padding."""
+    """Pads each tensor to its largest width over all ranks."""
     from ..._groups import ranks_of
 
     names = sorted(name for name, value in rows.items() if value.dim() > 1)
@@ -119,10 +119,10 @@ def _widened(rows: dict[str, Tensor], pad_token: int, process_group: ProcessGrou
 
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:
-    """Without the outer columns that are padding in every row: the longest prompt or completion may not be kept.
+    """Cuts the outer columns that are padding in every row: the longest prompt or completion may have been dropped.
 
-    Positions count from a row's first column, padding or not, so cutting on the left moves them all by the same number:
-    rotary embeddings see differences only.
+    Positions count from a row's first column, including padding. So a cut on the left shifts all positions by the same
+    number, which does not matter to rotary embeddings: they depend only on differences of positions.
     """
     prompt = _width(batch["prompt_mask"].flip(1), multiple)
     completion = _width(batch["completion_mask"], multiple)
@@ -145,6 +145,6 @@ def _width(mask: Tensor, multiple: int | None) -> int:
 
 
 def last_column(mask: Tensor) -> int:
-    """How many columns it takes to hold all that is marked; at least one."""
+    """The number of columns up to the last one with a mark; at least one."""
     places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return max(1, int((mask.any(dim=0) * places).amax()))

@@ -1,4 +1,4 @@
-"""``GRPOTrainer`` with D3S between its generation and its update."""
+"""``GRPOTrainer`` with D3S's choice of rollouts and tokens between generation and update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .rollouts import Batch, choose_rollouts, keep_rollouts, last_column, rows_t
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# What TRL's method takes of a batch beside its tokens.
+# The fields of a batch that TRL's scoring method takes in addition to the tokens.
 _IMAGES = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
@@ -37,34 +37,35 @@ class _Passes:
     """The passes without gradient that TRL makes over a generation batch, before its rewards are known."""
 
     def __init__(self, names: list[str]) -> None:
-        self.names = names  # of what they give, in their order
-        self.postponed: list[str] = []  # until the rollouts are chosen
+        self.names = names  # the batch fields that the passes fill, in the order of the passes
+        self.postponed: list[str] = []  # names of the passes that wait until the rollouts are chosen
         self.entropy: Tensor | None = None
 
 
 class D3STrainer(GRPOTrainer):  # type: ignore[misc]
     """``GRPOTrainer`` that trains on the rollouts and the tokens that D3S chooses. Same arguments, same methods.
 
-    After a generation batch has its advantages, rollouts are chosen over all processes (max variance), each process
-    gets the same number of rows, and the rest is forgotten: dropped rollouts enter no further forward, and no pass for
-    old or reference log-probabilities (but with vLLM's correction, which needs the old ones before). Then, from each
-    training forward or from one pass before the update (``entropy_from``), exactly the top share of tokens by
-    ``|advantage| * entropy``. The loss is TRL's own, whatever its type, of all valid tokens of the kept rollouts;
-    gradient flows through the kept tokens alone, times all / kept if ``loss_denominator="kept"``, counted where TRL's
-    denominator counts (``docs/trl.md`` has the table). KL and entropy bonus likewise. The value of the loss and the
-    clip metrics stay those of all tokens; but where the update skips what was dropped, a dropped token has a ratio of 1
-    in them, and the entropy of the pass before.
+    Rollouts: once a generation batch has its advantages, rollouts are chosen over all processes (max variance), and
+    each process gets the same number of rows. Dropped rollouts enter no later forward, and no pass for old or reference
+    log-probabilities. The one exception is vLLM's correction, which needs the old ones before the choice.
+
+    Tokens: exactly the top share by ``|advantage| * entropy`` is kept, with the entropy of each training forward or of
+    one pass before the update (``entropy_from``). The loss is TRL's own, of any type, over all valid tokens of the kept
+    rollouts, but gradient flows only through the kept tokens. With ``loss_denominator="kept"`` it is multiplied by
+    all / kept, counted over the same tokens as TRL's denominator (``docs/trl.md`` has the table). The same holds for KL
+    and the entropy bonus. The value of the loss and the clip metrics still cover all tokens. Where the update skips
+    dropped tokens, these count with a ratio of 1 and with the entropy of the earlier pass.
 
     Evaluation is TRL's.
 
-    Logged beside TRL's own: ``d3s/rollouts_kept`` (of all processes, a generation batch), ``d3s/zero_advantage`` and
-    ``d3s/zero_advantage_kept`` (share of the rollouts whose advantage is 0; all, and kept), and for each micro-batch of
-    all processes ``d3s/tokens_kept``, ``d3s/token_ratio``, ``d3s/threshold`` (the lowest kept score; by sequence, their
-    mean over those of the main process), ``d3s/entropy_kept``, ``d3s/entropy_dropped`` (means, nats);
-    ``d3s/num_tokens_kept`` sums up the tokens of the run.
+    Logged in addition to TRL's metrics. For each generation batch of all processes: ``d3s/rollouts_kept``;
+    ``d3s/zero_advantage`` and ``d3s/zero_advantage_kept`` (share of all and of the kept rollouts whose advantage is 0).
+    For each micro-batch of all processes: ``d3s/tokens_kept``, ``d3s/token_ratio``, ``d3s/threshold`` (the lowest kept
+    score; if each sequence has its own, the mean over the main process's sequences), ``d3s/entropy_kept`` and
+    ``d3s/entropy_dropped`` (means, nats). ``d3s/num_tokens_kept`` is the sum over the run so far.
 
     Raises:
-        TypeError: ``args`` that are no :class:`D3SConfig`.
+        TypeError: ``args`` is not a :class:`D3SConfig`.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
@@ -74,7 +75,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         1
     """
 
-    epsilon_low: Any  # TRL's, numbers; while it computes ESPO's loss one for each token
+    epsilon_low: Any  # TRL's numbers; while TRL computes ESPO's loss, tensors with a value for each token
     epsilon_high: Any
 
     def __init__(
@@ -87,15 +88,15 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             args = D3SConfig(f"{name.split('/')[-1]}-D3S")
         super().__init__(model, reward_funcs, args, *more, **options)
         if self._espo:
-            self.importance_sampling_level = "token"  # for TRL: its ratios of tokens are made ESPO's
+            self.importance_sampling_level = "token"  # what TRL sees: as_espo turns its token ratios into ESPO's
         self._schedule = args.schedule()
         self._warn_of_little_to_drop()
-        self._passes: _Passes | None = None  # while TRL makes a generation batch
-        self._loss_inputs: Batch | None = None  # while TRL computes a training loss
-        self._num_tokens_kept: int | None = None  # until the first micro-batch
+        self._passes: _Passes | None = None  # set only while TRL makes a generation batch
+        self._loss_inputs: Batch | None = None  # set only while TRL computes a training loss
+        self._num_tokens_kept: int | None = None  # None until the first micro-batch
 
     def _warn_of_little_to_drop(self) -> None:
-        """Where groups are small, or the batch of a device is: said once, by the main process."""
+        """Warns once, on the main process, if small groups or small device batches leave little to drop."""
         everything, n, multiple = self.args.generation_batch_size, self.num_generations, self._multiple
         for when, budget in (("start", self._schedule.start), ("end", self._schedule.end)):
             asked, kept = rows_to_keep(everything // n, n, budget.rollouts, multiple)
@@ -115,12 +116,12 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     @property
     def _multiple(self) -> int:
-        """Of rows, so that each process has as many in each of its micro-batches."""
+        """The number of kept rows is a multiple of this, so that all micro-batches of all processes have equal size."""
         return int(self.accelerator.num_processes * self.args.steps_per_generation)
 
     @property
     def _process_group(self) -> ProcessGroup | None:
-        """All processes; None where there is one, which asks nothing of torch.distributed."""
+        """The group of all processes; None for a single process, which does not use torch.distributed."""
         return torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
 
     def _budget(self) -> Budget:
@@ -142,7 +143,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
             self._passes = None
-        # Zeros stand for what was postponed; they need not move between processes.
+        # Postponed passes left zeros as placeholders. Drop them, so that they are not sent between processes.
         batch = {name: value for name, value in batch.items() if name not in passes.postponed}
         if passes.entropy is not None:
             batch["d3s_entropy"] = passes.entropy
@@ -162,7 +163,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         return bool(self.use_vllm and self.vllm_importance_sampling_correction)
 
     def _pass_names(self) -> list[str]:
-        """TRL's passes without gradient over a generation batch: its own conditions."""
+        """The passes without gradient that TRL makes over a generation batch, by TRL's own conditions."""
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
         names = [] if aligned and not self._corrects_sampling else ["old_per_token_logps"]
         return names if self.beta == 0 else [*names, "ref_per_token_logps"]
@@ -177,12 +178,13 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if own.dim() != 1:
             raise TypeError(f"advantages: got shape {list(own.shape)}; takes one for each rollout, [{len(own)}]")
         here, ranks = accelerator.process_index, accelerator.num_processes
-        # A rollout without a token in the loss (truncated, with mask_truncated_completions) is worth no place.
+        # A rollout without a token in the loss (truncated, with mask_truncated_completions) teaches nothing, so it is
+        # ranked as if its advantage were 0.
         worth = own.masked_fill(~loss_mask(batch).bool().any(dim=1), 0)
         with_images = own.new_tensor([float("num_images" in batch)])
         everyones = accelerator.gather(torch.cat([own, worth, with_images])).view(ranks, -1)
         advantages, worths = (part.reshape(-1, self.num_generations) for part in everyones[:, :-1].chunk(2, dim=1))
-        images = bool(everyones[:, -1].any())  # they stay where they are
+        images = bool(everyones[:, -1].any())  # rows with images do not move between ranks
         kept = choose_rollouts(
             worths,
             self._budget().rollouts,
@@ -197,8 +199,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             zero_advantage_kept=float(zero[kept].float().mean()),
         )
         if self.args.advantages_from == "kept":
-            survivors = advantages.masked_fill(~kept.view_as(advantages), torch.nan)  # NaN is left out
-            # TRL has divided by the batch's spread already, if it is asked to.
+            survivors = advantages.masked_fill(~kept.view_as(advantages), torch.nan)  # NaN is ignored
+            # With scale_rewards="batch" TRL has already divided by the standard deviation of the batch.
             scale: Literal["group", "none"] = "group" if self.scale_rewards == "group" else "none"
             batch["advantages"] = group_advantages(survivors, scale=scale).view(ranks, -1)[here]
         own_kept = kept.view(ranks, -1)[here]
@@ -208,18 +210,18 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         return batch
 
     def _postponed(self, name: str, batch: Batch) -> Batch:
-        """A pass that TRL asked for before the rollouts were chosen."""
+        """Makes a pass that TRL asked for before the rollouts were chosen; the batch fields it fills."""
         if name == "old_per_token_logps":
             logprob, entropy, _ = self._score(self.model, batch, compute_entropy=self._tokens_before_update)
             return {name: logprob} if entropy is None else {name: logprob, "d3s_entropy": entropy}
         if self.ref_model is not None:
             return {name: self._score(self.ref_model, batch)[0]}
-        policy = self.accelerator.unwrap_model(self.model)  # whose adapter is switched, as TRL does it
+        policy = self.accelerator.unwrap_model(self.model)  # the reference is the policy with another adapter
         with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
             return {name: self._score(self.model, batch)[0]}
 
     def _score(self, model: Any, batch: Batch, **options: Any) -> _Scores:
-        """TRL's pass without gradient over the rows of a batch."""
+        """TRL's scoring pass without gradient, over the rows of a batch."""
         tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         images = {name: batch[name] for name in _IMAGES if name in batch}
@@ -241,15 +243,15 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         advantages, mask = batch["advantages"], loss_mask(batch).bool()
         if "d3s_entropy" not in batch:
             batch["d3s_entropy"] = self._entropy(batch)
-        # Where the pass left a rollout out, its advantage is 0, and so are its scores; but its tokens count.
+        # Rollouts that the pass skipped have advantage 0, so their scores are 0. Their tokens still count as valid.
         batch["d3s_kept"] = self._choose_tokens(batch["d3s_entropy"], advantages, mask)
         batch["d3s_tokens_kept"] = self.accelerator.gather(batch["d3s_kept"].sum()).sum()
 
     def _entropy(self, batch: Batch) -> Tensor:
-        """Of every token whose rollout has an advantage, by a pass of its own; their mean elsewhere."""
+        """The entropy of each token whose rollout has a non-zero advantage, from an extra pass; elsewhere the mean."""
         mask = loss_mask(batch).bool()
         useful = (batch["advantages"] != 0) & mask.any(dim=1)
-        # As many rows on every process: a sharded model's forward is a joint one.
+        # Every process scores the same number of rows, since all take part in the forward of a sharded model.
         rows = int(self.accelerator.gather(useful.sum()).max())
         if rows == 0:
             return torch.zeros(mask.shape, device=mask.device)
@@ -260,7 +262,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         return mean.expand(mask.shape).index_copy(0, first, scored)
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """The mask of this process's tokens: exactly the budget's share of all processes' tokens, or of each row's."""
+        """This process's token mask: exactly the budget's share, of all processes' tokens or of each row."""
         chosen = select_tokens(
             entropy, advantages, self._budget().token_ratio,
             mask=mask, scope=self.args.token_scope, drop_zeros=self.args.drop_zeros, process_group=self._process_group,
@@ -269,7 +271,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         return chosen.mask
 
     def _log_threshold(self, threshold: Tensor) -> None:
-        mean = float(torch.where(threshold.isfinite(), threshold, torch.nan).nanmean())  # infinite: nothing is kept
+        mean = float(torch.where(threshold.isfinite(), threshold, torch.nan).nanmean())  # infinite if nothing is kept
         if math.isfinite(mean):
             self._log(threshold=mean)
 
@@ -277,7 +279,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if not self.model.training:
             evaluated: Tensor = super()._compute_loss(model, inputs)
             return evaluated
-        self._loss_inputs = inputs = dict(inputs)  # ESPO changes it: the batch may be used again
+        self._loss_inputs = inputs = dict(inputs)  # a copy, since ESPO changes it and TRL may use the batch again
         ranges = self.epsilon_low, self.epsilon_high
         try:
             loss: Tensor = super()._compute_loss(model, inputs)
@@ -311,7 +313,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         attention: Tensor,
         columns: int,
     ) -> _Scores:
-        """TRL's passes for log-probabilities that only the update needs wait until the rollouts are chosen."""
+        """Postpones TRL's passes for log-probabilities that only the update needs, until the rollouts are chosen."""
         name = passes.names.pop(0)
         needed_at_once = name == "old_per_token_logps" and self._corrects_sampling
         if needed_at_once:
@@ -325,7 +327,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
     def _score_for_loss(
         self, score: Callable[..., _Scores], inputs: Batch, model: Any, tokens: Tensor, attention: Tensor, columns: int
     ) -> _Scores:
-        """What TRL's loss is made of; gradient flows through the kept tokens only."""
+        """The scores for TRL's loss, with hooks that let gradient flow only through the kept tokens."""
         mask, kept = loss_mask(inputs).bool(), inputs.get("d3s_kept")
         if kept is not None and self._tokens_are_independent(inputs):
             logprob, entropy, aux = self._score_kept(score, inputs, kept, model, tokens, attention, columns)
@@ -350,7 +352,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         return logprob, entropy, aux
 
     def _tokens_are_independent(self, inputs: Batch) -> bool:
-        """Whether a token's gradient depends on no other token's log-probability, so that others need none."""
+        """Whether each token's gradient depends only on its own log-probability: then dropped tokens need no score."""
         return bool(
             self.importance_sampling_level == "token"
             and not self._espo
@@ -366,9 +368,9 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         self, score: Callable[..., _Scores], inputs: Batch, kept: Tensor, model: Any, tokens: Tensor,
         attention: Tensor, columns: int,
     ) -> _Scores:  # fmt: skip
-        """Scores of the kept tokens from rows that have one, up to the last one; elsewhere what was known before.
+        """Scores only rows with a kept token, up to the last kept column; other tokens get the values known before.
 
-        Where there is none, of one row and token: every process takes part in a sharded model's forward.
+        If no token is kept, the first row is still forwarded: all processes take part in a sharded model's forward.
         """
         rows = kept.any(dim=1)
         rows[0] |= ~rows.any()
@@ -379,14 +381,14 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         needed = kept[place, :used]
 
         def of_kept(labels: Tensor, **model_inputs: Any) -> Any:
-            """The model, with labels at kept tokens only: the head computes no others."""
+            """The model, with labels only at kept tokens, so that the head computes only those."""
             labels = labels.clone()
             labels[:, prompt:].masked_fill_(~needed, -100)
             return model(labels=labels, **model_inputs)
 
         logprob, entropy, aux = score(of_kept, tokens[place, : prompt + used], attention[place, : prompt + used], used)
         assert entropy is not None
-        known = inputs.get("old_per_token_logps")  # so that the ratio of a dropped token is 1
+        known = inputs.get("old_per_token_logps")  # makes the ratio of a dropped token 1
         if known is None:
             known = torch.zeros(kept.shape, device=kept.device)
 
@@ -397,16 +399,16 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         return everywhere(logprob, known), everywhere(entropy, inputs["d3s_entropy"]), aux
 
     def _log_tokens(self, kept: Tensor, mask: Tensor, entropy: Tensor) -> Tensor:
-        """Logs what was kept; tokens kept and all, of all processes."""
+        """Logs what was kept. Returns the numbers of kept and of all tokens, over all processes."""
         of_kept, of_dropped = (torch.where(which, entropy, 0.0).sum() for which in (kept, mask & ~kept))
         sums = torch.stack([kept.sum(), mask.sum(), of_kept, of_dropped])
         totals: Tensor = self.accelerator.reduce(sums.double(), reduction="sum")
         number, everything, kept_entropy, dropped_entropy = totals.tolist()
-        if self._num_tokens_kept is None:  # a run that is resumed goes on from what it logged last
+        if self._num_tokens_kept is None:  # a resumed run continues from its last logged value
             logged = [row["d3s/num_tokens_kept"] for row in self.state.log_history if "d3s/num_tokens_kept" in row]
             self._num_tokens_kept = int(logged[-1]) if logged else 0
         self._num_tokens_kept += int(number)
-        self._metrics["train"]["d3s/num_tokens_kept"] = [self._num_tokens_kept]  # the last one, where TRL takes a mean
+        self._metrics["train"]["d3s/num_tokens_kept"] = [self._num_tokens_kept]  # replaced: TRL logs means
         self._log(tokens_kept=number, token_ratio=number / max(1, everything))
         if number > 0:
             self._log(entropy_kept=kept_entropy / number)

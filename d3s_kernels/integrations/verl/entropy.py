@@ -1,9 +1,9 @@
-"""The entropies of a micro-batch, within reach of a policy loss.
+"""Makes the entropies of a micro-batch available to a policy loss.
 
-verl hands a policy loss no entropy. But ``ppo_loss``, which calls the policy loss, is given them: the old policy's
-among the micro-batch's fields, where one of verl's V1 trainers made it, and those of the policy that is updated in the
-model's output, where ``actor.calculate_entropy`` is true. Importing this module puts a wrapper in the place of
-``ppo_loss``: while it runs, :func:`token_entropy` finds both. It changes nothing else.
+verl does not pass entropies to a policy loss. But its caller ``ppo_loss`` has them. The micro-batch has the entropy of
+the old policy if one of verl's V1 trainers made it. The model's output has the entropy of the updated policy if
+``actor.calculate_entropy`` is true. Importing this module wraps ``ppo_loss``: while the wrapper runs,
+:func:`token_entropy` can read both. It changes nothing else.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _TAKES = ["config", "model_output", "data"]
 
 
 def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
-    """An entropy for each token, without a gradient.
+    """The entropy of each token, without a gradient, for a policy loss.
 
     Args:
-        source: "old": the old policy's; "update": that of the policy that is updated; "surprisal": ``-old_log_prob``,
-            an unbiased estimate of the old policy's, from the one token that was sampled.
+        source: "old": the entropy of the old policy; "update": that of the updated policy; "surprisal":
+            ``-old_log_prob``, an unbiased estimate of the old policy's entropy from the one sampled token.
         old_log_prob: ``[B, T]``.
 
     Returns:
         ``[B, T]``, nats.
 
     Raises:
-        ValueError: verl has no such entropy at this place.
+        ValueError: verl has not computed this entropy.
     """
     if source == "surprisal":
         return -old_log_prob.detach()
@@ -85,7 +85,7 @@ def _wrap_ppo_loss() -> None:
         finally:
             _MICRO_BATCH.reset(before)
 
-    # Who imports it from now on gets the wrapper; these two may have been there before.
+    # Later imports get the wrapper. The last two modules may have imported the original before, so they are patched.
     for name in (losses.__name__, "verl.workers.engine_workers", "verl.trainer.distillation.losses"):
         module: Any = sys.modules.get(name)
         if getattr(module, "ppo_loss", None) is original:

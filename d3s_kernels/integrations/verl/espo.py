@@ -1,4 +1,4 @@
-"""The policy loss ``espo`` of verl: a ratio for each group of tokens of similar entropy, within a range of its own."""
+"""The policy loss ``espo`` for verl: each group of tokens with similar entropy has its own ratio and clip range."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.utils.torch_functional import masked_mean
 from verl.workers.config import PolicyLossConfig
 
 from .._espo import espo_terms
-from . import entropy  # not a name from it: it may be half loaded, where its own import of verl loads the plugin
+from . import entropy  # the module, not its names: its import of verl may load this file before it is complete
 from .options import POLICY_LOSS, EspoOptions
 
 
@@ -20,10 +20,10 @@ from .options import POLICY_LOSS, EspoOptions
 class EspoPolicyLossConfig(EspoOptions, PolicyLossConfig):  # type: ignore[misc]  # verl has no types
     """verl's section ``actor_rollout_ref.actor.policy_loss`` with the options of ``espo``.
 
-    verl's own class refuses keys that it does not know; ``policy_loss._target_`` puts this one in its place.
+    verl's own class refuses unknown keys; ``policy_loss._target_`` selects this class instead.
 
     Raises:
-        ValueError: a bad value, naming the option, what was given and what is taken.
+        ValueError: a bad value; the message names the option, the value and the accepted values.
     """
 
     loss_mode: str = "espo"
@@ -45,10 +45,10 @@ def espo_policy_loss(
     """ESPO's objective (arXiv 2512.00499, eq. 5), negated: the mean over sequences of the mean over a sequence's groups
     of the mean over a group's tokens of ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)``.
 
-    Groups, ratio ``s`` and ``epsilon`` are those of :func:`d3s_kernels.entropy_groups`,
-    :func:`d3s_kernels.importance_ratio` and :func:`d3s_kernels.adaptive_clip`; the mean over groups is made with
-    weights, so that the rest is verl's own aggregation "seq-mean-token-mean", across micro-batches and ranks. The
-    actor's ``clip_ratio`` means nothing here.
+    Groups, ratio ``s`` and ``epsilon`` come from :func:`d3s_kernels.entropy_groups`,
+    :func:`d3s_kernels.importance_ratio` and :func:`d3s_kernels.adaptive_clip`. Token weights produce the mean over
+    groups, so that verl's own aggregation "seq-mean-token-mean" can average across micro-batches and ranks. The actor's
+    ``clip_ratio`` is not used.
 
     Args:
         old_log_prob, log_prob, advantages: float ``[B, T]``.
@@ -56,14 +56,14 @@ def espo_policy_loss(
         loss_agg_mode: not used: eq. 5 has one aggregation.
         config: the actor's. ``config.policy_loss`` has the options ``quantiles`` ([0.8]), ``alpha`` (0.02),
             ``denominator`` ("self"), ``vocab_size`` (the model's) and ``entropy_source`` ("old").
-        rollout_is_weights: float ``[B, T]``, factors of the tokens' losses, as in verl's own losses.
+        rollout_is_weights: float ``[B, T]``, multiplied with the tokens' losses, as in verl's own losses.
 
     Returns:
-        the loss, and as metrics the share of clipped tokens, verl's estimate of the divergence from the old policy, and
-        the mean epsilon of a token.
+        The loss and the metrics: the share of clipped tokens, verl's estimate of the divergence from the old policy,
+        and the mean epsilon of a token.
 
     Raises:
-        ValueError: no config, a bad option, a vocabulary of unknown size, or no entropy where ``entropy_source`` says.
+        ValueError: no config, a bad option, an unknown vocabulary size, or no entropy from ``entropy_source``.
     """
     if config is None:
         raise ValueError("config: got None; takes the actor's configuration")

@@ -1,4 +1,4 @@
-"""The policy loss ``d3s`` of verl: another policy loss, with gradient through the top K % of the tokens alone."""
+"""The policy loss ``d3s`` for verl: wraps another policy loss and lets gradient flow only through the top tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _options(policy_loss: Any) -> dict[str, Any]:
 
 @dataclass
 class D3SPolicyLossConfig(EspoOptions, PolicyLossConfig):  # type: ignore[misc]  # verl has no types
-    """verl's section ``actor_rollout_ref.actor.policy_loss`` with the options of ``d3s``, and, for
-    ``base_loss=espo``, of ``espo``.
+    """verl's section ``actor_rollout_ref.actor.policy_loss`` with the options of ``d3s``, and with those of ``espo``
+    for ``base_loss=espo``.
 
-    verl's own class refuses keys that it does not know; ``policy_loss._target_`` puts this one in its place.
+    verl's own class refuses unknown keys; ``policy_loss._target_`` selects this class instead.
 
     Raises:
-        ValueError: a bad value, naming the option, what was given and what is taken.
+        ValueError: a bad value; the message names the option, the value and the accepted values.
     """
 
     loss_mode: str = "d3s"
@@ -55,23 +55,23 @@ def d3s_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """``base_loss`` on all tokens, with gradient through the ``token_ratio`` of the micro-batch that scores highest.
+    """``base_loss`` on all tokens of a micro-batch, with gradient only through the ``token_ratio`` with top scores.
 
-    verl hands a policy loss no entropy. So a token's score is ``|advantage| * surprisal``, with the surprisal
-    ``-old_log_prob`` of the sampled token: an unbiased estimate, from one sample, of the entropy of the policy that
-    sampled it; what is chosen is noisier than by the entropy. Exactly k tokens are chosen, as in
-    :func:`d3s_kernels.select_tokens`. Nothing is left out of the base loss: its ratios, clipping metrics and
-    denominators see every token, and the log-probabilities of the others are constants to it.
+    verl does not pass entropies to a policy loss. So a token's score is ``|advantage| * surprisal``, where the
+    surprisal of the sampled token is ``-old_log_prob``: an unbiased one-sample estimate of the entropy of the policy
+    that sampled it. The choice is noisier than with the entropy. Exactly k tokens are chosen, as in
+    :func:`d3s_kernels.select_tokens`. The base loss still sees every token in its ratios, clipping metrics and
+    denominators; the log-probabilities of tokens that are not chosen are constants.
 
     Args:
         old_log_prob, log_prob, advantages: float ``[B, T]``.
         response_mask: bool or int ``[B, T]``.
-        loss_agg_mode, config, rollout_is_weights: handed to the base loss. ``config.policy_loss`` has the options
+        loss_agg_mode, config, rollout_is_weights: passed to the base loss. ``config.policy_loss`` has the options
             ``base_loss`` ("vanilla"), ``token_ratio`` (0.20), ``token_scope`` ("batch", which is the micro-batch here,
             or "sequence") and ``drop_zeros`` (False).
 
     Returns:
-        what the base loss returns.
+        What the base loss returns.
 
     Raises:
         ValueError: no config, a bad option, or a base loss that verl does not know.

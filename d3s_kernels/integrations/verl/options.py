@@ -1,4 +1,4 @@
-"""What can be set, and what each option takes."""
+"""The options of D3S and ESPO in verl, with their defaults and checks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class D3SOptions:
     """The options of ``trainer.v1.d3s_sync``. ``docs/verl.md`` says what each means.
 
     Raises:
-        ValueError: from :meth:`from_config`, on a bad value or an unknown key, naming it, what was given and what is
-            taken.
+        ValueError: from :meth:`from_config`, for a bad value or an unknown key; the message names the key, the value
+            and the accepted values.
 
     Example:
         >>> from d3s_kernels.integrations.verl import D3SOptions
@@ -40,7 +40,7 @@ class D3SOptions:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any], section: str) -> D3SOptions:
-        """The options that stand in a section of a configuration; those that do not have their defaults."""
+        """The options from a section of a configuration; missing ones have their defaults."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
@@ -49,7 +49,7 @@ class D3SOptions:
         return cls(**values)
 
     def budget(self, progress: float, group_size: int) -> Budget:
-        """What a step may train on, with the rollouts kept within [2, group_size]: one alone has no advantage."""
+        """The budget of a step. Its rollouts are clamped to [2, group_size]: a single rollout has no advantage."""
         budget = schedule_of(self)(progress)
         return budget._replace(rollouts=min(max(budget.rollouts, 2), max(group_size, 2)))
 
@@ -75,7 +75,7 @@ class EspoOptions:
 
     @classmethod
     def from_config(cls, policy_loss: Mapping[str, Any]) -> EspoOptions:
-        """The options that stand in verl's section ``policy_loss``, beside others; the rest has its defaults."""
+        """The options of ``espo`` from verl's section ``policy_loss``; missing ones have their defaults."""
         defaults = dataclasses.asdict(cls())
         values = {key: policy_loss.get(key, default) for key, default in defaults.items()}
         check_options(values, f"{POLICY_LOSS}.")

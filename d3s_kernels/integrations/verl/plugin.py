@@ -1,4 +1,4 @@
-"""What verl loads by itself in each of its processes (entry points ``verl.plugins``): registers our names with it."""
+"""The plugin that verl loads in each of its processes (entry point ``verl.plugins``): registers our names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _register() -> None:
     for module, setting in names.items():
         try:
             importlib.import_module(f"{__package__}.{module}")
-        except Exception as error:  # verl would swallow it
+        except Exception as error:  # verl would hide it
             warnings.warn(
                 f"d3s_kernels: {setting} is not available: {__package__}.{module} could not be imported: {error!r}",
                 RuntimeWarning,

@@ -1,4 +1,4 @@
-"""Which rows of a batch to keep: plain functions on the driver's CPU tensors."""
+"""Chooses the rows of a batch to keep: plain functions on the driver's CPU tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Scale = Literal["group", "batch", "none"]
 
 
 def rollout_advantages(rewards: Tensor, groups: Iterable[Hashable], *, scale: Scale = "group") -> Tensor:
-    """GRPO's advantages, with verl's eps of 1e-6, for rollouts in any order and groups of any size.
+    """GRPO's advantages with verl's eps of 1e-6, for rollouts in any order and groups of any size.
 
     Args:
         rewards: ``[N]``, float32, bfloat16 or float16.
@@ -55,19 +55,19 @@ def choose_rows(
 ) -> Tensor:
     """The rows that :func:`d3s_kernels.select_rollouts` keeps, for rollouts in any order and groups of any size.
 
-    Where their number is no multiple of ``multiple_of``, it is rounded up: ``scope="batch"`` asks the pool for so many,
-    ``scope="group"`` adds the largest ``|advantage|`` among the rest (ties to the lower row).
+    If their number is not a multiple of ``multiple_of``, it is rounded up. ``scope="batch"`` then selects the larger
+    number from the pool; ``scope="group"`` adds the largest ``|advantage|`` among the rest (ties to the lower row).
 
     Args:
         advantages: ``[N]``, float32, bfloat16 or float16; a rollout whose advantage is not finite is never kept.
         groups: the group of each rollout.
         keep: rollouts kept for each group, at least 1.
         scope: "batch" pools all groups (D3S), "group" takes ``keep`` of each (D3S-I, PODS).
-        multiple_of: what the number of rows has to be a multiple of, at least 1.
+        multiple_of: the number of rows will be a multiple of this; at least 1.
 
     Returns:
-        int64, ascending: ``keep`` times the number of groups, rounded up; fewer only where a group (or the pool) has
-        no more that are finite.
+        int64, ascending: ``keep`` times the number of groups, rounded up; fewer only if a group (or the pool) has too
+        few finite advantages.
 
     Raises:
         ValueError: fewer rollouts with a finite advantage than the multiple asks for; multiple_of below 1.
@@ -110,12 +110,13 @@ def select(
     multiple_of: int = 1,
     scale: Scale = "group",
 ) -> Tensor:
-    """The rows of a ``DataProto`` to train on, for ``batch.select_idxs``: in ray_trainer's loop, or in a fork's.
+    """The rows of a ``DataProto`` to train on, for ``batch.select_idxs`` in ray_trainer's loop or in a fork of it.
 
     Groups are ``non_tensor_batch["uid"]``, in any order and of any size. A rollout's advantage is the mean of
-    ``advantages`` over its ``response_mask`` if the batch has them; otherwise it comes from the sums of
-    ``token_level_rewards``, or else of ``token_level_scores``, as in :func:`rollout_advantages`. Advantages that are in
-    the batch travel with the kept rows; a trainer that computes them afterwards normalises the survivors (PODS).
+    ``advantages`` over its ``response_mask`` if the batch has them. Otherwise it comes from the sums of
+    ``token_level_rewards``, or else of ``token_level_scores``, as in :func:`rollout_advantages`. Advantages already in
+    the batch stay with the kept rows. A trainer that computes advantages afterwards normalises over the kept rollouts
+    (PODS).
 
     Args:
         batch: with tensors ``[N, T]`` as above.
@@ -139,7 +140,7 @@ def select(
     uids, data = list(batch.non_tensor_batch["uid"]), batch.batch
     if "advantages" in data and "response_mask" in data:
         mask = data["response_mask"].bool()
-        # float64: the mean of equal numbers is that number, however many there are.
+        # In float64 the mean of equal numbers is exactly that number, however many there are.
         total = data["advantages"].masked_fill(~mask, 0.0).double().sum(-1)
         advantages = (total / mask.sum(-1).clamp(min=1)).float()
     elif "token_level_rewards" in data or "token_level_scores" in data:
@@ -152,7 +153,7 @@ def select(
 
 
 def sessions(keys: Sequence[str]) -> list[list[int]]:
-    """Which rows are outputs of one rollout, the last output last; verl's keys are ``{uid}_{session}_{output}``.
+    """The rows of each rollout's outputs, in the order of the outputs. verl's keys are ``{uid}_{session}_{output}``.
 
     Example:
         >>> from d3s_kernels.integrations.verl.rows import sessions
@@ -167,13 +168,13 @@ def sessions(keys: Sequence[str]) -> list[list[int]]:
 
 
 def rows_of_an_update(kept: int, rows: int, before: int, unit: int) -> int:
-    """How many rows an optimiser update takes after the selection: a step makes as many updates as without it.
+    """The rows of one optimiser update after the selection, so that a step makes as many updates as without it.
 
     Args:
         kept: rows after the selection.
-        rows: rows before it.
-        before: rows that an update takes without it; verl's ``ppo_mini_batch_size * rollout.n``.
-        unit: what the result has to be a multiple of; data-parallel ranks times rows of a micro-batch.
+        rows: rows before the selection.
+        before: rows of an update without the selection; verl's ``ppo_mini_batch_size * rollout.n``.
+        unit: the result is a multiple of this; data-parallel ranks times rows of a micro-batch.
 
     Example:
         >>> from d3s_kernels.integrations.verl.rows import rows_of_an_update
@@ -185,7 +186,7 @@ def rows_of_an_update(kept: int, rows: int, before: int, unit: int) -> int:
 
 
 def _by_group(groups: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
-    """The rows in order of their group, and where each group starts: what ``offsets`` means in the library."""
+    """The rows sorted by group, and the row where each group starts (``offsets``, as everywhere in the library)."""
     labels: dict[Hashable, int] = {}
     label = torch.tensor([labels.setdefault(group, len(labels)) for group in groups], dtype=torch.int64)
     offsets = torch.zeros(len(labels) + 1, dtype=torch.int64)

@@ -1,8 +1,8 @@
-"""The trainer mode ``d3s_sync`` of verl's V1 trainer: the synchronous one, updating on chosen rollouts and tokens.
+"""The trainer mode ``d3s_sync``: verl's synchronous V1 trainer, updating only on chosen rollouts and tokens.
 
-Two overrides choose: :meth:`D3STrainerSync._balance_batch` the rollouts, after the rewards and before the old
-log-probabilities, and :meth:`D3STrainerSync._compute_advantage` the tokens, by the entropy of the old policy, which
-verl's trainer stores beside its log-probabilities. All of it runs in the driver, on CPU tensors.
+Two overrides do this. :meth:`D3STrainerSync._balance_batch` chooses the rollouts, after the rewards and before the old
+log-probabilities. :meth:`D3STrainerSync._compute_advantage` chooses the tokens by the entropy of the old policy, which
+verl's trainer stores together with the old log-probabilities. Both run in the driver, on CPU tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TESTED_WITH = "0.9.1"
 MODE = "d3s_sync"
 SECTION = f"trainer.v1.{MODE}"
 
-# Here the gradient of a token is not its advantage times something: an advantage of 0 would not silence it.
+# In these losses a token's gradient is not proportional to its advantage, so an advantage of 0 does not remove it.
 _NOT_SILENT_AT_ADVANTAGE_0 = ("geo_mean", "dro", "kl_cov")
 
 
@@ -41,8 +41,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
     """verl's synchronous V1 trainer with D3S; options in ``trainer.v1.d3s_sync``, see ``docs/verl.md``.
 
     Raises:
-        ValueError: a bad or unknown option, or a configuration that it does not fit, naming the key, what was given and
-            what is taken.
+        ValueError: a bad or unknown option, or a configuration that the mode does not support; the message names the
+            key, the value and the accepted values.
 
     Example:
         ``python -m verl.trainer.main_ppo trainer.v1.trainer_mode=d3s_sync +trainer.v1.d3s_sync.rollouts_start=4 ...``
@@ -53,12 +53,12 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             warnings.warn(f"verl: is {verl.__version__}; {MODE} was tested with {TESTED_WITH}", stacklevel=2)
         self.d3s = D3SOptions.from_config(config.trainer.v1.get(MODE) or {}, SECTION)
         _require(config, self.d3s)
-        # verl compares this word, in its replay buffer, when it submits prompts, refills and writes checkpoints.
+        # verl compares this string in its replay buffer, and when it submits prompts, refills and writes checkpoints.
         with _values(config, {"trainer.v1.trainer_mode": "sync"}):
             super().__init__(config)
-        self._rows = (0, 0)  # of this step: before and after the selection
+        self._rows = (0, 0)  # of this step, before and after the selection
         self._rows_of_an_update = 0
-        self._advantages: dict[str, float] = {}  # by the keys of the rows that are kept
+        self._advantages: dict[str, float] = {}  # of the kept rows, by their keys
 
     @property
     def _budget(self) -> Budget:
@@ -66,19 +66,19 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return self.d3s.budget(progress, self.config.actor_rollout_ref.rollout.n)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
-        """Drops rollouts, then has verl balance the rest.
+        """Drops rollouts, then lets verl balance the rest.
 
-        Not in ``_compute_reward_colocate``: verl skips that one where rewards come from workers of their own.
+        ``_compute_reward_colocate`` cannot do this: verl skips it if separate workers compute the rewards.
         """
         kept = self._keep_rollouts(batch, metrics)
         self._rows = len(batch), len(kept)
         return super()._balance_batch(kept, metrics, **options)
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """As many optimiser updates in a step as without D3S, each on fewer rows; verl pads to whole updates.
+        """The rows of an update: a step makes as many updates as without D3S, each on fewer rows.
 
-        verl's own multiple, ``ppo_mini_batch_size * rollout.n``, would be filled up with rows of padding again, and its
-        losses that are a mean over sequences would count them.
+        verl pads the batch to whole updates. With its own multiple, ``ppo_mini_batch_size * rollout.n``, padding rows
+        would replace the dropped ones, and losses that are a mean over sequences would count them.
         """
         actor = self.config.actor_rollout_ref.actor
         before = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
@@ -88,7 +88,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return self._rows_of_an_update
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Has verl compute its advantages, puts those of all rollouts in their place, and chooses the tokens."""
+        """Lets verl compute advantages, replaces them by those of the full groups if asked to, chooses the tokens."""
         batch = super()._compute_advantage(batch, metrics)
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
         data = tq.kv_batch_get(select_fields=["advantages", "entropy", "response_mask"], **where)
@@ -107,11 +107,11 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             entropy, advantages, self._budget.token_ratio,
             mask=mask.bool(), offsets=offsets, scope=self.d3s.token_scope, drop_zeros=self.d3s.drop_zeros,
         )  # fmt: skip
-        # Where no token has a score (drop_zeros, and no group with a spread of rewards) an empty mask would make verl
-        # divide by 0; all advantages are 0 then, so that the mask may as well stay.
+        # No token may have a score (drop_zeros, and in every group all rewards are equal). An empty mask would make
+        # verl divide by 0, so the full mask is kept; all advantages are 0 then, so the result is the same.
         kept = tokens.mask if tokens.mask.any() else mask.bool()
         if self.d3s.loss_denominator == "kept":
-            # The loss reads response_mask, but the number of tokens that it divides by is the sum of loss_mask.
+            # The loss reads response_mask, but divides by the sum of loss_mask.
             fields |= {"response_mask": kept.to(mask.dtype), "loss_mask": kept.to(mask.dtype)}
         else:
             fields |= {"advantages": advantages * kept}
@@ -122,7 +122,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """verl takes ``ppo_mini_batch_size * rollout.n`` rows for an update: for this call, the rows that there are."""
+        """verl uses ``ppo_mini_batch_size * rollout.n`` rows per update; for this call, that is the reduced number."""
         rows = {
             "actor_rollout_ref.actor.ppo_mini_batch_size": self._rows_of_an_update,
             "actor_rollout_ref.rollout.n": 1,
@@ -131,7 +131,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             return super()._update_actor(batch, metrics)
 
     def _keep_rollouts(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """The batch without the rows of dropped rollouts, which leave verl's storage as well."""
+        """The batch without the rows of dropped rollouts, which are removed from verl's storage too."""
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
         data = tq.kv_batch_get(select_fields=["uid", "rm_scores"], **where)
         scores, uids = data["rm_scores"].unbind(), list(data["uid"])
@@ -148,7 +148,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
         self._advantages = {batch.keys[row]: float(advantages[i]) for i in chosen for row in rollouts[i]}
         dropped = [key for key in batch.keys if key not in self._advantages]
-        if dropped:  # verl clears the keys of the batch it gets back, no others
+        if dropped:  # verl later clears only the keys of the returned batch
             tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
 
         scorable = rewards[advantages.isfinite()]
@@ -159,7 +159,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
                 "d3s/rollouts_kept_share": len(chosen) / len(rollouts),
                 "d3s/zero_advantage_share": float((advantages == 0).float().mean()),
                 "d3s/token_ratio": budget.token_ratio,
-                # verl's own metrics see the kept rollouts alone, which are chosen to be extreme.
+                # verl's own metrics cover only the kept rollouts, whose scores are extreme by choice.
                 "d3s/score_of_all/mean": float(scorable.mean()),
             }
         )
@@ -167,7 +167,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
 
 def _require(config: Any, options: D3SOptions) -> None:
-    """Raises a ValueError for what the trainer cannot do right."""
+    """Raises a ValueError for a configuration that the trainer does not support."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     estimator = str(algorithm.adv_estimator)
     if (algorithm.get("rollout_correction") or {}).get("bypass_mode", False):
@@ -206,7 +206,7 @@ def _require(config: Any, options: D3SOptions) -> None:
 
 @contextmanager
 def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
-    """The configuration has these values for a while."""
+    """Sets values of the configuration inside this context, and restores the old ones afterwards."""
     before = {key: OmegaConf.select(config, key) for key in values}
     try:
         for key, value in values.items():
@@ -218,7 +218,7 @@ def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _rows_of_a_micro_batch(config: Any) -> int:
-    """What the rows of a rank have to be a multiple of: micro-batches of fixed size are whole in verl."""
+    """The number that a rank's rows must be a multiple of: verl has no partial micro-batches of fixed size."""
     sizes = []
     if not config.actor.use_dynamic_bsz:
         sizes += [config.actor.ppo_micro_batch_size_per_gpu, config.rollout.log_prob_micro_batch_size_per_gpu]
@@ -228,7 +228,7 @@ def _rows_of_a_micro_batch(config: Any) -> int:
 
 
 def _token_metrics(entropy: Tensor, mask: Tensor, kept: Tensor, threshold: Tensor) -> dict[str, float]:
-    """Means are NaN where there is nothing to take them of."""
+    """The metrics of the chosen tokens; a mean over no tokens is NaN."""
     finite = threshold[threshold.isfinite()]
     return {
         "d3s/tokens_kept": int(kept.sum()),

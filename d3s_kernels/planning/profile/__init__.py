@@ -1,7 +1,7 @@
 """Profiling for :func:`plan_rollouts`: how often the initial policy solves each query.
 
-``python -m d3s_kernels.planning.profile --model ... --dataset ... --reward ... --out profile.jsonl`` samples and
-counts; :func:`load_profile` reads the counts. The first needs the extra ``profile``, the second nothing.
+``python -m d3s_kernels.planning.profile --model ... --dataset ... --reward ... --out profile.jsonl`` samples and counts
+successes, and needs the extra ``profile``. :func:`load_profile` reads the counts, and needs no extra.
 """
 
 from .records import load_profile

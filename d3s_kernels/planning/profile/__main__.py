@@ -1,8 +1,8 @@
 """``python -m d3s_kernels.planning.profile``: samples a model on every query of a dataset and counts successes.
 
-The first step of sGPO (arXiv 2606.08854). Writes a line of JSON for each finished query, and goes on where it stopped
-when the same command is given again; the result is that of a run that never stopped. Each completion has random numbers
-of its own: another batch size or device changes nothing but rounding, which can tip a draw between two tokens.
+The first step of sGPO (arXiv 2606.08854). It writes one line of JSON for each finished query. If it is interrupted, the
+same command continues, and the result is the same as without the interruption. Each completion has its own random
+numbers, so another batch size or device changes only rounding, which in rare cases changes a sampled token.
 
     python -m d3s_kernels.planning.profile --model Qwen/Qwen2.5-0.5B-Instruct --dataset prompts.jsonl \\
         --reward rewards.py:is_correct --out profile.jsonl
@@ -66,7 +66,7 @@ _NOT_IN_THE_RESULT = ("out", "batch_size", "device")
 
 
 def _settings(given: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    """What decides the result: a file goes on with these alone."""
+    """The settings that determine the result: a file is continued only if they are the same."""
     options = {name: value for name, value in vars(given).items() if name not in _NOT_IN_THE_RESULT}
     return {**options, "queries": len(rows), "digest": digest(rows)}
 

@@ -11,7 +11,9 @@ Row = dict[str, Any]
 
 
 def load_queries(dataset: str, subset: str | None, split: str, prompt_column: str) -> list[Row]:
-    """All rows, each with all columns. The prompt's is called ``prompt``, as in TRL; another one of that name goes."""
+    """All rows, each with all columns. The prompt's column is renamed to ``prompt``, as in TRL, and replaces any other
+    column of that name.
+    """
     rows = _from_file(Path(dataset)) if Path(dataset).is_file() else _by_name(dataset, subset, split)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if not rows:
@@ -26,14 +28,14 @@ def load_queries(dataset: str, subset: str | None, split: str, prompt_column: st
 
 
 def digest(rows: list[Row]) -> str:
-    """Tells other rows apart. Of values that JSON does not know, the type must do."""
+    """A hash that differs for other rows. Of a value that JSON cannot express, only the type is hashed."""
     text = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _from_file(path: Path) -> list[Row]:
     rows = []
-    # not splitlines(), which also cuts at characters that a JSON string may hold as they are
+    # splitlines() would also split at characters that a JSON string may contain unescaped.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue

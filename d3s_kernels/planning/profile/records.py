@@ -1,4 +1,4 @@
-"""The file of a profile: the settings in its first line, then a line for each query, as soon as it is finished."""
+"""The file of a profile: the settings in its first line, then one line for each query, written when it is finished."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Record:
-    """What was found of a query. A completion whose reward is None or NaN is no sample."""
+    """The result of profiling one query. A completion whose reward is None or NaN does not count as a sample."""
 
     index: int
     successes: int
@@ -25,11 +25,11 @@ class Record:
 
 
 def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
-    """Successes and samples of each query, from the file that ``python -m d3s_kernels.profile`` wrote.
+    """Successes and samples of each query, from the file that ``python -m d3s_kernels.planning.profile`` wrote.
 
-    A query has fewer samples where the reward function could not score a completion, none where it scored none at all.
-    :func:`plan_rollouts` takes only those with samples: plan for ``successes[samples > 0]`` then, and the same rows of
-    the dataset.
+    A completion that the reward function could not score is not a sample, so a query may have fewer samples, or none.
+    :func:`plan_rollouts` refuses queries without samples: in that case plan for ``successes[samples > 0]``,
+    ``samples[samples > 0]`` and the same rows of the dataset.
 
     Args:
         path: a finished profile.
@@ -38,7 +38,7 @@ def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
         Two int64 tensors ``[queries]``, in the order of the dataset: the arguments of :func:`plan_rollouts`.
 
     Raises:
-        ValueError: the file is no profile, is damaged, or lacks queries.
+        ValueError: the file is not a profile, is damaged, or lacks queries.
 
     Example:
         >>> import pathlib, tempfile, d3s_kernels as d3s
@@ -60,10 +60,10 @@ def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
 
 
 class ProfileFile:
-    """Open to be written, or to be gone on with: then ``done`` has the queries of which there is a line.
+    """A profile opened for writing, new or to be continued; ``done`` has the queries that already have a line.
 
-    A last line without its end, which a crash leaves, is removed. A file with other settings, or of another kind, is
-    refused and left as it is.
+    An incomplete last line, which a crash may leave, is removed. A file with other settings, or of another kind, is
+    refused and not changed.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class ProfileFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.truncate(len(complete))
-        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)  # line by line
+        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)  # flushed line by line
         if not complete:
             self._file.write(first)
 
@@ -99,7 +99,7 @@ class ProfileFile:
 
 
 def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], dict[int, Record]]:
-    """The settings, and the records by their index."""
+    """The settings, and the records by the index of their query."""
     lines = content.splitlines()
     try:
         settings: dict[str, Any] = json.loads(lines[0])["settings"]

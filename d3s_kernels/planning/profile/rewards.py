@@ -18,7 +18,7 @@ from transformers import TrainerState
 from .queries import Row
 from .records import Record
 
-_OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not hand on
+_OWN = {"prompt", "completion", "completion_ids"}  # columns that TRL does not pass on
 
 
 def load_reward(name: str) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ def score(reward: Callable[..., Any], row: Row, completions: Sequence[Any], ids:
         completions=list(completions),
         completion_ids=list(ids),
         **columns,
-        trainer_state=TrainerState(),  # of a training that has not begun
+        trainer_state=TrainerState(),  # as before the first step
         log_extra=_log_nothing,
         log_metric=_log_nothing,
     )
@@ -55,14 +55,14 @@ def score(reward: Callable[..., Any], row: Row, completions: Sequence[Any], ids:
 
 
 def to_record(index: int, rewards: Sequence[float], threshold: float) -> Record:
-    """Of a query, from the rewards of its completions."""
+    """The record of a query, from the rewards of its completions."""
     scored = [reward for reward in rewards if not math.isnan(reward)]
     mean = math.fsum(scored) / len(scored) if scored else None
     return Record(index, sum(reward >= threshold for reward in scored), len(scored), mean)
 
 
 def _log_nothing(*_: object, **__: object) -> None:
-    """In place of the logging that TRL offers to reward functions."""
+    """Replaces the logging functions that TRL passes to reward functions."""
 
 
 async def _awaited(rewards: Any) -> Any:
@@ -74,7 +74,7 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not (error.name and f"{name}.".startswith(f"{error.name}.")):
-            raise  # something that the module itself imports
+            raise  # the module exists, but one of its own imports is missing
         raise ValueError(f"reward: there is no module {name}") from None
 
 
@@ -82,10 +82,10 @@ def _module_of_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"reward: there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None  # as its name ends in .py
+    assert spec is not None  # since the name ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # for what lies beside it, as if it had been started itself
+    sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, like a script
     sys.modules.setdefault(path.stem, module)
     spec.loader.exec_module(module)
     return module

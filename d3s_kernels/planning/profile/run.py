@@ -1,4 +1,4 @@
-"""From queries to records: blocks of queries are sampled together, and each query is scored and written by itself."""
+"""From queries to records: samples blocks of queries together, then scores and writes each query separately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .sampling import Sampler
 
 
 def profile(given: Namespace, rows: list[Row], reward: Callable[..., Any], file: ProfileFile) -> None:
-    """Samples and scores what ``file`` lacks."""
+    """Samples and scores the queries that are not in ``file`` yet."""
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=given.dtype).to(given.device).eval()
     sampler = Sampler(
         model,
@@ -39,13 +39,15 @@ def profile(given: Namespace, rows: list[Row], reward: Callable[..., Any], file:
 
 
 def _blocks(queries: int, size: int) -> Iterator[range]:
-    """The same ones whatever is done already: neighbours decide a query's padding, and so the bits of its logits."""
+    """The blocks of queries. They do not depend on what is done already: the other queries of a block determine the
+    padding of a query, and so the rounding of its logits.
+    """
     for start in range(0, queries, size):
         yield range(start, min(start + size, queries))
 
 
 def _completions(sampler: Sampler, rows: list[Row], block: range, given: Namespace) -> dict[int, list[list[int]]]:
-    """All completions of each query of the block, ``batch_size`` at a time."""
+    """All completions of each query of the block, sampled ``batch_size`` at a time."""
     prompts = {index: sampler.prompt_ids(rows[index]["prompt"]) for index in block}
     wanted = [(index, sample) for index in block for sample in range(given.samples)]
     found: dict[int, list[list[int]]] = {index: [] for index in block}

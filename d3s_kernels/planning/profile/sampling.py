@@ -1,4 +1,4 @@
-"""Completions whose random numbers belong to the query, and not to the batch it happens to be in."""
+"""Samples completions with random numbers that depend on the query and the sample, but not on the batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 
 class OwnNumbers(LogitsProcessor):
-    """Leaves one token of each row, drawn from its distribution with the row's own numbers, for greedy search to take.
+    """Samples a token for each row with the row's own random numbers, and masks all others for greedy search.
 
-    ``generate`` by itself draws a whole batch from one generator: a query's completions would change with its
-    neighbours, and after a restart.
+    ``generate`` itself draws a whole batch from one generator: a query's completions would depend on the other rows of
+    its batch, and would change after a restart.
     """
 
     def __init__(self, rows: Sequence[random.Random], temperature: float) -> None:
@@ -24,13 +24,13 @@ class OwnNumbers(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         reached = (scores.float() / self.temperature).softmax(-1).double().cumsum(-1)
         numbers = torch.tensor([row.random() for row in self.rows], dtype=torch.float64, device=scores.device)
-        below_the_sum = numbers.unsqueeze(1) * reached[:, -1:]  # also when rounded, as the largest number is 1 - 2^-53
-        token = torch.searchsorted(reached, below_the_sum, right=True)  # the first that goes beyond: its share is not 0
+        below_the_sum = numbers.unsqueeze(1) * reached[:, -1:]  # even when rounded: random() is at most 1 - 2^-53
+        token = torch.searchsorted(reached, below_the_sum, right=True)  # first sum above it: its probability is not 0
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0)
 
 
 class Sampler:
-    """A model, and how to draw completions from it."""
+    """A model with the settings for sampling completions from it."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, temperature: float, max_new_tokens: int, template: dict[str, Any]
@@ -42,8 +42,8 @@ class Sampler:
             max_new_tokens=max_new_tokens,
             do_sample=False,  # OwnNumbers does
             num_beams=1,
-            # What is left out is taken from the model's configuration, but this is the policy as it is. Greedy search
-            # reads the first of these alone; the model's values of the others would make it warn.
+            # Options left out would come from the model's configuration, but the profile needs the unmodified policy.
+            # Greedy search reads only repetition_penalty. The other three are set to avoid a warning about the model's.
             repetition_penalty=1.0,
             temperature=1.0,
             top_k=50,
@@ -53,7 +53,7 @@ class Sampler:
         )
 
     def prompt_ids(self, prompt: Any) -> list[int]:
-        """Of text, or of messages through the chat template."""
+        """The token ids of a prompt: of text, or of messages through the chat template."""
         if isinstance(prompt, str):
             ids: list[int] = self.tokenizer(text=prompt)["input_ids"]
         else:
@@ -65,7 +65,7 @@ class Sampler:
         return ids
 
     def completions(self, prompts: Sequence[list[int]], keys: Iterable[str]) -> list[list[int]]:
-        """One for each prompt, drawn by its key, with the token that ends it."""
+        """One completion for each prompt, sampled with the key as its seed, including the token that ends it."""
         width = max(map(len, prompts))
         rows = [random.Random(key) for key in keys]
         padded = [[self.padding] * (width - len(ids)) + ids for ids in prompts]
@@ -80,7 +80,7 @@ class Sampler:
         return [self._until_stop(ids) for ids in output[:, width:].tolist()]
 
     def as_rewarded(self, prompt: Any, ids: Sequence[list[int]]) -> list[Any]:
-        """What a reward function is given for completions of ``prompt``: text, or a message."""
+        """The completions of ``prompt`` in the form that a reward function gets: text, or a message."""
         texts: list[str] = self.tokenizer.batch_decode(list(ids), skip_special_tokens=True)
         return texts if isinstance(prompt, str) else [[{"role": "assistant", "content": text}] for text in texts]
 
@@ -90,7 +90,7 @@ class Sampler:
 
 
 def _ids(tokens: int | Sequence[int] | None) -> set[int]:
-    """Configurations have none, one or several."""
+    """The token ids of a configuration, which may have none, one or several."""
     if tokens is None:
         return set()
     return {tokens} if isinstance(tokens, int) else set(tokens)
