@@ -153,8 +153,19 @@ def table(title: str, caption: str, judged: list[Line]) -> Table:
 
 
 def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, Contenders]) -> str:
+    """Tables of five columns: sizes stand behind what was measured, and outcomes behind the target."""
+    lines = [
+        (
+            of_size(line.what, line.size),
+            line.ours,
+            line.against,
+            line.value,
+            f"{line.bound}: {line.outcome}".lstrip(": "),
+        )
+        for line in judged
+    ]
     contenders = [
-        (contest, timing.size, name, duration(timing.median), duration(timing.iqr), rounds(timing))
+        (of_size(contest, timing.size), name, duration(timing.median), duration(timing.iqr), rounds(timing))
         for contest, rivals in contests.items()
         for name, timing in sorted(rivals.items(), key=lambda pair: pair[1].median)
     ]
@@ -162,12 +173,16 @@ def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, C
         [
             f"# {title}",
             caption,
-            markdown_table(COLUMNS, [cells(line) for line in judged]),
+            markdown_table(("what", "ours", "against", "ratio", "target"), lines),
             "## Every contender",
-            markdown_table(("contest", "size", "contender", "median", "spread (IQR)", "rounds"), contenders),
+            markdown_table(("contest", "contender", "median", "spread (IQR)", "rounds"), contenders),
             "",
         ]
     )
+
+
+def of_size(what: str, size: str) -> str:
+    return f"{what}, {size}" if size else what
 
 
 def rounds(timing: Timing) -> str:
