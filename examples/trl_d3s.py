@@ -1,6 +1,6 @@
 """D3S in TRL: `D3STrainer` replaces `GRPOTrainer`, `D3SConfig` replaces `GRPOConfig`.
 
-    pip install '.[trl]'
+    pip install --no-build-isolation '.[trl]'
     python examples/trl_d3s.py                                       # a tiny model, made on the spot, on a CPU
     python examples/trl_d3s.py --model Qwen/Qwen2.5-0.5B-Instruct    # on a GPU
 
