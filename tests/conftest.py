@@ -1,4 +1,4 @@
-"""How the tests run: in two layers, drawing their inputs afresh, in groups that two workers share.
+"""How the tests run: in two layers, on fresh random inputs, in groups that two workers share.
 
 ``make test`` shows within minutes that the library works. ``make test-all`` (D3S_TEST_ALL=1) runs every test at full
 strength: more examples, and what is marked ``slow`` with what only that test can show. A suite that runs again in a
@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-# Threads that wait sleep, else those of two workers take each other's processors. Torch reads it when it is loaded.
+# Threads sleep while they wait, so that two workers do not take each other's cores. Torch reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from helpers import EVERYTHING, require_inductor
 from hypothesis import HealthCheck, register_random, settings
 
-# Ops on the emulated CUDA kernels, or on plain PyTorch.
+# Whether the ops run on the emulated CUDA kernels or on plain PyTorch.
 ELSEWHERE = "D3S_EMULATED_LIBRARY" in os.environ or os.environ.get("D3S_KERNELS_BACKEND") == "torch"
 
-# What compilers and trainers keep of their work: one folder for a run, its workers and its child processes. So no run
-# depends on an earlier one, on a home directory or on who runs it.
+# Caches of compilers and trainers: one folder for a run, its workers and its child processes. So a run depends neither
+# on an earlier one, nor on a home directory, nor on who runs it.
 if "D3S_TEST_CACHES" not in os.environ:
     os.environ["D3S_TEST_CACHES"] = tempfile.mkdtemp(prefix="d3s-tests-")
     atexit.register(shutil.rmtree, os.environ["D3S_TEST_CACHES"], ignore_errors=True)
@@ -37,14 +37,14 @@ torch.set_num_threads(2)
 
 
 class TorchRandom:
-    """So that hypothesis can draw the same again when it shrinks what failed."""
+    """Torch's generator for hypothesis, which can then draw the same inputs again when it shrinks a failure."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
 
 
-TORCH_RANDOM = TorchRandom()  # hypothesis keeps no reference
+TORCH_RANDOM = TorchRandom()  # kept here because hypothesis keeps no reference
 register_random(TORCH_RANDOM)
 for name, examples in (("quick", 15), ("all", 60)):
     settings.register_profile(
@@ -52,7 +52,7 @@ for name, examples in (("quick", 15), ("all", 60)):
         max_examples=int(os.environ.get("D3S_TEST_EXAMPLES", examples)),
         deadline=None,
         print_blob=True,
-        database=None,  # no run depends on an earlier one; what failed is drawn again from its seed
+        database=None,  # no run depends on an earlier one; a failure is drawn again from its seed
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("all" if EVERYTHING else "quick")
@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # ---- two workers -----------------------------------------------------------------------------------------------------
 
-# What takes longest comes first, so that no worker is left alone with it at the end.
+# The files that take longest come first, so that no worker still runs one of them at the end.
 FIRST = (
     "verl/test_verl_entropy.py",
     "verl/test_verl_trainer.py",
@@ -83,7 +83,7 @@ FIRST = (
     "test_cuda_binary.py",
     "test_export.py",
 )
-# Files whose tests share nothing that takes long to make: each test is taken by whichever worker is free.
+# Files whose tests share no expensive set-up: a free worker takes the next test.
 SHARED_OUT = {
     "test_cuda_emulated.py",
     "test_large.py",
@@ -94,14 +94,14 @@ SHARED_OUT = {
     "test_vocab_parallel.py",
     "verl/test_verl_plugin.py",
 }
-# Files whose tests share what is made for a parameter.
+# Files whose tests share the set-up of a parameter.
 BY_PARAMETER = {"trainers/test_trl_processes.py"}
-# Files that share what takes long to start: Ray.
+# Files that share a set-up that is slow to start: Ray.
 TOGETHER = {"verl/test_verl_entropy.py": "Ray", "verl/test_verl_trainer.py": "Ray"}
 
 
 def group_of(nodeid: str) -> str:
-    """Tests of a group run on one worker, one after the other."""
+    """The group of a test. Tests of a group run on one worker, one after the other."""
     name = nodeid.partition("::")[0].removeprefix("tests/")
     if name in SHARED_OUT:
         return nodeid
@@ -115,7 +115,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Groups(LoadScopeScheduling):
         _split_scope = staticmethod(group_of)
 
-    config.option.loadscopereorder = False  # the order below
+    config.option.loadscopereorder = False  # the order set below
     return Groups(config, log)
 
 

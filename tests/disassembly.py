@@ -1,4 +1,4 @@
-"""Reads machine code: what a kernel of the CUDA library uses, and how long the way through its loops is."""
+"""Reads machine code: which resources a kernel of the CUDA library uses, and how many instructions its loops take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 def cuobjdump() -> str | None:
-    """The toolkit's, that of the package nvidia-cuda-cuobjdump, or Triton's."""
+    """The cuobjdump of the CUDA toolkit, of the package nvidia-cuda-cuobjdump, or of Triton."""
     packaged = [
         str(tool)
         for folder in map(Path, sys.path)
@@ -45,7 +45,7 @@ def _run(library: Path, *options: str) -> str:
 
 @lru_cache
 def resources(library: Path, architecture: str) -> dict[str, Resources]:
-    """Of every kernel, by its mangled name."""
+    """The resources of every kernel, by its mangled name."""
     text = _run(library, "-arch", architecture, "-res-usage")
     found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     return {name: Resources(*map(int, numbers)) for name, *numbers in found}
@@ -70,7 +70,7 @@ def kernels(library: Path, architecture: str) -> dict[str, list[Instruction]]:
 
 
 def loops(code: list[Instruction]) -> Iterator[list[Instruction]]:
-    """What lies between each branch backwards and its target."""
+    """Yields the instructions from the target of each backward branch up to the branch."""
     for end, instruction in enumerate(code):
         if instruction.target is not None and instruction.target < instruction.address:
             begin = next(i for i, other in enumerate(code) if other.address == instruction.target)
@@ -78,7 +78,7 @@ def loops(code: list[Instruction]) -> Iterator[list[Instruction]]:
 
 
 def shortest_way(loop: list[Instruction]) -> list[Instruction]:
-    """The fewest instructions from a loop's start to its end: what it takes where nothing special comes up."""
+    """The path with the fewest instructions from a loop's start to its end: what runs in the common case."""
     place = {instruction.address: i for i, instruction in enumerate(loop)}
     ways: list[list[Instruction] | None] = [None] * len(loop)
     ways[0] = []

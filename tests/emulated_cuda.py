@@ -1,4 +1,4 @@
-"""A pytest plugin: the CUDA kernels, run on the CPU by tests/cuda_shim, take the place of the CPU's in this process.
+"""A pytest plugin: in this process, the CUDA kernels, run on the CPU by tests/cuda_shim, replace the CPU kernels.
 
 D3S_EMULATED_LIBRARY=.../_emulated.so python -m pytest -p tests.emulated_cuda tests/test_topk_mask.py
 """
@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from d3s_kernels._dispatch import backends  # first: it loads the CPU kernels, which are replaced
+from d3s_kernels._dispatch import backends  # imported first: it loads the CPU kernels, which are then replaced
 from d3s_kernels._table.coverage import replaced, require_all, served_by
 
 torch.ops.load_library(os.environ["D3S_EMULATED_LIBRARY"])

@@ -1,4 +1,4 @@
-"""What the test files share: strategies for awkward inputs, and comparisons no wider than float32 needs."""
+"""What the test files share: strategies for edge cases, and comparisons with no more tolerance than float32 needs."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ def random_generator(seed: int) -> torch.Generator:
 
 
 def build_folder(name: str) -> Path:
-    """Where tests build, to be found by the next run; for who may not write there, a folder of this run's own."""
+    """The build folder of the tests, reused by the next run; a temporary folder of this run where it is not
+    writable."""
     build = Path(__file__).parents[1] / "build"
     mine = os.access(build if build.exists() else build.parent, os.W_OK)
     return (build if mine else Path(os.environ["D3S_TEST_CACHES"])) / name
 
 
 def rounds(all_of_them: int) -> int:
-    """How often a loop draws at random: in `make test` a third of what it does in `make test-all`."""
+    """The number of random draws in a loop: `make test` makes a third of the draws of `make test-all`."""
     return all_of_them if EVERYTHING else -(-all_of_them // 3)
 
 
 def slow(*values: Any, shows: str) -> Any:
-    """A parameter that only `make test-all` takes, and what only it can show."""
+    """A parameter that only `make test-all` runs. `shows` says what only this parameter can show."""
     return pytest.param(*values, marks=pytest.mark.slow(shows))
 
 
 def slow_elsewhere(*values: Any, shows: str) -> Any:
-    """The same of a parameter that takes long where kernels are emulated, or written in Python."""
+    """As `slow`, but only where kernels are emulated or written in Python and the parameter takes long."""
     return pytest.param(*values, marks=pytest.mark.slow_elsewhere(shows))
 
 
@@ -58,7 +59,7 @@ def slow_elsewhere(*values: Any, shows: str) -> Any:
 
 
 def assert_identical(actual: Tensor, expected: Tensor) -> None:
-    """Equal numbers, NaN where NaN, of the same shape and dtype."""
+    """Numbers, NaN positions, shapes and dtypes are equal."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -71,20 +72,22 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_entropy(actual: Tensor, expected: Tensor) -> None:
-    """Within 1e-5 nats of float64, and never negative."""
+    """Within 1e-5 nats of the float64 result, and never negative."""
     assert not (actual < 0).any()
     torch.testing.assert_close(actual, expected.float(), rtol=0, atol=1e-5, equal_nan=True)
 
 
 def assert_logprob(actual: Tensor, expected: Tensor) -> None:
-    """Within 1e-5 nats; far below the maximum the four roundings of (z - max) / temperature - log S are more."""
+    """Within 1e-5 nats. Far below the maximum, the four roundings of (z - max) / temperature - log S may exceed
+    that."""
     torch.testing.assert_close(actual, expected.float(), rtol=2**-22, atol=1e-5, equal_nan=True)
 
 
 def assert_gradient(actual: Tensor, expected: Tensor, floor: float = 0.0) -> None:
-    """Within 1e-5 in norm of the float64 gradient; in half precision within a rounding step of it, rounded.
+    """The norm of the error is within 1e-5 of that of the float64 gradient; in half precision, the error against the
+    rounded float64 gradient is within a rounding step.
 
-    `floor` is what rounding may leave where the terms that make up the gradient cancel, its own rounding included.
+    `floor` is the error that rounding, also of the result, may leave where the terms of the gradient cancel.
     """
     assert (actual.shape, actual.dtype) == (expected.shape, actual.dtype)
     tolerance = 1e-5 if actual.dtype == torch.float32 else torch.finfo(actual.dtype).eps
@@ -95,7 +98,7 @@ def assert_gradient(actual: Tensor, expected: Tensor, floor: float = 0.0) -> Non
 
 @contextmanager
 def unwritten(*tensors: Tensor) -> Iterator[None]:
-    """Neither the numbers of these tensors nor autograd's count of writes may change."""
+    """Checks that neither the values of these tensors nor autograd's version counters change."""
     before = [(tensor.detach().clone(), tensor._version) for tensor in tensors]
     yield
     for tensor, (copy, version) in zip(tensors, before, strict=True):
@@ -124,7 +127,7 @@ def require_inductor() -> None:
 def compiled_once(
     function: Callable, backend: str = "aot_eager", dynamic: bool | None = True, calls: int = 1
 ) -> Callable:
-    """Whole, without a break in its graph. Only the first `calls` may compile; what would compile later raises."""
+    """Compiles the whole function without a graph break. Only the first `calls` may compile; later ones raise."""
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
     stances = chain(repeat("default", calls), repeat("fail_on_recompile"))
 
@@ -139,7 +142,7 @@ def compiled_once(
 
 
 def random_logits(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows as a model makes them, taken in turn: spread out, with one token far above the rest, far from 0."""
+    """Rows like those of a model, in turn: spread out, with one token far above the rest, and far from 0."""
     logits = torch.randn(shape) * 3
     rows = logits.view(-1, shape[-1])
     rows[1::4, 0] += 30
@@ -149,14 +152,14 @@ def random_logits(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def random_labels(*shape: int, vocabulary: int, generator: torch.Generator | None = None) -> Tensor:
-    """Tokens; about one in four rows has none."""
+    """Tokens; about one row in four has no label."""
     labels = torch.randint(vocabulary, shape, generator=generator)
     return labels.masked_fill(torch.rand(shape, generator=generator) < 0.25, -100)
 
 
 def whole_number_product(*rows: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """hidden [..., 16] and weight [vocabulary, 16] of small whole numbers (over 8): their product is never rounded, so
-    the logits are the same however it is cut."""
+    """hidden [..., 16] and weight [vocabulary, 16] of small integers, weight divided by 8. Their product is exact, so
+    the logits are the same however it is divided into tiles."""
     hidden, weight = torch.randint(-2, 3, (*rows, 16)), torch.randint(-2, 3, (vocabulary, 16))
     return hidden.to(dtype), weight.to(dtype) / 8
 
@@ -169,7 +172,7 @@ class LogitsCase(NamedTuple):
 
 @st.composite
 def logits_cases(draw: st.DrawFn, special: tuple[float, ...] = (), max_vocabulary: int = 80) -> LogitsCase:
-    """Logits of any shape and dtype, with `special` values strewn in, and every kind of temperature and mask."""
+    """Logits of any shape and dtype, with some `special` values, and every kind of temperature and mask."""
     generator = random_generator(draw(seeds))
     shape = draw(leading_shapes)
     vocabulary = draw(st.integers(1, max_vocabulary))
@@ -187,7 +190,7 @@ def logits_cases(draw: st.DrawFn, special: tuple[float, ...] = (), max_vocabular
 
 @st.composite
 def temperatures(draw: st.DrawFn, shape: tuple[int, ...]) -> float | Tensor:
-    """A number, a 0-d tensor, one for each row, or what broadcasts to the rows."""
+    """A number, a 0-d tensor, one temperature for each row, or a shape that broadcasts to the rows."""
     value = draw(st.sampled_from([1.0, 0.7, 0.1, 4.0]))
     shapes = [(), shape, shape[-1:], (*shape[:-1], 1) if shape else ()]
     of = draw(st.sampled_from([None, *shapes]))
@@ -201,7 +204,7 @@ def temperatures(draw: st.DrawFn, shape: tuple[int, ...]) -> float | Tensor:
 
 
 def ratio_results(device: str = "cpu") -> tuple[Tensor, ...]:
-    """Of every form of a ratio: values, gradients, groups and clip ranges, with tokens that are no numbers."""
+    """Values and gradients of every form of ratio, entropy groups and clip ranges. Some tokens are NaN or infinite."""
     generator = random_generator(11)
     old = -5 * torch.rand(30, 700, generator=generator)
     logprob = old + torch.randn(30, 700, generator=generator) ** 3
@@ -222,7 +225,7 @@ def ratio_results(device: str = "cpu") -> tuple[Tensor, ...]:
 
 
 def groups_of(entropy: Tensor, mask: Tensor, quantiles: tuple[float, ...]) -> list[list[int]]:
-    """The positions of one sequence's tokens in each of its groups, the empty ones left out."""
+    """The positions of one sequence's tokens in each of its groups. Empty groups are left out."""
     above = [d3s_kernels.topk_mask(entropy, 1 - quantile, mask=mask).tolist() for quantile in quantiles]
     members: dict[int, list[int]] = {}
     for t in mask.nonzero().flatten().tolist():
@@ -234,7 +237,7 @@ def groups_of(entropy: Tensor, mask: Tensor, quantiles: tuple[float, ...]) -> li
 
 
 class Segmented(NamedTuple):
-    """Values in segments: rows of the last dimension, or pieces of a 1-D tensor that `offsets` names."""
+    """Values in segments: rows of the last dimension, or pieces of a 1-D tensor with bounds in `offsets`."""
 
     values: Tensor
     offsets: Tensor | None
@@ -242,18 +245,18 @@ class Segmented(NamedTuple):
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """The shape of one number for each segment."""
+        """The shape of a tensor with one number for each segment."""
         return self.values.shape[:-1] if self.offsets is None else (len(self.offsets) - 1,)
 
 
-# Few different numbers, so that most segments have ties.
+# Few distinct values, so that most segments have ties.
 repetitive = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5])
 awkward = repetitive | st.sampled_from([INF, -INF, NAN]) | st.floats(width=32)
 
 
 @st.composite
 def segmented(draw: st.DrawFn, elements: st.SearchStrategy[float], max_length: int = 12) -> Segmented:
-    """Ragged or rectangular, with empty segments, with none at all, with and without a mask, of any dtype."""
+    """Ragged or rectangular segments of any dtype, also empty ones or none at all, with and without a mask."""
     offsets = None
     if draw(st.booleans()):
         lengths = draw(st.lists(st.integers(0, max_length), max_size=5))
@@ -269,14 +272,14 @@ def segmented(draw: st.DrawFn, elements: st.SearchStrategy[float], max_length: i
 
 
 def cut(total: int, segments: int) -> Tensor:
-    """Offsets of `segments` random pieces of `total`, some of them empty."""
+    """Offsets that divide `total` into `segments` random pieces, some of them empty."""
     inner = torch.randint(total + 1, (segments - 1,)).sort().values
     return torch.cat([torch.tensor([0]), inner, torch.tensor([total])])
 
 
 @st.composite
 def ratios(draw: st.DrawFn) -> float | Tensor:
-    """In (0, 1], as a number or as a 0-d tensor of either precision."""
+    """A ratio in (0, 1], as a number or as a 0-d tensor of float32 or float64."""
     value = draw(st.sampled_from([0.05, 0.07, 0.1, 0.2, 0.5, 1.0]) | st.floats(1e-6, 1.0))
     dtype = draw(st.sampled_from([None, torch.float32, torch.float64]))
     return value if dtype is None else torch.tensor(value, dtype=dtype)

@@ -1,8 +1,8 @@
 """Processes that compute together, as the ranks of a group on this machine.
 
-A task is a function of a module beside this one, ``task(ranks, *arguments)``; it is run by every process of a world,
-which tests share: to start one takes seconds. A world in which a task fails or hangs is ended, and the next test that
-asks for it has a new one.
+A task is a function of a module beside this one, ``task(ranks, *arguments)``. Every process of a world runs it. Tests
+share worlds, because starting one takes seconds. A world in which a task fails or hangs is ended, and the next test
+that asks for it gets a new one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _serve(rank: int, size: int, folder: str, calls: Connection, seconds: float,
         try:
             task, arguments, environment = calls.recv()
         except EOFError:  # the tests are over
-            # Not by way of the interpreter's end: there gloo's threads may still want to free what Python holds.
+            # Without the interpreter's shutdown: gloo's threads may still want to free objects that Python holds.
             os._exit(0)
         os.environ.update(environment)
         try:
@@ -59,7 +59,7 @@ class World:
     def __init__(self, size: int, seconds: float = _TIMEOUT, backend: str = "gloo") -> None:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
-        # Forked from a server that has imported torch once and started no thread: a world takes a tenth of a second.
+        # Forked from a server that has imported torch once and has no threads: a new world takes a tenth of a second.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["d3s_kernels.distributed", "torch._dynamo", "hypothesis", "pytest"])
         self.calls, self.processes = [], []
@@ -73,7 +73,7 @@ class World:
             self.processes.append(process)
 
     def run(self, task: Callable[..., Any], *arguments: Any, **environment: str) -> list[Any]:
-        """What the task returns on each rank; raises where one raises, or does not answer."""
+        """What the task returns on each rank. Raises if a rank raises or does not answer."""
         results = self.outcomes(task, *arguments, **environment)
         for result in results:
             if isinstance(result, Exception):
@@ -82,13 +82,13 @@ class World:
         return results
 
     def outcomes(self, task: Callable[..., Any], *arguments: Any, **environment: str) -> list[Any]:
-        """What the task returns on each rank, or raises there."""
+        """What the task returns or raises on each rank."""
         for calls in self.calls:
             calls.send((task, arguments, environment))
         results: dict[int, Any] = {}
         broken = False
         while len(results) < self.size:
-            # Once a rank has failed, others may wait for it in a collective.
+            # After one rank fails, others may wait for it in a collective.
             waiting = [calls for rank, calls in enumerate(self.calls) if rank not in results]
             ready = wait(waiting, _AFTER_A_FAILURE if broken else _TIMEOUT)
             if not ready:
@@ -103,7 +103,7 @@ class World:
                 results[rank] = result
         missing = set(range(self.size)) - results.keys()
         if broken or missing:
-            self.end()  # a collective may be under way
+            self.end()  # some ranks may still be in a collective
         if missing and not broken:
             raise TimeoutError(f"ranks {sorted(missing)} of {self.size} do not answer")
         return [results.get(rank) for rank in range(self.size)]
@@ -121,6 +121,6 @@ def world(size: int) -> World:
 
 
 def pieces_of(total: int, size: int, generator: torch.Generator) -> list[int]:
-    """How many of ``total`` each of ``size`` ranks has: anything, nothing included."""
+    """A random number of items for each of ``size`` ranks, ``total`` in all; some may be 0."""
     edges = torch.randint(0, total + 1, (size - 1,), generator=generator).sort().values.tolist()
     return [b - a for a, b in zip([0, *edges], [*edges, total], strict=True)]

@@ -1,4 +1,4 @@
-"""What computes an op: the choice, how it is forced, what is said of it."""
+"""Which back-end computes an op: how it is chosen, how one is forced, and what is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ here = pytest.mark.skipif(backends.forced_backend is not None, reason="a back-en
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str | None]]:
-    """Which back-ends there are: name -> why it does not run, or None."""
+    """The back-ends as the test sets them: name -> why it does not run, or None."""
     reasons: dict[str, str | None] = {"cuda": None, "triton": None, "torch": None}
     monkeypatch.setattr(backends, "why_not", reasons.__getitem__)
     return reasons
@@ -49,9 +49,9 @@ def test_the_best_that_there_is(there: dict[str, str | None]) -> None:
 
 def test_the_one_that_is_forced(there: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends._choice("cuda", "cuda") == ("cuda",)
-    assert backends._choice("cuda", "triton") == ("triton", "torch")  # what Triton has no kernel for
+    assert backends._choice("cuda", "triton") == ("triton", "torch")  # torch serves where Triton has no kernel
     assert backends._choice("cuda", "torch") == ("torch",)
-    assert backends._choice("xpu", "cuda") == ("triton", "torch")  # nothing to force there
+    assert backends._choice("xpu", "cuda") == ("triton", "torch")  # cuda cannot be forced on xpu
     assert backends._choice("cpu", "cuda") == ("cpu",)
     assert backends._choice("cpu", "torch") == ("torch",)
     monkeypatch.setattr(backends, "_interprets", lambda: False)
@@ -62,7 +62,7 @@ def test_the_one_that_is_forced(there: dict[str, str | None], monkeypatch: pytes
 
 @here
 def test_forced_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other back-end is at work within, and only there."""
+    """The forced back-end computes inside the block, and only there."""
     calls: list[str] = []
 
     def kernel(scores: Tensor, *_: object) -> Tensor:
@@ -83,8 +83,8 @@ def test_forced_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
 @here
 @pytest.mark.parametrize("scope", ["batch", "sequence"])
 def test_from_logits_choices_differ_at_the_threshold_alone(scope: str) -> None:
-    """Entropies of two back-ends lie within 1e-5 of each other. Here most are equal but for rounding: each row has the
-    logits of one of three in another order.
+    """Entropies of two back-ends differ by at most 1e-5. Here most are equal up to rounding, because each row is a
+    permutation of one of three rows of logits.
     """
     of_row = random_logits(3, 500)[torch.randint(3, (4, 60))]
     logits = of_row.gather(-1, torch.rand(of_row.shape).argsort(-1))
@@ -101,7 +101,7 @@ def test_from_logits_choices_differ_at_the_threshold_alone(scope: str) -> None:
 
 @here
 def test_arguments_are_checked_in_the_same_words() -> None:
-    """Those of an op that is written in Python too."""
+    """Every back-end refuses a bad argument with the same message, also for an op that is written in Python."""
     wrong = {
         "ratio: got 2": lambda: d3s.topk_mask(torch.randn(3), 2.0),
         "labels: got 9 at row 1": lambda: d3s.logprob_entropy(torch.randn(2, 5), torch.tensor([0, 9])),
@@ -139,7 +139,7 @@ def test_what_cannot_be_forced(value: str, message: str) -> None:
 def test_forced_from_outside() -> None:
     code = "import d3s_kernels as d3s; print({d['cpu'] for d in d3s.backends().values()})"
     done = run(code, D3S_KERNELS_BACKEND="torch")
-    assert (done.stdout, done.stderr) == ("{'torch'}\n", "")  # no word of torch's on kernels that take another's place
+    assert (done.stdout, done.stderr) == ("{'torch'}\n", "")  # no warning from torch about replaced kernels
 
 
 def test_an_old_triton_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_gpu_without_its_library_says_so_once(there: dict[str, str | None], re
 
 @here
 def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    """Pasted into a bug report, it says what is there and what each back-end computes."""
+    """The report is meant for bug reports: it says what is available and what each back-end computes."""
     assert report.main() == 0
     text = capsys.readouterr().out
     assert f"torch {torch.__version__}" in text
@@ -191,7 +191,7 @@ def test_the_report_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @here
 def test_the_report_of_what_does_not_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which matters where it serves, and is only said where it does not."""
+    """A back-end that does not run is an error only where it serves; elsewhere the report only mentions it."""
 
     def broken(*_: object, **__: object) -> None:
         raise OSError("no C compiler")

@@ -1,4 +1,4 @@
-"""How the benchmarks time a GPU, tried on a GPU that is made up: it does what it is told at once."""
+"""How the benchmarks time a GPU, tested with a fake GPU that finishes all work at once."""
 
 from __future__ import annotations
 

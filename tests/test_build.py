@@ -1,4 +1,4 @@
-"""The built library: what it asks of torch, what it does to the process, that all SIMD levels compute the same."""
+"""The built library: which torch symbols it needs, its effects on the process, and equal results at all SIMD levels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_symbol_of_torch_is_newer_than_the_target() -> None:
     names = {name for library in LIBRARIES for _, name in symbols(library, "-D", "-u")}
     wanted = {name for name in names if re.search("torch|aoti|c10", name)}
     assert wanted <= set(allowed_shims())
-    if HAS_CUDA:  # nothing may stand in the table that none asks for
+    if HAS_CUDA:  # each symbol in the table is needed by a library
         assert wanted == set(allowed_shims())
     target = tuple(map(int, d3s_kernels.build_info()["torch_target"].split(".")))
     assert all(since == "base" or tuple(map(int, since.split("."))) <= target for since in allowed_shims().values())
@@ -49,7 +49,7 @@ def test_no_symbol_of_torch_is_newer_than_the_target() -> None:
 
 @needs_nm
 def test_no_cxx_symbol_of_torch_is_used() -> None:
-    """A mangled name of torch's or c10's would tie the binary to one release."""
+    """A mangled name from torch or c10 would tie the binary to one torch release."""
     names = [name for library in LIBRARIES for _, name in symbols(library, "-D", "-u")]
     mangled = [name for name in names if name.startswith("_Z")]
     assert not [name for name in mangled if re.search(r"(?<=\d)(c10|torch|at)(?=\d|E)", name)]
@@ -59,7 +59,7 @@ def test_no_cxx_symbol_of_torch_is_used() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("source", ["softmax_rows.cpp", "order_key_loops.cpp"])
 def test_a_simd_variant_exports_only_its_table(source: str, tmp_path: Path) -> None:
-    """A weak symbol compiled for AVX-512 could replace everybody's, and crash a machine that has none."""
+    """A weak symbol compiled for AVX-512 could replace a shared one, and crash on a machine without AVX-512."""
     out = tmp_path / "variant.o"
     flags = [
         "-std=c++17",

@@ -1,5 +1,5 @@
-"""Activation checkpointing: the same gradients to the bit, the same selection again, and what the policy says to save
-is computed once."""
+"""Activation checkpointing: gradients are bit-identical, selections are the same again, and ops that the policy saves
+run only once."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +21,7 @@ CHOOSE = OPS.select_tokens.default, OPS.importance_ratio.default
 
 
 def loss(hidden: Tensor, weight: Tensor, labels: Tensor, advantages: Tensor) -> Tensor:
-    """Of both forms of the head; what is kept decides the gradients."""
+    """A loss of both forms of the head. The selection decides which tokens have a gradient."""
     hidden = torch.tanh(hidden)
     from_hidden, entropy = d3s.linear_logprob_entropy(hidden, weight, labels, max_grad_rows=labels.numel())
     from_logits, _ = d3s.logprob_entropy(hidden @ weight.T, labels)
@@ -35,7 +35,7 @@ def must_save(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
 
 
 selective = partial(create_selective_checkpoint_contexts, must_save)
-# How often the forward of an op runs: those that can be saved, and those that are not.
+# For each kind of checkpoint: how often the forward of the ops in SAVED runs, and that of other ops.
 WAYS: dict[str, tuple[Callable[..., Tensor], int, int]] = {
     "reentrant": (partial(checkpoint, loss, use_reentrant=True), 2, 2),
     "not reentrant": (partial(checkpoint, loss, use_reentrant=False), 2, 2),
@@ -44,7 +44,7 @@ WAYS: dict[str, tuple[Callable[..., Tensor], int, int]] = {
 
 
 class Count(TorchDispatchMode):
-    """Of the calls of each op."""
+    """Counts the calls of each op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Count(TorchDispatchMode):
 
 
 def gradients(function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *rest: Tensor) -> list[Tensor]:
-    """A reentrant checkpoint takes only backward()."""
+    """Uses backward(), because a reentrant checkpoint supports nothing else."""
     leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
     result = function(*leaves, *rest)
     result.backward()
@@ -81,7 +81,7 @@ def test_a_checkpoint_changes_no_bit(way: str) -> None:
 
 
 def test_a_random_choice_is_the_same_again() -> None:
-    """The gradient is that of the tokens drawn in the forward: a checkpoint puts torch's generator back."""
+    """The gradient is that of the tokens drawn in the forward, because a checkpoint restores torch's generator."""
 
     def of_a_random_half(entropy: Tensor) -> Tensor:
         return (entropy * d3s.select_tokens(entropy.detach(), None, 0.5, rule="random").mask).square().sum()
@@ -97,7 +97,7 @@ def test_a_random_choice_is_the_same_again() -> None:
 @pytest.mark.slow("that Inductor recomputes what the policy says, and no more")
 @pytest.mark.parametrize("way", ["not reentrant", "selective"])
 def test_a_compiled_checkpoint(way: str) -> None:
-    """Inductor cuts forward from backward as the policy says; torch's profiler sees what its code calls."""
+    """Inductor splits forward and backward as the policy says. Torch's profiler counts the ops that its code calls."""
     require_inductor()
     function, runs_of_saved, runs_of_others = WAYS[way]
     compiled, arguments = compiled_once(lambda *tensors: function(*tensors), "inductor", dynamic=None), inputs()

@@ -1,4 +1,4 @@
-"""compact: the places of a mask's true values, in a tensor of a size known beforehand."""
+"""compact: the indices of a mask's true values, in a tensor whose size is known beforehand."""
 
 import pytest
 import torch
@@ -23,7 +23,8 @@ def test_any_mask(leading: tuple[int, ...], width: int, capacity: int, share: fl
 @pytest.mark.parametrize("n", [65_535, 65_536, 65_537, 300_000])
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
 def test_long_masks(n: int, share: float) -> None:
-    """Both sides of a piece of the parallel loop, and capacities that end inside the first and in the last piece."""
+    """Lengths on both sides of a piece of the parallel loop, and capacities that end in the first and in the last
+    piece."""
     mask = torch.rand(n) < share
     for capacity in (0, 1, int(mask.sum()), n + 5, 1000):
         check(mask, capacity)

@@ -1,4 +1,4 @@
-"""compare: a user's call on every back-end, beside the reference."""
+"""compare: a user's call on every back-end, compared with the reference."""
 
 from __future__ import annotations
 

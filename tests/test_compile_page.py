@@ -20,7 +20,7 @@ SECTIONS = {
 
 @pytest.fixture
 def names(tmp_path: Path) -> dict[str, Any]:
-    """What the page calls by name."""
+    """The names that the page uses."""
     labels = random_labels(16, 9, vocabulary=50)
     return {
         "torch": torch,

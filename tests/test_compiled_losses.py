@@ -1,5 +1,5 @@
-"""Whole losses under torch.compile: one graph, eager PyTorch's gradients, nothing compiled anew while sizes and budgets
-change."""
+"""Whole losses under torch.compile: one graph, the gradients of eager PyTorch, and no recompilation while sizes and
+budgets change."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ VOCABULARY, HIDDEN = 50, 16
 def clipped_surrogate(
     logprob: Tensor, entropy: Tensor, old: Tensor, mask: Tensor, rewards: Tensor, keep: Any, ratio: Any, room: int
 ) -> tuple[Tensor, ...]:
-    """The loss of GSPO over what D3S keeps, and everything it chose on the way."""
+    """The loss of GSPO over the tokens that D3S keeps, and every selection on the way to it."""
     advantages = d3s.group_advantages(rewards)
     rollouts = d3s.select_rollouts(advantages, keep).view(-1, 1)
     kept = d3s.select_tokens(entropy.detach(), advantages.flatten(), ratio, mask=mask & rollouts)
@@ -35,7 +35,7 @@ def of_logits(logits: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 class Model(nn.Module):
-    """A layer and an LM head, whose rows with and without a gradient have bounds."""
+    """A layer and an LM head with bounds on the rows and on the rows that have a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def of_a_head(model: Model, hidden: Tensor, labels: Tensor, max_rows: int, *rest
 
 
 def assert_same_gradients(compiled: Callable, eager: Callable, leaves: Sequence[Tensor], *arguments: Any) -> None:
-    """And the same values. `arguments` may hold the leaves, or what does."""
+    """Compares values and gradients. `arguments` may hold the leaves, or objects that hold them."""
     results = []
     for function in (compiled, eager):
         loss, *others = function(*arguments)
@@ -66,8 +66,8 @@ def assert_same_gradients(compiled: Callable, eager: Callable, leaves: Sequence[
 
 # ---- twenty steps ----------------------------------------------------------------------------------------------------
 
-# All sizes and budgets at once or, as torch.compile does by itself, the first ones as constants and learning from the
-# second; budgets as numbers and as tensors.
+# All sizes and budgets are dynamic at once; or, as torch.compile does by default, constant in the first compilation and
+# dynamic in the second. Budgets are tensors or numbers.
 FORMS = pytest.mark.parametrize(
     ("backend", "dynamic", "calls", "as_tensors"),
     [
@@ -79,7 +79,8 @@ FORMS = pytest.mark.parametrize(
 
 
 def labels_and_budgets(i: int, as_tensors: bool) -> tuple[Any, ...]:
-    """Of step i. No two numbers of a step are the same: torch.compile takes equal sizes for one."""
+    """Labels, rewards and budgets of step i. All numbers of a step differ, because torch.compile treats equal sizes as
+    one."""
     labels = random_labels((2 + i % 5) * 4, 6 + i, vocabulary=VOCABULARY)
     rewards = torch.rand(2 + i % 5, 4)
     keep, ratio = 3 - i % 2, 0.05 + 0.04 * i
@@ -117,7 +118,7 @@ def test_a_loss_of_a_head(backend: str, dynamic: bool | None, calls: int, as_ten
 
 
 def of_entropy_groups(logprob: Tensor, old: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor) -> list[Tensor]:
-    """ESPO's loss, over GSPO's ratio too."""
+    """ESPO's loss with the ratio of GSPO and with that of entropy groups."""
     groups = d3s.entropy_groups(entropy, mask)
     epsilon = d3s.adaptive_clip(entropy, groups, mask, vocab_size=VOCABULARY)
     loss = torch.zeros(())
@@ -148,9 +149,9 @@ def test_a_loss_of_entropy_groups(backend: str) -> None:
 def test_a_bad_number_is_named_in_a_graph_too(
     function: Callable, bad: float, message: str, request: pytest.FixtureRequest
 ) -> None:
-    from torch._dynamo.symbolic_convert import TensorifyState  # not above: it takes seconds
+    from torch._dynamo.symbolic_convert import TensorifyState  # not at the top, because this import takes seconds
 
     compiled = torch.compile(function, backend="aot_eager", dynamic=True)
-    request.addfinalizer(TensorifyState.clear)  # else the next compilation takes its own first float for a constant
-    with pytest.raises((ValueError, RuntimeError), match=message):  # the second from torch 2.15 on
+    request.addfinalizer(TensorifyState.clear)  # otherwise the next compilation treats its first float as a constant
+    with pytest.raises((ValueError, RuntimeError), match=message):  # RuntimeError from torch 2.15 on
         compiled(bad)

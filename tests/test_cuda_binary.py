@@ -1,4 +1,4 @@
-"""What nvcc made of the CUDA kernels, read from the built library: a test of performance that needs no GPU."""
+"""What nvcc makes of the CUDA kernels, read from the built library: a test of performance that needs no GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIBRARY = Path(_build_info.__file__).parent / "_cuda.so"
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 COMPILERS = shutil.which("nvcc") is not None and shutil.which("cmake", path=TOOLS) is not None
 
-# `make test` reads what set-up has built for an H100; `make test-all` compiles what the wheels hold, and reads that.
+# `make test` reads what set-up has built for an H100. `make test-all` compiles for the architectures of the wheels.
 WHEELS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 BUILT = [f"sm_{number.split('-')[0]}" for number in d3s_kernels.build_info()["cuda_architectures"].split()]
 ANEW = EVERYTHING and COMPILERS
@@ -36,14 +36,14 @@ built = pytest.mark.skipif(
 IN_FLIGHT = 4  # vectors of 16 bytes: kInFlight in csrc/cuda/logprob_entropy.cu
 PER_VECTOR = {"bfloat16": 8, "float16": 8, "float": 4}
 
-# The loop over logits: for whole rows, and for slices of rows. Instructions for an element: at 4.3 TB/s an H200 has
-# time for some 13.8 while the next bfloat16 comes.
+# The loop over logits, for whole rows and for slices of rows, and its limits in instructions for an element. At 4.3
+# TB/s an H200 has time for some 13.8 instructions until the next bfloat16 arrives.
 FORWARD = ("whole_rows", "single_slices")
 MOST_INSTRUCTIONS = {"bfloat16": 9.0, "float16": 9.5, "float": 10.0}
 
 
-REGISTERS = 65_536  # of a multiprocessor: what a block has at most
-# Kernels, as parts of mangled names, by the most threads that they are launched with.
+REGISTERS = 65_536  # of a multiprocessor: the most that a block can have
+# Kernels, as parts of mangled names, by the largest block they are launched with.
 LARGEST_BLOCKS = {
     1024: ("topk_mask_cu.*select_segments", "find_sorted_ends", "write_indices", "batch_deviation"),
     512: ("count_digit", "count_ties", "write_pieces", "max_variance_cu.*select_segments.*BlockGroup"),
@@ -53,7 +53,7 @@ LARGEST_BLOCKS = {
 
 @cache
 def compiled_anew() -> Path:
-    """For all architectures of the wheels, where a warning is an error; in a folder that the next run finds again."""
+    """Compiles for all architectures of the wheels, with warnings as errors, in a folder that the next run reuses."""
     folder = build_folder("all-architectures")
     environment = {**os.environ, "PATH": TOOLS}
     generator = ["-G", "Ninja"] if shutil.which("ninja", path=TOOLS) else []
@@ -78,7 +78,7 @@ def ours(names: dict[str, object]) -> list[str]:
 
 
 def mangled(kernel: str, dtype: str, aligned: bool) -> str:
-    """A part of the mangled name: a template over an element type and a bool."""
+    """A part of the mangled name of a template over an element type and a bool."""
     element = {"float": "f", "bfloat16": "NS_8bfloat16E", "float16": "NS_7float16E"}[dtype]
     return f"{len(kernel)}{kernel}I{element}Lb{int(aligned)}EE"
 
@@ -96,7 +96,7 @@ def test_nothing_spills(architecture: str) -> None:
     assert len(table) > 20
     for name, used in sorted(table.items()):
         print(f"{architecture}  {used.registers:3} registers  {plain(name)}")
-    # The loop of 40 registers leaves none to spare: on 12.0 one goes to memory, outside of the loop.
+    # The loop with a limit of 40 registers has none to spare: on sm_120 one is spilled, outside of the loop.
     allowed = 16 if architecture == "sm_120" else 0
     assert {name: used for name, used in table.items() if used.stack > allowed or used.local} == {}
 
@@ -104,7 +104,8 @@ def test_nothing_spills(architecture: str) -> None:
 @built
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_blocks_fit_beside_each_other(architecture: str) -> None:
-    """Three blocks of 512 threads for aligned rows share a multiprocessor; a block of 1,024 threads fits at all."""
+    """Three blocks of 512 threads for aligned rows share a multiprocessor, and every kernel's largest block fits on
+    one."""
     found: dict[str, Resources] = resources(library(), architecture)
     for kernel in FORWARD:
         for dtype in PER_VECTOR:
@@ -144,7 +145,7 @@ def test_the_loop_over_logits(architecture: str, kernel: str, dtype: str) -> Non
         f"{architecture} {kernel} {dtype}: {len(way)} instructions for {elements} elements, {len(way) / elements:.2f}"
     )
     assert len(way) <= MOST_INSTRUCTIONS[dtype] * elements
-    assert exponentials(way) == elements + 1  # one for each, and one that moves the group to its maximum
+    assert exponentials(way) == elements + 1  # one for each element, and one that moves the group to its maximum
     assert len(loads(way)) == IN_FLIGHT
     assert all(".128" in opcode for opcode in loads(way))
     assert not [instruction for instruction in way if re.match("BAR|SHFL|LDL|STL|ATOM|MEMBAR", instruction.opcode)]
@@ -163,7 +164,7 @@ def test_rows_that_lie_askew_are_read_in_wide_loads_too(architecture: str) -> No
 @built
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_the_loop_of_the_backward(architecture: str) -> None:
-    """All of it, with what is for labels and for rows that lie askew: a copy at 4.3 TB/s leaves time for some 27."""
+    """The whole loop, including labels and misaligned rows. A copy at 4.3 TB/s leaves time for some 27 instructions."""
     functions = kernels(library(), architecture)
     code = functions[find(functions, "15write_gradientsINS_8bfloat16E")]
     loop = min((loop for loop in loops(code) if exponentials(loop) >= 32), key=len)
@@ -188,7 +189,7 @@ def test_it_compiles_without_a_warning() -> None:
 
 
 def test_wheels_hold_all_architectures() -> None:
-    """By the default of the build; test_wheel.py reads them from a wheel."""
+    """By default the build includes all architectures. test_wheel.py checks them in a wheel."""
     found = re.search(r"set\(CMAKE_CUDA_ARCHITECTURES ([^)]+)\)", (ROOT / "CMakeLists.txt").read_text(encoding="utf-8"))
     assert found
     assert [f"sm_{number.partition('-')[0]}" for number in found[1].split()] == WHEELS

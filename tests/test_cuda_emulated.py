@@ -1,5 +1,5 @@
-"""The CUDA kernels' own source, run on the CPU: against the reference, under AddressSanitizer, and with the threads of
-a block in a different order each time. It needs a C++ compiler and CMake, no GPU and no nvcc."""
+"""The source of the CUDA kernels, run on the CPU: against the reference, under AddressSanitizer, and with the threads
+of a block in a different order each time. This needs a C++ compiler and CMake, but no GPU and no nvcc."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ CXX = shutil.which("g++")
 
 pytestmark = pytest.mark.skipif(CMAKE is None or CXX is None, reason="needs cmake and g++")
 
-# Schemas, fakes and torch.compile, most of it compilers' time: the same whoever computes.
+# Schemas, fakes and torch.compile: independent of the back-end, and most of the time is spent in compilers.
 ABOVE_THE_KERNELS = ("test_registration.py", "test_compiled_losses.py")
-# Every test of the ops runs on the emulated kernels too. Left out are those of what does not depend on the kernels.
+# The tests of the ops run on the emulated kernels too, except tests of code that does not depend on the kernels.
 SUITES = (
     ("test_table.py", "test_logprob_entropy.py", "test_compact.py"),
     ("test_group_advantages.py", "test_topk_mask.py", "test_errors.py"),
     ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
     ("test_head.py", "test_ratios.py", "test_topk_steps.py", "test_softmax_state.py", *ABOVE_THE_KERNELS),
 )
-# A child process imports torch and the library once more, so that `make test` has one.
+# Each child process imports torch and the library again, so `make test` starts only one.
 RUNS = SUITES if EVERYTHING else (sum(SUITES, ()),)
 
 
 def build(folder: Path, *options: str) -> Path:
-    """The emulated library, in a folder that the next run finds again; built by one process at a time."""
+    """Builds the emulated library in a folder that the next run reuses. Only one process builds at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -72,13 +72,13 @@ def sanitized() -> Path:
 
 
 def child_environment(*folders: str) -> dict[str, str]:
-    """For another Python, in which this very package is imported."""
+    """The environment of a child Python that imports this same package."""
     path = [*folders, str(Path(d3s_kernels.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def run_pytest(*arguments: str, **environment: str) -> None:
-    """In a process of its own, where other kernels take the place of the CPU's: by a plugin, or by the environment."""
+    """Runs pytest in a child process, where a plugin or the environment replaces the CPU kernels."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
     done = subprocess.run(
         [*command, *arguments],
@@ -96,7 +96,7 @@ def run_emulated(library: Path, *arguments: str, **environment: str) -> None:
     run_pytest("-p", "emulated_cuda", *arguments, D3S_EMULATED_LIBRARY=str(library / "_emulated.so"), **environment)
 
 
-# A fibre takes the place of a thread: an example takes a hundred times as long as on the kernels of the CPU.
+# With fibres in place of threads, an example takes a hundred times as long as on the CPU kernels.
 EXAMPLES = os.environ.get("D3S_TEST_EXAMPLES", "60" if EVERYTHING else "5")
 
 
@@ -109,7 +109,7 @@ def test_the_tests_of_the_ops(suite: tuple[str, ...], plain: Path) -> None:
 
 
 def test_ratios_have_the_bits_of_the_cpu(plain: Path, tmp_path: Path) -> None:
-    """Sums of integers, and an exponential of additions and multiplications: the same on every device."""
+    """Sums are of integers, and exp is made of additions and multiplications: the bits are the same on every device."""
     code = "import emulated_cuda, torch, helpers; torch.save(helpers.ratio_results(), 'cuda.pt')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path,
@@ -126,13 +126,13 @@ def test_what_only_the_cuda_kernels_have(plain: Path) -> None:
 
 @pytest.mark.slow("that no kernel reads or writes out of bounds; `make sanitize` runs it too")
 def test_under_address_sanitizer(sanitized: Path) -> None:
-    """All but the grids of 70,000 blocks, which take a minute each."""
+    """All tests except the grids of 70,000 blocks, which take a minute each."""
     run_emulated(
         sanitized,
         str(TESTS / "cuda_shim" / "kernels.py"),
         "-k",
         "not a_grid_is_wide",
-        # Python and torch are not sanitized: the sanitizers' own libraries have to be there first.
+        # Python and torch are not sanitized, so the sanitizers' libraries have to be loaded first.
         LD_PRELOAD=" ".join(runtime(name) for name in ("libasan.so", "libubsan.so")),
         ASAN_OPTIONS="detect_leaks=0",
     )
@@ -140,7 +140,8 @@ def test_under_address_sanitizer(sanitized: Path) -> None:
 
 @pytest.mark.parametrize("library", ["plain", slow("sanitized", shows="that the shim is clean itself")])
 def test_the_shim(library: str, request: pytest.FixtureRequest) -> None:
-    """What the tests above rest on: a missing barrier shows, and what cannot go on stops with a message."""
+    """The tests above rely on the shim: a missing barrier shows, and a kernel that cannot go on stops with a
+    message."""
     folder = request.getfixturevalue(library)
     done = subprocess.run([folder / "test_shim"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public names say the truth."""
+"""The examples in the docstrings of the public names give the results that they show."""
 
 import doctest
 import inspect

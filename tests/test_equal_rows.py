@@ -1,4 +1,5 @@
-"""select_rollouts(equal_rows=True): as many on every rank, of the largest variance that is found under that limit."""
+"""select_rollouts(equal_rows=True): each rank keeps the same number, with the largest variance found under that
+limit."""
 
 import itertools
 import math
@@ -18,7 +19,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def draw(kind: str, ranks: int, most: int, generator: torch.Generator) -> Tensor:
-    """``[ranks, most]``, some of it not usable."""
+    """Values ``[ranks, most]``, some of them not usable."""
     shape = ranks, most
     if kind == "whole numbers":
         values = torch.randint(-3, 4, shape, generator=generator).float()
@@ -26,11 +27,11 @@ def draw(kind: str, ranks: int, most: int, generator: torch.Generator) -> Tensor
         values = torch.randint(0, 2, shape, generator=generator).float()
     elif kind == "constant groups":
         values = torch.randn(ranks, 1, generator=generator) + (torch.rand(shape, generator=generator) < 0.2)
-    elif kind == "opposites":  # where the choice is that of dividing numbers into equal sums
+    elif kind == "opposites":  # the choice amounts to dividing numbers into equal sums
         values = torch.rand(ranks, 1, generator=generator) * torch.tensor([1.0, -1.0]).repeat(most)[:most]
     else:
         values = torch.randn(shape, generator=generator)
-        if kind == "far from 0":  # and rounded, so that some tie
+        if kind == "far from 0":  # and rounded, so that some values tie
             values += 1_000_000
     unusable = torch.rand(shape, generator=generator) < torch.rand((), generator=generator) * 0.4
     special = torch.tensor([NAN, math.inf, -math.inf])[torch.randint(3, shape, generator=generator)]
@@ -44,7 +45,7 @@ def spread(values: Tensor) -> float:
 
 
 def in_order(values: Tensor) -> list[Tensor]:
-    """Each row's, less one number, which changes no variance."""
+    """The sorted usable values of each row, less a common number, which changes no variance."""
     shift = values[values.isfinite()].double().mean()
     return [row[row.isfinite()].double().sort().values - shift for row in values]
 
@@ -63,8 +64,8 @@ def best_of_all(rows: list[Tensor], each: int) -> float:
 
 
 def bound(rows: list[Tensor], each: int) -> tuple[float, float]:
-    """What no choice exceeds, min over c of the largest sum of (x - c)^2; and d^2 / (4 k), of the exchanges that tie
-    there. Of a centre the best choice is looked up value by value: nothing here knows of the chain."""
+    """An upper bound, min over c of the largest sum of (x - c)^2; and d^2 / (4 k), which exchanges that tie at that c
+    may lose. The best choice for a centre is found value by value, independently of the algorithm under test."""
     low = torch.cat([row[:each] for row in rows])
     high = torch.cat([row[len(row) - each :] for row in rows])
 
@@ -73,7 +74,7 @@ def bound(rows: list[Tensor], each: int) -> tuple[float, float]:
         return squares.max(0).values.sum(1)
 
     begin, end = low.min().item(), high.max().item()
-    for _ in range(14):  # convex in the centre: the best of a grid lies beside the minimum
+    for _ in range(14):  # convex in the centre: the minimum lies beside the best point of the grid
         centres = torch.linspace(begin, end, 33, dtype=torch.float64)
         nearest = int(best_around(centres).argmin())
         begin, end = centres[max(nearest - 1, 0)].item(), centres[min(nearest + 1, 32)].item()
@@ -114,7 +115,7 @@ def test_against_all_choices(kind: str) -> None:
 
 @kinds
 def test_against_the_bound(kind: str) -> None:
-    """Of sizes that no other way decides."""
+    """For sizes at which trying all choices takes too long."""
     generator = random_generator(int(torch.randint(2**31, ())))
     tried = 0
     while tried < 20:
@@ -139,7 +140,7 @@ def test_one_rank_keeps_what_max_variance_keeps(kind: str) -> None:
 
 
 def test_on_each_rank_it_is_the_lowest_and_the_highest() -> None:
-    """By (value, index), and -0 is 0. What ties is exchanged on all ranks in turn."""
+    """Values are ordered by (value, index), and -0 is 0. Exchanges that tie are made on all ranks in turn."""
     values = torch.tensor([[0.0, -0.0, 5.0, 5.0], [0.0, 5.0, -0.0, 5.0]])
     kept = most_varied(values, torch.tensor(4))
     assert kept.tolist() == [[True, False, False, True], [True, False, False, True]]

@@ -1,4 +1,4 @@
-"""espo_terms: what a trainer's loss takes of ESPO, against the paper's formulas in a plain loop over tokens."""
+"""espo_terms: the terms of ESPO for a trainer's loss, against the paper's formulas in a plain loop over tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB_SIZE = 1000
 
 
 def sample(rows: int = 5, length: int = 17) -> dict[str, Tensor]:
-    """A policy that has moved by little; completions of several lengths, one of a single token, one empty."""
+    """A policy that has moved a little; completions of several lengths, one of a single token, one empty."""
     old = -3 * torch.rand(rows, length)
     lengths = torch.tensor([length, 1, 0, *torch.randint(2, length, (rows - 3,)).tolist()])
     return {
@@ -38,7 +38,7 @@ def surrogate(ratio: Tensor, epsilon: Tensor | float, advantage: Tensor) -> Tens
 
 
 def objective_in_a_loop(batch: dict[str, Tensor], advantages: Tensor, quantiles: tuple[float, ...]) -> Tensor:
-    """Eq. 5 with eq. 8 to 10, in float64, with the group's own ratio, whose gradient the tokens share equally."""
+    """Eq. 5 with eq. 8 to 10 in float64, with the group's own ratio. The tokens share its gradient equally."""
     sequences = []
     for row, advantage in enumerate(advantages):
         logprob, old = batch["logprob"][row].double(), batch["old_logprob"][row].double()
@@ -47,7 +47,7 @@ def objective_in_a_loop(batch: dict[str, Tensor], advantages: Tensor, quantiles:
         for members in groups_of(entropy, mask, quantiles):
             ratio = torch.exp(sum(logprob[t] - old[t] for t in members) / len(members))
             epsilon = 0.02 / math.log(VOCAB_SIZE) * sum(float(entropy[t]) for t in members) / len(members)
-            # Within rounding of the range's ends either side may be taken.
+            # Where a ratio is within rounding of its bound, either side may be taken.
             assume(abs(abs(float(ratio) - 1) - epsilon) > 1e-6)
             means.append(sum(surrogate(ratio, epsilon, advantage) for _ in members) / len(members))
         if means:
@@ -56,7 +56,7 @@ def objective_in_a_loop(batch: dict[str, Tensor], advantages: Tensor, quantiles:
 
 
 def objective(batch: dict[str, Tensor], advantages: Tensor, **changed: Any) -> Tensor:
-    """As a trainer takes it: the mean over sequences of the mean over tokens."""
+    """The loss as a trainer computes it: the mean over sequences of the mean over tokens."""
     ratio, epsilon, weight = espo_terms(**batch, **options(**changed))
     tokens = weight * surrogate(ratio, epsilon, advantages.unsqueeze(-1))
     lengths = batch["mask"].sum(-1)
@@ -86,7 +86,7 @@ def test_the_printed_denominator() -> None:
 
 
 def test_a_token_outside_of_all_groups() -> None:
-    """Padding has none, nor has a token whose entropy is NaN: it is left out of its sequence's means."""
+    """Padding and a token whose entropy is NaN have no group: the means of a sequence leave them out."""
     batch = sample()
     batch["logprob"].requires_grad_()
     batch["entropy"][0, 3] = math.nan

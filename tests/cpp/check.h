@@ -1,4 +1,4 @@
-// The smallest test harness that says what failed and with which numbers.
+// A minimal test harness that says which check failed, and with which numbers.
 #pragma once
 
 #include <cstdio>

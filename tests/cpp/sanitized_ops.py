@@ -2,8 +2,8 @@
 
     LD_PRELOAD=$(gcc -print-file-name=libasan.so) python tests/cpp/sanitized_ops.py build/sanitize
 
-The folder has the package's libraries. Results are compared with their meaning as everywhere; what this adds is that a
-read or write out of bounds, or an overflow of a whole number, ends it.
+The folder holds the package's libraries. Results are compared with the reference, as in the other tests. In addition, a
+read or write out of bounds or an integer overflow ends the run.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-# The package finds its libraries beside this module: so it runs on the sanitized ones.
+# The package looks for its libraries beside this module, so it finds the sanitized ones.
 (path,) = Path(sys.argv[1]).glob("_build_info*.so")
 spec = importlib.util.spec_from_file_location("d3s_kernels._build_info", path)
 assert spec is not None
@@ -26,8 +26,8 @@ from d3s_kernels._table.draw import Draw  # noqa: E402
 from d3s_kernels._table.table import OPS  # noqa: E402
 from d3s_kernels.compare import compare_here  # noqa: E402
 
-# Draws, and the largest length of a row or a segment: many short ones, and some beyond each size at which a kernel goes
-# over to pieces.
+# Draws, by the largest length of a row or a segment: many short ones, and some beyond each size at which a kernel
+# starts to work in pieces.
 SIZES = {40: 25, 300: 8, 10_000: 2, 70_000: 1}
 
 ran, calls = set(), 0

@@ -1,5 +1,5 @@
-// The loops of every SIMD level that this machine runs, against double, at every length around a vector's.
-// Buffers are exactly as long as they need be: AddressSanitizer sees a read or write past them.
+// The loops of every SIMD level of this machine against double, at every length around the length of a vector. Buffers
+// have exactly the needed size, so AddressSanitizer sees a read or write beyond them.
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
@@ -54,7 +54,7 @@ void softmax_loops(const SoftmaxLoops<T>& loops, double rounding, std::mt19937& 
     const GradientRow row{static_cast<float>(max), kLog2E / temperature, 0.3f, -0.2f};
     std::unique_ptr<T[]> apart(new T[n]);
     loops.gradient(logits.get(), n, row, apart.get());
-    loops.gradient(logits.get(), n, row, logits.get());  // over the logits
+    loops.gradient(logits.get(), n, row, logits.get());  // in place
     for (int64_t i = 0; i < n; ++i) {
       const double e = std::exp((z[i] - max) / temperature);
       const double wanted = e > 0 ? e * (0.3 - 0.2 * (z[i] - max)) : 0.;
@@ -111,7 +111,7 @@ std::unique_ptr<T[]> array_of(int64_t n, const Make& make) {
   return values;
 }
 
-// Of some tokens, with and without a mask and groups; one of them may be too far out to be added.
+// Ratios of n tokens, with and without a mask and groups. With `far`, one token is NaN or too large to be added.
 void ratio_loops_of(const RatioLoops& loops, int64_t n, bool masked, bool grouped, bool far, std::mt19937& random) {
   std::normal_distribution<float> normal;
   const auto a = array_of<float>(n, [&](int64_t) { return normal(random); });
@@ -141,7 +141,7 @@ void ratio_loops_of(const RatioLoops& loops, int64_t n, bool masked, bool groupe
   std::unique_ptr<float[]> plain(new float[n]), gradients(new float[n]), ratios(new float[n]);
   loops.exponentiate(a.get(), b.get(), tokens, nullptr, bounds, plain.get());
   std::copy_n(means.get(), n, ratios.get());
-  loops.exponentiate(a.get(), b.get(), tokens, ratios.get(), bounds, ratios.get());  // over the means
+  loops.exponentiate(a.get(), b.get(), tokens, ratios.get(), bounds, ratios.get());  // in place of the means
   loops.gradients(a.get(), ratios.get(), tokens, limits, gradients.get());
   const auto equal = [](float x, float y) { return bits_of_float(x) == bits_of_float(y) || (x != x && y != y); };
   for (int64_t i = 0; i < n; ++i) {

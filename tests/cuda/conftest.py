@@ -1,4 +1,4 @@
-"""Tests on a GPU, by each back-end that runs there; elsewhere they are skipped."""
+"""Tests on a GPU, with each back-end that runs there. They are skipped on other machines."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=backends.BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The one that computes the ops in this test."""
+    """The back-end that computes the ops in this test."""
     if request.param not in backends.runnable("cuda"):
         pytest.skip(backends.why_not(request.param) or f"D3S_KERNELS_BACKEND={backends.forced_backend}")
-    torch._dynamo.reset()  # a graph that was recorded with another one's kernels would be replayed
+    torch._dynamo.reset()  # otherwise graphs recorded with another back-end's kernels would be replayed
     with backends.forced(request.param):
         yield request.param

@@ -1,4 +1,4 @@
-"""Every op on inputs of moderate size, on the GPU: what the tests of its back-ends call."""
+"""Every op on inputs of moderate size on the GPU. The tests of the back-ends call them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Call = Callable[[], tuple[Tensor, ...]]
 
 
 def logits_like_a_models(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal numbers; every fourth row has one token far above the rest."""
+    """Normally distributed logits. In every fourth row one token is far above the rest."""
     logits = torch.randn(*shape, device=GPU, dtype=dtype) * 3
     logits.view(-1, shape[-1])[::4, 17] += 30
     return logits
 
 
 class Alone:
-    """A rank without others, which takes the way of several all the same."""
+    """A single rank that takes the path for several ranks."""
 
     rank, size = 0, 2
 
@@ -50,7 +50,7 @@ def among_ranks(scores: Tensor, offsets: Tensor | None, **quota: object) -> tupl
 
 
 def arguments_of(op: str, seed: int, device: torch.device) -> dict[str, Any]:
-    """Of the table. No gradient is asked for, and rows are bounded, so that nothing waits for the device."""
+    """Arguments from the table, without gradients and with bounded rows, so that no op waits for the device."""
     arguments = moved(OPS[op].draw(Draw(seed, most=MOST)), device)
     for name in ("max_rows", "max_grad_rows"):
         if name in arguments:
@@ -59,10 +59,10 @@ def arguments_of(op: str, seed: int, device: torch.device) -> dict[str, Any]:
 
 
 def run(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    """What it returns and what it writes, in copies of the arguments, which stay as they are."""
+    """The op's results and the tensors it writes. It runs on copies, so the arguments stay unchanged."""
     fresh = {name: part.clone() if isinstance(part, Tensor) else part for name, part in arguments.items()}
     results = called(getattr(torch.ops.d3s_kernels, op).default, fresh).results
-    return tuple(result for result in results if result.numel() > 0)  # a gradient that nobody wanted is empty
+    return tuple(result for result in results if result.numel() > 0)  # a gradient that was not requested is empty
 
 
 def names() -> list[str]:
@@ -71,7 +71,7 @@ def names() -> list[str]:
 
 
 def call(name: str, device: torch.device = GPU) -> Call:
-    """One of ``names()``, on inputs that stay where they are."""
+    """The call of one of ``names()``. Its inputs stay at the same addresses."""
     if name in MADE_OF_OPS:
         return partial(MADE_OF_OPS[name], torch.randint(0, 3, (64, 8)).float().to(device))
     op, seed = name.split()
@@ -95,7 +95,7 @@ def _among_ranks(rewards: Tensor) -> tuple[Tensor, ...]:
     return *segments, *among_ranks(rewards.flatten(), None, ratio_tensor=ratio)
 
 
-# What draws gives other numbers each time, and TRL's quantile waits for the device.
+# Rules that draw are left out, as their results change; so is TRL's quantile, which waits for the device.
 MADE_OF_OPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     **{f"rollouts, {rule}": partial(_rollouts, rule) for rule, row in rules.ROLLOUTS.items() if not row.draws},
     **{

@@ -1,4 +1,4 @@
-"""Every op on arguments of the table, for compute-sanitizer: short and long ones, misaligned rows.
+"""Every op on arguments of the table, for compute-sanitizer: short and long rows and segments, and misaligned rows.
 
 compute-sanitizer --tool racecheck python tests/cuda/sanitized.py
 """
@@ -12,7 +12,7 @@ from d3s_kernels._table.table import OPS
 from d3s_kernels.compare import moved
 
 GPU = torch.device("cuda")
-# Draws, and the largest length of a row or a segment: beyond each size at which a kernel goes over to other launches.
+# Draws, by the largest length of a row or a segment: beyond each size at which a kernel changes to other launches.
 SIZES = {40: 4, 10_000: 2, 200_000: 1}
 
 

@@ -1,4 +1,4 @@
-"""The back-ends on a GPU, each beside what the op means."""
+"""Each back-end on a GPU, compared with the reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from d3s_kernels._table.draw import Draw
 from d3s_kernels._table.table import OPS
 from d3s_kernels.compare import compare_here, moved
 
-# Draws, and the largest length of a row or a segment: one block, several, and beyond what a block's memory holds.
+# Draws, by the largest length of a row or a segment: one block, several blocks, and more than a block's memory holds.
 SIZES = {40: 20, 5000: 5, 100_000: 1}
 
 

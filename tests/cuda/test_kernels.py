@@ -1,4 +1,4 @@
-"""On GPU tensors, by each back-end: full sizes, repeatability, graphs, streams, no synchronisation, torch.compile."""
+"""Each back-end on GPU tensors: full sizes, repeatability, graphs, streams, no host synchronisation, torch.compile."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_in_a_graph(name: str) -> None:
     run = call(name)
     expected = [tensor.clone() for tensor in run()]
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # on another stream than the default one, too
+    with torch.cuda.stream(stream):  # also on a stream other than the default one
         run()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -68,7 +68,7 @@ def test_in_a_graph(name: str) -> None:
 
 
 def test_on_the_current_stream() -> None:
-    """Work that is queued on a stream before the op is done before it, without a word to the device."""
+    """An op runs after the work that is already queued on the current stream, without a device synchronisation."""
     stream = torch.cuda.Stream()
     scores = torch.zeros(1 << 20, device=GPU)
     torch.cuda.synchronize()
@@ -88,7 +88,7 @@ def test_full_vocabulary(rows: int, dtype: torch.dtype) -> None:
     logprob, entropy = d3s.logprob_entropy(logits, labels)
     g_logprob, g_entropy = torch.randn(rows, device=GPU), torch.randn(rows, device=GPU)
     (ours,) = torch.autograd.grad((logprob * g_logprob + entropy * g_entropy).sum(), logits)
-    for part in range(0, rows, 200):  # float64 of all would not leave much
+    for part in range(0, rows, 200):  # in pieces, because float64 copies of all rows would fill the memory
         piece = slice(part, part + 200)
         exact_logits = logits.detach()[piece].double().requires_grad_()
         exact = reference.logprob_entropy(exact_logits, labels[piece])
@@ -107,7 +107,7 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
             assert_same_bits(ours, whole[rows])
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton"], indirect=True)  # plain PyTorch takes a block of rows at a time
+@pytest.mark.parametrize("backend", ["cuda", "triton"], indirect=True)  # plain PyTorch works on blocks of rows
 def test_more_than_2_to_the_31_elements() -> None:
     logits = torch.zeros(16_000, VOCABULARY, device=GPU, dtype=torch.bfloat16)
     logits[-1] = logits_like_a_models(VOCABULARY)
@@ -190,8 +190,9 @@ def test_compiled_in_one_graph() -> None:
 
 
 def test_compiled_into_cuda_graphs() -> None:
-    """Forward and backward are each a graph that torch records and replays, on numbers that change; none is refused."""
-    # Not above: where there is no GPU, each run of the tests would wait seconds for torch's compiler.
+    """Forward and backward are each recorded as a CUDA graph and replayed on changing numbers; torch skips none of
+    them."""
+    # Imported here: without a GPU, each run of the tests would wait seconds for torch's compiler.
     from torch._dynamo.utils import counters
     from torch._inductor import cudagraph_trees
 

@@ -1,4 +1,4 @@
-"""Across ranks on GPUs, by NCCL: selections, and a shared vocabulary, give what one GPU gives that has everything."""
+"""Selections and a shared vocabulary on several GPUs over NCCL give what one GPU gives that holds everything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(GPUS < 2, reason="takes two GPUs: NCCL has one r
 
 
 def choose(ranks: Ranks, seed: int) -> None:
-    """Every rank draws the same and looks at its own part."""
+    """Every rank draws the same batch and passes its own part."""
     device = torch.device("cuda", ranks.rank)
     generator = torch.Generator().manual_seed(seed)
     lengths = pieces_of(100_000, ranks.size, generator)

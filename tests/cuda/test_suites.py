@@ -1,4 +1,5 @@
-"""Every test of the ops, on the GPU, by one back-end: the one D3S_KERNELS_BACKEND names, or the best that runs here."""
+"""Every test of the ops on the GPU, with the back-end that D3S_KERNELS_BACKEND names, or else the best that runs
+here."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from d3s_kernels._dispatch import backends
 
 BACKEND = backends.runnable("cuda")[0]
 FILES = [name for suite in SUITES for name in suite]
-KERNELS = "cuda_shim/kernels.py"  # what only the CUDA kernels have
-# Plain PyTorch's, and run as such.
+KERNELS = "cuda_shim/kernels.py"  # tests of what only the CUDA kernels have
+# Triton has no kernels for these; plain PyTorch serves them, and its own run tests them.
 NOT_IN_TRITON = {"test_compact.py", "test_group_advantages.py", "test_ratios.py", "test_topk_steps.py"}
-# What is above the kernels, test_kernels.py has once for each.
+# test_kernels.py tests once for each back-end what does not depend on the kernels.
 LEFT_OUT = {"cuda": (), "triton": (*ABOVE_THE_KERNELS, *NOT_IN_TRITON), "torch": ABOVE_THE_KERNELS}
 
 

@@ -1,7 +1,7 @@
-// How the threads of a block take turns: see cuda_shim.h.
+// How the threads of a block take turns. See cuda_shim.h.
 //
-// A thread that has to wait picks the next one and switches to it directly; a thread that returns leaves its stack to
-// the next one that has not begun. A block in which nobody waits so runs as a loop on one stack.
+// A thread that waits picks the next thread and switches to it directly. A thread that returns leaves its stack to the
+// next thread that has not begun. So a block without waiting threads runs as a loop on one stack.
 #include "cuda_shim.h"
 
 #include <sys/mman.h>
@@ -14,7 +14,7 @@
 #include <unordered_map>
 
 #if !defined(__x86_64__)
-#define D3S_SHIM_UCONTEXT  // works everywhere, with a system call for each switch
+#define D3S_SHIM_UCONTEXT  // works everywhere, but each switch is a system call
 #endif
 #if defined(D3S_SHIM_UCONTEXT)
 #include <ucontext.h>
@@ -31,7 +31,7 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// A function that never returns would leave marks of its frame on a stack that others will use.
+// AddressSanitizer would mark the frame of a function that never returns, on a stack that is used again.
 #define D3S_SHIM_NO_ASAN __attribute__((no_sanitize_address, noinline))
 
 uint3 threadIdx, blockIdx;
@@ -50,7 +50,7 @@ constexpr size_t kStackBytes = 256 << 10;
 constexpr size_t kStackBytes = 64 << 10;
 #endif
 
-struct Context {  // where a flow of control stands that is not running
+struct Context {  // the saved state of a flow of control that is not running
 #if defined(D3S_SHIM_UCONTEXT)
   ucontext_t registers;
 #else
@@ -65,15 +65,15 @@ struct Stack {
   Context context;
   char* memory;
   char* top;
-  Stack* next;  // of the unused ones
+  Stack* next;  // in the list of unused stacks
 };
 
-Context launcher;                // the one who called run_grid
-Context* left = nullptr;         // the one who ran before the latest switch
-Stack* unused_stacks = nullptr;  // kept for ever
+Context launcher;                // the caller of run_grid
+Context* left = nullptr;         // the context that ran before the latest switch
+Stack* unused_stacks = nullptr;  // never freed
 
 #if !defined(D3S_SHIM_UCONTEXT)
-// Saves what a called function has to preserve, and goes on where `to` was saved.
+// Saves the registers that a callee has to preserve, and continues where `to` was saved.
 extern "C" void d3s_shim_switch(void** from, void* to);
 asm(R"(
   .text
@@ -105,7 +105,7 @@ d3s_shim_switch:
 )");
 #endif
 
-// Has to be called first by whoever begins or goes on after a switch.
+// Has to be called first after each switch, by a context that begins or continues.
 D3S_SHIM_NO_ASAN void arrived(void* fake_stack) {
 #if defined(D3S_SHIM_ASAN)
   __sanitizer_finish_switch_fiber(fake_stack, &left->bottom, &left->bytes);
@@ -134,18 +134,18 @@ Stack* new_stack() {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   void* memory =
       mmap(nullptr, page + kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED || mprotect(memory, page, PROT_NONE) != 0) {  // who needs more runs into the first page
+  if (memory == MAP_FAILED || mprotect(memory, page, PROT_NONE) != 0) {  // an overflow runs into this page
     std::perror("cuda_shim: no memory for a stack");
     std::abort();
   }
   auto* stack = new Stack();
   stack->memory = static_cast<char*>(memory) + page;
-  // Tops at the same place in every page would share a few cache lines.
+  // Without this offset the tops of all stacks would share a few cache lines.
   stack->top = stack->memory + kStackBytes - 64 * (made++ % 61);
   return stack;
 }
 
-// A stack on which `main` begins when it is switched to.
+// Takes a stack that starts in `main` at the first switch to it.
 Stack* take_stack(void (*main)()) {
   Stack* const stack = unused_stacks ? unused_stacks : new_stack();
   unused_stacks = stack->next;
@@ -159,7 +159,8 @@ Stack* take_stack(void (*main)()) {
   context.registers.uc_link = nullptr;
   makecontext(&context.registers, main, 0);
 #else
-  // As d3s_shim_switch would have left it: control words, six registers, where to go on, and nobody to return to.
+  // The frame that d3s_shim_switch would have left: control words, six registers, the address to continue at, and no
+  // caller.
   auto* frame = reinterpret_cast<uint64_t*>(stack->top) - 9;
   std::memset(frame, 0, 9 * sizeof *frame);
   auto* control = reinterpret_cast<char*>(frame);
@@ -171,10 +172,10 @@ Stack* take_stack(void (*main)()) {
   return stack;
 }
 
-// ---- the launch and the block that run ---------------------------------------------------------------------------
+// ---- the running launch and block --------------------------------------------------------------------------------
 
 constexpr unsigned kMaxThreads = 1024;
-constexpr uint64_t kPoison = 0xa5a5a5a5a5a5a5a5u;  // what nobody has written
+constexpr uint64_t kPoison = 0xa5a5a5a5a5a5a5a5u;  // marks memory that is not written
 
 struct Thread {
   Operation operation;
@@ -184,7 +185,7 @@ struct Thread {
   uint64_t value, result;
 };
 
-struct Warp {  // lanes as bits
+struct Warp {  // each is a set of lanes, as bits
   unsigned lanes, ready, at_warp_operation, at_barrier, returned;
 };
 
@@ -200,10 +201,10 @@ struct Block {
   Thread threads[kMaxThreads];
   Warp warps[kMaxThreads / 32];
   unsigned size;         // threads
-  unsigned warps_ready;  // as bits: some lane is ready
-  unsigned warp;         // of the latest that was picked
-  bool one_warp_ahead;   // let it run until it can not, instead of drawing anew
-  unsigned running;      // a thread
+  unsigned warps_ready;  // as bits: the warp has a lane that is ready
+  unsigned warp;         // the latest that was picked
+  bool one_warp_ahead;   // run the same warp until it has to wait, instead of drawing another
+  unsigned running;      // the index of the running thread
   unsigned at_barrier, barrier_sum, barrier_result;
   unsigned returned;
   void* shared;
@@ -217,7 +218,7 @@ struct Random {  // splitmix64
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
     return z ^ z >> 31;
   }
-  unsigned bit_of(unsigned set) {  // the place of one; nearly fair
+  unsigned bit_of(unsigned set) {  // the position of a random set bit, almost uniform
     const auto turn = static_cast<unsigned>(next() >> 59);
     const unsigned turned = set >> turn | set << (-turn & 31);
     return (static_cast<unsigned>(__builtin_ctz(turned)) + turn) & 31;
@@ -238,7 +239,7 @@ uint64_t setting(const char* name, uint64_t otherwise) {
 
 size_t device_shared_bytes() { return setting("D3S_SHIM_SHARED", 227 << 10); }
 
-// ---- what went wrong ---------------------------------------------------------------------------------------------
+// ---- errors ------------------------------------------------------------------------------------------------------
 
 const char* name_of(Operation operation) {
   static const char* const names[] = {
@@ -284,14 +285,14 @@ std::string text_of(unsigned index) {
   stop("thread " + std::to_string(block.running) + " at " + text_of(operation, mask, at) + ": " + reason);
 }
 
-// ---- whose turn it is --------------------------------------------------------------------------------------------
+// ---- scheduling --------------------------------------------------------------------------------------------------
 
 void make_ready(unsigned warp, unsigned lanes) {
   block.warps[warp].ready |= lanes;
   block.warps_ready |= 1u << warp;
 }
 
-// Takes the next thread out of those that can go on; false if all have returned.
+// Picks the next of the threads that can run. Returns false if all threads have returned.
 bool pick_next() {
   if (block.warps_ready == 0) {
     if (block.returned == block.size) return false;
@@ -306,7 +307,7 @@ bool pick_next() {
   return true;
 }
 
-// A barrier that is missing may show only where warps keep pace, or only where one runs far ahead.
+// Some missing barriers show only where warps keep pace, others only where one warp runs far ahead.
 void draw_pace() { block.one_warp_ahead = draw.next() >> 63; }
 
 void thread_returned() {
@@ -338,12 +339,12 @@ D3S_SHIM_NO_ASAN void run_threads() {
       next = &its->context;
     }
     stack->next = unused_stacks;
-    unused_stacks = stack;  // nobody takes it before the switch
+    unused_stacks = stack;  // no other thread takes it before the switch
     switch_to(stack->context, *next, true);
   }
 }
 
-// Lets others run until the running thread, which waits or is ready, is picked again.
+// Runs other threads until the running thread, which waits or is ready, is picked again.
 void wait_for_turn() {
   Stack* const stack = block.stacks[block.running];
   pick_next();
@@ -355,7 +356,7 @@ void wait_for_turn() {
 
 void run_block(const dim3& grid, uint64_t index) {
   blockIdx = {static_cast<unsigned>(index % grid.x), static_cast<unsigned>(index / grid.x), 0};
-  // Exactly as large as asked for, and new, so that AddressSanitizer knows its end and its death.
+  // Allocated anew with exactly the requested size, so that AddressSanitizer sees accesses beyond its end or lifetime.
   block.shared = launch.shared_bytes ? std::malloc(launch.shared_bytes) : nullptr;
   if (block.shared) std::memset(block.shared, static_cast<int>(kPoison & 0xff), launch.shared_bytes);
   block.at_barrier = block.barrier_sum = block.returned = block.warps_ready = 0;
@@ -374,11 +375,11 @@ void run_block(const dim3& grid, uint64_t index) {
 
 // ---- operations --------------------------------------------------------------------------------------------------
 
-// Gives each lane of `group`, all of which wait, its result.
+// Gives each lane of `group` its result. All of them wait.
 void finish_warp_operation(Operation operation, Thread* lanes, unsigned group) {
   if (Operation::kShuffle <= operation && operation <= Operation::kShuffleXor) {
     for (unsigned rest = group; rest; rest &= rest - 1) {
-      Thread& thread = lanes[__builtin_ctz(rest)];  // the value of a lane that takes no part is undefined
+      Thread& thread = lanes[__builtin_ctz(rest)];  // the value of a lane outside the group is undefined
       thread.result = group >> thread.source & 1 ? lanes[thread.source].value : kPoison;
     }
     return;
@@ -430,7 +431,7 @@ int block_operation(Operation operation, bool predicate, Site at) {
     draw_pace();
   }
   wait_for_turn();
-  return static_cast<int>(block.barrier_result);  // the next barrier is not complete before this thread is there
+  return static_cast<int>(block.barrier_result);  // the next barrier cannot complete before this thread arrives
 }
 
 uint64_t warp_operation(Operation operation, unsigned mask, uint64_t value, Site at, unsigned source) {
@@ -462,7 +463,7 @@ uint64_t warp_operation(Operation operation, unsigned mask, uint64_t value, Site
   return thread.result;
 }
 
-// As PTX's shfl: of the operand five bits count, and who would leave the segment gets its own value.
+// As PTX's shfl: five bits of the operand count, and a lane whose source is outside its segment gets its own value.
 unsigned source_lane(Operation operation, unsigned operand, int width, Site at) {
   if (width < 1 || width > 32 || (width & (width - 1)))
     stop_at(operation, 0, at, "width " + std::to_string(width) + " is no power of two up to 32");
@@ -503,10 +504,10 @@ void run_grid(const void* kernel, dim3 grid, int threads, size_t shared_bytes, v
   block.size = static_cast<unsigned>(threads);
   block.warp = 0;
 
-  // Every block once: from a random one on, in steps that have no divisor in common with the number of blocks.
+  // Every block runs once: from a random one on, in steps that are coprime to the number of blocks.
   const uint64_t seed = setting("D3S_SHIM_SEED", 0), blocks = static_cast<uint64_t>(grid.x) * grid.y;
   draw.state = seed;
-  draw.state = draw.next();  // the sequences of neighbouring seeds must not overlap
+  draw.state = draw.next();  // so that the sequences of neighbouring seeds do not overlap
   uint64_t index = draw.next() % blocks, step;
   do step = draw.next() % blocks;
   while (std::gcd(step, blocks) != 1);

@@ -1,11 +1,11 @@
-// What CUDA source needs to be compiled by a C++ compiler and run on the CPU, for tests only.
+// What CUDA source needs so that a C++ compiler can compile it and it runs on the CPU. For tests only.
 //
-// The threads of a block are fibres of one OS thread. One runs at a time, until its next synchronisation point; which
-// one is next is drawn from D3S_SHIM_SEED, and so is the order of the blocks. A kernel that lacks a barrier therefore
-// gives results that change with the seed, and one whose threads wait for what cannot come stops with a message that
-// says who waits for what. Compiled with AddressSanitizer, shared memory ends where the launch said it ends.
+// The threads of a block are fibres of one OS thread. One runs at a time, until its next synchronisation point.
+// D3S_SHIM_SEED determines which one is next, and the order of the blocks. So a kernel that lacks a barrier gives
+// results that change with the seed. A kernel whose threads deadlock stops with a message that says which thread waits
+// for what. With AddressSanitizer, shared memory ends where the launch says it ends.
 //
-// Only what the kernels use is here, and nothing that nvcc would refuse.
+// It has only what the kernels use, and accepts nothing that nvcc would refuse.
 #pragma once
 
 #include <cmath>
@@ -48,7 +48,7 @@ struct dim3 {
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-// ---- where a thread is -----------------------------------------------------------------------------------------
+// ---- the position of a thread ----------------------------------------------------------------------------------
 
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
@@ -80,7 +80,7 @@ enum class Operation : uint8_t {
   kReduceMax,
 };
 
-// Both wait for all who take part. `source` is the lane whose value a shuffle gives, as the call asks for it.
+// Both wait for all participating threads. `source` is the lane that a shuffle reads, as given in the call.
 int block_operation(Operation operation, bool predicate, Site at);
 uint64_t warp_operation(Operation operation, unsigned mask, uint64_t value, Site at, unsigned source = 0);
 unsigned source_lane(Operation operation, unsigned operand, int width, Site at);
@@ -151,7 +151,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, d3s::shim::
   return d3s::shim::shuffle(d3s::shim::Operation::kShuffleXor, mask, value, static_cast<unsigned>(lanes), width, at);
 }
 
-// The order of int is that of unsigned with the sign bit turned over.
+// int has the order of unsigned with the sign bit inverted.
 #define D3S_SHIM_REDUCE(name, operation, sign_bit)                                                             \
   inline unsigned name(unsigned mask, unsigned value, d3s::shim::Site at = d3s::shim::here()) {                \
     return static_cast<unsigned>(d3s::shim::warp_operation(d3s::shim::Operation::operation, mask, value, at)); \
@@ -165,12 +165,11 @@ D3S_SHIM_REDUCE(__reduce_min_sync, kReduceMin, 0x80000000u)
 D3S_SHIM_REDUCE(__reduce_max_sync, kReduceMax, 0x80000000u)
 #undef D3S_SHIM_REDUCE
 
-// One fibre runs at a time: it sees all that the others wrote.
+// Only one fibre runs at a time, so it sees all writes of the others.
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
-// ---- atomics: nothing can come between, so plain operations ------------------------------------------------------
-// None for float and double: their sums would depend on the order of the threads.
+// ---- atomics: plain operations, because no other fibre runs in between -------------------------------------------
 
 #define D3S_SHIM_ATOMICS(T)                                                                                    \
   inline T atomicExch(T* at, T value) { return std::exchange(*at, value); }                                    \
@@ -210,7 +209,7 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (shift & 31));
 }
 
-// Hints to caches.
+// Loads and stores with cache hints.
 template <class T>
 T __ldg(const T* at) {
   return *at;
@@ -237,7 +236,7 @@ inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 inline float __fadd_rn(float x, float y) { return x + y; }  // with -ffp-contract=off, as all is compiled
 inline float __fmul_rn(float x, float y) { return x * y; }
 
-// CUDA's own set, mixed signs included, so that what is ambiguous there is ambiguous here.
+// The same overloads as CUDA, including mixed signs, so that a call that is ambiguous in CUDA is ambiguous here.
 #define D3S_SHIM_MIN_MAX(result, T, U)                                                            \
   inline result min(T a, U b) { return static_cast<result>(b) < static_cast<result>(a) ? b : a; } \
   inline result max(T a, U b) { return static_cast<result>(a) < static_cast<result>(b) ? b : a; }
@@ -253,7 +252,7 @@ D3S_SHIM_MIN_MAX_INTEGERS(long long)
 #undef D3S_SHIM_MIN_MAX_INTEGERS
 #undef D3S_SHIM_MIN_MAX
 
-// Of a NaN and a number, the number.
+// Of NaN and a number, the number is returned.
 inline float min(float a, float b) { return std::fmin(a, b); }
 inline float max(float a, float b) { return std::fmax(a, b); }
 inline double min(double a, double b) { return std::fmin(a, b); }
@@ -299,14 +298,14 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int value) {
 
 namespace d3s {
 
-// The block's shared memory: as many bytes as the launch asked for, filled with 0xa5; null if it asked for none.
+// The block's shared memory, filled with 0xa5. It has the size that the launch requested; null if that is 0.
 template <class T>
 T* dynamic_shared() {
   static_assert(alignof(T) <= 16);
   return static_cast<T*>(shim::shared_memory());
 }
 
-// kernel<<<grid, threads, shared_bytes, stream>>>(args...), done when this returns.
+// kernel<<<grid, threads, shared_bytes, stream>>>(args...). The kernel has finished when this returns.
 template <class... Params, class... Args>
 void launch_kernel(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes, cudaStream_t,
                    Args&&... args) {

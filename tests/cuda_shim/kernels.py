@@ -1,7 +1,7 @@
-"""What only the CUDA kernels have: several launches for several sizes, rows that lie askew, values that nobody checked.
+"""Tests of what only the CUDA kernels have: launches that depend on the size, misaligned rows, unchecked values.
 
-Run by test_cuda_emulated.py, with the plugin tests/emulated_cuda.py, and on a GPU by cuda/test_suites.py. The emulated
-device is small (D3S_SHIM_SMS, D3S_SHIM_SHARED), so that every path is taken by inputs that a CPU gets through.
+test_cuda_emulated.py runs them with the plugin tests/emulated_cuda.py, and cuda/test_suites.py runs them on a GPU. The
+emulated device is small (D3S_SHIM_SMS, D3S_SHIM_SHARED), so that inputs of a size for a CPU take every path.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ SMALL_SHARED = "24576"  # bytes: some 4,000 keys beside the tables of csrc/cuda/
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: values of tensors are not looked at."""
+    """As on a GPU, the values of tensors are not checked."""
     monkeypatch.delenv("D3S_KERNELS_CHECK", raising=False)
 
 
 @pytest.fixture
 def many_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows, for such a device: each slice of a row gets a block."""
+    """A device so large that the rows are few: each slice of a row gets a block."""
     monkeypatch.setenv("D3S_SHIM_SMS", "132")
 
 
 @pytest.fixture
 def one_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows, for such a device: each gets a block."""
+    """A device so small that the rows are many: each row gets a block."""
     monkeypatch.setenv("D3S_SHIM_SMS", "1")
 
 
 def at_every_place(rows: Tensor) -> Iterator[Tensor]:
-    """The same rows, each time starting one element further from a multiple of 16 bytes."""
+    """The same rows at every alignment: each time one element further from a multiple of 16 bytes."""
     count, columns = rows.shape
     for shift in range(16 // rows.element_size()):
         room = torch.full((count * columns + shift,), torch.nan, dtype=rows.dtype)
@@ -145,7 +145,7 @@ def test_few_rows_and_many(vocabulary: int, dtype: torch.dtype, monkeypatch: pyt
     logits = random_logits(6, vocabulary, dtype=dtype)
     labels = random_labels(6, vocabulary=vocabulary)
     results = []
-    for multiprocessors in (1, 2):  # 6 rows are many for the first, with its three blocks, and few for the second
+    for multiprocessors in (1, 2):  # 6 rows are many for one, with its three blocks, and few for two
         monkeypatch.setenv("D3S_SHIM_SMS", str(multiprocessors))
         results.append(d3s.logprob_entropy(logits, labels))
     expected = reference.logprob_entropy(logits, labels)
@@ -176,7 +176,7 @@ def test_rows_that_lie_askew(vocabulary: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_written_askew(dtype: torch.dtype) -> None:
-    """Logits aligned, rows of an odd length: the gradient, which is packed, lies otherwise than they do."""
+    """The rows of the logits are aligned. Their length is odd, so the rows of the packed gradient are misaligned."""
     room = random_logits(5, 1032, dtype=dtype)
     logits = room[:, :1021]
     labels = torch.tensor([0, 1020, 7, -100, 8])
@@ -212,7 +212,7 @@ def fresh_state(rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 6])  # of one multiprocessor: slices get blocks; rows get blocks
+@pytest.mark.parametrize("rows", [1, 6])  # on one multiprocessor: a block for each slice; for each row
 @pytest.mark.parametrize("vocabulary", [SLICE + 3, 2 * SLICE + 5])
 def test_rows_and_slices_and_tiles_give_the_same_bits(
     vocabulary: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -223,7 +223,7 @@ def test_rows_and_slices_and_tiles_give_the_same_bits(
     for multiprocessors in ("1", "132"):
         monkeypatch.setenv("D3S_SHIM_SMS", multiprocessors)
         results.append(d3s.logprob_entropy(logits, labels))
-        for cuts in ([0], [0, SLICE], list(range(0, vocabulary, SLICE))):  # the second: a tile of slices after another
+        for cuts in ([0], [0, SLICE], list(range(0, vocabulary, SLICE))):  # one tile; a slice, then the rest; slices
             state = fresh_state(rows)
             for first, last in zip(cuts, [*cuts[1:], vocabulary], strict=True):
                 OP.softmax_state_(state, logits[:, first:last].contiguous(), labels, first)
@@ -313,7 +313,7 @@ def test_topk_of_any_length(length: int, shared: str, monkeypatch: pytest.Monkey
 def test_topk_of_segments_longer_than_said(
     max_segment: int | None, shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """max_segment is a hint: where it is wrong the result is right."""
+    """max_segment is a hint: the result is right even where the hint is wrong."""
     monkeypatch.setenv("D3S_SHIM_SHARED", shared)
     scores = torch.randint(0, 100, (30_000,)).float()
     offsets = torch.tensor([0, 0, 10, 2058, 4107, 24_000, 30_000])
@@ -323,8 +323,8 @@ def test_topk_of_segments_longer_than_said(
 
 @pytest.mark.parametrize("length", [1, 2, 31, 64, 127, 128, 129, 512, 513, 1024, 1025, 2049, 4095, 4096, 4097, 9001])
 def test_max_variance_of_any_length(length: int) -> None:
-    # Of equal values every split is as good as any, and the rule takes the one with none from the top. As many kept
-    # values as a block has threads leave the last split to the last of them.
+    # With equal values all splits tie, and the rule takes the one with no value from the top. If as many values are
+    # kept as a block has threads, the last thread computes the last split.
     threads = [keep for keep in (32, 64, 128, 256, 512, 1024) if keep < length]
     for values in (torch.randn(3, length), torch.randint(0, 3, (3, length)).float(), torch.zeros(1, length)):
         for keep in {1, 2, *threads, length // 3 + 1, length}:
@@ -356,7 +356,7 @@ def test_more_segments_than_a_grid_is_wide() -> None:
 @pytest.mark.parametrize("n", [0, 1, 15, 32_767, 32_768, 32_769, 2_097_152, 2_097_153])
 def test_compact_of_any_length(n: int) -> None:
     room = torch.rand(n + 3) < 0.2
-    for mask in (room[:n], room[3:]):  # the second starts askew
+    for mask in (room[:n], room[3:]):  # the second is misaligned
         for capacity in (0, n // 10, n):
             for ours, expected in zip(d3s.compact(mask, capacity), reference.compact(mask, capacity), strict=True):
                 assert_identical(ours, expected)
@@ -372,7 +372,7 @@ def test_long_offsets_of_a_batch() -> None:
 
 @pytest.mark.parametrize("shared", ["232448", SMALL_SHARED])
 def test_zeros_are_counted_out_wherever_they_are(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More zeros than are dropped by chance: in pieces, their number is a sum over blocks."""
+    """The count leaves out dropped zeros. Where a segment is taken in pieces, their number is a sum over blocks."""
     monkeypatch.setenv("D3S_SHIM_SHARED", shared)
     entropy = torch.zeros(2, 40_000)
     entropy[:, ::97] = torch.rand(2, 413)
@@ -385,7 +385,7 @@ def test_zeros_are_counted_out_wherever_they_are(shared: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("length", [40_000, 100])
 def test_nothing_to_select(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No score is there, or the ratio or k is bad: in pieces as in one block."""
+    """Nothing is selected where no score counts or where ratio or k is bad, in pieces and in one block."""
     monkeypatch.setenv("D3S_SHIM_SHARED", SMALL_SHARED)
     scores = torch.rand(2, length)
     for given in (
@@ -454,7 +454,7 @@ def test_bad_offsets_stay_within_bounds(offsets: list[int], monkeypatch: pytest.
         d3s.entropy_groups(values, offsets=cuts),
     ]
     for result in results:
-        if result.dtype == torch.bool:  # every byte was written
+        if result.dtype == torch.bool:  # shows that every byte was written
             assert ((result.view(torch.uint8) == 0) | (result.view(torch.uint8) == 1)).all()
     monkeypatch.setenv("D3S_KERNELS_CHECK", "1")
     with pytest.raises(ValueError, match="offsets: "):
@@ -496,7 +496,7 @@ def test_offsets_without_a_segment(offsets: list[int]) -> None:
 
 @pytest.mark.parametrize("offsets", [[5, 20], [0, 7]])
 def test_what_bad_offsets_leave_out_is_nan(offsets: list[int]) -> None:
-    for _ in range(3):  # memory that was used before
+    for _ in range(3):  # on memory that was used before
         torch.ones(20)
     values, cuts = torch.randn(20), torch.tensor(offsets)
     inside = torch.zeros(20, dtype=torch.bool)
@@ -509,7 +509,7 @@ def test_what_bad_offsets_leave_out_is_nan(offsets: list[int]) -> None:
 
 
 def test_a_bad_group_is_in_no_others_sums() -> None:
-    """Neither in those of the next sequence, nor behind those of the last."""
+    """A bad group index adds neither to the sums of the next sequence nor to memory behind those of the last one."""
     values = torch.rand(3, 4)
     groups = torch.tensor([[0, 15, 16, 127], [0, 0, 3, 3], [0, 16, 3, 64]], dtype=torch.int8)
     good = groups < 16

@@ -1,4 +1,4 @@
-// What csrc/cuda/segment_sort.cu has CUB do.
+// Does with the standard library what csrc/cuda/segment_sort.cu does with CUB.
 #include "cuda/segment_sort.h"
 
 #include <algorithm>

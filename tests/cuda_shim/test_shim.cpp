@@ -1,4 +1,4 @@
-// The shim itself: that it runs right kernels rightly, finds wrong ones, and what a barrier costs.
+// Tests of the shim: correct kernels give correct results, faulty ones are found; and the cost of a barrier.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -33,8 +33,8 @@ void for_all_seeds(const Test& test) {
 
 // ---- what a block computes ---------------------------------------------------------------------------------------
 
-// Sums in shared memory; `kLeaveOut` is the barrier, of three, that is missing. Unsigned, as the sum of
-// what is wrong may wrap around.
+// Sums in shared memory. `kLeaveOut` is the number of the barrier, out of three, that is missing. The type is unsigned
+// because a wrong sum may wrap around.
 template <int kLeaveOut>
 __global__ void block_sums(const unsigned* __restrict__ values, unsigned* __restrict__ sums) {
   unsigned* shared = dynamic_shared<unsigned>();
@@ -45,13 +45,13 @@ __global__ void block_sums(const unsigned* __restrict__ values, unsigned* __rest
       if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
       if (kLeaveOut != 2) __syncthreads();
     }
-    // Every thread reads the sum, before the next round overwrites it.
+    // Every thread has to read the sum before the next round overwrites it.
     sums[(blockIdx.x * 2 + round) * blockDim.x + threadIdx.x] = shared[0];
     if (kLeaveOut != 3) __syncthreads();
   }
 }
 
-// Results of block_sums that differ between seeds, and seeds with a wrong result.
+// Counts the different results of block_sums over all seeds, and the seeds with a wrong result.
 template <int kLeaveOut>
 void sum_blocks(size_t& different, int& wrong) {
   constexpr int kBlocks = 3, kThreads = 128;
@@ -84,8 +84,8 @@ void a_missing_barrier_shows() {
   CHECK(different > kSeeds / 2 && wrong > kSeeds / 2, "%zu results, %d wrong", different, wrong);
 }
 
-// Each warp writes its part of shared memory and sums it up; then the part is used anew. Only a warp that gets far
-// ahead of the others, over many shuffles, shows that the barrier is missing.
+// Each warp writes its sum to shared memory, every thread adds the sums, and the next round overwrites them. A missing
+// barrier shows only when one warp gets far ahead of the others, over many shuffles.
 template <bool kBarrier>
 __global__ void sum_of_warps(int* sums) {
   int* shared = dynamic_shared<int>();
@@ -177,7 +177,7 @@ void warps_shuffle_and_vote(int threads) {
         CHECK(value == expected, "%d threads, seed %d, thread %d: %s is %lld, not %lld", threads, seed, i, what, value,
               expected);
       };
-      // What a lane that does not exist would have given is not defined.
+      // The value of a lane that does not exist is undefined.
       const auto from = [&](const char* what, int value, int source) {
         is(what, value, source < size ? 100 + first + source : static_cast<int>(0xa5a5a5a5u));
       };
@@ -203,7 +203,7 @@ void warps_shuffle_and_vote(int threads) {
   });
 }
 
-// Two halves of a warp go different ways, with different numbers of operations, and meet again.
+// The two halves of a warp diverge, execute different numbers of operations, and converge again.
 __global__ void split_warp(int* out) {
   const int i = static_cast<int>(threadIdx.x);
   int value = i;
@@ -280,7 +280,7 @@ __global__ void look_at_poison(int bytes, int* other) {
   for (int i = 0; i < bytes; ++i) atomicAdd(other, shared[i] != 0xa5 ? 1 : 0);
   atomicAdd(other, reinterpret_cast<uintptr_t>(shared) % 16 ? 1 : 0);
   __syncthreads();
-  dynamic_shared<unsigned char>()[bytes - 1] = 0;  // the next block must not see it
+  dynamic_shared<unsigned char>()[bytes - 1] = 0;  // the next block must not see this write
 }
 
 void every_block_finds_poison() {
@@ -353,7 +353,7 @@ void threads_of_the_process_may_all_launch() {
     launchers.emplace_back([&mine] {
       for (int i = 0; i < 20; ++i) {
         launch_kernel(sum_of_warps<true>, dim3(1), 256, 8 * sizeof(int), nullptr, mine.data());
-        launch_kernel(nothing, 0, 1, 0, nullptr);  // an error of this thread alone
+        launch_kernel(nothing, 0, 1, 0, nullptr);  // sets an error of this thread only
         CHECK(cudaGetLastError() != cudaSuccess, "accepted");
       }
     });
@@ -363,7 +363,7 @@ void threads_of_the_process_may_all_launch() {
   CHECK(cudaGetLastError() == cudaSuccess, "the error of another thread");
 }
 
-// ---- kernels that have to be stopped -----------------------------------------------------------------------------
+// ---- kernels that the shim has to stop ---------------------------------------------------------------------------
 
 __global__ void returns_before_barrier() {
   if (threadIdx.x == 5) return;
