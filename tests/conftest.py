@@ -1,8 +1,8 @@
 """How the tests run: in two layers, on fresh random inputs, in groups that two workers share.
 
 ``make test`` shows within minutes that the library works. ``make test-all`` (D3S_TEST_ALL=1) runs every test at full
-strength: more examples, and what is marked ``slow`` with what only that test can show. A suite that runs again in a
-child process belongs to the layer of its parent, by the environment.
+strength: with more examples, and with the tests marked ``slow`` (the mark says what only that test can show). A suite
+in a child process runs in its parent's layer, which it reads from the environment.
 """
 
 import atexit

@@ -33,8 +33,7 @@ def random_generator(seed: int) -> torch.Generator:
 
 
 def build_folder(name: str) -> Path:
-    """The build folder of the tests, reused by the next run; a temporary folder of this run where it is not
-    writable."""
+    """The build folder of the tests, reused by the next run, or a temporary one where that is not writable."""
     build = Path(__file__).parents[1] / "build"
     mine = os.access(build if build.exists() else build.parent, os.W_OK)
     return (build if mine else Path(os.environ["D3S_TEST_CACHES"])) / name
@@ -78,8 +77,7 @@ def assert_entropy(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_logprob(actual: Tensor, expected: Tensor) -> None:
-    """Within 1e-5 nats. Far below the maximum, the four roundings of (z - max) / temperature - log S may exceed
-    that."""
+    """Within 1e-5 nats. Far below the maximum, four roundings of (z - max) / temperature - log S exceed that."""
     torch.testing.assert_close(actual, expected.float(), rtol=2**-22, atol=1e-5, equal_nan=True)
 
 

@@ -1,4 +1,5 @@
 """A pytest plugin: in this process, ops on CPU tensors are computed on the GPU. So every test of the ops runs unchanged
+on the kernels of one back-end.
 
     cd tests; D3S_KERNELS_BACKEND=cuda python -m pytest -p on_cuda test_topk_mask.py
 """

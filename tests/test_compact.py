@@ -23,8 +23,7 @@ def test_any_mask(leading: tuple[int, ...], width: int, capacity: int, share: fl
 @pytest.mark.parametrize("n", [65_535, 65_536, 65_537, 300_000])
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
 def test_long_masks(n: int, share: float) -> None:
-    """Lengths on both sides of a piece of the parallel loop, and capacities that end in the first and in the last
-    piece."""
+    """Lengths on both sides of a piece of the parallel loop, and capacities ending in the first and the last piece."""
     mask = torch.rand(n) < share
     for capacity in (0, 1, int(mask.sum()), n + 5, 1000):
         check(mask, capacity)

@@ -79,8 +79,7 @@ FORMS = pytest.mark.parametrize(
 
 
 def labels_and_budgets(i: int, as_tensors: bool) -> tuple[Any, ...]:
-    """Labels, rewards and budgets of step i. All numbers of a step differ, because torch.compile treats equal sizes as
-    one."""
+    """Labels, rewards and budgets of step i. They all differ, because torch.compile treats equal sizes as one."""
     labels = random_labels((2 + i % 5) * 4, 6 + i, vocabulary=VOCABULARY)
     rewards = torch.rand(2 + i % 5, 4)
     keep, ratio = 3 - i % 2, 0.05 + 0.04 * i

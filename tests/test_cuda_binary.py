@@ -104,8 +104,7 @@ def test_nothing_spills(architecture: str) -> None:
 @built
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_blocks_fit_beside_each_other(architecture: str) -> None:
-    """Three blocks of 512 threads for aligned rows share a multiprocessor, and every kernel's largest block fits on
-    one."""
+    """Three blocks of 512 threads for aligned rows share a multiprocessor; each kernel's largest block fits on one."""
     found: dict[str, Resources] = resources(library(), architecture)
     for kernel in FORWARD:
         for dtype in PER_VECTOR:

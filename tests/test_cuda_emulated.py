@@ -140,8 +140,7 @@ def test_under_address_sanitizer(sanitized: Path) -> None:
 
 @pytest.mark.parametrize("library", ["plain", slow("sanitized", shows="that the shim is clean itself")])
 def test_the_shim(library: str, request: pytest.FixtureRequest) -> None:
-    """The tests above rely on the shim: a missing barrier shows, and a kernel that cannot go on stops with a
-    message."""
+    """The tests above rely on the shim: a missing barrier shows, and a deadlock stops with a message."""
     folder = request.getfixturevalue(library)
     done = subprocess.run([folder / "test_shim"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,5 +1,4 @@
-"""select_rollouts(equal_rows=True): each rank keeps the same number, with the largest variance found under that
-limit."""
+"""select_rollouts(equal_rows=True): ranks keep equally many, with the largest variance under that limit."""
 
 import itertools
 import math

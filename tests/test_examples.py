@@ -1,4 +1,4 @@
-"""The scripts of examples/ that run on a CPU do so as they stand. (verl's: tests/verl/test_verl_example.py.)"""
+"""The scripts of examples/ that run on a CPU run unchanged. (For verl: tests/verl/test_verl_example.py.)"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def rows_of(script: str, folder: Path, *options: str) -> list[list[str]]:
-    """What the table that the script prints has below its head."""
+    """The rows below the head of the table that the script prints."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / script, *options], cwd=folder, capture_output=True, text=True, check=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},

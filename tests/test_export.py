@@ -1,5 +1,5 @@
-"""torch.export: programs of the ops run at sizes they were not exported at, from a file, decomposed, and from
-AOTInductor's package."""
+"""torch.export: programs of the ops run at sizes they were not exported at, from a file, decomposed, and as an
+AOTInductor package."""
 
 import io
 from pathlib import Path
@@ -17,7 +17,7 @@ SIZES = ((1, 1), (2, 9), (6, 3))
 
 
 class HighEntropy(nn.Module):
-    """What a trainer reads off logits, and which tokens it keeps."""
+    """Entropies from logits, and which tokens a trainer keeps."""
 
     def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         logprob, entropy = d3s.logprob_entropy(logits, labels)

@@ -16,7 +16,7 @@ rewards = repetitive | st.just(NAN) | st.floats(-1000, 1000, width=32)
 
 
 def assert_advantages(actual: Tensor, expected: Tensor) -> None:
-    """Float64 on both sides, so only the last rounding and the order of a sum may differ."""
+    """Both sides compute in float64, so only the last rounding and the order of a sum may differ."""
     torch.testing.assert_close(actual, expected, rtol=2**-22, atol=1e-9)
 
 
@@ -33,7 +33,7 @@ def test_any_groups(case: Segmented, scale: str, eps: float, ddof: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_grpo(dtype: torch.dtype) -> None:
-    """TRL's scale_rewards="group", verl's GRPO."""
+    """The formula of TRL's scale_rewards="group" and of verl's GRPO."""
     values = torch.randn(20, 8).to(dtype)
     exact = values.double()
     expected = (exact - exact.mean(-1, keepdim=True)) / (exact.std(-1, keepdim=True) + 1e-4)
@@ -41,7 +41,7 @@ def test_grpo(dtype: torch.dtype) -> None:
 
 
 def test_batch_scale_is_the_deviation_of_all_rewards() -> None:
-    """TRL's scale_rewards="batch", Lite-PPO: around the mean of the batch, not of each group."""
+    """The formula of TRL's scale_rewards="batch" and of Lite-PPO: the deviation is around the mean of the batch."""
     values = torch.randn(20, 8) + 5 * torch.randn(20, 1)
     exact = values.double()
     expected = (exact - exact.mean(-1, keepdim=True)) / (exact.std() + 1e-4)
@@ -49,7 +49,7 @@ def test_batch_scale_is_the_deviation_of_all_rewards() -> None:
 
 
 def test_no_scale() -> None:
-    """Dr. GRPO."""
+    """The formula of Dr. GRPO."""
     values = torch.randn(20, 8)
     expected = values.double() - values.double().mean(-1, keepdim=True)
     assert_advantages(group_advantages(values, scale="none"), expected.float())
@@ -61,7 +61,7 @@ def test_ddof() -> None:
 
 
 def test_rewards_far_from_zero() -> None:
-    """Differences of 0.01 at 1000: in float32 their squares would be lost in those of the mean."""
+    """Rewards differ by 0.01 around 1000. In float32 their squares would be lost in that of the mean."""
     values = torch.where(torch.rand(50, 16) < 0.5, 1000.01, 999.99)
     exact = values.double()
     expected = (exact - exact.mean(-1, keepdim=True)) / (exact.std(-1, keepdim=True) + 1e-4)
@@ -74,7 +74,7 @@ def test_rewards_far_from_zero() -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_infinite_rewards(scale: str) -> None:
-    """They reach all that they are a part of: other groups too, whose deviation is that of the batch."""
+    """An infinite reward spoils its group and, where the deviation is that of the batch, the other groups too."""
     values = torch.tensor([[1.0, INF, 2.0], [0.0, 1.0, 1.0], [-INF, NAN, NAN], [INF, -INF, 0.0]])
     for rows in ([0, 1], [1, 2], [1, 3]):
         found = group_advantages(values[rows], scale=scale)
@@ -98,7 +98,7 @@ def test_unscorable_rewards_are_left_out(scale: str) -> None:
 @pytest.mark.parametrize("eps", [0.0, 1e-4])
 @pytest.mark.parametrize("group", [[7.25], [7.25, NAN], [NAN, NAN], [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, NAN], []])
 def test_groups_without_a_spread_have_advantage_zero(group: list[float], eps: float, scale: str) -> None:
-    """Also beside groups that have one, and also where nothing is added to a deviation of 0."""
+    """This also holds beside groups with a spread, and with eps = 0."""
     values = torch.tensor([*group, 1.0, 2.0, 4.0])
     found = group_advantages(values, offsets=torch.tensor([0, len(group), len(group) + 3]), scale=scale, eps=eps)
     assert (found[: len(group)] == 0).all()
@@ -140,7 +140,7 @@ def test_advantages_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("length", [5, 200, 511, 512, 513, 700])
 def test_a_groups_bits_do_not_depend_on_the_other_groups(length: int) -> None:
-    """Its mean is what is left of much larger numbers, and so shows the order in which they were added."""
+    """Much larger numbers cancel in the group's mean, so it shows the order in which they were added."""
     rewards = torch.randn(length)
     rewards[::3] += 1e16 * torch.randn(len(rewards[::3]))
     alone = group_advantages(rewards, offsets=torch.tensor([0, length]), scale="none")

@@ -1,4 +1,4 @@
-"""linear_logprob_entropy: the LM head whose logits are never kept."""
+"""linear_logprob_entropy: the LM head that never keeps its logits."""
 
 import math
 from itertools import product
@@ -61,7 +61,7 @@ def random_head(
     dtype: torch.dtype = torch.float32,
     generator: torch.Generator | None = None,
 ) -> Head:
-    """Logits with a deviation of about 3, as a language model's."""
+    """Logits with a standard deviation of about 3, like those of a language model."""
 
     def normal(*shape: int, deviation: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * deviation).to(dtype)
@@ -75,13 +75,13 @@ def whole_number_head(*rows: int, vocabulary: int = 300, dtype: torch.dtype = to
 
 
 def allowance(head: Head, labels: Tensor, cotangents: list[Tensor], **options: object) -> dict[str, Tensor]:
-    """What results may be off by, and in norm the gradients of hidden, weight and bias."""
+    """The allowed error of the results, and, as a norm, of the gradients of hidden, weight and bias."""
     gradients = {"grad_logprob": cotangents[0], "grad_entropy": cotangents[1]}
     return allowed.head(head._asdict() | options | gradients | {"labels": labels})
 
 
 def check(head: Head, labels: Tensor, **options: object) -> None:
-    """Values and all gradients against float64."""
+    """Compares values and all gradients with float64."""
     head, exact = head.requiring_grad(), head.exact()
     actual = head(linear_logprob_entropy, labels, **options)
     expected = exact(reference.linear_logprob_entropy, labels, **options)
@@ -142,7 +142,7 @@ HALF = [slow_elsewhere(dtype, shows="half precision in pieces") for dtype in DTY
 @pytest.mark.parametrize("rows", [1, 64, 65, 200])
 @pytest.mark.parametrize("workspace_rows", [1, 7, 64])
 def test_pieces_of_the_rows(rows: int, workspace_rows: int, dtype: torch.dtype) -> None:
-    """Whatever piece fits the workspace, the last one may be short."""
+    """The workspace sets the size of a piece. The last piece may be shorter."""
     workspace_bytes = workspace_rows * one_row_at_a_time(300)
     check(random_head(rows, dtype=dtype), random_labels(rows, vocabulary=300), workspace_bytes=workspace_bytes)
 
@@ -160,14 +160,14 @@ MANY_ROWS = "each dtype and edge of a slice where the rows, too, are taken in pi
     ],
 )
 def test_pieces_of_the_vocabulary(vocabulary: int, rows: int, dtype: torch.dtype) -> None:
-    """A workspace smaller than a row, and fewer and more rows than are taken at a time then."""
+    """The workspace is smaller than a row; rows are fewer and more than are then taken at a time."""
     head, labels = random_head(rows, vocabulary=vocabulary, dtype=dtype), random_labels(rows, vocabulary=vocabulary)
     check(head, labels, workspace_bytes=10_000)
 
 
 @pytest.mark.parametrize("vocabulary", [300, 8192, 20_000])
 def test_given_its_logits_it_is_logprob_entropy(vocabulary: int) -> None:
-    """Bit for bit, however rows and vocabulary are cut into tiles."""
+    """The results are bit-identical, however rows and vocabulary are divided into tiles."""
     head, labels = whole_number_head(40, vocabulary=vocabulary), random_labels(40, vocabulary=vocabulary)
     expected = logprob_entropy(head.hidden @ head.weight.T, labels)
     for workspace_bytes in (None, 1, one_row_at_a_time(vocabulary), 500_000):
@@ -202,7 +202,7 @@ def test_masked_rows_are_not_read() -> None:
 
 
 def test_backward_works_only_on_rows_with_a_gradient() -> None:
-    """A row without one is not even looked at: NaN in it reaches no gradient (autograd's 0 * NaN would)."""
+    """A row without a gradient is not read: NaN in it reaches no gradient (with autograd, 0 * NaN would)."""
     head, labels = random_head(10), torch.arange(10)
     idle = torch.arange(10) % 3 == 0
     head.hidden[idle] = NAN
@@ -223,7 +223,7 @@ def test_no_target_has_no_logprob_gradient() -> None:
 
 
 def test_masked_vocabulary() -> None:
-    """A bias of -inf takes tokens out of the vocabulary: they count nothing, and nothing flows into their weights."""
+    """A bias of -inf removes tokens from the vocabulary: they do not count, and their weights get no gradient."""
     head, labels = random_head(6), torch.arange(6)
     head.bias[200:] = -INF
     check(head, labels)
@@ -307,14 +307,14 @@ def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
 
 
 def test_strided_inputs() -> None:
-    """Hidden states sliced out of a longer sequence, tied weights transposed."""
+    """Hidden states are sliced from a longer sequence, and tied weights are transposed."""
     hidden, weight = torch.randn(3, 9, 16), torch.randn(16, 300).T
     check(Head(hidden[:, 1:-1], weight, None), random_labels(3, 7, vocabulary=300))
     check(Head(hidden.transpose(0, 1), weight, None), random_labels(9, 3, vocabulary=300))
 
 
 def test_a_backward_within_autocast() -> None:
-    """Autocast is for layers: what this op computes, its arguments say."""
+    """Autocast does not change this op: its arguments determine what it computes."""
     hidden, weight = torch.randn(40, 32).requires_grad_(), torch.randn(9000, 32).requires_grad_()
     logprob, entropy = linear_logprob_entropy(hidden, weight, torch.randint(9000, (40,)))
     loss = logprob.sum() + entropy.sum()

@@ -1,4 +1,4 @@
-"""The same bits from run to run, on one thread and on many, alone and in a batch, whatever the strides."""
+"""The same bits from run to run, for any number of threads, alone and in a batch, and for any strides."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ Results = tuple[Tensor, ...]
 
 
 def with_gradient(logits: Tensor, labels: Tensor, cotangents: tuple[Tensor, Tensor], **options: object) -> Results:
-    """logprob, entropy, and the gradient of both."""
+    """logprob, entropy, and the gradient of both together."""
     leaf = logits.detach().requires_grad_()
     results = logprob_entropy(leaf, labels, **options)
     return *(result.detach() for result in results), *torch.autograd.grad(results, leaf, cotangents)
@@ -106,7 +106,7 @@ def test_threads_and_runs(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [100, 20_000])
 def test_a_row_does_not_see_its_batch(vocabulary: int, dtype: torch.dtype) -> None:
-    """Also across the number of rows below which a row is shared by threads."""
+    """This includes numbers of rows on both sides of the one below which threads share a row."""
     logits, labels = random_logits(40, vocabulary, dtype=dtype), random_labels(40, vocabulary=vocabulary)
     cotangents = torch.randn(2, 40)
     whole = with_gradient(logits, labels, tuple(cotangents))
@@ -167,7 +167,7 @@ def test_strided_logits(layout: str, dtype: torch.dtype) -> None:
 
 
 def test_strided_rows() -> None:
-    """What has one number for each row may be strided in every dimension."""
+    """Tensors with one number for each row may be strided in every dimension."""
     logits = random_logits(5, 6, 50)
     packed = {"labels": random_labels(5, 6, vocabulary=50), "mask": torch.rand(5, 6) < 0.8}
     strided = {name: tensor.T.contiguous().T for name, tensor in packed.items()}

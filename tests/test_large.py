@@ -1,4 +1,4 @@
-"""More than 2^31 elements. Memory that nobody has written takes no room, so a few rows of it cost nothing."""
+"""More than 2^31 elements. Memory that is not written takes no room, so only the few rows in use cost memory."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ assert (ROWS - 3) * VOCABULARY < 2**31 < (ROWS - 2) * VOCABULARY
 
 @contextmanager
 def within_megabytes(limit: int) -> Iterator[None]:
-    """The memory this process has in use may not grow further. (Linux)"""
+    """The resident memory of this process may grow by less than `limit` megabytes. (Linux only.)"""
 
     def used() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
@@ -81,7 +81,7 @@ def test_rows_far_apart() -> None:
 @pytest.mark.skipif(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 10 * 2**30, reason="takes 5 GiB")
 @pytest.mark.slow("that indices of a gradient, which takes its memory, do not overflow")
 def test_gradient_of_many() -> None:
-    """A gradient is written everywhere, so this one does take its memory."""
+    """The whole gradient is written, so this test does take its memory."""
     logits, mask = large_logits().requires_grad_(), live_mask()
     labels = torch.arange(ROWS)
     (gradient,) = torch.autograd.grad(sum(logprob_entropy(logits, labels, mask=mask)).sum(), logits)

@@ -1,4 +1,4 @@
-"""What the learning example concludes from its runs, and what it refuses. `make demo` runs the whole of it."""
+"""What the learning example concludes from its runs, and what it refuses. `make demo` runs the whole example."""
 
 from __future__ import annotations
 

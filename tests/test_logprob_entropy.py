@@ -22,17 +22,17 @@ from torch import Tensor
 
 from d3s_kernels import entropy, logprob_entropy, reference
 
-# Both sides of what the CPU kernels cut at: a pair of vectors (8, 16, 32 logits) and a chunk (8192).
+# Lengths on both sides of the CPU kernels' units: a pair of vectors (8, 16 or 32 logits) and a chunk (8192).
 CUTS = (7, 8, 9, 15, 16, 17, 32, 33, 8191, 8192, 8193, 16_415)
 
 
 def cancelled(cotangents: Tensor, temperature: float | Tensor = 1.0) -> float:
-    """What float32 leaves of g (1 - p) / temperature where the label's probability p is nearly 1."""
+    """The error that float32 leaves in g (1 - p) / temperature where the label's probability p is nearly 1."""
     return 1e-6 * (cotangents / temperature).norm().item()
 
 
 def check(logits: Tensor, labels: Tensor, **options: object) -> None:
-    """Values and both gradients against float64."""
+    """Compares values and both gradients with float64."""
     logits = logits.requires_grad_()
     exact = logits.detach().double().requires_grad_()
     expected = reference.logprob_entropy(exact, labels, **options)
@@ -80,7 +80,7 @@ def test_gradient_of_any_logits(case: LogitsCase) -> None:
 @settings(max_examples=20)
 @given(logits_cases(max_vocabulary=6))
 def test_the_reference_gradient_is_the_derivative(case: LogitsCase) -> None:
-    """The float64 gradient that all others are compared with, also beside a masked vocabulary."""
+    """The float64 gradient, with which all others are compared, is checked here, also beside a masked vocabulary."""
     walls = torch.zeros(case.logits.shape, dtype=torch.float64)
     walls[..., 1::3] = -INF
     labels = case.labels.masked_fill(case.labels % 3 == 1, -100)  # -inf has no derivative
@@ -92,7 +92,7 @@ def test_the_reference_gradient_is_the_derivative(case: LogitsCase) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_coarse_logits(temperature: float, dtype: torch.dtype) -> None:
-    """Half precision far from 0 has few different logits, and equal terms of a sum are rounded the same way."""
+    """Half precision far from 0 has few distinct logits, and equal terms of a sum are rounded the same way."""
     logits = (torch.randn(40, 8192) * 3 - 1000).to(torch.bfloat16).to(dtype)
     check(logits, random_labels(40, vocabulary=8192), temperature=temperature)
 
@@ -121,7 +121,7 @@ def test_many_rows() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("padding", [1, 40, 9000])
 def test_padded_vocabulary_counts_nothing(padding: int, dtype: torch.dtype) -> None:
-    """-inf logits after, before and between the others change neither result nor gradient."""
+    """-inf logits after, before and between the others change neither the results nor the gradient."""
     logits = random_logits(6, 1000, dtype=dtype)
     labels = random_labels(6, vocabulary=1000)
     walls = torch.full((6, padding), -INF, dtype=dtype)
@@ -144,7 +144,7 @@ def test_rows_without_a_distribution_are_nan(row: list[float], width: int) -> No
 
 @pytest.mark.simd
 def test_a_nan_of_any_bits_shows() -> None:
-    """Arithmetic on the bits of a float may turn a NaN into a number."""
+    """Arithmetic on the bits of a float must not turn a NaN into a number."""
     logits = torch.randn(400, 50)
     places = torch.randint(50, (400,))
     payloads = torch.randint(1, 2**22, (400,), dtype=torch.int32)
@@ -182,7 +182,7 @@ def test_an_impossible_label_has_logprob_minus_infinity() -> None:
 @pytest.mark.parametrize("height", [5.0, 15.0, 30.0, 60.0, 120.0])
 @pytest.mark.parametrize("shift", [0.0, 1000.0, -1000.0])
 def test_peaked_rows(height: float, shift: float) -> None:
-    """Entropy far below 1e-5 keeps its leading digits: nothing cancels in log S - T / S, wherever the logits lie."""
+    """Entropies far below 1e-5 keep their leading digits: log S - T / S does not cancel, for logits of any offset."""
     logits = torch.randint(-3, 4, (4, 5000)) + shift  # exact in float32
     logits[:, 77] = height + shift
     expected = reference.entropy(logits)
@@ -232,7 +232,7 @@ def test_rows_with_a_zero_gradient_get_exactly_zero() -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
 def test_no_rows(shape: tuple[int, ...]) -> None:
-    """Empty results stay connected to the graph."""
+    """Empty results stay connected to the autograd graph."""
     logits = torch.empty(*shape, 10, requires_grad=True)
     results = logprob_entropy(logits, torch.empty(shape, dtype=torch.long))
     assert all(result.shape == shape and result.dtype == torch.float32 for result in results)
@@ -260,7 +260,7 @@ def test_kinds_of_temperature_agree() -> None:
 
 
 def test_temperature_divides_the_logits() -> None:
-    """Powers of two divide exactly, so even the bits agree."""
+    """Division by a power of two is exact, so even the bits agree."""
     logits, labels = random_logits(8, 100), random_labels(8, vocabulary=100)
     per_row = torch.tensor([0.5, 2.0]).repeat(4)
     divided = logprob_entropy(logits / per_row.unsqueeze(-1), labels)
@@ -302,7 +302,7 @@ def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
 
 
 def test_gradient_accumulates_over_uses() -> None:
-    """The same logits under two temperatures in one loss, as an entropy bonus at another temperature has them."""
+    """The same logits at two temperatures in one loss, as with an entropy bonus at its own temperature."""
     logits = random_logits(4, 60).requires_grad_()
     exact = logits.detach().double().requires_grad_()
     (entropy(logits).sum() + entropy(logits, temperature=2.0).sum()).backward()

@@ -1,4 +1,4 @@
-"""max_variance_select: of each segment the k values with the largest variance."""
+"""max_variance_select: the k values of each segment that have the largest variance."""
 
 from fractions import Fraction
 from itertools import combinations
@@ -20,13 +20,13 @@ def check(values: Tensor, keep: int | Tensor, **options: object) -> None:
 
 
 def largest_variance(values: list[float], k: int) -> float:
-    """Of all subsets of k values."""
+    """The largest variance of all subsets of k values."""
     subsets = np.array(list(combinations(values, k)), dtype=np.float64)
     return subsets.var(axis=1).max().item()
 
 
 def exact_choice(values: list[float], k: int) -> list[int]:
-    """The rule as it is written down, in fractions: nothing is rounded, so ties are ties."""
+    """The rule as documented, in fractions: nothing is rounded, so ties are exact."""
     order = sorted(range(len(values)), key=lambda i: (values[i], i))
     splits = [order[:low] + order[len(order) - (k - low) :] for low in range(k + 1)]
 
@@ -59,13 +59,13 @@ def test_no_subset_has_a_larger_variance(values: list[float], keep: int) -> None
 
 @given(st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=14), st.integers(1, 13))
 def test_ties_of_whole_numbers(values: list[float], keep: int) -> None:
-    """Rewards are often few different numbers, and many splits equally good: the rule decides, never rounding."""
+    """Rewards often have few distinct values, so many splits tie. The rule decides between them, not rounding."""
     assert chosen_of(values, keep) == exact_choice(values, min(keep, len(values)))
 
 
 @pytest.mark.parametrize("keep", [3, 5, 7, 9, 11])
 def test_ties_of_two_rewards(keep: int) -> None:
-    """Of two numbers, m from the top are as good as k - m; rounded, either may look better by a last digit."""
+    """With two distinct values, m from the top tie with k - m. Rounding may make either look better by a last digit."""
     for _ in range(60):
         values = torch.randn(2)[(torch.rand(13) < 0.5).long()].tolist()
         assert chosen_of(values, keep) == exact_choice(values, keep)
@@ -80,8 +80,8 @@ def test_any_segments(case: Segmented, keep: int, keep_dtype: torch.dtype | None
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("binary", [True, False])
 def test_a_standardised_group_has_a_subset_of_variance_one(ddof: int, binary: bool) -> None:
-    """Lemma 1 of D3S, for every size m >= 2, with the sample variance of the subset: the mean of that variance over
-    all subsets of m is the variance of the group. (With the population variance it fails for odd m.)"""
+    """Lemma 1 of D3S, for every size m >= 2, with the sample variance of the subset: its mean over all subsets of size
+    m is the variance of the group. (With the population variance this fails for odd m.)"""
     for n in (2, 3, 6, 8, 17):
         values = torch.randint(2, (n,)).double() if binary else torch.randn(n).double()
         if values.var() == 0:
@@ -95,7 +95,7 @@ def test_a_standardised_group_has_a_subset_of_variance_one(ddof: int, binary: bo
 
 @pytest.mark.parametrize("k", [1, 2, 3, 8, 15])
 def test_binary_rewards(k: int) -> None:
-    """Half from each side; the odd one comes from below (PODS, Theorem 2)."""
+    """Half comes from each side, and an odd one from below (PODS, Theorem 2)."""
     for ones in range(17):
         rewards = torch.zeros(16)
         rewards[torch.randperm(16)[:ones]] = 1.0
@@ -105,7 +105,7 @@ def test_binary_rewards(k: int) -> None:
 
 @pytest.mark.parametrize("offset", [1e3, -1e4, 1e7])
 def test_a_constant_changes_nothing(offset: float) -> None:
-    """Sums of squares far from 0 have no digits left for small differences, not even in float64."""
+    """Far from 0, sums of squares have no digits left for small differences, even in float64."""
     values = torch.randint(-3, 4, (20, 40)).float()
     for keep in range(1, 20):
         assert_identical(max_variance_select(values + offset, keep), max_variance_select(values, keep))
@@ -126,18 +126,18 @@ def test_small_differences_far_from_zero(offset: float) -> None:
 
 
 def test_equal_values_keep_the_first() -> None:
-    """Every split has variance 0: the one with nothing from the top is taken."""
+    """Every split has variance 0, so the rule takes the split with no value from the top."""
     for k in (1, 3, 6):
         assert chosen_of([0.25] * 7, k) == list(range(k))
 
 
 def test_one_of_many_is_the_lowest() -> None:
-    """Any single value has variance 0."""
+    """Any single value has variance 0, so the lowest one is kept."""
     assert chosen_of([3.0, 1.0, 2.0, 1.0], 1) == [1]
 
 
 def test_order_is_by_value_and_index() -> None:
-    """From below the first of equal values, from above the last; -0 is 0."""
+    """The first of equal values is taken from below, and the last from above. -0 equals 0."""
     assert chosen_of([0.0, 1.0, -0.0, 1.0, 0.0, 1.0], 2) == [0, 5]
     assert chosen_of([1.0, -0.0, 0.0, 1.0, 0.5], 4) == [0, 1, 2, 3]
 
@@ -174,7 +174,7 @@ def test_no_values(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("n", [1023, 1024, 1025, 65_536])
 @pytest.mark.parametrize("kind", ["normal", "few values", "wide"])
 def test_long_segments(n: int, kind: str) -> None:
-    """Both sides of the length from which the CPU kernel sorts by radix."""
+    """Lengths on both sides of the one from which the CPU kernel uses a radix sort."""
     values = {
         "normal": torch.randn(n),
         "few values": torch.randint(-3, 4, (n,)).float(),

@@ -1,4 +1,4 @@
-"""The lines of docs/methods.md do what the page says of them, and no rule or function is missing there."""
+"""The lines of docs/methods.md do what the page says, and the page lists every rule and function."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(method: str, values: dict[str, Any]) -> Any:
 
 
 def names() -> dict[str, Any]:
-    """What the page calls by name. Rewards differ but for those of the first group; so do lengths and entropies."""
+    """The names that the page uses. Rewards (except in the first group), lengths and entropies are distinct."""
     rewards = torch.randn(GROUPS, N)
     rewards[0] = 0.1
     return {
@@ -59,7 +59,7 @@ def names() -> dict[str, Any]:
 
 
 def highest(values: Tensor, count: int) -> Tensor:
-    """Of each row; no two are equal."""
+    """The highest values of each row. No two values are equal."""
     return values >= values.sort(-1, descending=True).values[..., count - 1 : count]
 
 
@@ -72,7 +72,7 @@ def centred(rewards: Tensor) -> Tensor:
 
 
 def standardised(rewards: Tensor, counted: Tensor, ddof: int = 1, eps: float = 1e-4) -> Tensor:
-    """Of the counted rewards of each group; 0 for the others, and where the counted ones are equal."""
+    """Standardises the counted rewards of each group. The others are 0, also where the counted ones are equal."""
     result = torch.zeros(GROUPS, N)
     for row, group, chosen in zip(result, rewards.double(), counted, strict=True):
         scored = group[chosen]
@@ -104,7 +104,7 @@ ROLLOUTS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
 @pytest.mark.parametrize("method", ROLLOUTS)
 def test_lines_of_rollouts(method: str) -> None:
     values = names()
-    if method.startswith(("CPPO", "PODS, max-reward", "GFPO, token")):  # without ties
+    if method.startswith(("CPPO", "PODS, max-reward", "GFPO, token")):  # these need rewards without ties
         values["rewards"] = torch.randn(GROUPS, N)
         values["advantages"] = reference.group_advantages(values["rewards"])
     expected = ROLLOUTS[method](dict(values))
@@ -116,7 +116,7 @@ def test_the_random_line() -> None:
 
 
 def test_the_band_of_difficulty() -> None:
-    """Of 0, 2, ... 10 right ones of ten: both ends of the band are in it."""
+    """With 0, 2, ... 10 correct answers of ten, both ends of the band belong to it."""
     values = names() | {"rewards": (torch.arange(10) < torch.arange(0, 11, 2).unsqueeze(-1)).float()}
     assert run("Online Difficulty Filtering", values).tolist() == [False, True, True, True, True, False]
 
@@ -145,7 +145,7 @@ def names_of_tokens() -> dict[str, Any]:
 TOKENS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "D3S, tokens": lambda v: v["advantages"].abs().unsqueeze(-1) * v["entropy"],
     "80/20": lambda v: v["entropy"],
-    "TRL's `top_entropy_quantile`": lambda v: v["entropy"],  # without ties as many, give or take the rounding
+    "TRL's `top_entropy_quantile`": lambda v: v["entropy"],  # without ties it keeps as many, up to rounding
 }
 
 
@@ -171,7 +171,7 @@ def test_lines_of_tokens_in_sequences() -> None:
 
 
 def test_the_line_of_the_advantage_alone() -> None:
-    """The sequences of the largest |A| from their first token on."""
+    """The sequences with the largest |A|, each from its first token on."""
     values = names_of_tokens()
     left = -(-int(values["mask"].sum()) // 4)
     expected = torch.zeros(6, 40, dtype=torch.bool)
@@ -195,7 +195,7 @@ def names_of_ratios() -> dict[str, Any]:
 
 
 def of_groups(values: Tensor, groups: Tensor, function: Callable[[Tensor], Any], elsewhere: float) -> Tensor:
-    """A function of the values of each group of each row; groups below 0 are none."""
+    """Applies a function to the values of each group of each row. Indices below 0 are no group."""
     result = torch.full(values.shape, elsewhere, dtype=torch.float64)
     for row, of_row, number in zip(result, values.double(), groups, strict=True):
         for group in number[number >= 0].unique():
@@ -250,7 +250,7 @@ SUCCESSES = [0] * 10 + [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def check_plan(plan: d3s.RolloutPlan[Tensor]) -> None:
-    """Of ten unsolved queries one is kept."""
+    """One of the ten unsolved queries is kept."""
     assert plan.group_size[10:].tolist() == [8, 4, 2, 2, 2, 2, 0, 0]
     assert sorted(plan.group_size[:10].tolist()) == [d3s.EVERY_PHASE] + [0] * 9
 
@@ -273,7 +273,7 @@ def test_lines_of_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Prompts(list[int]):
-    """What the page asks of a dataset."""
+    """The methods of a dataset that the page uses."""
 
     def select(self, rows: list[int]) -> Prompts:
         return Prompts(self[row] for row in rows)
@@ -283,7 +283,7 @@ class Prompts(list[int]):
 
 
 def test_blocks_of_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan, the loop, TRL's runs and verl's files, one after the other, as they stand on the page."""
+    """The plan, the loop, TRL's runs and verl's files run one after the other, unchanged."""
     monkeypatch.chdir(tmp_path)
     write_profile()
     runs: list[Any] = []

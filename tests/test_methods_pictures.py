@@ -33,7 +33,7 @@ def test_the_page_shows_every_picture(drawn: Path) -> None:
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_picture_says_what_the_library_does(name: str, drawn: Path) -> None:
-    """By the words in its file, since pixels change with matplotlib's releases."""
+    """Compares the words in the file, because pixels change with matplotlib's releases."""
     kept, anew = Image.open(PICTURES / name), Image.open(drawn / name)
     assert kept.info["Description"] == anew.info["Description"], "draw it anew: python tools/methods/draw.py"
     assert (PICTURES / name).stat().st_size < 100_000

@@ -1,4 +1,4 @@
-"""The ops where torch changes what happens around them: autocast, inference mode, hooks on what the backward needs."""
+"""The ops in torch's modes: autocast, inference mode, and hooks on the tensors saved for the backward."""
 
 from collections.abc import Callable
 
@@ -38,7 +38,7 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 
 def results(function: Callable[[Tensor], tuple[Tensor, Tensor]], values: Tensor) -> list[Tensor]:
-    """Of the forward and of the backward."""
+    """The results of the forward and of the backward."""
     leaf = values.clone().requires_grad_()
     outputs = function(leaf)
     (gradient,) = torch.autograd.grad(outputs, leaf, [torch.ones_like(output) for output in outputs])
@@ -52,7 +52,7 @@ def assert_all_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 @forms
 def test_autocast_changes_nothing(form: str) -> None:
-    """It is for layers: what these ops compute, their arguments say."""
+    """The arguments of these ops determine what they compute; autocast is for layers."""
     function, make = FORMS[form]
     values = make()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -62,7 +62,7 @@ def test_autocast_changes_nothing(form: str) -> None:
 
 @forms
 def test_what_the_backward_needs_may_be_moved(form: str) -> None:
-    """As activation offloading does: elsewhere in the forward, back as another tensor in the backward."""
+    """As with activation offloading: tensors are moved in the forward and come back as new ones in the backward."""
     function, make = FORMS[form]
     values, moved, returned = make(), [], []
 
@@ -81,7 +81,7 @@ def test_what_the_backward_needs_may_be_moved(form: str) -> None:
 
 
 def test_a_selection_made_in_inference_mode() -> None:
-    """A pass over the policy that needs no graph; the update takes what it found."""
+    """A pass over the policy without a graph makes the selection, and the update uses it."""
     logits, advantages = torch.randn(4, 9, 300), torch.randn(4)
     with torch.inference_mode():
         old, entropy = of_logits(logits)
@@ -96,14 +96,14 @@ def test_a_selection_made_in_inference_mode() -> None:
 
 @forms
 def test_forward_mode_is_refused(form: str) -> None:
-    """To torch's own forward mode the ops would be constants."""
+    """Torch's forward mode would treat the results of the ops as constants."""
     function, make = FORMS[form]
     values = make()
     with pytest.raises(NotImplementedError, match="has a forward-mode tangent"):
         torch.func.jvp(function, (values,), (torch.ones_like(values),))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(values, torch.ones_like(values))
-        assert d3s.topk_mask(dual[0], k=2).sum() == 2 * dual[0].numel() // dual.shape[-1]  # which is a constant
+        assert d3s.topk_mask(dual[0], k=2).sum() == 2 * dual[0].numel() // dual.shape[-1]  # a selection is a constant
         with pytest.raises(NotImplementedError, match="has a forward-mode tangent"):
             function(dual)
         assert_all_same_bits([*function(values)], [*function(values)])

@@ -1,4 +1,4 @@
-"""The table of faults fits the sources. What the tests see of them is what tools/mutations.py tells."""
+"""The table of faults matches the sources. tools/mutations.py shows which faults the tests detect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong on one rank, or with one, is said and does not leave the others waiting for ever."""
+"""An error on one rank, or the loss of a rank, is reported and does not leave the other ranks waiting for ever."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOGITS, LABELS = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(1)
 
 
 def calls(ranks: Ranks) -> dict[str, Callable[..., Any]]:
-    """Good calls, in which a test makes one rank's argument another one."""
+    """Good calls. A test replaces an argument of one rank."""
     group: dict[str, Any] = {"process_group": ranks.group}
     tokens = {"entropy": ENTROPY, "advantages": ADVANTAGES, "ratio": 0.5}
     offsets = torch.tensor([0, 5, 12 * ranks.size])
@@ -128,7 +128,7 @@ def test_wrong_global_offsets_are_refused_by_all_ranks(offsets: list[int], said:
 
 
 def refused_here(ranks: Ranks) -> str:
-    """Before anything is sent: the other ranks can still do what they like."""
+    """A bad argument is refused before anything is sent, so the other ranks can go on."""
     if ranks.rank > 0:
         return ""
     try:
@@ -140,7 +140,7 @@ def refused_here(ranks: Ranks) -> str:
 
 def test_an_argument_that_is_wrong_by_itself_is_refused_before_anything_is_sent() -> None:
     assert world(2).run(refused_here)[0].startswith("ratio: got 2")
-    assert world(2).run(one_differs, "topk_mask", {})[0].any()  # and nothing is left over
+    assert world(2).run(one_differs, "topk_mask", {})[0].any()  # nothing is left over from the refused call
 
 
 def until_an_error(ranks: Ranks) -> tuple[str, float]:
@@ -168,7 +168,7 @@ def one_stays_away(ranks: Ranks) -> tuple[str, float]:
 
 @pytest.mark.parametrize("task", [one_dies, one_stays_away])
 def test_a_rank_that_is_gone_is_torchs_error(task: Callable) -> None:
-    """After the group's timeout at the latest, here 3 seconds."""
+    """The error comes after the group's timeout at the latest, here 3 seconds."""
     together = World(2, seconds=3)
     for end in together.calls:
         end.send((task, (), {}))
@@ -207,7 +207,7 @@ def compiled(ranks: Ranks, backend: str) -> list[bool]:
     ],
 )
 def test_in_a_graph(backend: str, check: str) -> None:
-    """While a graph is made nothing is asked of the other ranks, which make theirs."""
+    """While a graph is made, a rank does not communicate with the other ranks, which make their own graphs."""
     for same in world(2).run(compiled, backend, D3S_KERNELS_CHECK=check):
         assert len(same) == 3 * 7
         assert all(same)

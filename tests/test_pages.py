@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, tables fit, and what is a list or a number there is complete and true."""
+"""The pages: links lead somewhere, tables are well formed, and lists and numbers are complete and true."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 def prose(page: Path) -> str:
-    """Without blocks of code, in which nothing is a link or a heading."""
+    """The page without its blocks of code, in which nothing is a link or a heading."""
     return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
-    """Those of the headings, as code hosts make them."""
+    """The anchors of the headings, as code hosts make them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     plain = (re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}

@@ -1,4 +1,4 @@
-"""plan_rows and exchange_rows: every kept row ends once somewhere, and every rank has the same number."""
+"""plan_rows and exchange_rows: every kept row ends up in one place, and every rank has the same number of rows."""
 
 import doctest
 
@@ -23,7 +23,7 @@ DTYPES = (
 
 
 def random_masks(size: int, generator: torch.Generator, divisible: bool) -> list[Tensor]:
-    """Of every rank's rows: some ranks have none, of some none are kept, or all."""
+    """Masks of every rank's rows. Some ranks have no rows, some keep none, and some keep all."""
     rows = pieces_of(int(torch.randint(0, 40, (), generator=generator)), size, generator)
     share = torch.rand(size, generator=generator) * 1.5 - 0.25
     masks = [torch.rand(n, generator=generator) < p for n, p in zip(rows, share, strict=True)]
@@ -36,7 +36,7 @@ def random_masks(size: int, generator: torch.Generator, divisible: bool) -> list
 
 
 def check_plan(plan: RowPlan, plans: list[RowPlan], rank: int, masks: list[Tensor]) -> None:
-    """What one rank's plan says, against the masks of all and the plans of the others."""
+    """Compares one rank's plan with the masks of all ranks and with the other plans."""
     kept = [int(mask.sum()) for mask in masks]
     expected = sum(kept) // len(masks)
     assert plan.rows == expected
@@ -49,7 +49,7 @@ def check_plan(plan: RowPlan, plans: list[RowPlan], rank: int, masks: list[Tenso
 
 
 def any_masks(ranks: Ranks, seed: int, drop_last: bool) -> int:
-    """How many rows moved in all rounds."""
+    """Checks random masks, and returns how many rows moved in all rounds."""
     generator = random_generator(seed)
     moved = 0
     for _ in range(ROUNDS):
@@ -59,7 +59,7 @@ def any_masks(ranks: Ranks, seed: int, drop_last: bool) -> int:
         plans: list = [None] * ranks.size
         dist.all_gather_object(plans, plan, group=ranks.group)
         check_plan(plan, plans, ranks.rank, masks)
-        # What is dropped are the last kept rows in rank order, and no more than it takes.
+        # Only the last kept rows in rank order are dropped, and no more than needed.
         everyones = [(rank, row) for rank, mask in enumerate(masks) for row in mask.nonzero().flatten().tolist()]
         everyones = everyones[: plan.rows * ranks.size]
         taken = [sum(rank == other for other, _ in everyones) for rank in range(ranks.size)]
@@ -91,7 +91,7 @@ def any_tensors(ranks: Ranks, seed: int) -> None:
     masks = random_masks(ranks.size, generator, divisible=True)
     plan = plan_rows(masks[ranks.rank], ranks.group)
     begin = sum(len(mask) for mask in masks[: ranks.rank])
-    # Of every row which one it is, which a second exchange moves along, says what must have come.
+    # A second exchange moves the index of every row, which says what must have arrived.
     places = exchange_rows(torch.arange(plan.planned) + begin, plan, ranks.group)
     columns, expected = {}, {}
     for dtype in DTYPES:
@@ -99,7 +99,7 @@ def any_tensors(ranks: Ranks, seed: int) -> None:
             shape = sum(map(len, masks)), *trailing
             everyones = torch.randint(0, 2, shape, generator=generator).to(dtype)
             own = everyones[begin : begin + plan.planned]
-            if trailing == (2, 5):  # neither contiguous nor a constant
+            if trailing == (2, 5):  # not contiguous, and requires a gradient
                 own = own.mT.contiguous().mT.requires_grad_(dtype.is_floating_point)
             columns[f"{dtype} {trailing}"] = own
             expected[f"{dtype} {trailing}"] = everyones[places]
@@ -120,7 +120,7 @@ def test_any_dtype_and_shape(size: int) -> None:
 
 
 def what_is_sent(ranks: Ranks) -> tuple[RowPlan, list, list, list]:
-    """Rank 0 has 5 rows and keeps all, the others keep 1 of 2: with 2 ranks 2 rows move, from 0 to 1."""
+    """Rank 0 has 5 rows and keeps all; the others keep 1 of 2. With 2 ranks, 2 rows move from rank 0 to rank 1."""
     mask = torch.ones(5, dtype=torch.bool) if ranks.rank == 0 else torch.tensor([False, True])
     with counted() as planning:
         plan = plan_rows(mask, ranks.group)
@@ -196,7 +196,7 @@ def refused(ranks: Ranks, function: str, bad: dict, by: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize(("function", "said", "bad"), [(name, *case) for name, cases in BAD.items() for case in cases])
 def test_bad_arguments(function: str, said: str, bad: dict) -> None:
-    for found in world(2).outcomes(refused, function, bad, (0, 1)):  # before anything is sent: nobody waits
+    for found in world(2).outcomes(refused, function, bad, (0, 1)):  # refused before anything is sent, so no rank waits
         assert isinstance(found, (TypeError, ValueError))
         assert str(found).startswith(said)
     for found in world(2).outcomes(refused, function, bad, (1,), D3S_KERNELS_CHECK="1"):

@@ -1,4 +1,4 @@
-"""PlanSampler: the phases of a plan in order, and a restart that goes on where it stopped."""
+"""PlanSampler: the phases of a plan in order, and a restart that continues where it stopped."""
 
 import gc
 from collections import Counter
@@ -25,7 +25,7 @@ plans = st.lists(st.integers(0, 8), min_size=1, max_size=12).map(
 
 
 class Rows(torch.utils.data.Dataset[int]):
-    """The row is its index."""
+    """A dataset in which each row is its index."""
 
     def __len__(self) -> int:
         return len(SUCCESSES)
@@ -35,7 +35,7 @@ class Rows(torch.utils.data.Dataset[int]):
 
 
 def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
-    """Through a file, as a checkpoint: with nothing in it but plain values."""
+    """The state after a round trip through a file, as in a checkpoint. It holds only plain values."""
     file = BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -208,7 +208,7 @@ def test_what_is_no_state_is_refused() -> None:
         PlanSampler(PLAN).load_state_dict([])  # type: ignore[arg-type]
 
 
-# ---- where a pass stands ---------------------------------------------------------------------------------------------
+# ---- the position in a pass ------------------------------------------------------------------------------------------
 
 
 def test_the_trainer_can_read_phase_and_group_size() -> None:
@@ -232,7 +232,7 @@ def test_the_pass_is_not_copied_into_memory() -> None:
     sampler = PlanSampler(PLAN, epochs=10**12)
     assert len(sampler) == 13 * 10**12
     sampler.load_state_dict(sampler.state_dict(consumed=len(sampler) - 2))
-    assert len(list(iter(sampler))) == 2  # list(sampler) would make room for the whole pass
+    assert len(list(iter(sampler))) == 2  # list(sampler) would reserve memory for the whole pass
 
 
 # ---- real loaders ----------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_a_loader_that_draws_ahead_says_what_it_consumed() -> None:
     loader = DataLoader(Rows(), batch_size=2, sampler=sampler, num_workers=2, prefetch_factor=2)
     batches = iter(loader)
     seen = [next(batches).tolist() for _ in range(3)]
-    assert sampler.state_dict()["position"] == 6 + 2 * 2 * 2  # 4 batches are under way
+    assert sampler.state_dict()["position"] == 6 + 2 * 2 * 2  # 4 batches are prefetched
     state = sampler.state_dict(consumed=6)
     del batches
     gc.collect()

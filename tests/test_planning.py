@@ -38,7 +38,7 @@ def test_eight_samples_by_the_inverse_of_the_rate() -> None:
 
 @given(profiles)
 def test_buckets_are_the_closed_form(profile: list[tuple[int, int]]) -> None:
-    """clamp(2^floor(log2(1/p)), 2, 8); the logarithm by counting bits, as floats would err at the edges."""
+    """clamp(2^floor(log2(1/p)), 2, 8). The logarithm counts bits, because floats would err at the edges."""
     plan = planned(profile, keep_unsolved=0.0)
     for (successes, samples), size in zip(profile, plan.group_size.tolist(), strict=True):
         if successes == 0 or 4 * successes > 3 * samples:
@@ -89,7 +89,7 @@ def test_what_a_plan_is(profile: list[tuple[int, int]], keep: float, seed: int) 
     [(0.1, 4, 0), (0.1, 5, 1), (0.1, 14, 1), (0.1, 15, 2), (0.1, 25, 3), (0.29, 50, 15), (0, 9, 0), (1, 9, 9)],
 )
 def test_exactly_the_share_of_unsolved_queries_is_kept(share: float, unsolved: int, kept: int) -> None:
-    """Rounded half up. 0.29 * 50 is 14.499999999999998 in floats: the share counts as it is written."""
+    """Rounded half up. In floats 0.29 * 50 is 14.499999999999998, but the share counts as the decimal written."""
     successes = torch.zeros(2 * unsolved, dtype=torch.int64)
     successes[::2] = 3
     plan = plan_rollouts(successes, 8, keep_unsolved=share)
@@ -142,7 +142,7 @@ def test_one_number_of_samples_or_one_for_each_query() -> None:
 
 @pytest.mark.parametrize("tenths", range(1, 10))
 def test_a_rate_equal_to_the_threshold_is_not_above_it(tenths: int) -> None:
-    """0.7 counts as seven tenths, which no float is."""
+    """0.7 counts as exactly seven tenths, which no float represents."""
     at, above = plan_rollouts(torch.tensor([tenths, tenths + 1]), 10, trivial_above=tenths / 10).group_size.tolist()
     assert at >= 2
     assert above == 0
@@ -162,7 +162,7 @@ def test_no_queries() -> None:
 
 
 def test_large_numbers_are_compared_exactly() -> None:
-    """2^53 + 1 is no float."""
+    """No float64 represents 2^53 + 1."""
     many = 2**53 + 1
     plan = plan_rollouts(torch.tensor([2**51, 2**51 + 1]), many)
     assert plan.group_size.tolist() == [4, 2]

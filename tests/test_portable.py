@@ -1,4 +1,4 @@
-"""The tests of the ops on the back-ends that are written in Python: on plain PyTorch, and in Triton's interpreter."""
+"""The tests of the ops on the back-ends written in Python: plain PyTorch, and Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def test_on_plain_pytorch(suite: tuple[str, ...]) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_in_the_interpreter_of_triton() -> None:
-    """Small shapes of their own: it takes milliseconds for a program."""
+    """Runs tests with small shapes, because the interpreter takes milliseconds for each program."""
     run_pytest(str(TESTS / "triton_interpreted.py"), D3S_KERNELS_BACKEND="triton", TRITON_INTERPRET="1")

@@ -1,4 +1,4 @@
-"""python -m d3s_kernels.planning.profile: counts that do not depend on when it was interrupted."""
+"""python -m d3s_kernels.planning.profile: the counts do not depend on when a run was interrupted."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from d3s_kernels.planning.profile.__main__ import main
 from d3s_kernels.planning.profile.queries import load_queries
 from d3s_kernels.planning.profile.records import ProfileFile, Record
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 transformers = pytest.importorskip("transformers")
 
 from d3s_kernels.planning.profile.rewards import load_reward, score  # noqa: E402  need transformers
@@ -56,7 +56,7 @@ def sometimes_none(completions, answer, **columns):
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Two only wait for each other in products this small."""
+    """Products this small are slower on two threads, which only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -83,7 +83,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = transformers.Qwen2ForCausalLM(config)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(10)  # far from uniform
-    # What a published model brings along, and a profile of the policy must not follow.
+    # Settings that a published model brings along, and that a profile of the policy must not use.
     model.generation_config.update(do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -130,7 +130,7 @@ def test_a_profile_and_its_plan(command: Callable[..., list[str]], tmp_path: Pat
     found = records(tmp_path / "profile.jsonl")
     assert [record["index"] for record in found] == list(range(QUERIES))
     assert all(record["samples"] == 8 and record["mean_reward"] == record["successes"] / 8 for record in found)
-    assert len({record["successes"] for record in found}) > 2  # else this test shows little
+    assert len({record["successes"] for record in found}) > 2  # otherwise this test shows little
     successes, samples = load_profile(tmp_path / "profile.jsonl")
     assert successes.tolist() == [record["successes"] for record in found]
     assert samples.tolist() == [8] * QUERIES
@@ -143,7 +143,7 @@ def test_a_profile_and_its_plan(command: Callable[..., list[str]], tmp_path: Pat
 def test_interrupted_and_resumed(
     command: Callable[..., list[str]], tmp_path: Path, monkeypatch: Any, capsys: Any, batch: int
 ) -> None:
-    """After each query, in the middle of a block too, and with the last line half written."""
+    """Interrupted after each query, also in the middle of a block, and with the last line half written."""
     assert main(command(**{"batch-size": batch})) == 0
     whole = (tmp_path / "profile.jsonl").read_bytes()
     for after in range(QUERIES):
@@ -171,7 +171,7 @@ def test_a_finished_profile_is_left_as_it_is(
 ) -> None:
     assert main(command()) == 0
     whole = (tmp_path / "profile.jsonl").read_bytes()
-    monkeypatch.setattr("d3s_kernels.planning.profile.run.score", None)  # nothing is scored again
+    monkeypatch.setattr("d3s_kernels.planning.profile.run.score", None)  # no query is scored again
     assert main(command()) == 0
     assert (tmp_path / "profile.jsonl").read_bytes() == whole
 
@@ -181,7 +181,7 @@ def test_another_batch_size_goes_on_with_the_same_file(command: Callable[..., li
     whole = (tmp_path / "profile.jsonl").read_text()
     (tmp_path / "profile.jsonl").write_text("".join(whole.splitlines(keepends=True)[:4]))
     assert main(command(**{"batch-size": 5})) == 0
-    assert (tmp_path / "profile.jsonl").read_text() == whole  # no two tokens of this model are level
+    assert (tmp_path / "profile.jsonl").read_text() == whole  # no two tokens of this model tie
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_completions_without_a_reward_are_no_samples(command: Callable[..., list
 
 
 def test_a_dataset_by_name(command: Callable[..., list[str]], tmp_path: Path) -> None:
-    """A folder with a JSONL file is one of the names that datasets knows."""
+    """A folder with a JSONL file is a name that the datasets library can load."""
     pytest.importorskip("datasets")
     folder = tmp_path / "named"
     folder.mkdir()
@@ -264,7 +264,7 @@ def test_a_dataset_by_name(command: Callable[..., list[str]], tmp_path: Path) ->
 
 
 def test_as_a_command(command: Callable[..., list[str]], tmp_path: Path) -> None:
-    """With a module beside it that is not installed, and a progress bar."""
+    """Runs with a reward module in its working directory that is not installed, and with a progress bar."""
     arguments = [sys.executable, "-m", "d3s_kernels.planning.profile", *command(reward="rewards:later")]
     ran = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert f"{QUERIES}/{QUERIES}" in ran.stderr
@@ -342,7 +342,7 @@ def test_the_prompt_takes_the_place_of_a_column_of_its_name(tmp_path: Path) -> N
 
 
 def test_lines_end_where_json_lines_do(tmp_path: Path) -> None:
-    """Not at a line separator or a form feed inside a string."""
+    """Lines do not end at a line separator or a form feed inside a string."""
     rows = [{"prompt": "a\u2028b"}, {"prompt": "c\x85d"}]
     path = tmp_path / "queries.jsonl"
     path.write_text(
@@ -450,7 +450,7 @@ def test_a_completion_does_not_depend_on_its_neighbours(model_folder: Path) -> N
     assert all(EOS not in ids[:-1] and len(ids) <= 12 for ids in many)
     assert any(ids[-1] == EOS for ids in many)
     first = torch.bincount(torch.tensor([ids[0] for ids in many]), minlength=VOCABULARY) / 400
-    expected = model(torch.tensor([prompts[0]])).logits[0, -1].softmax(-1)  # not that of the model's configuration
+    expected = model(torch.tensor([prompts[0]])).logits[0, -1].softmax(-1)  # not that of the model's generation_config
     assert torch.all((first - expected).abs() < 5 * (expected * (1 - expected) / 400).sqrt() + 0.005)
 
 

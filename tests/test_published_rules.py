@@ -1,6 +1,6 @@
-"""The rules against what their authors' code does, told again from its description, and what a paper proves.
+"""The rules against the authors' code, rewritten here from its description, and against what a paper proves.
 
-TRL's own code is asked in trainers/test_trl_rules.py.
+trainers/test_trl_rules.py compares with TRL's own code.
 """
 
 import math
@@ -25,7 +25,7 @@ def rewards_of_kind(kind: str) -> Tensor:
 
 
 def sorted_values(values: Tensor, kept: Tensor) -> list[list[float]]:
-    """The kept values of each row: the same for choices that differ among ties alone."""
+    """The kept values of each row. They are equal for selections that differ only among ties."""
     return [row[chosen].sort().values.tolist() for row, chosen in zip(values, kept, strict=True)]
 
 
@@ -33,8 +33,8 @@ def sorted_values(values: Tensor, kept: Tensor) -> list[list[float]]:
 
 
 def published_max_variance(rewards: Tensor, m: int) -> Tensor:
-    """PODS's selection of one group: start with the m highest; then, for more and more of the highest beside the
-    lowest, move on where the variance is strictly greater."""
+    """PODS's selection in one group. It starts with the m highest; then, with more and more of the highest beside the
+    lowest, it takes a candidate whose variance is strictly greater."""
     descending = rewards.sort(descending=True).values
     best = descending[:m]
     for highs in range(m):
@@ -58,7 +58,7 @@ def test_max_variance_of_pods(kind: str, m: int) -> None:
 
 @pytest.mark.parametrize("m", [2, 4, 8])
 def test_binary_rewards_keep_half_of_each(m: int) -> None:
-    """PODS's theorem 2, where there are enough of both."""
+    """PODS's theorem 2, where there are enough rewards of both values."""
     rewards = torch.stack([torch.randperm(N) < ones for ones in range(m // 2, N - m // 2 + 1)]).float()
     kept = select_rollouts(rewards, m, scope="group")
     assert ((rewards * kept).sum(-1) == m // 2).all()
@@ -73,7 +73,7 @@ def test_max_reward_of_pods(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_order_of_pods(kind: str) -> None:
-    """Its advantages are of the subset."""
+    """PODS computes advantages from the kept subset."""
     rewards = rewards_of_kind(kind)
     kept = select_rollouts(rewards, 4, scope="group")
     advantages = group_advantages(rewards.masked_fill(~kept, torch.nan))
@@ -85,7 +85,7 @@ def test_the_order_of_pods(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["distinct", "binary", "graded"])
 def test_the_order_of_d3s(kind: str) -> None:
-    """Its advantages are of the full group, and choose over all groups: no other split of the pool varies more."""
+    """D3S computes advantages from the full group and selects over all groups: no split of the pool varies more."""
     rewards = rewards_of_kind(kind)
     kept = select_rollouts(advantages := group_advantages(rewards), 3)
     pool = advantages.flatten().double().sort().values
@@ -101,7 +101,7 @@ def test_the_order_of_d3s(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["distinct", "binary", "graded"])
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_a_subset_of_a_standardised_group_can_always_vary_by_one(kind: str, ddof: int) -> None:
-    """At every size from two on, as variance of a sample: the mean over all subsets is the full group's."""
+    """This holds for every size from two on with the sample variance: its mean over subsets is the full group's."""
     advantages = group_advantages(rewards_of_kind(kind), eps=0.0, ddof=ddof)
     advantages = advantages[(advantages != 0).any(-1)]  # a group without a spread cannot be standardised
     for m in range(2, N + 1):
@@ -115,7 +115,7 @@ def test_a_subset_of_a_standardised_group_can_always_vary_by_one(kind: str, ddof
 @pytest.mark.parametrize("p", [0.3, 0.5, 0.875])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pruning_of_cppo(kind: str, p: float) -> None:
-    """Without the int(N P) smallest |A|, of each group and of the whole batch."""
+    """CPPO drops the int(N P) smallest |A|, of each group or of the whole batch."""
     advantages = group_advantages(rewards_of_kind(kind))
     for batch in (advantages, advantages.view(1, -1)):
         size = batch.shape[-1]
@@ -129,7 +129,8 @@ def test_pruning_of_cppo(kind: str, p: float) -> None:
 
 @pytest.mark.parametrize("metric", ["shortest", "reward per token"])
 def test_filtering_of_gfpo(metric: str) -> None:
-    """The k best of a metric; advantages by mean and population deviation of their rewards, 0 for the others."""
+    """GFPO keeps the k best of a metric. Their advantages use their own mean and population deviation; the others get
+    0."""
     rewards, k = rewards_of_kind("graded"), 5
     lengths = (torch.randperm(GROUPS * N) + 1.0).view(GROUPS, N)
     values = -lengths if metric == "shortest" else (rewards + 0.1) / lengths
@@ -152,7 +153,7 @@ def test_filtering_of_gfpo(metric: str) -> None:
 @pytest.mark.parametrize("ratio", [0.05, 0.1, 0.2, 0.25, 0.5])
 @pytest.mark.parametrize("tokens", [1, 7, 100, 1003])
 def test_high_entropy_tokens(ratio: float, tokens: int) -> None:
-    """The official code: max(1, int(n * ratio + 0.9999)) of all response tokens, by torch.topk."""
+    """The official code takes max(1, int(n * ratio + 0.9999)) of all response tokens, by torch.topk."""
     mask = torch.zeros(6, tokens, dtype=torch.bool)
     mask.view(-1)[torch.randperm(6 * tokens)[:tokens]] = True
     entropy = torch.where(mask, torch.rand(6, tokens), 9.0)

@@ -1,4 +1,4 @@
-"""The collectives, and what is checked before them."""
+"""The collectives, and the checks before them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_one_rank_refuses_all_refuse_in_the_same_words(size: int) -> None:
     found = world(size).outcomes(agreeing, *same, refuse, D3S_KERNELS_CHECK="1")
     said = f"ratio: got 2.0; takes a number in (0, 1] (on rank {size - 1} of {size})"
     assert [(type(error), str(error)) for error in found] == [(ValueError, said)] * size
-    # Without it only the rank that refuses knows.
+    # Without D3S_KERNELS_CHECK only the rank that refuses raises.
     found = world(size).outcomes(agreeing, *same, refuse)
     assert found[:-1] == [None] * (size - 1)
     assert str(found[-1]) == refuse[-1]

@@ -34,13 +34,13 @@ any_bounds = st.sampled_from([None, UNBOUNDED, (-0.5, 0.25)])
 
 
 def random_groups(shape: torch.Size, seed: int, most: int = 15) -> Tensor:
-    """From -2 to `most`: whatever is below 0 is no group."""
+    """From -2 to `most`. A number below 0 is no group."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, most + 1, shape, generator=generator, dtype=torch.int8)
 
 
 def moved(old: Tensor, seed: int) -> Tensor:
-    """Log-probabilities of a policy that has moved from `old`, mostly by little."""
+    """Log-probabilities of a policy that has moved from `old`, in most tokens by little."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.tensor([0.0, 1e-3, 0.1, 1.0, 30.0])
     step = steps[torch.randint(len(steps), old.shape, generator=generator)]
@@ -56,7 +56,7 @@ def with_gradient(
 
 
 def assert_ratio(actual: Tensor, expected: Tensor) -> None:
-    """exp is good to a rounding step; a log-ratio below 30 and its mean are good to two of theirs."""
+    """exp is accurate to a rounding step; a log-ratio below 30 and its mean are accurate to two of theirs."""
     torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-5, atol=1e-37, equal_nan=True)
 
 
@@ -73,7 +73,7 @@ def test_any_sequences(case: Segmented, seed: int, level: str, denominator: str,
         ratio, gradient = with_gradient(importance_ratio, logprob, cotangent, **options)
     expected, expected_gradient = with_gradient(reference.importance_ratio, logprob.double(), cotangent, **options)
     assert ratio.dtype == torch.float32
-    # Within rounding of a bound the clamp may fall on either side: then only one of the two has a gradient.
+    # Within rounding of a bound either side of the clamp may be taken, and only one of them has a gradient.
     edge = torch.zeros_like(ratio, dtype=torch.bool)
     for bound in bounds or (-20, 20, 10):
         edge |= (expected / math.exp(min(bound, 80)) - 1).abs() < 1e-5
@@ -82,7 +82,7 @@ def test_any_sequences(case: Segmented, seed: int, level: str, denominator: str,
     assert_ratio(gradient[~edge & ~large], expected_gradient[~edge & ~large])
 
 
-# ---- what the papers and the trainers say ----------------------------------------------------------------------------
+# ---- the papers' and the trainers' formulas --------------------------------------------------------------------------
 
 
 def sample(rows: int = 6, tokens: int = 40, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +105,7 @@ def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("clip", [0.02, 10.0])
 def test_gspo_is_gspo_token_when_a_sequence_has_one_advantage(clip: float) -> None:
-    """The paper's eq. 5 beside its eq. 13: the same loss, the same tokens clipped, the same gradient."""
+    """The paper's eq. 5 and its eq. 13 give the same loss, clipped tokens and gradient."""
     logprob, old, mask = sample()
     advantages = torch.randn(6)
     results = []
@@ -130,7 +130,7 @@ def test_gspo_is_gspo_token_when_a_sequence_has_one_advantage(clip: float) -> No
 
 
 def trl_gspo_token(logprob: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """`sequence_token` of TRL's GSPO-token trainer, which its releases had up to 1.13."""
+    """`sequence_token` of TRL's GSPO-token trainer, which was in TRL's releases up to 1.13."""
     sequence = (((logprob - old) * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).detach().unsqueeze(-1)
     return torch.exp(logprob - logprob.detach() + sequence)
 
@@ -155,7 +155,7 @@ def test_sequences_as_trainers_have_them(trainers: Callable[..., Tensor], shift:
 
 
 def test_a_dropped_token_counts_in_the_ratio_of_its_sequence() -> None:
-    """A selection narrows the loss, not the mask; a narrower mask is another ratio."""
+    """A selection masks the loss, not the ratio. With a narrower mask the ratio would differ."""
     logprob, old, mask = sample()
     kept = topk_mask(torch.rand(logprob.shape), 0.2, mask=mask)
     ratio, gradient = with_gradient(importance_ratio, logprob, kept, old_logprob=old, mask=mask, level="sequence")
@@ -165,8 +165,8 @@ def test_a_dropped_token_counts_in_the_ratio_of_its_sequence() -> None:
 
 
 def test_espo_denominators() -> None:
-    """The default has the group's ratio as its value, the printed one the group's times the token's; the gradients are
-    their values."""
+    """The default has the group's ratio as its value; the printed one has that times the token's ratio. The gradients
+    equal the values."""
     logprob, old, mask = sample()
     entropy = torch.rand(logprob.shape)
     groups = entropy_groups(entropy, mask)
@@ -184,7 +184,7 @@ def test_espo_denominators() -> None:
 
 
 def test_a_policy_that_has_not_moved() -> None:
-    """Ratios of exactly 1, whose gradient is that of the log-probability."""
+    """Ratios are exactly 1, and their gradient is that of the log-probability."""
     _, old, mask = sample(tokens=5000)
     for level in LEVELS:
         groups = random_groups(old.shape, 1) if level == "entropy_group" else None
@@ -196,7 +196,7 @@ def test_a_policy_that_has_not_moved() -> None:
 
 
 def test_bounds() -> None:
-    """As verl clamps: on both sides token by token, above a sequence's. Beyond there is no gradient."""
+    """As in verl, a token's ratio is clamped on both sides, a sequence's only above. Beyond it there is no gradient."""
     shifts = torch.tensor([-60.0, -19.0, 0.0, 19.0, 60.0])
     ones, zeros = torch.ones(5), torch.zeros(5)
     ratio, gradient = with_gradient(importance_ratio, shifts, ones, old_logprob=zeros)
@@ -211,7 +211,7 @@ def test_bounds() -> None:
     assert gradient[-1] == INF
 
 
-# ---- values that are no numbers --------------------------------------------------------------------------------------
+# ---- NaN and infinite values -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -251,13 +251,13 @@ def test_a_mask_may_be_a_view_of_any_bytes(level: str) -> None:
         ([-INF, 1.0], -INF),
         ([INF, -INF], NAN),
         ([INF, NAN, -INF], NAN),
-        ([5000.0, 0.0], INF),  # too far out to be added
+        ([5000.0, 0.0], INF),  # too large to be added
         ([-5000.0, 0.0], -INF),
         ([4000.0, -4000.0, 0.25, -0.25], 0.0),
     ],
 )
 def test_means_of_what_is_no_number(terms: list[float], mean: float) -> None:
-    """It stays in its own group."""
+    """NaN and infinities affect only their own group."""
     logprob = torch.tensor([[*terms, 0.5, 0.5], [0.25] * (len(terms) + 2)])
     groups = torch.tensor([[1] * len(terms) + [0, 0], [1] * (len(terms) + 2)], dtype=torch.int8)
     options = {"level": "entropy_group", "groups": groups, "log_bounds": UNBOUNDED}
@@ -267,7 +267,7 @@ def test_means_of_what_is_no_number(terms: list[float], mean: float) -> None:
 
 
 def test_a_far_token_among_many() -> None:
-    """Where vectors add, and one value sends them another way."""
+    """A single value too large for the vector loop takes another path."""
     logprob = torch.full((3, 10_000), 0.5)
     logprob[1, 5003] = -1e30
     ratio = importance_ratio(logprob, torch.zeros_like(logprob), level="sequence")
@@ -277,7 +277,7 @@ def test_a_far_token_among_many() -> None:
 @pytest.mark.simd
 @pytest.mark.parametrize("sign", [1, -1])
 def test_how_far_a_term_may_be_out(sign: int) -> None:
-    """4096 counts as infinite, the number before it as what it is: the mean of many shows the difference."""
+    """4096 counts as infinite, the float before it counts as itself. The mean of many terms shows the difference."""
     last = torch.nextafter(torch.tensor(4096.0), torch.tensor(0.0)).item()
     logprob = torch.zeros(2, 5000)
     logprob[0, 7], logprob[1, 7] = sign * last, sign * 4096.0
@@ -328,7 +328,7 @@ def test_exp_is_good_to_a_rounding_step() -> None:
 
 
 def test_half_precision() -> None:
-    """Differences are float32; the gradient comes in the type of what it belongs to."""
+    """Differences are in float32. The gradient has the dtype of its tensor."""
     logprob, old, mask = sample()
     for dtype in (torch.bfloat16, torch.float16):
         half = logprob.to(dtype)
@@ -367,7 +367,7 @@ def test_any_groups(case: Segmented, quantiles: list[float], scope: str) -> None
 
 @pytest.mark.parametrize("tokens", [5, 10, 100, 1000])
 def test_exactly_the_highest_fifth(tokens: int) -> None:
-    """The paper's best: of every sequence its highest 20 %, with the rest below."""
+    """The paper's best setting: the highest 20 % of every sequence are one group, the rest the other."""
     entropy = torch.rand(7, tokens)
     groups = entropy_groups(entropy)
     assert (groups.sum(-1) == tokens // 5).all()
@@ -377,7 +377,7 @@ def test_exactly_the_highest_fifth(tokens: int) -> None:
 
 @pytest.mark.parametrize("hundredths", range(1, 100))
 def test_a_quantile_is_the_number_that_is_written(hundredths: int) -> None:
-    """1 - 0.9 is above a tenth in float32, and 1 - 0.7 above three tenths in float64."""
+    """A quantile counts as the decimal written: 1 - 0.9 is above 0.1 in float32, and 1 - 0.7 above 0.3 in float64."""
     groups = entropy_groups(torch.rand(2, 700), quantiles=(hundredths / 100,))
     assert (groups.sum(-1) == 7 * (100 - hundredths)).all()
 
@@ -390,13 +390,13 @@ def test_a_rounded_quantile_leaves_no_token_more(quantile: float, tokens: int, h
 
 
 def test_as_torch_quantile_cuts_where_no_two_are_equal() -> None:
-    """Of n tokens, with (n - 1) q whole, a cut by value and one by number agree."""
+    """For n tokens with (n - 1) q whole, a cut by value and a cut by number agree up to one token."""
     entropy = torch.rand(5, 101)
     quantiles = (0.2, 0.5, 0.9)
     limits = torch.quantile(entropy, torch.tensor(quantiles), dim=-1, interpolation="nearest")
     by_value = (entropy > limits.unsqueeze(-1)).sum(0)
     by_number = entropy_groups(entropy, quantiles=quantiles)
-    assert (by_number - by_value).abs().sum(-1).max() <= len(quantiles)  # each cut: one token above or below
+    assert (by_number - by_value).abs().sum(-1).max() <= len(quantiles)  # one token for each cut
     assert (by_number >= by_value).all()
 
 
@@ -421,7 +421,7 @@ def test_any_clip(case: Segmented, seed: int, alpha: float) -> None:
 
 
 def test_the_scale_of_espo() -> None:
-    """A vocabulary of 151,936: a group of 1.2 nats may move by 2.0e-3, one of 0.02 nats by 3.4e-5."""
+    """With a vocabulary of 151,936, a group of 1.2 nats may move by 2.0e-3, and one of 0.02 nats by 3.4e-5."""
     entropy = torch.tensor([[1.0, 1.4, 0.01, 0.03]])
     groups = torch.tensor([[1, 1, 0, 0]], dtype=torch.int8)
     epsilon = adaptive_clip(entropy, groups, vocab_size=151_936)
@@ -429,7 +429,7 @@ def test_the_scale_of_espo() -> None:
 
 
 def test_espo_from_end_to_end() -> None:
-    """Groups, ratios, clip ranges and the objective of eq. 5, against the paper's formulas token by token."""
+    """Groups, ratios, clip ranges and the objective of eq. 5 against the paper's formulas, token by token."""
     logprob, old, mask = sample(tokens=30, seed=5)
     mask[0, :3] = True
     generator = torch.Generator().manual_seed(6)
@@ -470,7 +470,7 @@ def test_espo_from_end_to_end() -> None:
 
 
 def test_one_long_sequence_among_short_ones() -> None:
-    """All threads work on it, and each has some of the others."""
+    """All threads share the long sequence, and each also has some short ones."""
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(0, 9, (400,), generator=generator)
     lengths[200] = 150_000

@@ -1,5 +1,5 @@
-"""torch sees every op: fake kernels, autograd, torch.compile, and numbers that change from step to step. Whole losses:
-test_compiled_losses.py."""
+"""torch sees every op: fake kernels, autograd, torch.compile, and numbers that change between steps. For whole losses
+see test_compiled_losses.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,12 +24,12 @@ def has_nan(result: Tensor) -> bool:
     return bool(result.isnan().any())
 
 
-# Those of ranks are checked where there are ranks: test_vocab_parallel.py.
+# test_vocab_parallel.py checks the ops that need ranks.
 @pytest.mark.parametrize("name", sorted(served_by("kernels", "composed", "cpu")))
 def test_opcheck(name: str) -> None:
     op, row, seeds = getattr(OPS, name).default, OPS_TABLE[name], count()
     for _ in range(rounds(6)):
-        # opcheck holds NaN for different from NaN.
+        # opcheck treats NaN as different from NaN.
         seed = next(i for i in seeds if not any(map(has_nan, called(op, row.draw(Draw(i))).results)))
         torch.library.opcheck(op, (), row.draw(Draw(seed)))
 
@@ -38,7 +38,7 @@ def test_opcheck(name: str) -> None:
 
 
 def chosen_by_rules(values: Tensor, keep: int | Tensor, ratio: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-    """Every rule that does not wait for the device and draws nothing, of rows and of ragged groups."""
+    """Every rule that neither waits for the device nor draws, on rows and on ragged groups."""
     length = values.shape[-1]
     offsets = torch.arange(0, values.numel() + 1, length)
     results = [
@@ -77,7 +77,7 @@ def test_random_choices_compile_whole() -> None:
 SCORES, MASK, LOGITS, LABELS = torch.randn(6, 40), torch.rand(6, 40) < 0.5, random_logits(6, 30), torch.arange(6)
 HIDDEN, WEIGHT = whole_number_product(6, vocabulary=30)
 
-# What a schedule changes from step to step: the function, and its number at step i = 0..19.
+# Numbers that a schedule changes between steps: the function, and its number at step i = 0..19.
 CHANGING: dict[str, tuple[Callable, Callable[[int], object]]] = {
     "k": (lambda k: d3s.topk_mask(SCORES, k=k), lambda i: 2 + i),
     "k as a tensor": (lambda k: d3s.topk_mask(SCORES, k=k), lambda i: torch.tensor(1 + i)),
@@ -113,7 +113,7 @@ CHANGING: dict[str, tuple[Callable, Callable[[int], object]]] = {
     ),
     "max_rows": (
         lambda rows: d3s.linear_logprob_entropy(HIDDEN, WEIGHT, LABELS, max_rows=rows, max_grad_rows=rows),
-        lambda i: 7 + i,  # not the number of rows: torch.compile takes equal sizes for one
+        lambda i: 7 + i,  # differs from the number of rows, because torch.compile treats equal sizes as one
     ),
 }
 

@@ -1,4 +1,4 @@
-"""group_advantages, max_variance_select, select_rollouts: a rank's piece of what one process gives on everything."""
+"""group_advantages, max_variance_select, select_rollouts: each rank gets its part of the result of one process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def choose(options: tuple, generator: torch.Generator) -> Any:
 
 
 class Batch(NamedTuple):
-    """Everyone's rollouts, and how they lie on the ranks."""
+    """The rollouts of all ranks, and how they are distributed."""
 
     values: Tensor
-    offsets: Tensor | None  # of all
+    offsets: Tensor | None  # of all ranks
     mask: Tensor | None
-    pieces: list[int]  # of the first dimension
+    pieces: list[int]  # lengths along the first dimension
     placement: str
-    own_offsets: list[Tensor] | None  # where groups are whole on their ranks
+    own_offsets: list[Tensor] | None  # where each group is whole on its rank
 
     def own(self, tensor: Tensor, rank: int) -> Tensor:
         return tensor.split(self.pieces)[rank]
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 def random_values(shape: tuple[int, ...], special: bool, generator: torch.Generator) -> Tensor:
-    """With ties, groups of one reward, and, where it is said, infinities; NaN always."""
+    """Values with ties, groups of equal rewards and NaN; with infinities where `special` is set."""
     kind = choose(("normal", "few", "far", "equal"), generator)
     values = torch.randn(shape, generator=generator)
     if kind == "few":
@@ -65,7 +65,7 @@ def random_values(shape: tuple[int, ...], special: bool, generator: torch.Genera
 
 
 def random_batch(ranks: int, generator: torch.Generator, special: bool = True) -> Batch:
-    """Rows, segments that are whole on their ranks, segments that are cut anywhere, or one segment over all ranks."""
+    """Rows, segments that are whole on a rank, segments that are cut anywhere, or one segment over all ranks."""
     form = choose(("rows", "cubes", "own offsets", "global", "one"), generator)
     groups, length = torch.randint(0, 14, (2,), generator=generator).tolist()
     offsets, own_offsets, placement = None, None, "whole"
@@ -95,7 +95,7 @@ def random_batch(ranks: int, generator: torch.Generator, special: bool = True) -
 
 
 def random_bound(batch: Batch, ranks: Ranks, generator: torch.Generator) -> dict[str, Any]:
-    """A process group, with and without ``max_rollouts``, tight or not."""
+    """A process group, and sometimes ``max_rollouts``, tight or not."""
     most = max(batch.own(batch.values, rank).numel() for rank in range(ranks.size))
     more = choose((0, 1, 17, None), generator)
     return {"process_group": ranks.group} | ({} if more is None else {"max_rollouts": max(most + more, 1)})
@@ -110,7 +110,7 @@ def random_keep(generator: torch.Generator) -> tuple[int, int | Tensor]:
 
 
 def rounds_of(rounds: int) -> Iterator[int]:
-    """In every other one as with a GPU, whose numbers the host does not look at."""
+    """In every other round host values count as unknown, as on a GPU."""
     for number in range(rounds):
         with mock.patch.object(gathered, "_is_at_hand", lambda _, odd=number % 2: not odd):
             yield number
@@ -158,7 +158,7 @@ def test_selections(size: int) -> None:
 
 
 def even_batches(ranks: Ranks, seed: int) -> None:
-    """As many rollouts on every rank, and as the bound says: they need no rearranging."""
+    """Every rank has the same number of rollouts, which is also the bound, so no rearranging is needed."""
     generator = random_generator(seed)
     for number in rounds_of(20):
         values = torch.randn(ranks.size * 3, 4, generator=generator).round(decimals=1)
@@ -176,7 +176,7 @@ def test_even_batches(size: int) -> None:
 
 
 def random_rule(ranks: Ranks, seed: int, rounds: int) -> tuple[list[list[int]], list[int]]:
-    """Of each round the numbers kept on each rank, and those that one process would keep in all."""
+    """For each round, the number kept on each rank, and the number that one process would keep in all."""
     generator, draws = random_generator(seed), random_generator(seed + ranks.rank)
     counts, expected = [], []
     for _ in range(rounds):
@@ -202,7 +202,7 @@ def test_random_rule_keeps_as_many(size: int) -> None:
 
 
 def random_shares(ranks: Ranks, seed: int) -> Tensor:
-    """How often each of this rank's values was drawn, of 600."""
+    """How often each of this rank's values was drawn, as a share of 600 draws."""
     draws = random_generator(seed + ranks.rank)
     own = torch.zeros(1 + 2 * ranks.rank)
     options = {"rule": "random", "generator": draws, "process_group": ranks.group, "max_rollouts": 3}
@@ -216,7 +216,7 @@ def test_random_rule_draws_all_alike() -> None:
 
 
 def nothing_at_all(ranks: Ranks) -> None:
-    """No groups, groups of nothing, and no values, whatever says so."""
+    """No groups, empty groups, and no values, with every kind of offsets and bounds."""
     forms: list[tuple[Tensor, dict]] = [(torch.zeros(0, 5), {}), (torch.zeros(3, 0), {}), (torch.zeros(0), {})]
     forms += [(torch.zeros(0), {"offsets": offsets}) for offsets in (torch.zeros(1).long(), torch.zeros(4).int())]
     forms += [(values, options | {"placement": "global"}) for values, options in forms[3:]]
@@ -240,7 +240,7 @@ def test_nothing_at_all(size: int) -> None:
 
 
 def of_one_rank(ranks: Ranks) -> None:
-    """A group of one is the local op; and a mesh is a group."""
+    """A group of one rank gives the local op. A mesh is accepted as a group."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (ranks.size, 1), mesh_dim_names=("all", "one"))
     values, offsets = torch.randn(20), torch.tensor([0, 7, 20])
     for where in ({}, {"offsets": offsets}, {"offsets": offsets, "placement": "global"}):
@@ -251,7 +251,7 @@ def of_one_rank(ranks: Ranks) -> None:
         assert_same_bits(select_rollouts(values, 3, **across), select_rollouts(values, 3, **local))
         kept = select_rollouts(values, 3, equal_rows=True, **across)
         assert_same_bits(kept, select_rollouts(values, 3, **local))
-    # One segment over all ranks, with a gradient that is of no concern.
+    # One segment over all ranks; the gradient of its values is ignored.
     everyones = torch.arange(3.0 * ranks.size, requires_grad=True)
     found = group_advantages(everyones.split(3)[ranks.rank], process_group=mesh["all"])
     assert not found.requires_grad
@@ -263,7 +263,7 @@ def test_groups_of_one_rank() -> None:
 
 
 def test_sums_of_a_batch_do_not_depend_on_what_is_behind_it() -> None:
-    """In plain PyTorch, in double: float32 would hide it."""
+    """Tested in plain PyTorch in double, because float32 would hide a difference."""
     for n in (0, 1, 5, 100, 777):
         values = torch.randn(n, dtype=torch.float64)
         expected = pool_present(values == values)
@@ -311,7 +311,7 @@ def what_is_sent(ranks: Ranks) -> dict[str, list[tuple[str, int]]]:
 def test_one_round_with_a_bound_two_without_none_for_whole_groups() -> None:
     gather, number = "allgather_base", ("allgather_base", 8)
     for sent in world(2).run(what_is_sent):
-        assert sent["values"] == [number, (gather, 4 * (2 + 6))]  # as long as the longest, and two numbers in front
+        assert sent["values"] == [number, (gather, 4 * (2 + 6))]  # padded to the longest, after two numbers
         assert sent["bounded"] == sent["straddling"] == sent["straddling advantages"] == [(gather, 4 * (2 + 9))]
         for name in ("batch", "pooled", "equal rows"):
             assert sent[name] == [number, (gather, 4 * (2 + 12))]
@@ -324,8 +324,8 @@ def test_one_round_with_a_bound_two_without_none_for_whole_groups() -> None:
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 FLAT, ROWS = torch.zeros(6), torch.zeros(2, 3)
-GLOBAL = {"placement": "global", "offsets": torch.tensor([0, 5, 12])}  # of two ranks with 6 each
-REFUSED = [  # function, arguments, what is said
+GLOBAL = {"placement": "global", "offsets": torch.tensor([0, 5, 12])}  # for two ranks with 6 values each
+REFUSED = [  # function, arguments, message
     ("max_variance_select", {"values": FLAT, "keep": 0}, "keep: got 0; takes at least 1"),
     ("max_variance_select", {"values": FLAT, "keep": torch.tensor(0)}, "keep: got 0; takes at least 1"),
     ("max_variance_select", {"values": FLAT, "keep": 1.5}, "keep: got 1.5; takes a whole number"),
@@ -375,7 +375,7 @@ def call(ranks: Ranks, function: str, arguments: list[dict[str, Any]]) -> Tensor
 
 @pytest.mark.parametrize(("function", "bad", "said"), REFUSED)
 def test_bad_arguments(function: str, bad: dict[str, Any], said: str) -> None:
-    for found in world(2).outcomes(call, function, [bad, bad]):  # before anything is sent: nobody waits
+    for found in world(2).outcomes(call, function, [bad, bad]):  # refused before anything is sent, so no rank waits
         assert isinstance(found, (TypeError, ValueError))
         assert str(found).startswith(said)
     if "process_group" in bad:
@@ -427,7 +427,7 @@ def test_offsets_of_all_ranks_end_where_their_values_end(function: str, bound: d
 
 
 def with_unchecked_offsets(ranks: Ranks, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """As on a GPU, where nobody looks at them."""
+    """As on a GPU, where offsets are not checked."""
     across = {"offsets": offsets, "placement": "global", "process_group": ranks.group}
     known, rollouts.is_known = rollouts.is_known, lambda _: False
     try:
@@ -451,7 +451,7 @@ def test_the_same_arguments_pass_the_check() -> None:
 
 
 def at_random(ranks: Ranks, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """All ranks are seeded alike, as trainers like to do it."""
+    """All ranks use the same seed, as trainers often do."""
     torch.manual_seed(seed)
     across = {"rule": "random", "process_group": ranks.group}
     values = torch.rand(6, 4)
@@ -466,6 +466,6 @@ def test_ranks_that_are_seeded_alike_draw_by_themselves(size: int) -> None:
     for drawn in zip(*of_ranks, strict=True):  # rollouts, then tokens
         first, second = (torch.stack(masks).flatten(1) for masks in drawn[:2])
         assert not (first == second).all(1).any()
-        agreeing = (first == second).float().mean()  # of independent halves: a half, give or take 0.016
+        agreeing = (first == second).float().mean()  # half of independent masks agree, with a deviation of 0.016
         assert 0.4 < agreeing < 0.6
         assert sum(torch.stack(masks).flatten(1).sum(1) for masks in drawn).eq(12 * size).all()

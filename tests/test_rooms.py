@@ -1,6 +1,6 @@
-"""The rooms of the package: each imports what lies below it, and nothing else.
+"""The rooms of the package: each imports only rooms below it.
 
-A room is a folder or a file of ``d3s_kernels``. Imports count wherever they stand: in a function, and for types alone.
+A room is a folder or a file of ``d3s_kernels``. Every import counts, also inside a function or for types only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 
-# From the top down: each room, and those it may import.
+# From the top down: each room, and the rooms that it may import.
 ROOMS = {
     "__main__": "_dispatch _selfcheck compare",
     "integrations": "_across_ranks _dispatch _groups distributed ratios rollouts schedule tokens vocabulary",
@@ -93,7 +93,7 @@ def test_rooms_import_downwards() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_what_its_row_says(room: str) -> None:
-    """All of it: a row that allows more than is used would hide the next import."""
+    """It imports all of them: a row that allows more than is used would hide the next import."""
     found = {
         (room_of(name), str(path.relative_to(PACKAGE)))
         for module, path in MODULES.items()
@@ -103,7 +103,7 @@ def test_a_room_imports_what_its_row_says(room: str) -> None:
     }
     allowed = set(ROOMS[room].split())
     wrong = sorted(f"{file} imports {other}" for other, file in found if other not in allowed and other)
-    # the whole package, from its front door: only where it is started from outside
+    # only __main__, which is started from outside, may import the whole package
     wrong += sorted(f"{file} imports d3s_kernels" for other, file in found if not other and room != "__main__")
     assert not wrong
     assert allowed == {other for other, _ in found if other}
@@ -119,6 +119,6 @@ def test_contributing_names_files_that_are_there() -> None:
 
 def test_no_two_files_import_each_other() -> None:
     graph = {name: {other for other in imported(path) if other != name} for name, path in MODULES.items() if name}
-    for room, files in graph.items():  # a room's front door imports its files, and they do not import it
+    for room, files in graph.items():  # a room's __init__ imports its files, and they do not import it
         files.discard(room_of(room))
     TopologicalSorter({name: files - {""} for name, files in graph.items()}).prepare()

@@ -1,4 +1,5 @@
-"""The snippets of docs/scaling.md and of README.md's section run, on ranks that differ, and choose what one would."""
+"""The snippets of docs/scaling.md and of README.md's section run on ranks that differ, and choose what one process
+would."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def snippets() -> list[str]:
 
 
 def run(ranks: Ranks | None, groups: list[int]) -> list[dict[str, Any]]:
-    """What the names of each snippet are in the end: on one of the ranks, or by one process that has all."""
+    """The names of each snippet after it has run, on one of the ranks or in one process that has everything."""
     generator = torch.Generator().manual_seed(sum(groups))
     total = sum(groups)
     advantages = torch.randn(total, ROLLOUTS, generator=generator)

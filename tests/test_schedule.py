@@ -61,7 +61,7 @@ def test_it_never_turns_back_nor_leaves_its_ends(shape: str, start: int, end: in
 
 
 def test_rollouts_are_rounded_half_up() -> None:
-    """Not to even, as Python's round does: 8.5 is 9 and 9.5 is 10."""
+    """Python's round goes to even; here 8.5 gives 9 and 9.5 gives 10."""
     assert DownSamplingSchedule(Budget(8, 0.1), Budget(9, 0.1))(0.5).rollouts == 9
     assert DownSamplingSchedule(Budget(9, 0.1), Budget(10, 0.1))(0.5).rollouts == 10
 

@@ -1,4 +1,4 @@
-"""select_rollouts: a rule's choice of rollouts, in each group or over all of them."""
+"""select_rollouts: the choice of rollouts by a rule, in each group or over all groups."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_one_group() -> None:
 
 
 def test_groups_without_a_spread_give_their_places_to_others() -> None:
-    """All their advantages are 0, in the middle of the pooled order; within groups they would take their share."""
+    """All their advantages are 0, in the middle of the pooled order. Selected by group they would take their share."""
     rewards = torch.zeros(6, 8)
     rewards[1, :4] = 1.0
     rewards[4, 4:] = 1.0
@@ -57,7 +57,7 @@ def test_groups_without_a_spread_give_their_places_to_others() -> None:
 
 
 def test_within_a_group_advantages_select_what_rewards_select() -> None:
-    """Advantages are rewards shifted and scaled: D3S-I keeps the rollouts that PODS keeps."""
+    """Advantages are shifted and scaled rewards, so D3S-I keeps the rollouts that PODS keeps."""
     rewards = torch.randint(2, (50, 16)).float()
     assert_identical(select_rollouts(group_advantages(rewards), 4, scope="group"), max_variance_select(rewards, 4))
 
@@ -68,7 +68,7 @@ def test_within_a_group_advantages_select_what_rewards_select() -> None:
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_exactly_keep_of_what_is_usable(rule: str, scope: str) -> None:
-    """Neither masked nor NaN nor infinite; all, where there are no more."""
+    """Masked, NaN and infinite values are not usable. If there are fewer usable values than `keep`, all are kept."""
     advantages, mask = torch.randn(5, 12), torch.rand(5, 12) < 0.8
     advantages[:, 3], advantages[:, 5], advantages[:, 7] = NAN, INF, -INF
     usable = advantages.isfinite() & mask
@@ -93,7 +93,7 @@ def test_padded_and_ragged_groups_agree(rule: str, scope: str) -> None:
 @pytest.mark.parametrize("keep", [2**62, torch.tensor(2**62)])
 @pytest.mark.parametrize("rule", RULES)
 def test_more_than_can_be_counted_is_everything(rule: str, keep: int | torch.Tensor) -> None:
-    """Times the number of groups it would be 0."""
+    """`keep` times the number of groups would overflow to 0."""
     for scope in SCOPES:
         assert select_rollouts(torch.randn(4, 6), keep, rule=rule, scope=scope).all()
 
@@ -130,10 +130,10 @@ def test_ties_go_to_the_lower_index() -> None:
 
 @pytest.mark.parametrize("n", range(1, 30))
 def test_percentiles_are_the_nearest_ranks(n: int) -> None:
-    """By exhaustion: of all ranks the one nearest to each quantile, and of two the lower."""
+    """Exhaustive: the rank nearest to each quantile, and the lower one of two."""
     shuffled = torch.randperm(n)
     for k in range(1, n + 1):
-        quantiles = [(2 * i + 1) * (n - 1) for i in range(k)]  # over 2 k
+        quantiles = [(2 * i + 1) * (n - 1) for i in range(k)]  # in units of 1 / (2 k)
         nearest = [min(range(n), key=lambda r: (abs(2 * k * r - q), r)) for q in quantiles]
         assert len(set(nearest)) == k
         kept = select_rollouts(shuffled.float(), k, rule="percentile")
@@ -154,7 +154,7 @@ def test_percentiles_of_many_groups() -> None:
 
 @pytest.mark.slow_elsewhere("that draws are even there too, which no kernel makes")
 def test_random_subsets_are_equally_likely() -> None:
-    """All 20 of three from six, 30,000 times: chi-squared of 19 degrees, beyond 60 about once in 250,000 runs."""
+    """All 20 subsets of three from six, 30,000 draws: chi-squared (19 degrees) exceeds 60 once in 250,000 runs."""
     kept = select_rollouts(torch.zeros(30_000, 6), 3, rule="random", scope="group")
     subsets = (kept * 2 ** torch.arange(6)).sum(-1).bincount()
     found = subsets[subsets > 0].double()

@@ -39,7 +39,7 @@ def check(found: TokenSelection, expected: reference.TokenSelection) -> None:
 
 @st.composite
 def advantages(draw: st.DrawFn, case: Segmented) -> Tensor:
-    """For each token, for each sequence, or one for all."""
+    """One advantage for each token, for each sequence, or for all."""
     shape = draw(st.sampled_from([case.values.shape, case.segments, ()]))
     count = torch.Size(shape).numel()
     return torch.tensor(draw(st.lists(awkward, min_size=count, max_size=count)), dtype=torch.float32).view(shape)
@@ -88,7 +88,7 @@ def test_from_ragged_logits_at_a_temperature_of_each_token() -> None:
 
 
 def test_the_score_is_the_product_in_float32() -> None:
-    """A score that half precision would round to a tie is decided; the sign of the advantage does not matter."""
+    """Scores that tie when rounded to half precision are told apart. The sign of the advantage does not matter."""
     values = torch.full((2, 2), 1.0, dtype=torch.bfloat16)
     each = torch.tensor([[1.0, -1.0 - 2**-20], [1.0 + 2**-20, 0.5]])
     assert select_tokens(values, each, 0.25).mask.tolist() == [[False, True], [False, False]]
@@ -105,7 +105,7 @@ def test_advantages_of_a_sequence_count_for_all_its_tokens() -> None:
 
 @pytest.mark.parametrize("short", range(4))
 def test_a_sequence_of_one_token_has_its_own_advantage(short: int) -> None:
-    """Beside longer ones, wherever it stands: none of them lends it its advantage."""
+    """At any position beside longer sequences, it uses its own advantage and not that of a neighbour."""
     lengths = torch.full((4,), 3)
     lengths[short] = 1
     offsets = torch.cat([torch.tensor([0]), lengths.cumsum(0)])
@@ -138,7 +138,7 @@ def test_infinity_times_zero_is_no_score() -> None:
 
 @pytest.mark.parametrize("scope", ["batch", "sequence"])
 def test_entropy_alone(scope: str) -> None:
-    """Advantages, here of no use at all, are not looked at."""
+    """Advantages are ignored, even NaN or of a wrong shape."""
     values, mask = torch.rand(6, 50), torch.rand(6, 50) < 0.8
     found = select_tokens(values, None, 0.2, rule="entropy", mask=mask, scope=scope)
     check(found, select_tokens(values, torch.tensor(1.0), 0.2, mask=mask, scope=scope))
@@ -146,7 +146,7 @@ def test_entropy_alone(scope: str) -> None:
 
 
 def test_the_advantage_alone() -> None:
-    """All tokens of a sequence tie: the first of them are kept, whatever their entropy."""
+    """All tokens of a sequence tie, so the first ones are kept, whatever their entropy."""
     values, each = torch.rand(3, 10), torch.tensor([1.0, -2.0, 0.5])
     values[1, 0] = NAN
     found = select_tokens(values, each, 0.2, rule="advantage")
@@ -158,7 +158,7 @@ def test_the_advantage_alone() -> None:
 
 
 def test_random_tokens_are_spread_evenly() -> None:
-    """Half of 200,000 tokens: every tenth of the batch has 10,000 of them, with a standard deviation below 100."""
+    """Half of 200,000 tokens are drawn: each tenth of the batch gets 10,000, with a standard deviation below 100."""
     found = select_tokens(torch.zeros(200_000), None, 0.5, rule="random")
     assert found.count == 100_000
     assert ((found.mask.view(10, -1).sum(-1) - 10_000).abs() < 600).all()
@@ -188,7 +188,7 @@ def test_any_quantile(case: Segmented, ratio: float | Tensor) -> None:
 
 
 def test_the_quantile_of_few_tokens_by_hand() -> None:
-    """Of 1, 2, 3, 5 the quantile 0.75 lies a quarter of the way from 3 to 5; the quantile 0.5 between 2 and 3."""
+    """For 1, 2, 3, 5 the quantile 0.75 is a quarter of the way from 3 to 5, and 0.5 is halfway between 2 and 3."""
     values = torch.tensor([[5.0, 1.0, 9.0], [9.0, 3.0, 2.0]])
     mask = values != 9
     found = select_tokens(values, None, 0.25, rule="entropy_quantile", mask=mask)
@@ -199,8 +199,8 @@ def test_the_quantile_of_few_tokens_by_hand() -> None:
 
 @pytest.mark.slow_elsewhere("what torch's quantile does wrong, whoever serves the ops")
 def test_the_faults_of_the_quantile() -> None:
-    """Ties keep more than the share, one NaN keeps nothing, and to torch 2.13 2^24 tokens are too many; of "entropy"
-    none is true.
+    """Ties keep more than the share, one NaN keeps nothing, and up to torch 2.13 it refuses more than 2^24 tokens. The
+    rule "entropy" has none of these faults.
     """
 
     def counts(values: Tensor) -> tuple[int, int]:
@@ -217,7 +217,8 @@ def test_the_faults_of_the_quantile() -> None:
 
 
 def test_within_a_sequence_only_entropy_decides() -> None:
-    """|A| is constant in a sequence, so per sequence it changes nothing but the threshold (a power of 2 is exact)."""
+    """|A| is constant in a sequence, so with scope "sequence" it only scales the threshold (exactly, as a power of
+    2)."""
     values, each = torch.rand(6, 50), torch.tensor([1.0, -2.0, 0.5, -4.0, 8.0, -0.25])
     found = select_tokens(values, each, 0.1, scope="sequence")
     assert_identical(found.mask, topk_mask(values, 0.1))
@@ -256,7 +257,7 @@ def test_the_threshold_is_the_lowest_kept_score() -> None:
 
 
 def test_groups_without_a_spread_have_nothing_to_keep() -> None:
-    """All advantages of such a group are 0: its tokens are taken last, or, with drop_zeros, never."""
+    """All advantages of such a group are 0: its tokens are taken last, or never with drop_zeros."""
     values, each = torch.rand(20, 50) + 0.1, torch.zeros(20)
     each[3] = 1.5  # 50 of 1000 tokens have a score
     found = select_tokens(values, each, 0.2)
@@ -300,7 +301,7 @@ def test_padding_never_counts() -> None:
     ],
 )
 def test_nothing_to_keep(shape: tuple[int, ...], rule: str, scope: str) -> None:
-    """An empty rank, or one whose tokens are all masked."""
+    """A rank without tokens, or one whose tokens are all masked."""
     options = {"rule": rule, "scope": scope, "mask": torch.zeros(shape).bool()}
     found = select_tokens(torch.rand(shape), torch.tensor(1.0), 0.2, **options)
     assert found.mask.shape == shape
@@ -318,7 +319,7 @@ def test_logits_of_masked_tokens_are_not_read() -> None:
 
 
 def test_logits_of_a_masked_vocabulary() -> None:
-    """-inf logits: an entropy of NaN would lose the token."""
+    """With -inf logits, an entropy of NaN would lose the token."""
     logits = torch.cat([random_logits(4, 10, 300), torch.full((4, 10, 20), -INF)], -1)
     found = select_tokens_from_logits(logits, torch.ones(4), 0.2)
     assert found.count == 8
@@ -342,7 +343,7 @@ def test_long_batches(shape: tuple[int, int], scope: str) -> None:
 
 @pytest.mark.parametrize("per", ["token", "sequence"])
 def test_long_ragged_batch(per: str) -> None:
-    """Pieces of a long pooled batch begin and end inside sequences."""
+    """The pieces in which a long pooled batch is processed begin and end inside sequences."""
     offsets = cut(300_000, 40)
     values, each = torch.rand(300_000), torch.randn(300_000 if per == "token" else 40)
     for scope in ("batch", "sequence"):
@@ -358,7 +359,7 @@ def test_selections_have_no_gradient() -> None:
     for rule in ("advantage_entropy", "entropy", "advantage", "random", "entropy_quantile"):
         found = select_tokens(row_entropy, torch.ones(2, requires_grad=True), 0.5, rule=rule)
         assert not any(tensor.requires_grad for tensor in (found.mask, found.count, found.threshold))
-    row_entropy[found.mask].sum().backward()  # the mask is usable in a loss
+    row_entropy[found.mask].sum().backward()  # the mask can be used in a loss
     assert logits.grad is not None
 
 

@@ -1,4 +1,4 @@
-"""The loops compiled for other SIMD levels than the best one that runs here."""
+"""The loops compiled for SIMD levels other than the best one of this machine."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ sys.exit(pytest.main(["-q", "-m", "simd", "-p", "no:cacheprovider", *sys.argv[2:
 """
 
 
-# Those that have such a test; to import all others takes longer than to run these.
+# Only files with such a test, because importing all others takes longer than these tests.
 FILES = [
     str(path)
     for path in sorted(Path(__file__).parent.glob("test_*.py"))

@@ -1,4 +1,4 @@
-"""A vocabulary in shards that nobody has together: a state of each, merged at the end, and the gradient of each."""
+"""A vocabulary in shards: a state for each shard, merged at the end, and a gradient for each shard."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def no_logits(rows: int) -> Tensor:
 
 
 def of_rows(temperature: float | Tensor, shape: torch.Size) -> tuple[float, Tensor | None]:
-    """As the ops take it: a number, a 0-d tensor, or one for each row."""
+    """The temperature in the form that the ops take: a number, a 0-d tensor, or one for each row."""
     if not isinstance(temperature, Tensor):
         return temperature, None
     return 1.0, (temperature if temperature.dim() == 0 else temperature.expand(shape)).float().contiguous()
 
 
 def states_of(case: LogitsCase, edges: list[int]) -> Tensor:
-    """``[shards, rows, 4]``."""
+    """A state for each shard: ``[shards, rows, 4]``."""
     states = []
     for first, last in pairwise(edges):
         states.append(no_logits(case.labels.numel()))
@@ -50,7 +50,7 @@ def states_of(case: LogitsCase, edges: list[int]) -> Tensor:
 
 
 def finished(case: LogitsCase, states: Tensor) -> tuple[Tensor, ...]:
-    """logprob, entropy, row_max and log_sum in the shape of the rows; 0 where they are masked or have no label."""
+    """logprob, entropy, row_max and log_sum of each row. Masked rows are 0; logprob is 0 where there is no label."""
     number, tensor = of_rows(case.options["temperature"], case.labels.shape)
     found = OPS.softmax_state_finish(states, number, tensor if tensor is None or tensor.dim() == 0 else tensor.view(-1))
     found[0].masked_fill_(case.labels.view(-1) == -100, 0)
@@ -96,7 +96,7 @@ def test_gradients_of_pieces(case: LogitsCase, count: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_piece_is_a_state_without_pieces(dtype: torch.dtype) -> None:
-    """To the bit, and the whole op, too."""
+    """One piece gives the bits of a state without pieces, and the bits of the whole op."""
     logits, labels = random_logits(2, 3, 40_000, dtype=dtype), random_labels(2, 3, vocabulary=40_000)
     case = LogitsCase(logits, labels, {"temperature": 0.5 + torch.rand(2, 3), "mask": torch.rand(2, 3) < 0.7})
     states = states_of(case, [0, 40_000])
@@ -119,10 +119,10 @@ def test_one_piece_is_a_state_without_pieces(dtype: torch.dtype) -> None:
 
 
 def test_pieces_are_merged_from_left_to_right() -> None:
-    """As three tiles are into one state: the order that the ranks have, on every rank."""
+    """The result equals that of three tiles that update one state, in the order that all ranks use."""
     logits, labels = random_logits(9, 3 * 8192), random_labels(9, vocabulary=3 * 8192)
     case = LogitsCase(logits, labels, {"temperature": 0.7, "mask": None})
-    edges = [0, 8192, 2 * 8192, 3 * 8192]  # no kernel cuts a row finer
+    edges = [0, 8192, 2 * 8192, 3 * 8192]  # no kernel cuts a row into shorter parts
     state = no_logits(9)
     for first, last in pairwise(edges):
         OPS.softmax_state_(state, logits[:, first:last], labels, first, 0.7)
@@ -131,7 +131,7 @@ def test_pieces_are_merged_from_left_to_right() -> None:
 
 
 def test_pieces_without_logits_change_nothing() -> None:
-    """No columns at all, or nothing but -inf, before and after what there is."""
+    """Pieces with no columns, or with only -inf, before and after the others."""
     logits, labels = random_logits(6, 50), random_labels(6, vocabulary=50)
     expected = None
     for before, after in ((0, 0), (7, 0), (0, 7), (7, 30)):
@@ -160,7 +160,7 @@ def test_masked_rows_are_not_read() -> None:
 
 
 def test_a_label_of_another_piece() -> None:
-    """Its logit is not here, and the row's gradient has all but its term; a label below 0 is no token anywhere."""
+    """A label outside the piece adds no term to state and gradient. A label below 0 is in no piece."""
     logits = random_logits(4, 60)
     labels = torch.tensor([5, 25, 59, -100])
     _, *statistics = OPS.logprob_entropy(logits, labels)

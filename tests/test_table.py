@@ -1,4 +1,4 @@
-"""Every op is in the table, reached by every suite, and means what the table says; what is left out is named."""
+"""Every op is in the table, tested by every suite, and means what the table says; exceptions are named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from d3s_kernels.compare import compare_here
 
 ROOT = Path(__file__).parents[1]
 OWN = sorted(served_by("kernels", "composed", "cpu"))
-# Draws, and the largest length of a row or a segment.
+# Draws, by the largest length of a row or a segment.
 SIZES = {40: 60, 400: 10, 5000: 1} if EVERYTHING else {40: 15, 400: 2}
 
 
@@ -52,7 +52,7 @@ def test_every_function_means_what_the_reference_says(name: str) -> None:
     assert_means(name, FUNCTIONS[name], getattr(d3s, name))
 
 
-# ---- nothing is left out ---------------------------------------------------------------------------------------------
+# ---- completeness ----------------------------------------------------------------------------------------------------
 
 
 def test_every_op_is_in_the_table() -> None:
@@ -79,7 +79,7 @@ def test_every_op_has_a_kernel_for_the_cpu() -> None:
 
 
 def test_the_cuda_library_registers_every_op() -> None:
-    """It cannot be loaded without a GPU's torch; but it names what it registers."""
+    """The library cannot be loaded without a CUDA build of torch, but it contains the names that it registers."""
     library = Path(str(_build_info.__file__)).parent / "_cuda.so"
     if not library.exists():
         pytest.skip("this build has no CUDA library")
@@ -120,7 +120,7 @@ def test_every_function_has_tests_of_its_own_and_a_line_in_the_readme(name: str)
 
 @pytest.mark.parametrize("op", OPS)
 def test_results_are_named_as_the_schema_has_them(op: str) -> None:
-    """As many as the op writes and returns."""
+    """There is one name for each argument that the op writes and each result that it returns."""
     call = getattr(torch.ops.d3s_kernels, op).default
     assert len(OPS[op].results) == len(written_arguments(call)) + len(call._schema.returns)
     assert set(OPS[op].gradients) <= {argument.name for argument in call._schema.arguments}
@@ -164,7 +164,7 @@ def test_an_unknown_rule_is_an_error_in_the_library_and_in_the_reference() -> No
 
 @pytest.mark.parametrize("op", OWN)
 def test_a_draw_is_the_same_again(op: str) -> None:
-    """From its seed and from its choices; and the simplest choices are legal too."""
+    """A draw can be repeated from its seed and from its choices. The simplest choices are legal too."""
     draw = Draw(7)
     arguments = OPS[op].draw(draw)
     for again in (Draw(7), Draw(choices=draw.choices)):

@@ -1,4 +1,4 @@
-"""topk_mask and select_tokens across ranks: to the bit what one process gives that has everything."""
+"""topk_mask and select_tokens across ranks: bit-identical to one process that has everything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEEDS = rounds(60)  # for each number of ranks and each of the tests below
 
 
 class Drawn(NamedTuple):
-    """A problem as one process has it, and what is on the ranks: the same on all of them."""
+    """A problem as one process sees it, and the lengths of the ranks' parts. It is the same on all ranks."""
 
     generator: torch.Generator
     scores: Tensor
@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
         return int(torch.randint(bound, (), generator=self.generator))
 
     def offsets(self, total: int) -> Tensor:
-        """Of up to 40 segments: on both sides of what takes longer digits."""
+        """Offsets of up to 40 segments: some draws exceed the number of segments up to which digits are longer."""
         count = self.below(41)
         edges = torch.randint(total + 1, (max(0, count - 1),), generator=self.generator).sort().values
         dtype = (torch.int64, torch.int32)[self.below(2)]
@@ -71,7 +71,7 @@ def draw(seed: int, size: int) -> Drawn:
 
 
 def seeds(first: int, size: int) -> Iterator[tuple[int, Drawn]]:
-    """Half of them as more ranks would do it, which have their counts added up on the way."""
+    """Half of the problems take the path for many ranks, which sum their counts with an all-reduce."""
     for seed in range(first, first + SEEDS):
         with mock.patch.object(top, "FEW_RANKS", top.FEW_RANKS if seed % 4 < 2 else 1):
             yield seed, draw(seed, size)
@@ -84,7 +84,7 @@ def assert_all(size: int, task: Any) -> None:
 
 
 def different(seed: int, own: Any, whole: Any, drawn: Drawn, rank: int, dim: int = 0) -> list[str]:
-    """What a rank has of a mask, or of a selection, and what it should have."""
+    """Compares a rank's mask or selection with what it should be, and returns the differences."""
     if isinstance(own, Tensor):
         own, whole = (own,), (whole,)
     else:
@@ -124,7 +124,7 @@ def test_one_k_over_all_ranks(size: int) -> None:
 
 
 def pooled(ranks: Ranks, first: int) -> list[str]:
-    """By rows, by offsets of a rank's own, or flat; advantages for all, for tokens or for sequences."""
+    """By rows, by offsets of the rank, or flat. Advantages are for all, for tokens or for sequences."""
     failures = []
     for seed, drawn in seeds(first, ranks.size):
         kind = ("flat", "rows", "offsets")[seed % 3]
@@ -146,7 +146,7 @@ def pooled(ranks: Ranks, first: int) -> list[str]:
             each = [torch.randn(len(o) - 1, generator=drawn.generator) for o in of_ranks]
             advantages = torch.cat([a.repeat_interleave(o.diff()) for a, o in zip(each, of_ranks, strict=True)])
             if any(len(a) == n for a, n in zip(each, lengths, strict=True)):
-                continue  # then they would be taken for those of tokens, as on one process
+                continue  # one process too would take them for advantages of tokens
             own = {"offsets": of_ranks[ranks.rank]}
             ours = ours[0], each[ranks.rank], ours[2]
         elif seed % 5 == 0:
@@ -199,7 +199,7 @@ def test_segments_cut_by_global_offsets(size: int) -> None:
 
 
 def pieces_of_every_segment(ranks: Ranks, first: int) -> list[str]:
-    """Rows whose columns are shared out, and the same as a rank's own offsets."""
+    """Every rank has some columns of each row; once as rows, once as offsets of the rank."""
     failures = []
     for seed, drawn in seeds(first, ranks.size):
         rank, rows = ranks.rank, 1 + drawn.below(24)
@@ -225,7 +225,7 @@ def pieces_of_every_segment(ranks: Ranks, first: int) -> list[str]:
         selected = d3s.select_tokens(own.abs(), each, mask=own_mask, scope="sequence", **across)
         failures += different(seed, selected, expected, drawn, rank, dim=1)
         if all(width == 1 for width in widths):
-            continue  # as many tokens as sequences everywhere: then advantages are for tokens
+            continue  # as many tokens as sequences: advantages would count as those of tokens
         entropy = own.abs().flatten()
         selected = d3s.select_tokens(entropy, each, mask=flat_mask, offsets=offsets, scope="sequence", **across)
         failures += different(seed, selected, expected, drawn, rank, dim=1)

@@ -1,4 +1,4 @@
-"""topk_mask: exactly k of each segment, ties to the lower index."""
+"""topk_mask: exactly k of each segment, with ties resolved to the lower index."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_any_number_of_any_segments(case: Segmented, k: int, dtype: torch.dtype 
 @pytest.mark.parametrize("as_ratio", [float, torch.tensor, lambda value: torch.tensor(value, dtype=torch.float64)])
 @pytest.mark.parametrize("n", [1, 3, 100, 250, 1000])
 def test_whole_percents_are_exact(as_ratio, n: int) -> None:
-    """7 % of 100 is 7, although the double 0.07 times 100 is 7.000000000000001."""
+    """7 % of 100 is 7, although 0.07 * 100 is 7.000000000000001 in double."""
     scores = torch.rand(n)
     kept = [int(topk_mask(scores, as_ratio(percent / 100)).sum()) for percent in range(1, 101)]
     assert kept == [-(-percent * n // 100) for percent in range(1, 101)]
@@ -78,13 +78,13 @@ def test_ties_go_to_the_lower_index() -> None:
 
 @pytest.mark.parametrize("n", [10, 1000, 100_000, 300_000])
 def test_equal_scores_keep_the_first(n: int) -> None:
-    """A quantile as threshold would keep all of them."""
+    """With a quantile as threshold, all of them would be kept."""
     chosen = topk_mask(torch.full((n,), 0.25), 0.2)
     assert_identical(chosen, torch.arange(n) < n // 5)
 
 
 def test_mostly_zeros() -> None:
-    """5 % of the scores are not 0 and 20 % are asked for: those, and the first of the zeros; or no zeros at all."""
+    """5 % of the scores are not 0, 20 % are asked for: these and the first zeros, or with drop_zeros these only."""
     scores = torch.zeros(1000)
     high = torch.randperm(1000)[:50]
     scores[high] = torch.rand(50) + 0.1
@@ -97,7 +97,7 @@ def test_mostly_zeros() -> None:
 
 
 def test_zeros_that_are_dropped_still_count() -> None:
-    """10 % of 100 scores is 10, of which 90 are 0; it is not 10 % of the 10 others."""
+    """10 % is taken of all 100 scores, 90 of which are 0, and not of the 10 others."""
     scores = torch.zeros(100)
     scores[::10] = 1 + torch.rand(10)
     assert topk_mask(scores, 0.1, drop_zeros=True).sum() == 10
@@ -142,7 +142,7 @@ def scores_of_kind(kind: str, n: int) -> Tensor:
         "ascending": lambda: place.float(),
         "descending": lambda: -place.float(),
         "mostly zero": lambda: torch.randn(n) * (torch.rand(n) < 0.03),
-        "sawtooth": lambda: (place % max(1, n // 1024)).float(),  # what looks at every so many-th sees one value only
+        "sawtooth": lambda: (place % max(1, n // 1024)).float(),  # any sample with a regular step sees only one value
         "clusters": lambda: torch.randn(n) * 1e-6 + (torch.rand(n) < 0.1),
         "wide": lambda: torch.randn(n) * 10.0 ** torch.randint(-40, 38, (n,)),  # down to subnormal numbers
     }[kind]()
@@ -161,7 +161,7 @@ KINDS = ["normal", "few values", "ascending", "descending", "mostly zero", "sawt
     ],
 )
 def test_long_segments(kind: str, n: int) -> None:
-    """Both sides of every length at which the CPU kernel changes its way."""
+    """Lengths on both sides of each one at which the CPU kernel changes its method."""
     scores = scores_of_kind(kind, n)
     scores[torch.randint(n, (n // 100,))] = NAN
     mask = torch.rand(n) < 0.9
@@ -170,8 +170,9 @@ def test_long_segments(kind: str, n: int) -> None:
 
 
 def test_a_sample_that_misleads() -> None:
-    """The CPU kernel guesses from 1024 keys between which two the k-th is. Here it narrows 400,000 keys down to the
-    ones and twos, and of these sees nothing but ones: a wrong guess may cost time, never the result."""
+    """From a sample of 1024 keys, the CPU kernel guesses between which two keys the k-th lies. Here it narrows 400,000
+    keys down to ones and twos, and then samples only ones. A wrong guess may cost time, but must not change the
+    result."""
     ones_and_twos = torch.cat([torch.full((80_000 - 1024,), 1.0), torch.full((80_000,), 2.0)])
     middle = torch.zeros(160_000)
     step = 160_000 // 1024

@@ -1,6 +1,6 @@
 """Top-K selection in steps: topk_order_keys, topk_count_digit, topk_choose_digit_ and topk_mask_from_key.
 
-On the pieces of several ranks, here one after the other in one process, they give what topk_mask gives of the whole.
+On the pieces of several ranks, here one after the other in one process, they give the result of topk_mask on the whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIGITS = (digits_for(1), digits_for(FEW_SEGMENTS + 1), tuple((shift, 1) for shif
 def select(
     pieces: list[Tensor], offsets: list[Tensor | None], digits: tuple, drop_zeros: bool = False, **quota: object
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """The masks of all pieces, and of each segment how many zeros were dropped and the lowest kept key."""
+    """The masks of all pieces, and for each segment the number of dropped zeros and the lowest kept key."""
     segments = pieces[0].shape[:-1].numel() if offsets[0] is None else len(offsets[0]) - 1
     search = torch.zeros(segments, 3, dtype=torch.int64)
     for shift, bits in digits:
@@ -54,7 +54,7 @@ def scores_of(n: int, kind: str, generator: torch.Generator) -> Tensor:
 
 
 def side_by_side(parts: list[tuple[Tensor, ...]], dtype: torch.dtype) -> Tensor:
-    """Every rank's part of the first segment, then every rank's part of the second."""
+    """Joins the parts by segment: every rank's part of the first segment, then of the second, and so on."""
     return torch.cat([torch.empty(0, dtype=dtype), *(part for segment in zip(*parts, strict=True) for part in segment)])
 
 
@@ -86,7 +86,7 @@ def test_one_segment(
 
 @given(seeds, kinds, st.integers(0, 300), st.integers(0, 40), st.integers(1, 4), st.sampled_from(DIGITS))
 def test_segments_in_pieces(seed: int, kind: str, n: int, segments: int, ranks: int, digits: tuple) -> None:
-    """Every rank has some of every segment: the whole is their values side by side."""
+    """Every rank has a part of every segment. The whole segment is these parts side by side."""
     generator = random_generator(seed)
     lengths = [pieces_of(n // ranks, segments, generator) if segments else [] for _ in range(ranks)]
     pieces = [scores_of(sum(own), kind, generator) for own in lengths]
@@ -104,7 +104,7 @@ def test_segments_in_pieces(seed: int, kind: str, n: int, segments: int, ranks: 
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 @pytest.mark.parametrize("n", [16_383, 16_384, 16_385, 65_537, 131_071, 131_072, 200_001])
 def test_long_segments(n: int, kind: str) -> None:
-    """On both sides of where threads and blocks share one; a short segment before and after it."""
+    """Lengths on both sides of those at which threads and blocks share a segment; a short one is before and after."""
     generator = random_generator(int(torch.randint(2**31, ())))
     scores = scores_of(n + 30, kind, generator)
     offsets = torch.tensor([0, 10, 10, n + 10, n + 30])

@@ -1,4 +1,4 @@
-"""The ops in plain PyTorch: the bits of the compiled kernels, values that nobody checked, nothing that waits."""
+"""The ops in plain PyTorch: the bits of the compiled kernels, unchecked values, no waiting for the device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +30,12 @@ from d3s_kernels._torch import KERNELS, softmax_state
 
 
 def plain(name: str, *arguments: Any, **options: Any) -> Any:
-    """Without the checks before it, as on a GPU."""
+    """Calls a kernel without the checks before it, as on a GPU."""
     return KERNELS[name](*arguments, **options)
 
 
 def test_every_op_is_here() -> None:
-    """But what is made of the others, the LM head and what ranks do together, and a product that only CPUs need."""
+    """Exceptions: ops made of other ops, the LM head, ops across ranks, and a product that only CPUs need."""
     elsewhere = {*_head.KERNELS, "wide_product_"}
     names = [name.partition("::") for name in torch._C._dispatch_get_all_op_names()]
     assert set(KERNELS) == {name for library, _, name in names if library == "d3s_kernels"} - elsewhere
@@ -92,7 +92,7 @@ def test_blocks_of_rows_cover_strided_logits(monkeypatch: pytest.MonkeyPatch) ->
             assert_same_bits(one, other)
 
 
-# ---- values that nobody checked --------------------------------------------------------------------------------------
+# ---- unchecked values ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("label", [-1, -99, 50, 2**31, -(2**63)])
@@ -107,7 +107,7 @@ def test_a_label_that_is_no_token(label: int) -> None:
 
 @pytest.mark.parametrize("offsets", [[0, 10, 5, 20], [0, 40], [-9, 20], [0, 2**31 - 1, 20], [20, 0], [7], [5, 9, 12]])
 def test_bad_offsets_stay_within_bounds(offsets: list[int]) -> None:
-    """What they leave out is not selected, or NaN; what they do not is as from good offsets."""
+    """Values outside the offsets are not selected, or NaN. Those inside get the same results as with good offsets."""
     values, cuts, each = torch.randn(20), torch.tensor(offsets), torch.ones(len(offsets) - 1)
     good = cuts.clamp(0, 20).cummax(0).values
     begin, end = int(good[0]), int(good[-1])
@@ -160,7 +160,7 @@ def test_a_bad_group_gives_nan_and_is_in_no_others_sums() -> None:
         assert found[~good].isnan().all()
 
 
-# ---- nothing waits for the device ------------------------------------------------------------------------------------
+# ---- no waiting for the device ---------------------------------------------------------------------------------------
 
 
 def vocabulary_calls() -> None:
@@ -193,6 +193,6 @@ def segment_calls() -> None:
 
 @pytest.mark.parametrize("calls", [vocabulary_calls, segment_calls])
 def test_no_value_is_looked_at(calls: Callable[[], None]) -> None:
-    """Fake tensors have none: to read one, or to make a shape of it, is an error."""
+    """Fake tensors have no values: reading one, or making a shape from it, is an error."""
     with FakeTensorMode():
         calls()

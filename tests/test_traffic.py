@@ -1,4 +1,4 @@
-"""What each op sends across ranks: counted, and by the formulas of docs/scaling.md."""
+"""What each op sends across ranks: the counted bytes equal the formulas of docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Sent = list[tuple[str, int]]
 
 
 def sent_by_tokens(ranks: Ranks, tokens: int, few_ranks: int) -> list[tuple[str, Sent, Sent]]:
-    """Ranks have different numbers of tokens, and none on the first."""
+    """Ranks have different numbers of tokens, and the first has none."""
     top.FEW_RANKS = few_ranks
     own, across = tokens * ranks.rank, {"process_group": ranks.group}
     entropy, advantages = torch.rand(own), torch.randn(own)
@@ -93,7 +93,7 @@ def sent_by_rollouts(ranks: Ranks, groups: int) -> list[tuple[str, Sent, Sent]]:
         d3s.group_advantages(rewards, **across)
     found.append(("whole groups", list(calls), []))
     kept = torch.zeros(len(rewards), dtype=torch.bool)
-    kept[: ranks.size if ranks.rank == 0 else 0] = True  # all on the first rank: the others get one each
+    kept[: ranks.size if ranks.rank == 0 else 0] = True  # all on the first rank, which gives one to each of the others
     with counted() as calls:
         plan = plan_rows(kept, ranks.group)
     found.append(("plan_rows", list(calls), formulas.plan_rows()))

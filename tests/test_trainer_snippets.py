@@ -1,4 +1,4 @@
-"""The snippets of docs/trainers.md do what the page says, on inputs of the layout that each trainer's hook passes."""
+"""The snippets of docs/trainers.md do what the page says, on inputs with the layout that each trainer's hook passes."""
 
 import re
 import sys
@@ -36,11 +36,11 @@ def test_lines_are_short() -> None:
     assert [line for block in BLOCKS for line in block.splitlines() if len(line) > 120] == []
 
 
-# ---- what is expected ------------------------------------------------------------------------------------------------
+# ---- expected results ------------------------------------------------------------------------------------------------
 
 
 def rewards_of_groups() -> Tensor:
-    """Distinct rewards, of different spread in each group, the first without any: pooling decides."""
+    """Distinct rewards whose spread differs between groups, with none in the first: pooling decides."""
     return torch.randn(GROUPS, GROUP) * torch.arange(GROUPS).unsqueeze(1) + torch.randn(GROUPS, 1)
 
 
@@ -52,7 +52,7 @@ def expected_rollouts(rewards: Tensor, scale: str = "group") -> tuple[Tensor, Te
 
 
 def check_gradient(result: Tensor, logprob: Tensor, with_gradient: Tensor) -> None:
-    """The same values; gradient for the marked tokens alone."""
+    """The result has the values of `logprob`, and a gradient for the marked tokens only."""
     torch.testing.assert_close(result, logprob, rtol=0, atol=0)
     weights = torch.rand(result.shape) + 1
     (gradient,) = torch.autograd.grad((result * weights).sum(), logprob)
@@ -66,7 +66,7 @@ def expected_tokens(entropy: Tensor, advantages: Tensor, mask: Tensor, **options
 
 
 def padded(rows: int, width: int) -> dict[str, Tensor]:
-    """Right-padded [rows, width] tensors; what is padding or masked out has the highest entropy."""
+    """Right-padded [rows, width] tensors. Padding and masked tokens have the highest entropy."""
     mask = torch.arange(width) < torch.randint(width // 2, width, (rows, 1))
     return {
         "logprob": torch.randn(rows, width, requires_grad=True),
@@ -84,7 +84,7 @@ def test_keep_tokens(dtype: torch.dtype) -> None:
 
 
 def tokens_rank(ranks: Ranks, seed: int) -> None:
-    """Each rank has some of the rows: of one step's micro-batches, one share; and packed, as AReaL has them."""
+    """Each rank has some rows of one step's micro-batches, padded and packed as in AReaL; one share for all ranks."""
     for number in range(20):
         torch.manual_seed(seed + number)  # the same on all ranks
         t = padded(6, 20)
@@ -117,7 +117,7 @@ def test_tokens_of_all_ranks() -> None:
 
 
 class Sample:
-    """What slime.utils.types.Sample has of use here."""
+    """The parts of slime.utils.types.Sample that the snippets use."""
 
     def __init__(self, index: int, reward: Any) -> None:
         self.index, self.reward, self.metadata = index, reward, {"source": index}
@@ -139,7 +139,7 @@ def test_slime_rollouts(reward_key: str | None) -> None:
     ]
     everything, data = [sample for group in groups for sample in group], groups
     args = SimpleNamespace(reward_key=reward_key)
-    assert SNIPPETS["slime_drop_rollouts"](args, data, KEEP) is None  # slime goes on with the list it gave
+    assert SNIPPETS["slime_drop_rollouts"](args, data, KEEP) is None  # slime continues with the list that it passed
 
     survivors = [sample for group in data for sample in group]
     assert survivors == [s for s, k in zip(everything, kept.flatten().tolist(), strict=True) if k]
@@ -169,14 +169,14 @@ def test_slime_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     for total, response in zip(totals, responses, strict=True):
         end += total
         clean.append(torch.randn(response, vocabulary) * 0.01)
-        clean[-1][::2, 2:] -= 40  # ln 2 at any temperature
-        clean[-1][1::2, 0] += 6  # more than that at 1, less at 0.7
+        clean[-1][::2, 2:] -= 40  # entropy is ln 2 at any temperature
+        clean[-1][1::2, 0] += 6  # entropy above ln 2 at temperature 1, below it at 0.7
         if response == 9:
-            clean[-1][3:6] = torch.randn(3, vocabulary) * 0.01  # masked below, and of the highest entropy
+            clean[-1][3:6] = torch.randn(3, vocabulary) * 0.01  # masked below, with the highest entropy
         logits[0, end - response - 1 : end - 1] = clean[-1]  # the row before a token predicts it
     logits.requires_grad_()
     masks = [torch.ones(n, dtype=torch.int32) for n in responses]
-    masks[2][3:6] = 0  # a tool's answer
+    masks[2][3:6] = 0  # a tool's output
     advantages = [torch.full((n,), a) for n, a in zip(responses, (0.5, -1.5, 1.0), strict=True)]
     batch = {
         "total_lengths": totals,
@@ -208,7 +208,7 @@ def test_slime_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ExperienceMaker:
-    """RemoteExperienceMaker: advantages for all experiences, which it returns."""
+    """Stands in for RemoteExperienceMaker: it computes advantages for all experiences and returns them."""
 
     def __init__(self) -> None:
         self.args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=GROUP))
@@ -240,7 +240,7 @@ def test_openrlhf_refuses_experiences_of_several_rows() -> None:
 
 def test_openrlhf_tokens() -> None:
     t = padded(3, 12)
-    prompt = torch.full((3, 7), 50.0)  # entropy of prompts, high
+    prompt = torch.full((3, 7), 50.0)  # prompts have a high entropy
     output = SimpleNamespace(entropy=torch.cat([prompt, t["entropy"]], 1))
     experience = SimpleNamespace(advantages=t["advantages"], action_mask=t["mask"].long())
     result = SNIPPETS["openrlhf_tokens"](t["logprob"], output, experience, RATIO)
@@ -258,7 +258,7 @@ def areal_data(rewards: Tensor) -> list[dict[str, Any]]:
             "loss_mask": torch.rand(GROUP, 5 + g),
             "rl_loss_weight": 0.5,
             "images": ["a"],
-            "table": torch.rand(GROUP + 1, 3),  # not a row for each rollout
+            "table": torch.rand(GROUP + 1, 3),  # does not have one row for each rollout
         }
         for g, row in enumerate(rewards)
     ]
@@ -276,7 +276,7 @@ def check_areal(smaller: list[dict[str, Any]], data: list[dict[str, Any]], kept:
 
 def test_areal_rollouts() -> None:
     rewards = rewards_of_groups()
-    rewards[0] = 1.0  # advantages of 0, which are not among the extremes: this prompt keeps none
+    rewards[0] = 1.0  # their advantages of 0 are not among the extremes, so this prompt keeps none
     data = areal_data(rewards)
     before = [dict(group) for group in data]
     _, kept = expected_rollouts(rewards)
@@ -287,7 +287,7 @@ def test_areal_rollouts() -> None:
 
 
 def areal_rank(ranks: Ranks, seed: int) -> None:
-    """Half of the prompts on each rank: as many rollouts are kept of both halves."""
+    """Each rank has half of the prompts, and both halves keep the same number of rollouts."""
     for number in range(20):
         torch.manual_seed(seed + number)  # the same on all ranks
         rewards = rewards_of_groups()
@@ -391,7 +391,7 @@ def test_skyrl_rollouts() -> None:
     rows, half = GROUPS * GROUP, GROUPS * GROUP // 2
     per_token = torch.zeros(rows + padding, width)
     per_token[:rows, 2] = rewards.flatten()
-    per_token[rows:, 2] = 1e3  # rows that fill up the ranks
+    per_token[rows:, 2] = 1e3  # rows that pad the batch to the number of ranks
     data = TrainingInputBatch(
         rewards=per_token,
         sequences=torch.arange(rows + padding).unsqueeze(1).expand(-1, 9),
@@ -423,7 +423,7 @@ def test_skyrl_rollouts() -> None:
     assert smaller.metadata["policy_mini_batch_boundaries"] == [(0, each), (each, 2 * each)]
     prompts = [chosen[begin:end] // GROUP for begin, end in smaller.metadata["policy_prompt_boundaries"]]
     assert len(prompts) == GROUPS
-    assert all((prompt == g).all() for g, prompt in enumerate(prompts))  # each row under its own prompt
+    assert all((prompt == g).all() for g, prompt in enumerate(prompts))  # each row stays under its own prompt
     assert sum(map(len, prompts)) == len(chosen)
     assert smaller.metadata["uids"] == metadata["uids"]
     assert smaller.metadata["response_length"] == width
@@ -432,7 +432,7 @@ def test_skyrl_rollouts() -> None:
 def test_skyrl_tokens() -> None:
     t = padded(4, 11)
     edge = torch.full((4, 1), 50.0)
-    output = {"entropy": torch.cat([edge.expand(-1, 6), t["entropy"], edge], 1)}  # [B, S]: predicts the next token
+    output = {"entropy": torch.cat([edge.expand(-1, 6), t["entropy"], edge], 1)}  # [B, S], for the next token
     mask = t["mask"].float()
     result = SNIPPETS["skyrl_tokens"](t["logprob"], output, 11, t["advantages"], mask, RATIO)
     check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))

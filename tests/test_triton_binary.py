@@ -25,9 +25,9 @@ NVIDIA = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 90, 1
 ARCHITECTURES = ["sm_90", *(slow(name, shows="what becomes of the kernels there") for name in ("sm_80", "sm_100"))]
 AMD = GPUTarget("hip", "gfx942", 64)
 
-VOCABULARY, ODD_VOCABULARY = 151_936, 50_257  # rows at multiples of 16 bytes, and not
+VOCABULARY, ODD_VOCABULARY = 151_936, 50_257  # rows aligned to 16 bytes, and not
 VECTOR = {torch.bfloat16: 8, torch.float16: 8, torch.float32: 4}
-# Of the loop over logits. At 4.3 TB/s an H200 has time for some 13.8 while the next bfloat16 comes.
+# In the loop over logits, for an element. At 4.3 TB/s an H200 has time for some 13.8 until the next bfloat16 arrives.
 MOST_INSTRUCTIONS = {torch.bfloat16: 9.5, torch.float16: 9.5, torch.float32: 9.0}
 MOST_INSTRUCTIONS_ASKEW = 11.5
 MOST_INSTRUCTIONS_OF_GRADIENTS = 12.0
@@ -79,7 +79,7 @@ CASES: dict[str, Callable[[], None]] = {
     "top of logits": from_logits,
     **{f"varied of {length}": lambda length=length: varied(length) for length, _ in max_variance.SIZES},
 }
-# In Triton's language selections are long: the smallest of each kind stands for all.
+# Selections take long to compile with Triton, so the smallest of each kind stands for all.
 LONG = [name for name in CASES if name.startswith(("top", "varied"))]
 LONG.remove(f"top of {topk_mask.SIZES[0][0]}")
 LONG.remove(f"varied of {max_variance.SIZES[0][0]}")
@@ -96,7 +96,7 @@ def launches(case: str, warp_size: int = 32) -> list[Launch]:
 
 
 def machine_code(launch: Launch, architecture: str, folder: Path) -> tuple[list[Instruction], Resources, int]:
-    """Its instructions, what they use, and the bytes of shared memory."""
+    """A kernel's instructions, its resources, and its bytes of shared memory."""
     path = folder / f"{architecture}.cubin"
     compiled = launch.compile(NVIDIA[architecture])
     path.write_bytes(compiled.asm["cubin"])
@@ -118,16 +118,16 @@ def test_nothing_spills(architecture: str, case: str, tmp_path: Path) -> None:
         _, used, shared = machine_code(launch, architecture, tmp_path)
         warps = launch.options["num_warps"]
         print(f"{architecture} {launch.name}: {used.registers} registers, {warps} warps, {shared} bytes shared")
-        # 32 keys to a thread leave none to spare: Triton 3.6 puts two words of them aside on sm_80, before the loop.
+        # 32 keys in a thread leave no register to spare: on sm_80, Triton 3.6 spills two words before the loop.
         allowed = 8 if launch.arguments.get("SIZE") == topk_mask.LARGEST else 0
         assert used.stack <= allowed, launch
         assert used.local == 0, launch
-        assert used.registers * warps * 32 <= 65_536  # of a multiprocessor
-        assert shared * 2048 // (warps * 32) <= 164 << 10  # which as many programs as its threads allow have of it
+        assert used.registers * warps * 32 <= 65_536  # registers of a multiprocessor
+        assert shared * 2048 // (warps * 32) <= 164 << 10  # shared by as many programs as its threads allow
 
 
 def main_loop(launch: Launch, architecture: str, elements: int, folder: Path) -> list[Instruction]:
-    """The first that has an exponential for each of the elements that a thread loads at a time."""
+    """The first loop with at least one exponential for each element that a thread loads at a time."""
     code, *_ = machine_code(launch, architecture, folder)
     return next(loop for loop in loops(code) if len(opcodes(loop, r"MUFU\.EX2")) >= elements)
 
@@ -141,16 +141,16 @@ def test_the_loop_over_logits(architecture: str, dtype: torch.dtype, tmp_path: P
     loop = main_loop(reduce_slices, architecture, elements, tmp_path)
     print(f"{architecture} {dtype}: {len(loop)} instructions for {elements} elements, {len(loop) / elements:.2f}")
     assert len(loop) <= MOST_INSTRUCTIONS[dtype] * elements
-    assert len(opcodes(loop, r"MUFU\.EX2")) == elements + 1  # one for each, and one that moves them to their maximum
+    assert len(opcodes(loop, r"MUFU\.EX2")) == elements + 1  # one each, and one that moves them to their maximum
     assert len(opcodes(loop, "LDG")) == logprob_entropy.IN_FLIGHT
     assert all(".128" in opcode for opcode in opcodes(loop, "LDG"))
     assert not opcodes(loop, "BAR|SHFL|LDS|STS|LDL|STL|ATOM|MEMBAR")
-    assert resources(tmp_path / f"{architecture}.cubin", architecture).popitem()[1].registers <= 64  # 4 programs
+    assert resources(tmp_path / f"{architecture}.cubin", architecture).popitem()[1].registers <= 64  # 4 programs fit
 
 
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
 def test_rows_that_lie_askew(tmp_path: Path) -> None:
-    """Element by element: more instructions, still below what an H200 has time for."""
+    """Elements are loaded singly: this takes more instructions, but fewer than an H200 has time for."""
     reduce_slices, _ = launches("forward, askew")
     loop = main_loop(reduce_slices, "sm_90", 32, tmp_path)
     print(f"sm_90, askew: {len(loop) / 32:.2f} instructions for an element")
@@ -175,7 +175,7 @@ def test_the_loop_of_the_backward(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", AMD_CASES)
 def test_for_amd(case: str) -> None:
-    """gfx942: it compiles, and nothing spills to memory (a scalar register may, to a lane of a vector register)."""
+    """gfx942: it compiles, and nothing spills to memory. (A scalar register may, to a lane of a vector register.)"""
     for launch in launches(case, warp_size=64):
         text = launch.compile(AMD).asm["amdgcn"]
         spills = re.findall(r"\.vgpr_spill_count:\s*(\d+)", text)
@@ -184,7 +184,7 @@ def test_for_amd(case: str) -> None:
 
 
 def test_one_program_for_batches_of_any_size() -> None:
-    """Compiled once, whatever lies between rows and sequences: 40 vectors, and any number of rows."""
+    """One compilation serves any strides between rows and sequences, with rows of 40 vectors and any number of rows."""
     programs: dict[str, set[str]] = {}
     for rows, length in ((3, 15), (3, 16), (2, 17), (1, 16), (1, 1)):
         logits = torch.empty(rows, length, 320, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A vocabulary that ranks share: logits and the LM head, forward and backward, in 2, 3 and 4 processes."""
+"""A vocabulary shared by ranks: logits and the LM head, forward and backward, in 2, 3 and 4 processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from d3s_kernels import reference
 from d3s_kernels.distributed import vocab_parallel_linear_logprob_entropy, vocab_parallel_logprob_entropy
 
 sizes = pytest.mark.parametrize("size", SIZES)
-SEEDS = rounds(40)  # to a call of a task; every test below that takes them makes two calls
+SEEDS = rounds(40)  # for each call of a task; every test below that takes them makes two calls
 
 
 def some_seeds() -> list[int]:
@@ -42,7 +42,7 @@ def some_seeds() -> list[int]:
 
 @contextmanager
 def of_seed(seed: int) -> Iterator[torch.Generator]:
-    """Everything random of a rank comes from here, and so is the same on all."""
+    """All random numbers of a rank come from this seed, so they are the same on all ranks."""
     torch.manual_seed(seed)
     try:
         yield random_generator(seed)
@@ -55,13 +55,13 @@ def pick(choices: Any, generator: torch.Generator) -> Any:
 
 
 def edges_of(total: int, ranks: Ranks, generator: torch.Generator) -> tuple[int, int]:
-    """This rank's tokens of so many: anything, none included."""
+    """The range of this rank's tokens, of `total` in all. It may be empty."""
     edges = [0, *accumulate(pieces_of(total, ranks.size, generator))]
     return edges[ranks.rank], edges[ranks.rank + 1]
 
 
 def assert_alike(ranks: Ranks, *values: Tensor) -> None:
-    """To the bit on all ranks."""
+    """The values are bit-identical on all ranks."""
     for value in values:
         for other in ranks.gather(value.detach()):
             assert_same_bits(other, value.detach())
@@ -89,7 +89,7 @@ def options_of(shape: tuple[int, ...], generator: torch.Generator) -> dict[str, 
 
 
 def random_case(generator: torch.Generator) -> Case:
-    """Rows as a model makes them, peaked, far from 0, of a masked or padded vocabulary, or that are no distribution."""
+    """Rows like a model's: peaked, far from 0, with a masked or padded vocabulary, or without a valid distribution."""
     shape = pick(SHAPES, generator)
     vocabulary = pick([1, 2, 5, 40, 41, 300, 1000] * 3 + [9000], generator)
     logits = torch.randn(*shape, vocabulary, generator=generator) * pick([0.1, 3.0, 30.0], generator)
@@ -103,7 +103,7 @@ def random_case(generator: torch.Generator) -> Case:
             row += pick([1000, -1000], generator)
         elif kind == "masked":
             row[places < 0.6] = -INF
-        elif kind == "padded":  # whole shards of nothing
+        elif kind == "padded":  # whole shards without a logit
             row[int(places[0] * vocabulary) :] = -INF
         elif kind in ("NaN", "+inf", "-inf"):
             row[places < pick([0.1, 1.1], generator)] = float(kind)
@@ -120,7 +120,7 @@ def check_logits(ranks: Ranks, seeds: list[int]) -> None:
         with of_seed(seed) as generator:
             case = random_case(generator)
             first, last = edges_of(case.logits.shape[-1], ranks, generator)
-            shard = case.logits[..., first:last]  # strided, and askew
+            shard = case.logits[..., first:last]  # strided and misaligned
             if pick([True, False], generator):
                 shard = shard.clone()
             leaf = shard.detach().requires_grad_()
@@ -140,7 +140,7 @@ def check_logits(ranks: Ranks, seeds: list[int]) -> None:
             expected = reference.logprob_entropy(case.logits, case.labels, **case.options)
             assert_logprob(logprob.detach(), expected[0])
             assert_entropy(entropy.detach(), expected[1])
-            # Rows that are no distribution have a gradient of NaN, if any is asked for; a reference cannot say that.
+            # A row without a valid distribution has a gradient of NaN, if any. The reference cannot show that.
             undefined = expected[1].isnan()
             active = ((case.cotangents[0] != 0) & (case.labels != -100)) | (case.cotangents[1] != 0)
             assert slope[undefined & active].isnan().all()
@@ -224,7 +224,7 @@ def random_head_case(generator: torch.Generator) -> tuple[Head, Tensor, list[Ten
     )  # fmt: skip
     options = options_of(shape, generator)
     options["logit_softcap"] = pick([None, None, 30.0], generator)
-    if head.bias is not None and options["logit_softcap"] is None:  # tokens that pad the vocabulary: whole shards
+    if head.bias is not None and options["logit_softcap"] is None:  # pads the vocabulary, also by whole shards
         head.bias[1 + int(torch.randint(vocabulary, (), generator=generator)) :] = -INF
     labels = random_labels(*shape, vocabulary=vocabulary, generator=generator)
     if head.bias is not None:
@@ -273,7 +273,7 @@ def test_the_head(size: int, call: int) -> None:
 
 
 def many_tiles(ranks: Ranks) -> None:
-    """Of tokens and of rows; shards that are larger than a tile."""
+    """Several tiles of tokens and of rows; shards are larger than a tile."""
     torch.manual_seed(5)
     head, labels = random_head(30, vocabulary=40_000), random_labels(30, vocabulary=40_000)
     first, last = (20_001, 40_000) if ranks.rank else (0, 20_001)
@@ -296,7 +296,7 @@ def test_shards_of_many_tiles() -> None:
 
 
 def kept_rows(ranks: Ranks, dtype: torch.dtype) -> None:
-    """One gather of the rows' states; of the gradient a byte for each row, and the rows that have one."""
+    """Ranks gather the rows' states. For the gradient they reduce a byte per row, and rows with a gradient."""
     torch.manual_seed(3)
     rows, width, kept = 50, 12, torch.arange(50) % 10 == 4
     hidden = torch.randn(rows, width, dtype=dtype).requires_grad_()
@@ -320,7 +320,7 @@ def kept_rows(ranks: Ranks, dtype: torch.dtype) -> None:
                 ("all_reduce", (packed, width), torch.float32),
             ]
             del told[:]
-        with asked() as told:  # the gradient of the weight is the rank's own
+        with asked() as told:  # the gradient of the weight is local
             results = vocab_parallel_linear_logprob_entropy(hidden.detach(), weight, labels, *place, **options)
             torch.autograd.grad(sum(torch.where(kept, result, 0).sum() for result in results), weight)
             assert [name for name, *_ in told] == ["all_gather"]
@@ -335,7 +335,7 @@ def test_only_rows_with_a_gradient_are_communicated(size: int, dtype: torch.dtyp
 
 
 def different_zeros(ranks: Ranks) -> Tensor:
-    """Where a gradient is 0 differs between ranks, as it must not: they agree on the rows, and none waits."""
+    """Ranks differ in where the gradient is 0, which is an error. They still agree on the rows, and none waits."""
     torch.manual_seed(4)
     hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(10, 8)
     logprob, _ = vocab_parallel_linear_logprob_entropy(hidden, weight, torch.arange(9), 10 * ranks.rank, ranks.group)
@@ -381,7 +381,7 @@ def test_more_rows_than_the_bounds_are_nan(size: int) -> None:
 
 
 def on_a_mesh(ranks: Ranks, vocabulary: int, data: int) -> None:
-    """The vocabulary on the mesh's last dimension; rows, if there is another, on its first."""
+    """The vocabulary is on the mesh's last dimension; rows, on a mesh of two dimensions, are on its first."""
     torch.manual_seed(vocabulary)
     shape = (data, ranks.size // data) if data > 1 else (ranks.size,)
     mesh = init_device_mesh("cpu", shape)
@@ -428,7 +428,7 @@ def on_a_mesh(ranks: Ranks, vocabulary: int, data: int) -> None:
     assert_gradient(slope.to_local(), wanted[0].double())
 
 
-@pytest.mark.parametrize("vocabulary", [2, 5, 9, 40, 41])  # not all ranks have tokens of the first
+@pytest.mark.parametrize("vocabulary", [2, 5, 9, 40, 41])  # with 2 tokens, not all ranks have some
 @pytest.mark.parametrize(("size", "data"), [(2, 1), (3, 1), (4, 1), (4, 2)])
 def test_dtensors(size: int, data: int, vocabulary: int) -> None:
     world(size).run(on_a_mesh, vocabulary, data)
@@ -497,7 +497,7 @@ def test_dtensors_that_are_refused() -> None:
 
 
 def call_with(ranks: Ranks, each: list[dict[str, Any]], head: bool) -> None:
-    """A good call, but for what ``each`` changes on this rank."""
+    """A good call, except for the arguments that ``each`` changes on this rank."""
     torch.manual_seed(8)
     good: dict[str, Any] = {"labels": torch.arange(4), "vocab_start": 10 * ranks.rank, "process_group": ranks.group}
     if head:
@@ -548,7 +548,7 @@ BAD: list[tuple[bool, dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("head", "changed", "kind", "said"), BAD, ids=[said.split(";")[0] for *_, said in BAD])
 def test_what_is_refused(head: bool, changed: dict[str, Any], kind: type[Exception], said: str) -> None:
-    """By all, as all are asked, before any of them waits."""
+    """All ranks refuse a call that is wrong on all of them, before any rank waits."""
     found = world(2).outcomes(call_with, [changed] * 2, head)
     assert [type(error) for error in found] == [kind] * 2
     assert all(str(error).startswith(said) for error in found), found
@@ -602,7 +602,7 @@ def test_labels_of_nobody_are_refused_when_asked(size: int, head: bool) -> None:
 
 
 def turned(ranks: Ranks) -> None:
-    """Shards need not lie in the order of the ranks, and an empty one lies nowhere."""
+    """Shards need not be in the order of the ranks, and an empty shard may start anywhere."""
     torch.manual_seed(9)
     logits, labels = torch.randn(5, 30), torch.arange(5) * 6
     edges = [(20, 30), (0, 20), (7, 7)][ranks.rank]

@@ -1,7 +1,7 @@
-"""The wheel: installed in a clean environment, it works; and its libraries hold and ask for what its name promises.
+"""The wheel works in a clean environment, and its libraries contain and require what its name promises.
 
-It is what set-up has built, packed as a wheel; in `make test-all` one that is built here, for CUDA where there is an
-nvcc. D3S_TEST_WHEEL names another.
+`make test` packs what set-up has built as a wheel. `make test-all` builds one, for CUDA where there is an nvcc.
+D3S_TEST_WHEEL names another wheel.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "tools" / "wheel.py"
 MACHINE_CODE = {80, 86, 89, 90, 100, 120}
 PTX = {120}
-PACKED = not EVERYTHING and "D3S_TEST_WHEEL" not in os.environ  # what set-up has built
-# What any system has where the tag holds (PEP 600), and what torch brings.
+PACKED = not EVERYTHING and "D3S_TEST_WHEEL" not in os.environ  # whether it is packed from what set-up has built
+# Libraries that every system with this tag has (PEP 600), and libraries that torch brings.
 OF_GLIBC = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"}
 OF_THE_SYSTEM = OF_GLIBC | {"libgcc_s.so.1", "libstdc++.so.6"}
 OF_TORCH = {"libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so", "libc10_cuda.so"}
 
 
 def toolkit() -> str:
-    """The version of the nvcc that the tool would take; none where there is no nvcc, or one that is too old."""
+    """The version of the nvcc that the tool would use, or "none" if there is no nvcc or it is too old."""
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which(os.environ.get("CUDACXX", "nvcc"))
     if nvcc is None:
@@ -83,7 +83,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def local_version(wheel: Path) -> str:
-    """cpu or cu130: what the name of the wheel promises, or set-up found; all that follows is held to it."""
+    """cpu or cu130: promised by the wheel's name, or found by set-up. The tests below compare the wheel with it."""
     if PACKED:
         assert parse_wheel_filename(wheel.name)[1].local is None
         cuda = d3s_kernels.build_info()["cuda"]
@@ -100,7 +100,8 @@ def needs_cuda(local_version: str) -> None:
 def with_dependencies(
     name: str, seen: dict[str, importlib.metadata.Distribution], extras: frozenset[str] = frozenset()
 ) -> None:
-    """What a package and its extras depend on. (CUDA builds of torch ask for extras of `cuda-toolkit`.)"""
+    """Collects the dependencies of a package and its extras. (CUDA builds of torch require extras of
+    `cuda-toolkit`.)"""
     known = name in seen
     seen[name] = seen[name] if known else importlib.metadata.distribution(name)
     for requirement in map(Requirement, seen[name].requires or ()):
@@ -117,7 +118,8 @@ class Environment:
     packages: Path
 
     def run(self, *arguments: str | Path) -> str:
-        # -I: neither this folder nor PYTHONPATH is searched. In the folder of the environment, so not in the sources.
+        # -I: neither this folder nor PYTHONPATH is searched. The working directory keeps the sources out of the search,
+        # too.
         command = [self.python, "-I", *arguments]
         done = subprocess.run(command, cwd=self.packages, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -126,10 +128,10 @@ class Environment:
 
 @pytest.fixture(scope="session")
 def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment of its own with torch, what torch depends on, and the wheel; nothing else.
+    """A new environment with torch, torch's dependencies and the wheel, and nothing else.
 
-    To fetch torch again would take minutes, so links stand for it. pip installs the wheel without an index: what it
-    says it depends on has to be there.
+    Links replace another download of torch, which would take minutes. pip installs the wheel without an index, so its
+    declared dependencies have to be there.
     """
     folder = tmp_path_factory.mktemp("clean")
     links = folder / "links"
@@ -155,7 +157,7 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 class Binary:
-    """What the loader would read of a library."""
+    """What the loader would read from a library."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
@@ -198,7 +200,7 @@ def test_the_name(wheel: Path, local_version: str) -> None:
 
 
 def test_what_is_in_it(wheel: Path, local_version: str) -> None:
-    """The package and what says what it is, the CUDA library where it is promised, and none of torch's."""
+    """It has the package and its metadata, the CUDA library if promised, and no library of torch."""
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"d3s_kernels"}
     libraries = {Path(name).name.partition(".")[0] for name in names if ".so" in name}
@@ -231,7 +233,7 @@ print(json.dumps([d3s_kernels.__file__, d3s_kernels.__version__, importlib.metad
 def test_no_symbol_of_torch_is_newer_than_the_target(binaries: dict[str, Binary]) -> None:
     wanted = {name for binary in binaries.values() for name in binary.undefined if re.search("torch|aoti|c10", name)}
     assert wanted
-    assert wanted <= set(allowed_shims())  # test_build.py holds the table to the target
+    assert wanted <= set(allowed_shims())  # test_build.py compares the table with the target
     assert "libtorch_cpu.so" in binaries["_cpu"].needed
 
 
@@ -251,7 +253,7 @@ def test_cudart_is_inside(binaries: dict[str, Binary]) -> None:
 
 @pytest.mark.usefixtures("needs_cuda")
 def test_the_cuda_library_asks_for_torch_as_a_whole(binaries: dict[str, Binary]) -> None:
-    """`import torch` keeps libtorch_cuda.so to itself, and libtorch.so is what has it on every torch with CUDA."""
+    """`import torch` does not make libtorch_cuda.so available; libtorch.so brings it on every torch with CUDA."""
     assert "libtorch.so" in binaries["_cuda"].needed
 
 
@@ -279,7 +281,7 @@ def test_it_holds_all_architectures(clean: Environment) -> None:
         files[kind] = [int(number) for number in re.findall(r"\.sm_(\d+)\.", said)]
     assert set(files["elf"]) == MACHINE_CODE
     assert set(files["ptx"]) == PTX
-    # Every source has each of them: there are as many files of one as of another.
+    # Every source is compiled for each of them, so there are equally many files of each.
     assert len({files["elf"].count(number) for number in MACHINE_CODE} | {files["ptx"].count(*PTX)}) == 1
 
 
@@ -287,7 +289,7 @@ def test_the_tag_is_what_auditwheel_computes(wheel: Path) -> None:
     command = [sys.executable, "-m", "auditwheel", "show", "--json", wheel]
     said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert said["sym_tag"] in {tag.platform for tag in parse_wheel_filename(wheel.name)[3]}
-    assert set(said["external_libs"]) <= OF_TORCH  # all that keeps it from saying that tag of the whole
+    assert set(said["external_libs"]) <= OF_TORCH  # only torch's libraries keep the whole wheel from this tag
     assert not said["unsupported_isa"]
 
 
@@ -307,7 +309,7 @@ def test_no_system_symbol_is_newer_than_the_tag(wheel: Path, binaries: dict[str,
 
 @pytest.fixture
 def fake_toolkit(tmp_path: Path) -> Path:
-    """A toolkit that is of CUDA 13.0 and compiles nothing."""
+    """A toolkit that claims to be CUDA 13.0 and compiles nothing."""
     nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
@@ -316,7 +318,7 @@ def fake_toolkit(tmp_path: Path) -> Path:
 
 
 def refused(cuda: str, **environment: str) -> str:
-    """What the tool says when it builds nothing; with a PATH that has no nvcc, and no other word of one."""
+    """The tool's message when it builds nothing. By default PATH has no nvcc, and no variable names one."""
     rest = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDACXX")}
     rest["PATH"] = "/nonexistent"
     done = subprocess.run([sys.executable, TOOL, cuda], env=rest | environment, capture_output=True, text=True)

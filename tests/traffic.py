@@ -1,4 +1,4 @@
-"""What torch.distributed is asked to send, counted where torch dispatches it: whatever calls it, it is seen."""
+"""Counts what torch.distributed is asked to send. It counts where torch dispatches, so it sees every caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from d3s_kernels import _groups as collectives
 
-_SENT = ("input", "input_tensor", "input_tensors", "tensors")  # as the schemas name what a rank puts in
+_SENT = ("input", "input_tensor", "input_tensors", "tensors")  # the schemas' names for what a rank sends
 
 
 class _Counter(TorchDispatchMode):
@@ -35,9 +35,9 @@ class _Counter(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[list[tuple[str, int]]]:
-    """The collectives of this process while it lasts: each one's name, and the bytes of the tensors it is given.
+    """Records the collectives of this process in the block: each one's name, and the bytes of the tensors it gets.
 
-    For an all-gather that is a rank's own part, for an all-to-all what it sends to all ranks, itself included.
+    For an all-gather these are the rank's own part; for an all-to-all, what it sends to all ranks, including itself.
     """
     with _Counter() as counter:
         yield counter.calls
@@ -45,7 +45,7 @@ def counted() -> Iterator[list[tuple[str, int]]]:
 
 @contextmanager
 def asked() -> Iterator[list[tuple[str, torch.Size, torch.dtype]]]:
-    """The same within ops, which dispatch their collectives where no mode sees it: what this rank gives to each."""
+    """Records the tensors this rank gives to collectives inside ops, where a dispatch mode does not see them."""
     told: list[tuple[str, torch.Size, torch.dtype]] = []
     all_reduce, all_gather = dist.all_reduce, collectives._all_gather
 

@@ -1,7 +1,7 @@
-"""The Triton kernels in Triton's interpreter, where rows, slices and segments are short enough for it.
+"""The Triton kernels in Triton's interpreter, with rows, slices and segments short enough for it.
 
-Not collected by itself: it runs with TRITON_INTERPRET=1, in a process of its own. Sizes that the kernels choose for
-GPUs are made smaller, so that a few dozen elements have many slices, whole blocks and edges.
+pytest does not collect this file: it runs in a process of its own with TRITON_INTERPRET=1. Sizes that the kernels
+choose for GPUs are made smaller, so that a few dozen elements have several slices, whole blocks and edges.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def patch_builtins(language: Any, builder: Any, scope: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each call of a kernel's function, the interpreter searches the whole of Triton's language for what it has to
-    replace, which takes two fifths of the time here. What there is to find does not change."""
+    """For each call of a kernel's function, the interpreter searches all of Triton's language for the functions to
+    replace. That takes two fifths of the time here, and the result is always the same, so it is cached."""
     monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtins)
 
 
@@ -86,7 +86,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernel(name: str, *arguments: Any, **options: Any) -> Any:
-    """Without the checks before it, as on a GPU."""
+    """Calls a kernel without the checks before it, as on a GPU."""
     return _triton.KERNELS[name](*arguments, **options)
 
 
@@ -103,7 +103,7 @@ def with_gradients(logits: Tensor, labels: Tensor, weights: Tensor, **options: A
 
 
 def assert_exact(logits: Tensor, labels: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """Near the reference; gives what was found."""
+    """Checks that the results are near the reference, and returns them."""
     assert_served()
     weights = torch.randn(2, *labels.shape)
     logprob, entropy, slope = with_gradients(logits, labels, weights, **options)
@@ -149,14 +149,15 @@ def test_rows_that_are_too_long() -> None:
 
 @pytest.mark.parametrize("dtype", ONE_OR_ALL)
 def test_a_row_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
-    """Alone, among others, askew, and in rows that step unevenly."""
+    """Alone, among others, misaligned, and with irregular strides between rows."""
     logits, labels = torch.randn(4, 100).div(2).to(dtype), torch.tensor([0, 99, 64, -100])
     weights = torch.randn(2, 4)
     together = with_gradients(logits, labels, weights)
     alone = [with_gradients(logits[i : i + 1], labels[i : i + 1], weights[:, i : i + 1]) for i in range(4)]
     for one, other in zip(together, zip(*alone, strict=True), strict=True):
         assert_same_bits(torch.cat(other), one)
-    # The first element, from row to row, and between pairs of rows: askew, aligned, and by the second dimension alone.
+    # The first element, the stride of rows, and the gap between pairs of rows: misaligned, aligned, and misaligned by
+    # the gap alone.
     for lead, pitch, gap, turned in ((1, 100, 0, False), (3, 107, 5, True), (8, 104, 16, True), (0, 104, 3, False)):
         room = torch.full((lead + 2 * (2 * pitch + gap),), NAN, dtype=dtype)
         apart = room.as_strided((2, 2, 100), (2 * pitch + gap, pitch, 1), lead)
@@ -170,7 +171,7 @@ def test_a_row_has_the_same_bits_wherever_it_lies(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ONE_OR_ALL)
 def test_the_sums_of_a_row_have_one_order(dtype: torch.dtype) -> None:
-    """Aligned and askew: in the sums themselves more shows than in their logarithms."""
+    """Aligned and misaligned. The sums themselves show more differences than their logarithms."""
     count = rounds(12)
     logits, states = torch.randn(count, 104).to(dtype), []
     for pitch in (104, 105):
@@ -181,14 +182,14 @@ def test_the_sums_of_a_row_have_one_order(dtype: torch.dtype) -> None:
 
 
 def test_rows_2_31_elements_apart() -> None:
-    """A stride that in units of 16 bytes is an int32, and in elements is none."""
+    """A stride that fits an int32 in units of 16 bytes, but not in elements."""
     logits, labels, weights = (
         random_logits(4, 40, dtype=torch.bfloat16),
         torch.tensor([3, 39, -100, 0]),
         torch.randn(2, 4),
     )
     expected = with_gradients(logits, labels, weights)
-    room = torch.empty(2**31 + 200, dtype=torch.bfloat16)  # memory that nobody has written takes no room
+    room = torch.empty(2**31 + 200, dtype=torch.bfloat16)  # memory that is not written takes no room
     for apart, order in (
         (room.as_strided((2, 2, 40), (2**31, 48, 1)), [0, 1, 2, 3]),
         (room.as_strided((2, 40), (2**31, 1)), [0, 3]),
@@ -214,7 +215,7 @@ def test_more_than_two_dimensions_that_step_unevenly() -> None:
 
 @pytest.mark.parametrize("length", [5, slow(70, shows="such values in several slices")])
 def test_values_that_are_no_numbers(length: int) -> None:
-    """-inf counts nothing, also a row's first or last; all of them, +inf and NaN give NaN; so in any lane and slice."""
+    """In any lane and slice, also at both ends of a row: -inf does not count, and +inf, NaN or only -inf give NaN."""
     places = sorted({0, 1, length // 2, length - 1})
     rows = [torch.randn(length)]
     for value in (-INF, INF, NAN):
@@ -234,7 +235,7 @@ def test_values_that_are_no_numbers(length: int) -> None:
 
 
 def test_a_label_that_is_nearly_sure() -> None:
-    """1 - p is the finer the finer p is."""
+    """Checks that the gradient keeps the accuracy of 1 - p as p approaches 1."""
     sure = torch.arange(-2.0, 10.0, 1 if EVERYTHING else 3)
     n = len(sure)
     logits = torch.zeros(n, 70)
@@ -260,7 +261,7 @@ def test_what_is_masked_or_without_a_gradient_is_not_read() -> None:
     g_logprob, g_entropy = torch.tensor([0.0, 2, 3, 0, NAN, 2]), torch.tensor([0.0, 0, 0, 5, 0, 0])
     mask[2] = False
     unread = logits.clone()
-    unread[[0, 1, 2, 5]] = NAN  # of the second and the last the label is none
+    unread[[0, 1, 2, 5]] = NAN  # the labels of the second and the last row are none
     for options in ({"mask": mask}, {"mask": mask, "temperature_tensor": torch.ones(6)}):
         with unwritten(unread, labels, g_logprob, g_entropy, mask):
             slope = kernel("logprob_entropy_backward", g_logprob, g_entropy, unread, labels, *statistics, **options)
@@ -334,7 +335,7 @@ def test_nothing_to_do() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32, shows="the same in float32")])
 @pytest.mark.parametrize("steps", [(64, 64, 22), *(slow(steps, shows="other tiles") for steps in ((128, 22), (150,)))])
 def test_tiles_are_the_whole(dtype: torch.dtype, steps: tuple[int, ...]) -> None:
-    """To the bit, where tiles end with slices: states, gradients in place, and labels of any tile."""
+    """Bit-identical where tiles end with slices: states, gradients in place, and labels of any tile."""
     logits, labels = random_logits(7, 150, dtype=dtype), torch.tensor([0, 63, 64, 127, 128, 149, -100])
     weights, temperature = torch.randn(2, 7), 0.5 + torch.rand(7)
     whole = kernel("logprob_entropy", logits, labels, 1.0, temperature)
@@ -344,7 +345,7 @@ def test_tiles_are_the_whole(dtype: torch.dtype, steps: tuple[int, ...]) -> None
         kernel("softmax_state_", state, tile, labels.int(), first, 1.0, temperature)
         first += tile.shape[1]
     outputs = kernel("softmax_state_finish", state, 1.0, temperature)
-    assert outputs[0][-1].isnan()  # no label has come: the LM head puts 0
+    assert outputs[0][-1].isnan()  # no label was seen: the LM head puts 0
     outputs[0][-1] = 0
     for one, other in zip(outputs, whole, strict=True):
         assert_same_bits(one, other)
@@ -370,7 +371,7 @@ def test_a_tile_without_labels() -> None:
 
 
 def test_a_label_that_no_tile_has() -> None:
-    """What is no token is NaN in the LM head, not what lies beside the tile."""
+    """In the LM head a label that is no token gives NaN, not the value beside the tile."""
     state = torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(4, 1)
     logits = random_logits(4, 50)
     kernel("softmax_state_", state, logits, torch.tensor([9, 60, -(2**63), -1]), 10)
@@ -383,7 +384,7 @@ def test_a_label_that_no_tile_has() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32, shows="the same in float32")])
 def test_pieces_are_the_tiles_merged_in_their_order(dtype: torch.dtype) -> None:
-    """States of their own, to the bit what one state becomes, if a piece has but one slice; and their gradients."""
+    """Each piece has its own state, bit-identical to one state if the piece is one slice; gradients too."""
     logits = random_logits(2, 5, 150, dtype=dtype)[:, 1:]
     labels = torch.tensor([0, 63, 64, 127, 128, 149, -100, 5]).view(2, 4)
     mask = torch.tensor([True, True, False, True] * 2).view(2, 4)
@@ -394,7 +395,7 @@ def test_pieces_are_the_tiles_merged_in_their_order(dtype: torch.dtype) -> None:
     unread = logits.masked_fill(~mask.unsqueeze(-1), NAN)
     nothing = torch.tensor([LOWEST, 0.0, 0.0, NAN]).repeat(8, 1)
     states = nothing.repeat(4, 1, 1)
-    for state, first, last in zip(states, (0, 64, 64, 128), (64, 64, 128, 150), strict=True):  # the second has none
+    for state, first, last in zip(states, (0, 64, 64, 128), (64, 64, 128, 150), strict=True):  # the second is empty
         piece = unread[..., first:last]
         kernel("softmax_state_", state, piece, labels, first, *options)
         assert_same_bits(state[2::4], nothing[2::4])
@@ -404,7 +405,7 @@ def test_pieces_are_the_tiles_merged_in_their_order(dtype: torch.dtype) -> None:
     outputs[0][labels.view(-1) == -100] = 0
     for one, other in zip(outputs, whole, strict=True):
         assert_same_bits(one[mask.view(-1)], other[mask])
-    assert outputs[1][~mask.view(-1)].isnan().all()  # of a row that was not read nothing is known
+    assert outputs[1][~mask.view(-1)].isnan().all()  # rows that were not read have no known values
     one_piece, no_pieces = (kernel("softmax_state_finish", given, 0.5) for given in (states[:1], states[0]))
     for one, other in zip(one_piece, no_pieces, strict=True):
         assert_same_bits(one, other)
@@ -414,7 +415,7 @@ def test_pieces_are_the_tiles_merged_in_their_order(dtype: torch.dtype) -> None:
 
 
 def scores_of(*shape: int) -> Tensor:
-    """With many ties, zeros of both signs, and what is no number."""
+    """Scores with many ties, zeros of both signs, infinities and NaN."""
     values = torch.tensor([0.0, -0.0, 1, -1, 0.5, 2.5, -3, INF, -INF, NAN, LOWEST, -LOWEST])
     few = values[torch.randint(len(values), shape)]
     return torch.where(torch.rand(shape) < 0.3, torch.randn(shape), few)
@@ -437,7 +438,7 @@ QUOTAS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("length", [1, 8, 9, 32, 33])
 @pytest.mark.parametrize("drop_zeros", [False, True])
 def test_the_highest(length: int, drop_zeros: bool) -> None:
-    """Those that plain PyTorch selects, whatever says how many."""
+    """The selection is that of plain PyTorch, however the number is given."""
     scores = scores_of(3, length).to(DTYPES[length % 3])
     masks = None, torch.rand(3, length) < 0.6, torch.zeros(3, length, dtype=torch.bool), torch.rand(length, 3).t() < 0.6
     for i, quota in enumerate(QUOTAS):
@@ -478,7 +479,7 @@ def test_a_threshold_is_the_lowest_score_that_is_kept() -> None:
 
 
 def test_a_ratio_that_was_rounded_up() -> None:
-    """0.28 of 25 is 7, in either precision."""
+    """0.28 of 25 is 7, in float32 and in float64."""
     for ratio in (0.28, torch.tensor(0.28), torch.tensor(0.28, dtype=torch.float64)):
         assert d3s.topk_mask(torch.randn(25), ratio).sum() == 7
 
@@ -509,13 +510,13 @@ def test_a_number_for_each_segment_pooled(k: int) -> None:
                 assert_identical(found, d3s.select_rollouts(scores, keep, rule=rule, scope="batch"))
 
 
-# 35 are more than fit where they are pooled.
+# 35 tokens are more than fit in one pooled segment.
 @pytest.mark.parametrize(
     "shape", [(2, 3), (2, 0), (0, 3), slow((3, 2, 2), shows="rows of rows"), slow((5, 7), shows="more than fit")]
 )
 @pytest.mark.parametrize("scope", ["batch", slow("sequence", shows="the same where nothing is pooled")])
 def test_the_tokens_of_logits(scope: str, shape: tuple[int, ...]) -> None:
-    """As from the entropies, with which the keys are made."""
+    """The selection is that from the entropies, which are computed together with the keys."""
     logits, mask = random_logits(*shape, 5, dtype=torch.bfloat16), torch.rand(shape) < 0.7
     if logits.numel():
         logits.view(-1, 5)[1], logits.view(-1, 5)[-1] = NAN, -INF
@@ -539,7 +540,7 @@ def test_the_tokens_of_logits(scope: str, shape: tuple[int, ...]) -> None:
 
 def groups(length: int) -> Iterator[Tensor]:
     yield scores_of(2, length)
-    yield torch.randn(2, length) * 0.01 + 1000  # differences that float32 sums of squares would lose
+    yield torch.randn(2, length) * 0.01 + 1000  # float32 sums of squares would lose these differences
     yield (torch.rand(2, length) < 0.5).float()
     yield torch.full((1, length), 3.0)
 
@@ -557,7 +558,7 @@ def test_the_most_varied(length: int) -> None:
 
 
 def test_splits_that_are_equal_up_to_rounding() -> None:
-    """The fewest from the top, also of values whose squares have no room for their differences."""
+    """The split with the fewest from the top is taken, also where squares leave no digits for differences."""
     rewards = torch.tensor([0.0, 1.0]).repeat(12)
     for values in (rewards, rewards * 0.1, rewards / 4 + 3333333.25):
         for k in range(2, 13) if EVERYTHING else (2, 7, 12):

@@ -1,4 +1,4 @@
-"""What the Triton back-end would launch, recorded on a machine without a GPU and compiled ahead of time for any."""
+"""Records what the Triton back-end would launch, without a GPU, and compiles it ahead of time for any GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Launch(NamedTuple):
         return str(self.kernel.fn.__name__)
 
     def compile(self, target: GPUTarget) -> CompiledKernel:
-        """As Triton would at the first launch: whole multiples of 16 are known to be that, and 1 to be 1."""
+        """As Triton does at the first launch: multiples of 16 and the number 1 are specialised."""
         signature: dict[str, str] = {}
         constants: dict[tuple[int, ...], Any] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}

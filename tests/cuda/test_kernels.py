@@ -190,8 +190,7 @@ def test_compiled_in_one_graph() -> None:
 
 
 def test_compiled_into_cuda_graphs() -> None:
-    """Forward and backward are each recorded as a CUDA graph and replayed on changing numbers; torch skips none of
-    them."""
+    """Forward and backward are each recorded as a CUDA graph and replayed on changing numbers; none is skipped."""
     # Imported here: without a GPU, each run of the tests would wait seconds for torch's compiler.
     from torch._dynamo.utils import counters
     from torch._inductor import cudagraph_trees

@@ -1,5 +1,4 @@
-"""Every test of the ops on the GPU, with the back-end that D3S_KERNELS_BACKEND names, or else the best that runs
-here."""
+"""Every test of the ops on the GPU, by the back-end that D3S_KERNELS_BACKEND names, or the best that runs here."""
 
 from __future__ import annotations
 

@@ -159,8 +159,7 @@ Stack* take_stack(void (*main)()) {
   context.registers.uc_link = nullptr;
   makecontext(&context.registers, main, 0);
 #else
-  // The frame that d3s_shim_switch would have left: control words, six registers, the address to continue at, and no
-  // caller.
+  // As d3s_shim_switch leaves a frame: control words, six registers, the address to continue at, and no caller.
   auto* frame = reinterpret_cast<uint64_t*>(stack->top) - 9;
   std::memset(frame, 0, 9 * sizeof *frame);
   auto* control = reinterpret_cast<char*>(frame);

@@ -170,6 +170,7 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 
 // ---- atomics: plain operations, because no other fibre runs in between -------------------------------------------
+// None for float and double: their sums would depend on the order of the threads.
 
 #define D3S_SHIM_ATOMICS(T)                                                                                    \
   inline T atomicExch(T* at, T value) { return std::exchange(*at, value); }                                    \

@@ -1,4 +1,4 @@
-"""D3SConfig: what it takes, from code and from the command line; and which TRL it is for."""
+"""D3SConfig: its options, from code and from the command line, and the versions of TRL that it supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ESPO inside TRL's loss: its objective (arXiv 2512.00499, eq. 5), written out, and through whole runs."""
+"""ESPO inside TRL's loss: its objective (arXiv 2512.00499, eq. 5) written out, and whole training runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from transformers import Qwen2Config
 from d3s_kernels.integrations._espo import espo_terms
 from d3s_kernels.integrations.trl.espo import as_espo
 
-ALPHA = 0.1  # so wide that some ratios are beyond their range and some are not
+ALPHA = 0.1  # so wide that only some ratios are out of range
 ESPO = {"importance_sampling_level": "entropy_group", "espo_alpha": ALPHA, "loss_type": "grpo"}
 
 
 def scores(policy: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the completion, with a graph, in float64."""
+    """Log-probabilities and entropies of the completion in float64, with an autograd graph."""
     tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     logits = policy(tokens, attention_mask=attention).logits[:, -batch["completion_ids"].shape[1] - 1 : -1].double()
@@ -32,7 +32,7 @@ def scores(policy: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def groups_of(entropy: list[float], quantile: float) -> list[list[int]]:
-    """The places of a sequence's tokens, the most uncertain last; no empty group."""
+    """The positions of a sequence's tokens in each group, that of highest entropy last. Empty groups are left out."""
     ranked = sorted(range(len(entropy)), key=lambda place: (-entropy[place], place))
     high = math.ceil((1 - quantile) * len(entropy) - 1e-9)
     return [sorted(group) for group in (ranked[high:], ranked[:high]) if group]
@@ -41,7 +41,7 @@ def groups_of(entropy: list[float], quantile: float) -> list[list[int]]:
 def espo_loss(
     logprob: Tensor, old: Tensor, entropy: Tensor, batch: dict[str, Tensor], denominator: str = "self"
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 5, token by token; and which tokens were clipped."""
+    """Eq. 5, token by token, and which tokens were clipped."""
     rows = []
     clipped = torch.zeros(logprob.shape, dtype=torch.bool)
     for i, advantage in enumerate(batch["advantages"].double()):
@@ -83,7 +83,7 @@ def test_value_and_gradient_are_the_papers(denominator: str) -> None:
 
 @pytest.mark.parametrize("denominator", ["all", "kept"])
 def test_gradient_flows_through_the_kept_tokens(denominator: str) -> None:
-    """Ratios, groups and ranges are those of all tokens."""
+    """The ratios, groups and ranges use all tokens; only the kept tokens have a gradient."""
     batch = with_old_policy(micro_batch(2), model())
     kept, mask = chosen(batch), batch["completion_mask"]
     value, gradient = loss_and_gradients(trainer(**ESPO, loss_denominator=denominator), batch)
@@ -113,7 +113,7 @@ def test_the_old_policys_entropy_where_there_is_one() -> None:
 
 @pytest.mark.parametrize("loss", ["bnpo", "dr_grpo", "dapo"])
 def test_losses_over_all_tokens_count_every_token_alike(loss: str) -> None:
-    """One group of all tokens, and a wide range: GSPO's ratio at every token, as TRL has it for whole sequences."""
+    """With one group and a wide range, every token has GSPO's ratio, as TRL computes it for whole sequences."""
     batch = with_old_policy(micro_batch(4), model())
     everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all", "espo_quantiles": []}
     options = {**ESPO, **everything, "loss_type": loss, "espo_alpha": 1e6}
@@ -126,7 +126,7 @@ def test_losses_over_all_tokens_count_every_token_alike(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", ["bnpo", "dr_grpo", "dapo"])
 def test_losses_over_all_tokens_weigh_no_group(loss: str) -> None:
-    """Before the policy has moved they are TRL's own, however tokens are grouped; a mean over groups is not."""
+    """Before the policy moves they equal TRL's own losses for any groups. A mean over groups would not."""
     batch = micro_batch(11)
     options = {**ESPO, "token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all", "loss_type": loss}
     value, gradient = loss_and_gradients(trainer(**options), batch)
@@ -137,7 +137,7 @@ def test_losses_over_all_tokens_weigh_no_group(loss: str) -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_off_policy_mask_is_of_the_log_probabilities(sampled: bool) -> None:
-    """Not of the numbers that stand for them in TRL's ratios: of the sampler's, where there are any, else the old."""
+    """The mask uses log-probabilities of the sampler, or else the old policy, not the values inside TRL's ratios."""
     batch = with_old_policy(micro_batch(7), model())
     batch["advantages"] = torch.linspace(-1, 0.5, GROUP)
     logprob, entropy = (score.detach() for score in scores(model(), batch))
@@ -152,7 +152,7 @@ def test_the_off_policy_mask_is_of_the_log_probabilities(sampled: bool) -> None:
     dropped = against & (divergence > threshold)
     assert 0 < dropped.sum() < against.sum()
     everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
-    options = {**everything, "espo_denominator": "old"}  # else the ratios have the same mean over a sequence
+    options = {**everything, "espo_denominator": "old"}  # with "self" the mean over a sequence would be the same
     made = trainer(**ESPO, **options, off_policy_mask_threshold=threshold)
     value, _ = loss_and_gradients(made, batch)
     kept = batch | {"advantages": batch["advantages"].masked_fill(dropped, 0)}
@@ -176,7 +176,7 @@ def test_a_tools_tokens_are_in_no_group() -> None:
 
 
 def test_the_vocabulary_is_that_of_the_text() -> None:
-    """A model that sees has a configuration for each of its parts."""
+    """A vision model has one configuration for each of its parts."""
     batch = with_old_policy(micro_batch(9), model())
     wide = model()
     values = []
@@ -186,17 +186,17 @@ def test_the_vocabulary_is_that_of_the_text() -> None:
         made.model.config.get_text_config = lambda *_, text=text, **__: text
         loss_and_gradients(made, batch)
         values.append(made._metrics["train"]["clip_ratio/region_mean"][0])
-    assert values[0] < values[1]  # half the range
+    assert values[0] < values[1]  # with the larger vocabulary the range is half as wide
 
 
 def test_kl_is_weighted_by_the_groups_ratio() -> None:
-    """TRL's bias correction, which multiplies the divergence of a token by its ratio."""
+    """With TRL's bias correction, the divergence of a token is multiplied by its ratio."""
     batch = with_old_policy(micro_batch(7), model(), reference=True)
     everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
     values = []
     for beta in (0.0, 0.3):
         made = trainer(**ESPO, **everything)
-        made.beta = beta  # the reference's scores are in the batch
+        made.beta = beta  # the batch has the reference's scores
         values.append(loss_and_gradients(made, batch)[0])
     logprob, entropy = (score.detach() for score in scores(model(), batch))
     mask, shift = batch["completion_mask"].bool(), batch["ref_per_token_logps"].double() - logprob

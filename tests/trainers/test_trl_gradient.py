@@ -1,4 +1,4 @@
-"""TRL's losses with D3S: their value is TRL's, their gradient that of the kept tokens, for every loss that TRL has."""
+"""TRL's losses with D3S: for every loss, the value is TRL's and the gradient is that of the kept tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import d3s_kernels as d3s
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 LEVELS = ["token", "sequence"]
 RATIO = 0.25
-CLIPPED = {"epsilon": 0.05, "epsilon_high": 0.1}  # near, so that some ratios are beyond
+CLIPPED = {"epsilon": 0.05, "epsilon_high": 0.1}  # so narrow that some ratios are clipped
 
 
 def with_old_policy(batch: dict[str, Tensor], policy: Any, reference: bool = False) -> dict[str, Tensor]:
-    """Log-probabilities of an older policy, not far from this one's; and of a reference."""
+    """Adds log-probabilities of an older policy close to this one, and, if asked for, of a reference."""
     tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     with torch.no_grad():
         logits = policy(tokens).logits[:, -batch["completion_ids"].shape[1] - 1 : -1]
@@ -31,7 +31,7 @@ def with_old_policy(batch: dict[str, Tensor], policy: Any, reference: bool = Fal
 
 
 def plain(batch: dict[str, Tensor], options: dict[str, Any]) -> tuple[PlainTrainer, dict[str, Tensor]]:
-    """TRL's own trainer, and the gradient of its loss with respect to what it scored."""
+    """TRL's own trainer, and its scores, which retain the gradient of the loss."""
     made = trainer(PlainTrainer, **options)
     leaves: dict[str, Tensor] = {}
     score = made._get_per_token_logps_and_entropies
@@ -48,7 +48,7 @@ def plain(batch: dict[str, Tensor], options: dict[str, Any]) -> tuple[PlainTrain
 
 
 def expected_gradient(batch: dict[str, Tensor], options: dict[str, Any], kept: Tensor, weight: Tensor) -> Tensor:
-    """TRL's gradient with respect to its scores, of the kept tokens alone and weighted, pulled back to the model."""
+    """TRL's gradient of its scores, weighted and restricted to the kept tokens, propagated to the model."""
     made, leaves = plain(batch, options)
     made.compute_loss(made.model, batch).backward(retain_graph=True)
     found = {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
@@ -59,7 +59,7 @@ def expected_gradient(batch: dict[str, Tensor], options: dict[str, Any], kept: T
 
 
 def chosen(batch: dict[str, Tensor]) -> Tensor:
-    """The tokens with the largest |A| * H of the micro-batch, by the plain definition."""
+    """The tokens of the micro-batch with the largest |A| * H, by the plain definition."""
     tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def chosen(batch: dict[str, Tensor]) -> Tensor:
 
 
 def weight_of(loss: str, kept: Tensor, mask: Tensor) -> Tensor:
-    """How many tokens TRL divides by, over how many were kept."""
+    """The number of tokens by which TRL divides, over the number of kept tokens."""
     if loss in ("grpo", "sapo"):
         return mask.sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
     return torch.tensor(1.0) if loss == "luspo" else mask.sum() / kept.sum()
@@ -99,12 +99,12 @@ def test_value_is_trls_and_gradient_that_of_the_kept_tokens(loss: str, level: st
 
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dapo", "cispo", "sapo", "dr_grpo"])
 def test_kept_denominator_is_trls_own_with_the_mask_as_tool_mask(loss: str) -> None:
-    """At token level TRL itself can leave tokens out of its loss: as if they were a tool's."""
+    """At token level TRL itself can leave tokens out of its loss, by marking them as a tool's."""
     batch = with_old_policy(micro_batch(2), model())
     kept = chosen(batch)
     masked = batch | {"tool_mask": kept.long(), "num_items_in_batch": kept.sum()}
     _, expected = loss_and_gradients(trainer(PlainTrainer, loss_type=loss, **CLIPPED), masked)
-    if loss == "dr_grpo":  # its denominator is a constant: ours scales as the others do
+    if loss == "dr_grpo":  # its denominator is a constant; D3S scales it as the others
         expected = expected * batch["completion_mask"].sum() / kept.sum()
     _, gradient = loss_and_gradients(trainer(loss_type=loss, **CLIPPED), batch)
     torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
@@ -116,7 +116,7 @@ def test_kl_goes_through_kept_tokens_and_metrics_are_trls(level: str) -> None:
     options = {"loss_type": "grpo", "importance_sampling_level": level, **CLIPPED}
     ours, theirs = trainer(**options, loss_denominator="all"), trainer(PlainTrainer, **options)
     for made in (ours, theirs):
-        made.beta = 0.3  # the reference's scores are in the batch
+        made.beta = 0.3  # the batch has the reference's scores
     value, _ = loss_and_gradients(theirs, batch)
     our_value, gradient = loss_and_gradients(ours, batch)
     assert our_value == pytest.approx(value, rel=1e-5)
@@ -137,7 +137,7 @@ def test_kl_goes_through_kept_tokens_and_metrics_are_trls(level: str) -> None:
 
 @pytest.mark.parametrize("loss", ["bnpo", "grpo", "luspo"])
 def test_entropy_bonus_is_a_mean_over_the_kept_tokens(loss: str) -> None:
-    """Whatever the loss divides by."""
+    """This holds for any denominator of the loss."""
     batch = micro_batch(4)
     kept, mask = chosen(batch), batch["completion_mask"]
     _, with_bonus = loss_and_gradients(trainer(loss_type=loss, entropy_coef=0.5), batch)
@@ -289,7 +289,7 @@ def test_nothing_is_cut_with_a_reference_experts_or_images() -> None:
 
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])
 def test_counts_of_the_generation_batch_make_micro_batches_one_mean(loss: str) -> None:
-    """Micro-batches have kept different numbers of tokens; together they are what TRL makes of the mask as a whole."""
+    """Micro-batches keep different numbers of tokens, but together give TRL's loss with the mask of the whole batch."""
     whole = with_old_policy(generation_batch(13), model())
     whole["advantages"][GROUP:] = torch.linspace(-0.4, 0.6, GROUP)
     options = {"loss_type": loss, "entropy_from": "rollout", "steps_per_generation": 2, **CLIPPED}

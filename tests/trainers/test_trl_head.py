@@ -1,4 +1,4 @@
-"""The LM head in TRL's model: the same scores and gradients as TRL's own, and TRL's own where ours cannot be used."""
+"""The LM head in TRL's model: it has TRL's scores and gradients, and where it cannot be used, TRL's own head runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def scored(model: torch.nn.Module, labels: Tensor, ours: bool) -> tuple[Tensor, 
     return output.log_probs.detach(), output.entropy.detach(), gradient
 
 
-# Triton kernels alone before 1.16, and those need a GPU.
+# Before 1.16, TRL has only Triton kernels, which need a GPU.
 needs_trls = pytest.mark.skipif(not hasattr(trl_utils, "_use_triton"), reason="this TRL has no head for CPUs")
 
 
@@ -100,8 +100,8 @@ def test_autocast_gives_the_precision_that_trl_takes() -> None:
     exact = scored(model, labels, False)
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = scored(model, labels, True), scored(model, labels, False)
-    # It did round to bfloat16, and scores less than TRL does. The weight's gradient it rounds as torch's own linear
-    # does under autocast; TRL keeps that in float32.
+    # It does round to bfloat16, and its scores are closer to the exact ones than TRL's. Like torch's own linear under
+    # autocast, it rounds the weight's gradient, which TRL keeps in float32.
     for mine, other, best, worse in zip(ours, theirs, exact, (1, 1, 1.5), strict=True):
         assert mine.dtype == other.dtype == torch.float32
         assert 0 < (mine - best).norm() <= worse * (other - best).norm()
@@ -121,7 +121,7 @@ def test_falls_back_to_trls_head_and_says_so_once(labels: Tensor, monkeypatch: p
     monkeypatch.setattr(our_head, "_said", set())
     double = MODELS["Qwen2, untied"]().double()
     sharded = MODELS["Qwen2, tied"]()
-    sharded.get_output_embeddings().weight.ds_id = 0  # as ZeRO-3 marks a parameter; TRL gathers it where it is one
+    sharded.get_output_embeddings().weight.ds_id = 0  # as ZeRO-3 marks a parameter, which TRL then gathers
     monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", lambda *_: nullcontext())
     reasons = {"ZeRO-3 takes the head's weight away": sharded, "the head's weight is torch.float64": double}
     for reason, model in reasons.items():

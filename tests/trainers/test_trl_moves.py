@@ -1,4 +1,4 @@
-"""Rows of TRL's generation batch move between processes, whatever each is wide and however many it keeps."""
+"""Rows of TRL's generation batch move between processes, for any widths and any number of kept rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d3s_kernels.integrations.trl.rollouts import keep_rollouts
 
 SIZE = 3
 ROUNDS = rounds(60)
-PAD_TOKEN = 7  # not 0, which fills everything else
+PAD_TOKEN = 7  # not 0, with which all else is padded
 BY_COMPLETION = {
     "completion_ids": torch.int64, "completion_mask": torch.int64, "tool_mask": torch.int64,
     "old_per_token_logps": torch.float32, "ref_per_token_logps": torch.bfloat16,
@@ -25,12 +25,12 @@ BY_COMPLETION = {
 
 
 def numbers(rows: int, width: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """None of which is any padding."""
+    """Random numbers that differ from every padding value."""
     return torch.randint(10, 100, (rows, width), generator=generator).to(dtype)
 
 
 def draw_batch(rows: int, of_sequences: bool, generator: torch.Generator) -> dict[str, Tensor]:
-    """As wide as it likes; whether ratios are of sequences is the same on all ranks."""
+    """A batch of random widths. All ranks agree on whether it has ratios of sequences."""
     prompt, completion = torch.randint(1, 6, (2,), generator=generator).tolist()
     batch = {name: numbers(rows, completion, dtype, generator) for name, dtype in BY_COMPLETION.items()}
     batch |= {name: numbers(rows, prompt, torch.int64, generator) for name in ("prompt_ids", "prompt_mask")}
@@ -43,7 +43,7 @@ def draw_batch(rows: int, of_sequences: bool, generator: torch.Generator) -> dic
 
 
 def draw_kept(ranks: int, rows: int, generator: torch.Generator) -> Tensor:
-    """bool ``[ranks, rows]``, a multiple of the ranks in all; often a rank keeps none, or all of its rows."""
+    """bool ``[ranks, rows]``. The total is a multiple of the ranks; often a rank keeps none, or all of its rows."""
     share = torch.rand(ranks, 1, generator=generator) * 2 - 0.5
     kept = torch.rand(ranks, rows, generator=generator) < share
     surplus = int(kept.sum()) % ranks
@@ -65,11 +65,11 @@ def padded(row: list[float], name: str, width: int) -> list[float]:
 
 
 def expected(batches: list[dict[str, Tensor]], kept: Tensor) -> list[list[dict[str, Any]]]:
-    """Each rank's rows, one by one: its first ones, and then what others have too many of, in their order."""
+    """Each rank's rows: its own first ones, then the surplus rows of other ranks, in their order."""
     held = [rows_of(batch, own) for batch, own in zip(batches, kept, strict=True)]
     quota = sum(map(len, held)) // len(held)
     if all(len(rows) == quota for rows in held):
-        return held  # and nothing is made wider
+        return held  # nothing is padded
     widest = {name: max(b[name].shape[1] for b in batches) for name, value in batches[0].items() if value.dim() > 1}
     surplus = [row for rows in held for row in rows[quota:]]
     given = [rows[:quota] for rows in held]
@@ -83,7 +83,7 @@ def expected(batches: list[dict[str, Tensor]], kept: Tensor) -> list[list[dict[s
 
 
 def move(ranks: Ranks, seed: int, watch: bool) -> tuple[int, int]:
-    """How often rows moved, and how often a rank that had kept none got some."""
+    """How often rows moved, and how often a rank that had kept none received rows."""
     moves = from_nothing = 0
     for number in range(ROUNDS):
         generator = random_generator(seed + number)
@@ -111,7 +111,7 @@ def move(ranks: Ranks, seed: int, watch: bool) -> tuple[int, int]:
 def check_traffic(
     calls: list[tuple[str, int]], moved: bool, own: dict[str, Tensor], found: dict[str, Tensor], held: int
 ) -> None:
-    """A number of rows, the widths, and then only rows that leave, all that belongs to them at once."""
+    """Ranks send a number of rows, the widths, and then all columns of the leaving rows at once, and nothing else."""
     names, sent = [name for name, _ in calls], [size for _, size in calls]
     if not moved:
         assert sent == [8]
@@ -131,7 +131,7 @@ def test_rows_move_by_one_all_to_all_and_become_as_wide_as_the_widest() -> None:
 
 
 def test_ranks_agree_on_what_travels() -> None:
-    """Its names, dtypes and widths, which are compared only where that is asked for."""
+    """Ranks compare the columns' names, dtypes and widths, but only with D3S_KERNELS_CHECK."""
     world(SIZE).run(move, int(torch.randint(2**31, ())), False, D3S_KERNELS_CHECK="1")
 
 

@@ -1,4 +1,4 @@
-"""sGPO's phases in TRL, as docs says: a run for each, with its queries and its group size."""
+"""sGPO's phases in TRL as in the documentation: one run for each phase, with its queries and its group size."""
 
 import json
 import re
@@ -19,11 +19,11 @@ from trl import GRPOConfig
 from d3s_kernels import load_profile, plan_rollouts
 
 DOCS = Path(__file__).parents[2] / "docs"
-SUCCESSES = [2, 3, 4, 0, 1, 8, 2, 5, 1, 6]  # 4 of size 2, 2 of 4, 2 of 8: each fills a batch of 8 rows
+SUCCESSES = [2, 3, 4, 0, 1, 8, 2, 5, 1, 6]  # 4 queries of size 2, 2 of 4, 2 of 8: each size fills a batch of 8 rows
 
 
 def snippet() -> str:
-    """The loop over phases, wherever it stands."""
+    """The loop over phases, from whichever page has it."""
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")))
     blocks = re.findall(r"^```python\n(.*?)^```$", pages, re.MULTILINE | re.DOTALL)
     (found,) = [block for block in blocks if "GRPOTrainer(" in block and "plan.phase_sizes" in block]

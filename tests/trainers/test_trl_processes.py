@@ -1,4 +1,4 @@
-"""Several processes choose what one would that has all of their rollouts; groups lie on two of them."""
+"""Several processes choose what one process with all rollouts would choose, also for groups on two processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PARAMETERS = [QUICK, *(slow(name, shows="these options across processes") for na
 
 @pytest.fixture(scope="module", params=PARAMETERS)
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict, list, list]:
-    """The number of processes, options, and what each process left: outcome and weights after training."""
+    """The number of processes, the options, and of each process its outcome and its weights after training."""
     ranks, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -58,7 +58,7 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def alone(ranks: int, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The same by a single process, which rounds up to the same number."""
+    """The outcome of a single process, which rounds up to the same number of rollouts."""
     made = trainer(
         policy=model(), per_device_train_batch_size=ROWS, gradient_accumulation_steps=ranks, **options,
         steps_per_generation=ranks,
@@ -85,7 +85,7 @@ def merged(outcomes: list[dict[str, Tensor]], name: str) -> dict[tuple[int, ...]
     found: dict[tuple[int, ...], Any] = {}
     for one in outcomes:
         rows = by_rollout(one, name)
-        assert not rows.keys() & found.keys()  # no rollout on two processes
+        assert not rows.keys() & found.keys()  # no rollout is on two processes
         found |= rows
     return found
 
@@ -94,7 +94,7 @@ def test_the_same_rollouts_and_as_many_on_each_process(together: tuple) -> None:
     ranks, options, outcomes, _ = together
     single = alone(ranks, options)
     assert len({len(one["advantages"]) for one in outcomes}) == 1
-    assert len({int(one["forwards"]) for one in outcomes}) == 1  # a sharded model's are joint ones
+    assert len({int(one["forwards"]) for one in outcomes}) == 1  # the forwards of a sharded model are joint
     assert sum(len(one["advantages"]) for one in outcomes) == len(single["advantages"])
     ours = merged(outcomes, "advantages")
     expected = by_rollout(single, "advantages")
@@ -119,15 +119,15 @@ def test_prompts_travel_with_their_completions(together: tuple) -> None:
         moved.append(sum(tokens_of(row, one) not in at_first for row in rows))
         for row in rows:
             assert one["prompt_ids"][row][one["prompt_mask"][row].bool()].tolist() == prompts[tokens_of(row, one)]
-    assert sum(moved) > 0 or options.get("rollout_scope") == "group"  # over the batch, one process has more to keep
+    assert sum(moved) > 0 or options.get("rollout_scope") == "group"  # with scope "batch", one process has more to keep
     if options == CASES["one that keeps none"][1]:
-        assert moved[1] == len(outcomes[1]["advantages"])  # all came from others
+        assert moved[1] == len(outcomes[1]["advantages"])  # all came from other processes
     exchanges = [name for one in outcomes for name, _ in one["sent"]["_keep_rollouts"] if "alltoall" in name]
     assert len(exchanges) == (ranks if sum(moved) else 0)
 
 
 def test_no_scores_travel(together: tuple) -> None:
-    """Of rollouts two numbers each, and the rows that move; of tokens counts, as many as if there were one token."""
+    """Ranks send two numbers for each rollout, the rows that move, and as many counts of tokens as for one token."""
     ranks, options, outcomes, _ = together
     for one in outcomes:
         for name, size in one["sent"]["_keep_rollouts"]:
@@ -149,8 +149,8 @@ def test_the_same_tokens_and_gradient(together: tuple) -> None:
     gradient = torch.stack([one["gradient"] for one in outcomes]).mean(dim=0)
     assert gradient.norm() > 0
     loss = options.get("loss_type", "dapo")
-    if loss != "bnpo":  # a mean over each process's own tokens, in TRL too
-        # The single process accumulates over as many steps; dapo's denominator knows of that.
+    if loss != "bnpo":  # its mean is over each process's own tokens, in TRL too
+        # The single process accumulates over as many steps, for which dapo's denominator accounts.
         expected = single["gradient"] * (ranks if loss == "grpo" else 1)
         tolerance = 1e-4 * float(gradient.abs().max())
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Which rollouts of TRL's generation batch are kept, and what becomes of its tensors."""
+"""Which rollouts of TRL's generation batch are kept, and what happens to its tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from d3s_kernels.integrations.trl.rollouts import choose_rollouts, rows_to_keep,
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Tensor, int, int]:
-    """Advantages of groups, a budget, and a multiple that divides the batch."""
+    """Advantages of groups, a number to keep, and a multiple that divides the batch."""
     groups, size = draw(st.integers(1, 6)), draw(st.integers(2, 9))
     values = st.sampled_from([-1.5, -0.5, 0.0, 0.0, 0.25, 2.0])
     advantages = draw(st.lists(values, min_size=groups * size, max_size=groups * size))
@@ -71,14 +71,14 @@ def test_rollouts_that_cannot_move_vary_together_with_as_many_on_each_rank() -> 
     assert by_rank.view(2, 4).tolist() == [[True, True, False, False], [True, False, False, True]]
     apart = torch.tensor([[9.0, 8.0, 1.0, 0.0], [-9.0, -8.0, -1.0, 0.0]])
     by_rank = choose_rollouts(apart, 2, "batch", multiple=2, ranks=2)
-    # Alone each would keep its highest and its lowest: 9 and 0, -9 and 0.
+    # Alone, each rank would keep its highest and its lowest: 9 and 0, and 0 and -9.
     assert by_rank.view(2, 4).tolist() == [[True, True, False, False]] * 2
 
 
 @given(batches(), st.integers(1, 4))
 def test_and_by_no_less_than_if_each_rank_had_chosen_alone(batch: tuple[Tensor, int, int], ranks: int) -> None:
     values, keep, multiple = batch
-    advantages = torch.cat([values, values.flip(0) - 1] * ranks)  # no group lies on one rank alone where ranks are odd
+    advantages = torch.cat([values, values.flip(0) - 1] * ranks)  # for odd ranks, groups lie on two ranks
     kept = choose_rollouts(advantages, keep, "batch", multiple * ranks, ranks=ranks).view(ranks, -1)
     by_rank = advantages.view(ranks, -1).double()
     each = int(kept.sum()) // ranks
@@ -86,7 +86,7 @@ def test_and_by_no_less_than_if_each_rank_had_chosen_alone(batch: tuple[Tensor, 
     _, total = rows_to_keep(*advantages.shape, keep, multiple * ranks)
     assert each * ranks == total
     alone = torch.cat([own[max_variance_select(own.float(), each)] for own in by_rank])
-    # One exchange's part of the sum is what the choice may lack: see d3s_kernels/_across_ranks/equal_rows.py.
+    # The choice may lack one exchange's part of the sum: see d3s_kernels/_across_ranks/equal_rows.py.
     lacking = (by_rank.amax(dim=1) - by_rank.amin(dim=1)).amax() ** 2 / 4
     assert by_rank[kept].var(correction=0) * total >= alone.var(correction=0) * total - lacking - 1e-9
 
@@ -106,7 +106,7 @@ def test_taken_rows_have_their_images() -> None:
     batch |= {
         "num_images": [2, 0, 1],
         "image_grid_thw": torch.tensor([[1, 1, 2], [1, 1, 1], [1, 2, 2]]),
-        "pixel_values": torch.arange(7.0)[:, None],  # 2 + 1 patches of the first row, 4 of the last
+        "pixel_values": torch.arange(7.0)[:, None],  # 3 patches of the first row, 4 of the last
     }
     taken = take(batch, torch.tensor([0, 2]))
     assert taken["num_images"] == [2, 1]
@@ -215,7 +215,7 @@ def test_tool_tokens_are_not_counted() -> None:
 
 
 def test_a_rollout_without_a_token_in_the_loss_takes_no_place() -> None:
-    """As mask_truncated_completions leaves them: often with the lowest reward of all."""
+    """mask_truncated_completions leaves such rollouts, often with the lowest reward of all."""
     batch = generation_batch(5)
     batch["advantages"] = torch.tensor([-3.0, -3.0, 1.0, 0.5, 0.25, -0.5, -1.0, 0.75] * 2)
     truncated = batch["advantages"] == -3
@@ -241,7 +241,7 @@ def test_podss_advantages_are_those_of_the_kept() -> None:
     ):
         left = group[chosen]
         torch.testing.assert_close(ours, (left - left.mean()) / (left.std() + 1e-4))
-    for scale in ("batch", "none"):  # TRL has divided already, or does not
+    for scale in ("batch", "none"):  # TRL has divided already, or does not divide
         kept = trainer(rollout_scope="group", advantages_from="kept", scale_rewards=scale)._keep_rollouts(dict(batch))
         for group, chosen, ours in zip(
             batch["advantages"].view(-1, GROUP), marked, kept["advantages"].view(-1, 4), strict=True

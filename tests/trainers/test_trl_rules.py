@@ -1,4 +1,4 @@
-"""What TRL computes of advantages and entropies, asked of TRL itself, beside what our ops give."""
+"""TRL's own advantages and quantiles of entropies, compared with those of our ops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plain() -> GRPOTrainer:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ratio", [0.05, 0.2, 0.5, 0.99])
 def test_the_quantile_of_entropies(plain: GRPOTrainer, ratio: float, dtype: torch.dtype) -> None:
-    """The same mask, also of entropies that tie, of NaN, and of nothing."""
+    """The masks are equal, also for entropies that tie, for NaN, and for no tokens."""
     mask = torch.rand(7, 90) < 0.8
     for entropy in (torch.rand(7, 90), torch.randint(4, (7, 90)) / 3, torch.full((7, 90), 0.5)):
         for values, present in ((entropy, mask), (entropy, ~mask), (entropy, torch.zeros_like(mask))):
@@ -39,10 +39,10 @@ def test_the_quantile_of_entropies(plain: GRPOTrainer, ratio: float, dtype: torc
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_with_completions_that_no_reward_scored(scale: str) -> None:
-    """A reward of None: TRL leaves it out of mean and deviation, and gives it advantage 0."""
+    """TRL leaves a reward of None out of mean and deviation, and gives it the advantage 0."""
     rewards = torch.randint(9, (4, GROUP)) / 8
     rewards[torch.rand(4, GROUP) < 0.3] = math.nan
-    rewards[0], rewards[1, 1:] = 0.25, math.nan  # all equal; one that is scored
+    rewards[0], rewards[1, 1:] = 0.25, math.nan  # a group of equal rewards; a group with one score
 
     def score(completion_ids: Any, **_: Any) -> list[float | None]:
         return [None if math.isnan(r) else r for r in rewards.flatten().tolist()]

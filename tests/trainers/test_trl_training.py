@@ -1,4 +1,4 @@
-"""Training with D3STrainer from beginning to end, in TRL's set-ups; and which forwards it makes."""
+"""Whole training runs with D3STrainer in TRL's set-ups, and which forwards it makes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOGGED = {
 
 
 def trained(policy: Any = None, **options: Any) -> list[dict[str, float]]:
-    """What TRL logged at each step; the model has moved."""
+    """Trains a model and returns what TRL logged at each step. Checks that the model has moved."""
     made = trainer(policy=policy, **options)
     before = [parameter.detach().clone() for parameter in made.model.parameters() if parameter.requires_grad]
     made.train()
@@ -37,7 +37,7 @@ def trained(policy: Any = None, **options: Any) -> list[dict[str, float]]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
-    """TRL loads the reference policy from where the policy was loaded."""
+    """A folder with the policy, from which TRL also loads the reference policy."""
     model().save_pretrained(tmp_path)
     return str(tmp_path)
 
@@ -45,7 +45,7 @@ def saved(tmp_path: Path) -> str:
 def test_logs_what_it_kept() -> None:
     for row in trained(max_steps=3):
         assert {name.removeprefix("d3s/") for name in row if name.startswith("d3s/")} == LOGGED
-        assert row["d3s/rollouts_kept"] == 8  # of two groups of 8, half each
+        assert row["d3s/rollouts_kept"] == 8  # half of each of two groups of 8
         assert 0.25 <= row["d3s/token_ratio"] < 0.35
         assert row["d3s/entropy_kept"] > row["d3s/entropy_dropped"]
     assert row["d3s/num_tokens_kept"] > 3 * row["d3s/tokens_kept"]
@@ -139,7 +139,7 @@ def test_without_arguments_it_is_d3s(saved: str, tmp_path: Path, monkeypatch: py
 
 @contextmanager
 def rows_forwarded(policy: Any) -> Iterator[list[tuple[bool, int]]]:
-    """For each forward of the fused head: whether it has a gradient, and its rows."""
+    """For each forward of the fused head: whether it has a gradient, and the number of rows."""
     seen: list[tuple[bool, int]] = []
     forward = policy.forward
 
@@ -200,8 +200,8 @@ def test_rollouts_without_advantage_are_not_scored_for_their_entropy() -> None:
     batch = generation_batch(3)
     with rows_forwarded(made.model) as policy:
         made._choose_tokens_of_batch(batch)
-    assert policy == [(False, GROUP)]  # the other group has none
-    # Its tokens count all the same.
+    assert policy == [(False, GROUP)]  # the other group has advantages of 0
+    # The tokens of that group still count.
     assert batch["d3s_tokens_kept"] == -(-int(batch["completion_mask"].sum()) // 4)
     batch["advantages"] = torch.zeros(2 * GROUP)
     del batch["d3s_entropy"]
@@ -212,7 +212,7 @@ def test_rollouts_without_advantage_are_not_scored_for_their_entropy() -> None:
 
 @pytest.mark.parametrize("options", [{"num_iterations": 2}, {"beta": 0.1}, {"num_iterations": 2, "beta": 0.1}])
 def test_postponed_passes_give_what_trls_do(saved: str, options: dict[str, Any]) -> None:
-    """All rollouts kept: the batch is TRL's own, with its old and reference log-probabilities."""
+    """With all rollouts kept, the batch is TRL's own, including its old and reference log-probabilities."""
     everything = {"rollouts_start": GROUP, "rollouts_end": GROUP}
     batches: list[dict[str, Tensor]] = []
     for kind, more in ((PlainTrainer, {}), (type(trainer()), everything)):
@@ -231,14 +231,14 @@ def test_auto_takes_the_entropy_of_the_old_policys_pass(saved: str) -> None:
     made = trainer(policy=saved, num_iterations=2)
     with rows_forwarded(made.model) as policy:
         batch = made._generate_and_score_completions([{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)])
-    assert sum(rows for _, rows in policy) == len(batch["advantages"])  # one pass, for both
+    assert sum(rows for _, rows in policy) == len(batch["advantages"])  # one pass serves both
     valid = int(batch["completion_mask"].sum())
     assert int(batch["d3s_kept"].sum()) == -(-valid // 4)
     assert made._metrics["train"]["d3s/threshold"][0] > 0
 
 
 def test_vllms_correction_needs_the_old_policy_at_once() -> None:
-    """The pass is not postponed, its entropies choose the tokens; vLLM itself is not needed for that."""
+    """The pass is not postponed, and its entropies choose the tokens. The test does not need vLLM itself."""
     made = trainer()
     made.use_vllm = True
     assert made.vllm_importance_sampling_correction

@@ -1,4 +1,4 @@
-"""A model and a trainer that are made in a moment, and a generation batch as TRL's generation leaves it."""
+"""A model and a trainer that take only a moment to make, and a generation batch as TRL leaves it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from contextlib import nullcontext
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
@@ -28,7 +28,7 @@ GROUP = 8
 
 
 class PlainTrainer(GRPOTrainer):
-    """TRL's trainer; before 1.16 its LM head needs a GPU, and is ours here."""
+    """TRL's trainer. Before 1.16 its LM head needs a GPU, so ours replaces it."""
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> Any:
         with nullcontext() if hasattr(trl_utils, "_use_triton") else d3s_head():
@@ -48,7 +48,7 @@ def model(seed: int = 0, **config: Any) -> Qwen2ForCausalLM:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     special = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": EOS}
     made = Qwen2ForCausalLM(Qwen2Config(**{**shape, **heads, **special, **config}))
-    with torch.no_grad():  # logits far enough apart that entropies differ
+    with torch.no_grad():  # spreads the logits so that entropies differ
         made.get_output_embeddings().weight.mul_(20)
     return made
 
@@ -97,7 +97,7 @@ def trainer(kind: type[GRPOTrainer] = D3STrainer, policy: Any = None, **changed:
 
 
 def generation_batch(seed: int, rows: int = 2 * GROUP, prompt: int = 4, completion: int = 10) -> dict[str, Tensor]:
-    """Ragged prompts and completions, advantages of groups; one group has none."""
+    """Ragged prompts and completions, and advantages of groups, which are all 0 in the second group."""
     random = torch.Generator().manual_seed(seed)
     begins = torch.randint(0, prompt, (rows, 1), generator=random)
     ends = torch.randint(1, completion + 1, (rows, 1), generator=random)
@@ -115,12 +115,12 @@ def generation_batch(seed: int, rows: int = 2 * GROUP, prompt: int = 4, completi
 
 
 def micro_batch(seed: int, rows: int = GROUP, completion: int = 10) -> dict[str, Tensor]:
-    """Of one group whose advantages differ."""
+    """A micro-batch of one group with different advantages."""
     return generation_batch(seed, rows, completion=completion)
 
 
 def gradients(made: GRPOTrainer) -> Tensor:
-    """Of all parameters, as one vector; then forgotten."""
+    """The gradients of all parameters as one vector. They are cleared afterwards."""
     found = [parameter.grad for parameter in made.model.parameters() if parameter.requires_grad]
     vector = torch.cat([torch.zeros(0) if grad is None else grad.flatten() for grad in found])
     made.model.zero_grad(set_to_none=True)

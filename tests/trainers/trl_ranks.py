@@ -22,10 +22,10 @@ ROWS = 24  # three groups of 8; on two processes the second one lies on both
 
 
 def batch_of_rank(seed: int, rank: int, ranks: int) -> dict[str, Tensor]:
-    """This process's rows, as wide as its own longest prompt and completion."""
+    """This process's rows, trimmed to its own longest prompt and completion."""
     batch = generation_batch(seed, ROWS)
-    batch["advantages"][:8] *= 0.1  # so that processes have different numbers of rollouts to keep
-    # The first process's prompts and completions are the shorter ones: rows that come to it are wider.
+    batch["advantages"][:8] *= 0.1  # so that processes differ in how many rollouts they keep
+    # The first process has the shorter prompts and completions, so rows that it receives are wider.
     batch["prompt_mask"][:8, :2] = 0
     batch["completion_mask"][:8, 6:] = 0
     batch["completion_ids"] *= batch["completion_mask"]
@@ -41,7 +41,7 @@ def batch_of_rank(seed: int, rank: int, ranks: int) -> dict[str, Tensor]:
 
 
 def outcome(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What D3S makes of a generation batch: rows, tokens and the gradient of the loss."""
+    """What D3S does with a generation batch: the rows, the tokens and the gradient of the loss."""
     batch = made._keep_rollouts(batch)
     if made._tokens_before_update:
         made._choose_tokens_of_batch(batch)
@@ -52,7 +52,7 @@ def outcome(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def watched(made: Any, name: str, calls: list[tuple[str, int]]) -> None:
-    """From now on, what a method of the trainer sends is put down."""
+    """From now on, records what a method of the trainer sends."""
     method = getattr(made, name)
 
     def counting(*arguments: Any) -> Any:
@@ -87,12 +87,12 @@ def main(folder: str, options: str) -> None:
         select_tokens(*one, 1.0, drop_zeros=made.args.drop_zeros, process_group=torch.distributed.group.WORLD)
     torch.save(found | {"forwards": torch.tensor(forwards), "sent": sent}, Path(folder) / f"{here}.pt")
     made.model.forward = score
-    made.train()  # and whole steps, with generation; DDP averages the gradients
+    made.train()  # whole steps, with generation; DDP averages the gradients
     weights = torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
     torch.save(weights, Path(folder) / f"weights-{here}.pt")
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not by way of the interpreter's end: there gloo's threads may still want to free what Python holds, and abort.
+    # Without the interpreter's shutdown: gloo's threads may still want to free objects that Python holds, and abort.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""verl's configuration, as its command line makes it of verl's files and of overrides."""
+"""verl's configuration, composed as by its command line from verl's files and overrides."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 
 @cache
 def from_files() -> DictConfig:
-    """Without overrides. Hydra takes half a second to read verl's files."""
+    """The configuration without overrides. Hydra takes half a second to read verl's files."""
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer")
 
 
 def composed(*overrides: str) -> DictConfig:
-    """With values put over those of the files: `key=value`, and `+key=value` for a new key. No override takes other
-    files, so that they are read once for all tests."""
+    """The configuration with changed values: `key=value`, and `+key=value` for a new key. Overrides cannot select other
+    files, so that the files are read once for all tests."""
     config = copy.deepcopy(from_files())
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_add())

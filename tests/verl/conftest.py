@@ -20,7 +20,7 @@ def ray_with_a_queue() -> Iterator[None]:
 
 @pytest.fixture
 def queue(ray_with_a_queue: None) -> Iterator[None]:
-    """verl's storage, empty before and after."""
+    """verl's storage, which is empty before and after a test."""
     import transfer_queue as tq
 
     yield

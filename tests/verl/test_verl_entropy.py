@@ -32,7 +32,7 @@ UPDATE = (f"+{POLICY_LOSS}.entropy_source=update", "actor_rollout_ref.actor.calc
 
 
 def a_step(*overrides: str, mode: str = "sync") -> tuple[Any, Any]:
-    """verl's own synchronous trainer, unless another one is asked for, on 6 groups of 4 rows."""
+    """Runs a step of verl's synchronous trainer, or of another mode, on 6 groups of 4 rows."""
     put_rollouts({f"u{group}": torch.rand(4).tolist() for group in range(6)})
     trainer = make_trainer(f"trainer.v1.trainer_mode={mode}", *overrides)
     batch, _ = run_step(trainer, 6)
@@ -40,7 +40,7 @@ def a_step(*overrides: str, mode: str = "sync") -> tuple[Any, Any]:
 
 
 def expected_gradient(entropies: Tensor, advantage: float) -> Tensor:
-    """Eq. 5 where the policy has not moved, in an update of 12 rows. The first token is no model's."""
+    """Eq. 5 before the policy moves, in an update of 12 rows. The model did not produce the first token."""
     mask = torch.arange(len(entropies)) > 0
     high = topk_mask(entropies, 0.2, mask=mask)
     groups = [group for group in (high, mask & ~high) if group.any()]
@@ -61,14 +61,14 @@ def test_epsilon_by_the_entropy_of_the_policy(queue: None) -> None:
     trainer, _ = a_step(*ESPO)
     workers = trainer.actor_rollout_wg
     found = [metrics["actor/espo_epsilon"].aggregate() for metrics in workers.metrics]
-    parts = [keys[first : first + 6] for keys in workers.updates for first in (0, 6)]  # of two ranks
+    parts = [keys[first : first + 6] for keys in workers.updates for first in (0, 6)]  # on two ranks
     for epsilon, keys in zip(found, parts, strict=True):
         mean = torch.cat([workers.entropies[key][1:] for key in keys]).mean()  # groups' means, weighted by their tokens
         assert epsilon == pytest.approx(0.02 / math.log(1000) * float(mean), rel=1e-5)
 
 
 def test_espo_with_d3s(queue: None) -> None:
-    """On the tokens that it keeps, the gradient is that of all."""
+    """For the tokens that D3S keeps, the gradient is the same as without D3S."""
     trainer, batch = a_step(*ESPO_WITH_D3S, f"+{POLICY_LOSS}.token_ratio=0.3", f"+{POLICY_LOSS}.token_scope=sequence")
     workers = trainer.actor_rollout_wg
     for key, row in rows_of(batch, "advantages").items():
@@ -79,7 +79,7 @@ def test_espo_with_d3s(queue: None) -> None:
 
 
 def test_in_the_trainer_mode_of_d3s(queue: None) -> None:
-    """Where the masks stay, groups and ratios are of all tokens, and the kept ones have the gradient."""
+    """The masks are unchanged, so groups and ratios are of all tokens; only the kept ones have a gradient."""
     trainer, batch = a_step(
         *ESPO, "+trainer.v1.d3s_sync.loss_denominator=all", "+trainer.v1.d3s_sync.token_ratio_start=0.3",
         mode="d3s_sync",
@@ -102,7 +102,7 @@ def test_in_the_trainer_mode_of_d3s(queue: None) -> None:
     ],
 )
 def test_micro_batches(queue: None, sizes: dict[str, Any]) -> None:
-    """verl's own division keeps the entropies with their rows, and the parts add up to the whole."""
+    """With verl's own division into micro-batches, entropies stay with their rows, and the gradients add up."""
     trainer, batch = a_step(*ESPO)
     workers = trainer.actor_rollout_wg
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
@@ -124,7 +124,7 @@ def test_micro_batches(queue: None, sizes: dict[str, Any]) -> None:
 
 
 def test_no_entropy_of_the_old_policy(queue: None) -> None:
-    """As with verl's older ray trainer, which drops it, and in bypass mode, where none is computed."""
+    """There is none with verl's older ray trainer, which drops it, and in bypass mode, which computes none."""
     trainer, batch = a_step(*ESPO)
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=None, global_batch_size=24)
@@ -141,7 +141,7 @@ def test_no_entropy_of_the_update(queue: None) -> None:
 
 
 def test_entropies_of_whole_sequences_are_refused(queue: None) -> None:
-    """What the workers put there at first, before verl's trainer cuts the prompts off."""
+    """The workers first store entropies of whole sequences; verl's trainer then cuts off the prompts."""
     trainer, batch = a_step(*ESPO)
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=None, global_batch_size=24)

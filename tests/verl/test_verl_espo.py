@@ -1,4 +1,4 @@
-"""The policy loss ``espo``, against the paper's formulas in a plain loop, and on verl's way to it."""
+"""The policy loss ``espo``, against the paper's formulas in a plain loop, and through verl's own calls."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ def options(**values: Any) -> list[str]:
 
 
 def make_batch(rows: int = 5, length: int = 17) -> dict[str, Tensor]:
-    """Completions of several lengths, one of a single token, one row of padding. Some tokens are clipped."""
+    """Completions of several lengths, one of a single token, and one row of padding. Some tokens are clipped."""
     old = -torch.rand(rows, length) * 3 - 0.05
     lengths = torch.tensor([length, 1, 0, *torch.randint(2, length, (rows - 3,)).tolist()])
     mask = torch.arange(length) < lengths.unsqueeze(-1)
@@ -52,7 +52,7 @@ def espo_in_a_loop(batch: dict[str, Tensor], entropy: Tensor, quantiles: tuple[f
         for members in groups:
             moved = sum(log_prob[t] - old[t] for t in members) / len(members)
             epsilon = 0.02 / math.log(VOCAB_SIZE) * sum(float(entropy[row, t]) for t in members) / len(members)
-            # Within rounding of the range's ends either side may be taken.
+            # Where a ratio is within rounding of its bound, either side may be taken.
             assume(abs(abs(math.exp(float(moved.detach())) - 1) - epsilon) > 1e-6)
             for t in members:
                 advantage = batch["advantages"][row, t]
@@ -67,17 +67,17 @@ config_of = functools.cache(lambda quantiles: actor_config(*options(quantiles=li
 
 @given(st.sampled_from([(), (0.8,), (0.5,), (0.3, 0.6, 0.9)]))
 def test_the_papers_objective_and_its_gradient(quantiles: tuple[float, ...]) -> None:
-    """With the surprisal for the entropy, which needs nothing but the loss's own arguments."""
+    """Entropy is replaced by surprisal, which needs only the arguments of the loss."""
     batch = make_batch()
     loss, found = gradient("espo", batch, config_of(quantiles))
-    expected = espo_in_a_loop(batch, -batch["old_log_prob"], quantiles) / 4  # sequences: padding is none
+    expected = espo_in_a_loop(batch, -batch["old_log_prob"], quantiles) / 4  # sequences, without the row of padding
     (expected_gradient,) = torch.autograd.grad(expected, batch["log_prob"])
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found, expected_gradient, rtol=1e-4, atol=1e-7)
 
 
 def test_the_aggregation_is_the_papers() -> None:
-    """Whatever the actor's is; and over the whole update, of which this is a micro-batch on one of two ranks."""
+    """The actor's aggregation has no effect. The mean is over the whole update, not this one micro-batch."""
     batch, config = make_batch(), actor_config(*options())
     by_sequence = gradient("espo", batch, config, "seq-mean-token-mean")
     by_token = gradient("espo", batch, config, "token-mean")
@@ -91,7 +91,7 @@ def test_the_aggregation_is_the_papers() -> None:
 
 @pytest.mark.parametrize("mask_type", [torch.bool, torch.int64])
 def test_one_group_is_gspo(mask_type: torch.dtype) -> None:
-    """At a range that clips nothing: verl's own loss of that name."""
+    """With a range that clips nothing, it equals verl's own loss `gspo`."""
     batch = make_batch()
     batch["response_mask"] = batch["response_mask"].to(mask_type)
     ours = gradient("espo", batch, actor_config(*options(quantiles=[], alpha=1e4)))
@@ -101,7 +101,7 @@ def test_one_group_is_gspo(mask_type: torch.dtype) -> None:
 
 
 def test_the_printed_denominator() -> None:
-    """The token's own ratio on top of the group's: at one token to a group they are the same, squared."""
+    """The group's ratio times the token's own. With one token in a group both are equal, so the product is a square."""
     batch = make_batch()
     batch["response_mask"] = torch.arange(17) < torch.ones(5, 1)
     own, _ = gradient("espo", batch, actor_config(*options(alpha=1e4)))
@@ -114,7 +114,7 @@ def test_the_printed_denominator() -> None:
 
 
 def test_metrics() -> None:
-    """Each row moves by half its epsilon or by twice that, which is clipped where the advantage points there."""
+    """A row moves by 0.5, 1 or 2 epsilon. By 2 it is clipped if it moves in the direction of its advantage."""
     batch = make_batch()
     mask, old = batch["response_mask"], batch["old_log_prob"]
     lengths = mask.sum(-1)
@@ -131,7 +131,7 @@ def test_metrics() -> None:
 
 
 def test_rows_of_padding_alone() -> None:
-    """A micro-batch with nothing in it still has a gradient, of zeros."""
+    """An empty micro-batch still has a gradient, of zeros."""
     batch, config = make_batch(), actor_config(*options())
     batch["response_mask"] = torch.zeros_like(batch["response_mask"])
     config.global_batch_info.update(global_batch_size=8)
@@ -148,11 +148,11 @@ def test_its_options_have_defaults() -> None:
     assert type(config).__name__ == "EspoPolicyLossConfig"
     assert (config.quantiles, config.alpha, config.denominator) == ([0.8], 0.02, "self")
     assert (config.vocab_size, config.entropy_source) == (None, "old")
-    assert config.clip_cov_ratio == 0.0002  # verl's own are all there
+    assert config.clip_cov_ratio == 0.0002  # verl's own options are all there
 
 
 def test_the_vocabulary_of_the_model() -> None:
-    """verl's worker puts the model's configuration there."""
+    """verl's worker stores the model's configuration there."""
     batch = make_batch()
     config = actor_config(*options(vocab_size="null"))
     with pytest.raises(ValueError, match=r"policy_loss\.vocab_size: got None, and no model to ask"):

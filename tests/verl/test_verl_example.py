@@ -1,4 +1,4 @@
-"""examples/verl_d3s.sh: verl takes its options, and D3S the configuration that comes of them."""
+"""examples/verl_d3s.sh: verl accepts its options, and D3S accepts the resulting configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "verl_d3s.sh"
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    stand_in = tmp_path / "python"  # in the place of the one that would start verl: it prints what it was given
+    stand_in = tmp_path / "python"  # replaces the python that would start verl, and prints its arguments
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     stand_in.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA": "/data"}

@@ -23,7 +23,7 @@ def options(**values: Any) -> list[str]:
 
 
 def make_batch(rows: int = 6, length: int = 20) -> dict[str, Tensor]:
-    """Ratios stay inside verl's clipping, so that the gradient of every token that counts is not zero."""
+    """Ratios stay inside verl's clipping, so every token that counts has a gradient other than zero."""
     old = -torch.rand(rows, length) * 3 - 0.05
     mask = torch.arange(length) < torch.randint(2, length + 1, (rows, 1))
     return {
@@ -36,7 +36,7 @@ def make_batch(rows: int = 6, length: int = 20) -> dict[str, Tensor]:
 
 
 def top_tokens(batch: dict[str, Tensor], ratio: float) -> Tensor:
-    """By sorting: the ceil(ratio * n) highest |A| * -old_log_prob of the micro-batch."""
+    """The ceil(ratio * n) tokens of the micro-batch with the highest |A| * -old_log_prob, by sorting."""
     score = (batch["advantages"].abs() * -batch["old_log_prob"]).masked_fill(~batch["response_mask"], -1.0)
     count = math.ceil(ratio * int(batch["response_mask"].sum()) - 1e-9)
     mask = torch.zeros(score.numel(), dtype=torch.bool)
@@ -58,10 +58,10 @@ def top_tokens(batch: dict[str, Tensor], ratio: float) -> Tensor:
 )
 @pytest.mark.parametrize("ratio", [0.05, 0.3, 1.0])
 def test_gradient_on_exactly_the_kept_tokens(base: str, agg: str, ratio: float) -> None:
-    """And there it is the base loss's own, as is the loss: nothing else of it changes."""
+    """On the kept tokens the gradient is that of the base loss. The value of the loss does not change."""
     batch = make_batch()
     values = {"base_loss": base, "token_ratio": ratio}
-    if base == "espo":  # whose clipping is much narrower
+    if base == "espo":  # its clipping is much narrower
         values |= {"vocab_size": 1000, "entropy_source": "surprisal", "alpha": 100}
     config = actor_config(*options(**values))
     loss, grad = gradient(config.policy_loss.loss_mode, batch, config, agg)
@@ -73,7 +73,7 @@ def test_gradient_on_exactly_the_kept_tokens(base: str, agg: str, ratio: float) 
 
 
 def test_gspo_with_d3s() -> None:
-    """GSPO's gradient by hand: a sequence's ratio is over all of its tokens, and the kept ones alone pass it on."""
+    """GSPO's gradient by hand: a sequence's ratio is over all its tokens, and only the kept ones have a gradient."""
     batch = make_batch()
     config = actor_config(*options(base_loss="gspo", token_ratio=0.3))
     _, grad = gradient("d3s", batch, config, "seq-mean-token-mean")
@@ -94,7 +94,7 @@ def test_a_share_of_each_sequence() -> None:
 
 
 def test_zeros_can_be_dropped() -> None:
-    """Half of the tokens is more than have an advantage. (The gradient of ``dro`` is not 0 where the advantage is.)"""
+    """Fewer than half of the tokens have an advantage. (The gradient of ``dro`` is not 0 where the advantage is 0.)"""
     batch = make_batch(rows=2)
     batch["response_mask"] = torch.arange(20) < torch.tensor([[5], [20]])
     batch["advantages"] = torch.tensor([[1.0], [0.0]]).expand(2, 20)
@@ -107,7 +107,7 @@ def test_zeros_can_be_dropped() -> None:
 
 
 def test_rows_of_padding_and_masks_of_numbers() -> None:
-    """A micro-batch with nothing in it still has a gradient, of zeros."""
+    """An empty micro-batch still has a gradient, of zeros."""
     batch = make_batch()
     config = actor_config(*options())
     batch["response_mask"] = batch["response_mask"].long()
@@ -115,7 +115,7 @@ def test_rows_of_padding_and_masks_of_numbers() -> None:
         0.2 * int(batch["response_mask"].sum()) - 1e-9
     )
     batch["response_mask"] = torch.zeros_like(batch["response_mask"])
-    config.global_batch_info["batch_num_tokens"] = 7  # of other micro-batches
+    config.global_batch_info["batch_num_tokens"] = 7  # from other micro-batches
     assert not gradient("d3s", batch, config)[1].any()
 
 
@@ -128,7 +128,7 @@ def test_its_options_have_defaults() -> None:
         "batch",
         False,
     )
-    assert config.clip_cov_ratio == 0.0002  # verl's own are all there
+    assert config.clip_cov_ratio == 0.0002  # verl's own options are all there
 
 
 def test_without_its_class_it_has_its_defaults() -> None:
@@ -138,7 +138,7 @@ def test_without_its_class_it_has_its_defaults() -> None:
 
 
 def test_verls_class_refuses_the_options() -> None:
-    """Which is why there is another one."""
+    """That is why D3S has its own class."""
     with pytest.raises(Exception, match="token_ratio"):
         actor_config(f"{POLICY_LOSS}.loss_mode=d3s", f"+{POLICY_LOSS}.token_ratio=0.1")
 

@@ -1,4 +1,4 @@
-"""verl finds the integration by itself, in a process that imports nothing else, and says so where it cannot be had."""
+"""verl finds the integration in a process that imports nothing else, and a message says where it is not available."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ MODULES = [f"d3s_kernels.integrations.verl.{name}" for name in ("trainer", "loss
 def test_importing_verl_registers_all_names(tmp_path: Path) -> None:
     found = run(NAMES, tmp_path)
     assert found.stdout.split() == MODULES
-    assert "d3s_kernels:" not in found.stderr  # what the plugin says begins so; a path may have the name too
+    assert "d3s_kernels:" not in found.stderr  # the plugin's messages begin so; a path may have the name too
 
 
 @pytest.mark.slow("that nothing but the entry point registers the names")
@@ -55,7 +55,7 @@ def test_our_modules_may_come_first(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow("what there is without TransferQueue")
 def test_without_transfer_queue_there_are_the_losses_alone(tmp_path: Path) -> None:
-    """verl's V1 trainers cannot be imported then, and nobody has to hear of it."""
+    """verl's V1 trainers cannot be imported then, and no message is shown."""
     found = run(
         """
 import importlib.util
@@ -73,7 +73,7 @@ print(get_policy_loss_fn("d3s").__name__, get_policy_loss_fn("espo").__name__)
 
 
 def test_what_cannot_be_registered_is_said(tmp_path: Path) -> None:
-    """verl logs the error at debug level."""
+    """verl itself logs the error only at debug level."""
     found = run("import sys; sys.modules['uvicorn'] = None; import verl; print('goes on')", tmp_path)
     assert found.stdout.split() == ["goes", "on"]
     assert "RuntimeWarning: d3s_kernels: trainer.v1.trainer_mode=d3s_sync is not available: d3s_kernels" in found.stderr

@@ -1,4 +1,4 @@
-"""importance_ratio against the ratios inside verl's own losses, read off where nothing is clipped."""
+"""importance_ratio against the ratios inside verl's own losses, derived from the loss where nothing is clipped."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ def make_batch(moves: float = 1.0, rows: int = 6, length: int = 12) -> dict[str,
 
 
 def assert_ratio_of(loss: str, batch: dict[str, Tensor], level: Any, config: Any) -> Tensor:
-    """At advantages of 1 the loss is minus the mean ratio, row by row; and so is its gradient, token by token."""
+    """With advantages of 1, the loss of a row is minus its mean ratio; their gradients for each token are equal too."""
     for row in range(len(batch["advantages"])):
         of_row = {name: values[row : row + 1].detach() for name, values in batch.items()}
         log_prob, mask = of_row["log_prob"].requires_grad_(), of_row["response_mask"]
@@ -47,7 +47,7 @@ def test_sequences_as_in_gspo() -> None:
 
 
 def test_gspos_clamp_at_10() -> None:
-    """Beyond it a ratio is e^10, without a gradient."""
+    """Above a log-ratio of 10 the ratio is e^10 and has no gradient."""
     batch = make_batch()
     with torch.no_grad():
         batch["log_prob"][0] = batch["old_log_prob"][0] + 10.5
@@ -61,7 +61,7 @@ def test_gspos_clamp_at_10() -> None:
 
 @pytest.mark.parametrize("moves", [1.0, 15.0])
 def test_tokens_as_in_vanilla(moves: float) -> None:
-    """With its clamps at -20 and 20, which the larger moves reach; and without the second clipping of its own."""
+    """With its clamps at -20 and 20, which the larger moves reach, and without its second clipping."""
     config = actor_config(*WIDE, "actor_rollout_ref.actor.clip_ratio_c=1e12")
     batch = make_batch(moves)
     with torch.no_grad():

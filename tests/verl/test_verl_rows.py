@@ -1,4 +1,4 @@
-"""Which rows verl is to keep: plain functions on tensors, for which verl need not be there."""
+"""Which rows verl keeps: plain functions on tensors, which do not need verl."""
 
 import dataclasses
 import doctest
@@ -121,7 +121,7 @@ def test_an_impossible_multiple(multiple: Any) -> None:
 
 
 def test_outputs_of_a_rollout() -> None:
-    """Underscores in the uid are its own business; outputs are in order of their number, not of their name."""
+    """A uid may contain underscores. Outputs are in the order of their numbers, not of their names."""
     keys = ["my_uid_0_10", "my_uid_0_9", "my_uid_1_0", "your_uid_0_0"]
     assert sessions(keys) == [[2], [3], [1, 0]]
 
@@ -130,7 +130,7 @@ def test_outputs_of_a_rollout() -> None:
 def test_rows_of_an_update(kept: int, dropped: int, before: int, unit: int) -> None:
     rows = kept + dropped
     found = rows_of_an_update(kept, rows, before, unit)
-    updates = math.ceil(rows / before)  # verl pads to whole ones
+    updates = math.ceil(rows / before)  # verl pads to whole updates
     assert found % unit == 0
     assert math.ceil(kept / found) <= updates, "no more updates than without the selection"
     assert (found - unit) * updates < kept, "not a unit more than it takes"

@@ -20,14 +20,14 @@ UIDS = [str(uuid.uuid4()) for _ in range(3)]
 
 
 def make_batch(**tensors: Tensor) -> Any:
-    """Twelve rollouts of groups of 3, 4 and 5, in disorder."""
+    """Twelve rollouts of groups of 3, 4 and 5, shuffled."""
     uids = np.array([UIDS[i] for i in (2, 1, 0, 1, 2, 2, 0, 1, 2, 0, 1, 2)], dtype=object)
     tensors = {"row": torch.arange(12)[:, None], **tensors}
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
 
 
 def per_token(rewards: Tensor, length: int = 5) -> Tensor:
-    """Outcome rewards as verl has them: at one token, zeros elsewhere."""
+    """Outcome rewards as in verl: at one token, with zeros elsewhere."""
     scores = torch.zeros(len(rewards), length)
     scores[:, -1] = rewards
     return scores
@@ -49,7 +49,7 @@ def test_by_rewards(scope: Any, name: str) -> None:
 
 
 def test_rewards_count_before_scores_and_advantages_before_both() -> None:
-    """Rewards have the KL penalty in them, scores do not."""
+    """Rewards include the KL penalty; scores do not."""
     scores, rewards, advantages = torch.randn(3, 12)
     mask = torch.ones(12, 5)
     uids = make_batch().non_tensor_batch["uid"]
@@ -64,11 +64,11 @@ def test_rewards_count_before_scores_and_advantages_before_both() -> None:
 
 
 def test_advantages_in_the_batch_travel_with_the_rows() -> None:
-    """Equal advantages tie, however long the response: the mean over its mask does not round."""
+    """Equal advantages tie for responses of any length, because the mean over the mask does not round."""
     lengths = torch.randint(1, 50, (12,))
     mask = torch.arange(50) < lengths[:, None]
     advantages = torch.tensor([0.1, -0.1]).repeat(6)
-    beyond = torch.where(mask, 0.0, math.nan)  # what lies outside the mask is not looked at
+    beyond = torch.where(mask, 0.0, math.nan)  # values outside the mask are not read
     batch = make_batch(advantages=advantages[:, None] + beyond, response_mask=mask.long())
     rows = select(batch, 2)
     assert rows.tolist() == choose_rows(advantages, batch.non_tensor_batch["uid"], 2).tolist()
@@ -85,7 +85,7 @@ def test_rounded_up_to_a_multiple() -> None:
 
 
 def test_scale_none_is_dr_grpo() -> None:
-    """Not scaled by its spread, the group with the wide rewards takes the places of the other one."""
+    """Without scaling, the group with the wide rewards takes the places of the other groups."""
     rewards = torch.tensor([0.0, 1.0, 0.2, 0.0, 0.0, 0.0, 0.3, 0.0, 9.0, -0.2, 0.0, 0.0])
     batch = make_batch(token_level_scores=per_token(rewards))
     uids = batch.non_tensor_batch["uid"]

@@ -1,6 +1,6 @@
-"""The trainer mode ``d3s_sync``: verl's own step, on rows in verl's own storage.
+"""The trainer mode ``d3s_sync``: verl's own step on rows in verl's own storage.
 
-What is real and what is not: ``verl_world.py``.
+``verl_world.py`` says what is real and what is not.
 """
 
 import math
@@ -29,7 +29,7 @@ def draw_rewards(groups: int = 6, size: int = 4) -> Rewards:
 
 
 def flat(rewards: Rewards) -> tuple[Tensor, list[str], list[str]]:
-    """Rewards, uids and keys, one for each rollout."""
+    """The rewards, uids and keys of all rollouts."""
     uids = [uid for uid, group in rewards.items() for _ in group]
     keys = [f"{uid}_{session}_0" for uid, group in rewards.items() for session in range(len(group))]
     return torch.tensor([reward for group in rewards.values() for reward in group]), uids, keys
@@ -41,7 +41,7 @@ def expected_keys(rewards: Rewards, keep: int, scope: Any = "batch", scale: Any 
 
 
 def verls_advantages(rewards: Rewards, keys: list[str], scaled: bool = True) -> dict[str, float]:
-    """verl's own, of these rollouts."""
+    """The advantages that verl computes for these rollouts."""
     values, uids, all_keys = flat(rewards)
     rows = [all_keys.index(key) for key in keys]
     index: Any = [uids[row] for row in rows]
@@ -52,7 +52,7 @@ def verls_advantages(rewards: Rewards, keys: list[str], scaled: bool = True) -> 
 
 
 def advantages_in(rows: dict[str, Any]) -> dict[str, float]:
-    """One for each row, after a check that it is the same at all of its tokens, and 0 where there is none."""
+    """The advantage of each row. Checks that it is the same at all of the model's tokens and 0 at a tool's token."""
     found = {}
     for key, row in rows.items():
         assert row["advantages"][0] == 0, "the token of a tool"
@@ -62,7 +62,7 @@ def advantages_in(rows: dict[str, Any]) -> dict[str, float]:
 
 
 def top_tokens(trainer: Any, advantages: dict[str, float], ratio: float) -> dict[str, Tensor]:
-    """By sorting: the ceil(ratio * n) tokens of the step with the highest |A| * entropy; the first of a row is none."""
+    """The ceil(ratio * n) tokens of the step with the highest |A| * entropy, by sorting; not the first of a row."""
     entropies = trainer.actor_rollout_wg.entropies
     scores = [
         (-abs(advantage) * float(entropies[key][place]), key, place)
@@ -113,7 +113,7 @@ def test_a_step_updates_on_the_chosen_rollouts_and_tokens(queue: None, scope: st
         assert torch.equal(rows[key]["response_mask"], mask.long())
         assert torch.equal(rows[key]["loss_mask"], mask.long())
     assert_gradient_on(trainer, masks)
-    # The mean over tokens divides by those that are kept.
+    # The mean over tokens is divided by the number of kept tokens.
     workers = trainer.actor_rollout_wg
     assert workers.denominators == [int(sum(masks[key].sum() for key in keys)) for keys in workers.updates]
 
@@ -130,7 +130,7 @@ def test_a_step_updates_on_the_chosen_rollouts_and_tokens(queue: None, scope: st
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo"])
 def test_all_tokens_in_the_denominator(queue: None, loss: str) -> None:
-    """The masks stay as they were; advantages of 0 take the gradient from the others."""
+    """The masks stay as they were. Tokens that are not kept get an advantage of 0, and so no gradient."""
     rewards = draw_rewards()
     put_rollouts(rewards)
     trainer = make_trainer(
@@ -148,7 +148,7 @@ def test_all_tokens_in_the_denominator(queue: None, loss: str) -> None:
 
 
 def test_tokens_of_each_sequence(queue: None) -> None:
-    put_rollouts(draw_rewards(), length=11)  # of which ten are the model's; equal lengths are not nested in storage
+    put_rollouts(draw_rewards(), length=11)  # ten of them are the model's; equal lengths are not nested in storage
     trainer = make_trainer(f"{D3S}.token_scope=sequence", f"{D3S}.token_ratio_start=0.25")
     batch, _ = run_step(trainer, 6)
     for key, row in rows_of(batch, "response_mask").items():
@@ -158,7 +158,7 @@ def test_tokens_of_each_sequence(queue: None) -> None:
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_advantages_of_all_and_of_the_kept_differ_as_they_should(queue: None, scaled: bool) -> None:
-    """The same rollouts either way: one keeps the statistics of the whole group, the other the survivors' (PODS)."""
+    """On the same rollouts, one uses the statistics of the whole group, the other those of the survivors (PODS)."""
     rewards = draw_rewards()
     found = {}
     for source in ("all", "kept"):
@@ -176,14 +176,15 @@ def test_advantages_of_all_and_of_the_kept_differ_as_they_should(queue: None, sc
     assert found["all"] == pytest.approx({key: of_all[key] for key in kept}, abs=1e-5)
     assert found["kept"] == pytest.approx(verls_advantages(rewards, kept, scaled), abs=1e-5)
     assert max(abs(found["all"][key] - found["kept"][key]) for key in kept) > 0.01
-    for uid in rewards:  # the mark of PODS: what survives of a group has a mean of 0
+    for uid in rewards:  # with PODS the survivors of a group have a mean of 0
         of_group = [found["kept"][key] for key in kept if key.startswith(uid)]
         assert sum(of_group) == pytest.approx(0, abs=1e-4)
 
 
 def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
-    """7 groups of 4, 3 groups to an update: verl would make 3. Of the 2 x 7 rows that are kept each takes 5, and so 6
-    on two ranks; or 8 where micro-batches are of 4, of which 2 are enough. Rows of padding fill up and do nothing."""
+    """With 7 groups of 4, 3 groups in an update, verl would make 3 updates. Of the 2 x 7 kept rows each update takes 5,
+    rounded up to 6 for two ranks; or, with micro-batches of 4, rounded up to 8, so that 2 updates are enough. Padding
+    rows fill an update and have no effect."""
     for micro, rows in ((None, [6, 6, 6]), (4, [8, 8])):
         rewards = draw_rewards(groups=7)
         put_rollouts(rewards)
@@ -194,7 +195,7 @@ def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
                 f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
                 "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
             ]
-        # All tokens: an update without any would be 0 / 0 in verl.
+        # All tokens are kept, because in verl an update without any would be 0 / 0.
         trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.token_ratio_start=1.0", *sizes)
         before = trainer.config.copy()
         batch, _ = run_step(trainer, 7)
@@ -212,7 +213,7 @@ def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
 def test_nothing_is_dropped_where_the_budget_is_the_group(queue: None) -> None:
     rewards = draw_rewards()
     everything = put_rollouts(rewards)
-    batch, metrics = run_step(make_trainer(), 6)  # 8 of 4
+    batch, metrics = run_step(make_trainer(), 6)  # 8 groups of 4
     assert sorted(batch.keys) == sorted(everything)
     assert metrics["d3s/rollouts_budget"] == 4
 
@@ -229,7 +230,7 @@ def test_the_schedule_follows_the_steps_that_are_done(queue: None, step: int, ro
 
 
 def test_outputs_of_a_rollout_stay_together(queue: None) -> None:
-    """verl gives the advantage of the last output to all of them."""
+    """verl gives the advantage of the last output to all outputs of a rollout."""
     rewards = draw_rewards()
     put_rollouts(rewards, outputs=3)
     trainer = make_trainer(f"{D3S}.rollouts_start=2")
@@ -246,7 +247,7 @@ def test_outputs_of_a_rollout_stay_together(queue: None) -> None:
 
 
 def test_rewards_from_a_colocated_model(queue: None) -> None:
-    """verl asks it just before the rollouts are chosen."""
+    """verl asks the reward model just before the rollouts are chosen."""
     from verl.protocol import DataProto
 
     put_rollouts({f"u{group}": [0.0] * 4 for group in range(6)}, length=5)
@@ -284,7 +285,7 @@ def test_rollouts_without_a_reward_are_dropped(queue: None) -> None:
     rewards["u1"][2] = rewards["u3"][0] = math.nan
     rewards["u5"] = [math.nan] * 4
     put_rollouts(rewards)
-    trainer = make_trainer(f"{D3S}.token_ratio_start=1.0")  # 4 of 4: all that have one
+    trainer = make_trainer(f"{D3S}.token_ratio_start=1.0")  # 4 of 4: all tokens with an advantage
     batch, metrics = run_step(trainer, 6)
     values, _, keys = flat(rewards)
     good = [key for key, value in zip(keys, values.tolist(), strict=True) if not math.isnan(value)]
@@ -303,7 +304,7 @@ def test_no_reward_at_all(queue: None) -> None:
 
 @pytest.mark.parametrize("drop", ["true", "false"])
 def test_groups_without_a_spread(queue: None, drop: str) -> None:
-    """Nothing to choose by: no gradient, and no division by 0."""
+    """There is nothing to choose by: there is no gradient, and no division by 0."""
     put_rollouts({f"u{group}": [1.0] * 4 for group in range(6)})
     trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.drop_zeros={drop}")
     batch, metrics = run_step(trainer, 6)
@@ -311,13 +312,13 @@ def test_groups_without_a_spread(queue: None, drop: str) -> None:
     assert metrics["d3s/rollouts_kept"] == 12
     workers = trainer.actor_rollout_wg
     assert not any(workers.tokens_with_gradient(key).any() for key in batch.keys)
-    if drop == "true":  # the mask stays
+    if drop == "true":  # the masks are unchanged
         assert workers.losses == [0.0] * 4
         assert all(row["response_mask"][1:].all() for row in rows_of(batch, "response_mask").values())
 
 
 def test_zeros_can_be_dropped(queue: None) -> None:
-    """Of each group of 4 with a single winner, all are kept; without a spread none has a token that counts."""
+    """In the group of 4 with one winner all tokens are kept. Groups without a spread have no token that counts."""
     rewards = {f"u{group}": [0.0, 0.0, 0.0, 1.0] if group == 3 else [1.0] * 4 for group in range(6)}
     put_rollouts(rewards)
     trainer = make_trainer(f"{D3S}.drop_zeros=true", f"{D3S}.token_ratio_start=1.0")
@@ -327,7 +328,7 @@ def test_zeros_can_be_dropped(queue: None) -> None:
 
 
 def test_verls_metrics_of_the_step(queue: None) -> None:
-    """They read what was written: masks with holes are no obstacle."""
+    """verl's metrics read the stored rows, also where the masks have holes."""
     put_rollouts(draw_rewards())
     trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.token_scope=sequence")
     batch, metrics = run_step(trainer, 6)
@@ -360,7 +361,7 @@ def test_refused(overrides: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("overrides", [["algorithm.adv_estimator=rloo"], ["algorithm.use_kl_in_reward=true"]])
 def test_what_needs_the_survivors_advantages(queue: None, overrides: list[str]) -> None:
-    """verl computes them; the rollouts are chosen by GRPO's."""
+    """verl computes those advantages. The rollouts are chosen by GRPO's advantages."""
     rewards = draw_rewards()
     put_rollouts(rewards)
     trainer = make_trainer(*overrides, f"{D3S}.advantages_from=kept", f"{D3S}.rollouts_start=2")

@@ -14,7 +14,7 @@ POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 
 
 def actor_config(*overrides: str) -> Any:
-    """As verl's workers make it."""
+    """The configuration of an actor, made as verl's workers make it."""
     config = composed("actor_rollout_ref.actor.use_dynamic_bsz=true", *overrides)
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 

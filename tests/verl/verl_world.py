@@ -36,7 +36,7 @@ BASE = (
 
 
 def compose_config(*overrides: str) -> DictConfig:
-    """verl's configuration as its main function gets it."""
+    """The configuration that verl's main function receives."""
     config = composed(*BASE, *overrides)
     OmegaConf.resolve(config)
     return config
@@ -45,9 +45,9 @@ def compose_config(*overrides: str) -> DictConfig:
 class Workers:
     """Stands in for the group of actor workers, with two data-parallel ranks.
 
-    Its policy is a table: for each row, log-probabilities of the response's tokens that can have a gradient, and
-    entropies: of the old policy, and, as if it had moved, of the one that is updated. All have a last row for verl's
-    rows of padding.
+    Its policy is a table. For each row it holds log-probabilities of the response's tokens, which can have a gradient,
+    and entropies of the old policy and, as if it had moved, of the updated policy. Every table has a last row for
+    verl's rows of padding.
     """
 
     ranks = 2
@@ -65,7 +65,7 @@ class Workers:
         self.denominators: list[int] = []
 
     def _of_whole_sequences(self, tables: dict[str, Tensor], keys: list[str], prompts: Tensor) -> Tensor:
-        """As a model gives them: for prompt and response, each token's value at the place before it."""
+        """Values for prompt and response as a model gives them: each token's value is at the position before it."""
         lengths = prompts.offsets().diff().tolist()
         rows = [
             torch.cat([torch.zeros(length - 1), tables[key], torch.zeros(1)])
@@ -88,7 +88,7 @@ class Workers:
         return batch
 
     def update_actor(self, batch: KVBatchMeta) -> dict[str, Any]:
-        """Each rank's rows in mini-batches, the loss of each divided by what the whole mini-batch has."""
+        """Takes each rank's rows in mini-batches. Each loss is divided by the tokens of the whole mini-batch."""
         rows_of_rank, rest = divmod(len(batch), self.ranks)
         assert not rest
         mini, rest = divmod(batch.extra_info["mini_batch_size"], self.ranks)
@@ -114,7 +114,7 @@ class Workers:
                 loss, metrics = ppo_loss(self.config, output, part)
                 self.losses.append(float(loss.detach()))
                 self.metrics.append(metrics)
-                if loss.isfinite():  # without a kept token it is 0 / 0, and the FSDP engine makes no update of that
+                if loss.isfinite():  # 0 / 0 without a kept token: the FSDP engine then makes no update
                     (loss / self.ranks).backward()  # data-parallel ranks take the mean
         return {"metrics": {"mfu": [0.0], "loss": self.losses}}
 
@@ -136,7 +136,7 @@ def make_trainer(*overrides: str, step: int = 1, steps: int = 1) -> Any:
 
 
 def put_rollouts(rewards: dict[str, list[float]], outputs: int = 1, length: int | None = None) -> list[str]:
-    """Puts finished groups into the queue, as verl's agent loop does; the first token of a response is no model's."""
+    """Puts finished groups into the queue, as verl's agent loop does. The first token of each is not the model's."""
     keys = []
     for uid, group in rewards.items():
         for session, reward in enumerate(group):
@@ -148,7 +148,7 @@ def put_rollouts(rewards: dict[str, list[float]], outputs: int = 1, length: int 
                     response_ids=list(range(response)),
                     response_mask=[0] + [1] * (response - 1),
                     response_logprobs=[-0.5] * response,
-                    reward_score=reward if output == outputs - 1 else -reward,  # the last one's counts
+                    reward_score=reward if output == outputs - 1 else -reward,  # only the last output's reward counts
                     num_turns=2,
                     metrics=AgentLoopMetrics(),
                 ).as_dict()
@@ -178,7 +178,7 @@ def run_step(trainer: Any, groups: int) -> tuple[KVBatchMeta, dict[str, Any]]:
 
 
 def rows_of(batch: KVBatchMeta, *fields: str) -> dict[str, TensorDict]:
-    """What the queue has for each row that is not padding."""
+    """The queue's fields of each row that is not padding."""
     keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
     data = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=list(fields))
     return {key: data[row] for row, key in enumerate(keys)}
