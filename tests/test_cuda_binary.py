@@ -152,9 +152,9 @@ def test_the_loop_over_logits(architecture: str, kernel: str, dtype: str) -> Non
 
 @built
 @pytest.mark.parametrize("architecture", DETAILED)
-def test_rows_that_lie_askew_are_read_in_wide_loads_too(architecture: str) -> None:
+def test_misaligned_rows_are_read_in_wide_loads_too(architecture: str) -> None:
     way = entropy_loop(architecture, "whole_rows", "bfloat16", aligned=False)
-    print(f"{architecture} whole_rows bfloat16, askew: {len(way) / 32:.2f} instructions for an element")
+    print(f"{architecture} whole_rows bfloat16, misaligned: {len(way) / 32:.2f} instructions for an element")
     assert loads(way)
     assert all(".128" in opcode for opcode in loads(way))
     assert len(way) <= 13 * 32  # below what an H200 has time for

@@ -71,9 +71,9 @@ def varied(length: int) -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     **{f"forward, {dtype}": lambda dtype=dtype: forward(dtype) for dtype in VECTOR},
-    "forward, askew": lambda: forward(torch.bfloat16, ODD_VOCABULARY),
+    "forward, misaligned": lambda: forward(torch.bfloat16, ODD_VOCABULARY),
     **{f"backward, {dtype}": lambda dtype=dtype: backward(dtype) for dtype in VECTOR},
-    "backward, askew": lambda: backward(torch.bfloat16, ODD_VOCABULARY),
+    "backward, misaligned": lambda: backward(torch.bfloat16, ODD_VOCABULARY),
     "tiles": lambda: tiles(torch.float32),
     **{f"top of {length}": lambda length=length: top(length) for length, _ in topk_mask.SIZES},
     "top of logits": from_logits,
@@ -149,11 +149,11 @@ def test_the_loop_over_logits(architecture: str, dtype: torch.dtype, tmp_path: P
 
 
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
-def test_rows_that_lie_askew(tmp_path: Path) -> None:
+def test_misaligned_rows(tmp_path: Path) -> None:
     """Elements are loaded singly: this takes more instructions, but fewer than an H200 has time for."""
-    reduce_slices, _ = launches("forward, askew")
+    reduce_slices, _ = launches("forward, misaligned")
     loop = main_loop(reduce_slices, "sm_90", 32, tmp_path)
-    print(f"sm_90, askew: {len(loop) / 32:.2f} instructions for an element")
+    print(f"sm_90, misaligned: {len(loop) / 32:.2f} instructions for an element")
     assert len(loop) <= MOST_INSTRUCTIONS_ASKEW * 32
     assert not opcodes(loop, "BAR|SHFL|LDS|STS|LDL|STL")
 

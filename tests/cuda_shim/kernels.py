@@ -158,7 +158,7 @@ def test_few_rows_and_many(vocabulary: int, dtype: torch.dtype, monkeypatch: pyt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [3, 8, 1021, SLICE + 9])
-def test_rows_that_lie_askew(vocabulary: int, dtype: torch.dtype) -> None:
+def test_misaligned_rows(vocabulary: int, dtype: torch.dtype) -> None:
     rows = random_logits(2, vocabulary, dtype=dtype)
     labels = torch.tensor([vocabulary - 1, 0])
     expected = d3s.logprob_entropy(rows, labels)
@@ -175,7 +175,7 @@ def test_rows_that_lie_askew(vocabulary: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradient_written_askew(dtype: torch.dtype) -> None:
+def test_gradient_written_misaligned(dtype: torch.dtype) -> None:
     """The rows of the logits are aligned. Their length is odd, so the rows of the packed gradient are misaligned."""
     room = random_logits(5, 1032, dtype=dtype)
     logits = room[:, :1021]
