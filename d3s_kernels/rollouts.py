@@ -225,9 +225,6 @@ def select_rollouts(
         )
         return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
     require_tensors(advantages=advantages)
-    number = checked_number(advantages, keep, offsets, mask, None)
+    checked_number(advantages, keep, offsets, mask, None)
     check_rule(advantages, keep, rule, scope, generator, equal_rows)
-    if rule != "max_variance":
-        return select_by_rule(rule, advantages, keep, mask, offsets, scope == "batch", generator)
-    result: Tensor = ops.max_variance_select(advantages, *number, mask, offsets, None, scope == "batch")
-    return result
+    return select_by_rule(rule, advantages, keep, mask, offsets, None, scope == "batch", generator)

@@ -8,9 +8,6 @@ import torch
 from torch import Tensor
 
 from ._arguments import (
-    ratio_argument,
-    require_flag,
-    require_optional_tensors,
     require_scope,
     require_tensors,
     require_whole,
@@ -18,7 +15,7 @@ from ._arguments import (
 )
 from ._dispatch import ops
 from ._selection.rules import entropy_quantile
-from ._selection.tokens import Selection, TokenArguments, TopkArguments, as_float32, checked_quota
+from ._selection.tokens import Selection, TokenArguments, TopkArguments, as_float32, checked_quota, checked_ratio
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -245,10 +242,7 @@ def select_tokens_from_logits(
         entropy, found = across_ranks.select_tokens(arguments, process_group, placement)
         return TokenSelection(found[0], entropy, found[1], found[2])
     require_tensors(logits=logits, advantages=advantages)
-    require_optional_tensors(logits, mask=mask, offsets=offsets)
-    require_whole(max_segment=max_segment)
-    require_flag(drop_zeros=drop_zeros)
-    number, tensor = ratio_argument(ratio, logits)
+    number, tensor = checked_ratio(logits, ratio, mask, offsets, max_segment, drop_zeros)
     heat = temperature_argument(temperature, logits, logits.shape[:-1])
     chosen, entropy, count, threshold = ops.select_tokens_from_logits(
         logits, as_float32(advantages), number, tensor, mask, offsets, max_segment, *heat,

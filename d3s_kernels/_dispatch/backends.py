@@ -70,7 +70,7 @@ def _kernels(backend: str) -> Mapping[str, _Kernel]:
 _serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
 
 # The tokens of one slice of a row, which a device's back-end reduces to one softmax state: kSlice in csrc/cuda/ and
-# SLICE in _triton/; on a CPU kChunk in csrc/cpu/softmax_rows.h, unless another back-end serves it. The slice length of
+# SLICE in _triton/; on a CPU kSlice in csrc/cpu/softmax_rows.h, unless another back-end serves it. The slice length of
 # _torch/ divides both.
 CPU_SLICE, GPU_SLICE = 8192, 32768
 SLICES = {"cpu": CPU_SLICE, "cuda": GPU_SLICE, "xpu": GPU_SLICE}

@@ -63,18 +63,17 @@ class RolloutArguments(NamedTuple):
     def checked_number(self) -> Number:
         """Checks the arguments and returns ``keep`` as the ops take it."""
         require_tensors(**{"advantages" if self.op == "select_rollouts" else "values": self.values})
+        number = checked_number(self.values, self.keep, self.offsets, self.mask, self.max_segment)
         if self.op == "select_rollouts":
             check_rule(self.values, self.keep, self.rule, self.scope, self.generator, self.equal_rows)
-        return checked_number(self.values, self.keep, self.offsets, self.mask, self.max_segment)
+        return number
 
     def select(self) -> Tensor:
         """The selection on one process."""
-        pooled = self.scope == "batch"
-        if self.rule != "max_variance":
-            return select_by_rule(self.rule, self.values, self.keep, self.mask, self.offsets, pooled, self.generator)
-        number = (None, self.keep) if isinstance(self.keep, Tensor) else (self.keep, None)
-        kept: Tensor = ops.max_variance_select(self.values, *number, self.mask, self.offsets, self.max_segment, pooled)
-        return kept
+        return select_by_rule(
+            self.rule, self.values, self.keep, self.mask, self.offsets, self.max_segment, self.scope == "batch",
+            self.generator,
+        )  # fmt: skip
 
 
 def checked_number(
@@ -89,11 +88,11 @@ def checked_number(
 def check_rule(
     values: Tensor, keep: int | Tensor, rule: str, scope: str, generator: torch.Generator | None, equal_rows: bool
 ) -> None:
+    """Checks these arguments; :func:`checked_number` has checked the types of ``values`` and ``keep``."""
     require_rule(rule, ROLLOUT_RULES)
     require_generator(generator, rule, ROLLOUTS[rule].draws, values)
     require_scope(scope, "group")
     if rule != "max_variance":  # the op of max_variance checks it itself
-        whole_or_tensor("keep", keep, values)
         require_keep(keep)
     require_flag(equal_rows=equal_rows)
     if equal_rows and (rule, scope) != ("max_variance", "batch"):
@@ -109,16 +108,20 @@ def select_by_rule(
     keep: int | Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
+    max_segment: int | None,
     pooled: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """The selection by any rule except max_variance, which is an op."""
+    """The selection by any rule, on one process. Only max_variance is an op, and only it makes use of max_segment."""
+    number = (None, keep) if isinstance(keep, Tensor) else (keep, None)
+    if rule == "max_variance":
+        kept: Tensor = ops.max_variance_select(values, *number, mask, offsets, max_segment, pooled)
+        return kept
     # With so large a `keep` this op marks all usable values. It also refuses bad arguments.
     usable = ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
     if rule == "percentile":
         return percentile(values, keep, usable, offsets, pooled)
     score = ROLLOUTS[rule].score
     assert score is not None, rule
-    number = (None, keep) if isinstance(keep, Tensor) else (keep, None)
     highest: Tensor = ops.topk_mask(score(values, generator), None, None, *number, usable, offsets, None, pooled, False)
     return highest

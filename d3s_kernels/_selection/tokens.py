@@ -40,6 +40,21 @@ class TopkArguments(NamedTuple):
     drop_zeros: bool
 
 
+def checked_ratio(
+    like: Tensor,
+    ratio: float | Tensor | None,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    max_segment: int | None,
+    drop_zeros: bool,
+) -> Ratio:
+    """Checks what all selections of tokens take, and returns the ratio. ``like`` has the device of all tensors."""
+    require_optional_tensors(like, mask=mask, offsets=offsets)
+    require_whole(max_segment=max_segment)
+    require_flag(drop_zeros=drop_zeros)
+    return ratio_argument(ratio, like)
+
+
 def checked_quota(
     scores: Tensor,
     ratio: float | Tensor | None,
@@ -51,10 +66,7 @@ def checked_quota(
 ) -> tuple[float | None, Tensor | None, int | None, Tensor | None]:
     """Checks the arguments and returns how many are kept: :class:`~d3s_kernels._segments.quota.Quota`'s four fields."""
     require_tensors(scores=scores)
-    require_optional_tensors(scores, mask=mask, offsets=offsets)
-    require_whole(max_segment=max_segment)
-    require_flag(drop_zeros=drop_zeros)
-    number, tensor = ratio_argument(ratio, scores)
+    number, tensor = checked_ratio(scores, ratio, mask, offsets, max_segment, drop_zeros)
     whole, whole_tensor = (None, None) if k is None else whole_or_tensor("k", k, scores)
     return number, tensor, whole, whole_tensor
 
@@ -90,12 +102,10 @@ class TokenArguments(NamedTuple):
         else:
             require_tensors(entropy=entropy)
         assert entropy is not None
-        require_optional_tensors(entropy, mask=mask, offsets=offsets)
-        require_whole(max_segment=max_segment)
-        require_flag(drop_zeros=drop_zeros)
+        number = checked_ratio(entropy, ratio, mask, offsets, max_segment, drop_zeros)
         require_generator(generator, rule, TOKENS[rule].draws, entropy)
         values, weights = token_factors(rule, entropy, advantages, generator, rank)
-        return values, as_float32(weights), ratio_argument(ratio, entropy)
+        return values, as_float32(weights), number
 
     def of_op(self, values: Tensor, weights: Tensor, ratio: Ratio) -> tuple[object, ...]:
         """The arguments of the op ``select_tokens``."""
