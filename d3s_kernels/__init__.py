@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
 
 from ._dispatch.backends import backends
 from .compare import Comparison, Difference, compare
+from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, max_variance_select, select_rollouts
@@ -46,5 +47,6 @@ __all__ = [
     "select_rollouts",
     "select_tokens",
     "select_tokens_from_logits",
+    "selection_page",
     "topk_mask",
 ]

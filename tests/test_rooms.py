@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 # From the top down: each room, and the rooms that it may import.
 ROOMS = {
     "__main__": "_dispatch _selfcheck compare",
-    "integrations": "_across_ranks _dispatch _groups distributed ratios rollouts schedule tokens vocabulary",
+    "integrations": "_across_ranks _dispatch _groups distributed page ratios rollouts schedule tokens vocabulary",
     "planning": "_arguments",
     # what users call
     "_selfcheck": "_table compare",
@@ -29,6 +29,7 @@ ROOMS = {
     "rollouts": "_across_ranks _arguments _dispatch _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
+    "page": "_arguments _page",
     # how it is checked
     "_table": "_dispatch reference",
     # how it is computed
@@ -36,6 +37,7 @@ ROOMS = {
     "_head": "_arguments _dispatch _groups",
     "_selection": "_arguments _dispatch _segments",
     "_groups": "",
+    "_page": "",
     "_dispatch": "_torch _triton",
     "_torch": "_segments",
     "_triton": "",

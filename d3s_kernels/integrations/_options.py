@@ -39,6 +39,7 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "entropy_from": _one_of("auto", "update", "rollout"),
     "loss_denominator": _one_of("kept", "all"),
     "advantages_from": _one_of("all", "kept"),
+    "selection_page_steps": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
     "drop_zeros": (lambda value: isinstance(value, bool), "true or false"),
     "base_loss": (lambda value: isinstance(value, str) and value != "d3s", "the name of another policy loss"),
     "quantiles": (_are_quantiles, "rising numbers in (0, 1), at most 15"),

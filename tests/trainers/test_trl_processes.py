@@ -36,7 +36,7 @@ PARAMETERS = [QUICK, *(slow(name, shows="these options across processes") for na
 
 @pytest.fixture(scope="module", params=PARAMETERS)
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict, list, list]:
-    """The number of processes, the options, and of each process its outcome and its weights after training."""
+    """The number of processes, the options, each process's outcome, and what each has after training."""
     ranks, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -53,8 +53,9 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     )
     assert done.returncode == 0, done.stderr[-4000:]
     outcomes = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
-    weights = [torch.load(folder / f"weights-{rank}.pt") for rank in range(ranks)]
-    return ranks, options, outcomes, weights
+    trained = [torch.load(folder / f"trained-{rank}.pt") for rank in range(ranks)]
+    pages = [path.read_text("utf-8") for path in sorted((folder / "selection").iterdir())]
+    return ranks, options, outcomes, [one | {"pages": pages} for one in trained]
 
 
 def alone(ranks: int, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -157,8 +158,17 @@ def test_the_same_tokens_and_gradient(together: tuple) -> None:
 
 
 def test_training_keeps_the_processes_together(together: tuple) -> None:
-    weights = together[3]
+    weights = [one["weights"] for one in together[3]]
     for other in weights[1:]:
         assert torch.equal(weights[0], other)
     start = torch.cat([parameter.detach().flatten() for parameter in model().parameters()])
     assert not torch.equal(weights[0], start)
+
+
+def test_pages_show_the_rollouts_of_all_processes(together: tuple) -> None:
+    first = together[3][0]
+    assert len(first["pages"]) == len(first["logged"]) > 1
+    for page, (rollouts, tokens) in zip(first["pages"], first["logged"], strict=True):
+        assert page.count("<article>") == rollouts
+        assert page.count("<article>") + page.count("<details>") == ROWS
+        assert page.count("<mark class=s") == tokens

@@ -66,7 +66,10 @@ def watched(made: Any, name: str, calls: list[tuple[str, int]]) -> None:
 
 def main(folder: str, options: str) -> None:
     torch.set_num_threads(1)
-    made = trainer(policy=model(), ddp_backend="gloo", gradient_accumulation_steps=1, **json.loads(options))
+    made = trainer(
+        policy=model(), ddp_backend="gloo", gradient_accumulation_steps=1, output_dir=folder, selection_page_steps=1,
+        **json.loads(options),
+    )  # fmt: skip
     here, ranks = made.accelerator.process_index, made.accelerator.num_processes
     assert ranks > 1
     forwards = 0
@@ -87,9 +90,13 @@ def main(folder: str, options: str) -> None:
         select_tokens(*one, 1.0, drop_zeros=made.args.drop_zeros, process_group=torch.distributed.group.WORLD)
     torch.save(found | {"forwards": torch.tensor(forwards), "sent": sent}, Path(folder) / f"{here}.pt")
     made.model.forward = score
+    made._metrics["train"].clear()
     made.train()  # whole steps, with generation; DDP averages the gradients
     weights = torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
-    torch.save(weights, Path(folder) / f"weights-{here}.pt")
+    logged = [
+        (row["d3s/rollouts_kept"], row["d3s/tokens_kept"]) for row in made.state.log_history if "d3s/tokens_kept" in row
+    ]
+    torch.save({"weights": weights, "logged": logged}, Path(folder) / f"trained-{here}.pt")
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the interpreter's shutdown: gloo's threads may still want to free objects that Python holds, and abort.

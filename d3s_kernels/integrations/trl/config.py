@@ -99,6 +99,13 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
             "choices": ["all", "kept"],
         },
     )
+    selection_page_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Every so many steps, write a page that shows the rollouts of a generation batch (at most 64), "
+            "their tokens and which were kept, to output_dir/selection/. 0: never."
+        },
+    )
 
     importance_sampling_level: str = field(
         default="token",

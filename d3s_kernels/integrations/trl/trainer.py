@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from .config import D3SConfig
 from .espo import as_espo
 from .gradient import gradient_weights, loss_mask, only_through
 from .head import d3s_head
+from .page import PageOfBatch
 from .rollouts import Batch, choose_rollouts, keep_rollouts, last_column, rows_to_keep, take, trimmed
 
 if TYPE_CHECKING:
@@ -94,6 +96,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         self._passes: _Passes | None = None  # set only while TRL makes a generation batch
         self._loss_inputs: Batch | None = None  # set only while TRL computes a training loss
         self._num_tokens_kept: int | None = None  # None until the first micro-batch
+        self._page: PageOfBatch | None = None  # set while a generation batch is trained on of which a page is written
+        self._next_page = 0  # the first step from which on a page is due
 
     def _warn_of_little_to_drop(self) -> None:
         """Warns once, on the main process, if small groups or small device batches leave little to drop."""
@@ -139,6 +143,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             evaluated: Batch = super()._generate_and_score_completions(inputs)
             return evaluated
         self._passes = passes = _Passes(self._pass_names())
+        self._page = self._page_if_due()
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
@@ -147,12 +152,27 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         batch = {name: value for name, value in batch.items() if name not in passes.postponed}
         if passes.entropy is not None:
             batch["d3s_entropy"] = passes.entropy
+        if self._page is not None:
+            self._page.generated(batch, self.accelerator.process_index)
         batch = self._keep_rollouts(batch)
         for name in passes.postponed:
             batch |= self._postponed(name, batch)
         if self._tokens_before_update:
             self._choose_tokens_of_batch(batch)
         return batch
+
+    def _calculate_rewards(self, *arguments: Any, **options: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(*arguments, **options)
+        if self._page is not None and self.model.training:
+            self._page.has_rewards(rewards, self.reward_weights)
+        return rewards
+
+    def _page_if_due(self) -> PageOfBatch | None:
+        every, step = self.args.selection_page_steps, self.state.global_step
+        if every == 0 or step < self._next_page:
+            return None
+        self._next_page = (step // every + 1) * every
+        return PageOfBatch(step, self.num_generations, self.args.steps_per_generation)
 
     @property
     def _espo(self) -> bool:
@@ -337,6 +357,10 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if kept is None:
             kept = self._choose_tokens(entropy.detach(), inputs["advantages"], mask)
         totals = self._log_tokens(kept, mask, entropy.detach())
+        if self._page is not None and self._page.trained_on(inputs, kept, entropy.detach()):
+            is_main, folder = self.accelerator.is_main_process, Path(self.args.output_dir, "selection")
+            self._page.write(folder, self._tokenizer, is_main)
+            self._page = None
         if self._espo:
             vocabulary = self.model.config.get_text_config().vocab_size
             moved, epsilon = as_espo(inputs, logprob.detach(), entropy.detach(), self.args, vocabulary)

@@ -1,0 +1,149 @@
+"""The HTML of a page of selected tokens, from plain Python values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .text import as_html, token_as_html
+
+LEVELS = 10  # shades of a token, from none to the darkest
+_STYLE = Path(__file__).with_name("style.css")
+# Nothing on the page runs or is loaded, even if some text were to get past the escaping.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What the page shows of one rollout. A dropped one has no scores, entropies and kept tokens."""
+
+    texts: list[str]  # of each token
+    reward: float | None
+    advantage: float | None
+    kept: bool
+    scores: list[float]
+    entropies: list[float] | None
+    kept_tokens: list[bool]
+
+
+@dataclass(frozen=True)
+class Group:
+    prompt: str
+    rollouts: list[Rollout]
+
+
+def page(title: str, groups: Sequence[Group], longest: int) -> str:
+    """The whole page. Of a rollout with more than ``longest`` tokens, those in the middle are left out."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    top = darkest_from([score for rollout in rollouts for score in rollout.scores])
+    body = "\n".join(_group(number, group, top, longest) for number, group in enumerate(groups, start=1))
+    return (
+        "<!doctype html>\n"
+        f'<html lang="en">\n<meta charset="utf-8">\n<title>{as_html(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n"
+        f"<h1>{as_html(title)}</h1>\n{_summary(rollouts)}\n{_legend(top)}\n"
+        f"<main>\n{body}\n</main>\n</html>\n"
+    )
+
+
+def darkest_from(scores: Sequence[float]) -> float:
+    """The score from which a token has the darkest shade: the 99th percentile, so that one outlier pales no other."""
+    finite = sorted(score for score in scores if math.isfinite(score))
+    return finite[math.ceil(0.99 * len(finite)) - 1] if finite else 0.0
+
+
+def shade(score: float, top: float) -> int:
+    """The level of a score: 0 for 0 and NaN, 9 from ``top`` on."""
+    if math.isnan(score) or score <= 0:
+        return 0
+    return LEVELS - 1 if score >= top else int(LEVELS * score / top)
+
+
+def _summary(rollouts: Sequence[Rollout]) -> str:
+    trained = [rollout for rollout in rollouts if rollout.kept]
+    kept, tokens = sum(sum(rollout.kept_tokens) for rollout in trained), sum(len(rollout.texts) for rollout in trained)
+    share = f" ({kept / tokens:.1%})" if tokens else ""
+    return (
+        f"<p><b>{len(trained)} of {len(rollouts)}</b> rollouts are kept, and in them <b>{kept:,} of {tokens:,}</b> "
+        f"tokens{share}.</p>"
+    )
+
+
+def _legend(top: float) -> str:
+    shades = "".join(f'<i class="s{level}"></i>' for level in range(LEVELS))
+    return (
+        f'<p class="legend">Score of a token: 0 {shades} {top:.3g}. <mark>Underlined and bold</mark>: kept, with '
+        "a gradient. Folded: dropped rollouts; open one to read it. Point at a token, or tap it, for its numbers. "
+        "\u25ab is a token without a text of its own, such as a part of a character.</p>"
+    )
+
+
+def _group(number: int, group: Group, top: float, longest: int) -> str:
+    shown = "\n".join(
+        (_kept if rollout.kept else _dropped)(rollout, place, top, longest)
+        for place, rollout in enumerate(group.rollouts, start=1)
+    )
+    return (
+        f"<section>\n<h2>Prompt {number}</h2>\n"
+        f'<div class="text prompt" dir="auto">{as_html(group.prompt)}</div>\n{shown}\n</section>'
+    )
+
+
+def _kept(rollout: Rollout, place: int, top: float, longest: int) -> str:
+    tokens = "".join(_tokens(rollout, top, longest))
+    return (
+        f'<article>\n<div class="facts">{_facts(rollout, place)}, {sum(rollout.kept_tokens):,} of '
+        f'{len(rollout.texts):,} tokens kept</div>\n<div class="text" dir="auto">{tokens}</div>\n</article>'
+    )
+
+
+def _dropped(rollout: Rollout, place: int, top: float, longest: int) -> str:
+    text = "".join(
+        as_html("".join(rollout.texts[part])) if isinstance(part, slice) else f' <span class="cut">{part}</span> '
+        for part in _parts(rollout, longest)
+    )
+    return (
+        f"<details>\n<summary>{_facts(rollout, place)}, dropped</summary>\n"
+        f'<div class="text" dir="auto">{text}</div>\n</details>'
+    )
+
+
+def _facts(rollout: Rollout, place: int) -> str:
+    facts = [f"Rollout {place}"]
+    if rollout.reward is not None:
+        facts.append(f"reward {rollout.reward:.3g}")
+    if rollout.advantage is not None:
+        kind = "good" if rollout.advantage > 0 else "bad" if rollout.advantage < 0 else ""
+        facts.append(f'advantage <b class="{kind}">{rollout.advantage:+.2f}</b>')
+    return ", ".join(facts)
+
+
+def _parts(rollout: Rollout, longest: int) -> Iterator[slice | str]:
+    """The stretches of tokens that are shown, and between them what is said of those that are not."""
+    count = len(rollout.texts)
+    if count <= longest:
+        yield slice(0, count)
+        return
+    first, last = longest - longest // 2, count - longest // 2
+    yield slice(0, first)
+    kept = f", {sum(rollout.kept_tokens[first:last]):,} of them kept" if rollout.kept else ""
+    yield f"[{last - first:,} tokens are not shown{kept}]"
+    yield slice(last, count)
+
+
+def _tokens(rollout: Rollout, top: float, longest: int) -> Iterator[str]:
+    for part in _parts(rollout, longest):
+        if isinstance(part, str):
+            yield f' <span class="cut">{part}</span> '
+            continue
+        for place in range(part.start, part.stop):
+            score = rollout.scores[place]
+            name = "mark" if rollout.kept_tokens[place] else "i"
+            entropy = "" if rollout.entropies is None else f" data-h={rollout.entropies[place]:.3g}"
+            # Values without quotes keep the page small; a number has no character that would need them.
+            numbers = f"class=s{shade(score, top)} data-s={score:.3g}{entropy}"
+            yield f"<{name} {numbers}>{token_as_html(rollout.texts[place])}</{name}>"

@@ -1,0 +1,50 @@
+"""The text of single tokens, and model text as HTML that shows everything and does nothing."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Sequence
+
+UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a character
+NO_TEXT = "\u25ab"  # ▫: shown for a token without a text of its own
+_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8: a longer stretch of unfinished tokens is no character
+
+# Characters that would be invisible, or would change the text around them: control characters, marks of the writing
+# direction, invisible operators and tags, line separators, surrogates. Joiners (U+200C, U+200D) stay, because emoji and
+# several scripts need them; so do tab and newline.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff0-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """The text that each token adds to those before it. Joined, the texts are the whole text, if that is valid UTF-8.
+
+    A character whose bytes are spread over several tokens is the text of its last one; the others have none. Each token
+    is decoded together with the one before it, since some tokenizers drop a space at the start of a text.
+    """
+    texts: list[str] = []
+    first = done = 0  # the tokens that are decoded begin at ``first``; the text of those before ``done`` is known
+    for end in range(1, len(token_ids) + 1):
+        before, text = decode(list(token_ids[first:done])), decode(list(token_ids[first:end]))
+        last = end == len(token_ids) or end - done >= _LONGEST_CHARACTER
+        if text.endswith(UNFINISHED) and not last:
+            texts.append("")
+            continue
+        while not text.startswith(before):  # of bytes that are no character, some may have become one
+            before = before[:-1]
+        texts.append(text[len(before) :])
+        first, done = done, end
+    return texts
+
+
+def as_html(text: str) -> str:
+    """The text, escaped for the content of an element. Hidden characters become their names, as in ⟨U+202E⟩."""
+    return html.escape(_HIDDEN.sub(lambda found: f"\u27e8U+{ord(found[0]):04X}\u27e9", text), quote=False)
+
+
+def token_as_html(text: str) -> str:
+    """Likewise for a single token, of which something is always visible: also an empty one, or a line break."""
+    return as_html(text).replace("\n", "\u21b5\n") or NO_TEXT

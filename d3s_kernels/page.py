@@ -1,0 +1,76 @@
+"""A page to look at: which rollouts and tokens of a batch are kept, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ._arguments import whole_number
+from ._page.batch import grouped, rollouts_of
+from ._page.render import page
+
+
+def selection_page(
+    prompts: Sequence[str],
+    completions: Tensor | Sequence[Sequence[str]],
+    kept_tokens: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    advantages: Tensor | None = None,
+    scores: Tensor | None = None,
+    kept_rollouts: Tensor | None = None,
+    rewards: Tensor | None = None,
+    mask: Tensor | None = None,
+    tokenizer: Any = None,
+    title: str = "Which tokens are trained on",
+    longest: int = 512,
+) -> str:
+    """A self-contained HTML page of a batch: its rollouts as text, each token shaded by its score, kept ones marked.
+
+    The default score is that of D3S, ``|advantage| * entropy``. Dropped rollouts are folded. The page needs no network
+    and runs no script, so it can be mailed or put beside logs; it fits phones, and follows the light or dark theme of
+    the reader. All text is escaped; control characters and marks of the writing direction are shown by their names.
+    64 rollouts of up to 512 tokens make less than 2 MB.
+
+    Args:
+        prompts: G texts, one for each group. The rollouts are those of the first prompt, then those of the second, and
+            so on, the same number R / G for each.
+        completions: integer ``[R, T]``, token ids; needs ``tokenizer``. Or for each rollout a list with the text of
+            each token.
+        kept_tokens: bool ``[R, T]``, such as ``select_tokens(...).mask``.
+        entropy: float ``[R, T]``, nats; shown, and part of the default score.
+        advantages: float, R numbers of any shape; shown, and part of the default score.
+        scores: float ``[R, T]``, shown instead of the default score.
+        kept_rollouts: bool, R values of any shape, such as ``select_rollouts(...)``; all if None. Then ``kept_tokens``,
+            ``entropy`` and ``scores`` may also have rows for the kept rollouts only, ``[K, T]``: a trainer has no
+            entropies of rollouts that it did not forward.
+        rewards: float, R numbers of any shape; shown.
+        mask: ``[R, T]``, non-zero at the tokens of a completion, which are a row's first ones; all if None.
+        tokenizer: has ``decode(ids, skip_special_tokens=...)``, as all of the ``transformers`` package have.
+        title: the page's heading.
+        longest: of longer rollouts, this many tokens are shown: half from the start, half from the end.
+
+    Returns:
+        The page. Write it to a file in UTF-8: ``Path("page.html").write_text(page, encoding="utf-8")``.
+
+    Raises:
+        ValueError: shapes that do not fit together; R is not a multiple of G; neither ``scores`` nor both ``entropy``
+            and ``advantages``; token ids without a tokenizer; a kept token that ``mask`` leaves out; ``longest`` < 2.
+        TypeError: an argument of another type.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> texts = [["4", " apples"], ["No", " idea"]]
+        >>> entropy, advantages = torch.tensor([[0.1, 0.7], [1.9, 0.2]]), torch.tensor([0.7, -0.7])
+        >>> kept = d3s.select_tokens(entropy, advantages, 0.25)
+        >>> page = d3s.selection_page(["2 + 2?"], texts, kept.mask, entropy=entropy, advantages=advantages)
+        >>> page.count("<mark class=s"), "<mark class=s9 data-s=1.33 data-h=1.9>No</mark>" in page
+        (1, True)
+    """
+    longest = whole_number("longest", longest, at_least=2)
+    rollouts = rollouts_of(
+        completions, kept_tokens, entropy, advantages, scores, kept_rollouts, rewards, mask, tokenizer
+    )
+    return page(title, grouped(prompts, rollouts), longest)

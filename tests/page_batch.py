@@ -1,0 +1,50 @@
+"""Batches for the tests of the page, and texts that would do harm if they were not escaped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    '<img src=x onerror="document.title=1">',
+    "</div></article></main><style>*{display:none}</style>",
+    '"onmouseover="alert(1)',
+    "--><!-- ]]> &lt;b&gt; &#60;",
+    "abc\u202edcba\u202c \u2066isolated\u2069 \u200f\u200e\u061c",  # marks of the writing direction
+    "\x00\x07\x1b[31m\x7f\x85\u2028\u2029\ufeff\u200b",  # control characters and invisible ones
+    "\U000e0041\U000e0042 hidden tags",
+    "a\ud800b",  # half of a pair
+    "\u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u05e2\u05d1\u05e8\u05d9\u05ea",  # Arabic and Hebrew
+    "z" + "\u0335\u0321\u0322" * 40,  # stacked marks
+    "x" * 3000,  # a word without an end
+]
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8, as those of byte-level BPE partly are."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def batch(
+    groups: int, group: int, tokens: int, *, lengths: list[int] | None = None, all_kept: bool = False
+) -> tuple[list[str], list[list[str]], dict[str, Any]]:
+    """Prompts, the texts of tokens, and the other arguments of a page: random ones of fitting shapes."""
+    rollouts = groups * group
+    if lengths is None:
+        lengths = torch.randint(tokens // 2, tokens + 1, (rollouts,)).tolist() if not all_kept else [tokens] * rollouts
+    words = [" the", " num", "ber", " is", " 4", "2", ".", " because", " we", "\n", "<", " é"]
+    texts = [[words[i] for i in torch.randint(len(words) - 3, (length,)).tolist()] for length in lengths]
+    kept = torch.rand(rollouts) < 0.5 if not all_kept else torch.ones(rollouts).bool()
+    valid = (torch.arange(tokens) < torch.tensor(lengths)[:, None]) & kept[:, None]
+    values = {
+        "kept_tokens": valid & (torch.rand(rollouts, tokens) < 0.3),
+        "entropy": torch.rand(rollouts, tokens) * 3,
+        "advantages": torch.randn(groups, group),
+        "rewards": torch.rand(groups, group),
+        "kept_rollouts": kept.view(groups, group),
+    }
+    return [f"Question {number}?" for number in range(groups)], texts, values

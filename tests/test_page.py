@@ -1,0 +1,232 @@
+"""The page of selected tokens: what it shows, that text stays text, and what it refuses. tests/test_page_in_browser.py
+opens it in a browser.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from page_batch import HOSTILE, Bytes, batch
+
+import d3s_kernels as d3s
+from d3s_kernels._page.render import darkest_from, shade
+from d3s_kernels._page.text import token_texts
+
+
+class Seen(HTMLParser):
+    """What a page consists of: its tags, its tokens with their attributes, and the text of each rollout."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.tokens: list[tuple[str, dict[str, Any], str]] = []
+        self.texts: list[str] = []
+        self._in_text = self._in_token = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        self.tags.append(tag)
+        if values.get("class") == "text":
+            self._in_text = True
+            self.texts.append("")
+        self._in_token = "data-s" in values
+        if self._in_token:
+            self.tokens.append((tag, values, ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_text = self._in_text and tag != "div"
+        self._in_token = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_text:
+            self.texts[-1] += data
+        if self._in_token:
+            tag, values, text = self.tokens[-1]
+            self.tokens[-1] = tag, values, text + data
+
+
+def test_marks_shades_and_numbers_are_those_of_the_tensors() -> None:
+    prompts, texts, values = batch(groups=3, group=4, tokens=9)
+    seen = Seen(d3s.selection_page(prompts, texts, **values))
+    kept = values["kept_rollouts"].flatten()
+    lengths = [len(row) for row in texts]
+    places = [(row, column) for row in range(len(texts)) if kept[row] for column in range(lengths[row])]
+    assert len(seen.tokens) == len(places)
+    scores = values["advantages"].flatten().abs()[:, None] * values["entropy"]
+    top = darkest_from([float(scores[place]) for place in places])
+    for (tag, attributes, text), place in zip(seen.tokens, places, strict=True):
+        assert (tag == "mark") == bool(values["kept_tokens"][place])
+        assert text == texts[place[0]][place[1]]
+        assert float(attributes["data-s"]) == pytest.approx(float(scores[place]), rel=6e-3)
+        assert float(attributes["data-h"]) == pytest.approx(float(values["entropy"][place]), rel=6e-3)
+        assert attributes["class"] == f"s{shade(float(scores[place]), top)}"
+    assert seen.texts == ["".join(row) for row in texts]
+    assert seen.tags.count("article") == int(kept.sum())
+    assert seen.tags.count("details") == int((~kept).sum())
+
+
+def test_rows_of_the_kept_rollouts_alone_give_the_same_page() -> None:
+    prompts, texts, values = batch(groups=2, group=3, tokens=5)
+    kept = values["kept_rollouts"].flatten()
+    fewer = {name: values[name][kept] for name in ("kept_tokens", "entropy")}
+    assert d3s.selection_page(prompts, texts, **(values | fewer)) == d3s.selection_page(prompts, texts, **values)
+
+
+def test_any_score_instead_of_the_default() -> None:
+    prompts, texts, values = batch(groups=1, group=2, tokens=4)
+    values = {"kept_tokens": values["kept_tokens"], "scores": torch.full((2, 4), 0.25)}
+    seen = Seen(d3s.selection_page(prompts, texts, **values))
+    assert {attributes["data-s"] for _, attributes, _ in seen.tokens} == {"0.25"}
+    assert all("data-h" not in attributes for _, attributes, _ in seen.tokens)
+
+
+def test_scores_that_are_not_finite_are_shown_as_they_are() -> None:
+    scores = torch.tensor([[torch.nan, torch.inf, -torch.inf, 1.0]])
+    page = d3s.selection_page(["?"], [["a", "b", "c", "d"]], torch.zeros(1, 4, dtype=torch.bool), scores=scores)
+    shades = [(attributes["class"], attributes["data-s"]) for _, attributes, _ in Seen(page).tokens]
+    assert shades == [("s0", "nan"), ("s9", "inf"), ("s0", "-inf"), ("s9", "1")]
+
+
+def test_an_empty_completion_and_no_kept_rollout() -> None:
+    nothing = torch.zeros(2, 0, dtype=torch.bool), torch.zeros(2, 0)
+    page = d3s.selection_page(["?"], [[], []], nothing[0], scores=nothing[1], kept_rollouts=torch.zeros(2).bool())
+    assert "<b>0 of 2</b> rollouts" in page
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_hostile_text_stays_text() -> None:
+    prompts, texts, values = batch(groups=len(HOSTILE), group=2, tokens=2)
+    for row, text in enumerate(HOSTILE):
+        prompts[row] = text
+        texts[2 * row] = texts[2 * row + 1] = [text, text]
+    harmless = Seen(d3s.selection_page(["x"] * len(prompts), [["x", "x"]] * len(texts), **values))
+    page = d3s.selection_page(prompts, texts, title=HOSTILE[0], **values)
+    assert Seen(page).tags == harmless.tags  # not one element more
+    page.encode("utf-8")  # no lone surrogate is left
+    hidden = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+    assert not hidden.search(page)
+    assert "\u27e8U+202E\u27e9" in page  # it is named instead
+    for text in ("</script><script>alert(1)</script>", '"onmouseover="alert(1)'):
+        assert html.escape(text, quote=False) in page
+
+
+def test_line_breaks_and_empty_tokens_are_visible() -> None:
+    prompts, texts, values = batch(groups=1, group=1, tokens=3, all_kept=True)
+    texts[0] = ["a", "\n", ""]
+    seen = Seen(d3s.selection_page(prompts, texts, **values))
+    assert [text for _, _, text in seen.tokens] == ["a", "\u21b5\n", "\u25ab"]
+
+
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=12))
+def test_the_texts_of_byte_tokens_join_to_the_whole(text: str) -> None:
+    tokens = list(text.encode())
+    texts = token_texts(Bytes().decode, tokens)
+    assert len(texts) == len(tokens)
+    assert "".join(texts) == text
+    assert [part for part in texts if part] == list(text)  # each character is the text of its last byte
+
+
+@given(tokens=st.lists(st.integers(0, 255), max_size=12))
+def test_bytes_that_are_no_text_lose_nothing(tokens: list[int]) -> None:
+    texts = token_texts(Bytes().decode, tokens)
+    assert len(texts) == len(tokens)
+    found = iter("".join(texts))
+    assert all(character in found for character in Bytes().decode(tokens))  # in this order
+
+
+def test_a_space_that_the_tokenizer_drops_at_the_start_is_kept_between_tokens() -> None:
+    words = ["\u2581the", "\u2581end", "s", "\u2581."]
+
+    def decode(ids: list[int]) -> str:  # as SentencePiece does
+        return "".join(words[token] for token in ids).replace("\u2581", " ").removeprefix(" ")
+
+    assert token_texts(decode, [0, 1, 2, 3]) == ["the", " end", "s", " ."]
+
+
+def test_token_ids_with_a_mask() -> None:
+    ids = torch.tensor([[*"né".encode(), 0], [*b"x", 0, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    values = {"kept_tokens": torch.zeros(2, 4).bool(), "scores": torch.ones(2, 4)}
+    seen = Seen(d3s.selection_page(["?"], ids, mask=mask, tokenizer=Bytes(), **values))
+    assert [text for _, _, text in seen.tokens] == ["n", "\u25ab", "é", "x"]
+
+
+# ---- size ------------------------------------------------------------------------------------------------------------
+
+
+def test_sixty_four_rollouts_stay_below_two_megabytes() -> None:
+    prompts, texts, values = batch(groups=8, group=8, tokens=2048, all_kept=True)
+    page = d3s.selection_page(prompts, texts, **values)
+    assert len(page.encode()) < 2_000_000
+    kept = int(values["kept_tokens"].sum())
+    hidden = sum(int(number.replace(",", "")) for number in re.findall(r"not shown, ([\d,]+) of them kept", page))
+    assert page.count("<mark class=s") + hidden == kept
+    assert page.count("tokens are not shown") == 64
+
+
+def test_the_middle_of_a_long_rollout_is_left_out() -> None:
+    prompts, texts, values = batch(groups=1, group=2, tokens=9, lengths=[9, 9])
+    values["kept_rollouts"] = torch.tensor([True, False])
+    values["kept_tokens"][1] = False
+    seen = Seen(d3s.selection_page(prompts, texts, longest=5, **values))
+    assert [text for _, _, text in seen.tokens] == [*texts[0][:3], *texts[0][-2:]]
+    assert seen.texts[1] == "".join(texts[1][:3]) + " [4 tokens are not shown] " + "".join(texts[1][-2:])
+
+
+# ---- what it refuses -------------------------------------------------------------------------------------------------
+
+Change = Callable[[list[str], list[list[str]], dict[str, Any]], Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda p, t, v: p.append("?"), ValueError, "prompts: got 3 for 4 rollouts"),
+        (lambda p, t, v: p.__setitem__(0, 3), TypeError, "prompts: got"),
+        (lambda p, t, v: t[0].__setitem__(0, 3), TypeError, "completions: got other values than texts"),
+        (lambda p, t, v: v.update(entropy=None), ValueError, "scores: got None without entropy and advantages"),
+        (lambda p, t, v: v.update(entropy=torch.zeros(3, 5)), ValueError, "entropy: got shape [3, 5]; takes 4, or 2 "),
+        (lambda p, t, v: v.update(entropy=[[1.0]]), TypeError, "entropy: got list; takes a float tensor"),
+        (lambda p, t, v: v.update(advantages=torch.zeros(3)), ValueError, "advantages: got shape [3]; takes one value"),
+        (lambda p, t, v: v.update(rewards=torch.ones(4).long()), TypeError, "rewards: got torch.int64; takes a float"),
+        (lambda p, t, v: v.update(kept_tokens=torch.ones(4, 5)), TypeError, "kept_tokens: got torch.float32; takes"),
+        (
+            lambda p, t, v: v.update(kept_tokens=torch.ones(4, 5).bool()),
+            ValueError,
+            "kept_tokens: got 10 in dropped rollouts or after the end of a completion",
+        ),
+        (lambda p, t, v: v.update(longest=1), ValueError, "longest: got 1; takes at least 2"),
+        (lambda p, t, v: v.update(mask=torch.ones(3, 5)), ValueError, "mask: got shape [3, 5]; takes [4, 5]"),
+        (
+            lambda p, t, v: v.update(mask=torch.tensor([[0, 1, 1, 1, 1]] * 4)),
+            ValueError,
+            "mask: got row 0 with a token after the end of its completion",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(change: Change, error: type[Exception], message: str) -> None:
+    prompts, texts, values = batch(groups=2, group=2, tokens=5, lengths=[5] * 4)
+    values["kept_rollouts"] = torch.tensor([True, False, True, False])
+    values["kept_tokens"] = values["kept_tokens"] & values["kept_rollouts"][:, None]
+    change(prompts, texts, values)
+    with pytest.raises(error, match=re.escape(message)):
+        d3s.selection_page(prompts, texts, **values)
+
+
+def test_token_ids_need_a_tokenizer() -> None:
+    kept = torch.zeros(1, 2).bool()
+    with pytest.raises(TypeError, match=r"tokenizer: got NoneType with token ids"):
+        d3s.selection_page(["?"], torch.zeros(1, 2).long(), kept, scores=torch.zeros(1, 2))
+    with pytest.raises(TypeError, match=r"completions: got torch.float32 of shape \[1, 2\]; takes integers"):
+        d3s.selection_page(["?"], torch.zeros(1, 2), kept, scores=torch.zeros(1, 2))
