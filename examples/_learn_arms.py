@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # All arms divide by the same denominator: all tokens of the rollouts trained on. Dividing by the kept tokens would make
-# steps 5 to 20 times larger, so the comparison would be one of learning rates.
+# gradients 5 to 20 times larger, and gradient clipping would cut those of some arms only. (AdamW itself would not see a
+# constant factor.)
 SAME = {"loss_denominator": "all"}
 
 # GSPO's ratio is the geometric mean over a sequence; clip range and denominator are those of its paper.

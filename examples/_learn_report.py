@@ -15,9 +15,14 @@ from statistics import fmean, stdev
 
 from _learn_compare import Comparison
 from _learn_setting import Run, Setting
-from _learn_statistics import CONFIDENCE, Measure, measures, paired_difference
+from _learn_statistics import CONFIDENCE, Measure, measures, paired_difference, seconds_to
 
 BASELINES = ("GRPO", "PODS")
+LEVEL = "GRPO"  # the arm whose last reward is the level that the others should reach
+LEVEL_READING = (
+    f"Of each seed, when the reward first was as high as {LEVEL}'s of that seed at its end, between two evaluations if "
+    "need be. `> 10.2`: not within the run, which ended then."
+)
 UPDATE = "update"
 
 
@@ -34,6 +39,11 @@ def report(setting: Setting, comparison: Comparison) -> str:
             f"### Reward against {base}, paired by seed\n\n{differences_table(comparison, base)}"
             for base in BASELINES
             if any(arm.name == base for arm in plan.arms) and len(plan.arms) > 1
+        ),
+        *(
+            [f"### Seconds to {LEVEL}'s reward at its end\n\n{level_table(comparison.runs)}\n\n{LEVEL_READING}"]
+            if any(arm.name == LEVEL for arm in plan.arms) and len(plan.arms) > 1
+            else []
         ),
         reading(plan.seeds),
     ]
@@ -126,10 +136,20 @@ def differences_table(comparison: Comparison, base: str) -> str:
     return table(["arm", *(measure.value for measure in Measure)], rows)
 
 
+def level_table(runs: Sequence[Run]) -> str:
+    levels = {run.job.seed: run.points[-1].reward for run in of_arm(runs, LEVEL)}
+    rows = []
+    for name in dict.fromkeys(run.job.arm for run in runs):
+        found = [(run, seconds_to(run, levels[run.job.seed])) for run in of_arm(runs, name)]
+        times = [f"> {run.points[-1].total:.1f}" if time is None else f"{time:.1f}" for run, time in found]
+        rows.append([name, f"{sum(time is not None for _, time in found)} of {len(found)}", ", ".join(times)])
+    return table(["arm", "seeds that reached it", "seconds, seed by seed"], rows)
+
+
 def reading(seeds: Sequence[int]) -> str:
     equal = (
         "At equal time, at equal tokens: when the arm of that seed that needs the least has ended, between two "
-        "evaluations if need be."
+        "evaluations if need be. That is one instant of the runs, and no measure of speed."
     )
     if len(seeds) == 1:
         return f"One seed says nothing about differences: another one may turn them round. {equal}"

@@ -55,6 +55,20 @@ def measures(run: Run, time: float = math.inf, tokens: float = math.inf) -> dict
     }
 
 
+def seconds_to(run: Run, reward: float) -> float | None:
+    """Seconds of training until the reward first was this high, between two evaluations if need be; None if it never
+    was in this run.
+    """
+    before = run.points[0]
+    for point in run.points:
+        if point.reward >= reward:
+            rise = point.reward - before.reward
+            share = (reward - before.reward) / rise if rise > 0 else 1.0
+            return before.total + share * (point.total - before.total)
+        before = point
+    return None
+
+
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
     """The mean difference of paired values: entry i of both lists is from the same seed."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]

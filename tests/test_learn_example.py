@@ -1,7 +1,8 @@
-"""What the learning example concludes from its runs, and what it refuses. `make demo` runs the whole example."""
+"""What the learning example concludes from its runs, and what it refuses. CI runs the whole example, with --short."""
 
 from __future__ import annotations
 
+import csv
 import math
 import subprocess
 import sys
@@ -14,9 +15,10 @@ sys.path.insert(0, str(EXAMPLES))
 pytest.importorskip("trl")
 
 from _learn_arms import arms  # noqa: E402
+from _learn_report import LEVEL_READING, level_table  # noqa: E402
 from _learn_reward import ends_in  # noqa: E402
 from _learn_setting import Job, Point, Run  # noqa: E402
-from _learn_statistics import Measure, measures, paired_difference, student_quantile  # noqa: E402
+from _learn_statistics import Measure, measures, paired_difference, seconds_to, student_quantile  # noqa: E402
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (4, 2.776), (9, 2.262), (30, 2.042)])
@@ -46,6 +48,29 @@ def test_measures_of_a_run() -> None:
     assert found[Measure.THROUGHOUT] == pytest.approx((0.3 + 0.45) / 2)
     assert found[Measure.AT_EQUAL_TIME] == pytest.approx(0.45)
     assert found[Measure.AT_EQUAL_TOKENS] == pytest.approx(0.3)
+
+
+def test_time_to_a_level() -> None:
+    rewards = (0.2, 0.4, 0.3, 0.5)
+    run = Run(Job("D3S", 1e-4, 0), tuple(Point(10 * i, r, 0, {"update": 2.0 * i}) for i, r in enumerate(rewards)))
+    assert seconds_to(run, 0.1) == 0
+    assert seconds_to(run, 0.3) == pytest.approx(1)
+    assert seconds_to(run, 0.4) == pytest.approx(2)  # the first time
+    assert seconds_to(run, 0.45) == pytest.approx(5.5)
+    assert seconds_to(run, 0.6) is None
+
+
+def test_the_committed_report_has_the_times_of_its_curves() -> None:
+    (path,) = (EXAMPLES / "results").glob("learning-*[0-9].csv")
+    runs: dict[Job, list[Point]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            job = Job(row["arm"], float(row["learning_rate"]), int(row["seed"]))
+            point = Point(int(row["step"]), float(row["held_out_reward"]), 0, {"all": float(row["seconds"])})
+            runs.setdefault(job, []).append(point)
+    report = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert level_table([Run(job, tuple(points)) for job, points in runs.items()]) in report
+    assert LEVEL_READING in report
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def test_marks_shades_and_numbers_are_those_of_the_tensors() -> None:
     assert seen.texts == ["".join(row) for row in texts]
     assert seen.tags.count("article") == int(kept.sum())
     assert seen.tags.count("details") == int((~kept).sum())
+    assert "Score of a token, |advantage| x entropy: 0" in d3s.selection_page(prompts, texts, **values)
 
 
 def test_rows_of_the_kept_rollouts_alone_give_the_same_page() -> None:
@@ -87,6 +88,7 @@ def test_any_score_instead_of_the_default() -> None:
     seen = Seen(d3s.selection_page(prompts, texts, **values))
     assert {attributes["data-s"] for _, attributes, _ in seen.tokens} == {"0.25"}
     assert all("data-h" not in attributes for _, attributes, _ in seen.tokens)
+    assert "|advantage| x entropy" not in d3s.selection_page(prompts, texts, **values)
 
 
 def test_scores_that_are_not_finite_are_shown_as_they_are() -> None:

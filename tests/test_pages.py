@@ -87,9 +87,11 @@ def test_every_environment_variable_is_listed() -> None:
     assert not sorted(name for name in read - {"D3S_TEST_CACHES"} if f"`{name}`" not in page)
 
 
-def test_the_code_of_the_page_on_debugging_runs() -> None:
+def test_the_code_of_the_page_on_debugging_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     text = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
     for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         exec(compile(block, "docs/debugging.md", "exec"), names)
+    assert "<mark" in (tmp_path / "selection.html").read_text(encoding="utf-8")
     assert (int(names["kept"].count), float(names["kept"].threshold)) == (0, float("inf"))

@@ -34,8 +34,12 @@ class Group:
     rollouts: list[Rollout]
 
 
-def page(title: str, groups: Sequence[Group], longest: int) -> str:
-    """The whole page. Of a rollout with more than ``longest`` tokens, those in the middle are left out."""
+def page(title: str, score: str, groups: Sequence[Group], longest: int) -> str:
+    """The whole page. Of a rollout with more than ``longest`` tokens, those in the middle are left out.
+
+    Args:
+        score: the formula of the scores, or "" where it is not known.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     top = darkest_from([score for rollout in rollouts for score in rollout.scores])
     body = "\n".join(_group(number, group, top, longest) for number, group in enumerate(groups, start=1))
@@ -45,7 +49,7 @@ def page(title: str, groups: Sequence[Group], longest: int) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n"
-        f"<h1>{as_html(title)}</h1>\n{_summary(rollouts)}\n{_legend(top)}\n"
+        f"<h1>{as_html(title)}</h1>\n{_summary(rollouts)}\n{_legend(score, top)}\n"
         f"<main>\n{body}\n</main>\n</html>\n"
     )
 
@@ -73,12 +77,13 @@ def _summary(rollouts: Sequence[Rollout]) -> str:
     )
 
 
-def _legend(top: float) -> str:
-    shades = "".join(f'<i class="s{level}"></i>' for level in range(LEVELS))
+def _legend(score: str, top: float) -> str:
+    shades = "".join(f'<i class="s{level}"></i>' for level in range(1, LEVELS))
+    formula = f", {as_html(score)}" if score else ""
     return (
-        f'<p class="legend">Score of a token: 0 {shades} {top:.3g}. <mark>Underlined and bold</mark>: kept, with '
-        "a gradient. Folded: dropped rollouts; open one to read it. Point at a token, or tap it, for its numbers. "
-        "\u25ab is a token without a text of its own, such as a part of a character.</p>"
+        f'<p class="legend">Score of a token{formula}: 0 {shades} {top:.3g} or more. <mark>Underlined and bold</mark>: '
+        "kept, with a gradient. Folded: a dropped rollout; open it to read it. Point at a token, or tap it, for its "
+        "numbers. \u25ab is a token without a text of its own, such as a part of a character.</p>"
     )
 
 

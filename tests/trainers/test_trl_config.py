@@ -81,7 +81,7 @@ def test_bad_options_are_named(options: dict, message: str) -> None:
 def test_every_option_has_help_and_can_be_set_from_the_command_line() -> None:
     parser = TrlParser([D3SConfig])
     actions = {action.dest: action for action in parser._actions}
-    assert len(OURS) == 14
+    assert len(OURS) == 15
     for name in OURS:
         assert len(actions[name].help) > 20, name
     given = (

@@ -83,7 +83,7 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
         default="kept",
         metadata={
             "help": "What gradients are averaged over: 'kept' tokens, which makes them larger by about 1 / the share "
-            "kept (mind max_grad_norm and the learning rate), or 'all' valid ones.",
+            "kept (gradient clipping sees that, AdamW does not: mind max_grad_norm), or 'all' valid ones.",
             "choices": ["kept", "all"],
         },
     )

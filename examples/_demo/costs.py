@@ -1,0 +1,59 @@
+"""Seconds and peak memory of the stages of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_PROCESS = Path("/proc/self")  # on Linux
+
+
+class Costs:
+    """Seconds of named stages, and the peak of the memory beyond what was in use when the stage began, in bytes: on a
+    GPU of torch's allocator, on a CPU of the process. None where the system does not tell.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.peak: dict[str, int | None] = {}
+
+    @contextlib.contextmanager
+    def of(self, stage: str) -> Iterator[None]:
+        before = _start_again()
+        began = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[stage] = time.perf_counter() - began
+        peak = _in_use("VmHWM")
+        self.peak[stage] = None if before is None or peak is None else peak - before
+
+
+def _start_again() -> int | None:
+    """Begins a new peak. Returns the bytes in use."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else freed memory that is used again would not be seen
+    try:
+        (_PROCESS / "clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _in_use("VmRSS")
+
+
+def _in_use(field: str) -> int | None:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        line = next(line for line in (_PROCESS / "status").read_text().splitlines() if line.startswith(field))
+    except OSError:
+        return None
+    return 1024 * int(line.split()[1])

@@ -1,0 +1,133 @@
+"""The sequence of the demo: answers, GRPO's update, D3S's updates, the table and the page."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.nn.utils.rnn import pad_sequence
+
+import d3s_kernels as d3s
+
+from . import models, plain, report, update
+from .problems import draw
+from .rollouts import Recorded, record
+
+PROMPTS, GROUP, LENGTH = 4, 8, 40  # problems, answers to each, tokens of an answer at most
+# The paper's schedule goes from 8 of 32 rollouts and 5 % of their tokens to all 32 and 20 %. This is it for 8 rollouts.
+SCHEDULE = d3s.DownSamplingSchedule(d3s.Budget(GROUP // 4, 0.05), d3s.Budget(GROUP, 0.20))
+WHEN = {"at the start": 0.0, "in the middle": 0.5, "at the end": 1.0}
+
+
+def run(folder: Path | None, out: Path, seed: int) -> None:
+    warnings.filterwarnings("ignore")  # of TRL and transformers, about their own options
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    console = Console(highlight=False)
+    console.width = report.WIDTH
+    report.introduce(console, folder, PROMPTS, GROUP)
+    with Work(console) as work:
+        model, tokenizer = get_model(folder, seed, work)
+        recorded, generation = generate(model, tokenizer, seed, work)
+        report.answers(console, recorded)
+        everything, points = updates(model, tokenizer, recorded, work)
+    console.print(report.table(recorded, generation, everything, points))
+    report.conclude(console, generation, everything, points)
+    path = out / "selection.html"
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(recorded, points[1], tokenizer), encoding="utf-8")
+    console.print(f"\nThe answers, token by token, as the middle column trained on them: [bold]{path}[/]")
+
+
+def get_model(folder: Path | None, seed: int, work: Work) -> tuple[Any, Any]:
+    if folder is not None:
+        work.begin("loading the model", 3)
+        return models.from_folder(folder)
+    work.begin("making and training a tiny model", 20, parts=models.STEPS)
+    return models.made_here(seed, work.advance)
+
+
+def generate(model: Any, tokenizer: Any, seed: int, work: Work) -> tuple[Recorded, float]:
+    """The recorded answers, and the seconds that they took."""
+    random_ = random.Random(seed)
+    problems = [draw(random_) for _ in range(PROMPTS)]
+    work.begin(f"generating {PROMPTS * GROUP} answers", 20, parts=LENGTH)
+    torch.manual_seed(seed)
+    began = time.perf_counter()
+    recorded = record(model, tokenizer, problems, GROUP, LENGTH, work.advance)
+    return recorded, time.perf_counter() - began
+
+
+def updates(model: Any, tokenizer: Any, recorded: Recorded, work: Work) -> tuple[update.Update, list[report.Point]]:
+    """GRPO's update, and D3S's at each point of the schedule, all from the same weights."""
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    work.begin("GRPO's update", 32, parts=update.MICRO_BATCHES)
+    everything = update.grpo(model, tokenizer, recorded, work.advance)
+    points = []
+    for when, progress in WHEN.items():
+        budget = SCHEDULE(progress)
+        model.load_state_dict(weights)
+        work.begin(f"D3S's update, {when} of training", 3 * budget.rollouts, parts=update.MICRO_BATCHES)
+        ours = update.with_d3s(model, tokenizer, recorded, budget, work.advance)
+        model.load_state_dict(weights)
+        work.begin("the same in plain PyTorch", 2.5 * budget.rollouts)
+        theirs = plain.gradient(model, ours.batch)
+        points.append(report.Point(when, ours, plain.relative_difference(ours.gradient, theirs)))
+    return everything, points
+
+
+def page(recorded: Recorded, point: report.Point, tokenizer: Any) -> str:
+    """What an update was made of, as a page."""
+    batch = {name: value.cpu() for name, value in point.update.batch.items()}
+    advantages = d3s.group_advantages(recorded.rewards)
+    kept = d3s.select_rollouts(advantages, SCHEDULE(WHEN[point.when]).rollouts)
+    completions = [torch.tensor(tokens) for tokens in recorded.completions]
+    return d3s.selection_page(
+        [problem.question for problem in recorded.problems],
+        pad_sequence(completions, batch_first=True),
+        batch["d3s_kept"],
+        entropy=batch["d3s_entropy"],
+        advantages=advantages,
+        kept_rollouts=kept,
+        rewards=recorded.rewards,
+        mask=pad_sequence([torch.ones_like(tokens) for tokens in completions], batch_first=True),
+        tokenizer=tokenizer,
+        title=f"What D3S trains on, {point.when} of training",
+    )
+
+
+class Work:
+    """A progress bar over all stages. Their units are about seconds, of SmolLM2 on two cores."""
+
+    def __init__(self, console: Console) -> None:
+        columns = TextColumn("{task.description:38}"), BarColumn(None), TimeElapsedColumn()
+        self._bar = Progress(*columns, console=console, transient=True)
+        rollouts = sum(SCHEDULE(progress).rollouts for progress in WHEN.values())
+        self._task = self._bar.add_task("", total=3 + 20 + 32 + 5.5 * rollouts)
+        self._end = 0.0  # of the stage that runs
+        self._part = 0.0
+
+    def __enter__(self) -> Work:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
+
+    def begin(self, what: str, units: float, parts: int = 1) -> None:
+        """Begins a stage; the one before it has ended."""
+        self._bar.update(self._task, description=what, completed=self._end)
+        self._end += units
+        self._part = units / parts
+
+    def advance(self) -> None:
+        """A part of the stage is done."""
+        self._bar.update(self._task, advance=self._part)
