@@ -131,7 +131,7 @@ smollm2: $(VENV)/.with-demo
 
 ifneq ($(HAS_TRL),)
 demo: library smollm2  ## a training step of a real model, with GRPO and with D3S: a table, and a page in demo/
-	$(BIN)/python examples/demo.py $$(test ! -e $(SMOLLM2)/config.json || echo --model $(SMOLLM2)) $(DEMO_ARGS)
+	@$(BIN)/python examples/demo.py $$(test ! -e $(SMOLLM2)/config.json || echo --model $(SMOLLM2)) $(DEMO_ARGS)
 
 learn: library $(VENV)/.with-demo  ## a small model learns with GRPO, PODS, D3S, GSPO, in a quarter of an hour; in learn/
 	$(BIN)/python examples/learn_more_with_less.py $(LEARN_ARGS)

@@ -36,12 +36,14 @@ def convert(source: Path, folder: Path) -> None:
     settings = {name: value for name, value in quantised.config.to_dict().items() if name != "quantization_config"}
     model = type(quantised)(type(quantised.config).from_dict(settings)).to(torch.bfloat16)
     model.load_state_dict(quantised.state_dict())
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    unfinished = folder.with_name(folder.name + ".part")
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.replace(folder)  # so that the folder is whole, or is not there
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TQDM_DISABLE="1")
     convert(gguf(), Path(sys.argv[1]))
