@@ -32,7 +32,7 @@ def selection_page(
     The default score is that of D3S, ``|advantage| * entropy``. Dropped rollouts are folded. The page needs no network
     and runs no script, so it can be mailed or put beside logs; it fits phones, and follows the light or dark theme of
     the reader. All text is escaped; control characters and marks of the writing direction are shown by their names.
-    64 rollouts of up to 512 tokens make less than 2 MB.
+    64 rollouts of up to 512 tokens make less than 2 MB, not counting the prompts.
 
     Args:
         prompts: G texts, one for each group. The rollouts are those of the first prompt, then those of the second, and
@@ -40,15 +40,17 @@ def selection_page(
         completions: integer ``[R, T]``, token ids; needs ``tokenizer``. Or for each rollout a list with the text of
             each token.
         kept_tokens: bool ``[R, T]``, such as ``select_tokens(...).mask``.
-        entropy: float ``[R, T]``, nats; shown, and part of the default score.
+        entropy: float ``[R, T]``, nats; shown, and part of the default score. NaN where it is not known.
         advantages: float, R numbers of any shape; shown, and part of the default score.
         scores: float ``[R, T]``, shown instead of the default score.
         kept_rollouts: bool, R values of any shape, such as ``select_rollouts(...)``; all if None. Then ``kept_tokens``,
             ``entropy`` and ``scores`` may also have rows for the kept rollouts only, ``[K, T]``: a trainer has no
             entropies of rollouts that it did not forward.
         rewards: float, R numbers of any shape; shown.
-        mask: ``[R, T]``, non-zero at the tokens of a completion, which are a row's first ones; all if None.
-        tokenizer: has ``decode(ids, skip_special_tokens=...)``, as all of the ``transformers`` package have.
+        mask: ``[R, T]``, non-zero at the tokens that could be kept; all if None. Others, such as those of tools, are
+            shown without a score, and of token ids those after a row's last one are padding.
+        tokenizer: has ``decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=...)``, as all of the
+            ``transformers`` package have.
         title: the page's heading.
         longest: of longer rollouts, this many tokens are shown: half from the start, half from the end.
 
@@ -57,8 +59,8 @@ def selection_page(
 
     Raises:
         ValueError: shapes that do not fit together; R is not a multiple of G; neither ``scores`` nor both ``entropy``
-            and ``advantages``; token ids without a tokenizer; a kept token that ``mask`` leaves out; ``longest`` < 2.
-        TypeError: an argument of another type.
+            and ``advantages``; a negative token id; a kept token that ``mask`` leaves out; ``longest`` below 2.
+        TypeError: an argument of another type; token ids without a tokenizer.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -70,6 +72,8 @@ def selection_page(
         (1, True)
     """
     longest = whole_number("longest", longest, at_least=2)
+    if not isinstance(title, str):
+        raise TypeError(f"title: got {type(title).__name__}; takes a text")
     rollouts = rollouts_of(
         completions, kept_tokens, entropy, advantages, scores, kept_rollouts, rewards, mask, tokenizer
     )

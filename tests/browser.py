@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -97,9 +96,6 @@ class Browser:
             " const r = e.getClientRects()[0]; return [r.x + r.width / 2, r.y + r.height / 2]})()"
         )
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
-
-    def picture(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def requests(self) -> list[str]:
         """The addresses that were asked for since the page was opened."""

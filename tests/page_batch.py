@@ -14,7 +14,7 @@ HOSTILE = [
     "--><!-- ]]> &lt;b&gt; &#60;",
     "abc\u202edcba\u202c \u2066isolated\u2069 \u200f\u200e\u061c",  # marks of the writing direction
     "\x00\x07\x1b[31m\x7f\x85\u2028\u2029\ufeff\u200b",  # control characters and invisible ones
-    "\U000e0041\U000e0042 hidden tags",
+    "\U000e0041\U000e0042 hidden tags, \u00ad\u034f\u180e\u2060\u3164\ufff9\U000e0101 and more that is not seen",
     "a\ud800b",  # half of a pair
     "\u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u05e2\u05d1\u05e8\u05d9\u05ea",  # Arabic and Hebrew
     "z" + "\u0335\u0321\u0322" * 40,  # stacked marks
@@ -22,10 +22,19 @@ HOSTILE = [
 ]
 
 
+# Characters that would be invisible, or would change the text around them. (Written out here, not taken from the code.)
+HIDDEN = (
+    "\x00\x07\x1b\x7f\x85\u00ad\u034f\u061c\u180e\u200b\u200e\u200f\u2028\u2029\u202c\u202e\u2060\u2066\u2069\u3164\ufeff\ufff9"
+    "\ud800\U000e0041\U000e0042\U000e0101"
+)
+
+
 class Bytes:
     """A tokenizer whose tokens are the bytes of UTF-8, as those of byte-level BPE partly are."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        assert not skip_special_tokens
+        assert not clean_up_tokenization_spaces  # else spaces between tokens would vanish
         return bytes(ids).decode("utf-8", errors="replace")
 
 
@@ -37,13 +46,14 @@ def batch(
     if lengths is None:
         lengths = torch.randint(tokens // 2, tokens + 1, (rollouts,)).tolist() if not all_kept else [tokens] * rollouts
     words = [" the", " num", "ber", " is", " 4", "2", ".", " because", " we", "\n", "<", " é"]
-    texts = [[words[i] for i in torch.randint(len(words) - 3, (length,)).tolist()] for length in lengths]
+    texts = [[words[i] for i in torch.randint(len(words), (length,)).tolist()] for length in lengths]
     kept = torch.rand(rollouts) < 0.5 if not all_kept else torch.ones(rollouts).bool()
     valid = (torch.arange(tokens) < torch.tensor(lengths)[:, None]) & kept[:, None]
     values = {
         "kept_tokens": valid & (torch.rand(rollouts, tokens) < 0.3),
         "entropy": torch.rand(rollouts, tokens) * 3,
-        "advantages": torch.randn(groups, group),
+        "advantages": torch.randn(groups, group).abs()
+        * torch.tensor([1.0, -1.0]).repeat(rollouts)[:rollouts].view(groups, group),
         "rewards": torch.rand(groups, group),
         "kept_rollouts": kept.view(groups, group),
     }

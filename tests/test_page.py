@@ -5,6 +5,7 @@ opens it in a browser.
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from page_batch import HOSTILE, Bytes, batch
+from page_batch import HIDDEN, HOSTILE, Bytes, batch
 
 import d3s_kernels as d3s
 from d3s_kernels._page.render import darkest_from, shade
@@ -65,11 +66,13 @@ def test_marks_shades_and_numbers_are_those_of_the_tensors() -> None:
     top = darkest_from([float(scores[place]) for place in places])
     for (tag, attributes, text), place in zip(seen.tokens, places, strict=True):
         assert (tag == "mark") == bool(values["kept_tokens"][place])
-        assert text == texts[place[0]][place[1]]
+        assert text == texts[place[0]][place[1]].replace("\n", "\u21b5\n")
         assert float(attributes["data-s"]) == pytest.approx(float(scores[place]), rel=6e-3)
         assert float(attributes["data-h"]) == pytest.approx(float(values["entropy"][place]), rel=6e-3)
         assert attributes["class"] == f"s{shade(float(scores[place]), top)}"
-    assert seen.texts == ["".join(row) for row in texts]
+    assert seen.texts == [
+        "".join(row).replace("\n", "\u21b5\n" if keep else "\n") for row, keep in zip(texts, kept, strict=True)
+    ]
     assert seen.tags.count("article") == int(kept.sum())
     assert seen.tags.count("details") == int((~kept).sum())
     assert "Score of a token, |advantage| x entropy: 0" in d3s.selection_page(prompts, texts, **values)
@@ -116,9 +119,11 @@ def test_hostile_text_stays_text() -> None:
     page = d3s.selection_page(prompts, texts, title=HOSTILE[0], **values)
     assert Seen(page).tags == harmless.tags  # not one element more
     page.encode("utf-8")  # no lone surrogate is left
-    hidden = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-    assert not hidden.search(page)
-    assert "\u27e8U+202E\u27e9" in page  # it is named instead
+    hidden = sorted({character for text in HOSTILE for character in text} & set(HIDDEN))
+    assert len(hidden) > 20
+    for character in hidden:
+        assert character not in page
+        assert f"\u27e8U+{ord(character):04X}\u27e9" in page  # it is named instead
     for text in ("</script><script>alert(1)</script>", '"onmouseover="alert(1)'):
         assert html.escape(text, quote=False) in page
 
@@ -128,12 +133,19 @@ def test_line_breaks_and_empty_tokens_are_visible() -> None:
     texts[0] = ["a", "\n", ""]
     seen = Seen(d3s.selection_page(prompts, texts, **values))
     assert [text for _, _, text in seen.tokens] == ["a", "\u21b5\n", "\u25ab"]
+    texts[0] = ["\u200d", "\ufe0f", "\u200d\U0001f466"]  # the parts of an emoji as SmolLM2 splits it
+    seen = Seen(d3s.selection_page(prompts, texts, **values))
+    assert [text for _, _, text in seen.tokens] == ["\u25ab\u200d", "\u25ab\ufe0f", "\u200d\U0001f466"]
 
 
-@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=12))
+def decode(ids: list[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=12))
 def test_the_texts_of_byte_tokens_join_to_the_whole(text: str) -> None:
     tokens = list(text.encode())
-    texts = token_texts(Bytes().decode, tokens)
+    texts = token_texts(decode, tokens)
     assert len(texts) == len(tokens)
     assert "".join(texts) == text
     assert [part for part in texts if part] == list(text)  # each character is the text of its last byte
@@ -141,10 +153,10 @@ def test_the_texts_of_byte_tokens_join_to_the_whole(text: str) -> None:
 
 @given(tokens=st.lists(st.integers(0, 255), max_size=12))
 def test_bytes_that_are_no_text_lose_nothing(tokens: list[int]) -> None:
-    texts = token_texts(Bytes().decode, tokens)
+    texts = token_texts(decode, tokens)
     assert len(texts) == len(tokens)
     found = iter("".join(texts))
-    assert all(character in found for character in Bytes().decode(tokens))  # in this order
+    assert all(character in found for character in decode(tokens))  # in this order
 
 
 def test_a_space_that_the_tokenizer_drops_at_the_start_is_kept_between_tokens() -> None:
@@ -164,6 +176,47 @@ def test_token_ids_with_a_mask() -> None:
     assert [text for _, _, text in seen.tokens] == ["n", "\u25ab", "é", "x"]
 
 
+def test_tokens_that_do_not_count_are_shown_without_a_score() -> None:
+    """Those of tools, between the tokens of the model."""
+    ids = torch.tensor([[*b"abcde", 0, 0], [*b"xyz", 0, 0, 0, 0]])
+    mask = torch.tensor([[1, 0, 0, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]])
+    kept = torch.zeros(2, 7).bool()
+    kept[0, 3] = True
+    scores = torch.where(mask == 1, 0.5, 99.0)  # of tokens that do not count: not in the scale either
+    values = {"kept_tokens": kept, "scores": scores, "mask": mask}
+    page = d3s.selection_page(["?"], ids, tokenizer=Bytes(), **values)
+    assert "<b>1 of 6</b> tokens (16.7%)" in page
+    assert "1 of 3 tokens kept" in page
+    assert Seen(page).texts == ["abcde", "xyz"]
+    assert [(text, attributes["class"]) for _, attributes, text in Seen(page).tokens] == [(c, "s9") for c in "adexyz"]
+    lists = [["a", "b", "c", "d", "e"], ["x", "y", "z"]]
+    assert d3s.selection_page(["?"], lists, **values) == page
+    kept[0, 1] = True
+    with pytest.raises(ValueError, match="kept_tokens: got 1 in dropped rollouts or where mask is 0"):
+        d3s.selection_page(["?"], lists, **values)
+
+
+def test_entropies_that_are_not_known_are_not_shown() -> None:
+    values = {"entropy": torch.tensor([[torch.nan, 1.0]]), "advantages": torch.zeros(1)}
+    page = d3s.selection_page(["?"], [["a", "b"]], torch.zeros(1, 2).bool(), **values)
+    assert [attributes for _, attributes, _ in Seen(page).tokens] == [
+        {"class": "s0", "data-s": "0"},
+        {"class": "s0", "data-s": "0", "data-h": "1"},
+    ]
+    assert "none is above 0" in page
+
+
+@given(score=st.floats(0, 1e300), top=st.floats(1e-300, 1e300))
+def test_there_are_ten_shades(score: float, top: float) -> None:
+    assert 0 <= shade(score, top) <= 9
+    assert shade(top, top) == 9
+    assert shade(math.nextafter(top, 0), top) == 9
+
+
+def test_one_very_large_score_does_not_make_the_others_pale() -> None:
+    assert darkest_from([1.0] * 200 + [1e9, math.inf, math.nan] + [0.0] * 10_000) == 1.0
+
+
 # ---- size ------------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +232,7 @@ def test_sixty_four_rollouts_stay_below_two_megabytes() -> None:
 
 def test_the_middle_of_a_long_rollout_is_left_out() -> None:
     prompts, texts, values = batch(groups=1, group=2, tokens=9, lengths=[9, 9])
+    texts = [[f"{place} " for place in range(9)] for _ in texts]
     values["kept_rollouts"] = torch.tensor([True, False])
     values["kept_tokens"][1] = False
     seen = Seen(d3s.selection_page(prompts, texts, longest=5, **values))
@@ -196,7 +250,9 @@ Change = Callable[[list[str], list[list[str]], dict[str, Any]], Any]
     [
         (lambda p, t, v: p.append("?"), ValueError, "prompts: got 3 for 4 rollouts"),
         (lambda p, t, v: p.__setitem__(0, 3), TypeError, "prompts: got"),
-        (lambda p, t, v: t[0].__setitem__(0, 3), TypeError, "completions: got other values than texts"),
+        (lambda p, t, v: t[0].__setitem__(0, 3), TypeError, "completions: got a list with int 3; takes integers"),
+        (lambda p, t, v: t.__setitem__(0, "text"), TypeError, "completions: got list ['text', ["),
+        (lambda p, t, v: v.update(title=3), TypeError, "title: got int; takes a text"),
         (lambda p, t, v: v.update(entropy=None), ValueError, "scores: got None without entropy and advantages"),
         (lambda p, t, v: v.update(entropy=torch.zeros(3, 5)), ValueError, "entropy: got shape [3, 5]; takes 4, or 2 "),
         (lambda p, t, v: v.update(entropy=[[1.0]]), TypeError, "entropy: got list; takes a float tensor"),
@@ -206,14 +262,14 @@ Change = Callable[[list[str], list[list[str]], dict[str, Any]], Any]
         (
             lambda p, t, v: v.update(kept_tokens=torch.ones(4, 5).bool()),
             ValueError,
-            "kept_tokens: got 10 in dropped rollouts or after the end of a completion",
+            "kept_tokens: got 10 in dropped rollouts or where mask is 0",
         ),
         (lambda p, t, v: v.update(longest=1), ValueError, "longest: got 1; takes at least 2"),
         (lambda p, t, v: v.update(mask=torch.ones(3, 5)), ValueError, "mask: got shape [3, 5]; takes [4, 5]"),
         (
-            lambda p, t, v: v.update(mask=torch.tensor([[0, 1, 1, 1, 1]] * 4)),
+            lambda p, t, v: v.update(mask=torch.ones(4, 6)),
             ValueError,
-            "mask: got row 0 with a token after the end of its completion",
+            "mask: got row 0 with a token after the 5 of its completion; takes 0 there",
         ),
     ],
 )
@@ -232,3 +288,15 @@ def test_token_ids_need_a_tokenizer() -> None:
         d3s.selection_page(["?"], torch.zeros(1, 2).long(), kept, scores=torch.zeros(1, 2))
     with pytest.raises(TypeError, match=r"completions: got torch.float32 of shape \[1, 2\]; takes integers"):
         d3s.selection_page(["?"], torch.zeros(1, 2), kept, scores=torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="completions: got the token id -100; takes ids of at least 0"):
+        d3s.selection_page(["?"], torch.tensor([[1, -100]]), kept, scores=torch.zeros(1, 2), tokenizer=Bytes())
+
+
+@pytest.mark.parametrize("wrong", [None, "text", 3, ["text"], [1, 2], [[1]], iter([["a"]])])
+def test_wrong_completions_and_prompts_are_named(wrong: Any) -> None:
+    arguments = {"kept_tokens": torch.zeros(1, 1).bool(), "scores": torch.zeros(1, 1)}
+    with pytest.raises(TypeError, match="completions: got "):
+        d3s.selection_page(["?"], wrong, **arguments)
+    if wrong != ["text"]:
+        with pytest.raises(TypeError, match="prompts: got "):
+            d3s.selection_page(wrong, [["a"]], **arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def test_kept_tokens_are_those_of_the_mask(browser: Browser, tmp_path: Path) -> 
     kept = values["kept_rollouts"].flatten().tolist()
     shown = browser.value("[...document.querySelectorAll('article > .text')].map(e => e.textContent)")
     assert shown == [
-        "".join(token_as_html(text).replace("&lt;", "<") for text in row)
+        "".join(html.unescape(token_as_html(text)) for text in row)
         for row, keep in zip(texts, kept, strict=True)
         if keep
     ]
@@ -111,7 +112,7 @@ def test_hostile_text_does_nothing_and_fits_a_phone(browser: Browser, tmp_path: 
     browser.value("document.querySelectorAll('details').forEach(e => e.open = true)")
     assert browser.value("document.documentElement.scrollWidth") <= 360
     shown = browser.value("[...document.querySelectorAll('.prompt')].map(e => e.textContent)")
-    assert shown == [as_html(text).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&") for text in HOSTILE]
+    assert shown == [html.unescape(as_html(text)) for text in HOSTILE]
     # What is written from right to left keeps to its own block.
     assert set(browser.value("[...document.querySelectorAll('.text')].map(e => getComputedStyle(e).unicodeBidi)")) == {
         "isolate"

@@ -16,8 +16,8 @@ Completions = Tensor | Sequence[Sequence[str]]
 
 def grouped(prompts: Sequence[str], rollouts: list[Rollout]) -> list[Group]:
     """The rollouts of each prompt."""
-    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
-        raise TypeError(f"prompts: got {prompts!r:.80}; takes a list of texts")
+    if not _is_list(prompts) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise TypeError(f"prompts: got {_brief(prompts)}; takes a list of texts")
     if not prompts or len(rollouts) % len(prompts):
         raise ValueError(f"prompts: got {len(prompts)} for {len(rollouts)} rollouts; takes a number that divides them")
     size = len(rollouts) // len(prompts)
@@ -38,11 +38,12 @@ def rollouts_of(
     """The rollouts of a batch. The arguments are those of :func:`d3s_kernels.selection_page`."""
     if scores is None and (entropy is None or advantages is None):
         raise ValueError("scores: got None without entropy and advantages; takes a tensor, or both of these instead")
-    texts = _texts(completions, mask, tokenizer)
+    texts, counts = _texts(completions, mask, tokenizer)
+    # Without the argument each of these is None, and all rollouts are kept.
     kept = [keep is not False for keep in _per_rollout("kept_rollouts", kept_rollouts, len(texts), _BOOL)]
     lengths = [len(row) if keep else 0 for row, keep in zip(texts, kept, strict=True)]
     tokens = _per_token("kept_tokens", kept_tokens, lengths, kept, _BOOL)
-    _require_all_within(kept_tokens, tokens)
+    _require_countable(kept_tokens, tokens, counts)
     weights = _per_rollout("advantages", advantages, len(texts), _FLOAT)
     entropies: list[Any] = [None] * len(texts)
     if entropy is not None:
@@ -50,9 +51,12 @@ def rollouts_of(
     if scores is not None:
         shown = _per_token("scores", scores, lengths, kept, _FLOAT)
     else:
-        shown = [[abs(weight) * each for each in row] for weight, row in zip(weights, entropies, strict=True)]
+        shown = [
+            [abs(weight) * each if weight else 0.0 for each in row]
+            for weight, row in zip(weights, entropies, strict=True)
+        ]
     of_rewards = _per_rollout("rewards", rewards, len(texts), _FLOAT)
-    values = zip(texts, of_rewards, weights, kept, shown, entropies, tokens, strict=True)
+    values = zip(texts, counts, of_rewards, weights, kept, shown, entropies, tokens, strict=True)
     return [Rollout(*each) for each in values]
 
 
@@ -61,6 +65,16 @@ def rollouts_of(
 _Kind = tuple[str, Callable[[Tensor], bool]]
 _BOOL: _Kind = "bool", lambda value: value.dtype == torch.bool
 _FLOAT: _Kind = "float", Tensor.is_floating_point
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _brief(value: Any) -> str:
+    """The start of a wrong argument, with its type."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 
 
 def _require(name: str, value: Tensor, kind: _Kind) -> None:
@@ -96,54 +110,63 @@ def _per_token(name: str, value: Tensor, lengths: list[int], kept: list[bool], k
     ]
 
 
-def _require_all_within(kept_tokens: Tensor, shown: list[list[bool]]) -> None:
-    beyond = int(kept_tokens.sum()) - sum(map(sum, shown))
+def _require_countable(kept_tokens: Tensor, shown: list[list[bool]], counts: list[list[bool]]) -> None:
+    """Refuses kept tokens that are not shown as kept: those of dropped rollouts, and those that the mask leaves out."""
+    fitting = sum(
+        keep and count
+        for row, flags in zip(shown, counts, strict=True)
+        for keep, count in zip(row, flags, strict=False)
+    )
+    beyond = int(kept_tokens.sum()) - fitting
     if beyond:
-        raise ValueError(
-            f"kept_tokens: got {beyond} in dropped rollouts or after the end of a completion; takes none there"
-        )
+        raise ValueError(f"kept_tokens: got {beyond} in dropped rollouts or where mask is 0; takes none there")
 
 
 # ---- completions -----------------------------------------------------------------------------------------------------
 
+_TAKES = "takes integers [rollouts, tokens] with a tokenizer, or for each rollout a list of token texts"
 
-def _texts(completions: Completions, mask: Tensor | None, tokenizer: Any) -> list[list[str]]:
-    """The text of each token of each completion."""
+
+def _texts(completions: Completions, mask: Tensor | None, tokenizer: Any) -> tuple[list[list[str]], list[list[bool]]]:
+    """The text of each token of each completion, and whether the mask counts it."""
     if not isinstance(completions, Tensor):
-        rows = [list(row) for row in completions]
-        if isinstance(completions, str) or not all(isinstance(text, str) for row in rows for text in row):
-            raise TypeError("completions: got other values than texts; takes for each rollout a list of token texts")
-        lengths = _lengths(mask, [len(row) for row in rows])
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    if completions.dim() != 2 or completions.is_floating_point() or completions.dtype == torch.bool:
-        raise TypeError(
-            f"completions: got {completions.dtype} of shape {list(completions.shape)}; takes integers [rollouts, "
-            "tokens], or for each rollout a list of token texts"
-        )
+        if not _is_list(completions) or not all(_is_list(row) for row in completions):
+            raise TypeError(f"completions: got {_brief(completions)}; {_TAKES}")
+        texts = [list(row) for row in completions]
+        wrong = next((text for row in texts for text in row if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise TypeError(f"completions: got a list with {_brief(wrong)}; {_TAKES}")
+        flags = _flags(mask, [len(row) for row in texts])
+        return texts, [row[: len(text)] for row, text in zip(flags, texts, strict=True)]
+    whole = not (completions.is_floating_point() or completions.is_complex() or completions.dtype == torch.bool)
+    if completions.dim() != 2 or not whole:
+        raise TypeError(f"completions: got {completions.dtype} of shape {list(completions.shape)}; {_TAKES}")
     if not hasattr(tokenizer, "decode"):
         raise TypeError(f"tokenizer: got {type(tokenizer).__name__} with token ids; takes one with the method decode")
+    flags = _flags(mask, [completions.shape[1]] * len(completions))
+    flags = [row[: max((place + 1 for place, flag in enumerate(row) if flag), default=0)] for row in flags]
+    ids = [row[: len(flag)] for row, flag in zip(completions.tolist(), flags, strict=True)]
+    lowest = min((token for row in ids for token in row), default=0)
+    if lowest < 0:
+        raise ValueError(f"completions: got the token id {lowest}; takes ids of at least 0, or a mask without padding")
 
-    def decode(ids: list[int]) -> str:
-        text: str = tokenizer.decode(ids, skip_special_tokens=False)
+    def decode(tokens: list[int]) -> str:
+        text: str = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    lengths = _lengths(mask, [completions.shape[1]] * len(completions))
-    return [token_texts(decode, row[:length]) for row, length in zip(completions.tolist(), lengths, strict=True)]
+    return [token_texts(decode, row) for row in ids], flags
 
 
-def _lengths(mask: Tensor | None, widths: list[int]) -> list[int]:
-    """The number of tokens in each row, from a mask that is non-zero at the first ones."""
+def _flags(mask: Tensor | None, widths: list[int]) -> list[list[bool]]:
+    """The mask as lists; True everywhere without one."""
     if mask is None:
-        return widths
+        return [[True] * width for width in widths]
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask: got {type(mask).__name__}; takes a tensor or None")
-    if mask.dim() != 2 or len(mask) != len(widths):
+    if mask.dim() != 2 or len(mask) != len(widths) or mask.shape[1] < max(widths, default=0):
         raise ValueError(f"mask: got shape {list(mask.shape)}; takes [{len(widths)}, {max(widths, default=0)}]")
-    valid = (mask != 0).tolist()
-    lengths = [sum(row) for row in valid]
-    for place, (row, length, width) in enumerate(zip(valid, lengths, widths, strict=True)):
-        if length > width or not all(row[:length]):
-            raise ValueError(
-                f"mask: got row {place} with a token after the end of its completion; takes non-zero values, then zeros"
-            )
-    return lengths
+    flags: list[list[bool]] = (mask != 0).tolist()
+    for place, (row, width) in enumerate(zip(flags, widths, strict=True)):
+        if any(row[width:]):
+            raise ValueError(f"mask: got row {place} with a token after the {width} of its completion; takes 0 there")
+    return flags

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .text import as_html, token_as_html
+from .text import NO_TEXT, as_html, token_as_html
 
 LEVELS = 10  # shades of a token, from none to the darkest
 _STYLE = Path(__file__).with_name("style.css")
@@ -20,12 +20,18 @@ class Rollout:
     """What the page shows of one rollout. A dropped one has no scores, entropies and kept tokens."""
 
     texts: list[str]  # of each token
+    counts: list[bool]  # the tokens that could be kept; others have no score
     reward: float | None
     advantage: float | None
     kept: bool
     scores: list[float]
     entropies: list[float] | None
     kept_tokens: list[bool]
+
+    @property
+    def number(self) -> int:
+        """How many tokens could be kept."""
+        return sum(self.counts)
 
 
 @dataclass(frozen=True)
@@ -34,14 +40,19 @@ class Group:
     rollouts: list[Rollout]
 
 
-def page(title: str, score: str, groups: Sequence[Group], longest: int) -> str:
+def page(title: str, formula: str, groups: Sequence[Group], longest: int) -> str:
     """The whole page. Of a rollout with more than ``longest`` tokens, those in the middle are left out.
 
     Args:
-        score: the formula of the scores, or "" where it is not known.
+        formula: that of the scores, or "" where it is not known.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    top = darkest_from([score for rollout in rollouts for score in rollout.scores])
+    top = darkest_from(
+        score
+        for rollout in rollouts
+        for score, counts in zip(rollout.scores, rollout.counts, strict=False)  # a dropped rollout has no scores
+        if counts
+    )
     body = "\n".join(_group(number, group, top, longest) for number, group in enumerate(groups, start=1))
     return (
         "<!doctype html>\n"
@@ -49,27 +60,29 @@ def page(title: str, score: str, groups: Sequence[Group], longest: int) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n"
-        f"<h1>{as_html(title)}</h1>\n{_summary(rollouts)}\n{_legend(score, top)}\n"
+        f"<h1>{as_html(title)}</h1>\n{_summary(rollouts)}\n{_legend(formula, top)}\n"
         f"<main>\n{body}\n</main>\n</html>\n"
     )
 
 
-def darkest_from(scores: Sequence[float]) -> float:
-    """The score from which a token has the darkest shade: the 99th percentile, so that one outlier pales no other."""
-    finite = sorted(score for score in scores if math.isfinite(score))
-    return finite[math.ceil(0.99 * len(finite)) - 1] if finite else 0.0
+def darkest_from(scores: Iterable[float]) -> float:
+    """The score from which a token has the darkest shade: the 99th percentile of the positive ones, as one very large
+    score would make all others pale.
+    """
+    positive = sorted(score for score in scores if 0 < score < math.inf)
+    return positive[math.ceil(0.99 * len(positive)) - 1] if positive else math.inf
 
 
 def shade(score: float, top: float) -> int:
     """The level of a score: 0 for 0 and NaN, 9 from ``top`` on."""
     if math.isnan(score) or score <= 0:
         return 0
-    return LEVELS - 1 if score >= top else int(LEVELS * score / top)
+    return LEVELS - 1 if score >= top else min(LEVELS - 1, int(LEVELS * score / top))
 
 
 def _summary(rollouts: Sequence[Rollout]) -> str:
     trained = [rollout for rollout in rollouts if rollout.kept]
-    kept, tokens = sum(sum(rollout.kept_tokens) for rollout in trained), sum(len(rollout.texts) for rollout in trained)
+    kept, tokens = sum(sum(rollout.kept_tokens) for rollout in trained), sum(rollout.number for rollout in trained)
     share = f" ({kept / tokens:.1%})" if tokens else ""
     return (
         f"<p><b>{len(trained)} of {len(rollouts)}</b> rollouts are kept, and in them <b>{kept:,} of {tokens:,}</b> "
@@ -77,13 +90,14 @@ def _summary(rollouts: Sequence[Rollout]) -> str:
     )
 
 
-def _legend(score: str, top: float) -> str:
+def _legend(formula: str, top: float) -> str:
     shades = "".join(f'<i class="s{level}"></i>' for level in range(1, LEVELS))
-    formula = f", {as_html(score)}" if score else ""
+    scale = f"0 {shades} {top:.3g} or more" if math.isfinite(top) else "none is above 0"
+    formula = f", {as_html(formula)}" if formula else ""
     return (
-        f'<p class="legend">Score of a token{formula}: 0 {shades} {top:.3g} or more. <mark>Underlined and bold</mark>: '
-        "kept, with a gradient. Folded: a dropped rollout; open it to read it. Point at a token, or tap it, for its "
-        "numbers. \u25ab is a token without a text of its own, such as a part of a character.</p>"
+        f'<p class="legend">Score of a token{formula}: {scale}. <mark>Underlined and bold</mark>: kept, with a '
+        "gradient. Folded: a dropped rollout; open it to read it. Point at a token, or tap it, for its numbers. "
+        f"{NO_TEXT} is a token without a text of its own, such as a part of a character.</p>"
     )
 
 
@@ -99,18 +113,18 @@ def _group(number: int, group: Group, top: float, longest: int) -> str:
 
 
 def _kept(rollout: Rollout, place: int, top: float, longest: int) -> str:
-    tokens = "".join(_tokens(rollout, top, longest))
+    count = f"{sum(rollout.kept_tokens):,} of {rollout.number:,} tokens kept" if rollout.number else "not in the loss"
+    first, left_out, last = _parts(rollout, longest)
+    text = _tokens(rollout, first, top) + left_out + _tokens(rollout, last, top)
     return (
-        f'<article>\n<div class="facts">{_facts(rollout, place)}, {sum(rollout.kept_tokens):,} of '
-        f'{len(rollout.texts):,} tokens kept</div>\n<div class="text" dir="auto">{tokens}</div>\n</article>'
+        f'<article>\n<div class="facts">{_facts(rollout, place)}, {count}</div>\n'
+        f'<div class="text" dir="auto">{text}</div>\n</article>'
     )
 
 
 def _dropped(rollout: Rollout, place: int, top: float, longest: int) -> str:
-    text = "".join(
-        as_html("".join(rollout.texts[part])) if isinstance(part, slice) else f' <span class="cut">{part}</span> '
-        for part in _parts(rollout, longest)
-    )
+    first, left_out, last = _parts(rollout, longest)
+    text = as_html("".join(rollout.texts[first])) + left_out + as_html("".join(rollout.texts[last]))
     return (
         f"<details>\n<summary>{_facts(rollout, place)}, dropped</summary>\n"
         f'<div class="text" dir="auto">{text}</div>\n</details>'
@@ -127,28 +141,27 @@ def _facts(rollout: Rollout, place: int) -> str:
     return ", ".join(facts)
 
 
-def _parts(rollout: Rollout, longest: int) -> Iterator[slice | str]:
-    """The stretches of tokens that are shown, and between them what is said of those that are not."""
+def _parts(rollout: Rollout, longest: int) -> tuple[slice, str, slice]:
+    """The tokens that are shown from the start and from the end, and what is said of those between them."""
     count = len(rollout.texts)
     if count <= longest:
-        yield slice(0, count)
-        return
+        return slice(count), "", slice(count, count)
     first, last = longest - longest // 2, count - longest // 2
-    yield slice(0, first)
     kept = f", {sum(rollout.kept_tokens[first:last]):,} of them kept" if rollout.kept else ""
-    yield f"[{last - first:,} tokens are not shown{kept}]"
-    yield slice(last, count)
+    left_out = f' <span class="cut">[{last - first:,} tokens are not shown{kept}]</span> '
+    return slice(first), left_out, slice(last, count)
 
 
-def _tokens(rollout: Rollout, top: float, longest: int) -> Iterator[str]:
-    for part in _parts(rollout, longest):
-        if isinstance(part, str):
-            yield f' <span class="cut">{part}</span> '
-            continue
-        for place in range(part.start, part.stop):
-            score = rollout.scores[place]
-            name = "mark" if rollout.kept_tokens[place] else "i"
-            entropy = "" if rollout.entropies is None else f" data-h={rollout.entropies[place]:.3g}"
-            # Values without quotes keep the page small; a number has no character that would need them.
-            numbers = f"class=s{shade(score, top)} data-s={score:.3g}{entropy}"
-            yield f"<{name} {numbers}>{token_as_html(rollout.texts[place])}</{name}>"
+def _tokens(rollout: Rollout, part: slice, top: float) -> str:
+    return "".join(_token(rollout, place, top) for place in range(len(rollout.texts))[part])
+
+
+def _token(rollout: Rollout, place: int, top: float) -> str:
+    text = token_as_html(rollout.texts[place])
+    if not rollout.counts[place]:
+        return text
+    name, score = "mark" if rollout.kept_tokens[place] else "i", rollout.scores[place]
+    entropy = math.nan if rollout.entropies is None else rollout.entropies[place]
+    # Values without quotes keep the page small; a number has no character that would need them.
+    known = "" if math.isnan(entropy) else f" data-h={entropy:.3g}"
+    return f"<{name} class=s{shade(score, top)} data-s={score:.3g}{known}>{text}</{name}>"

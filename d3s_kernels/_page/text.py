@@ -11,16 +11,19 @@ NO_TEXT = "\u25ab"  # ▫: shown for a token without a text of its own
 _LONGEST_CHARACTER = 4  # bytes of a character in UTF-8: a longer stretch of unfinished tokens is no character
 
 # Characters that would be invisible, or would change the text around them: control characters, marks of the writing
-# direction, invisible operators and tags, line separators, surrogates. Joiners (U+200C, U+200D) stay, because emoji and
-# several scripts need them; so do tab and newline.
+# direction, invisible operators, fillers, tags and selectors of Han variants, line separators, surrogates. Tab and
+# newline stay, and what emoji and several scripts need within a word.
 _HIDDEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff0-\ufffb"
-    "\ud800-\udfff\U000e0000-\U000e007f]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164"
+    "\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e007f\U000e0100-\U000e01ef]"
 )
+_WITHIN_WORDS = "\u200c\u200d\ufe00-\ufe0f"  # joiners, and variants of a character
+_INVISIBLE = re.compile(f"[{_WITHIN_WORDS}]*")
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds to those before it. Joined, the texts are the whole text, if that is valid UTF-8.
+    """The text that each token adds to those before it. Joined, the texts are the whole text, but for bytes that are no
+    character (U+FFFD).
 
     A character whose bytes are spread over several tokens is the text of its last one; the others have none. Each token
     is decoded together with the one before it, since some tokenizers drop a space at the start of a text.
@@ -46,5 +49,6 @@ def as_html(text: str) -> str:
 
 
 def token_as_html(text: str) -> str:
-    """Likewise for a single token, of which something is always visible: also an empty one, or a line break."""
-    return as_html(text).replace("\n", "\u21b5\n") or NO_TEXT
+    """Likewise for a single token. Something of it is always visible, also of a line break, a joiner or no text."""
+    shown = as_html(text).replace("\n", "\u21b5\n")
+    return NO_TEXT + shown if _INVISIBLE.fullmatch(shown) else shown

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -30,17 +31,19 @@ def introduce(console: Console, folder: Path | None, prompts: int, group: int) -
     """Says what the demo does, and with which model."""
     console.print(
         f"A language model answers {prompts} word problems {group} times each. A right answer has a reward of 1, a "
-        "wrong one of 0. TRL's [bold]GRPO[/] updates the model on every token of every answer. [bold]D3S[/] drops the "
-        "answers whose rewards say least, and of the others it trains on the tokens at which the model was least sure: "
-        "on few at the start of training, on more at its end. Both get the same answers and the same weights.\n"
+        "wrong one of 0. TRL's [bold]GRPO[/] updates the model on every token of every answer. [bold]D3S[/] keeps the "
+        "answers whose advantages (reward against the mean of their question) differ most, and in them the tokens with "
+        "the highest |advantage| x entropy, where the model was unsure: few at the start of training, more at its "
+        "end. Below is one step at each of these points, on the same answers and from the same weights.\n"
     )
+    device = "a GPU" if torch.cuda.is_available() else "the CPU"
     if folder is None:
         console.print(
-            "[bold]The model is a stand-in[/], made and trained in the next seconds, because --model names none. It is "
-            "so small that there is little to save; make demo gets a real one, SmolLM2, if it can.\n"
+            f"[bold]The model is a stand-in[/], on {device}, made and trained in the next seconds, because --model "
+            "names none. It is so small that there is little to save; make demo gets a real one, SmolLM2, if it can.\n"
         )
     else:
-        console.print(f"The model: {folder.name}.\n")
+        console.print(f"The model: {folder.name}, on {device}.\n")
 
 
 def answers(console: Console, recorded: Recorded) -> None:
@@ -75,14 +78,14 @@ def table(recorded: Recorded, generation: float, everything: Update, points: lis
 
     row("answers trained on", lambda update: str(len(update.batch["completion_ids"])))
     row("tokens with a gradient", lambda update: str(kept(update)), grpo=str(sum(map(len, recorded.completions))))
-    row("  mean entropy, in nats", logged("d3s/entropy_kept"), grpo=logged("entropy")(everything))
-    row("  and of tokens left out", logged("d3s/entropy_dropped"), grpo="-", last=True)
+    row("  mean entropy, nats", logged("d3s/entropy_kept"), grpo=logged("entropy")(everything))
+    row("  others in these answers", logged("d3s/entropy_dropped"), grpo="-", last=True)
     row("seconds to generate", lambda _: in_seconds(generation))
     row("  to score and to choose", seconds(SCORING))
     row("  to update", seconds(UPDATE))
-    row("memory of the update, GB", memory, last=True)
+    row("  memory it adds, GB", memory, last=True)
     difference = {id(point.update): f"{point.difference:.0e}" for point in points}
-    row("error of the gradient", lambda update: difference[id(update)], grpo="-")
+    row("gradient off PyTorch's by", lambda update: difference[id(update)], grpo="-")
     return shown
 
 
@@ -109,15 +112,17 @@ def after_generation(update: Update) -> float:
 
 def conclude(console: Console, generation: float, everything: Update, points: list[Point]) -> None:
     """What was saved, and what was not."""
-    *others, last = [f"{in_seconds(after_generation(point.update))} s {point.when}" for point in points]
-    grpo = in_seconds(after_generation(everything))
+    times = [after_generation(update) for update in (everything, *(point.update for point in points))]
+    *others, last = [f"{in_seconds(time)} s {point.when}" for time, point in zip(times[1:], points, strict=True)]
+    grpo, *steps = [in_seconds(generation + time) for time in times]
     same = all(point.difference < DIFFERENT for point in points)
     verdict = "differs from plain PyTorch's by rounding alone" if same else "[bold red]is not that of plain PyTorch[/]"
     console.print(
-        f"[bold]Saved[/]: once the answers are there, GRPO's step took {grpo} s, and D3S's {', '.join(others)} and "
-        f"{last} of training; its gradient through the kept tokens {verdict}.\n"
+        f"[bold]Saved[/]: once the answers are there, GRPO's step took {in_seconds(times[0])} s, and D3S's "
+        f"{', '.join(others)} and {last} of training; its gradient through the kept tokens {verdict}.\n"
         f"[bold]Not saved[/]: the {in_seconds(generation)} s of generation, because answers have to exist before some "
-        "of them are chosen; and one step cannot show whether a model learns as well from fewer answers and tokens."
+        f"are chosen, so whole steps took {grpo} s and {', '.join(steps[:-1])} and {steps[-1]} s; and one step cannot "
+        "show whether a model learns as well from fewer answers and tokens."
     )
     if not same:
         raise SystemExit(1)

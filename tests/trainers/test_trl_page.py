@@ -13,9 +13,11 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-from tiny_trl import GROUP, share_of_even, trainer
+from tiny_trl import EOS, GROUP, PAD, share_of_even, trainer
 
 from d3s_kernels.integrations.trl.page import SHOWN
+
+Token = tuple[str, bool, float, float | None]  # text, kept, score, entropy
 
 
 def pages(folder: Path) -> dict[int, str]:
@@ -24,25 +26,66 @@ def pages(folder: Path) -> dict[int, str]:
     return {int(re.fullmatch(r"step-(\d{6})\.html", path.name)[1]): path.read_text("utf-8") for path in found}
 
 
-def marked(page: str) -> list[str]:
-    return [html.unescape(text) for text in re.findall(r"<mark class=s[^>]*>([^<]*)</mark>", page)]
+def rollouts(page: str) -> list[str]:
+    """The HTML of each rollout, in the order of the generation batch."""
+    return re.findall(r"<(?:article|details)>.*?</(?:article|details)>", page, re.DOTALL)
 
 
-def run(folder: Path, **options: Any) -> tuple[list[list[str]], Any]:
-    """Trains; returns the texts of the kept tokens of each micro-batch, and the trainer."""
+def tokens(rollout: str) -> list[Token]:
+    """The tokens of a kept rollout that have a score."""
+    found = re.findall(r"<(i|mark) class=s\d data-s=([^ >]+)(?: data-h=([^ >]+))?>(.*?)</\1>", rollout, re.DOTALL)
+    return [
+        (html.unescape(text).strip(), tag == "mark", float(score), float(entropy) if entropy else None)
+        for tag, score, entropy, text in found
+    ]
+
+
+def text(rollout: str) -> str:
+    (inside,) = re.findall(r'<div class="text"[^>]*>(.*)</div>', rollout, re.DOTALL)
+    return html.unescape(re.sub("<[^>]*>", "", inside))
+
+
+def run(folder: Path, **options: Any) -> tuple[list[dict[int, list[Token]]], Any]:
+    """Trains. Returns of each micro-batch the tokens of its rollouts as the loss saw them, by place; and the trainer."""
     made = trainer(output_dir=str(folder), **options)
-    seen: list[list[str]] = []
+    seen: list[dict[int, list[Token]]] = []
     log = made._log_tokens
 
     def spy(kept: torch.Tensor, mask: torch.Tensor, entropy: torch.Tensor) -> Any:
-        tokens = made._loss_inputs["completion_ids"]
-        texts = [made._tokenizer.decode([token]) for token in tokens[kept].tolist()]
-        seen.append(texts)
+        batch, rows = made._loss_inputs, {}
+        values = batch["completion_ids"], kept, mask, entropy
+        for row, place in enumerate(batch["d3s_rollout"].tolist() if "d3s_rollout" in batch else []):
+            weight = abs(float(batch["advantages"][row]))
+            rows[place] = [
+                (made._tokenizer.decode([token]), is_kept, weight * h, h)
+                for token, is_kept, counts, h in zip(*(value[row].tolist() for value in values), strict=True)
+                if counts
+            ]
+        seen.append(rows)
         return log(kept, mask, entropy)
 
     made._log_tokens = spy
     made.train()
     return seen, made
+
+
+def assert_shows(page: str, seen: list[dict[int, list[Token]]], count: int = 2 * GROUP) -> None:
+    """The page has the tokens of the loss, each in its place, and folds the rollouts that no loss saw."""
+    expected = {place: row for micro_batch in seen for place, row in micro_batch.items()}
+    shown = rollouts(page)
+    assert len(shown) == count
+    for place, rollout in enumerate(shown):
+        assert rollout.startswith("<article>" if place in expected else "<details>")
+        if place not in expected:
+            continue
+        found = tokens(rollout)
+        assert [token[:2] for token in found] == [token[:2] for token in expected[place]]
+        for (*_, score, entropy), (*_, wanted_score, wanted_entropy) in zip(found, expected[place], strict=True):
+            assert score == pytest.approx(wanted_score, rel=6e-3, abs=1e-6)
+            if entropy is not None:
+                assert entropy == pytest.approx(wanted_entropy, rel=6e-3, abs=1e-6)
+            else:
+                assert score == 0  # no pass has scored a rollout without an advantage
 
 
 @pytest.mark.parametrize("entropy_from", ["update", "rollout"])
@@ -51,37 +94,86 @@ def test_every_second_step_the_tokens_that_were_kept(tmp_path: Path, entropy_fro
     found = pages(tmp_path)
     assert list(found) == [0, 2]
     for step, page in found.items():
-        of_step = [text for texts in seen[2 * step : 2 * step + 2] for text in texts]
-        assert sorted(text.strip() for text in marked(page)) == sorted(text.strip() for text in of_step)
-        logged = made.state.log_history[step]
-        assert page.count("<article>") == logged["d3s/rollouts_kept"]
-        assert page.count("<article>") + page.count("<details>") == 2 * GROUP
+        assert_shows(page, seen[2 * step : 2 * step + 2])
+        assert page.count("<article>") == made.state.log_history[step]["d3s/rollouts_kept"]
         assert f"<title>Step {step}: " in page
+
+
+def test_advantages_over_the_kept_rollouts(tmp_path: Path) -> None:
+    """The shown ones are those that the loss has."""
+    seen, _ = run(tmp_path, max_steps=1, selection_page_steps=1, advantages_from="kept", rollout_scope="group")
+    assert_shows(pages(tmp_path)[0], seen)
+
+
+def test_rollouts_without_an_advantage_have_no_entropy_of_their_own(tmp_path: Path) -> None:
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        values = share_of_even(completion_ids)
+        return [value if row < GROUP else 0.5 for row, value in enumerate(values)]
+
+    seen, _ = run(
+        tmp_path, max_steps=1, selection_page_steps=1, reward_funcs=reward, entropy_from="rollout", rollouts_start=7,
+        rollouts_end=7,
+    )  # fmt: skip
+    (page,) = pages(tmp_path).values()
+    assert_shows(page, seen)
+    found = [token for rollout in rollouts(page)[GROUP:] for token in tokens(rollout)]
+    assert found
+    assert all(entropy is None for *_, entropy in found)
+
+
+def test_tokens_of_tools_have_no_score(tmp_path: Path) -> None:
+    def generate(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Ten tokens each, of which those in the middle are a tool's."""
+        ids = torch.randint(2, 60, (len(prompts), 10)).tolist()
+        mask = [[1, 1, 1, 0, 0, 0, 1, 1, 1, 1] for _ in prompts]
+        return {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": ids, "logprobs": None, "env_mask": mask}
+
+    options = {"selection_page_steps": 1, "max_steps": 1}
+    made = trainer(output_dir=str(tmp_path), **options)
+    made.rollout_func = generate
+    made.train()
+    (page,) = pages(tmp_path).values()
+    kept = page.count("<article>")
+    assert f"of {7 * kept:,}</b> tokens" in page
+    assert page.count("of 7 tokens kept") == kept
+    for rollout in rollouts(page):
+        assert len(text(rollout).split()) == 10
+        assert len(tokens(rollout)) == (7 if rollout.startswith("<article>") else 0)
+
+
+def test_truncated_completions_that_are_not_in_the_loss(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=1, selection_page_steps=1, mask_truncated_completions=True, rollouts_start=8,
+        rollouts_end=8, max_completion_length=6)  # fmt: skip
+    (page,) = pages(tmp_path).values()
+    # TRL takes a completion for truncated unless it ends with the end token, or with padding.
+    truncated = [rollout for rollout in rollouts(page) if not text(rollout).strip().endswith(">")]
+    assert truncated  # of 16 rollouts, hardly any ends within 6 of 61 equally likely tokens
+    for rollout in truncated:
+        assert len(text(rollout).split()) == 6
+        assert "not in the loss" in rollout
+        assert not tokens(rollout)
 
 
 def test_rewards_and_advantages_are_those_of_each_rollout(tmp_path: Path) -> None:
     rewarded: dict[str, float] = {}
 
-    def reward(completion_ids: list[list[int]], completions: list[str], **_: Any) -> list[float]:
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         values = share_of_even(completion_ids)
-        rewarded.update(
-            {f"w{' w'.join(map(str, ids))}": value for ids, value in zip(completion_ids, values, strict=True)}
-        )
+        special = {PAD: "<pad>", EOS: "<eos>"}
+        texts = [" ".join(special.get(token, f"w{token}") for token in ids) for ids in completion_ids]
+        rewarded.update(zip(texts, values, strict=True))
         return values
 
     run(tmp_path, max_steps=1, selection_page_steps=1, reward_funcs=reward)
     (page,) = pages(tmp_path).values()
-    rollouts = re.findall(
-        r"reward ([\d.]+), advantage <b[^>]*>([-+.\d]+)</b>.*?<div class=\"text\"[^>]*>(.*?)</div>", page, re.S
-    )
-    assert len(rollouts) == 2 * GROUP
-    for value, _, text in rollouts:
-        words = html.unescape(re.sub("<[^>]*>", "", text)).replace("<eos>", "w1").replace("<pad>", "w0").split()
-        assert float(value) == pytest.approx(rewarded[" ".join(words)], abs=5e-3)
-    for start in (0, GROUP):
-        group = torch.tensor([float(value) for value, _, _ in rollouts[start : start + GROUP]])
-        shown = torch.tensor([float(advantage) for _, advantage, _ in rollouts[start : start + GROUP]])
-        torch.testing.assert_close(shown, (group - group.mean()) / (group.std() + 1e-4), atol=0.05, rtol=0)
+    shown = []
+    for rollout in rollouts(page):
+        value, advantage = re.search(r"reward ([\d.]+), advantage <b[^>]*>([-+.\d]+)</b>", rollout).groups()
+        assert float(value) == pytest.approx(rewarded[" ".join(text(rollout).split())], abs=5e-3)
+        shown.append((float(value), float(advantage)))
+    for group in torch.tensor(shown).view(2, GROUP, 2):
+        values, advantages = group.unbind(dim=1)
+        torch.testing.assert_close(advantages, (values - values.mean()) / (values.std() + 1e-4), atol=0.05, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +192,19 @@ def test_when(tmp_path: Path, options: dict[str, Any], steps: list[int]) -> None
     assert made.state.global_step == 4
 
 
+def test_a_second_run_of_a_trainer_has_its_own_pages(tmp_path: Path) -> None:
+    _, made = run(tmp_path, max_steps=2, selection_page_steps=3)
+    (page,) = (tmp_path / "selection").iterdir()
+    page.unlink()
+    made.train()
+    assert list(pages(tmp_path)) == [0]
+
+
 def test_at_most_so_many_rollouts_in_whole_groups(tmp_path: Path) -> None:
     run(tmp_path, max_steps=1, selection_page_steps=1, per_device_train_batch_size=3 * GROUP, num_generations=24,
         gradient_accumulation_steps=4)  # fmt: skip
     (page,) = pages(tmp_path).values()
-    assert page.count("<article>") + page.count("<details>") == SHOWN // 24 * 24
+    assert len(rollouts(page)) == SHOWN // 24 * 24
     assert page.count("<h2>") == SHOWN // 24
 
 

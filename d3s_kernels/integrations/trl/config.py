@@ -103,7 +103,8 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
         default=0,
         metadata={
             "help": "Every so many steps, write a page that shows the rollouts of a generation batch (at most 64), "
-            "their tokens and which were kept, to output_dir/selection/. 0: never."
+            "their tokens and which were kept, to output_dir/selection/, as soon as the whole batch was trained on. "
+            "0: never."
         },
     )
 

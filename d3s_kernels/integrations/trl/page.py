@@ -11,11 +11,16 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..._page.text import token_texts
 from ...page import selection_page
+from .gradient import loss_mask
 from .rollouts import Batch
 
 SHOWN = 64  # rollouts on a page: whole groups, the first ones of the generation batch
 ROLLOUT = "d3s_rollout"  # a batch's field: the place of each row in the generation batch of all processes
+UNMEASURED = "d3s_unmeasured"  # a batch's field: rows whose entropy is a stand-in, since no pass has scored them
+
+Fields = dict[str, Any]
 
 
 class PageOfBatch:
@@ -26,38 +31,43 @@ class PageOfBatch:
         self._group = group
         self._awaited = micro_batches  # those of this process that were not scored yet
         self._shown = max(1, SHOWN // group) * group
-        self._generated: list[tuple[int, dict[str, Any]]] = []
-        self._trained: list[tuple[int, dict[str, Any]]] = []
-        self._rewards = torch.zeros(0)
+        self._generated: dict[int, Fields] = {}  # by the place of the rollout
+        self._trained: dict[int, Fields] = {}
+        self._rewards: Tensor | None = None
 
-    def has_rewards(self, of_each_function: Tensor, weights: Tensor) -> None:
-        """Takes the rewards of all processes' rollouts, ``[rollouts, functions]``; NaN where a function gave none."""
+    def add_rewards(self, of_each_function: Tensor, weights: Tensor) -> None:
+        """The rewards of all processes' rollouts, ``[rollouts, functions]``; NaN where a function gave none."""
         rewards = (of_each_function * weights.to(of_each_function.device)).nansum(dim=1)
         self._rewards = rewards.masked_fill(of_each_function.isnan().all(dim=1), torch.nan)[: self._shown].float().cpu()
 
-    def generated(self, batch: Batch, process: int) -> None:
-        """Takes this process's rollouts before any is dropped, and marks each row with its place in the whole batch."""
+    def add_generated(self, batch: Batch, process: int, pad_token: int) -> None:
+        """This process's rollouts before any is dropped. Marks each row with its place in the whole batch."""
         rows, device = len(batch["completion_ids"]), batch["completion_ids"].device
         batch[ROLLOUT] = torch.arange(process * rows, (process + 1) * rows, device=device)
-        prompt = batch["prompt_ids"], batch["prompt_mask"]
-        completion = batch["completion_ids"], batch["completion_mask"]
+        prompts, prompt_mask = batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu().bool()
+        completions, completion_mask = batch["completion_ids"].cpu(), batch["completion_mask"].cpu().bool()
+        # TRL sets the mask of a truncated completion to 0 where it is left out of the loss. Its text is still shown.
+        lengths = _last_place(completion_mask | (completions != pad_token))
+        counts, advantages = loss_mask(batch).cpu().bool(), batch["advantages"].tolist()
         for row, place in self._rows(batch):
-            fields = {
-                "prompt": prompt[0][row][prompt[1][row].bool()].tolist(),
-                "completion": completion[0][row][completion[1][row].bool()].cpu(),
-                "advantage": float(batch["advantages"][row]),
+            self._generated[place] = {
+                "prompt": prompts[row][prompt_mask[row]].tolist(),
+                "completion": completions[row, : lengths[row]].tolist(),
+                "counts": counts[row, : lengths[row]].clone(),
+                "advantage": advantages[row],
             }
-            self._generated.append((place, fields))
 
-    def trained_on(self, batch: Batch, kept: Tensor, entropy: Tensor) -> bool:
-        """Takes a micro-batch with its tokens' choice. Returns whether it was the last one of this process."""
+    def add_trained(self, batch: Batch, kept: Tensor, entropy: Tensor) -> bool:
+        """A micro-batch, with the choice of its tokens. Returns whether it was the last one of this process."""
+        if UNMEASURED in batch:
+            entropy = entropy.masked_fill(batch[UNMEASURED].unsqueeze(1), torch.nan)
+        kept, entropy, advantages = kept.cpu(), entropy.float().cpu(), batch["advantages"].tolist()
         for row, place in self._rows(batch):
-            fields = {
-                "kept": kept[row].cpu(),
-                "entropy": entropy[row].float().cpu(),
-                "advantage": float(batch["advantages"][row]),
+            self._trained[place] = {
+                "kept": kept[row].clone(),
+                "entropy": entropy[row].clone(),
+                "advantage": advantages[row],
             }
-            self._trained.append((place, fields))
         self._awaited -= 1
         return self._awaited == 0
 
@@ -67,37 +77,49 @@ class PageOfBatch:
 
     def write(self, folder: Path, tokenizer: Any, is_main: bool) -> None:
         """Gathers what the processes have, and writes the page. All processes have to call this."""
-        generated, trained = (dict(gather_object(own)) for own in (self._generated, self._trained))
+        generated, trained = (dict(gather_object(list(own.items()))) for own in (self._generated, self._trained))
         if not is_main:
             return
-        page = self._page(generated, trained, tokenizer)
         path = folder / f"step-{self.step:06d}.html"
         try:
+            page = self._page(generated, trained, tokenizer)
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(page, encoding="utf-8")
-        except OSError as error:  # a full disk ends no run because of a page
-            warnings.warn(f"selection_page_steps: the page {path} could not be written: {error}", stacklevel=2)
+        except Exception as error:  # whatever is wrong with a page, training goes on, and so do the other processes
+            warnings.warn(
+                f"selection_page_steps: the page {path} could not be written: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
 
-    def _page(self, generated: dict[int, dict[str, Any]], trained: dict[int, dict[str, Any]], tokenizer: Any) -> str:
+    def _page(self, generated: dict[int, Fields], trained: dict[int, Fields], tokenizer: Any) -> str:
         rollouts = [generated[place] for place in sorted(generated)]
-        completions = pad_sequence([rollout["completion"] for rollout in rollouts], batch_first=True)
-        lengths = torch.tensor([len(rollout["completion"]) for rollout in rollouts])
-        kept = torch.zeros(completions.shape, dtype=torch.bool)
-        entropy = torch.zeros(completions.shape)
+        counts = pad_sequence([rollout["counts"] for rollout in rollouts], batch_first=True)
+        kept, entropy = torch.zeros_like(counts), torch.zeros(counts.shape)
         advantages = torch.tensor([rollout["advantage"] for rollout in rollouts])
         for place, row in trained.items():
-            width = min(completions.shape[1], len(row["kept"]))
+            width = min(counts.shape[1], len(row["kept"]))
             kept[place, :width], entropy[place, :width] = row["kept"][:width], row["entropy"][:width]
             advantages[place] = row["advantage"]
+
+        def decode(ids: list[int]) -> str:
+            text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            return text
+
         return selection_page(
-            [tokenizer.decode(rollout["prompt"]) for rollout in rollouts[:: self._group]],
-            completions,
+            [decode(rollout["prompt"]) for rollout in rollouts[:: self._group]],
+            [token_texts(decode, rollout["completion"]) for rollout in rollouts],
             kept,
             entropy=entropy,
             advantages=advantages,
             kept_rollouts=torch.tensor([place in trained for place in sorted(generated)]),
             rewards=self._rewards,
-            mask=torch.arange(completions.shape[1]) < lengths[:, None],
-            tokenizer=tokenizer,
+            mask=counts,
             title=f"Step {self.step}: which tokens are trained on",
         )
+
+
+def _last_place(mask: Tensor) -> list[int]:
+    """For each row, the number of columns up to the last one that is marked."""
+    places = torch.arange(1, mask.shape[1] + 1)
+    last: list[int] = (mask * places).amax(dim=1).tolist() if mask.shape[1] else [0] * len(mask)
+    return last

@@ -21,7 +21,7 @@ from .config import D3SConfig
 from .espo import as_espo
 from .gradient import gradient_weights, loss_mask, only_through
 from .head import d3s_head
-from .page import PageOfBatch
+from .page import UNMEASURED, PageOfBatch
 from .rollouts import Batch, choose_rollouts, keep_rollouts, last_column, rows_to_keep, take, trimmed
 
 if TYPE_CHECKING:
@@ -97,7 +97,11 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         self._loss_inputs: Batch | None = None  # set only while TRL computes a training loss
         self._num_tokens_kept: int | None = None  # None until the first micro-batch
         self._page: PageOfBatch | None = None  # set while a generation batch is trained on of which a page is written
-        self._next_page = 0  # the first step from which on a page is due
+        self._last_page: int | None = None  # the step of this run's last page
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        self._last_page = None  # each run has its own pages
+        return super().train(*arguments, **options)
 
     def _warn_of_little_to_drop(self) -> None:
         """Warns once, on the main process, if small groups or small device batches leave little to drop."""
@@ -153,7 +157,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if passes.entropy is not None:
             batch["d3s_entropy"] = passes.entropy
         if self._page is not None:
-            self._page.generated(batch, self.accelerator.process_index)
+            self._page.add_generated(batch, self.accelerator.process_index, self._tokenizer.pad_token_id)
         batch = self._keep_rollouts(batch)
         for name in passes.postponed:
             batch |= self._postponed(name, batch)
@@ -164,14 +168,14 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
     def _calculate_rewards(self, *arguments: Any, **options: Any) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(*arguments, **options)
         if self._page is not None and self.model.training:
-            self._page.has_rewards(rewards, self.reward_weights)
+            self._page.add_rewards(rewards, self.reward_weights)
         return rewards
 
     def _page_if_due(self) -> PageOfBatch | None:
-        every, step = self.args.selection_page_steps, self.state.global_step
-        if every == 0 or step < self._next_page:
+        every, step, last = self.args.selection_page_steps, self.state.global_step, self._last_page
+        if every == 0 or (last is not None and last // every == step // every):
             return None
-        self._next_page = (step // every + 1) * every
+        self._last_page = step
         return PageOfBatch(step, self.num_generations, self.args.steps_per_generation)
 
     @property
@@ -262,24 +266,27 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         """Marks the tokens of a whole generation batch."""
         advantages, mask = batch["advantages"], loss_mask(batch).bool()
         if "d3s_entropy" not in batch:
-            batch["d3s_entropy"] = self._entropy(batch)
+            batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
         # Rollouts that the pass skipped have advantage 0, so their scores are 0. Their tokens still count as valid.
         batch["d3s_kept"] = self._choose_tokens(batch["d3s_entropy"], advantages, mask)
         batch["d3s_tokens_kept"] = self.accelerator.gather(batch["d3s_kept"].sum()).sum()
 
-    def _entropy(self, batch: Batch) -> Tensor:
-        """The entropy of each token whose rollout has a non-zero advantage, from an extra pass; elsewhere the mean."""
+    def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The entropy of each token whose rollout has a non-zero advantage, from an extra pass, and elsewhere the mean;
+        and which rows have the mean.
+        """
         mask = loss_mask(batch).bool()
         useful = (batch["advantages"] != 0) & mask.any(dim=1)
         # Every process scores the same number of rows, since all take part in the forward of a sharded model.
         rows = int(self.accelerator.gather(useful.sum()).max())
+        unmeasured = torch.ones_like(useful)
         if rows == 0:
-            return torch.zeros(mask.shape, device=mask.device)
+            return torch.zeros(mask.shape, device=mask.device), unmeasured
         first = useful.long().argsort(descending=True, stable=True)[:rows]
         scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
         assert scored is not None  # it was asked for
         mean = torch.where(mask[first], scored, 0.0).sum() / mask[first].sum().clamp(min=1)
-        return mean.expand(mask.shape).index_copy(0, first, scored)
+        return mean.expand(mask.shape).index_copy(0, first, scored), unmeasured.index_fill(0, first, False)
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """This process's token mask: exactly the budget's share, of all processes' tokens or of each row."""
@@ -357,10 +364,10 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if kept is None:
             kept = self._choose_tokens(entropy.detach(), inputs["advantages"], mask)
         totals = self._log_tokens(kept, mask, entropy.detach())
-        if self._page is not None and self._page.trained_on(inputs, kept, entropy.detach()):
-            is_main, folder = self.accelerator.is_main_process, Path(self.args.output_dir, "selection")
-            self._page.write(folder, self._tokenizer, is_main)
+        if (page := self._page) is not None and page.add_trained(inputs, kept, entropy.detach()):
             self._page = None
+            folder = Path(self.args.output_dir, "selection")
+            page.write(folder, self._tokenizer, self.accelerator.is_main_process)
         if self._espo:
             vocabulary = self.model.config.get_text_config().vocab_size
             moved, epsilon = as_espo(inputs, logprob.detach(), entropy.detach(), self.args, vocabulary)
