@@ -46,7 +46,7 @@ def text(rollout: str) -> str:
 
 
 def run(folder: Path, **options: Any) -> tuple[list[dict[int, list[Token]]], Any]:
-    """Trains. Returns of each micro-batch the tokens of its rollouts as the loss saw them, by place; and the trainer."""
+    """Trains. Returns the tokens that each loss saw, of each rollout by its place, and the trainer."""
     made = trainer(output_dir=str(folder), **options)
     seen: list[dict[int, list[Token]]] = []
     log = made._log_tokens
