@@ -68,10 +68,10 @@ def made() -> tuple[Any, Any, Recorded]:
     model, tokenizer = models.made_here(0, lambda: None, steps=60)
     random_ = random.Random(1)
     steps = []
-    recorded = record(model, tokenizer, [draw(random_) for _ in range(4)], 8, 24, lambda: steps.append(1))
+    recorded = record(model, tokenizer, [draw(random_) for _ in range(3)], 8, 24, lambda: steps.append(1))
     assert 0 < len(steps) <= 24
     # Whatever the answers are, every problem gets right and wrong ones.
-    rewards = (torch.arange(32).view(4, 8) % torch.tensor([2, 3, 4, 5])[:, None] == 0).float()
+    rewards = (torch.arange(24).view(3, 8) % torch.tensor([2, 3, 4])[:, None] == 0).float()
     texts = [
         f"the answer is {recorded.problems[i // 8].answer if reward else 99}"
         for i, reward in enumerate(rewards.flatten())
@@ -88,7 +88,7 @@ def test_both_trainers_get_the_same_and_keep_the_budget(made: tuple, monkeypatch
     monkeypatch.setattr(update, "reward", reward)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     everything = update.grpo(model, tokenizer, recorded, lambda: None)
-    assert len(everything.batch["completion_ids"]) == 32
+    assert len(everything.batch["completion_ids"]) == 24
     assert everything.costs.seconds.keys() == {update.SCORING, update.UPDATE}
     everything.batch["d3s_kept"] = everything.batch["completion_mask"].bool()
     model.load_state_dict(weights)
@@ -97,7 +97,7 @@ def test_both_trainers_get_the_same_and_keep_the_budget(made: tuple, monkeypatch
     model.load_state_dict(weights)
     ours = update.with_d3s(model, tokenizer, recorded, d3s.Budget(2, 0.1), lambda: None)
     kept = d3s.select_rollouts(d3s.group_advantages(recorded.rewards), 2).flatten()
-    assert len(ours.batch["completion_ids"]) == int(kept.sum()) == 8
+    assert len(ours.batch["completion_ids"]) == int(kept.sum()) == 6
     lengths = ours.batch["completion_mask"].sum(dim=1).tolist()
     found = [row[:length] for row, length in zip(ours.batch["completion_ids"].tolist(), lengths, strict=True)]
     assert found == [tokens for tokens, keep in zip(recorded.completions, kept.tolist(), strict=True) if keep]
@@ -116,7 +116,7 @@ def test_the_demo_without_a_model_says_so_and_runs(tmp_path: Path) -> None:
     assert "The model is a stand-in" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     row = next(line for line in done.stdout.splitlines() if "answers trained on" in line)
-    assert row.split()[-4:] == ["32", "8", "20", "32"]
+    assert row.split()[-5:] == ["24", "24", "6", "15", "24"]
     page = (tmp_path / "demo" / "selection.html").read_text(encoding="utf-8")
     tokens = next(line for line in done.stdout.splitlines() if "tokens with a gradient" in line)
     assert page.count("<mark class=s") == int(tokens.split()[-2])

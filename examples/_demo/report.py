@@ -62,39 +62,42 @@ def answers(console: Console, recorded: Recorded) -> None:
     )
 
 
-def table(recorded: Recorded, generation: float, everything: Update, points: list[Point]) -> Table:
+def table(recorded: Recorded, generation: float, everything: Update, our_head: Update, points: list[Point]) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), width=WIDTH)
     shown.add_column("\none training step", no_wrap=True)
-    shown.add_column("GRPO\n", justify="right", no_wrap=True)
-    for point in points:
-        shown.add_column(f"D3S\n{point.when}", justify="right", no_wrap=True)
-    updates = [point.update for point in points]
+    for head in ("GRPO\n", "GRPO\nour LM head", *(f"D3S\n{point.when}" for point in points)):
+        shown.add_column(head, justify="right", no_wrap=True)
+    updates = [everything, our_head, *(point.update for point in points)]
 
-    def row(name: str, cell: Callable[[Update], str], grpo: str | None = None, last: bool = False) -> None:
-        shown.add_row(name, cell(everything) if grpo is None else grpo, *map(cell, updates), end_section=last)
+    def row(name: str, cell: Callable[[Update], str], last: bool = False) -> None:
+        shown.add_row(name, *map(cell, updates), end_section=last)
 
     def seconds(stage: str) -> Callable[[Update], str]:
         return lambda update: in_seconds(update.costs.seconds[stage])
 
+    tokens, differences = sum(map(len, recorded.completions)), {id(p.update): f"{p.difference:.0e}" for p in points}
     row("answers trained on", lambda update: str(len(update.batch["completion_ids"])))
-    row("tokens with a gradient", lambda update: str(kept(update)), grpo=str(sum(map(len, recorded.completions))))
-    row("  mean entropy, nats", logged("d3s/entropy_kept"), grpo=logged("entropy")(everything))
-    row("  others in these answers", logged("d3s/entropy_dropped"), grpo="-", last=True)
+    row("tokens with a gradient", lambda update: str(kept(update) if is_d3s(update) else tokens))
+    row("  mean entropy, nats", lambda update: logged(update, "d3s/entropy_kept" if is_d3s(update) else "entropy"))
+    row("  others in these answers", lambda update: logged(update, "d3s/entropy_dropped"), last=True)
     row("seconds to generate", lambda _: in_seconds(generation))
     row("  to score and to choose", seconds(SCORING))
     row("  to update", seconds(UPDATE))
     row("  memory it adds, GB", memory, last=True)
-    difference = {id(point.update): f"{point.difference:.0e}" for point in points}
-    row("gradient off PyTorch's by", lambda update: difference[id(update)], grpo="-")
+    row("gradient off PyTorch's by", lambda update: differences.get(id(update), "-"))
     return shown
+
+
+def is_d3s(update: Update) -> bool:
+    return "d3s_kept" in update.batch
 
 
 def kept(update: Update) -> int:
     return int(update.batch["d3s_kept"].sum())
 
 
-def logged(name: str) -> Callable[[Update], str]:
-    return lambda update: f"{update.logged[name]:.2f}" if name in update.logged else "-"
+def logged(update: Update, name: str) -> str:
+    return f"{update.logged[name]:.2f}" if name in update.logged else "-"
 
 
 def in_seconds(value: float) -> str:
@@ -110,19 +113,20 @@ def after_generation(update: Update) -> float:
     return update.costs.seconds[SCORING] + update.costs.seconds[UPDATE]
 
 
-def conclude(console: Console, generation: float, everything: Update, points: list[Point]) -> None:
+def conclude(console: Console, generation: float, everything: Update, our_head: Update, points: list[Point]) -> None:
     """What was saved, and what was not."""
-    times = [after_generation(update) for update in (everything, *(point.update for point in points))]
-    *others, last = [f"{in_seconds(time)} s {point.when}" for time, point in zip(times[1:], points, strict=True)]
-    grpo, *steps = [in_seconds(generation + time) for time in times]
+    times = [after_generation(update) for update in (everything, our_head, *(point.update for point in points))]
+    grpo, with_head, start, middle, end = map(in_seconds, times)
+    whole = [in_seconds(generation + time) for time in times]
     same = all(point.difference < DIFFERENT for point in points)
     verdict = "differs from plain PyTorch's by rounding alone" if same else "[bold red]is not that of plain PyTorch[/]"
     console.print(
-        f"[bold]Saved[/]: once the answers are there, GRPO's step took {in_seconds(times[0])} s, and D3S's "
-        f"{', '.join(others)} and {last} of training; its gradient through the kept tokens {verdict}.\n"
+        f"[bold]Saved[/]: once the answers are there, GRPO's step takes {grpo} s ({with_head} s with our LM head and "
+        f"nothing else), and D3S's {start} s at the start of training, {middle} s in the middle and {end} s at the "
+        f"end; the gradient through the kept tokens {verdict}.\n"
         f"[bold]Not saved[/]: the {in_seconds(generation)} s of generation, because answers have to exist before some "
-        f"are chosen, so whole steps took {grpo} s and {', '.join(steps[:-1])} and {steps[-1]} s; and one step cannot "
-        "show whether a model learns as well from fewer answers and tokens."
+        f"are chosen, so whole steps take {whole[0]} s with GRPO and {', '.join(whole[2:-1])} and {whole[-1]} s with "
+        "D3S; and one step cannot show whether a model learns as well from fewer answers and tokens."
     )
     if not same:
         raise SystemExit(1)

@@ -21,10 +21,10 @@ from . import models, plain, report, update
 from .problems import draw
 from .rollouts import Recorded, record
 
-PROMPTS, GROUP, LENGTH = 4, 8, 40  # problems, answers to each, tokens of an answer at most
+PROMPTS, GROUP, LENGTH = 3, 8, 40  # problems, answers to each, tokens of an answer at most
 # The paper's schedule goes from 8 of 32 rollouts and 5 % of their tokens to all 32 and 20 %. This is it for 8 rollouts.
 SCHEDULE = d3s.DownSamplingSchedule(d3s.Budget(GROUP // 4, 0.05), d3s.Budget(GROUP, 0.20))
-WHEN = {"at the start": 0.0, "in the middle": 0.5, "at the end": 1.0}
+WHEN = {"start": 0.0, "middle": 0.5, "end": 1.0}
 
 
 def run(folder: Path | None, out: Path, seed: int) -> None:
@@ -38,13 +38,13 @@ def run(folder: Path | None, out: Path, seed: int) -> None:
         model, tokenizer = get_model(folder, seed, work)
         recorded, generation = generate(model, tokenizer, seed, work)
         report.answers(console, recorded)
-        everything, points = updates(model, tokenizer, recorded, work)
-    console.print(report.table(recorded, generation, everything, points))
-    report.conclude(console, generation, everything, points)
+        everything, our_head, points = updates(model, tokenizer, recorded, work)
+    console.print(report.table(recorded, generation, everything, our_head, points))
+    report.conclude(console, generation, everything, our_head, points)
     path = out / "selection.html"
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(page(recorded, points[1], tokenizer), encoding="utf-8")
-    console.print(f"\nThe answers, token by token, as the middle column trained on them: [bold]{path}[/]")
+    console.print(f"\nThe answers, token by token, as D3S trained on them in the middle: [bold]{path}[/]")
 
 
 def get_model(folder: Path | None, seed: int, work: Work) -> tuple[Any, Any]:
@@ -66,11 +66,16 @@ def generate(model: Any, tokenizer: Any, seed: int, work: Work) -> tuple[Recorde
     return recorded, time.perf_counter() - began
 
 
-def updates(model: Any, tokenizer: Any, recorded: Recorded, work: Work) -> tuple[update.Update, list[report.Point]]:
-    """GRPO's update, and D3S's at each point of the schedule, all from the same weights."""
+def updates(
+    model: Any, tokenizer: Any, recorded: Recorded, work: Work
+) -> tuple[update.Update, update.Update, list[report.Point]]:
+    """GRPO's update, the same with our LM head, and D3S's at each point of the schedule, all from the same weights."""
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     work.begin("GRPO's update", 32, parts=update.MICRO_BATCHES)
     everything = update.grpo(model, tokenizer, recorded, work.advance)
+    model.load_state_dict(weights)
+    work.begin("GRPO's update with our LM head", 20, parts=update.MICRO_BATCHES)
+    our_head = update.grpo(model, tokenizer, recorded, work.advance, our_head=True)
     points = []
     for when, progress in WHEN.items():
         budget = SCHEDULE(progress)
@@ -81,7 +86,7 @@ def updates(model: Any, tokenizer: Any, recorded: Recorded, work: Work) -> tuple
         work.begin("the same in plain PyTorch", 2.5 * budget.rollouts)
         theirs = plain.gradient(model, ours.batch)
         points.append(report.Point(when, ours, plain.relative_difference(ours.gradient, theirs)))
-    return everything, points
+    return everything, our_head, points
 
 
 def page(recorded: Recorded, point: report.Point, tokenizer: Any) -> str:
@@ -100,7 +105,7 @@ def page(recorded: Recorded, point: report.Point, tokenizer: Any) -> str:
         rewards=recorded.rewards,
         mask=pad_sequence([torch.ones_like(tokens) for tokens in completions], batch_first=True),
         tokenizer=tokenizer,
-        title=f"What D3S trains on, {point.when} of training",
+        title=f"What D3S trains on ({point.when} of training)",
     )
 
 
@@ -111,7 +116,7 @@ class Work:
         columns = TextColumn("{task.description:38}"), BarColumn(None), TimeElapsedColumn()
         self._bar = Progress(*columns, console=console, transient=True)
         rollouts = sum(SCHEDULE(progress).rollouts for progress in WHEN.values())
-        self._task = self._bar.add_task("", total=3 + 20 + 32 + 5.5 * rollouts)
+        self._task = self._bar.add_task("", total=3 + 20 + 32 + 20 + 5.5 * rollouts)
         self._end = 0.0  # of the stage that runs
         self._part = 0.0
 

@@ -15,13 +15,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 import d3s_kernels as d3s
 from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
+from d3s_kernels.integrations.trl.head import d3s_head
 
 from .costs import Costs
 from .problems import is_right
 from .rollouts import Recorded
 
 SCORING, UPDATE = "scoring", "update"
-MICRO_BATCHES = 4
+MICRO_BATCHES = 3  # the rollouts of a generation batch are a multiple of it, also those that D3S keeps
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class Update:
     logged: dict[str, float]
 
 
-def grpo(model: Any, tokenizer: Any, recorded: Recorded, advance: Callable[[], None]) -> Update:
-    return _update(GRPOTrainer, GRPOConfig, {}, model, tokenizer, recorded, advance)
+def grpo(model: Any, tokenizer: Any, recorded: Recorded, advance: Callable[[], None], our_head: bool = False) -> Update:
+    """The update with TRL's LM head, or with ours: so much of what is saved is the head's, whatever is selected."""
+    with d3s_head() if our_head else contextlib.nullcontext():
+        return _update(GRPOTrainer, GRPOConfig, {}, model, tokenizer, recorded, advance)
 
 
 def with_d3s(model: Any, tokenizer: Any, recorded: Recorded, budget: d3s.Budget, advance: Callable[[], None]) -> Update:
