@@ -206,6 +206,10 @@ def test_entropies_that_are_not_known_are_not_shown() -> None:
     assert "none is above 0" in page
 
 
+def test_shades_rise_with_the_square_root() -> None:
+    assert [shade(score, 4.0) for score in (0.0, 0.03, 0.05, 0.99, 1.01, 3.2, 3.3, 9.0)] == [0, 0, 1, 4, 5, 8, 9, 9]
+
+
 @given(score=st.floats(0, 1e300), top=st.floats(1e-300, 1e300))
 def test_there_are_ten_shades(score: float, top: float) -> None:
     assert 0 <= shade(score, top) <= 9

@@ -74,10 +74,12 @@ def darkest_from(scores: Iterable[float]) -> float:
 
 
 def shade(score: float, top: float) -> int:
-    """The level of a score: 0 for 0 and NaN, 9 from ``top`` on."""
+    """The level of a score: 0 for 0 and NaN, 9 from ``top`` on. Few scores are large, so levels rise with the square
+    root: else all but a few tokens would look alike.
+    """
     if math.isnan(score) or score <= 0:
         return 0
-    return LEVELS - 1 if score >= top else min(LEVELS - 1, int(LEVELS * score / top))
+    return LEVELS - 1 if score >= top else min(LEVELS - 1, int(LEVELS * math.sqrt(score / top)))
 
 
 def _summary(rollouts: Sequence[Rollout]) -> str:
@@ -92,7 +94,7 @@ def _summary(rollouts: Sequence[Rollout]) -> str:
 
 def _legend(formula: str, top: float) -> str:
     shades = "".join(f'<i class="s{level}"></i>' for level in range(1, LEVELS))
-    scale = f"0 {shades} {top:.3g} or more" if math.isfinite(top) else "none is above 0"
+    scale = f"0 {shades} {top:.3g} or more (square-root scale)" if math.isfinite(top) else "none is above 0"
     formula = f", {as_html(formula)}" if formula else ""
     return (
         f'<p class="legend">Score of a token{formula}: {scale}. <mark>Underlined and bold</mark>: kept, with a '
