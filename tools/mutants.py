@@ -262,8 +262,8 @@ MUTANTS = (
     Mutant(
         "ranks: the backward of a shard takes it for the first",
         "d3s_kernels/_head/backward.py",
-        "shard.first_token + t.start, temperature",
-        "t.start, temperature",
+        "shard.first_token + tokens.start, temperature",
+        "tokens.start, temperature",
         "tests/test_vocab_parallel.py",
     ),
     # ---- rules, the LM head, the schedule ----------------------------------------------------------------------------
@@ -277,7 +277,7 @@ MUTANTS = (
     Mutant(
         "head: masked rows have a gradient",
         "d3s_kernels/_head/backward.py",
-        "active &= mask.reshape(count)",
+        "active &= problem.mask.reshape(count)",
         "pass",
         "tests/test_head.py",
     ),

@@ -44,15 +44,27 @@ class Head(NamedTuple):
         return out
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``. In half precision a CPU rounds the product before it is added."""
-    if a.dtype != torch.float32 and widens(a):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """``total += a @ b``, or ``total = a @ b`` for the first one. A CPU rounds a product in half precision before it is
+    added.
+    """
+    if total.dtype != a.dtype and widens(a):
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        return
+    if first and total.dtype == a.dtype and a.shape[1] <= _PRODUCT:
+        torch.mm(a, b, out=total)
         return
     # In pieces, and not by addmm_: some BLAS libraries add each term to the total, and lose a digit or two over a whole
     # vocabulary.
     for begin in range(0, a.shape[1], _PRODUCT):
-        total += a[:, begin : begin + _PRODUCT] @ b[begin : begin + _PRODUCT]
+        product = a[:, begin : begin + _PRODUCT] @ b[begin : begin + _PRODUCT]
+        if first and begin == 0:
+            total.copy_(product)
+        else:
+            total.add_(product)
 
 
 def widens(values: Tensor) -> bool:

@@ -16,13 +16,12 @@ class Sizes(NamedTuple):
     """The sizes of tiles that suit a kind of device."""
 
     workspace_bytes: int
-    rows: int  # of a tile, if whole rows of logits do not fit: enough for a matrix product at peak speed
     row_multiple: int  # the height of the blocks that a matrix product works in
 
 
 SIZES = {
-    "cpu": Sizes(workspace_bytes=32 << 20, rows=1024, row_multiple=1),  # a share of the last-level cache
-    "cuda": Sizes(workspace_bytes=512 << 20, rows=512, row_multiple=128),
+    "cpu": Sizes(workspace_bytes=32 << 20, row_multiple=1),  # a share of the last-level cache
+    "cuda": Sizes(workspace_bytes=512 << 20, row_multiple=128),
 }
 SIZES["xpu"] = SIZES["cuda"]
 
@@ -41,10 +40,12 @@ class Tiles(NamedTuple):
         sizes, slice_tokens = SIZES[hidden.device.type], SLICES[hidden.device.type]
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
         elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
-        fitting = max(sizes.rows, elements // max(1, vocabulary))  # rows of a tile, if it may have few tokens
-        row_step = max(1, min(rows, fitting, elements // slice_tokens))
-        if sizes.row_multiple < row_step < rows:
-            row_step -= row_step % sizes.row_multiple
+        # As many rows as fit beside one slice of tokens: the weight is then read seldom, and where all rows fit, its
+        # gradient is written once. More rows than that are cut into tiles of about the same height.
+        fitting = max(1, elements // max(1, min(slice_tokens, vocabulary)))
+        row_step = max(1, -(-rows // max(1, -(-rows // fitting))))
+        if row_step < rows:
+            row_step = min(fitting, -(-row_step // sizes.row_multiple) * sizes.row_multiple)
         token_step = max(1, vocabulary)  # a shard may have none
         if row_step * vocabulary > elements:  # as few tiles as fit, of about the same size
             fitting_tokens = elements // row_step // slice_tokens * slice_tokens
