@@ -29,13 +29,18 @@ HIDDEN = (
 )
 
 
+def decode(ids: list[int]) -> str:
+    """The text of bytes of UTF-8."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
 class Bytes:
     """A tokenizer whose tokens are the bytes of UTF-8, as those of byte-level BPE partly are."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         assert not skip_special_tokens
         assert not clean_up_tokenization_spaces  # else spaces between tokens would vanish
-        return bytes(ids).decode("utf-8", errors="replace")
+        return decode(ids)
 
 
 def batch(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from page_batch import HIDDEN, HOSTILE, Bytes, batch
+from page_batch import HIDDEN, HOSTILE, Bytes, batch, decode
 
 import d3s_kernels as d3s
 from d3s_kernels._page.render import darkest_from, shade
@@ -136,10 +136,6 @@ def test_line_breaks_and_empty_tokens_are_visible() -> None:
     texts[0] = ["\u200d", "\ufe0f", "\u200d\U0001f466"]  # the parts of an emoji as SmolLM2 splits it
     seen = Seen(d3s.selection_page(prompts, texts, **values))
     assert [text for _, _, text in seen.tokens] == ["\u25ab\u200d", "\u25ab\ufe0f", "\u200d\U0001f466"]
-
-
-def decode(ids: list[int]) -> str:
-    return bytes(ids).decode("utf-8", errors="replace")
 
 
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=12))

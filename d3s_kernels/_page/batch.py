@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .render import Group, Rollout
-from .text import token_texts
+from .text import decoder, token_texts
 
 Completions = Tensor | Sequence[Sequence[str]]
 
@@ -149,11 +149,7 @@ def _texts(completions: Completions, mask: Tensor | None, tokenizer: Any) -> tup
     lowest = min((token for row in ids for token in row), default=0)
     if lowest < 0:
         raise ValueError(f"completions: got the token id {lowest}; takes ids of at least 0, or a mask without padding")
-
-    def decode(tokens: list[int]) -> str:
-        text: str = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
+    decode = decoder(tokenizer)
     return [token_texts(decode, row) for row in ids], flags
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a character
 NO_TEXT = "\u25ab"  # ▫: shown for a token without a text of its own
@@ -19,6 +20,16 @@ _HIDDEN = re.compile(
 )
 _WITHIN_WORDS = "\u200c\u200d\ufe00-\ufe0f"  # joiners, and variants of a character
 _INVISIBLE = re.compile(f"[{_WITHIN_WORDS}]*")
+
+
+def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """The tokenizer's function from token ids to text, with special tokens and all spaces."""
+
+    def decode(token_ids: list[int]) -> str:
+        text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:

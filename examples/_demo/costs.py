@@ -30,7 +30,7 @@ class Costs:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[stage] = time.perf_counter() - began
-        peak = _in_use("VmHWM")
+        peak = _peak()
         self.peak[stage] = None if before is None or peak is None else peak - before
 
 
@@ -46,12 +46,14 @@ def _start_again() -> int | None:
         (_PROCESS / "clear_refs").write_text("5")
     except OSError:
         return None
-    return _in_use("VmRSS")
+    return _of_process("VmRSS")
 
 
-def _in_use(field: str) -> int | None:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+def _peak() -> int | None:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _of_process("VmHWM")
+
+
+def _of_process(field: str) -> int | None:
     try:
         line = next(line for line in (_PROCESS / "status").read_text().splitlines() if line.startswith(field))
     except OSError:

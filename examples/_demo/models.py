@@ -29,10 +29,8 @@ GUESSES = 0.6  # share of the answers that it is trained on which guess the resu
 
 
 def from_folder(folder: Path) -> tuple[Any, Any]:
-    """Model and tokenizer, in float32, on the GPU if there is one."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    """Model and tokenizer, in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
 def made_here(seed: int, advance: Callable[[], None], steps: int = STEPS) -> tuple[Any, Any]:
@@ -51,7 +49,7 @@ def made_here(seed: int, advance: Callable[[], None], steps: int = STEPS) -> tup
         optimizer.step()
         rate.step()
         advance()
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    return model, tokenizer
 
 
 def words_as_tokens() -> PreTrainedTokenizerFast:

@@ -48,11 +48,14 @@ def run(folder: Path | None, out: Path, seed: int) -> None:
 
 
 def get_model(folder: Path | None, seed: int, work: Work) -> tuple[Any, Any]:
+    """The model, on the GPU if there is one, and its tokenizer."""
     if folder is not None:
         work.begin("loading the model", 3)
-        return models.from_folder(folder)
-    work.begin("making and training a tiny model", 20, parts=models.STEPS)
-    return models.made_here(seed, work.advance)
+        model, tokenizer = models.from_folder(folder)
+    else:
+        work.begin("making and training a tiny model", 20, parts=models.STEPS)
+        model, tokenizer = models.made_here(seed, work.advance)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 def generate(model: Any, tokenizer: Any, seed: int, work: Work) -> tuple[Recorded, float]:

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..._page.text import token_texts
+from ..._page.text import decoder, token_texts
 from ...page import selection_page
 from .gradient import loss_mask
 from .rollouts import Batch
@@ -100,11 +100,7 @@ class PageOfBatch:
             width = min(counts.shape[1], len(row["kept"]))
             kept[place, :width], entropy[place, :width] = row["kept"][:width], row["entropy"][:width]
             advantages[place] = row["advantage"]
-
-        def decode(ids: list[int]) -> str:
-            text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            return text
-
+        decode = decoder(tokenizer)
         return selection_page(
             [decode(rollout["prompt"]) for rollout in rollouts[:: self._group]],
             [token_texts(decode, rollout["completion"]) for rollout in rollouts],
