@@ -35,10 +35,13 @@ class Traffic(TorchDispatchMode):
         self._bytes = {tensor.untyped_storage()._cdata: 0 for tensor in given}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             a, b = [argument for argument in args if isinstance(argument, Tensor)][-2:]
             self.products.append((a.shape[0], a.shape[1], b.shape[1]))
+            if "out" in kwargs:  # torch 2.11 cannot add a wide product to a fake tensor
+                return kwargs["out"]
+        result = function(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._allocated(tensor.untyped_storage())
