@@ -21,7 +21,8 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
       "Tensor? mask=None, SymInt? first_token=None) -> Tensor");
   // The same for a tile, whose first column is token first_token: it is merged into states [rows, 4], and its gradient
-  // is written in place (or by the op above). States [shards, rows, 4], of the shards of each row, are merged in order.
+  // is written in place (or by the op above). With a grad_dtype of half the size, it takes the front half of each row.
+  // States [shards, rows, 4], of the shards of each row, are merged in order.
   m.def(
       "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
       "Tensor? temperature_tensor=None, Tensor? mask=None) -> ()");
@@ -31,7 +32,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   m.def(
       "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
       "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt first_token, float temperature=1.0, "
-      "Tensor? temperature_tensor=None) -> ()");
+      "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()");
   // hidden states and the LM head -> the same numbers, without storing all logits
   m.def(
       "linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "

@@ -92,8 +92,8 @@ inline void require_float(const char* argument, const Tensor& tensor) {
           dtype(tensor), "; takes float32, bfloat16 or float16");
 }
 
-inline FloatType float_type(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+inline FloatType float_type(ScalarType type) {
+  switch (type) {
     case ScalarType::BFloat16:
       return FloatType::kBfloat16;
     case ScalarType::Half:
@@ -102,6 +102,7 @@ inline FloatType float_type(const Tensor& tensor) {
       return FloatType::kFloat32;
   }
 }
+inline FloatType float_type(const Tensor& tensor) { return float_type(tensor.scalar_type()); }
 
 inline Tensor packed(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);

@@ -118,9 +118,9 @@ def linear_logprob_entropy(
         logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``, which is faster
             and moves an entropy by some hundredths of a nat in bfloat16.
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU. The backward takes
-            half as much again for weights in half precision, and 8 to 12 bytes x H for each row with a gradient. If
-            these rows do not fit into one tile beside 32,768 tokens (on a CPU 8,192), the gradient of a weight in half
-            precision takes 4 bytes x H for each token of a tile more.
+            8 to 12 bytes x H more for each row with a gradient. If these rows do not fit into one tile beside 32,768
+            tokens (on a CPU 8,192), the gradient of a weight in half precision takes 4 bytes x H for each token of a
+            tile more.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.

@@ -47,7 +47,7 @@ REGISTERS = 65_536  # of a multiprocessor: the most that a block can have
 LARGEST_BLOCKS = {
     1024: ("topk_mask_cu.*select_segments", "find_sorted_ends", "write_indices", "batch_deviation"),
     512: ("count_digit", "count_ties", "write_pieces", "max_variance_cu.*select_segments.*BlockGroup"),
-    256: ("write_gradients",),
+    256: ("write_gradients", "narrow_gradients"),
 }
 
 
@@ -172,6 +172,22 @@ def test_the_loop_of_the_backward(architecture: str) -> None:
     assert exponentials(loop) == 32 + IN_FLIGHT  # each vector may hold the label, whose exponential is exact
     assert sum(opcode.endswith(".128") for opcode in loads(loop)) >= IN_FLIGHT
     assert not [instruction for instruction in loop if re.match("BAR|SHFL|LDL|STL", instruction.opcode)]
+
+
+@built
+@pytest.mark.parametrize("architecture", DETAILED)
+def test_the_loop_of_the_backward_in_half_precision(architecture: str) -> None:
+    """A step reads all its logits, not through the cache for read-only memory, before its one barrier, and then writes.
+    The 6 bytes of an element leave time for some 40 instructions.
+    """
+    functions = kernels(library(), architecture)
+    code = functions[find(functions, "16narrow_gradientsINS_8bfloat16E")]
+    loop = min((loop for loop in loops(code) if exponentials(loop) >= 16), key=len)
+    print(f"{architecture} narrow_gradients bfloat16: at most {len(loop) / 16:.2f} instructions for an element")
+    assert len(loop) <= 24 * 16
+    order = [found.group() for step in loop if (found := re.match("LDG|BAR|STG", step.opcode))]
+    assert order == ["LDG"] * 16 + ["BAR"] + ["STG"] * 16
+    assert not [opcode for opcode in loads(loop) if "CONSTANT" in opcode]
 
 
 def plain(name: str) -> str:

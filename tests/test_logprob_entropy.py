@@ -11,6 +11,7 @@ from helpers import (
     assert_entropy,
     assert_gradient,
     assert_logprob,
+    assert_narrow_gradient,
     assert_same_bits,
     logits_cases,
     random_labels,
@@ -21,6 +22,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from d3s_kernels import entropy, logprob_entropy, reference
+
+OP = torch.ops.d3s_kernels
 
 # Lengths on both sides of the CPU kernels' units: a pair of vectors (8, 16 or 32 logits) and a chunk (8192).
 CUTS = (7, 8, 9, 15, 16, 17, 32, 33, 8191, 8192, 8193, 16_415)
@@ -299,6 +302,19 @@ def test_backward_twice_gives_the_same_and_writes_to_nothing() -> None:
         loss = sum(logprob_entropy(logits, labels, temperature=temperature, mask=mask)).sum()
         first, second = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
     assert_same_bits(first, second)
+
+
+@pytest.mark.simd
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradient_in_half_precision_over_its_own_logits(dtype: torch.dtype) -> None:
+    for columns in CUTS:
+        assert_narrow_gradient(OP.logprob_entropy, OP.logprob_entropy_backward_, columns, dtype)
+
+
+def test_a_gradient_of_another_dtype_is_refused() -> None:
+    for logits, dtype in ((torch.zeros(2, 3), torch.float64), (torch.zeros(2, 3).half(), torch.bfloat16)):
+        with pytest.raises(ValueError, match="grad_dtype: got"):
+            OP.logprob_entropy_backward_(None, None, logits, None, *torch.zeros(3, 2), 0, grad_dtype=dtype)
 
 
 def test_gradient_accumulates_over_uses() -> None:

@@ -20,8 +20,8 @@ def test_a_fault_is_one_change_of_a_file_with_tests_that_are_there(mutant: Mutan
     assert mutant.new != mutant.old
 
 
-def test_there_are_forty() -> None:
-    assert len(MUTANTS) == len({mutant.name for mutant in MUTANTS}) == 40
+def test_there_are_forty_or_more_each_with_a_name() -> None:
+    assert len(MUTANTS) == len({mutant.name for mutant in MUTANTS}) >= 40
 
 
 def test_a_change_that_does_not_fit_is_said() -> None:

@@ -48,7 +48,10 @@ def tiles(dtype: torch.dtype) -> None:
     logits, labels, rows = torch.empty(3, 4096, dtype=dtype), torch.zeros(3, dtype=torch.int32), torch.zeros(3)
     _triton.KERNELS["softmax_state_"](torch.zeros(3, 4), logits, labels, 4096, 1.0, rows)
     _triton.KERNELS["softmax_state_finish"](torch.zeros(3, 4), 1.0, rows)
-    _triton.KERNELS["logprob_entropy_backward_"](rows, rows, logits, labels, rows, rows, rows, 4096, 1.0, rows)
+    for grad_dtype in (dtype, torch.bfloat16):
+        _triton.KERNELS["logprob_entropy_backward_"](
+            rows, rows, logits, labels, rows, rows, rows, 4096, 1.0, rows, grad_dtype
+        )
 
 
 def top(length: int) -> None:

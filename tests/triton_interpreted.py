@@ -20,6 +20,7 @@ from helpers import (
     assert_gradient,
     assert_identical,
     assert_logprob,
+    assert_narrow_gradient,
     assert_same_bits,
     random_labels,
     random_logits,
@@ -356,6 +357,13 @@ def test_tiles_are_the_whole(dtype: torch.dtype, steps: tuple[int, ...]) -> None
         kernel("logprob_entropy_backward_", *weights, tile, labels, *whole[1:], first, 1.0, temperature)
         first += tile.shape[1]
     assert_same_bits(logits, slope)
+
+
+@pytest.mark.parametrize("columns", [1, 8, 31, 32, 33, 150])
+def test_gradient_in_half_precision(columns: int) -> None:
+    """Around the ends of edges and blocks, and over several pieces. (The interpreter truncates to bfloat16.)"""
+    functions = _triton.KERNELS["logprob_entropy"], _triton.KERNELS["logprob_entropy_backward_"]
+    assert_narrow_gradient(*functions, columns, torch.float16)
 
 
 def test_a_tile_without_labels() -> None:

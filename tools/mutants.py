@@ -96,8 +96,8 @@ MUTANTS = (
     Mutant(
         "cpu: the last logit of a row is left out",
         "csrc/cpu/softmax_rows.cpp",
-        "values[i] = i < n ? p[i]",
-        "values[i] = i + 1 < n ? p[i]",
+        "memcpy(values, p, n * sizeof(T))",
+        "memcpy(values, p, (n - 1) * sizeof(T))",
         "tests/test_logprob_entropy.py",
     ),
     Mutant(
@@ -156,6 +156,13 @@ MUTANTS = (
         "number < cut.ties",
         "number <= cut.ties",
         KERNELS,
+    ),
+    Mutant(
+        "cuda: a gradient in half precision is written over logits that other threads have not read",
+        "csrc/cuda/logprob_entropy.cu",
+        "      z[j] = place < columns ? logits[place] : 0.f;\n    }\n    __syncthreads();\n",
+        "      z[j] = place < columns ? logits[place] : 0.f;\n    }\n",
+        "tests/test_cuda_emulated.py",
     ),
     Mutant(
         "cuda: the gradient reads past the end of a misaligned row",

@@ -90,15 +90,17 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
   });
 }
 
-void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
-                   const RowLayout& out_layout, Device&) {
+void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
+                   const GradientOutput& out, Device&) {
   const int64_t columns = rows.layout.columns;
   if (columns == 0) return;  // a shard may have no tokens, and its gradient no memory
-  dispatch_float(rows.type, [&](auto tag) {
+  dispatch_gradient(rows.type, out.type, [&](auto logits_tag, auto tag) {
+    using From = typename decltype(logits_tag)::type;
     using T = typename decltype(tag)::type;
+    constexpr bool narrow = !std::is_same_v<From, T>;
     const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(tag);
-    const T* from = static_cast<const T*>(rows.logits);
-    T* to = static_cast<T*>(out);
+    const From* from = static_cast<const From*>(rows.logits);
+    T* to = static_cast<T*>(out.gradient);
 
     // Rows without a gradient (`still`) are not read. With two lists, threads share both kinds of work evenly.
     std::vector<int64_t> live, still;
@@ -109,12 +111,12 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
     const int64_t grain = kGrain / (columns + 1) + 1;
     parallel_for(static_cast<int64_t>(still.size()), grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        memset(static_cast<void*>(to + out_layout.offset(still[i])), 0, columns * sizeof(T));
+        memset(static_cast<void*>(to + out.layout.offset(still[i])), 0, columns * sizeof(T));
     });
 
     const auto write_piece = [&](int64_t row, int64_t begin, int64_t end) {
-      const T* p = from + rows.layout.offset(row);
-      T* gradient = to + out_layout.offset(row);
+      const From* p = from + rows.layout.offset(row);
+      T* gradient = to + out.layout.offset(row);
       const RowStatistics statistics = gradients.statistics(row);
       if (statistics.log_sum != statistics.log_sum) {  // the row's result was NaN: so is its gradient
         std::fill(gradient + begin, gradient + end, from_float<T>(NAN));
@@ -126,15 +128,19 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
       const int64_t label = rows.labels.in_tile(row, first_token, columns);
       const bool has_label = label >= begin && label < end;
       const float label_distance = has_label ? to_float(p[label]) - statistics.max : 0.f;  // before it is overwritten
-      loops.gradient(p + begin, end - begin, {statistics.max, kLog2E / temperature, line.offset, line.slope},
-                     gradient + begin);
+      const GradientRow of_row = {statistics.max, kLog2E / temperature, line.offset, line.slope};
+      if constexpr (narrow)
+        loops.narrow_gradient(p, columns, of_row, gradient);
+      else
+        loops.gradient(p + begin, end - begin, of_row, gradient + begin);
       if (has_label) gradient[label] = from_float<T>(label_gradient(line, label_distance, temperature));
     };
-    const int64_t pieces = (columns + kGrain - 1) / kGrain;
+    // A narrow gradient is written over logits to the left of those that it is made from, so its rows are not cut.
+    const int64_t length = narrow ? columns : kGrain, pieces = (columns + length - 1) / length;
     parallel_for(static_cast<int64_t>(live.size()) * pieces, grain, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t first = task % pieces * kGrain;
-        write_piece(live[task / pieces], first, std::min(columns, first + kGrain));
+        const int64_t first = task % pieces * length;
+        write_piece(live[task / pieces], first, std::min(columns, first + length));
       }
     });
   });

@@ -3,6 +3,7 @@
 
 #include <cfloat>
 #include <cmath>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -13,13 +14,15 @@ namespace {
 // exp2_nonpositive computes.
 inline float floor_distance(float scale) { return -125.f / scale; }
 
-// The last elements, too few for a pair of vectors, padded with -inf.
+// The last elements, too few for a pair of vectors, padded with -inf. Copied by memcpy, because where a gradient lies
+// over logits of another type, plain reads and writes could change places.
 template <class T>
 struct Tail {
   T values[kPair];
 
   Tail(const T* p, int64_t n) {
-    for (int64_t i = 0; i < kPair; ++i) values[i] = i < n ? p[i] : from_float<T>(-INFINITY);
+    for (int64_t i = 0; i < kPair; ++i) values[i] = from_float<T>(-INFINITY);
+    if (n > 0) memcpy(values, p, n * sizeof(T));
   }
 };
 
@@ -106,22 +109,32 @@ struct Gradient {
   FloatPair of(const FloatPair& x) const { return {of(x.a), of(x.b)}; }
 };
 
-template <class T>
-void gradient(const T* logits, int64_t n, const GradientRow& row, T* out) {
+template <class From, class To>
+void store_gradient(To* out, const FloatPair& gradient) {
+  if constexpr (std::is_same_v<From, To>)
+    store_pair(out, gradient);
+  else
+    store_floats(out, gradient);
+}
+
+template <class From, class To>
+void gradient(const From* logits, int64_t n, const GradientRow& row, To* out) {
   const Gradient line(row);
   const int64_t whole = n / kPair * kPair;
-  for (int64_t i = 0; i < whole; i += kPair) store_pair(out + i, line.of(load_pair(logits + i)));
+  for (int64_t i = 0; i < whole; i += kPair) store_gradient<From>(out + i, line.of(load_pair(logits + i)));
   if (whole == n) return;
-  Tail<T> tail(logits + whole, n - whole);
-  store_pair(tail.values, line.of(load_pair(tail.values)));
-  for (int64_t i = whole; i < n; ++i) out[i] = tail.values[i - whole];
+  const Tail<From> tail(logits + whole, n - whole);
+  To last[kPair];
+  store_gradient<From>(last, line.of(load_pair(tail.values)));
+  memcpy(out + whole, last, (n - whole) * sizeof(To));
 }
 
 }  // namespace
 
 namespace D3S_LEVEL {
-extern const SoftmaxRows softmax_rows = {
-    {slice<float>, gradient<float>}, {slice<bfloat16>, gradient<bfloat16>}, {slice<float16>, gradient<float16>}};
+extern const SoftmaxRows softmax_rows = {{slice<float>, gradient<float, float>, gradient<float, float>},
+                                         {slice<bfloat16>, gradient<bfloat16, bfloat16>, gradient<float, bfloat16>},
+                                         {slice<float16>, gradient<float16, float16>, gradient<float, float16>}};
 }
 
 }  // namespace d3s

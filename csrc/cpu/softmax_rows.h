@@ -27,6 +27,8 @@ struct SoftmaxLoops {
   SoftmaxSums (*slice)(const T* logits, int64_t n, float scale, const T* next);
   // gradient[i] = e (offset + slope d), d = logits[i] - max; 0 where the logit is -inf. `gradient` may be `logits`.
   void (*gradient)(const T* logits, int64_t n, const GradientRow& row, T* gradient);
+  // The same from float32 logits. `gradient` may lie at the front of `logits`.
+  void (*narrow_gradient)(const float* logits, int64_t n, const GradientRow& row, T* gradient);
 };
 
 struct SoftmaxRows {

@@ -133,15 +133,28 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
   gradients.rows.vocabulary = vocabulary;
   const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
   TorchDevice device(logits);
-  row_gradients(argument.rows, gradients.rows, first_token.value_or(0), out.mutable_data_ptr(), rows_of("logits", out),
-                device);
+  row_gradients(argument.rows, gradients.rows, first_token.value_or(0),
+                {out.mutable_data_ptr(), argument.rows.type, rows_of("logits", out)}, device);
+  return out;
+}
+
+// The gradient over its own logits: in their place or, in half precision, in the front half of each row of float32.
+GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
+                                 const std::optional<ScalarType>& grad_dtype) {
+  GradientOutput out{logits.mutable_data_ptr(), rows.type, rows.layout};
+  if (!grad_dtype || *grad_dtype == logits.scalar_type()) return out;
+  require(rows.type == FloatType::kFloat32 && (*grad_dtype == ScalarType::BFloat16 || *grad_dtype == ScalarType::Half),
+          "grad_dtype", "got ", torch::headeronly::toString(*grad_dtype),
+          "; takes the dtype of the logits, or bfloat16 or float16 for float32 logits");
+  out.type = float_type(*grad_dtype);
+  for (int d = 0; d < out.layout.dims; ++d) out.layout.strides[d] *= 2;
   return out;
 }
 
 void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
                                const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
                                const Tensor& row_max, const Tensor& log_sum, int64_t first_token, double temperature,
-                               const OptionalTensor& temperature_tensor) {
+                               const OptionalTensor& temperature_tensor, const std::optional<ScalarType>& grad_dtype) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
   require_token("first_token", first_token);
   for (int64_t i = 0; i < argument.dims; ++i)
@@ -150,7 +163,8 @@ void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const Optiona
   argument.set_labels(labels, INT64_MAX);
   const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
   TorchDevice device(logits);
-  row_gradients(argument.rows, gradients.rows, first_token, logits.mutable_data_ptr(), argument.rows.layout, device);
+  row_gradients(argument.rows, gradients.rows, first_token, gradient_in_place(logits, argument.rows, grad_dtype),
+                device);
 }
 
 // Requires states [rows, 4] or, if `shards` is true, also [shards, rows, 4].

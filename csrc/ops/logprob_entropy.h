@@ -93,6 +93,25 @@ struct RowGradients {
   D3S_HOST_DEVICE RowStatistics statistics(int64_t row) const { return {entropy[row], row_max[row], log_sum[row]}; }
 };
 
+// Where the gradient goes. In the dtype of the logits it may lie over them. In half precision, for float32 logits, it
+// lies in the front half of their rows.
+struct GradientOutput {
+  void* gradient = nullptr;
+  FloatType type = FloatType::kFloat32;
+  RowLayout layout;
+};
+
+// Calls `body` with the Tags of the element types of the logits and of the gradient.
+template <class Body>
+void dispatch_gradient(FloatType logits, FloatType gradient, const Body& body) {
+  dispatch_float(gradient, [&](auto to) {
+    if (logits == gradient)
+      body(to, to);
+    else
+      body(Tag<float>(), to);
+  });
+}
+
 // The state of a row while its logits come tile by tile: four floats.
 struct RowState {
   float max, sum, dot;
@@ -136,10 +155,9 @@ extern const bool kMakesKeys;
 D3S_KERNEL(void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys,
                                Device& device))
 
-// Writes the gradient of all rows to `out`, which may be the logits; 0 for rows without a gradient. The first column is
-// token first_token.
-D3S_KERNEL(void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, void* out,
-                              const RowLayout& out_layout, Device& device))
+// Writes the gradient of all rows; 0 for rows without a gradient. The first column is token first_token.
+D3S_KERNEL(void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
+                              const GradientOutput& out, Device& device))
 
 // Merges a tile, whose first column is token first_token, into the states of its rows. Skips rows that are masked out.
 D3S_KERNEL(void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device))

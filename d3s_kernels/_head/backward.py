@@ -130,8 +130,11 @@ class _Rows(NamedTuple):
 
 
 def _gradient_of_tile(head: Head, shard: Shard, rows: _Rows, tokens: slice, temperature: float, room: Tensor) -> Tensor:
-    """The gradient of a tile's logits, written over them."""
+    """The gradient of a tile's logits in the dtype of the weight, written over them. Narrower than they are, it lies in
+    the front part of each row.
+    """
     tile, cap = head.logits(rows.hidden, tokens, room), head.softcap
+    gradient = tile.view(head.weight.dtype)[:, : tile.shape[1]]
     # The slope of a soft cap takes memory of its own, so the tile is then worked on in strips.
     step = max(1, len(tile) if cap is None else _STRIP // max(1, tile.shape[1]))
     for begin in range(0, len(tile), step):
@@ -141,10 +144,11 @@ def _gradient_of_tile(head: Head, shard: Shard, rows: _Rows, tokens: slice, temp
         _op.logprob_entropy_backward_.default(
             part.grad_logprob, part.grad_entropy, logits, part.targets, part.entropy, part.row_max, part.log_sum,
             shard.first_token + tokens.start, temperature, part.temperatures,
+            gradient.dtype if slope is None else None,
         )  # fmt: skip
         if slope is not None:
-            logits.mul_(slope)
-    return tile
+            gradient[strip] = slope.mul_(logits)
+    return gradient
 
 
 class _Gradients:
@@ -171,7 +175,6 @@ class _Gradients:
         """Adds what a tile contributes. The tiles of a slab of tokens come one after the other, first rows first."""
         if self._bias is not None:
             self._bias[tokens] += tile.sum(0, dtype=torch.float32)
-        tile = tile.to(rows.dtype)
         if self._hidden is not None:
             add_product(self._hidden[place], tile, self._head.weight[tokens], first=tokens.start == 0)
         if self._weight is not None:

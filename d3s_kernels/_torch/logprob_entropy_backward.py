@@ -65,11 +65,13 @@ def logprob_entropy_backward_(
     first_token: int,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> None:
     targets = labels_of(labels, entropy.numel(), logits)
     each = temperatures(temperature, temperature_tensor, entropy.numel(), logits)
     rows = _rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each)
-    _write(rows, logits, first_token, logits)
+    # A gradient in half precision takes the front half of each row of float32.
+    _write(rows, logits, first_token, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
 
 
 def _rows(
@@ -98,7 +100,7 @@ def _rows(
 
 
 def _write(all_rows: _Rows, logits: Tensor, first_token: int, out: Tensor) -> None:
-    """Writes the gradient to `out`, which may be the logits themselves."""
+    """Writes the gradient to `out`, which may lie over the logits."""
     columns = logits.shape[-1]
     if columns == 0:
         return

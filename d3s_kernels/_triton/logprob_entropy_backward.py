@@ -36,19 +36,20 @@ def write_gradients(
     grad_entropy, entropies, maxima, log_sums, first_token, vocabulary, out, out_inner, out_outer_stride,
     out_inner_stride,
     STEP: tl.constexpr, PER_ROW: tl.constexpr, OUT_STEP: tl.constexpr, BLOCK: tl.constexpr, EDGE_BLOCK: tl.constexpr,
-    PIECE: tl.constexpr,
+    PIECE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """The gradient of g_logprob * logprob(y) + g_entropy * H in the logits of a piece of one row.
 
         dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t
 
     This is the exponential e^((z - m) / t) times a linear function of z - m, plus a term at the label. A row without a
-    gradient is not read.
+    gradient is not read. NARROW: the gradient lies in the front half of its own row. One program then walks the row
+    from left to right, and the gradients of a block lie over logits that all threads have read at the block's barrier.
     """
-    pieces = tl.cdiv(columns, PIECE)
+    pieces = 1 if NARROW else tl.cdiv(columns, PIECE)
     row = tl.program_id(0).to(tl.int64) // pieces
     begin = (tl.program_id(0) % pieces) * PIECE
-    end = tl.minimum(begin + PIECE, columns)
+    end = columns if NARROW else tl.minimum(begin + PIECE, columns)
     start = row_start(logits, row, inner, outer_stride, inner_stride, STEP)
     out = row_start(out, row, out_inner, out_outer_stride, out_inner_stride, OUT_STEP)
 
@@ -84,9 +85,9 @@ def write_gradients(
         label_distance = tl.load(start + place, mask=has_label, other=0.0).to(tl.float32) - m
         tl.debug_barrier()
         for first in range(begin, whole, BLOCK):
-            write_block(start, out, first, end, m, scale, offset, slope, BLOCK, False)
+            write_block(start, out, first, end, m, scale, offset, slope, BLOCK, False, NARROW)
         for first in range(whole, end, EDGE_BLOCK):
-            write_block(start, out, first, end, m, scale, offset, slope, EDGE_BLOCK, True)
+            write_block(start, out, first, end, m, scale, offset, slope, EDGE_BLOCK, True, NARROW)
         tl.debug_barrier()
         p = exponential(tl.div_rn(label_distance, temperature))
         rest = tl.where(p == 0, 0.0, p * tl.fma(slope, label_distance, offset))
@@ -100,7 +101,9 @@ def write_gradients(
 
 
 @triton.jit
-def write_block(start, out, first, end, m, scale, offset, slope, BLOCK: tl.constexpr, EDGE: tl.constexpr):
+def write_block(
+    start, out, first, end, m, scale, offset, slope, BLOCK: tl.constexpr, EDGE: tl.constexpr, NARROW: tl.constexpr
+):
     places = first + tl.arange(0, BLOCK)
     if EDGE:
         z = tl.load(start + places, mask=places < end, other=0.0)
@@ -110,6 +113,8 @@ def write_block(start, out, first, end, m, scale, offset, slope, BLOCK: tl.const
     e = tl.exp2(distance * scale)
     gradient = e * tl.fma(slope, distance, offset)
     gradient = tl.where(e > 0, gradient, e).to(out.dtype.element_ty)  # 0 for a -inf logit, not 0 * inf; NaN stays
+    if NARROW:
+        tl.debug_barrier()
     if EDGE:
         tl.store(out + places, gradient, mask=places < end)
     else:
@@ -160,9 +165,13 @@ def logprob_entropy_backward_(
     first_token: int,
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> None:
+    out = logits
+    if grad_dtype is not None and grad_dtype != logits.dtype:
+        out = logits.view(grad_dtype)[..., : logits.shape[-1]]
     _write(
-        grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, logits,
+        grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,
         mask=None, first_token=first_token, vocabulary=ANY_TOKEN,
         **temperature_arguments(temperature, temperature_tensor),
     )  # fmt: skip
@@ -179,15 +188,15 @@ def _write(
     out: Tensor,
     **others: Any,
 ) -> None:
-    rows, to = Rows.of(logits), Rows.of(out)
-    pieces = rows.total * triton.cdiv(rows.columns, PIECE)
-    if pieces == 0:
+    rows, to, narrow = Rows.of(logits), Rows.of(out), out.dtype != logits.dtype
+    programs = rows.total * (min(1, rows.columns) if narrow else triton.cdiv(rows.columns, PIECE))
+    if programs == 0:
         return
-    write_gradients[(pieces,)](
+    write_gradients[(programs,)](
         columns=rows.columns, labels=contiguous(labels), grad_logprob=contiguous(grad_logprob),
         grad_entropy=contiguous(grad_entropy), entropies=contiguous(entropy), maxima=contiguous(row_max),
         log_sums=contiguous(log_sum), **rows.place(), **others, **to.place("out", "out_"),
-        BLOCK=BLOCK, EDGE_BLOCK=EDGE_BLOCK, PIECE=PIECE, num_warps=warps(THREADS), **EXACT,
+        BLOCK=BLOCK, EDGE_BLOCK=EDGE_BLOCK, PIECE=PIECE, NARROW=narrow, num_warps=warps(THREADS), **EXACT,
     )  # fmt: skip
     if to.tensor is not out:  # in place, but Rows.of copied the rows because of their strides
         out.copy_(to.tensor)
