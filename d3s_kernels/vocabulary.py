@@ -6,16 +6,14 @@ import torch
 from torch import Tensor
 
 from ._arguments import (
+    require_head_options,
     require_no_tangent,
-    require_number,
     require_optional_tensors,
     require_tensors,
-    require_whole,
     temperature_argument,
 )
 from ._dispatch import ops
-
-from . import _head  # noqa: F401  # isort: skip  # registers its ops
+from ._head.weight_grad_into import require_room_for_gradient, with_weight_grad_into
 
 
 def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
@@ -97,6 +95,7 @@ def linear_logprob_entropy(
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
+    weight_grad_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`logprob_entropy` of ``hidden @ weight.T + bias``, without ever holding the logits.
 
@@ -121,6 +120,10 @@ def linear_logprob_entropy(
             8 to 12 bytes x H more for each row with a gradient. If these rows do not fit into one tile beside 32,768
             tokens (on a CPU 8,192), the gradient of a weight in half precision takes 4 bytes x H for each token of a
             tile more.
+        weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32 or its dtype. Every
+            backward **adds** the weight's gradient to it, and never zeroes it. Autograd then gives the weight no
+            gradient, and hooks on the weight do not fire. If the weight requires no gradient, nothing is added. Not
+            under ``torch.compile``.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.
@@ -138,15 +141,19 @@ def linear_logprob_entropy(
         tensor(0.)
     """
     require_tensors(hidden=hidden, weight=weight, labels=labels)
-    require_optional_tensors(hidden, bias=bias, mask=mask)
+    require_optional_tensors(hidden, bias=bias, mask=mask, weight_grad_into=weight_grad_into)
     require_no_tangent(hidden=hidden, weight=weight, bias=bias)
-    require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
-    require_number(logit_softcap=logit_softcap)
-    if not isinstance(logits_dtype, torch.dtype):
-        raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
+    require_head_options(
+        logit_softcap, logits_dtype, max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes
+    )
+    require_room_for_gradient(weight_grad_into, weight)
     number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
-    logprob, row_entropy, _, _ = ops.linear_logprob_entropy(
+    given = (
         hidden, weight, labels, bias, number, tensor, logit_softcap, mask, max_rows, max_grad_rows, logits_dtype,
         workspace_bytes,
     )  # fmt: skip
+    if weight_grad_into is None:
+        logprob, row_entropy, _, _ = ops.linear_logprob_entropy(*given)
+    else:
+        logprob, row_entropy, _, _ = with_weight_grad_into(weight_grad_into, "linear_logprob_entropy", *given)
     return logprob, row_entropy

@@ -19,7 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from d3s_kernels._dispatch import backends
 from d3s_kernels._head import problem, products, tiles
-from d3s_kernels._head.backward import backward_of_shard
+from d3s_kernels._head.backward import Incoming
+from d3s_kernels._head.backward import backward as head_backward
+from d3s_kernels._head.gradients import Wanted
+from d3s_kernels._head.problem import HeadProblem
 from d3s_kernels._head.shard import WHOLE
 
 GPU = tiles.SIZES["cuda"]
@@ -79,8 +82,6 @@ def backward(
         labels = torch.empty(rows, dtype=torch.long)
         gradient, *saved = (torch.empty(rows) for _ in range(4))
         with Traffic(hidden, weight, labels, gradient, *saved) as traffic:
-            backward_of_shard(
-                WHOLE, gradient, None, hidden, weight, labels, None, *saved, 1.0, None, softcap, None, active,
-                torch.float32, None, [True, not frozen, False],
-            )  # fmt: skip
+            given = HeadProblem(WHOLE, hidden, weight, labels, logit_softcap=softcap)
+            head_backward(given, Incoming(gradient, None, *saved), Wanted(True, not frozen, False), active)
     return traffic

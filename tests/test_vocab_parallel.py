@@ -377,6 +377,34 @@ def test_more_rows_than_the_bounds_are_nan(size: int) -> None:
     world(size).run(bounds_exceeded)
 
 
+def added_gradients(ranks: Ranks) -> None:
+    """Each rank adds its gradient to its own tensor, here one of them a DTensor."""
+    torch.manual_seed(7)
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    head, labels = random_head(9, vocabulary=8 * ranks.size, bias=False), random_labels(9, vocabulary=8 * ranks.size)
+    hidden, weight = head.hidden.requires_grad_(), distribute_tensor(head.weight, mesh, [Shard(0)]).requires_grad_()
+    into = distribute_tensor(torch.ones_like(head.weight), mesh, [Shard(0)])
+    place = {"vocab_start": 8 * ranks.rank, "process_group": ranks.group}
+    local = {"weight_grad_into": into.to_local()} | place
+    plain = sum(vocab_parallel_linear_logprob_entropy(hidden, weight, labels))
+    of_hidden, of_weight = torch.autograd.grad(plain.sum(), (hidden, weight))
+    each = ((weight, {"weight_grad_into": into}), (weight.to_local(), local))
+    for times, (given, options) in enumerate(each, start=1):
+        loss = sum(vocab_parallel_linear_logprob_entropy(hidden, given, labels, **options)).sum()
+        gradient, none = torch.autograd.grad(loss, (hidden, weight), allow_unused=True)
+        assert none is None
+        assert_same_bits(gradient, of_hidden)
+        torch.testing.assert_close(into.to_local(), 1 + times * of_weight.to_local())
+    labels[3] = 8 * ranks.size  # no rank has it
+    loss = sum(vocab_parallel_linear_logprob_entropy(hidden, weight, labels, weight_grad_into=into)).sum()
+    assert torch.autograd.grad(loss, hidden)[0][3].isnan().all()
+    assert into.to_local().isnan().all()
+
+
+def test_the_gradient_of_a_shard_is_added() -> None:
+    world(2).run(added_gradients)
+
+
 # ---- DTensor ---------------------------------------------------------------------------------------------------------
 
 

@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "ranks: the backward of a shard takes it for the first",
         "d3s_kernels/_head/backward.py",
-        "shard.first_token + tokens.start, temperature",
-        "tokens.start, temperature",
+        "problem.shard.first_token + tokens.start",
+        "tokens.start",
         "tests/test_vocab_parallel.py",
     ),
     # ---- rules, the LM head, the schedule ----------------------------------------------------------------------------

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._arguments import (
+    require_head_options,
     require_no_tangent,
-    require_number,
     require_optional_tensors,
     require_tensors,
-    require_whole,
     temperature_argument,
 )
 from .._dispatch import ops
 from .._head.problem import HeadProblem, require_bounds
 from .._head.shard import Shard
+from .._head.weight_grad_into import require_room_for_gradient, with_weight_grad_into
 from .agreement import agree, asks
 from .sharded_argument import ShardedArgument
 
@@ -127,6 +127,7 @@ def vocab_parallel_linear_logprob_entropy(
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
+    weight_grad_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`d3s_kernels.linear_logprob_entropy` of an LM head whose vocabulary is sharded across the ranks of a group.
 
@@ -160,10 +161,14 @@ def vocab_parallel_linear_logprob_entropy(
             synchronisation, and the all-reduce carries that many rows; if it is exceeded, all gradients are NaN.
         logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``.
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU.
+        weight_grad_into: a contiguous tensor of the shape of ``weight_shard``, in float32 or its dtype. Every
+            backward **adds** the weight's gradient to it, and never zeroes it. Autograd then gives the weight no
+            gradient, and hooks on the weight do not fire. If the weight requires no gradient, nothing is added. Not
+            under ``torch.compile``.
 
-        All arguments except ``weight_shard``, ``bias``, ``vocab_start`` and ``workspace_bytes`` are the same on all
-        ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` cut as the weight is,
-        the rest replicated on these ranks.
+        All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into``
+        are the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
+        ``weight_grad_into`` cut as the weight is, the rest replicated on these ranks.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
@@ -188,17 +193,17 @@ def vocab_parallel_linear_logprob_entropy(
     """
     shard = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group)
     weight = shard.local
-    bias = shard.along("bias", bias)
+    bias, into = shard.along("bias", bias), shard.along("weight_grad_into", weight_grad_into)
     hidden, labels, mask, temperature = shard.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)
 
     def arguments() -> tuple[Any, ...]:
         require_tensors(hidden=hidden, weight_shard=weight, labels=labels)
-        require_optional_tensors(hidden, bias=bias, mask=mask)
+        require_optional_tensors(hidden, bias=bias, mask=mask, weight_grad_into=into)
         require_no_tangent(hidden=hidden, weight_shard=weight, bias=bias)
-        require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
-        require_number(logit_softcap=logit_softcap)
-        if not isinstance(logits_dtype, torch.dtype):
-            raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
+        require_head_options(
+            logit_softcap, logits_dtype, max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes
+        )
+        require_room_for_gradient(into, weight, "weight_shard")
         number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
         return (
             hidden, weight, labels, shard.first_token, shard.ranks.group.group_name, bias, number, tensor,
@@ -223,8 +228,12 @@ def vocab_parallel_linear_logprob_entropy(
             "max_rows": max_rows, "max_grad_rows": max_grad_rows, "logits_dtype": str(logits_dtype),
         }  # fmt: skip
 
-    given = _agreed("vocab_parallel_linear_logprob_entropy", shard, arguments, refuse, alike)
-    logprob, entropy, _, _ = ops.vocab_parallel_linear_logprob_entropy(*given)
+    op = "vocab_parallel_linear_logprob_entropy"
+    given = _agreed(op, shard, arguments, refuse, alike)
+    if into is None:
+        logprob, entropy, _, _ = ops.vocab_parallel_linear_logprob_entropy(*given)
+    else:
+        logprob, entropy, _, _ = with_weight_grad_into(into, op, *given)
     return logprob, entropy
 
 

@@ -20,7 +20,7 @@ from .libraries import registered
 _op = torch.ops.d3s_kernels
 
 
-def _of_known_labels(grad_logprob: Tensor | None, logprob: Tensor | None) -> Tensor | None:
+def of_known_labels(grad_logprob: Tensor | None, logprob: Tensor | None) -> Tensor | None:
     """Makes the gradient NaN for a label that no rank has. One rank cannot see this, but the logprob is NaN."""
     if grad_logprob is None or logprob is None:
         return grad_logprob
@@ -46,7 +46,7 @@ def _logprob_entropy_backward(
     grad = None
     if grad_logprob is not None or grad_entropy is not None:
         grad = _op.logprob_entropy_backward.default(
-            _of_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, entropy, row_max, log_sum,
+            of_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, entropy, row_max, log_sum,
             ctx.temperature, temperature_tensor, mask, *ctx.shard[:1],
         )  # fmt: skip
     return grad, *[None] * (4 + len(ctx.shard))
@@ -69,7 +69,7 @@ def _linear_backward(
     grads: list[Tensor | None] = [None, None, None]
     if grad_logprob is not None or grad_entropy is not None:
         found = backward.default(
-            _of_known_labels(grad_logprob, logprob), grad_entropy, hidden, weight, labels, *ctx.shard, bias, entropy,
+            of_known_labels(grad_logprob, logprob), grad_entropy, hidden, weight, labels, *ctx.shard, bias, entropy,
             row_max, log_sum, ctx.temperature, temperature_tensor, ctx.logit_softcap, mask, ctx.max_grad_rows,
             ctx.logits_dtype, ctx.workspace_bytes, wanted,
         )  # fmt: skip

@@ -31,6 +31,11 @@ def why_not_cuda() -> str | None:
     return None
 
 
+def argument_names(op: str) -> list[str]:
+    """The names of an op's arguments, in the order of its schema."""
+    return [argument.name for argument in getattr(torch.ops.d3s_kernels, op).default._schema.arguments]
+
+
 def registered() -> list[str]:
     """The ops of the namespace that are registered with torch: those of ``csrc/library.cpp``."""
     names = torch._C._dispatch_get_all_op_names()

@@ -1,28 +1,42 @@
 """Ops that are made of other ops: the LM head without its logits, and the ops for a vocabulary that ranks share.
 
-``problem`` checks the arguments, ``tiles`` cuts rows x vocabulary, ``forward`` and ``backward`` loop over the tiles.
-``shard`` says which tokens a rank has and communicates with the other ranks. The ops are registered here for all
-devices, since their code is the same on each.
+``problem`` has the arguments and checks them, ``tiles`` cuts rows x vocabulary, ``forward`` and ``backward`` loop over
+the tiles. ``shard`` says which tokens a rank has and communicates with the other ranks. ``weight_grad_into`` is for
+callers who have the weight's gradient added to a tensor of theirs. The ops are registered here for all devices, since
+their code is the same on each.
 """
 
-from functools import partial
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .._dispatch.backends import DEVICES
+from .._dispatch.libraries import argument_names
 from . import vocab_parallel
-from .backward import backward_of_shard
-from .forward import forward_of_shard
-from .shard import WHOLE
+from .backward import backward_op
+from .forward import forward_op
 
-KERNELS = {
-    "linear_logprob_entropy": partial(forward_of_shard, WHOLE),
-    "linear_logprob_entropy_backward": partial(backward_of_shard, WHOLE),
-    "vocab_parallel_logprob_entropy": vocab_parallel.forward,
-    "vocab_parallel_linear_logprob_entropy": vocab_parallel.linear_forward,
-    "vocab_parallel_linear_logprob_entropy_backward": vocab_parallel.linear_backward,
+
+def _by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    names = argument_names(op)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return kernel(**dict(zip(names, arguments, strict=False)), **options)
+
+    return call
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "linear_logprob_entropy": forward_op,
+    "linear_logprob_entropy_backward": backward_op,
+    "vocab_parallel_logprob_entropy": vocab_parallel.forward_op,
+    "vocab_parallel_linear_logprob_entropy": forward_op,
+    "vocab_parallel_linear_logprob_entropy_backward": backward_op,
 }
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
-for _key in DEVICES.values():
-    for _name, _kernel in KERNELS.items():
-        _library.impl(_name, _kernel, _key)  # type: ignore[no-untyped-call]
+for _name, _kernel in KERNELS.items():
+    for _key in DEVICES.values():
+        _library.impl(_name, _by_name(_name, _kernel), _key)  # type: ignore[no-untyped-call]

@@ -6,15 +6,16 @@ and the ranks sum their gradients of the hidden states (``shard.py``).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .gradients import Gradients, Wanted
 from .picked import Picked
 from .problem import HeadProblem
-from .products import Head, add_product, without_autocast
-from .shard import Shard
+from .products import Head, without_autocast
 from .tiles import Tiles, of_rows
 
 _op = torch.ops.d3s_kernels
@@ -22,64 +23,71 @@ _op = torch.ops.d3s_kernels
 _STRIP = 4 << 20  # logits: enough to keep a GPU busy, and little memory
 
 
-@without_autocast
-def backward_of_shard(
-    shard: Shard,
+class Incoming(NamedTuple):
+    """What comes into the backward, a number for each row: gradients, and the statistics that the forward has found."""
+
+    grad_logprob: Tensor | None
+    grad_entropy: Tensor | None
+    entropy: Tensor
+    row_max: Tensor
+    log_sum: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Incoming:
+        return Incoming(*(None if values is None else change(values) for values in self))  # type: ignore[arg-type]
+
+
+def backward_op(
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
     entropy: Tensor,
     row_max: Tensor,
     log_sum: Tensor,
-    temperature: float,
-    temperature_tensor: Tensor | None,
-    logit_softcap: float | None,
-    mask: Tensor | None,
     max_grad_rows: int | None,
-    logits_dtype: torch.dtype,
-    workspace_bytes: int | None,
-    wanted: list[bool],
+    wanted: Sequence[bool],
+    **given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = HeadProblem(
-        shard, hidden, weight, labels, bias, temperature, temperature_tensor, logit_softcap, mask, logits_dtype,
-        workspace_bytes,
-    )  # fmt: skip
-    head = problem.checked_head()
-    want_hidden, *_ = wanted
-    active = _rows_with_gradient(problem, grad_logprob, grad_entropy)
-    if want_hidden:  # its rows are summed over the ranks, so all ranks must pick the same ones
+    incoming = Incoming(grad_logprob, grad_entropy, entropy, row_max, log_sum)
+    return backward(HeadProblem.of(**given), incoming, Wanted(*wanted), max_grad_rows)
+
+
+@without_autocast
+def backward(
+    problem: HeadProblem,
+    incoming: Incoming,
+    wanted: Wanted,
+    max_grad_rows: int | None = None,
+    weight_grad_into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of hidden states, weight and bias; empty where they are not wanted. The weight's is added to
+    ``weight_grad_into`` if that is given, and empty then.
+    """
+    head, shard = problem.checked_head(), problem.shard
+    active = _rows_with_gradient(problem, incoming)
+    if wanted.hidden:  # its rows are summed over the ranks, so all ranks must pick the same ones
         active = shard.anyones_(active)
     picked = Picked.where(active, max_grad_rows)
-    rows = _Rows.gathered(picked, problem, grad_logprob, grad_entropy, (entropy, row_max, log_sum))
-    tiles = Tiles.cut(rows.hidden, head, workspace_bytes)
-    gradients = _Gradients(rows.hidden, head, tiles, wanted)
-    # The outer loop is over tokens: the gradient of a slab of the weight is complete when its tiles are done.
-    for tokens in tiles.token_slices():
-        for place in tiles.row_slices():
-            tile = _gradient_of_tile(head, shard, rows.at(place), tokens, temperature, tiles.room(place, tokens))
-            gradients.add(tile, rows.hidden[place], place, tokens)
-        gradients.finish(tokens)
-    grad_rows, grad_weight, grad_bias = gradients.results()
+    rows = _Rows.gathered(picked, problem, incoming)
+    grad_rows, grad_weight, grad_bias = _sum_over_tiles(problem, head, rows, wanted, weight_grad_into)
     if not len(rows.hidden):  # no tile has carried the NaN of an exceeded bound
-        grad_weight, grad_bias = picked.poison_(grad_weight), picked.poison_(grad_bias)
+        picked.poison_(grad_weight)
+        picked.poison_(grad_bias)
+        if wanted.weight and weight_grad_into is not None:
+            picked.poison_(weight_grad_into)
     # The shards' parts cancel, as those of the tokens do. If they were rounded before the sum, the error would grow
     # with the number of ranks.
-    grad_hidden = shard.total_(grad_rows).to(hidden.dtype)
-    if want_hidden:
-        grad_hidden = picked.scatter(grad_hidden, labels.numel()).view(hidden.shape)
+    grad_hidden = shard.total_(grad_rows).to(problem.hidden.dtype)
+    if wanted.hidden:
+        grad_hidden = picked.scatter(grad_hidden, problem.rows).view(problem.hidden.shape)
     return grad_hidden, grad_weight, grad_bias
 
 
-def _rows_with_gradient(problem: HeadProblem, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
-    labels, count = problem.labels, problem.labels.numel()
+def _rows_with_gradient(problem: HeadProblem, incoming: Incoming) -> Tensor:
+    labels, count = problem.labels.reshape(problem.rows), problem.rows
     active = torch.zeros(count, dtype=torch.bool, device=labels.device)
-    if grad_logprob is not None:
-        active |= (grad_logprob.reshape(count) != 0) & (labels.reshape(count) != -100)
-    if grad_entropy is not None:
-        active |= grad_entropy.reshape(count) != 0
+    if incoming.grad_logprob is not None:
+        active |= (incoming.grad_logprob.reshape(count) != 0) & (labels != -100)
+    if incoming.grad_entropy is not None:
+        active |= incoming.grad_entropy.reshape(count) != 0
     if problem.mask is not None:
         active &= problem.mask.reshape(count)
     return active
@@ -90,46 +98,46 @@ class _Rows(NamedTuple):
 
     hidden: Tensor
     targets: Tensor
-    entropy: Tensor
-    row_max: Tensor
-    log_sum: Tensor
-    grad_logprob: Tensor | None
-    grad_entropy: Tensor | None
+    incoming: Incoming
     temperatures: Tensor | None
 
     @classmethod
-    def gathered(
-        cls,
-        picked: Picked,
-        problem: HeadProblem,
-        grad_logprob: Tensor | None,
-        grad_entropy: Tensor | None,
-        saved: tuple[Tensor, Tensor, Tensor],
-    ) -> _Rows:
-        hidden, weight, count = problem.hidden, problem.weight, problem.labels.numel()
-
-        def gather(values: Tensor) -> Tensor:
-            return picked.gather(values.reshape(count, *values.shape[hidden.dim() - 1 :]))
-
-        targets = gather(problem.labels)
+    def gathered(cls, picked: Picked, problem: HeadProblem, incoming: Incoming) -> _Rows:
+        count, hidden = problem.rows, problem.hidden
+        targets = picked.gather(problem.labels.reshape(count))
+        given = incoming.each(lambda values: picked.gather(values.reshape(count)))
         # NaN here becomes NaN in all that is computed from these rows, at no cost in proportion to the weight.
-        g_logprob, g_entropy = (
-            None if grad is None else picked.poison_(gather(grad)) for grad in (grad_logprob, grad_entropy)
-        )
-        if g_logprob is not None and problem.shard.ranks is None and not hidden.is_cpu:
+        for gradient in (given.grad_logprob, given.grad_entropy):
+            if gradient is not None:
+                picked.poison_(gradient)
+        if given.grad_logprob is not None and problem.shard.ranks is None and not hidden.is_cpu:
             # Labels on a GPU are not checked: one that is no token gives NaN.
-            g_logprob = torch.where(targets < weight.shape[0], g_logprob, torch.nan)
-        temperatures = problem.temperature_tensor
-        if temperatures is not None and temperatures.dim() > 0:
-            temperatures = picked.gather_temperatures(temperatures.reshape(count))
-        entropy, row_max, log_sum = map(gather, saved)
-        return cls(gather(hidden), targets, entropy, row_max, log_sum, g_logprob, g_entropy, temperatures)
+            known = torch.where(targets < problem.weight.shape[0], given.grad_logprob, torch.nan)
+            given = given._replace(grad_logprob=known)
+        temperatures = problem.row_temperatures
+        temperatures = problem.temperature_tensor if temperatures is None else picked.gather_temperatures(temperatures)
+        return cls(picked.gather(hidden.reshape(count, hidden.shape[-1])), targets, given, temperatures)
 
     def at(self, place: slice) -> _Rows:
-        return _Rows(*(of_rows(values, place) for values in self))  # type: ignore[arg-type]  # each keeps its type
+        incoming = self.incoming.each(lambda values: values[place])
+        return _Rows(self.hidden[place], self.targets[place], incoming, of_rows(self.temperatures, place))
 
 
-def _gradient_of_tile(head: Head, shard: Shard, rows: _Rows, tokens: slice, temperature: float, room: Tensor) -> Tensor:
+def _sum_over_tiles(
+    problem: HeadProblem, head: Head, rows: _Rows, wanted: Wanted, weight_grad_into: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    tiles = Tiles.cut(rows.hidden, head, problem.workspace_bytes)
+    gradients = Gradients(rows.hidden, head, tiles, wanted, weight_grad_into)
+    # The outer loop is over tokens: the gradient of a slab of the weight is complete when its tiles are done.
+    for tokens in tiles.token_slices():
+        for place in tiles.row_slices():
+            tile = _gradient_of_tile(problem, head, rows.at(place), tokens, tiles.room(place, tokens))
+            gradients.add(tile, rows.hidden[place], place, tokens)
+        gradients.finish(tokens)
+    return gradients.results()
+
+
+def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: slice, room: Tensor) -> Tensor:
     """The gradient of a tile's logits in the dtype of the weight, written over them. Narrower than they are, it lies in
     the front part of each row.
     """
@@ -141,56 +149,11 @@ def _gradient_of_tile(head: Head, shard: Shard, rows: _Rows, tokens: slice, temp
         strip = slice(begin, begin + step)
         logits, part = tile[strip], rows.at(strip)
         slope = None if cap is None else logits.div(cap).square_().neg_().add_(1)
+        grad_logprob, grad_entropy, *statistics = part.incoming
         _op.logprob_entropy_backward_.default(
-            part.grad_logprob, part.grad_entropy, logits, part.targets, part.entropy, part.row_max, part.log_sum,
-            shard.first_token + tokens.start, temperature, part.temperatures,
-            gradient.dtype if slope is None else None,
+            grad_logprob, grad_entropy, logits, part.targets, *statistics, problem.shard.first_token + tokens.start,
+            problem.temperature, part.temperatures, gradient.dtype if slope is None else None,
         )  # fmt: skip
         if slope is not None:
             gradient[strip] = slope.mul_(logits)
     return gradient
-
-
-class _Gradients:
-    """The gradients of hidden states, weight and bias, which the tiles fill; None where they are not wanted.
-
-    Where several tiles of rows add to the weight's gradient, the sum is made in float32: in its place for a float32
-    weight, else in a buffer for one slab of tokens.
-    """
-
-    def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: list[bool]) -> None:
-        want_hidden, want_weight, want_bias = wanted
-        weight, float32 = head.weight, torch.float32
-        # Without a tile nothing is written, and the gradients are 0.
-        fresh = torch.empty_like if rows.numel() and weight.numel() else torch.zeros_like
-        self._weight = fresh(weight, memory_format=torch.contiguous_format) if want_weight else None
-        self._hidden = fresh(rows, dtype=float32) if want_hidden else None
-        self._bias = weight.new_zeros(weight.shape[0], dtype=float32) if want_bias else None
-        self._sum: Tensor | None = None
-        if want_weight and len(rows) > tiles.row_step and weight.dtype != float32:
-            self._sum = weight.new_empty((tiles.token_step, weight.shape[1]), dtype=float32)
-        self._head = head
-
-    def add(self, tile: Tensor, rows: Tensor, place: slice, tokens: slice) -> None:
-        """Adds what a tile contributes. The tiles of a slab of tokens come one after the other, first rows first."""
-        if self._bias is not None:
-            self._bias[tokens] += tile.sum(0, dtype=torch.float32)
-        if self._hidden is not None:
-            add_product(self._hidden[place], tile, self._head.weight[tokens], first=tokens.start == 0)
-        if self._weight is not None:
-            total = self._weight[tokens] if self._sum is None else self._sum[: tile.shape[1]]
-            add_product(total, tile.t(), rows, first=place.start == 0)
-
-    def finish(self, tokens: slice) -> None:
-        """All tiles of a slab of tokens are there."""
-        if self._weight is not None and self._sum is not None:
-            self._weight[tokens] = self._sum[: tokens.stop - tokens.start]
-
-    def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients: that of the rows in float32, the others in the dtype of the weight; empty if not wanted."""
-        weight = self._head.weight
-        return (
-            weight.new_empty(0, dtype=torch.float32) if self._hidden is None else self._hidden,
-            weight.new_empty(0) if self._weight is None else self._weight,
-            weight.new_empty(0) if self._bias is None else self._bias.to(weight.dtype),
-        )

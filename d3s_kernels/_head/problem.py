@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._arguments import is_known
 from .products import Head
-from .shard import Shard
+from .shard import WHOLE, Shard
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,13 +21,28 @@ class HeadProblem(NamedTuple):
     hidden: Tensor
     weight: Tensor
     labels: Tensor
-    bias: Tensor | None
-    temperature: float
-    temperature_tensor: Tensor | None
-    logit_softcap: float | None
-    mask: Tensor | None
-    logits_dtype: torch.dtype
-    workspace_bytes: int | None
+    bias: Tensor | None = None
+    temperature: float = 1.0
+    temperature_tensor: Tensor | None = None
+    logit_softcap: float | None = None
+    mask: Tensor | None = None
+    logits_dtype: torch.dtype = torch.float32
+    workspace_bytes: int | None = None
+
+    @classmethod
+    def of(cls, first_token: int = 0, group_name: str | None = None, **given: Any) -> HeadProblem:
+        """From the arguments of an op, by the names of its schema."""
+        return cls(WHOLE if group_name is None else Shard.of_group(first_token, group_name), **given)
+
+    @property
+    def rows(self) -> int:
+        return self.labels.numel()
+
+    @property
+    def row_temperatures(self) -> Tensor | None:
+        """The temperatures, one for each row; or None if there is one for all rows."""
+        tensor = self.temperature_tensor
+        return None if tensor is None or tensor.dim() == 0 else tensor.reshape(self.rows)
 
     def checked_head(self) -> Head:
         """Returns the head, or raises a ValueError that names the first wrong argument."""

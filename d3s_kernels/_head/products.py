@@ -57,14 +57,16 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     if first and total.dtype == a.dtype and a.shape[1] <= _PRODUCT:
         torch.mm(a, b, out=total)
         return
-    # In pieces, and not by addmm_: some BLAS libraries add each term to the total, and lose a digit or two over a whole
-    # vocabulary.
+    # In pieces, and on a CPU not by addmm_: some BLAS libraries add each term to the total, and lose a digit or two
+    # over a whole vocabulary.
     for begin in range(0, a.shape[1], _PRODUCT):
-        product = a[:, begin : begin + _PRODUCT] @ b[begin : begin + _PRODUCT]
+        left, right = a[:, begin : begin + _PRODUCT], b[begin : begin + _PRODUCT]
         if first and begin == 0:
-            total.copy_(product)
+            total.copy_(left @ right)
+        elif total.dtype == a.dtype and not a.is_cpu:
+            total.addmm_(left, right)
         else:
-            total.add_(product)
+            total.add_(left @ right)
 
 
 def widens(values: Tensor) -> bool:
@@ -76,9 +78,8 @@ def without_autocast(function: _Kernel) -> _Kernel:
     """Makes products keep the precision of their arguments, even if a backward runs within torch.autocast."""
 
     @wraps(function)
-    def run(*arguments: Any, **options: Any) -> Any:
-        device = next(argument.device.type for argument in arguments if isinstance(argument, Tensor))
-        with torch.autocast(device, enabled=False):
-            return function(*arguments, **options)
+    def run(problem: Any, *arguments: Any, **options: Any) -> Any:
+        with torch.autocast(problem.hidden.device.type, enabled=False):
+            return function(problem, *arguments, **options)
 
     return cast(_Kernel, run)

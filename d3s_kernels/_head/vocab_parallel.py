@@ -1,23 +1,20 @@
-"""The ops for a vocabulary that is sharded across ranks: the ranks' softmax states are gathered and merged.
+"""logprob_entropy of a vocabulary that is sharded across ranks: the ranks' softmax states are gathered and merged.
 
 A group is passed by its registered name, as in torch's own functional collectives.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .backward import backward_of_shard
-from .forward import forward_of_shard, no_logits
+from .forward import no_logits
 from .shard import Shard
 
 _op = torch.ops.d3s_kernels
 
 
-def forward(
+def forward_op(
     logits: Tensor,
     labels: Tensor,
     first_token: int,
@@ -38,25 +35,3 @@ def forward(
         for output in outputs:
             output.masked_fill_(~mask.reshape(-1), 0.0)
     return tuple(output.view(shape) for output in outputs)
-
-
-def linear_forward(
-    hidden: Tensor, weight: Tensor, labels: Tensor, first_token: int, group_name: str, *others: Any, **options: Any
-) -> tuple[Tensor, ...]:
-    shard = Shard.of_group(first_token, group_name)
-    return forward_of_shard(shard, hidden, weight, labels, *others, **options)
-
-
-def linear_backward(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    first_token: int,
-    group_name: str,
-    *others: Any,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    shard = Shard.of_group(first_token, group_name)
-    return backward_of_shard(shard, grad_logprob, grad_entropy, hidden, weight, labels, *others, **options)

@@ -1,0 +1,81 @@
+"""The LM head for callers who have the weight's gradient added to a tensor of theirs.
+
+Autograd would hold the gradient of each micro-batch, V x H numbers, and add it to that of the micro-batches before.
+Here the products of the backward add to it, so that it is read and written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._dispatch import ops
+from .._dispatch.autograd import of_known_labels
+from .._dispatch.libraries import argument_names
+from .backward import Incoming, backward
+from .gradients import Wanted
+from .problem import HeadProblem
+
+
+def require_room_for_gradient(weight_grad_into: Tensor | None, weight: Tensor, name: str = "weight") -> None:
+    """Refuses a tensor to which the weight's gradient cannot be added."""
+    if weight_grad_into is None:
+        return
+    into = weight_grad_into
+    if torch.compiler.is_compiling():
+        raise ValueError("weight_grad_into: got a tensor in torch.compile; takes one in eager mode alone")
+    if into.shape != weight.shape or not into.is_contiguous():
+        raise ValueError(
+            f"weight_grad_into: got shape {list(into.shape)} and strides {list(into.stride())}; takes a contiguous "
+            f"tensor of the shape of {name}, {list(weight.shape)}"
+        )
+    if into.dtype not in (torch.float32, weight.dtype):
+        raise ValueError(
+            f"weight_grad_into: got dtype {into.dtype}; takes float32 or the dtype of {name}, {weight.dtype}"
+        )
+    if into.requires_grad:
+        raise ValueError("weight_grad_into: got a tensor that requires a gradient; takes one that does not")
+
+
+def with_weight_grad_into(weight_grad_into: Tensor, op: str, *arguments: Any) -> tuple[Tensor, ...]:
+    """The results of an op of the LM head; its backward adds the weight's gradient to ``weight_grad_into``."""
+    results: tuple[Tensor, ...] = _AddsWeightGradient.apply(weight_grad_into, op, *arguments)  # type: ignore[no-untyped-call]
+    return results
+
+
+class _AddsWeightGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, into: Tensor, op: str, *arguments: Any) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = getattr(ops, op)(*arguments)
+        given = dict(zip(argument_names(op), arguments, strict=True))
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*results[2:])
+        ctx.save_for_backward(*tensors.values(), *results)
+        # Not saved: between forward and backward, other micro-batches may add to it.
+        ctx.into, ctx.names, ctx.tensors = into, list(given), list(tensors)
+        ctx.options = {name: value for name, value in given.items() if name not in tensors and name != "max_rows"}
+        return results
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("weight_grad_into: got a backward with create_graph=True; takes one without a graph")
+        needed = dict(zip(ctx.names, ctx.needs_input_grad[2:], strict=True))
+        wanted = Wanted(needed["hidden"], needed["weight"], needed["bias"])
+        found: dict[str, Tensor] = {}
+        if grad_logprob is not None or grad_entropy is not None:
+            *tensors, logprob, entropy, row_max, log_sum = ctx.saved_tensors
+            options = dict(ctx.options)
+            max_grad_rows = options.pop("max_grad_rows")
+            problem = HeadProblem.of(**options, **dict(zip(ctx.tensors, tensors, strict=True)))
+            if problem.shard.ranks is not None:
+                grad_logprob = of_known_labels(grad_logprob, logprob)
+            incoming = Incoming(grad_logprob, grad_entropy, entropy, row_max, log_sum)
+            gradients = backward(problem, incoming, wanted, max_grad_rows, ctx.into)
+            found = {"hidden": gradients[0], "bias": gradients[2]}
+        return None, None, *(found.get(name) if needed[name] else None for name in ctx.names)

@@ -1,0 +1,168 @@
+"""weight_grad_into: the weight's gradient is added to a tensor of the caller's."""
+
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    assert_gradient,
+    assert_identical,
+    assert_same_bits,
+    random_labels,
+    slow_elsewhere,
+    whole_number_product,
+)
+from test_head import Head, random_head
+from torch import Tensor
+
+from d3s_kernels import linear_logprob_entropy
+
+HALF = torch.bfloat16
+# Bytes of logits, for 40 rows and 20,000 tokens: one tile; slabs of tokens; tiles of rows and slabs of tokens.
+WORKSPACES = (None, 40 * 4 * 8192, 16 * 4 * 8192)
+
+
+def gradients(
+    head: Head, labels: Tensor, into: Tensor | None, weights: Tensor, **options: object
+) -> tuple[Tensor | None, ...]:
+    leaves = head.requiring_grad()
+    results = leaves(linear_logprob_entropy, labels, weight_grad_into=into, **options)
+    (torch.stack(results) * weights).sum().backward()
+    return tuple(leaf.grad for leaf in leaves.leaves)
+
+
+@pytest.mark.parametrize("workspace_bytes", WORKSPACES)
+@pytest.mark.parametrize(
+    ("dtype", "of_into"),
+    [
+        (torch.float32, torch.float32),
+        (HALF, torch.float32),
+        *(slow_elsewhere(dtype, dtype, shows=f"sums in {dtype}") for dtype in DTYPES if dtype != torch.float32),
+    ],
+)
+def test_the_gradient_is_added(dtype: torch.dtype, of_into: torch.dtype, workspace_bytes: int | None) -> None:
+    """Over two micro-batches, to what is there; the other gradients keep their bits, and autograd gives none."""
+    head = random_head(40, vocabulary=20_000, dtype=dtype)
+    before = (0.1 * torch.randn(20_000, 16)).to(of_into)
+    into, expected = before.clone(), before.double()
+    for _ in range(2):
+        labels, weights = random_labels(40, vocabulary=20_000), torch.randn(2, 40)
+        plain = gradients(head, labels, None, weights, workspace_bytes=workspace_bytes)
+        ours = gradients(head, labels, into, weights, workspace_bytes=workspace_bytes)
+        assert ours[1] is None
+        assert_same_bits(ours[0], plain[0])
+        assert_same_bits(ours[2], plain[2])
+        expected += plain[1].double()
+    # Each of the two gradients in half precision, or each of the two sums, may be rounded otherwise.
+    step = 1e-6 if of_into == dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert (into.double() - expected).norm() <= step * expected.norm()
+
+
+def test_only_rows_with_a_gradient_are_read() -> None:
+    head, labels, into = random_head(9), torch.arange(9), torch.ones(300, 16)
+    weights = (torch.arange(9) % 3 == 0).float().expand(2, 9)
+    head.hidden[1] = torch.nan
+    leaves = head.requiring_grad()
+    logprob, entropy = leaves(linear_logprob_entropy, labels, weight_grad_into=into)
+    torch.autograd.grad(torch.where(weights[0] > 0, logprob + entropy, 0).sum(), (leaves.hidden, leaves.bias))
+    assert into.isfinite().all()
+    assert (into != 1).any()
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_without_a_row_nothing_is_added(rows: int) -> None:
+    into = torch.randn(300, 16)
+    before = into.clone()
+    gradients(random_head(rows), torch.full((rows,), -100), into, torch.tensor([[1.0], [0.0]]))
+    assert_same_bits(into, before)
+
+
+def test_a_weight_without_a_gradient_adds_nothing() -> None:
+    head, into = random_head(5), torch.zeros(300, 16)
+    hidden, bias = head.hidden.clone().requires_grad_(), head.bias.clone().requires_grad_()
+    results = linear_logprob_entropy(hidden, head.weight, torch.arange(5), bias=bias, weight_grad_into=into)
+    (of_hidden, of_bias) = torch.autograd.grad(sum(results).sum(), (hidden, bias))
+    plain = gradients(head, torch.arange(5), None, torch.ones(2, 5))
+    assert_same_bits(of_hidden, plain[0])
+    assert_same_bits(of_bias, plain[2])
+    with torch.no_grad():
+        linear_logprob_entropy(hidden, head.weight.clone().requires_grad_(), torch.arange(5), weight_grad_into=into)
+    assert not into.any()
+
+
+@pytest.mark.parametrize("bound", [0, 4])
+def test_more_gradients_than_max_grad_rows_make_it_nan(bound: int) -> None:
+    into = torch.zeros(300, 16)
+    of_hidden, _, of_bias = gradients(random_head(9), torch.arange(9), into, torch.ones(2, 9), max_grad_rows=bound)
+    assert all(gradient.isnan().all() for gradient in (of_hidden, into, of_bias))
+
+
+def test_the_same_bits_from_run_to_run_and_twice_as_much_from_two_backwards() -> None:
+    hidden, weight = whole_number_product(40, vocabulary=300)
+    labels, added = random_labels(40, vocabulary=300), []
+    for _ in range(2):
+        into, leaf = torch.zeros(300, 16), weight.clone().requires_grad_()
+        loss = sum(linear_logprob_entropy(hidden, leaf, labels, weight_grad_into=into)).sum()
+        loss.backward(retain_graph=True)
+        added.append(into.clone())
+        loss.backward()
+        assert_identical(into, 2 * added[-1])
+    assert_same_bits(*added)
+
+
+def test_a_tied_weight_and_its_hooks() -> None:
+    """The embedding's gradient comes through autograd, and so do hooks, for that part alone."""
+    embedding, labels = (random_head(1).weight / 10).requires_grad_(), torch.arange(6)
+    plain = embedding.detach().clone().requires_grad_()
+    for weight, into in ((plain, None), (embedding, torch.zeros(300, 16))):
+        seen: list[Tensor] = []
+        weight.register_hook(seen.append)
+        hidden = torch.nn.functional.embedding(labels + 1, weight)
+        sum(linear_logprob_entropy(hidden, weight, labels, weight_grad_into=into)).sum().backward()
+        assert len(seen) == 1
+        if into is not None:
+            assert_gradient(into + weight.grad, plain.grad.double())
+            assert seen[0][0].eq(0).all()  # token 0 is a label, and no input
+
+
+def test_a_changed_weight_is_seen() -> None:
+    weight = torch.randn(300, 16).requires_grad_()
+    loss = sum(linear_logprob_entropy(torch.randn(5, 16), weight, torch.arange(5), weight_grad_into=weight.detach()))
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+def test_no_second_derivative() -> None:
+    hidden, weight = torch.randn(5, 16).requires_grad_(), torch.randn(300, 16)
+    logprob, _ = linear_logprob_entropy(hidden, weight, torch.arange(5), weight_grad_into=torch.zeros(300, 16))
+    with pytest.raises(RuntimeError, match="weight_grad_into: got a backward with create_graph=True"):
+        torch.autograd.grad(logprob.sum(), hidden, create_graph=True)
+
+
+WRONG = (
+    (torch.zeros(299, 16), ValueError, r"got shape \[299, 16\].*takes a contiguous tensor.*\[300, 16\]"),
+    (torch.zeros(16, 300).T, ValueError, r"strides \[1, 300\]; takes a contiguous tensor"),
+    (torch.zeros(300, 16, dtype=HALF), ValueError, "got dtype torch.bfloat16; takes float32 or the dtype of weight"),
+    (torch.zeros(300, 16, requires_grad=True), ValueError, "requires a gradient; takes one that does not"),
+    (torch.zeros(300, 16, device="meta"), ValueError, "is on meta; takes a tensor on the device of the others"),
+    (0, TypeError, "got int; takes a tensor or None"),
+)
+
+
+@pytest.mark.parametrize(("into", "error", "said"), WRONG, ids=[said for *_, said in WRONG])
+def test_what_is_refused(into: object, error: type[Exception], said: str) -> None:
+    head = random_head(5)
+    with pytest.raises(error, match=f"weight_grad_into: .*{said}"):
+        linear_logprob_entropy(head.hidden, head.weight, torch.arange(5), weight_grad_into=into)
+
+
+def test_a_compiled_loss_is_refused() -> None:
+    head, into = random_head(5).requiring_grad(), torch.zeros(300, 16)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def loss(hidden: Tensor) -> Tensor:
+        return sum(linear_logprob_entropy(hidden, head.weight, torch.arange(5), weight_grad_into=into)).sum()
+
+    with pytest.raises(Exception, match="weight_grad_into: got a tensor in torch"):
+        loss(head.hidden)
