@@ -13,7 +13,7 @@ from ._arguments import (
     temperature_argument,
 )
 from ._dispatch import ops
-from ._head.weight_grad_into import require_room_for_gradient, with_weight_grad_into
+from ._head.at_backward import require_room_for_gradient, with_weight_grad_into
 
 
 def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 # From the top down: each room, and the rooms that it may import.
 ROOMS = {
     "__main__": "_dispatch _selfcheck compare",
-    "integrations": "_across_ranks _dispatch _groups _page distributed page ratios rollouts schedule tokens vocabulary",
+    "integrations": "_across_ranks _dispatch _groups _head _page distributed page ratios rollouts schedule tokens",
     "planning": "_arguments",
     # what users call
     "_selfcheck": "_table compare",

@@ -471,3 +471,35 @@ def test_open_instruct_tokens() -> None:
     logprob, entropy = torch.randn(packs, length - 1, requires_grad=True), torch.rand(packs, length - 1) + 0.1
     result = SNIPPETS["open_instruct_tokens"](logprob, entropy, data, 1, RATIO)
     check_gradient(result, logprob, expected_tokens(entropy, advantages[1][:, 1:], masks[1][:, 1:]))
+
+
+# ---- Megatron --------------------------------------------------------------------------------------------------------
+
+
+def megatron_steps(ranks: Ranks) -> None:
+    """Two micro-batches with a tied weight under the hook of Megatron's DistributedDataParallel."""
+    torch.manual_seed(5)
+    whole, labels = torch.randn(6 * ranks.size, 8), torch.randint(6 * ranks.size, (2, 5, 3))
+    own = slice(6 * ranks.rank, 6 * ranks.rank + 6)
+    weight, plain = whole[own].clone().requires_grad_(), whole.clone().requires_grad_()
+    weight.main_grad = torch.zeros_like(weight)
+
+    def hook(*_: object) -> None:
+        if weight.grad is not None:
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+
+    accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulator.register_hook(hook)
+    for of_micro_batch in labels:
+        hidden = torch.randn(5, 3, 8)
+        logprob, entropy = SNIPPETS["megatron_scores"](hidden, weight, of_micro_batch, ranks.rank, ranks.group)
+        (logprob - entropy + weight.sum()).sum().backward()
+        assert weight.grad is None
+        logprob, entropy = reference.linear_logprob_entropy(hidden, plain, of_micro_batch)
+        (logprob - entropy + plain.sum()).sum().backward()
+    torch.testing.assert_close(weight.main_grad, plain.grad[own])
+
+
+def test_megatron_adds_the_gradient_once() -> None:
+    world(2).run(megatron_steps)

@@ -18,9 +18,9 @@ from .._arguments import (
     temperature_argument,
 )
 from .._dispatch import ops
+from .._head.at_backward import require_room_for_gradient, with_weight_grad_into
 from .._head.problem import HeadProblem, require_bounds
 from .._head.shard import Shard
-from .._head.weight_grad_into import require_room_for_gradient, with_weight_grad_into
 from .agreement import agree, asks
 from .sharded_argument import ShardedArgument
 

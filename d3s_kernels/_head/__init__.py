@@ -1,7 +1,7 @@
 """Ops that are made of other ops: the LM head without its logits, and the ops for a vocabulary that ranks share.
 
 ``problem`` has the arguments and checks them, ``tiles`` cuts rows x vocabulary, ``forward`` and ``backward`` loop over
-the tiles. ``shard`` says which tokens a rank has and communicates with the other ranks. ``weight_grad_into`` is for
+the tiles. ``shard`` says which tokens a rank has and communicates with the other ranks. ``at_backward`` is for
 callers who have the weight's gradient added to a tensor of theirs. The ops are registered here for all devices, since
 their code is the same on each.
 """

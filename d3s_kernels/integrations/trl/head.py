@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +18,41 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 
 from ..._dispatch.backends import DEVICES
-from ...vocabulary import linear_logprob_entropy
+from ..._head.at_backward import AtBackward, asking_at_backward
+from .host_number import HostNumber
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _said: set[str] = set()
 
 
+@dataclass
+class Update:
+    """What the head's backward may know of the update that it is part of."""
+
+    adds_to_gradients: bool = False  # whether it may add to the gradients of earlier micro-batches itself
+    kept: HostNumber | None = None  # how many tokens have a gradient
+
+    def max_grad_rows(self) -> int | None:
+        return None if self.kept is None else self.kept.value()
+
+    def gradient_of(self, weight: Tensor) -> Tensor | None:
+        """The tensor to which autograd would add the gradient, if nobody sees the difference; else None."""
+        if not self.adds_to_gradients or not weight.is_leaf or type(weight.grad) is not Tensor:
+            return None
+        hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
+        usable = weight.grad.dtype in (torch.float32, weight.dtype) and weight.grad.is_contiguous()
+        return weight.grad if usable and not hooked else None
+
+
 class _Head:
     """Replaces TRL's ``ChunkedLogProbFunction``, with the same arguments and results."""
 
-    @staticmethod
+    def __init__(self, update: Update) -> None:
+        self._update = update
+
     def apply(
+        self,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -52,14 +76,16 @@ class _Head:
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
             return theirs
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         # TRL computes c tanh(s x / c) / T with scale s, cap c and temperature T. Ours has no scale, but this is the
         # same as (c/s) tanh(x / (c/s)) / (T/s).
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
-        logprob, entropy = linear_logprob_entropy(
-            hidden, weight, targets, bias=bias, temperature=temperature / logit_scale, logit_softcap=cap
-        )
+        update = self._update
+        at_backward = AtBackward(lambda: update.gradient_of(weight), update.max_grad_rows)
+        logprob, entropy, *_ = asking_at_backward(
+            at_backward, "linear_logprob_entropy", hidden.to(dtype), weight.to(dtype), targets, bias,
+            temperature / logit_scale, None, cap, None, None, None, torch.float32, None,
+        )  # fmt: skip
         return logprob, entropy if "entropy" in outputs else None, None, None, None
 
 
@@ -81,19 +107,17 @@ def _why_not(
     return None
 
 
-_OURS = {
-    "_ChunkedLogProbFunction": _Head,
-    # TRL packs the labelled positions only on devices where its own kernels run. With our head it can do so everywhere.
-    "_use_triton": lambda device: True,
-}
-
-
 @contextmanager
-def d3s_head() -> Iterator[None]:
+def d3s_head(update: Update | None = None) -> Iterator[None]:
     """Inside this context, models with TRL's fused LM head use our head; afterwards TRL's is restored."""
+    ours = {
+        "_ChunkedLogProbFunction": _Head(update or Update()),
+        # TRL packs the labelled positions only where its own kernels run. With our head it can do so everywhere.
+        "_use_triton": lambda device: True,
+    }
     module: dict[str, Any] = vars(trl_utils)
-    theirs = {name: module[name] for name in _OURS if name in module}
-    module.update((name, _OURS[name]) for name in theirs)
+    theirs = {name: module[name] for name in ours if name in module}
+    module.update((name, ours[name]) for name in theirs)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from accelerate import DistributedType
 from torch import Tensor
 from torch.nn.functional import pad
 from trl import GRPOTrainer
@@ -20,7 +21,8 @@ from ...tokens import select_tokens
 from .config import D3SConfig
 from .espo import as_espo
 from .gradient import gradient_weights, loss_mask, only_through
-from .head import d3s_head
+from .head import Update, d3s_head
+from .host_number import HostNumber
 from .page import UNMEASURED, PageOfBatch
 from .rollouts import Batch, choose_rollouts, keep_rollouts, last_column, rows_to_keep, take, trimmed
 
@@ -95,7 +97,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         self._warn_of_little_to_drop()
         self._passes: _Passes | None = None  # set only while TRL makes a generation batch
         self._loss_inputs: Batch | None = None  # set only while TRL computes a training loss
-        self._num_tokens_kept: int | None = None  # None until the first micro-batch
+        self._update = Update()
+        self._num_tokens_kept: Tensor | None = None  # None until the first micro-batch
         self._page: PageOfBatch | None = None  # set while a generation batch is trained on of which a page is written
         self._last_page: int | None = None  # the step of this run's last page
 
@@ -136,9 +139,21 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         steps = self.state.max_steps
         return self._schedule(min(1.0, self.state.global_step / steps) if steps > 0 else 0.0)
 
-    def _log(self, **values: float) -> None:
+    def _log(self, **values: Tensor) -> None:
+        """Keeps 0-d tensors for the next log, which alone waits for the device. NaN stands for nothing to log."""
         for name, value in values.items():
             self._metrics["train"][f"d3s/{name}"].append(value)
+
+    def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
+        metrics = self._metrics["train"]
+        ours = [name for name in metrics if name.startswith("d3s/")]
+        if ours:
+            numbers = iter(torch.stack([value.double() for name in ours for value in metrics[name]]).tolist())
+        for name in ours:
+            metrics[name] = [number for _ in metrics[name] if not math.isnan(number := next(numbers))]
+            if not metrics[name]:
+                del metrics[name]
+        super().log(logs, *more, **options)
 
     # ---- rollouts: after TRL's generation ----------------------------------------------------------------------------
 
@@ -216,11 +231,11 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             self._multiple,
             ranks=ranks if images and ranks > 1 else None,
         )
-        zero = worths.flatten() == 0
+        zero, number = worths.flatten() == 0, kept.sum()
         self._log(
-            rollouts_kept=int(kept.sum()),
-            zero_advantage=float(zero.float().mean()),
-            zero_advantage_kept=float(zero[kept].float().mean()),
+            rollouts_kept=number,
+            zero_advantage=zero.float().mean(),
+            zero_advantage_kept=(zero & kept).sum() / number,
         )
         if self.args.advantages_from == "kept":
             survivors = advantages.masked_fill(~kept.view_as(advantages), torch.nan)  # NaN is ignored
@@ -298,16 +313,16 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         return chosen.mask
 
     def _log_threshold(self, threshold: Tensor) -> None:
-        mean = float(torch.where(threshold.isfinite(), threshold, torch.nan).nanmean())  # infinite if nothing is kept
-        if math.isfinite(mean):
-            self._log(threshold=mean)
+        self._log(threshold=torch.where(threshold.isfinite(), threshold, torch.nan).nanmean())  # infinite: nothing kept
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         if not self.model.training:
             evaluated: Tensor = super()._compute_loss(model, inputs)
             return evaluated
         self._loss_inputs = inputs = dict(inputs)  # a copy, since ESPO changes it and TRL may use the batch again
-        ranges = self.epsilon_low, self.epsilon_high
+        # Only here nobody else looks at a gradient before the optimizer: no reducer, no shards, no scaler.
+        alone = self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
+        self._update, ranges = Update(alone), (self.epsilon_low, self.epsilon_high)
         try:
             loss: Tensor = super()._compute_loss(model, inputs)
         finally:
@@ -324,7 +339,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             return scores
 
         arguments = model, input_ids, attention_mask, logits_to_keep
-        with d3s_head():
+        with d3s_head(self._update):
             if self._loss_inputs is not None:
                 return self._score_for_loss(score, self._loss_inputs, *arguments)
             if self._passes is not None and self._passes.names:
@@ -363,6 +378,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         assert entropy is not None  # TRL's loss always asks for it
         if kept is None:
             kept = self._choose_tokens(entropy.detach(), inputs["advantages"], mask)
+        self._update.kept = HostNumber(kept.sum())
         totals = self._log_tokens(kept, mask, entropy.detach())
         if (page := self._page) is not None and page.add_trained(inputs, kept, entropy.detach()):
             self._page = None
@@ -434,15 +450,16 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         of_kept, of_dropped = (torch.where(which, entropy, 0.0).sum() for which in (kept, mask & ~kept))
         sums = torch.stack([kept.sum(), mask.sum(), of_kept, of_dropped])
         totals: Tensor = self.accelerator.reduce(sums.double(), reduction="sum")
-        number, everything, kept_entropy, dropped_entropy = totals.tolist()
+        number, everything, kept_entropy, dropped_entropy = totals
         if self._num_tokens_kept is None:  # a resumed run continues from its last logged value
             logged = [row["d3s/num_tokens_kept"] for row in self.state.log_history if "d3s/num_tokens_kept" in row]
-            self._num_tokens_kept = int(logged[-1]) if logged else 0
-        self._num_tokens_kept += int(number)
+            self._num_tokens_kept = torch.full_like(number, logged[-1] if logged else 0)
+        self._num_tokens_kept = self._num_tokens_kept + number
         self._metrics["train"]["d3s/num_tokens_kept"] = [self._num_tokens_kept]  # replaced: TRL logs means
-        self._log(tokens_kept=number, token_ratio=number / max(1, everything))
-        if number > 0:
-            self._log(entropy_kept=kept_entropy / number)
-        if number < everything:
-            self._log(entropy_dropped=dropped_entropy / (everything - number))
+        self._log(
+            tokens_kept=number,
+            token_ratio=number / everything.clamp(min=1),
+            entropy_kept=kept_entropy / number,  # 0 / 0 is NaN
+            entropy_dropped=dropped_entropy / (everything - number),
+        )
         return totals[:2].float()

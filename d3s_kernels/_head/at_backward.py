@@ -1,12 +1,14 @@
-"""The LM head for callers who have the weight's gradient added to a tensor of theirs.
+"""The LM head with options that are asked for when its backward runs.
 
-Autograd would hold the gradient of each micro-batch, V x H numbers, and add it to that of the micro-batches before.
-Here the products of the backward add to it, so that it is read and written once.
+``weight_grad_into``: autograd would hold the weight's gradient of each micro-batch, V x H numbers, and add it to that
+of the micro-batches before. Here the products of the backward add to a tensor of the caller's, so that it is read and
+written once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,24 +41,38 @@ def require_room_for_gradient(weight_grad_into: Tensor | None, weight: Tensor, n
         raise ValueError("weight_grad_into: got a tensor that requires a gradient; takes one that does not")
 
 
+class AtBackward(NamedTuple):
+    """Each is called once in a backward."""
+
+    weight_grad_into: Callable[[], Tensor | None]  # None: autograd gets the gradient
+    max_grad_rows: Callable[[], int | None] = lambda: None  # None: the op's own
+
+
 def with_weight_grad_into(weight_grad_into: Tensor, op: str, *arguments: Any) -> tuple[Tensor, ...]:
     """The results of an op of the LM head; its backward adds the weight's gradient to ``weight_grad_into``."""
-    results: tuple[Tensor, ...] = _AddsWeightGradient.apply(weight_grad_into, op, *arguments)  # type: ignore[no-untyped-call]
+    return asking_at_backward(AtBackward(lambda: weight_grad_into), op, *arguments)
+
+
+def asking_at_backward(options: AtBackward, op: str, *arguments: Any) -> tuple[Tensor, ...]:
+    """The results of an op of the LM head, whose arguments all are given. A graph cannot ask, and so does not."""
+    if torch.compiler.is_compiling():
+        plain: tuple[Tensor, ...] = getattr(ops, op)(*arguments)
+        return plain
+    results: tuple[Tensor, ...] = _Head.apply(options, op, *arguments)  # type: ignore[no-untyped-call]
     return results
 
 
-class _AddsWeightGradient(torch.autograd.Function):
+class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, into: Tensor, op: str, *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, options: AtBackward, op: str, *arguments: Any) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = getattr(ops, op)(*arguments)
         given = dict(zip(argument_names(op), arguments, strict=True))
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[2:])
         ctx.save_for_backward(*tensors.values(), *results)
-        # Not saved: between forward and backward, other micro-batches may add to it.
-        ctx.into, ctx.names, ctx.tensors = into, list(given), list(tensors)
-        ctx.options = {name: value for name, value in given.items() if name not in tensors and name != "max_rows"}
+        ctx.options, ctx.names, ctx.tensors = options, list(given), list(tensors)
+        ctx.others = {name: value for name, value in given.items() if name not in tensors and name != "max_rows"}
         return results
 
     @staticmethod
@@ -66,16 +82,19 @@ class _AddsWeightGradient(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("weight_grad_into: got a backward with create_graph=True; takes one without a graph")
         needed = dict(zip(ctx.names, ctx.needs_input_grad[2:], strict=True))
-        wanted = Wanted(needed["hidden"], needed["weight"], needed["bias"])
         found: dict[str, Tensor] = {}
         if grad_logprob is not None or grad_entropy is not None:
             *tensors, logprob, entropy, row_max, log_sum = ctx.saved_tensors
-            options = dict(ctx.options)
-            max_grad_rows = options.pop("max_grad_rows")
-            problem = HeadProblem.of(**options, **dict(zip(ctx.tensors, tensors, strict=True)))
+            given = ctx.others | dict(zip(ctx.tensors, tensors, strict=True))
+            bound = given.pop("max_grad_rows")
+            problem, asked_bound, into = HeadProblem.of(**given), ctx.options.max_grad_rows(), None
+            wanted = Wanted(needed["hidden"], needed["weight"], needed["bias"])
+            if wanted.weight:
+                into = ctx.options.weight_grad_into()
             if problem.shard.ranks is not None:
                 grad_logprob = of_known_labels(grad_logprob, logprob)
             incoming = Incoming(grad_logprob, grad_entropy, entropy, row_max, log_sum)
-            gradients = backward(problem, incoming, wanted, max_grad_rows, ctx.into)
-            found = {"hidden": gradients[0], "bias": gradients[2]}
+            gradients = backward(problem, incoming, wanted, bound if asked_bound is None else asked_bound, into)
+            found = dict(zip(("hidden", "weight", "bias"), gradients, strict=True))
+            needed["weight"] &= into is None
         return None, None, *(found.get(name) if needed[name] else None for name in ctx.names)

@@ -1,0 +1,168 @@
+"""What an update costs beside its arithmetic: no waiting for the device, and one pass over the head's gradient."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("trl")
+from accelerate import DistributedType
+from tiny_trl import generation_batch, micro_batch, model, trainer
+
+from d3s_kernels._head import problem
+from d3s_kernels.integrations.trl.head import Update
+from d3s_kernels.integrations.trl.host_number import HostNumber
+
+OURS = str(Path(sys.modules[Update.__module__].__file__ or "").parents[2])  # the package
+TORCH = str(Path(torch.__file__).parent)
+
+
+class Waits(TorchDispatchMode):
+    """The lines of this package that would wait for a GPU: they read a value, or need the number of marked rows."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "repeat_interleave")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = function.overloadpacket.__name__
+        by_mask = name in ("index", "index_put_") and any(
+            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+        )
+        if name in self.READS or by_mask:
+            self._add()
+        return function(*args, **(kwargs or {}))
+
+    def _add(self) -> None:
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename.startswith(TORCH):
+            assert frame.f_back is not None
+            frame = frame.f_back
+        if frame.f_code.co_filename.startswith(OURS):
+            self.lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    found = Waits()
+
+    def tolist(tensor: Tensor) -> Any:
+        found._add()
+        return read(tensor)
+
+    read = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    monkeypatch.setattr(problem, "is_known", lambda tensor: False)  # the values of tensors on a GPU are not checked
+    # On a GPU the number was copied while TRL's loss waited for its own metrics.
+    monkeypatch.setattr(HostNumber, "value", lambda number: read(number._copy))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_denominator": "kept"},
+        {"token_scope": "sequence"},
+        {"importance_sampling_level": "entropy_group"},
+    ],
+    ids=str,
+)
+def test_a_micro_batch_waits_for_nothing_of_ours(options: dict[str, Any], waits: Waits) -> None:
+    made, batch = trainer(**options), micro_batch(3)
+    with waits:
+        made.compute_loss(made.model, batch).backward()
+    assert waits.lines == []
+    assert made.model.get_output_embeddings().weight.grad.any()
+
+
+def test_the_meter_sees_our_waits(waits: Waits) -> None:
+    """Otherwise the test above could not fail: the choice of rollouts does wait, for the rows to send."""
+    with waits:
+        trainer()._keep_rollouts(generation_batch(1))
+    assert waits.lines
+
+
+def test_a_log_has_numbers_and_leaves_out_what_there_is_not() -> None:
+    made = trainer(token_ratio_start=1.0, token_ratio_end=1.0)
+    for seed in (1, 2):
+        made.compute_loss(made.model, micro_batch(seed))
+    valid = [int(micro_batch(seed)["completion_mask"].sum()) for seed in (1, 2)]
+    made.log(logs := {"loss": 0.5})
+    assert all(type(value) in (int, float) for value in logs.values())
+    assert logs["d3s/tokens_kept"] == sum(valid) / 2
+    assert logs["d3s/num_tokens_kept"] == sum(valid)
+    assert logs["d3s/entropy_kept"] > 0
+    assert "d3s/entropy_dropped" not in logs
+    assert not [name for name in made._metrics["train"] if name.startswith("d3s/")]
+
+
+# ---- the head adds its gradient to that of earlier micro-batches -----------------------------------------------------
+
+
+def accumulated(made: Any, before_second: Callable[[], Any] = lambda: None) -> tuple[Tensor, bool]:
+    """The head's gradient after two micro-batches, and whether the head of the second one added to it itself."""
+    weight = made.model.get_output_embeddings().weight
+    made.compute_loss(made.model, micro_batch(1)).backward()
+    before_second()
+    seen: list[bool] = []
+    ask = Update.gradient_of
+
+    def gradient_of(update: Update, of: Tensor) -> Tensor | None:
+        found = ask(update, of)
+        seen.append(found is not None and found is weight.grad)
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Update, "gradient_of", gradient_of)
+        made.compute_loss(made.model, micro_batch(2)).backward()
+    assert len(seen) == 1
+    return weight.grad.clone(), seen[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_adds_to_the_gradient(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, plain = (trainer(policy=model(tie_word_embeddings=tied)) for _ in range(2))
+    found, added = accumulated(ours)
+    assert added
+    monkeypatch.setattr(type(plain.accelerator), "distributed_type", DistributedType.MULTI_CPU)
+    expected, added = accumulated(plain)
+    assert not added
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_where_somebody_sees_the_gradient_autograd_adds_it() -> None:
+    for hook in ("register_hook", "register_post_accumulate_grad_hook"):
+        made, seen = trainer(), []
+        getattr(made.model.get_output_embeddings().weight, hook)(seen.append)
+        assert not accumulated(made)[1]
+        assert len(seen) == 2
+    scaled = trainer()
+    scaled.accelerator.scaler = torch.amp.GradScaler("cpu")
+    assert not accumulated(scaled)[1]
+    double = trainer()
+    weight = double.model.get_output_embeddings().weight
+
+    def transposed() -> None:
+        weight.grad = weight.grad.T.contiguous().T
+
+    assert not accumulated(double, transposed)[1]
+
+
+def test_under_autocast_the_float32_gradient_is_added_to() -> None:
+    made = trainer()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, added = accumulated(made)
+    assert added
+    assert found.dtype == torch.float32
+    expected, _ = accumulated(trainer())
+    assert (found - expected).norm() <= 0.02 * expected.norm()
