@@ -57,16 +57,21 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     if first and total.dtype == a.dtype and a.shape[1] <= _PRODUCT:
         torch.mm(a, b, out=total)
         return
-    # In pieces, and on a CPU not by addmm_: some BLAS libraries add each term to the total, and lose a digit or two
-    # over a whole vocabulary.
     for begin in range(0, a.shape[1], _PRODUCT):
         left, right = a[:, begin : begin + _PRODUCT], b[begin : begin + _PRODUCT]
         if first and begin == 0:
             total.copy_(left @ right)
-        elif total.dtype == a.dtype and not a.is_cpu:
+        elif total.dtype == a.dtype and not _sums_apart(a):
             total.addmm_(left, right)
         else:
             total.add_(left @ right)
+
+
+def _sums_apart(values: Tensor) -> bool:
+    """Whether a product is summed before it is added to a total. Some BLAS libraries of CPUs add each term to the
+    total, and lose a digit or two over a whole vocabulary.
+    """
+    return values.is_cpu
 
 
 def widens(values: Tensor) -> bool:

@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""Counts what the LM head allocates, multiplies and moves at the shapes of a GPU, without one.
+
+    .venv/bin/python tools/head_traffic.py            writes the tables of docs/lm-head.md
+    .venv/bin/python tools/head_traffic.py --check    exit status 1: they are not what is counted
+
+Fake tensors have shapes and no values, and a dispatch mode sees every op on them. Fake tensors on a CPU stand in for
+those of a GPU, whose tiles, slices and wide products they are given: a torch that is built without CUDA cannot slice a
+fake tensor on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from d3s_kernels._dispatch import backends
+from d3s_kernels._head import problem, products, tiles
+from d3s_kernels._head.backward import Incoming
+from d3s_kernels._head.backward import backward as head_backward
+from d3s_kernels._head.forward import forward as head_forward
+from d3s_kernels._head.gradients import Wanted
+from d3s_kernels._head.problem import HeadProblem
+from d3s_kernels._head.shard import WHOLE
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "lm-head.md"
+GPU = tiles.SIZES["cuda"]
+GB, MIB = 1e9, 1 << 20
+
+# What products of these shapes reach, in floating point operations a second, and 90 % of the memory's peak rate.
+GPUS = {"H100": (610e12, 3.0e12), "H200": (680e12, 4.3e12)}
+
+
+class Product(NamedTuple):
+    rows: int
+    terms: int  # of each sum
+    columns: int
+    bytes: int  # its arguments read once; its result written, and read before if it is added to
+
+    @property
+    def operations(self) -> int:
+        return 2 * self.rows * self.terms * self.columns
+
+
+_ALLOCATES = {"empty", "new_empty", "empty_like", "empty_strided"}
+_FILLS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", "fill_", "zero_", "arange", "ones"}
+_GATHERS = {"index_select"}  # reads as much as it writes, and not all of its source
+_SCATTERS = {"index_copy_"}
+
+
+class Traffic(TorchDispatchMode):
+    """The ops within, on fake tensors: matrix products, the bytes that all other ops read and write, and the peak of
+    the memory that they allocate beyond the given tensors.
+    """
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.products: list[Product] = []
+        self.moved = self.peak = self._now = 0
+        self._bytes = {tensor.untyped_storage()._cdata: 0 for tensor in given}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = function.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            # All of them write to memory that is there. Fake tensors would allocate it for a sum (and torch 2.11 has no
+            # wide sum of fake tensors), so they are not asked.
+            out = args[0] if name == "addmm_" else kwargs["out"]
+            *total, a, b = [value for value in args if isinstance(value, Tensor)]
+            moved = _size((a, b)) + (1 + len(total)) * _size(out)
+            self.products.append(Product(a.shape[0], a.shape[1], b.shape[1], moved))
+            return out
+        result = function(*args, **kwargs)
+        self.moved += moved_by(function, args, kwargs, result)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._allocated(tensor.untyped_storage())
+        return result
+
+    def _allocated(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._bytes:
+            return
+        self._bytes[key] = storage.nbytes()
+        self._now += storage.nbytes()
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self._now -= self._bytes.pop(key, 0)
+
+    @property
+    def operations(self) -> int:
+        return sum(each.operations for each in self.products)
+
+    def seconds(self, gpu: str) -> float:
+        """If every product runs at its rate, or at that of its bytes, and everything else at the memory's rate."""
+        operations, rate = GPUS[gpu]
+        return self.moved / rate + sum(max(p.operations / operations, p.bytes / rate) for p in self.products)
+
+
+def _size(value: Any) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tree_leaves(value) if isinstance(tensor, Tensor))
+
+
+def moved_by(function: Any, args: tuple, kwargs: dict, result: Any) -> int:
+    """The bytes that an op reads and writes, each element once."""
+    name, schema = function.overloadpacket.__name__, function._schema
+    if name == "logprob_entropy_backward_":
+        logits, *_, last = args[2:]
+        gradient = last if isinstance(last, torch.dtype) else logits.dtype
+        return _size((args, kwargs)) + logits.numel() * gradient.itemsize
+    given = zip(args, schema.arguments, strict=False)
+    written = [value for value, argument in given if argument.alias_info and argument.alias_info.is_write]
+    views = any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
+    if views or name in _ALLOCATES or function.namespace == "prim":
+        return 0
+    if name in _FILLS:
+        return _size(written or result)
+    if name in _GATHERS:
+        return 2 * _size(result)
+    if name in _SCATTERS:
+        return 2 * _size(args[3])
+    read = args[1:] if name == "copy_" else args
+    return _size((read, kwargs)) + _size(written or result)
+
+
+def _returns(value: Any) -> Callable[..., Any]:  # not a Mock, which would keep its arguments alive
+    return lambda *_: value
+
+
+class _AsOnGpu(ExitStack):
+    def __enter__(self) -> _AsOnGpu:
+        super().__enter__()
+        self.enter_context(mock.patch.dict(tiles.SIZES, cpu=GPU))
+        self.enter_context(mock.patch.dict(backends.SLICES, cpu=backends.GPU_SLICE))
+        self.enter_context(mock.patch.object(products, "widens", _returns(True)))
+        self.enter_context(mock.patch.object(products, "_sums_apart", _returns(False)))
+        self.enter_context(mock.patch.object(problem, "_check_labels", _returns(None)))
+        self.enter_context(FakeTensorMode())
+        return self
+
+
+def _problem(rows: int, width: int, vocabulary: int, softcap: float | None = None) -> HeadProblem:
+    hidden, weight = (torch.empty(length, width, dtype=torch.bfloat16) for length in (rows, vocabulary))
+    return HeadProblem(WHOLE, hidden, weight, torch.empty(rows, dtype=torch.long), logit_softcap=softcap)
+
+
+def forward(rows: int, width: int, vocabulary: int) -> Traffic:
+    with _AsOnGpu():
+        given = _problem(rows, width, vocabulary)
+        with Traffic(given.hidden, given.weight, given.labels) as traffic:
+            head_forward(given, None)
+    return traffic
+
+
+def backward(
+    rows: int,
+    width: int,
+    vocabulary: int,
+    *,
+    active: int,
+    frozen: bool = False,
+    into: torch.dtype | None = None,
+    softcap: float | None = None,
+) -> Traffic:
+    """The backward of log-probabilities, with a bound on the rows with a gradient; with or without the weight's, which
+    may be added to a tensor of the dtype ``into``.
+    """
+    with _AsOnGpu():
+        given = _problem(rows, width, vocabulary, softcap)
+        gradient, *saved = (torch.empty(rows) for _ in range(4))
+        total = None if into is None else torch.empty(vocabulary, width, dtype=into)
+        known = [given.hidden, given.weight, given.labels, gradient, *saved, *([] if total is None else [total])]
+        with Traffic(*known) as traffic:
+            wanted = Wanted(hidden=True, weight=not frozen, bias=False)
+            head_backward(given, Incoming(gradient, None, *saved), wanted, active, total)
+    return traffic
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+WIDTHS, VOCABULARIES, ROWS = (896, 3_584), (151_936, 50_257), (4_096, 32_768)
+# What the weight's gradient is, and the bytes of an element that the backward returns.
+KINDS = {
+    "returned": ({}, 2), "added in float32": ({"into": torch.float32}, 0),
+    "added in bfloat16": ({"into": torch.bfloat16}, 0), "frozen": ({"frozen": True}, 0),
+}  # fmt: skip
+HEAD = (
+    "| call | products: 1e12 operations; GB | the rest, GB | peak, MiB | ms on H100; H200 |\n"
+    "| --- | --- | --- | --- | --- |\n"
+)
+
+
+def line(call: str, traffic: Traffic, outputs: int) -> str:
+    moved = sum(each.bytes for each in traffic.products)
+    cells = (
+        call, f"{traffic.operations / 1e12:.2f}; {moved / GB:.2f}", f"{traffic.moved / GB:.2f}",
+        f"{(traffic.peak - outputs) / MIB:,.0f}", "; ".join(f"{1e3 * traffic.seconds(gpu):.2f}" for gpu in GPUS),
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |\n"
+
+
+def table(width: int, vocabulary: int) -> str:
+    lines = [f"### H = {width:,}, V = {vocabulary:,}\n\n", HEAD]
+    for rows in ROWS:
+        lines.append(line(f"{rows:,} rows, forward", forward(rows, width, vocabulary), 16 * rows))
+        for share, (kind, (options, weight_bytes)) in product((1.0, 0.1), KINDS.items()):
+            traffic = backward(rows, width, vocabulary, active=int(share * rows), **options)
+            outputs = 2 * rows * width + weight_bytes * vocabulary * width
+            lines.append(line(f"{rows:,}{'' if share == 1 else ', 10 %'}, {kind}", traffic, outputs))
+    return "".join(lines)
+
+
+def page(text: str) -> str:
+    """The page with its tables counted anew."""
+    tables = "\n".join(table(width, vocabulary) for width, vocabulary in product(WIDTHS, VOCABULARIES))
+    begin, end = "<!-- tables -->\n", "<!-- end of tables -->"
+    assert text.count(begin) == text.count(end) == 1
+    return re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n{tables}\n{end}", text, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    text = PAGE.read_text(encoding="utf-8")
+    counted = page(text)
+    if not check:
+        PAGE.write_text(counted, encoding="utf-8")
+    elif counted != text:
+        print("docs/lm-head.md is not what is counted: run python tools/head_traffic.py")
+    return int(check and counted != text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
