@@ -14,7 +14,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.memory import growth
-
 from d3s_kernels import linear_logprob_entropy
 
 H, V = 256, 48_000
@@ -60,9 +59,7 @@ def measure(case: Case) -> int:
 
     def loss(rows: int) -> torch.Tensor:
         labels = torch.arange(rows)
-        scores = linear_logprob_entropy(
-            hidden[:rows], weight, labels, workspace_bytes=WORKSPACE, weight_grad_into=into
-        )
+        scores = linear_logprob_entropy(hidden[:rows], weight, labels, workspace_bytes=WORKSPACE, weight_grad_into=into)
         return sum(score.sum() for score in scores)
 
     wanted = [hidden] if case.frozen or case.into else [hidden, weight]
