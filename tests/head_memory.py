@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.memory import growth
 from d3s_kernels import linear_logprob_entropy
 
-H, V = 256, 48_000
+H, V = 512, 48_000
 WORKSPACE = 8 << 20
 SLICE = 8192  # tokens, on a CPU
 
@@ -45,10 +45,10 @@ class Case(NamedTuple):
 CASES = {
     "slabs of tokens, trained": Case(200),
     "slabs of tokens, added": Case(200, into=True),
-    "tiles of rows too, frozen": Case(1_200, frozen=True),
-    "tiles of rows too, trained": Case(1_200),
-    "tiles of rows too, added": Case(1_200, into=True),
-    "tiles of rows too, trained, bfloat16": Case(1_200, torch.bfloat16),
+    "tiles of rows too, frozen": Case(600, frozen=True),
+    "tiles of rows too, trained": Case(600),
+    "tiles of rows too, added": Case(600, into=True),
+    "tiles of rows too, trained, bfloat16": Case(600, torch.bfloat16),
 }
 
 
