@@ -111,6 +111,18 @@ def test_vocabularies(vocabulary: int, dtype: torch.dtype) -> None:
     check(random_head(2, 3, width=64, vocabulary=vocabulary, dtype=dtype), random_labels(2, 3, vocabulary=vocabulary))
 
 
+@pytest.mark.slow_elsewhere("the same products of torch")
+@pytest.mark.parametrize("rows", [1, 2, 3, 6])
+def test_few_rows_and_weights_that_are_alike(rows: int) -> None:
+    """What all tokens' weights have in common cancels in the gradient of a row, after 50,000 additions."""
+    head = random_head(rows, width=256, vocabulary=50_000, bias=False)
+    head.weight.add_(0.5 * torch.randn(256))
+    leaves, exact, labels = head.requiring_grad(), head.exact(), random_labels(rows, vocabulary=50_000)
+    (gradient,) = torch.autograd.grad(sum(leaves(linear_logprob_entropy, labels)).sum(), leaves.hidden)
+    (wanted,) = torch.autograd.grad(sum(exact(reference.linear_logprob_entropy, labels)).sum(), exact.hidden)
+    assert_gradient(gradient, wanted)
+
+
 @given(st.data())
 def test_any_arguments(data: st.DataObject) -> None:
     generator = random_generator(data.draw(seeds))

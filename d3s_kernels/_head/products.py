@@ -13,7 +13,9 @@ _op = torch.ops.d3s_kernels
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 _UPCAST_BYTES = 16 << 20  # of float32 weight at a time, if the device has no product that widens its result
-_PRODUCT = 8192  # tokens that one product sums over: some BLAS libraries lose digits over more
+# Terms of a sum that one product makes: some BLAS libraries lose digits over more. If there are only a few rows, or for
+# the last few, they add all terms one by one. A gradient is a sum over the vocabulary of terms that mostly cancel.
+_TERMS, _TERMS_OF_FEW_ROWS, _FEW_ROWS = 8192, 1024, 256
 
 
 class Head(NamedTuple):
@@ -54,11 +56,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
-    if first and total.dtype == a.dtype and a.shape[1] <= _PRODUCT:
+    step = _TERMS_OF_FEW_ROWS if a.shape[0] < _FEW_ROWS else _TERMS
+    if first and total.dtype == a.dtype and a.shape[1] <= step:
         torch.mm(a, b, out=total)
         return
-    for begin in range(0, a.shape[1], _PRODUCT):
-        left, right = a[:, begin : begin + _PRODUCT], b[begin : begin + _PRODUCT]
+    for begin in range(0, a.shape[1], step):
+        left, right = a[:, begin : begin + step], b[begin : begin + step]
         if first and begin == 0:
             total.copy_(left @ right)
         elif total.dtype == a.dtype and not _sums_apart(a):
