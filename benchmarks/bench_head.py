@@ -1,15 +1,18 @@
 """linear_logprob_entropy: the LM head with log-probability and entropy, against the matrix product alone."""
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
 import d3s_kernels as d3s
+from d3s_kernels._head.products import Head
+from d3s_kernels._head.tiles import SIZES, Tiles
 
 from . import inputs, peers
-from .clock import Work
+from .clock import Prepared, Work
 from .harness import Contest, close, describe
 from .sizes import Sizes
 
@@ -80,6 +83,75 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
         yardsticks={"all tokens": step(ours, every)},
         agree=close_in_norm(0.02),
     )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16, fp32 logits"])
+def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
+    dtype, logits_dtype = PRECISIONS[precision]
+    hidden, weight, labels = lm_head(sizes, "wide", dtype)
+    gradient = inputs.advantages(len(labels))
+    logits = torch.empty(len(hidden), len(weight), dtype=dtype, device=hidden.device)
+    yardsticks = {"four products": lambda: four_products(hidden, weight, logits)}
+    if peers.ON_GPU:
+        yardsticks["old cut"] = lambda: with_the_old_cut(ours)
+
+    def ours() -> tuple[torch.Tensor, ...]:
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        logprob, _ = d3s.linear_logprob_entropy(*leaves, labels, logits_dtype=logits_dtype, max_grad_rows=len(labels))
+        return torch.autograd.grad(logprob, leaves, gradient)
+
+    contest(
+        f"linear_logprob_entropy forward + backward, wide, {precision}",
+        size_of(hidden, weight),
+        ours,
+        yardsticks=yardsticks,
+    )
+
+
+def test_accumulated_gradients(contest: Contest, sizes: Sizes) -> None:
+    """10 % of the tokens, and a weight whose gradient is added to that of other micro-batches."""
+    hidden, weight, labels = lm_head(sizes, "wide", torch.bfloat16)
+    every = inputs.advantages(len(labels))
+    few = every * (torch.arange(len(every), device=every.device) % 10 == 0)
+    total = torch.zeros_like(weight)
+
+    def backward(weight_grad_into: torch.Tensor | None) -> Work:
+        leaf = weight.detach().requires_grad_()
+        leaf.grad = total
+
+        def forward() -> torch.Tensor:
+            options = {"weight_grad_into": weight_grad_into, "max_grad_rows": len(few) // 10 + 1}
+            return d3s.linear_logprob_entropy(hidden, leaf, labels, logits_dtype=torch.bfloat16, **options)[0]
+
+        return Prepared(forward, lambda logprob: logprob.backward(few))
+
+    contest(
+        "linear_logprob_entropy backward, 10% of the tokens, wide, bf16, added to a gradient",
+        size_of(hidden, weight),
+        backward(total),
+        yardsticks={"autograd adds it": backward(None)},
+    )
+
+
+def four_products(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The products of a step that keeps no logits: they are made twice, and then two gradients."""
+    for _ in range(2):
+        torch.mm(hidden, weight.t(), out=logits)
+    return logits @ weight, logits.t() @ hidden
+
+
+def with_the_old_cut(work: Callable) -> tuple[torch.Tensor, ...]:
+    """Tiles of the whole vocabulary and as many rows as then fit, as before tiles preferred rows."""
+
+    def cut(cls: type[Tiles], hidden: torch.Tensor, head: Head, workspace_bytes: int | None) -> Tiles:
+        vocabulary = len(head.weight)
+        elements = (workspace_bytes or SIZES["cuda"].workspace_bytes) // head.logits_dtype.itemsize
+        rows = max(1, min(len(hidden), elements // vocabulary // 128 * 128))
+        room = torch.empty(rows * (vocabulary + 7), dtype=head.logits_dtype, device=hidden.device)
+        return cls(len(hidden), vocabulary, rows, vocabulary, room)
+
+    with mock.patch.object(Tiles, "cut", classmethod(cut)):
+        return work()
 
 
 def fast(width: str) -> bool:

@@ -17,6 +17,10 @@ from .harness import Contest, close, describe, same_kept
 from .sizes import Sizes
 
 VOCABULARY = 151_936
+# Bytes that an element reads and writes: two log-probabilities, a ratio, and a mask or group.
+FORWARD_BYTES = {"token": 12, "sequence": 13, "entropy_group": 13}
+# The same; then the ratio, the incoming gradient, the outgoing one, and a mask or group.
+GRADIENT_BYTES = {"token": 24, "sequence": 26, "entropy_group": 26}
 QUANTILE, GROUPS = 0.8, 2
 ONE_EACH = "TRL's formula, one for each sequence"
 Ratio = Callable[[Tensor], Tensor]
@@ -74,7 +78,10 @@ def test_forward(contest: Contest, tokens: Tokens, level: str) -> None:
         ours,
         inputs=(tokens.logprob,),
         peers=peers,
-        yardsticks={"mask.bool()": lambda _: tokens.mask.bool()} if level == "sequence" else None,
+        yardsticks={
+            "copy": copy_of(FORWARD_BYTES[level] * tokens.logprob.numel()),
+            **({"mask.bool()": lambda _: tokens.mask.bool()} if level == "sequence" else {}),
+        },
     )
 
 
@@ -92,8 +99,15 @@ def test_forward_and_backward(contest: Contest, tokens: Tokens, level: str) -> N
         tokens.size,
         with_gradient(ours),
         peers={name: with_gradient(peer) for name, peer in peers.items() if name != ONE_EACH},
+        yardsticks={"copy": copy_of(GRADIENT_BYTES[level] * tokens.logprob.numel())},
         agree=close(1e-4),
     )
+
+
+def copy_of(moved: int) -> Callable[..., Tensor]:
+    """A copy that moves as many bytes, into memory from the same allocator."""
+    source = inputs.entropies(1, moved // 8)
+    return lambda *_: torch.empty_like(source).copy_(source)
 
 
 def test_entropy_groups(contest: Contest, tokens: Tokens) -> None:

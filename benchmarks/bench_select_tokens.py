@@ -47,5 +47,4 @@ def test_select_tokens_from_logits(contest: Contest, sizes: Sizes) -> None:
         peers={peers.TRL: peers.from_trl(lambda: peers.trl_token_mask(logits, advantages, RATIO))},
         yardsticks={"logprob_entropy": lambda: d3s.logprob_entropy(logits, labels)},
         agree=same_kept(0.2),  # TRL's entropies are rounded to bfloat16
-        moves=logits.nbytes,
     )

@@ -34,7 +34,6 @@ def test_forward(contest: Contest, sizes: Sizes) -> None:
         peers={CUDA_LIBRARY: lambda: d3s.logprob_entropy(logits, labels)},
         yardsticks={"logits.sum()": lambda: logits.sum()},
         agree=close(2e-5),
-        moves=logits.nbytes,
     )
 
 
@@ -48,7 +47,6 @@ def test_few_rows(contest: Contest, sizes: Sizes) -> None:
         inputs=(logits,),
         peers={CUDA_LIBRARY: lambda logits: d3s.logprob_entropy(logits, labels)},
         agree=close(2e-5),
-        moves=logits.nbytes,
     )
 
 
@@ -81,7 +79,6 @@ def test_backward(contest: Contest, sizes: Sizes) -> None:
         peers={CUDA_LIBRARY: lambda: torch.ops.d3s_kernels.logprob_entropy_backward(*arguments)},
         yardsticks={"copy": lambda: torch.empty_like(logits).copy_(logits)},
         agree=close_gradient(1e-2),
-        moves=2 * logits.nbytes,
     )
 
 
@@ -95,7 +92,6 @@ def test_select_tokens_from_logits(contest: Contest, sizes: Sizes) -> None:
         peers={CUDA_LIBRARY: lambda: d3s.select_tokens_from_logits(logits, advantages, RATIO).entropy},
         yardsticks={"logprob_entropy": lambda: TRITON["logprob_entropy"](logits, labels)},
         agree=close(2e-5),
-        moves=logits.nbytes,
     )
 
 

@@ -44,14 +44,12 @@ class Contest:
         peers: dict[str, Callable[..., Any] | None] | None = None,
         yardsticks: dict[str, Callable[..., Any]] | None = None,
         agree: Agree | None = None,
-        moves: int | None = None,
         of_caller: bool = False,
     ) -> None:
         """Times `ours` against `peers`, whose equal results `agree` checks, and `yardsticks`, which do other work.
 
         A peer that is None is not available on this machine. `inputs` are passed to every contender; a GPU's clock may
-        copy them. `moves` is the number of bytes that ours must read and write. `of_caller` measures the time until a
-        call returns.
+        copy them. `of_caller` measures the time until a call returns.
         """
         self.benchmark._mode = "contest"  # else pytest-benchmark warns of a fixture that was not used
         clock = self.caller_clock if of_caller else self.clock
@@ -63,7 +61,7 @@ class Contest:
         turns, ready = take_turns(contenders, clock, self.sizes.seconds, self.sizes.rounds)
         for name, work in contenders.items():
             facts = {"size": size, "role": roles[name], "timed_by": ready[name].timed_by}
-            facts |= {"moves": moves if name == OURS else None, "peak_bytes": clock.peak_bytes(work)}
+            facts |= {"peak_bytes": clock.peak_bytes(work)}
             self._record(group, name, turns[name], ready[name].calls, facts)
 
     def _record(self, group: str, name: str, seconds: list[float], calls: int, extra_info: dict[str, Any]) -> None:

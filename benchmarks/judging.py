@@ -78,26 +78,6 @@ class Under:
 
 
 @dataclass(frozen=True)
-class Moves:
-    """Ours moves the bytes that it must read and write at no less than this many terabytes per second."""
-
-    contest: str
-    terabytes: float
-    unit: ClassVar[str] = " TB/s"
-
-    @property
-    def bound(self) -> str:
-        return f">= {self.terabytes:g} TB/s"
-
-    def judge(self, contenders: Contenders) -> Verdict | None:
-        ours = contenders[OURS]
-        if ours.moves is None:
-            return None
-        value, quartiles = spread([ours.moves / seconds / 1e12 for seconds in ours.seconds])
-        return Verdict(value, quartiles, "", value / self.terabytes)
-
-
-@dataclass(frozen=True)
 class ShareOf:
     """Ours reaches at least this percentage of the bandwidth of `of`, which moves the same bytes."""
 
@@ -115,7 +95,7 @@ class ShareOf:
         return Verdict(value, quartiles, self.of, value / self.percent)
 
 
-Target = Faster | Within | Under | Moves | ShareOf
+Target = Faster | Within | Under | ShareOf
 
 
 def spread(values: list[float]) -> tuple[float, tuple[float, float]]:

@@ -207,7 +207,6 @@ def data(judged: list[Line], contests: dict[str, Contenders]) -> dict[str, Any]:
                     "rounds": len(timing.seconds),
                     "calls_per_round": timing.calls_per_round,
                     "timed_by": timing.timed_by,
-                    "bytes_per_second": timing.moves and timing.moves / timing.median,
                     "peak_extra_bytes": timing.peak_bytes,
                 }
                 for name, timing in rivals.items()

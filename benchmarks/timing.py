@@ -16,7 +16,6 @@ class Timing:
     calls_per_round: int
     seconds: list[float]  # of one call, round by round
     timed_by: str = "host"
-    moves: int | None = None  # bytes that ours must read and write
     peak_bytes: int | None = None  # beyond what was allocated before the call
 
     def over(self, other: "Timing") -> list[float]:
@@ -26,7 +25,7 @@ class Timing:
 
 def read(path: Path) -> dict[str, Contenders]:
     contests: dict[str, Contenders] = {}
-    recorded = ("role", "size", "timed_by", "moves", "peak_bytes")
+    recorded = ("role", "size", "timed_by", "peak_bytes")
     for row in json.loads(path.read_text())["benchmarks"]:
         stats = row["stats"]
         contests.setdefault(row["group"], {})[row["name"]] = Timing(
