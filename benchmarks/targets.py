@@ -80,7 +80,7 @@ CPU: tuple[Target, ...] = (
 # The targets for any NVIDIA GPU: shares of what the same GPU reaches in the same run, and times of launches, which
 # hardly depend on it. Targets without a bound are only reported.
 CUDA: tuple[Target, ...] = (
-    ShareOf("logprob_entropy forward", "logits.sum()", 90),
+    ShareOf("logprob_entropy forward", "read", 90),
     Faster("logprob_entropy forward", (TRL_TRITON,), 1.15),
     Faster("logprob_entropy forward", ("torch.compile",)),
     ShareOf("logprob_entropy backward, both gradients", "copy", 90),
@@ -107,7 +107,7 @@ CUDA: tuple[Target, ...] = (
     *(Within(contest, "copy", 1.2) for contest in COPIES),
     *(Faster(contest, (peer,)) for contest, peer in RATIOS),
     *(Under(f"overhead of {call}", 12) for call in CALLS),
-    ShareOf(in_triton("logprob_entropy forward"), "logits.sum()", 85),
+    ShareOf(in_triton("logprob_entropy forward"), "read", 85),
     Within(in_triton("logprob_entropy forward"), CUDA_LIBRARY),
     Within(in_triton("logprob_entropy forward, few rows"), CUDA_LIBRARY),
     Within(in_triton("logprob_entropy forward, half of the rows masked (right-padded)"), "all rows"),

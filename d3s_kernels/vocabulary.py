@@ -121,9 +121,9 @@ def linear_logprob_entropy(
             tokens (on a CPU 8,192), the gradient of a weight in half precision takes 4 bytes x H for each token of a
             tile more.
         weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32 or its dtype. Every
-            backward **adds** the weight's gradient to it, and never zeroes it. Autograd then gives the weight no
-            gradient, and hooks on the weight do not fire. If the weight requires no gradient, nothing is added. Not
-            under ``torch.compile``.
+            backward **adds** the weight's gradient to it, also one that asks for other gradients alone, and never
+            zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
+            requires no gradient, nothing is added. Not under ``torch.compile``.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.

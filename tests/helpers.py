@@ -96,15 +96,17 @@ def assert_gradient(actual: Tensor, expected: Tensor, floor: float = 0.0) -> Non
 
 def assert_narrow_gradient(statistics: Callable, backward_: Callable, columns: int, dtype: torch.dtype) -> None:
     """A gradient in half precision is the rounded float32 gradient, in the front half of its rows; no other memory is
-    written. Rows are far apart and misaligned; one has logits of -inf, one is NaN, one has no gradient and is unread.
+    written. Rows are far apart and misaligned; two have logits of -inf, one of them with NaN coming in; one is NaN, and
+    one has no gradient and is unread.
     """
     logits, labels = random_logits(7, columns), random_labels(7, vocabulary=columns)
     labels[:3] = torch.tensor([0, columns - 1, columns // 2])
-    logits[4, 1::2] = -INF
+    logits[3:5, 1::2] = -INF
     logits[5, columns // 3] = NAN
     _, *found = statistics(logits, labels)
     logits[6] = NAN
     weights = torch.randn(2, 7).index_fill(1, torch.tensor([6]), 0.0)
+    weights[1, 4] = NAN
 
     def gradient(*options: torch.dtype) -> tuple[Tensor, Tensor]:
         memory = torch.full((7, columns + 5), 7.0)
@@ -112,7 +114,7 @@ def assert_narrow_gradient(statistics: Callable, backward_: Callable, columns: i
         return memory[:, :columns], memory[:, columns:]
 
     (wide, _), (narrow, between) = gradient(), gradient(dtype)
-    assert wide[5].isnan().all()
+    assert wide[4:6].isnan().all()
     assert not wide[6].any()
     assert_identical(narrow.view(dtype)[:, :columns], wide.to(dtype))
     assert (between == 7).all()

@@ -311,6 +311,18 @@ def test_gradient_in_half_precision_over_its_own_logits(dtype: torch.dtype) -> N
         assert_narrow_gradient(OP.logprob_entropy, OP.logprob_entropy_backward_, columns, dtype)
 
 
+@pytest.mark.parametrize("output", [0, 1])
+def test_nan_that_comes_in_makes_the_whole_gradient_of_its_row_nan(output: int) -> None:
+    """Also where a token's probability is 0, so that an exceeded bound of the LM head is seen everywhere."""
+    logits = random_logits(3, 40)
+    logits[:, ::3] = -INF
+    logits.requires_grad_()
+    result = logprob_entropy(logits, torch.tensor([1, 2, 4]))[output]
+    (gradient,) = torch.autograd.grad(result, logits, torch.tensor([1.0, NAN, 1.0]))
+    assert gradient.isnan().all(1).tolist() == [False, True, False]
+    assert gradient[::2].isfinite().all()
+
+
 def test_a_gradient_of_another_dtype_is_refused() -> None:
     for logits, dtype in ((torch.zeros(2, 3), torch.float64), (torch.zeros(2, 3).half(), torch.bfloat16)):
         with pytest.raises(ValueError, match="grad_dtype: got"):

@@ -118,13 +118,14 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
       const From* p = from + rows.layout.offset(row);
       T* gradient = to + out.layout.offset(row);
       const RowStatistics statistics = gradients.statistics(row);
-      if (statistics.log_sum != statistics.log_sum) {  // the row's result was NaN: so is its gradient
+      const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
+      if (statistics.log_sum != statistics.log_sum || g_logprob != g_logprob || g_entropy != g_entropy) {
+        // The row's result or what comes in is NaN: so is the whole gradient, also where a token's probability is 0.
         std::fill(gradient + begin, gradient + end, from_float<T>(NAN));
         return;
       }
       const float temperature = rows.temperatures[row];
-      const GradientLine line =
-          gradient_line(gradients.of_logprob(row, rows.labels), gradients.of_entropy(row), statistics, temperature);
+      const GradientLine line = gradient_line(g_logprob, g_entropy, statistics, temperature);
       const int64_t label = rows.labels.in_tile(row, first_token, columns);
       const bool has_label = label >= begin && label < end;
       const float label_distance = has_label ? to_float(p[label]) - statistics.max : 0.f;  // before it is overwritten

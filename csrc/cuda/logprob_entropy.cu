@@ -287,11 +287,11 @@ __device__ bool has_gradient(const LogitsRows& rows, const RowGradients& gradien
 }
 
 __device__ RowGradient gradient_of_row(const LogitsRows& rows, const RowGradients& gradients, int64_t row) {
-  const float g_logprob = gradients.of_logprob(row, rows.labels);
+  const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
   const RowStatistics statistics = gradients.statistics(row);
   const bool bad_label = g_logprob != 0.f && rows.labels.bad(row, gradients.vocabulary);
-  return RowGradient(statistics, g_logprob, gradients.of_entropy(row), rows.temperatures[row],
-                     statistics.log_sum == statistics.log_sum && !bad_label);
+  const bool any_nan = !(statistics.log_sum == statistics.log_sum && g_logprob == g_logprob && g_entropy == g_entropy);
+  return RowGradient(statistics, g_logprob, g_entropy, rows.temperatures[row], !any_nan && !bad_label);
 }
 
 template <class T>

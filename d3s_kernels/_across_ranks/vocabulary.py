@@ -162,9 +162,9 @@ def vocab_parallel_linear_logprob_entropy(
         logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``.
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU.
         weight_grad_into: a contiguous tensor of the shape of ``weight_shard``, in float32 or its dtype. Every
-            backward **adds** the weight's gradient to it, and never zeroes it. Autograd then gives the weight no
-            gradient, and hooks on the weight do not fire. If the weight requires no gradient, nothing is added. Not
-            under ``torch.compile``.
+            backward **adds** the weight's gradient to it, also one that asks for other gradients alone, and never
+            zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
+            requires no gradient, nothing is added. Not under ``torch.compile``.
 
         All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into``
         are the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and

@@ -54,10 +54,7 @@ def with_weight_grad_into(weight_grad_into: Tensor, op: str, *arguments: Any) ->
 
 
 def asking_at_backward(options: AtBackward, op: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """The results of an op of the LM head, whose arguments all are given. A graph cannot ask, and so does not."""
-    if torch.compiler.is_compiling():
-        plain: tuple[Tensor, ...] = getattr(ops, op)(*arguments)
-        return plain
+    """The results of an op of the LM head, whose arguments all are given. Not in a graph, which cannot ask."""
     results: tuple[Tensor, ...] = _Head.apply(options, op, *arguments)  # type: ignore[no-untyped-call]
     return results
 
@@ -80,7 +77,9 @@ class _Head(torch.autograd.Function):
         ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("weight_grad_into: got a backward with create_graph=True; takes one without a graph")
+            raise RuntimeError(
+                "d3s_kernels: the LM head can be differentiated once, not twice; got a backward with create_graph=True"
+            )
         needed = dict(zip(ctx.names, ctx.needs_input_grad[2:], strict=True))
         found: dict[str, Tensor] = {}
         if grad_logprob is not None or grad_entropy is not None:

@@ -92,7 +92,7 @@ def _rows(
         offset=-scale * (of_logprob + of_entropy * (entropy - log_sum)),
         slope=-scale * of_entropy / temperature,
         target=of_logprob / temperature,
-        top=row_max.masked_fill(log_sum.isnan(), math.nan),
+        top=row_max.masked_fill(log_sum.isnan() | of_logprob.isnan() | of_entropy.isnan(), math.nan),
         temperature=temperature,
         labels=targets,
         still=(of_logprob == 0) & (of_entropy == 0),

@@ -72,8 +72,10 @@ def write_gradients(
     weight = tl.div_rn(exponential(-log_sum), temperature)
     offset = -weight * (g_logprob + g_entropy * (tl.load(entropies + row) - log_sum))
     slope = tl.div_rn(-weight * g_entropy, temperature)
-    # An unchecked label that is no token, or a row without an entropy, makes m NaN, and so the whole gradient.
-    bad = (log_sum != log_sum) | ((g_logprob != 0) & (label != NO_TARGET) & ((label < 0) | (label >= vocabulary)))
+    # An unchecked label that is no token, a row without an entropy, or NaN that comes in, makes m NaN, and so the whole
+    # gradient.
+    bad = (log_sum != log_sum) | (g_logprob != g_logprob) | (g_entropy != g_entropy)
+    bad = bad | ((g_logprob != 0) & (label != NO_TARGET) & ((label < 0) | (label >= vocabulary)))
     m = tl.where(bad, NAN, tl.load(maxima + row))
 
     whole = end - (end - begin) % BLOCK

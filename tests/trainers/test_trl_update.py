@@ -17,6 +17,7 @@ from accelerate import DistributedType
 from tiny_trl import generation_batch, micro_batch, model, trainer
 
 from d3s_kernels._head import problem
+from d3s_kernels._head.at_backward import AtBackward
 from d3s_kernels.integrations.trl.head import Update
 from d3s_kernels.integrations.trl.host_number import HostNumber
 
@@ -106,6 +107,29 @@ def test_a_log_has_numbers_and_leaves_out_what_there_is_not() -> None:
     assert not [name for name in made._metrics["train"] if name.startswith("d3s/")]
 
 
+def test_an_evaluation_between_two_logs_leaves_the_numbers_of_training() -> None:
+    made = trainer()
+    made.compute_loss(made.model, micro_batch(1))
+    made.model.eval()
+    made.log({"eval_loss": 0.5})
+    made.model.train()
+    made.compute_loss(made.model, micro_batch(2))
+    made.log(logs := {"loss": 0.5})
+    valid = sum(-(-int(micro_batch(seed)["completion_mask"].sum()) // 4) for seed in (1, 2))  # a quarter is kept
+    assert logs["d3s/tokens_kept"] == valid / 2
+
+
+def test_scores_beside_the_loss_are_bounded_by_no_other_micro_batch() -> None:
+    """A subclass may score once more, with a gradient: after the loss, or other tokens within it."""
+    made, batch = trainer(), micro_batch(1)
+    loss = made.compute_loss(made.model, batch)
+    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    logprob, *_ = made._get_per_token_logps_and_entropies(made.model, tokens, attention, 10, compute_entropy=True)
+    (loss + (logprob * batch["completion_mask"]).sum()).backward()
+    assert made.model.get_output_embeddings().weight.grad.isfinite().all()
+
+
 # ---- the head adds its gradient to that of earlier micro-batches -----------------------------------------------------
 
 
@@ -115,15 +139,20 @@ def accumulated(made: Any, before_second: Callable[[], Any] = lambda: None) -> t
     made.compute_loss(made.model, micro_batch(1)).backward()
     before_second()
     seen: list[bool] = []
-    ask = Update.gradient_of
+    ask = Update.at_backward
 
-    def gradient_of(update: Update, of: Tensor) -> Tensor | None:
-        found = ask(update, of)
-        seen.append(found is not None and found is weight.grad)
-        return found
+    def at_backward(update: Update, of: Tensor, dtype: torch.dtype) -> AtBackward:
+        asked = ask(update, of, dtype)
+
+        def into() -> Tensor | None:
+            found = asked.weight_grad_into()
+            seen.append(found is not None and found is weight.grad)
+            return found
+
+        return asked._replace(weight_grad_into=into)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Update, "gradient_of", gradient_of)
+        patched.setattr(Update, "at_backward", at_backward)
         made.compute_loss(made.model, micro_batch(2)).backward()
     assert len(seen) == 1
     return weight.grad.clone(), seen[0]
@@ -166,3 +195,12 @@ def test_under_autocast_the_float32_gradient_is_added_to() -> None:
     assert found.dtype == torch.float32
     expected, _ = accumulated(trainer())
     assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_a_gradient_of_another_half_precision_is_left_to_autograd() -> None:
+    made = trainer(policy=model().bfloat16())
+    with torch.autocast("cpu", torch.float16):
+        assert not accumulated(made)[1]
+    made = trainer(policy=model().bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert accumulated(made)[1]

@@ -17,6 +17,7 @@ import torch
 import trl.trainer.utils as trl_utils
 from torch import Tensor
 
+from ..._dispatch import ops
 from ..._dispatch.backends import DEVICES
 from ..._head.at_backward import AtBackward, asking_at_backward
 from .host_number import HostNumber
@@ -36,23 +37,29 @@ class Update:
     def max_grad_rows(self) -> int | None:
         return None if self.kept is None else self.kept.value()
 
-    def gradient_of(self, weight: Tensor) -> Tensor | None:
-        """The tensor to which autograd would add the gradient, if nobody sees the difference; else None."""
-        if not self.adds_to_gradients or not weight.is_leaf or type(weight.grad) is not Tensor:
-            return None
-        hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-        usable = weight.grad.dtype in (torch.float32, weight.dtype) and weight.grad.is_contiguous()
-        return weight.grad if usable and not hooked else None
+    def at_backward(self, weight: Tensor, dtype: torch.dtype) -> AtBackward:
+        """For a head whose products have this dtype. Only a parameter is kept until then, not a gathered weight."""
+        if self.adds_to_gradients and weight.is_leaf:
+            return AtBackward(lambda: _gradient_to_add_to(weight, dtype), self.max_grad_rows)
+        return AtBackward(lambda: None, self.max_grad_rows)
+
+
+def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The tensor to which autograd would add the weight's gradient, if nobody sees the difference; else None."""
+    if type(weight.grad) is not Tensor or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    usable = weight.grad.dtype in (torch.float32, dtype) and weight.grad.is_contiguous()
+    return weight.grad if usable else None
+
+
+_updates = [Update()]  # the last one is that of the innermost d3s_head()
 
 
 class _Head:
     """Replaces TRL's ``ChunkedLogProbFunction``, with the same arguments and results."""
 
-    def __init__(self, update: Update) -> None:
-        self._update = update
-
+    @staticmethod
     def apply(
-        self,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -80,12 +87,15 @@ class _Head:
         # TRL computes c tanh(s x / c) / T with scale s, cap c and temperature T. Ours has no scale, but this is the
         # same as (c/s) tanh(x / (c/s)) / (T/s).
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
-        update = self._update
-        at_backward = AtBackward(lambda: update.gradient_of(weight), update.max_grad_rows)
-        logprob, entropy, *_ = asking_at_backward(
-            at_backward, "linear_logprob_entropy", hidden.to(dtype), weight.to(dtype), targets, bias,
-            temperature / logit_scale, None, cap, None, None, None, torch.float32, None,
+        given = (
+            hidden.to(dtype), weight.to(dtype), targets, bias, temperature / logit_scale, None, cap, None, None, None,
+            torch.float32, None,
         )  # fmt: skip
+        if torch.compiler.is_compiling():  # a graph cannot ask at its backward
+            logprob, entropy, *_ = ops.linear_logprob_entropy(*given)
+        else:
+            at_backward = _updates[-1].at_backward(weight, dtype)
+            logprob, entropy, *_ = asking_at_backward(at_backward, "linear_logprob_entropy", *given)
         return logprob, entropy if "entropy" in outputs else None, None, None, None
 
 
@@ -107,18 +117,22 @@ def _why_not(
     return None
 
 
+_OURS = {
+    "_ChunkedLogProbFunction": _Head,
+    # TRL packs the labelled positions only on devices where its own kernels run. With our head it can do so everywhere.
+    "_use_triton": lambda device: True,
+}
+
+
 @contextmanager
 def d3s_head(update: Update | None = None) -> Iterator[None]:
     """Inside this context, models with TRL's fused LM head use our head; afterwards TRL's is restored."""
-    ours = {
-        "_ChunkedLogProbFunction": _Head(update or Update()),
-        # TRL packs the labelled positions only where its own kernels run. With our head it can do so everywhere.
-        "_use_triton": lambda device: True,
-    }
     module: dict[str, Any] = vars(trl_utils)
-    theirs = {name: module[name] for name in ours if name in module}
-    module.update((name, ours[name]) for name in theirs)
+    theirs = {name: module[name] for name in _OURS if name in module}
+    module.update((name, _OURS[name]) for name in theirs)
+    _updates.append(update or Update())
     try:
         yield
     finally:
+        _updates.pop()
         module.update(theirs)

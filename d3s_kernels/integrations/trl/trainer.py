@@ -97,7 +97,6 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         self._warn_of_little_to_drop()
         self._passes: _Passes | None = None  # set only while TRL makes a generation batch
         self._loss_inputs: Batch | None = None  # set only while TRL computes a training loss
-        self._update = Update()
         self._num_tokens_kept: Tensor | None = None  # None until the first micro-batch
         self._page: PageOfBatch | None = None  # set while a generation batch is trained on of which a page is written
         self._last_page: int | None = None  # the step of this run's last page
@@ -146,7 +145,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
         metrics = self._metrics["train"]
-        ours = [name for name in metrics if name.startswith("d3s/")]
+        # The log of an evaluation leaves the metrics of training to the next one.
+        ours = [name for name in metrics if name.startswith("d3s/")] if self.model.training else []
         if ours:
             numbers = iter(torch.stack([value.double() for name in ours for value in metrics[name]]).tolist())
         for name in ours:
@@ -320,9 +320,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             evaluated: Tensor = super()._compute_loss(model, inputs)
             return evaluated
         self._loss_inputs = inputs = dict(inputs)  # a copy, since ESPO changes it and TRL may use the batch again
-        # Only here nobody else looks at a gradient before the optimizer: no reducer, no shards, no scaler.
-        alone = self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
-        self._update, ranges = Update(alone), (self.epsilon_low, self.epsilon_high)
+        ranges = self.epsilon_low, self.epsilon_high
         try:
             loss: Tensor = super()._compute_loss(model, inputs)
         finally:
@@ -339,9 +337,11 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             return scores
 
         arguments = model, input_ids, attention_mask, logits_to_keep
-        with d3s_head(self._update):
-            if self._loss_inputs is not None:
-                return self._score_for_loss(score, self._loss_inputs, *arguments)
+        if self._loss_inputs is not None:
+            update = Update(self._alone)
+            with d3s_head(update):
+                return self._score_for_loss(update, score, self._loss_inputs, *arguments)
+        with d3s_head():
             if self._passes is not None and self._passes.names:
                 return self._score_before_rewards(score, self._passes, *arguments)
             return score(*arguments)
@@ -366,9 +366,15 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         passes.postponed.append(name)
         return torch.zeros(tokens.shape[0], columns, device=tokens.device), None, None
 
+    @property
+    def _alone(self) -> bool:
+        """Whether nobody else looks at a gradient before the optimizer: no reducer, no shards, no scaler."""
+        return self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
+
     def _score_for_loss(
-        self, score: Callable[..., _Scores], inputs: Batch, model: Any, tokens: Tensor, attention: Tensor, columns: int
-    ) -> _Scores:
+        self, update: Update, score: Callable[..., _Scores], inputs: Batch, model: Any, tokens: Tensor,
+        attention: Tensor, columns: int,
+    ) -> _Scores:  # fmt: skip
         """The scores for TRL's loss, with hooks that let gradient flow only through the kept tokens."""
         mask, kept = loss_mask(inputs).bool(), inputs.get("d3s_kept")
         if kept is not None and self._tokens_are_independent(inputs):
@@ -378,7 +384,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         assert entropy is not None  # TRL's loss always asks for it
         if kept is None:
             kept = self._choose_tokens(entropy.detach(), inputs["advantages"], mask)
-        self._update.kept = HostNumber(kept.sum())
+        update.kept = HostNumber(kept.sum())
         totals = self._log_tokens(kept, mask, entropy.detach())
         if (page := self._page) is not None and page.add_trained(inputs, kept, entropy.detach()):
             self._page = None
