@@ -15,7 +15,7 @@ _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 _UPCAST_BYTES = 16 << 20  # of float32 weight at a time, if the device has no product that widens its result
 # Terms of a sum that one product makes: some BLAS libraries lose digits over more. If there are only a few rows, or for
 # the last few, they add all terms one by one. A gradient is a sum over the vocabulary of terms that mostly cancel.
-_TERMS, _TERMS_OF_FEW_ROWS, _FEW_ROWS = 8192, 1024, 256
+_TERMS, _TERMS_OF_FEW_ROWS, _FEW_ROWS = 8192, 1024, 64
 
 
 class Head(NamedTuple):
