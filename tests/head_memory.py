@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.memory import growth
 from d3s_kernels import linear_logprob_entropy
 
-H, V = 512, 48_000
+H, V = 512, 24_000
 WORKSPACE = 8 << 20
 SLICE = 8192  # tokens, on a CPU
 
