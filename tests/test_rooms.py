@@ -29,6 +29,7 @@ ROOMS = {
     "rollouts": "_across_ranks _arguments _dispatch _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
+    "sampling": "_arguments _dispatch",
     "page": "_arguments _page",
     # how it is checked
     "_table": "_dispatch reference",
