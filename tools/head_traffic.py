@@ -173,13 +173,13 @@ def backward(
     width: int,
     vocabulary: int,
     *,
-    active: int,
+    active: int | None,
     frozen: bool = False,
     into: torch.dtype | None = None,
     softcap: float | None = None,
 ) -> Traffic:
-    """The backward of log-probabilities, with a bound on the rows with a gradient; with or without the weight's, which
-    may be added to a tensor of the dtype ``into``.
+    """The backward of log-probabilities, with a bound on the rows with a gradient (or none: then the trace fails, as it
+    would read a number); with or without the weight's, which may be added to a tensor of the dtype ``into``.
     """
     with _AsOnGpu():
         given = _problem(rows, width, vocabulary, softcap)
