@@ -15,7 +15,7 @@ from torch import Tensor
 from ._arguments import is_known, require_number, require_tensors, require_whole
 from ._dispatch import ops
 
-_IDS = torch.iinfo(torch.int32)
+_MOST = 2**31 - 1  # the highest id
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
@@ -56,8 +56,10 @@ class SamplingMask:
             raise ValueError(
                 f"offsets: got shape {list(offsets.shape)} of {offsets.dtype}; takes int32 or int64 [rows + 1]"
             )
-        if is_known(offsets):
+        if _known(offsets):
             _require_offsets(offsets, len(ids))
+        if _known(ids) and len(ids) and int(ids.min()) < 0:
+            raise ValueError(f"token_ids: got {int(ids.min())}; takes ids of tokens, at least 0")
 
     @classmethod
     def from_lists(cls, spans: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> SamplingMask:
@@ -72,6 +74,8 @@ class SamplingMask:
         try:
             # An array takes whole numbers alone.
             lengths, ids = array("i", map(len, spans)), array("i", chain.from_iterable(spans))
+            if ids and min(ids) < 0:
+                raise OverflowError
         except (TypeError, OverflowError) as error:
             raise _bad_list(spans) from error
         return cls.from_counts(*(_numbers("spans", part.tobytes()).to(device) for part in (ids, lengths)))
@@ -93,8 +97,9 @@ class SamplingMask:
                 f"token_ids: got shape {list(token_ids.shape)} of {token_ids.dtype}; takes int32 or int64 [..., K]"
             )
         rows = token_ids.flatten(0, -2) if token_ids.dim() > 1 else token_ids.unsqueeze(0)
-        if is_known(rows) and rows.numel() and int(rows.min()) < -1:
-            row, place = (rows < -1).nonzero()[0].tolist()
+        bad = (rows < -1) | (rows > _MOST)
+        if _known(bad) and bool(bad.any()):
+            row, place = bad.nonzero()[0].tolist()
             raise ValueError(f"token_ids: got {int(rows[row, place])} at row {row}; takes ids of tokens, and -1")
         kept = rows >= 0
         capacity = int(kept.sum()) if rows.is_cpu else rows.numel()
@@ -115,11 +120,12 @@ class SamplingMask:
         """
         ids, lengths = _numbers("token_ids", token_ids), _numbers("counts", counts)
         require_tensors(token_ids=ids, counts=lengths)
-        if is_known(lengths) and len(lengths) and int(lengths.min()) < 0:
+        if _known(lengths) and len(lengths) and int(lengths.min()) < 0:
             row = int((lengths < 0).nonzero()[0])
             raise ValueError(f"counts: got {int(lengths[row])} at row {row}; takes at least 0")
-        if is_known(ids) and len(ids) and int(ids.max()) > _IDS.max:
-            raise ValueError(f"token_ids: got {int(ids.max())}; takes ids of tokens, at most {_IDS.max}")
+        bad = (ids < 0) | (ids > _MOST)
+        if _known(bad) and bool(bad.any()):
+            raise ValueError(f"token_ids: got {int(ids[bad][0])}; takes ids of tokens, in [0, 2^31)")
         return cls(ids.to(torch.int32), _offsets_of(lengths))
 
     @property
@@ -134,21 +140,23 @@ class SamplingMask:
         """The spans of these rows, in their order. Nothing waits for the device.
 
         Args:
-            rows: int64 or int32 ``[n]``.
+            rows: int64 or int32 ``[n]`` on the mask's device (a list is sent there, which waits).
             capacity: on a GPU, how many ids there is room for; None is as many as there are, which is enough where no
-                row comes twice. More ids than that make all results of these rows NaN.
+                row comes twice. With more ids than that, offsets decrease, for which the ops give NaN in all rows.
         """
         if not isinstance(rows, Tensor):
             rows = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
         require_tensors(token_ids=self.token_ids, rows=rows)
         require_whole(capacity=capacity)
+        if capacity is not None and capacity < 0:
+            raise ValueError(f"capacity: got {capacity}; takes at least 0")
         if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"rows: got shape {list(rows.shape)} of {rows.dtype}; takes int64 or int32 [n]")
-        if is_known(rows) and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows:
+        if _known(rows) and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows:
             bad = int(rows[(rows < 0) | (rows >= self.rows)][0])
             raise ValueError(f"rows: got {bad}; takes rows in [0, {self.rows})")
-        starts, lengths = self.offsets[:-1], self.offsets.diff()
-        return _gathered(self.token_ids, starts.index_select(0, rows), lengths.index_select(0, rows), capacity)
+        starts, lengths = self.offsets[:-1].index_select(0, rows), self.offsets.diff().index_select(0, rows)
+        return _gathered(self.token_ids, starts, lengths, self._valid(), capacity)
 
     @classmethod
     def cat(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
@@ -158,9 +166,17 @@ class SamplingMask:
         before = accumulate((len(mask.token_ids) for mask in masks), initial=0)
         starts = torch.cat([mask.offsets[:-1].long() + first for mask, first in zip(masks, before, strict=False)])
         lengths = torch.cat([mask.offsets.diff().long() for mask in masks])
-        return _gathered(torch.cat([mask.token_ids for mask in masks]), starts, lengths, None)
+        valid = torch.stack([mask._valid() for mask in masks]).all()
+        return _gathered(torch.cat([mask.token_ids for mask in masks]), starts, lengths, valid, None)
+
+    def _valid(self) -> Tensor:
+        """Whether the offsets are those of spans, 0-d. On a GPU they may not be; then no span is taken from them."""
+        offsets = self.offsets
+        return (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= len(self.token_ids))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplingMask:
+        """A copy on another device. ``non_blocking`` counts only towards a GPU: here, the values are looked at."""
+        non_blocking &= torch.device(device).type != "cpu"
         ids, offsets = (part.to(device, non_blocking=non_blocking) for part in (self.token_ids, self.offsets))
         return SamplingMask(ids, offsets)
 
@@ -170,11 +186,17 @@ class SamplingMask:
 
     def to_lists(self) -> list[list[int]]:
         """The ids of each row. Waits for the device."""
+        if not self._valid():
+            raise ValueError("offsets: got some that decrease: a choice of rows had more ids than its capacity")
         ids, offsets = self.token_ids.tolist(), self.offsets.tolist()
         return [ids[first:last] for first, last in pairwise(offsets)]
 
     def __repr__(self) -> str:
         return f"SamplingMask(rows={self.rows}, token_ids={len(self.token_ids)}, device='{self.device}')"
+
+
+def _known(tensor: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and is_known(tensor)
 
 
 def _require_offsets(offsets: Tensor, ids: int) -> None:
@@ -199,8 +221,8 @@ def _bad_list(spans: Sequence[Sequence[int]]) -> Exception:
         for token in span:
             if not isinstance(token, Integral):
                 return TypeError(f"spans: got {token!r} at row {row}; takes ids of tokens")
-            if not _IDS.min <= token <= _IDS.max:
-                return ValueError(f"spans: got {token} at row {row}; takes ids of tokens, at most {_IDS.max}")
+            if not 0 <= token <= _MOST:
+                return ValueError(f"spans: got {token} at row {row}; takes ids of tokens, in [0, 2^31)")
     return TypeError(f"spans: got {type(spans).__name__}; takes a list of lists of ids")
 
 
@@ -222,15 +244,17 @@ def _offsets_of(lengths: Tensor) -> Tensor:
     return offsets
 
 
-def _gathered(ids: Tensor, starts: Tensor, lengths: Tensor, capacity: int | None) -> SamplingMask:
-    """The spans that start there and have these lengths, one after the other."""
+def _gathered(ids: Tensor, starts: Tensor, lengths: Tensor, valid: Tensor, capacity: int | None) -> SamplingMask:
+    """The spans that start there and have these lengths, one after the other; offsets that decrease if the given ones
+    are not ``valid`` or do not fit.
+    """
     offsets = _offsets_of(lengths)
-    if is_known(offsets):
+    if _known(offsets):
         room = int(offsets[-1])
     else:
         room = len(ids) if capacity is None else capacity
-        # Offsets that decrease are no spans: the ops give NaN for them.
-        offsets = torch.where(offsets[-1] <= room, offsets, -torch.arange(len(offsets), device=offsets.device))
+        fits = valid & (offsets[-1] <= room)
+        offsets = torch.where(fits, offsets, -torch.arange(len(offsets), device=offsets.device))
     if room == 0 or len(starts) == 0:
         return SamplingMask(ids.new_empty(0), offsets)
     places = torch.arange(room, device=ids.device)
@@ -242,6 +266,7 @@ def _gathered(ids: Tensor, starts: Tensor, lengths: Tensor, capacity: int | None
 # ---- without an engine -----------------------------------------------------------------------------------------------
 
 _ORDERS = {"transformers": ("top_k", "top_p", "min_p"), "vllm": ("min_p", "top_k", "top_p")}
+_LOGITS_AT_ONCE = 1 << 25  # a row's rules take some 40 bytes for each logit
 _UNIT = 2.0**40  # probabilities are summed as whole multiples of 1 / _UNIT: such sums do not depend on their order
 
 
@@ -263,21 +288,22 @@ def sampling_mask_from_logits(
     Top-k keeps also what ties with the k-th logit. Top-p keeps the most likely tokens until at most ``1 - top_p`` of
     the probability is left, of ties the lower ids, and at least one token. Min-p keeps tokens whose probability is at
     least ``min_p`` times the largest one. Each works on what those before it have kept. The result is the same from
-    run to run.
+    run to run. Logits in half precision have many ties, of which transformers' own warpers keep others: sample from the
+    tokens of this mask.
 
     Args:
         logits: ``[..., V]``, a float dtype; the rows are those of the leading dimensions, flattened.
         top_k: at least 1; None keeps all.
         top_p: in (0, 1]; None keeps all.
         min_p: in [0, 1]; None keeps all.
-        temperature: a number above 0; it divides the logits first.
+        temperature: a number above 0, in [1e-15, 1e15]; it divides the logits first.
         order: "transformers": top-k, top-p, min-p. "vllm": min-p, top-k, top-p.
         max_kept: the most tokens of a row. More are an error on a CPU; on a GPU, which is not waited for, results of
-            such a row are NaN.
+            such a row are NaN, and there is room for so many ids of each row.
 
     Raises:
         ValueError, TypeError: an argument out of its range, a row that keeps more than ``max_kept``, a row without a
-            finite logit (on a GPU its results are NaN).
+            finite logit, or with NaN or infinity (on a GPU its results are NaN).
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -289,13 +315,20 @@ def sampling_mask_from_logits(
     if logits.dim() == 0 or not logits.is_floating_point() or logits.shape[-1] == 0:
         raise ValueError(f"logits: got shape {list(logits.shape)} of {logits.dtype}; takes floats [..., V]")
     _require_options(top_k, top_p, min_p, temperature, order, max_kept)
-    scores = logits.detach().reshape(-1, logits.shape[-1]).float() / temperature
-    given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    for name in _ORDERS[order]:
-        value = given[name]
-        if value is not None:
-            scores = scores.masked_fill(~_RULES[name](scores, value), -torch.inf)
-    return _of_kept(scores > -torch.inf, scores, max_kept)
+    rows = logits.detach().reshape(-1, logits.shape[-1])
+    given = {"top_k": top_k, "top_p": None if top_p == 1 else top_p, "min_p": min_p}
+    rules = [(_RULES[name], value) for name in _ORDERS[order] if (value := given[name]) is not None]
+    kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
+    bad = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
+    step = max(1, _LOGITS_AT_ONCE // rows.shape[1])
+    for begin in range(0, len(rows), step):
+        part = slice(begin, begin + step)
+        scores = rows[part].float() / temperature
+        bad[part] = ~scores.amax(1).isfinite()  # NaN, +inf, or -inf alone
+        for rule, value in rules:
+            scores = scores.masked_fill(~rule(scores, value), -torch.inf)
+        kept[part] = scores > -torch.inf
+    return _of_kept(kept, bad, max_kept)
 
 
 def _require_options(
@@ -310,8 +343,8 @@ def _require_options(
         raise ValueError(f"top_p: got {top_p}; takes a number in (0, 1]")
     if min_p is not None and not 0 <= min_p <= 1:
         raise ValueError(f"min_p: got {min_p}; takes a number in [0, 1]")
-    if not 0 < temperature < torch.inf:
-        raise ValueError(f"temperature: got {temperature}; takes a number above 0")
+    if not 1e-15 <= temperature <= 1e15:
+        raise ValueError(f"temperature: got {temperature}; takes a number above 0, in [1e-15, 1e15]")
     if order not in _ORDERS:
         raise ValueError(f"order: got {order!r}; takes one of {', '.join(map(repr, _ORDERS))}")
 
@@ -326,7 +359,7 @@ def _top_p(scores: Tensor, top_p: float) -> Tensor:
     # The probability of a token and of all that come after it.
     shares = (down.values.double().softmax(1) * _UNIT).round().long()
     left = shares.flip(1).cumsum(1).flip(1)
-    kept = left > (1 - top_p) * left[:, :1]
+    kept = left.float() > left[:, :1].float() * (1 - top_p)
     kept[:, 0] = True
     return torch.empty_like(kept).scatter_(1, down.indices, kept)
 
@@ -339,14 +372,18 @@ def _min_p(scores: Tensor, min_p: float) -> Tensor:
 _RULES: dict[str, Callable[[Tensor, Any], Tensor]] = {"top_k": _top_k, "top_p": _top_p, "min_p": _min_p}
 
 
-def _of_kept(kept: Tensor, scores: Tensor, max_kept: int) -> SamplingMask:
+def _of_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
     lengths = kept.sum(1)
-    bad = (lengths == 0) | (lengths > max_kept) | scores.isnan().any(1)
-    if is_known(bad) and bool(bad.any()):
+    many = lengths > max_kept
+    if _known(bad) and bool(bad.any()):
         row = int(bad.nonzero()[0])
-        if int(lengths[row]) > max_kept:
-            raise ValueError(f"max_kept: got {max_kept}; takes at least what row {row} keeps, {int(lengths[row])}")
-        raise ValueError(f"logits: got NaN or no finite number in row {row}; takes some that can be sampled from")
+        raise ValueError(
+            f"logits: got NaN, infinity or no finite number in row {row}; takes some that can be sampled from"
+        )
+    if _known(many) and bool(many.any()):
+        row = int(many.nonzero()[0])
+        raise ValueError(f"max_kept: got {max_kept}; takes at least what row {row} keeps, {int(lengths[row])}")
+    bad = bad | many
     # A bad row has the id -1 alone, for which the ops give NaN.
     kept = torch.where(bad.unsqueeze(1), torch.arange(kept.shape[1], device=kept.device) == 0, kept)
     capacity = int(lengths.sum()) if kept.is_cpu else len(kept) * min(max_kept, kept.shape[1])

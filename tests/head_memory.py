@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1]))  # last: d3s_kernels may be installed
 from benchmarks.memory import growth
 from d3s_kernels import linear_logprob_entropy
 

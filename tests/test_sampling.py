@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d3s_kernels import SamplingMask, sampling_mask_from_logits
+from d3s_kernels import SamplingMask, sampling, sampling_mask_from_logits
 
 SPANS = [[7, 2, 150_000], [], [5], [0, 1]]
 lists = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4), max_size=6)
@@ -63,6 +63,11 @@ WRONG = (
     (lambda: made([1], [-1]), ValueError, "counts: got -1 at row 0; takes at least 0"),
     (lambda: made([1], [2]), ValueError, "offsets: got 2 last; takes at most the number of token_ids, 1"),
     (lambda: made([2**31], [1]), ValueError, "token_ids: got 2147483648; takes ids of tokens"),
+    (lambda: made([-1, 2], [2]), ValueError, "token_ids: got -1; takes ids of tokens"),
+    (lambda: plain([-1], [0, 1]), ValueError, "token_ids: got -1; takes ids of tokens, at least 0"),
+    (lambda: SamplingMask.from_lists([[3], [-5]]), ValueError, "spans: got -5 at row 1; takes ids of tokens"),
+    (lambda: SamplingMask.from_padded(torch.tensor([[2**32 + 5]])), ValueError, "token_ids: got 4294967301 at row 0"),
+    (lambda: SamplingMask.from_lists(SPANS).index_select([0], capacity=-1), ValueError, "capacity: got -1; takes at"),
     (lambda: plain([1], [0, 1, 0]), ValueError, "offsets: got 1 and then 0 at row 1; takes some that do not decrease"),
     (lambda: plain([1], [1, 1]), ValueError, "offsets: got 1 first; takes 0"),
     (lambda: plain([1], []), ValueError, r"offsets: got shape \[0\]"),
@@ -124,6 +129,11 @@ def test_a_choice_of_rows_on_a_gpu_has_room_for_what_there_is() -> None:
     assert mask.index_select([0, 0, 3], capacity=8).to_lists() == [SPANS[0], SPANS[0], SPANS[3]]
     too_many = mask.index_select([0, 0, 3])  # 8 ids, and room for 6
     assert (too_many.offsets.diff() < 0).all()
+    with pytest.raises(ValueError, match="a choice of rows had more ids than its capacity"):
+        too_many.to_lists()
+    for masks in ([too_many, mask], [mask, too_many], [mask, too_many, mask]):
+        assert (SamplingMask.cat(masks).offsets.diff() < 0).all()
+    assert (too_many.index_select([1]).offsets.diff() < 0).all()
     assert mask.index_select([]).rows == 0
 
 
@@ -223,6 +233,7 @@ BAD = (
     ({"top_k": 0}, "top_k: got 0; takes at least 1"), ({"top_p": 0.0}, r"top_p: got 0.0; takes a number in \(0, 1\]"),
     ({"top_p": NAN}, "top_p: got nan"), ({"min_p": 1.5}, r"min_p: got 1.5; takes a number in \[0, 1\]"),
     ({"temperature": 0.0}, "temperature: got 0.0; takes a number above 0"),
+    ({"temperature": 1e-38}, r"temperature: got 1e-38; takes a number above 0, in \[1e-15, 1e15\]"),
     ({"order": "sglang"}, "order: got 'sglang'; takes one of 'transformers', 'vllm'"),
     ({"max_kept": 3}, "max_kept: got 3; takes at least what row 0 keeps, 50"),
     ({"max_kept": 0}, "max_kept: got 0; takes at least 1"),
@@ -235,12 +246,35 @@ def test_bad_options(options: dict, said: str) -> None:
         sampling_mask_from_logits(torch.randn(2, 50), **options)
 
 
-@pytest.mark.parametrize("value", [NAN, -INF])
-def test_rows_that_cannot_be_sampled_from(value: float) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_rows_that_cannot_be_sampled_from(value: float, options: dict[str, float]) -> None:
     logits = torch.randn(3, 50)
-    logits[1] = value
-    with pytest.raises(ValueError, match="logits: got NaN or no finite number in row 1"):
-        sampling_mask_from_logits(logits, top_p=0.9)
+    logits[1, slice(None) if value == -INF else 7] = value
+    with pytest.raises(ValueError, match="logits: got NaN, infinity or no finite number in row 1"):
+        sampling_mask_from_logits(logits, **options)
+
+
+def test_rows_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(9, 50)
+    whole = sampling_mask_from_logits(logits, top_p=0.9).to_lists()
+    monkeypatch.setattr(sampling, "_LOGITS_AT_ONCE", 120)
+    assert sampling_mask_from_logits(logits, top_p=0.9).to_lists() == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_default_dtype_of_torch_does_not_matter(dtype: torch.dtype) -> None:
+    logits = 3 * torch.randn(40, 60)
+    before = sampling_mask_from_logits(logits, top_p=0.99, min_p=0.001).to_lists()
+    torch.set_default_dtype(dtype)
+    try:
+        assert sampling_mask_from_logits(logits, top_p=0.99, min_p=0.001).to_lists() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_whole_probability_keeps_everything() -> None:
+    assert sampling_mask_from_logits(torch.tensor([[0.0, -28.5, -80.0]]), top_p=1.0).to_lists() == [[0, 1, 2]]
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -392,7 +392,7 @@ def added_gradients(ranks: Ranks) -> None:
     for times, (given, options) in enumerate(each, start=1):
         loss = sum(vocab_parallel_linear_logprob_entropy(hidden, given, labels, **options)).sum()
         gradient, none = torch.autograd.grad(loss, (hidden, weight), allow_unused=True)
-        assert none is None
+        assert none is None or not none.full_tensor().any()  # torch 2.11 makes zeros of None for a DTensor
         assert_same_bits(gradient, of_hidden)
         torch.testing.assert_close(into.to_local(), 1 + times * of_weight.to_local())
     labels[3] = 8 * ranks.size  # no rank has it
