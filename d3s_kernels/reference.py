@@ -1,8 +1,9 @@
 """The meaning of every op, in plain PyTorch and float64.
 
-Names, arguments and results are those of the public functions, without process groups. The code is written to be read:
-it takes rows and segments one after the other, and has no kernels and no argument checks. The tests compare the library
-with these functions. Look here for what an op does with ties, NaN, masks and empty segments.
+Names, arguments and results are those of the public functions, without process groups and ``weight_grad_into``, which
+only says where a gradient goes. The code is written to be read: it takes rows and segments one after the other, and has
+no kernels and no argument checks. The tests compare the library with these functions. Look here for what an op does
+with ties, NaN, masks and empty segments.
 
 Logits are reduced in float64 and give float64 results that autograd can differentiate (the ops return float32).
 Scores are float32, as in the ops, so that equal scores here are equal scores there.
