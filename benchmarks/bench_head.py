@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 
 import d3s_kernels as d3s
 from d3s_kernels._head.products import Head
-from d3s_kernels._head.tiles import SIZES, Tiles
+from d3s_kernels._head.tiles import SIZES, Tiles, whole_vectors
 
 from . import inputs, peers
 from .clock import Prepared, Work
@@ -147,7 +147,8 @@ def with_the_old_cut(work: Callable) -> tuple[torch.Tensor, ...]:
         vocabulary = len(head.weight)
         elements = (workspace_bytes or SIZES["cuda"].workspace_bytes) // head.logits_dtype.itemsize
         rows = max(1, min(len(hidden), elements // vocabulary // 128 * 128))
-        room = torch.empty(rows * (vocabulary + 7), dtype=head.logits_dtype, device=hidden.device)
+        length = whole_vectors(vocabulary, head.logits_dtype)
+        room = torch.empty(rows * length, dtype=head.logits_dtype, device=hidden.device)
         return cls(len(hidden), vocabulary, rows, vocabulary, room)
 
     with mock.patch.object(Tiles, "cut", classmethod(cut)):

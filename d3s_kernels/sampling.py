@@ -78,7 +78,8 @@ class SamplingMask:
                 raise OverflowError
         except (TypeError, OverflowError) as error:
             raise _bad_list(spans) from error
-        return cls.from_counts(*(_numbers("spans", part.tobytes()).to(device) for part in (ids, lengths)))
+        offsets = _offsets_of(_numbers("spans", lengths.tobytes()))
+        return cls(_numbers("spans", ids.tobytes()).to(device), offsets.to(device))
 
     @classmethod
     def from_padded(cls, token_ids: Tensor) -> SamplingMask:

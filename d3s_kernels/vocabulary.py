@@ -148,12 +148,8 @@ def linear_logprob_entropy(
     )
     require_room_for_gradient(weight_grad_into, weight)
     number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
-    given = (
-        hidden, weight, labels, bias, number, tensor, logit_softcap, mask, max_rows, max_grad_rows, logits_dtype,
-        workspace_bytes,
+    logprob, row_entropy, _, _ = with_weight_grad_into(
+        weight_grad_into, "linear_logprob_entropy", hidden, weight, labels, bias, number, tensor, logit_softcap, mask,
+        max_rows, max_grad_rows, logits_dtype, workspace_bytes,
     )  # fmt: skip
-    if weight_grad_into is None:
-        logprob, row_entropy, _, _ = ops.linear_logprob_entropy(*given)
-    else:
-        logprob, row_entropy, _, _ = with_weight_grad_into(weight_grad_into, "linear_logprob_entropy", *given)
     return logprob, row_entropy

@@ -167,7 +167,6 @@ inline void store_pair(float16* p, const FloatPair& pair) {
 #endif
 
 // ---- The same in the order of floats, whatever the type's own order is.
-inline void store_floats(float* p, const FloatPair& pair) { store_pair(p, pair); }
 inline void store_floats(float16* p, const FloatPair& pair) { store_pair(p, pair); }
 
 inline void store_floats(bfloat16* p, const FloatPair& pair) {

@@ -11,8 +11,7 @@
 //   logprob_entropy (merge)    merge_slices      slice_states, labels and their logits   -> outputs, keys
 //   softmax_state_finish       finish_all        states                                  -> outputs
 //   logprob_entropy_backward   write_gradients   logits, labels, gradients, statistics   -> out
-//   … in half precision        narrow_gradients  the same                                -> the front half of the
-//   logits
+//   … in half precision        narrow_gradients  the same                                -> front half of logits
 //
 // For a tile, whole_rows and merge_slices read and write `states` instead of writing outputs and keys.
 #include "../ops/logprob_entropy.h"

@@ -230,10 +230,7 @@ def vocab_parallel_linear_logprob_entropy(
 
     op = "vocab_parallel_linear_logprob_entropy"
     given = _agreed(op, shard, arguments, refuse, alike)
-    if into is None:
-        logprob, entropy, _, _ = ops.vocab_parallel_linear_logprob_entropy(*given)
-    else:
-        logprob, entropy, _, _ = with_weight_grad_into(into, op, *given)
+    logprob, entropy, _, _ = with_weight_grad_into(into, op, *given)
     return logprob, entropy
 
 

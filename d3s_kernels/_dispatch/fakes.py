@@ -13,20 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .libraries import by_name
+
 
 def _fake(*names: str) -> Callable[[Callable[..., Any]], None]:
     def register(kernel: Callable[..., Any]) -> None:
         for name in names:
-            schema = getattr(torch.ops.d3s_kernels, name).default._schema
-            torch.library.register_fake(f"d3s_kernels::{name}")(partial(_by_name, kernel, schema.arguments))
+            takes = getattr(torch.ops.d3s_kernels, name).default._schema.arguments
+            defaults = {argument.name: argument.default_value for argument in takes}
+            torch.library.register_fake(f"d3s_kernels::{name}")(by_name(name, partial(kernel, **defaults)))
 
     return register
-
-
-def _by_name(kernel: Callable[..., Any], takes: Sequence[Any], *arguments: Any, **options: Any) -> Any:
-    given = {argument.name: argument.default_value for argument in takes}
-    given.update(zip(given, arguments, strict=False))
-    return kernel(**given | options)
 
 
 # ---- vocabulary -----------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,6 +36,18 @@ def why_not_cuda() -> str | None:
 def argument_names(op: str) -> list[str]:
     """The names of an op's arguments, in the order of its schema."""
     return [argument.name for argument in getattr(torch.ops.d3s_kernels, op).default._schema.arguments]
+
+
+def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, called with the op's arguments by name. Torch may leave out those at the end that have their default
+    value.
+    """
+    names = argument_names(op)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return kernel(**dict(zip(names, arguments, strict=False)), **options)
+
+    return call
 
 
 def registered() -> list[str]:

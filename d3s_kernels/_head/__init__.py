@@ -1,9 +1,9 @@
 """Ops that are made of other ops: the LM head without its logits, and the ops for a vocabulary that ranks share.
 
 ``problem`` has the arguments and checks them, ``tiles`` cuts rows x vocabulary, ``forward`` and ``backward`` loop over
-the tiles. ``shard`` says which tokens a rank has and communicates with the other ranks. ``at_backward`` is for
-callers who have the weight's gradient added to a tensor of theirs. The ops are registered here for all devices, since
-their code is the same on each.
+the tiles. ``shard`` says which tokens a rank has and communicates with the other ranks. ``at_backward`` is for callers
+who have the weight's gradient added to a tensor of theirs. The ops are registered here for all devices, since their
+code is the same on each.
 """
 
 from __future__ import annotations
@@ -14,20 +14,10 @@ from typing import Any
 import torch
 
 from .._dispatch.backends import DEVICES
-from .._dispatch.libraries import argument_names
+from .._dispatch.libraries import by_name
 from . import vocab_parallel
 from .backward import backward_op
 from .forward import forward_op
-
-
-def _by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    names = argument_names(op)
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        return kernel(**dict(zip(names, arguments, strict=False)), **options)
-
-    return call
-
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "linear_logprob_entropy": forward_op,
@@ -39,4 +29,4 @@ KERNELS: dict[str, Callable[..., Any]] = {
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 for _name, _kernel in KERNELS.items():
     for _key in DEVICES.values():
-        _library.impl(_name, _by_name(_name, _kernel), _key)  # type: ignore[no-untyped-call]
+        _library.impl(_name, by_name(_name, _kernel), _key)  # type: ignore[no-untyped-call]

@@ -48,18 +48,21 @@ class AtBackward(NamedTuple):
     max_grad_rows: Callable[[], int | None] = lambda: None  # None: the op's own
 
 
-def with_weight_grad_into(weight_grad_into: Tensor, op: str, *arguments: Any) -> tuple[Tensor, ...]:
-    """The results of an op of the LM head; its backward adds the weight's gradient to ``weight_grad_into``."""
+def with_weight_grad_into(weight_grad_into: Tensor | None, op: str, *arguments: Any) -> tuple[Tensor, ...]:
+    """The results of an op of the LM head, whose backward adds the weight's gradient to ``weight_grad_into``."""
+    if weight_grad_into is None:
+        plain: tuple[Tensor, ...] = getattr(ops, op)(*arguments)
+        return plain
     return asking_at_backward(AtBackward(lambda: weight_grad_into), op, *arguments)
 
 
 def asking_at_backward(options: AtBackward, op: str, *arguments: Any) -> tuple[Tensor, ...]:
     """The results of an op of the LM head, whose arguments all are given. Not in a graph, which cannot ask."""
-    results: tuple[Tensor, ...] = _Head.apply(options, op, *arguments)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, ...] = _AsksAtBackward.apply(options, op, *arguments)  # type: ignore[no-untyped-call]
     return results
 
 
-class _Head(torch.autograd.Function):
+class _AsksAtBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: AtBackward, op: str, *arguments: Any) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = getattr(ops, op)(*arguments)

@@ -114,9 +114,8 @@ class _Rows(NamedTuple):
             # Labels on a GPU are not checked: one that is no token gives NaN.
             known = torch.where(targets < problem.weight.shape[0], given.grad_logprob, torch.nan)
             given = given._replace(grad_logprob=known)
-        temperatures = problem.row_temperatures
-        temperatures = problem.temperature_tensor if temperatures is None else picked.gather_temperatures(temperatures)
-        return cls(picked.gather(hidden.reshape(count, hidden.shape[-1])), targets, given, temperatures)
+        packed = picked.gather(hidden.reshape(count, hidden.shape[-1]))
+        return cls(packed, targets, given, problem.temperatures(picked))
 
     def at(self, place: slice) -> _Rows:
         incoming = self.incoming.each(lambda values: values[place])

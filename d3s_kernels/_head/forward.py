@@ -39,12 +39,9 @@ def forward(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, ...]:
         return tuple(hidden.new_full(shape, torch.nan, dtype=torch.float32) for _ in range(4))
     picked = None if mask is None else Picked.where(mask.reshape(count), max_rows)
     rows, targets = hidden.reshape(count, hidden.shape[-1]), problem.labels.reshape(count)
-    temperatures = problem.row_temperatures
     if picked is not None:
         rows, targets = picked.gather(rows), picked.gather(targets)
-        temperatures = None if temperatures is None else picked.gather_temperatures(temperatures)
-    if temperatures is None:
-        temperatures = problem.temperature_tensor
+    temperatures = problem.temperatures(picked)
 
     tiles = Tiles.cut(rows, head, problem.workspace_bytes)
     state = no_logits(len(rows), rows)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import is_known
+from .picked import Picked
 from .products import Head
 from .shard import WHOLE, Shard
 
@@ -38,11 +39,13 @@ class HeadProblem(NamedTuple):
     def rows(self) -> int:
         return self.labels.numel()
 
-    @property
-    def row_temperatures(self) -> Tensor | None:
-        """The temperatures, one for each row; or None if there is one for all rows."""
+    def temperatures(self, picked: Picked | None) -> Tensor | None:
+        """The tensor of temperatures, for all rows or those that are picked; a 0-d one stands for all."""
         tensor = self.temperature_tensor
-        return None if tensor is None or tensor.dim() == 0 else tensor.reshape(self.rows)
+        if tensor is None or tensor.dim() == 0:
+            return tensor
+        each = tensor.reshape(self.rows)
+        return each if picked is None else picked.gather_temperatures(each)
 
     def checked_head(self) -> Head:
         """Returns the head, or raises a ValueError that names the first wrong argument."""

@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
         sizes, slice_tokens = SIZES[hidden.device.type], SLICES[hidden.device.type]
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
         elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
-        length = _whole_vectors(vocabulary, head.logits_dtype)
+        length = whole_vectors(vocabulary, head.logits_dtype)
         # As many rows as fit beside one slice of tokens: the weight is then read seldom, and where all rows fit, its
         # gradient is written once. More rows than that are cut into tiles of about the same height.
         fitting = max(1, elements // max(1, min(slice_tokens, length)))
@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
             fitting_tokens = elements // row_step // slice_tokens * slice_tokens
             tiles = -(-vocabulary // max(slice_tokens, fitting_tokens))
             token_step = -(-vocabulary // (tiles * slice_tokens)) * slice_tokens
-        room = row_step * _whole_vectors(token_step, head.logits_dtype)
+        room = row_step * whole_vectors(token_step, head.logits_dtype)
         buffer = torch.empty(room, dtype=head.logits_dtype, device=hidden.device)
         return cls(rows, vocabulary, row_step, token_step, buffer)
 
@@ -67,11 +67,11 @@ class Tiles(NamedTuple):
     def room(self, rows: slice, tokens: slice) -> Tensor:
         """The memory of a tile. Its rows begin at multiples of 16 bytes."""
         height, width = rows.stop - rows.start, tokens.stop - tokens.start
-        length = _whole_vectors(width, self.buffer.dtype)
+        length = whole_vectors(width, self.buffer.dtype)
         return self.buffer[: height * length].view(height, length)[:, :width]
 
 
-def _whole_vectors(elements: int, dtype: torch.dtype) -> int:
+def whole_vectors(elements: int, dtype: torch.dtype) -> int:
     """Elements of the vectors of 16 bytes that hold so many: matrix products and kernels on GPUs work in these."""
     vector = 16 // dtype.itemsize
     return -(-elements // vector) * vector
