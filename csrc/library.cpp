@@ -12,20 +12,23 @@ STABLE_TORCH_LIBRARY(d3s_checks, m) {  // the same ops, which only check their a
 #else
 STABLE_TORCH_LIBRARY(d3s_kernels, m) {
 #endif
-  // vocabulary: logits [..., V] -> one number for each row
+  // vocabulary: logits [..., V] -> one number for each row, of all its tokens or of those that a sampling mask keeps
   m.def(
       "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
-      "Tensor? mask=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
+      "Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
+      "SymInt? max_dense_rows=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
       "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
-      "Tensor? mask=None, SymInt? first_token=None) -> Tensor");
+      "Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
+      "bool include_label=False, SymInt? max_dense_rows=None) -> Tensor");
   // The same for a tile, whose first column is token first_token: it is merged into states [rows, 4], and its gradient
   // is written in place (or by the op above). With a grad_dtype of half the size, it takes the front half of each row.
   // States [shards, rows, 4], of the shards of each row, are merged in order.
   m.def(
       "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
-      "Tensor? temperature_tensor=None, Tensor? mask=None) -> ()");
+      "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
+      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> ()");
   m.def(
       "softmax_state_finish(Tensor state, float temperature=1.0, Tensor? temperature_tensor=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
@@ -48,7 +51,8 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   // Both for a vocabulary that the ranks of a process group share: a rank's shard starts at first_token.
   m.def(
       "vocab_parallel_logprob_entropy(Tensor logits, Tensor labels, SymInt first_token, str group_name, "
-      "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None) "
+      "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
+      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "vocab_parallel_linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, SymInt first_token, "
@@ -77,7 +81,8 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   m.def(
       "select_tokens_from_logits(Tensor logits, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
       "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, float temperature=1.0, "
-      "Tensor? temperature_tensor=None, bool pooled=True, bool drop_zeros=False) "
+      "Tensor? temperature_tensor=None, bool pooled=True, bool drop_zeros=False, Tensor? sampling_ids=None, "
+      "Tensor? sampling_offsets=None, SymInt? max_dense_rows=None) "
       "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)");
   m.def("compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)");
 

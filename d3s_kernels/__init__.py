@@ -14,7 +14,8 @@ from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
 from .rollouts import group_advantages, max_variance_select, select_rollouts
-from .sampling import SamplingMask, sampling_mask_from_logits
+from .sampling import SamplingMask
+from .sampling_rules import sampling_mask_from_logits
 from .schedule import Budget, DownSamplingSchedule
 from .tokens import TokenSelection, compact, select_tokens, select_tokens_from_logits, topk_mask
 from .vocabulary import entropy, linear_logprob_entropy, logprob_entropy

@@ -14,6 +14,7 @@ from . import ratios, rollouts, tokens, vocabulary
 from ._dispatch import backends
 from ._table.outcomes import copied, outcomes
 from ._table.table import FUNCTIONS, OPS, Row
+from .sampling import SamplingMask
 
 _PUBLIC = (ratios, rollouts, tokens, vocabulary)
 
@@ -197,4 +198,6 @@ def moved(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 def _moved(part: Any, device: torch.device) -> Any:
     if isinstance(part, torch.Generator) and part.device.type != device.type:
         return torch.Generator(device).manual_seed(part.initial_seed())
+    if isinstance(part, SamplingMask):
+        return SamplingMask(copied(part.token_ids, device), copied(part.offsets, device))
     return copied(part, device) if isinstance(part, Tensor) else part

@@ -14,12 +14,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 Temperature = float | Tensor
+
+
+class SamplingMask(Protocol):
+    """d3s_kernels.SamplingMask: row i keeps token_ids[offsets[i]:offsets[i + 1]], or all tokens if that is empty."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+    @property
+    def offsets(self) -> Tensor: ...
 
 
 class TokenSelection(NamedTuple):
@@ -32,19 +41,75 @@ class TokenSelection(NamedTuple):
 # ---- vocabulary: logits [..., V] -> one number for each row ----------------------------------------------------------
 
 
-def entropy(logits: Tensor, *, temperature: Temperature = 1.0, mask: Tensor | None = None) -> Tensor:
+def entropy(
+    logits: Tensor,
+    *,
+    temperature: Temperature = 1.0,
+    mask: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
+    max_dense_rows: int | None = None,
+) -> Tensor:
     """H = -sum p log p in nats, of p = softmax(logits / temperature)."""
-    return _row_entropy(_log_softmax(logits, temperature, mask), mask)
+    no_targets = torch.full(logits.shape[:-1], -100, device=logits.device)
+    options = {"sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
+    return logprob_entropy(logits, no_targets, temperature=temperature, mask=mask, **options)[1]  # type: ignore[arg-type]
 
 
 def logprob_entropy(
-    logits: Tensor, labels: Tensor, *, temperature: Temperature = 1.0, mask: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: Temperature = 1.0,
+    mask: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
+    label_outside: str = "nan",
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p of each row's label (0 where the label is -100), and the row's entropy."""
-    log_p = _log_softmax(logits, temperature, mask)
+    """log p of each row's label (0 where the label is -100), and the row's entropy.
+
+    Tokens that a sampling mask does not keep have a logit of -inf, and what was there is not read; nor is the logit of
+    a single kept token. All results are NaN if more unmasked rows than `max_dense_rows` have an empty span.
+    """
     no_target = labels == -100
-    logprob = log_p.gather(-1, labels.long().masked_fill(no_target, 0).unsqueeze(-1)).squeeze(-1)
-    return _masked(logprob.masked_fill(no_target, 0), mask), _row_entropy(log_p, mask)
+    targets = labels.long().masked_fill(no_target, 0).unsqueeze(-1)
+    given = logits
+    if sampling_mask is not None:
+        kept, dense = _kept(logits, labels, sampling_mask, label_outside)
+        single = kept & (kept.sum(-1, keepdim=True) == 1) & ~dense.unsqueeze(-1)
+        logits = torch.where(kept, logits, -math.inf).masked_fill(single, 0)
+    log_p = _log_softmax(logits, temperature, mask)
+    logprob, row_entropy = log_p.gather(-1, targets).squeeze(-1), _row_entropy(log_p)
+    if sampling_mask is not None:
+        rows = int((dense if mask is None else dense & mask).sum())
+        exceeded = max_dense_rows is not None and rows > max_dense_rows
+        outside = ~kept.gather(-1, targets).squeeze(-1) & ~no_target
+        undefined = _masked(row_entropy.isnan() | exceeded, mask)
+        logprob = _nan_where(undefined | _masked(outside, mask), logprob, given)
+        row_entropy = _nan_where(undefined, row_entropy, given)
+        no_target = no_target & (not exceeded)
+    return _masked(logprob.masked_fill(no_target, 0), mask), _masked(row_entropy, mask)
+
+
+def _nan_where(rows: Tensor, results: Tensor, logits: Tensor) -> Tensor:
+    """The results with NaN in some rows, where the gradient of all logits is NaN too, kept or not."""
+    factor = torch.zeros_like(results).masked_fill(rows, math.nan)
+    return results + factor * logits.double().nan_to_num(0, 0, 0).sum(-1)
+
+
+def _kept(logits: Tensor, labels: Tensor, sampling_mask: SamplingMask, label_outside: str) -> tuple[Tensor, Tensor]:
+    """Which tokens are in the set of each row; and which rows have all tokens."""
+    kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    dense = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    spans = pairwise(sampling_mask.offsets.tolist())
+    for row, of_row, label, (begin, end) in zip(
+        kept.view(-1, kept.shape[-1]), dense.view(-1, 1), labels.flatten().tolist(), spans, strict=True
+    ):
+        of_row[0] = begin == end
+        row[sampling_mask.token_ids[begin:end].long()] = True
+        if label_outside == "include" and label != -100:
+            row[label] = True
+        row |= begin == end
+    return kept, dense
 
 
 def linear_logprob_entropy(
@@ -104,12 +169,13 @@ def _log_softmax(logits: Tensor, temperature: Temperature, mask: Tensor | None) 
     return torch.log_softmax(logits.double() / per_row, -1)
 
 
-def _row_entropy(log_p: Tensor, mask: Tensor | None) -> Tensor:
+def _row_entropy(log_p: Tensor) -> Tensor:
     finite = log_p.masked_fill(log_p == -math.inf, 0)  # 0 log 0 is 0, and so is its gradient
-    return _masked(-(log_p.exp() * finite).sum(-1), mask)
+    return -(log_p.exp() * finite).sum(-1)
 
 
 def _masked(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """The values of rows, 0 for those that the mask leaves out."""
     return rows if mask is None else rows.masked_fill(~mask, 0)
 
 
@@ -183,9 +249,12 @@ def select_tokens_from_logits(
     temperature: Temperature = 1.0,
     scope: str = "batch",
     drop_zeros: bool = False,
+    sampling_mask: SamplingMask | None = None,
+    max_dense_rows: int | None = None,
 ) -> TokenSelection:
     """select_tokens of the entropy of the logits. Rows that the mask leaves out are not read; their entropy is 0."""
-    row_entropy = entropy(logits.detach(), temperature=temperature, mask=mask).float()
+    of_rows = {"mask": mask, "sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
+    row_entropy = entropy(logits.detach(), temperature=temperature, **of_rows).float()  # type: ignore[arg-type]
     return select_tokens(row_entropy, advantages, ratio, mask=mask, offsets=offsets, scope=scope, drop_zeros=drop_zeros)
 
 

@@ -1,18 +1,21 @@
-"""Sampling masks: for each row, the tokens that the sampler could have drawn, after top-k, top-p or min-p."""
+"""Sampling masks: for each row, the tokens that the sampler could have drawn, after top-k, top-p or min-p.
+
+``sampling_rules.py`` makes them from logits.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from numbers import Integral
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ._arguments import is_known, require_number, require_tensors, require_whole
+from ._arguments import is_known, require_optional_tensors, require_tensors, require_whole
 from ._dispatch import ops
 
 _MOST = 2**31 - 1  # the highest id
@@ -56,9 +59,9 @@ class SamplingMask:
             raise ValueError(
                 f"offsets: got shape {list(offsets.shape)} of {offsets.dtype}; takes int32 or int64 [rows + 1]"
             )
-        if _known(offsets):
+        if known(offsets):
             _require_offsets(offsets, len(ids))
-        if _known(ids) and len(ids) and int(ids.min()) < 0:
+        if known(ids) and len(ids) and int(ids.min()) < 0:
             raise ValueError(f"token_ids: got {int(ids.min())}; takes ids of tokens, at least 0")
 
     @classmethod
@@ -78,7 +81,7 @@ class SamplingMask:
                 raise OverflowError
         except (TypeError, OverflowError) as error:
             raise _bad_list(spans) from error
-        offsets = _offsets_of(_numbers("spans", lengths.tobytes()))
+        offsets = offsets_of(_numbers("spans", lengths.tobytes()))
         return cls(_numbers("spans", ids.tobytes()).to(device), offsets.to(device))
 
     @classmethod
@@ -99,14 +102,14 @@ class SamplingMask:
             )
         rows = token_ids.flatten(0, -2) if token_ids.dim() > 1 else token_ids.unsqueeze(0)
         bad = (rows < -1) | (rows > _MOST)
-        if _known(bad) and bool(bad.any()):
+        if known(bad) and bool(bad.any()):
             row, place = bad.nonzero()[0].tolist()
             raise ValueError(f"token_ids: got {int(rows[row, place])} at row {row}; takes ids of tokens, and -1")
         kept = rows >= 0
         capacity = int(kept.sum()) if rows.is_cpu else rows.numel()
         places, _ = ops.compact(kept, capacity)
         ids = rows.reshape(-1).index_select(0, places.clamp(min=0)).to(torch.int32)
-        return cls(ids, _offsets_of(kept.sum(1)))
+        return cls(ids, offsets_of(kept.sum(1)))
 
     @classmethod
     def from_counts(cls, token_ids: Tensor | bytes, counts: Tensor | bytes) -> SamplingMask:
@@ -121,13 +124,13 @@ class SamplingMask:
         """
         ids, lengths = _numbers("token_ids", token_ids), _numbers("counts", counts)
         require_tensors(token_ids=ids, counts=lengths)
-        if _known(lengths) and len(lengths) and int(lengths.min()) < 0:
+        if known(lengths) and len(lengths) and int(lengths.min()) < 0:
             row = int((lengths < 0).nonzero()[0])
             raise ValueError(f"counts: got {int(lengths[row])} at row {row}; takes at least 0")
         bad = (ids < 0) | (ids > _MOST)
-        if _known(bad) and bool(bad.any()):
+        if known(bad) and bool(bad.any()):
             raise ValueError(f"token_ids: got {int(ids[bad][0])}; takes ids of tokens, in [0, 2^31)")
-        return cls(ids.to(torch.int32), _offsets_of(lengths))
+        return cls(ids.to(torch.int32), offsets_of(lengths))
 
     @property
     def rows(self) -> int:
@@ -153,7 +156,7 @@ class SamplingMask:
             raise ValueError(f"capacity: got {capacity}; takes at least 0")
         if rows.dim() != 1 or rows.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"rows: got shape {list(rows.shape)} of {rows.dtype}; takes int64 or int32 [n]")
-        if _known(rows) and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows:
+        if known(rows) and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.rows:
             bad = int(rows[(rows < 0) | (rows >= self.rows)][0])
             raise ValueError(f"rows: got {bad}; takes rows in [0, {self.rows})")
         starts, lengths = self.offsets[:-1].index_select(0, rows), self.offsets.diff().index_select(0, rows)
@@ -196,7 +199,31 @@ class SamplingMask:
         return f"SamplingMask(rows={self.rows}, token_ids={len(self.token_ids)}, device='{self.device}')"
 
 
-def _known(tensor: Tensor) -> bool:
+LabelOutside = Literal["nan", "include"]
+_OpArguments = tuple[Tensor | None, Tensor | None, bool, int | None]
+
+
+def op_arguments(
+    sampling_mask: SamplingMask | None,
+    max_dense_rows: int | None,
+    like: Tensor,
+    label_outside: LabelOutside = "nan",
+) -> _OpArguments:
+    """What ops take for a sampling mask: ids, offsets, whether labels join their sets, and the bound on dense rows."""
+    require_whole(max_dense_rows=max_dense_rows)
+    if label_outside not in ("nan", "include"):
+        raise ValueError(f"label_outside: got {label_outside!r}; takes 'nan' or 'include'")
+    if sampling_mask is None:
+        if max_dense_rows is not None:
+            raise ValueError(f"max_dense_rows: got {max_dense_rows} without a sampling_mask; takes it with one")
+        return None, None, False, None
+    if not isinstance(sampling_mask, SamplingMask):
+        raise TypeError(f"sampling_mask: got {type(sampling_mask).__name__}; takes a SamplingMask or None")
+    require_optional_tensors(like, sampling_mask=sampling_mask.token_ids)
+    return sampling_mask.token_ids, sampling_mask.offsets, label_outside == "include", max_dense_rows
+
+
+def known(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and is_known(tensor)
 
 
@@ -239,7 +266,7 @@ def _numbers(name: str, values: Tensor | bytes) -> Tensor:
     return values
 
 
-def _offsets_of(lengths: Tensor) -> Tensor:
+def offsets_of(lengths: Tensor) -> Tensor:
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
@@ -249,8 +276,8 @@ def _gathered(ids: Tensor, starts: Tensor, lengths: Tensor, valid: Tensor, capac
     """The spans that start there and have these lengths, one after the other; offsets that decrease if the given ones
     are not ``valid`` or do not fit.
     """
-    offsets = _offsets_of(lengths)
-    if _known(offsets):
+    offsets = offsets_of(lengths)
+    if known(offsets):
         room = int(offsets[-1])
     else:
         room = len(ids) if capacity is None else capacity
@@ -262,133 +289,3 @@ def _gathered(ids: Tensor, starts: Tensor, lengths: Tensor, valid: Tensor, capac
     row = torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(starts) - 1)
     taken = (starts.index_select(0, row) + places - offsets.index_select(0, row)).clamp(0, max(0, len(ids) - 1))
     return SamplingMask(ids.index_select(0, taken), offsets)
-
-
-# ---- without an engine -----------------------------------------------------------------------------------------------
-
-_ORDERS = {"transformers": ("top_k", "top_p", "min_p"), "vllm": ("min_p", "top_k", "top_p")}
-_LOGITS_AT_ONCE = 1 << 25  # a row's rules take some 40 bytes for each logit
-_UNIT = 2.0**40  # probabilities are summed as whole multiples of 1 / _UNIT: such sums do not depend on their order
-
-
-def sampling_mask_from_logits(
-    logits: Tensor,
-    *,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    temperature: float = 1.0,
-    order: str = "transformers",
-    max_kept: int = 4096,
-) -> SamplingMask:
-    """The tokens that top-k, top-p and min-p keep: for loops that sample from logits themselves, without an engine.
-
-    Only for the logits that are sampled from. Sets that a trainer computes again from its own logits differ from the
-    sampler's, because the logits do.
-
-    Top-k keeps also what ties with the k-th logit. Top-p keeps the most likely tokens until at most ``1 - top_p`` of
-    the probability is left, of ties the lower ids, and at least one token. Min-p keeps tokens whose probability is at
-    least ``min_p`` times the largest one. Each works on what those before it have kept. The result is the same from
-    run to run. Logits in half precision have many ties, of which transformers' own warpers keep others: sample from the
-    tokens of this mask.
-
-    Args:
-        logits: ``[..., V]``, a float dtype; the rows are those of the leading dimensions, flattened.
-        top_k: at least 1; None keeps all.
-        top_p: in (0, 1]; None keeps all.
-        min_p: in [0, 1]; None keeps all.
-        temperature: a number above 0, in [1e-15, 1e15]; it divides the logits first.
-        order: "transformers": top-k, top-p, min-p. "vllm": min-p, top-k, top-p.
-        max_kept: the most tokens of a row. More are an error on a CPU; on a GPU, which is not waited for, results of
-            such a row are NaN, and there is room for so many ids of each row.
-
-    Raises:
-        ValueError, TypeError: an argument out of its range, a row that keeps more than ``max_kept``, a row without a
-            finite logit, or with NaN or infinity (on a GPU its results are NaN).
-
-    Example:
-        >>> import torch, d3s_kernels as d3s
-        >>> logits = torch.tensor([[0.0, 3.0, 2.0, -1.0]])
-        >>> d3s.sampling_mask_from_logits(logits, top_k=3, top_p=0.9).to_lists()
-        [[1, 2]]
-    """
-    require_tensors(logits=logits)
-    if logits.dim() == 0 or not logits.is_floating_point() or logits.shape[-1] == 0:
-        raise ValueError(f"logits: got shape {list(logits.shape)} of {logits.dtype}; takes floats [..., V]")
-    _require_options(top_k, top_p, min_p, temperature, order, max_kept)
-    rows = logits.detach().reshape(-1, logits.shape[-1])
-    given = {"top_k": top_k, "top_p": None if top_p == 1 else top_p, "min_p": min_p}
-    rules = [(_RULES[name], value) for name in _ORDERS[order] if (value := given[name]) is not None]
-    kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
-    bad = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
-    step = max(1, _LOGITS_AT_ONCE // rows.shape[1])
-    for begin in range(0, len(rows), step):
-        part = slice(begin, begin + step)
-        scores = rows[part].float() / temperature
-        bad[part] = ~scores.amax(1).isfinite()  # NaN, +inf, or -inf alone
-        for rule, value in rules:
-            scores = scores.masked_fill(~rule(scores, value), -torch.inf)
-        kept[part] = scores > -torch.inf
-    return _of_kept(kept, bad, max_kept)
-
-
-def _require_options(
-    top_k: int | None, top_p: float | None, min_p: float | None, temperature: float, order: str, max_kept: int
-) -> None:
-    require_whole(top_k=top_k, max_kept=max_kept)
-    require_number(top_p=top_p, min_p=min_p, temperature=temperature)
-    for name, whole in (("top_k", top_k), ("max_kept", max_kept)):
-        if whole is not None and whole < 1:
-            raise ValueError(f"{name}: got {whole}; takes at least 1")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p: got {top_p}; takes a number in (0, 1]")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"min_p: got {min_p}; takes a number in [0, 1]")
-    if not 1e-15 <= temperature <= 1e15:
-        raise ValueError(f"temperature: got {temperature}; takes a number above 0, in [1e-15, 1e15]")
-    if order not in _ORDERS:
-        raise ValueError(f"order: got {order!r}; takes one of {', '.join(map(repr, _ORDERS))}")
-
-
-def _top_k(scores: Tensor, top_k: int) -> Tensor:
-    kth = scores.topk(min(top_k, scores.shape[1]), dim=1).values[:, -1:]
-    return scores >= kth
-
-
-def _top_p(scores: Tensor, top_p: float) -> Tensor:
-    down = scores.sort(dim=1, descending=True, stable=True)
-    # The probability of a token and of all that come after it.
-    shares = (down.values.double().softmax(1) * _UNIT).round().long()
-    left = shares.flip(1).cumsum(1).flip(1)
-    kept = left.float() > left[:, :1].float() * (1 - top_p)
-    kept[:, 0] = True
-    return torch.empty_like(kept).scatter_(1, down.indices, kept)
-
-
-def _min_p(scores: Tensor, min_p: float) -> Tensor:
-    probability = scores.double().softmax(1)
-    return probability >= min_p * probability.amax(1, keepdim=True)
-
-
-_RULES: dict[str, Callable[[Tensor, Any], Tensor]] = {"top_k": _top_k, "top_p": _top_p, "min_p": _min_p}
-
-
-def _of_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
-    lengths = kept.sum(1)
-    many = lengths > max_kept
-    if _known(bad) and bool(bad.any()):
-        row = int(bad.nonzero()[0])
-        raise ValueError(
-            f"logits: got NaN, infinity or no finite number in row {row}; takes some that can be sampled from"
-        )
-    if _known(many) and bool(many.any()):
-        row = int(many.nonzero()[0])
-        raise ValueError(f"max_kept: got {max_kept}; takes at least what row {row} keeps, {int(lengths[row])}")
-    bad = bad | many
-    # A bad row has the id -1 alone, for which the ops give NaN.
-    kept = torch.where(bad.unsqueeze(1), torch.arange(kept.shape[1], device=kept.device) == 0, kept)
-    capacity = int(lengths.sum()) if kept.is_cpu else len(kept) * min(max_kept, kept.shape[1])
-    places, _ = ops.compact(kept, capacity)
-    places = places.clamp(min=0)
-    ids = torch.where(bad.index_select(0, places // kept.shape[1]), -1, places % kept.shape[1]).int()
-    return SamplingMask(ids, _offsets_of(kept.sum(1)))

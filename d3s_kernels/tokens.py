@@ -16,6 +16,7 @@ from ._arguments import (
 from ._dispatch import ops
 from ._selection.rules import entropy_quantile
 from ._selection.tokens import Selection, TokenArguments, TopkArguments, as_float32, checked_quota, checked_ratio
+from .sampling import SamplingMask, op_arguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -208,15 +209,21 @@ def select_tokens_from_logits(
     temperature: float | Tensor = 1.0,
     scope: Literal["batch", "sequence"] = "batch",
     drop_zeros: bool = False,
+    sampling_mask: SamplingMask | None = None,
+    max_dense_rows: int | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     placement: Placement = "whole",
 ) -> TokenSelection:
     """:func:`select_tokens` with the entropy of ``logits``, which the same op computes.
 
+    With a ``sampling_mask``, it is the entropy of the tokens that were kept when a token was sampled. Tokens of which
+    one alternative was kept have score 0, and still count as tokens: ``drop_zeros`` leaves them out.
+
     Args:
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
         mask: bool, the shape of the rows; rows where it is False are not read and have entropy 0.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows.
+        sampling_mask, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`; of this rank's rows.
         advantages, ratio, offsets, max_segment, scope, drop_zeros, process_group, placement: as in
             :func:`select_tokens`.
 
@@ -237,16 +244,17 @@ def select_tokens_from_logits(
 
         arguments = TokenArguments(
             None, advantages, ratio, "advantage_entropy", mask, offsets, max_segment, scope, drop_zeros,
-            logits=logits, temperature=temperature,
+            logits=logits, temperature=temperature, sampling_mask=sampling_mask, max_dense_rows=max_dense_rows,
         )  # fmt: skip
         entropy, found = across_ranks.select_tokens(arguments, process_group, placement)
         return TokenSelection(found[0], entropy, found[1], found[2])
     require_tensors(logits=logits, advantages=advantages)
     number, tensor = checked_ratio(logits, ratio, mask, offsets, max_segment, drop_zeros)
     heat = temperature_argument(temperature, logits, logits.shape[:-1])
+    ids, ids_offsets, _, bound = op_arguments(sampling_mask, max_dense_rows, logits)
     chosen, entropy, count, threshold = ops.select_tokens_from_logits(
         logits, as_float32(advantages), number, tensor, mask, offsets, max_segment, *heat,
-        require_scope(scope, "sequence"), drop_zeros,
+        require_scope(scope, "sequence"), drop_zeros, ids, ids_offsets, bound,
     )  # fmt: skip
     return TokenSelection(chosen, entropy, count, threshold)
 

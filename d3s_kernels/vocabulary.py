@@ -14,9 +14,17 @@ from ._arguments import (
 )
 from ._dispatch import ops
 from ._head.at_backward import require_room_for_gradient, with_weight_grad_into
+from .sampling import LabelOutside, SamplingMask, op_arguments
 
 
-def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None) -> Tensor:
+def entropy(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
+    max_dense_rows: int | None = None,
+) -> Tensor:
     """Entropy of ``softmax(logits / temperature)`` over the last dimension, in nats.
 
     ``H = -sum_v p_v log p_v``, computed as ``log S - T / S`` (``csrc/core/softmax_state.h``), which stays accurate for
@@ -27,6 +35,7 @@ def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor |
         temperature: a number above 0 (in [1e-15, 1e15]), a 0-d tensor, or a float tensor that broadcasts to the rows
             ``[...]``; it has no gradient.
         mask: bool ``[...]``; rows where it is False are not read and give 0.
+        sampling_mask, max_dense_rows: as in :func:`logprob_entropy`.
 
     Returns:
         float32 ``[...]``; NaN for a row with NaN or ``+inf``, or with only ``-inf``.
@@ -43,42 +52,65 @@ def entropy(logits: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor |
     require_no_tangent(logits=logits)
     require_optional_tensors(logits, mask=mask)
     number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
-    result: Tensor = ops.logprob_entropy(logits, None, number, tensor, mask)[1]
+    spans = op_arguments(sampling_mask, max_dense_rows, logits)
+    result: Tensor = ops.logprob_entropy(logits, None, number, tensor, mask, *spans)[1]
     return result
 
 
 def logprob_entropy(
-    logits: Tensor, labels: Tensor, *, temperature: float | Tensor = 1.0, mask: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
+    label_outside: LabelOutside = "nan",
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each row's label and entropy of the row, in one pass over the logits.
 
     ``logprob = log_softmax(logits / temperature)[label]``; entropy as in :func:`entropy`. Both are differentiable in
     ``logits``. A gradient that is not needed costs nothing, and rows whose incoming gradient is 0 are not read again.
 
+    With a ``sampling_mask``, both are of the distribution that was sampled: of the row's kept tokens alone. Their
+    logits alone are read, after the temperature they are renormalised, and the gradient is 0 elsewhere. A row with one
+    kept token gives exactly 0, as does its gradient. A row with an empty span is as without a sampling mask.
+
     Args:
         logits: ``[..., V]``, bfloat16, float16 or float32, any strides except in the last dimension.
         labels: int64 or int32 ``[...]``; -100 means no target: logprob 0, entropy as usual.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         mask: bool ``[...]``; rows where it is False are not read and give 0 and 0.
+        sampling_mask: for each row of the logits, the tokens that were kept when its token was sampled; on their
+            device.
+        label_outside: what becomes of a label that its row's span lacks. "nan": the log-probability is NaN, and so is
+            its gradient; on a CPU it is an error. "include": it is added to the row's set.
+        max_dense_rows: the caller's bound on the rows with an empty span that ``mask`` keeps; 0 says that there are
+            none. Where plain PyTorch serves a GPU, it waits for the device without a bound. If there are more, all
+            results and gradients are NaN.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a label that is
-            neither -100 nor a token.
+            neither -100 nor a token; a span with an id that is no token or comes twice.
 
     Example:
         >>> import torch, d3s_kernels as d3s
         >>> logprob, entropy = d3s.logprob_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
         >>> logprob, entropy
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
+        >>> kept = d3s.SamplingMask.from_lists([[3, 1], []])
+        >>> d3s.logprob_entropy(torch.zeros(2, 4), torch.tensor([1, 2]), sampling_mask=kept)
+        (tensor([-0.6931, -1.3863]), tensor([0.6931, 1.3863]))
     """
     require_tensors(logits=logits, labels=labels)
     require_no_tangent(logits=logits)
     require_optional_tensors(logits, mask=mask)
     number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
-    logprob, row_entropy, _, _ = ops.logprob_entropy(logits, labels, number, tensor, mask)
+    spans = op_arguments(sampling_mask, max_dense_rows, logits, label_outside)
+    logprob, row_entropy, _, _ = ops.logprob_entropy(logits, labels, number, tensor, mask, *spans)
     return logprob, row_entropy
 
 

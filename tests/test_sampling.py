@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d3s_kernels import SamplingMask, sampling, sampling_mask_from_logits
+from d3s_kernels import SamplingMask, sampling_mask_from_logits, sampling_rules
 
 SPANS = [[7, 2, 150_000], [], [5], [0, 1]]
 lists = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4), max_size=6)
@@ -258,7 +258,7 @@ def test_rows_that_cannot_be_sampled_from(value: float, options: dict[str, float
 def test_rows_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 50)
     whole = sampling_mask_from_logits(logits, top_p=0.9).to_lists()
-    monkeypatch.setattr(sampling, "_LOGITS_AT_ONCE", 120)
+    monkeypatch.setattr(sampling_rules, "_LOGITS_AT_ONCE", 120)
     assert sampling_mask_from_logits(logits, top_p=0.9).to_lists() == whole
 
 

@@ -159,8 +159,12 @@ def as_test(call: Call, place: str, said: str) -> str:
 def _literal(value: Any) -> str:
     import torch
 
+    from d3s_kernels import SamplingMask
+
     if isinstance(value, torch.Generator):
         return f"torch.Generator().manual_seed({value.initial_seed()})"
+    if isinstance(value, SamplingMask):
+        return f"d3s_kernels.SamplingMask({_literal(value.token_ids)}, {_literal(value.offsets)})"
     if not isinstance(value, torch.Tensor):
         return repr(value)
     plain = value.is_contiguous() and value.storage_offset() == 0

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../torch_abi.h"
+#include "kept_logits.h"
 #include "softmax_rows.h"
 
 namespace d3s {
@@ -13,14 +14,29 @@ namespace {
 // Work for a thread, in logits. With less, a second thread costs more than it saves.
 constexpr int64_t kGrain = 32768;
 
-// The rows that are not masked out. Threads share this list evenly, wherever the masked rows lie.
-std::vector<int64_t> live_rows(const LogitsRows& rows) {
-  std::vector<int64_t> live;
-  live.reserve(rows.layout.count);
-  for (int64_t row = 0; row < rows.layout.count; ++row)
-    if (!rows.masked_out(row)) live.push_back(row);
-  return live;
-}
+// Rows with a span that a thread takes at least: most spans are short.
+constexpr int64_t kSpanGrain = 64;
+
+// The rows that are not masked out. Threads share each of these lists evenly, wherever the masked rows lie.
+struct LiveRows {
+  std::vector<int64_t> dense, with_span;
+
+  explicit LiveRows(const LogitsRows& rows) {
+    dense.reserve(rows.layout.count);
+    for (int64_t row = 0; row < rows.layout.count; ++row)
+      if (!rows.masked_out(row)) (rows.spans.dense(row) ? dense : with_span).push_back(row);
+  }
+
+  bool exceeds_bound(const Spans& spans) const {
+    return spans.bounded() && static_cast<int64_t>(dense.size()) > spans.max_dense_rows;
+  }
+
+  template <class Body>
+  void for_each(const Body& body) const {
+    for (const int64_t row : dense) body(row);
+    for (const int64_t row : with_span) body(row);
+  }
+};
 
 // The state of a slice of `row`. `next_row` is read after this row, and is prefetched.
 template <class T>
@@ -69,6 +85,19 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, co
   });
 }
 
+// Calls body(kept, row) for each row with a span, after `kept` has read it.
+template <class T, class Body>
+void for_each_span(const LogitsRows& rows, int64_t first_token, const std::vector<int64_t>& with_span,
+                   const Body& body) {
+  parallel_for(static_cast<int64_t>(with_span.size()), kSpanGrain, [&](int64_t begin, int64_t end) {
+    KeptLogits<T> kept(rows, first_token);
+    for (int64_t i = begin; i < end; ++i) {
+      kept.read(with_span[i]);
+      body(kept, with_span[i]);
+    }
+  });
+}
+
 }  // namespace
 
 const bool kMakesKeys = false;  // topk_mask.cpp makes them, vectorised
@@ -76,6 +105,11 @@ const bool kMakesKeys = false;  // topk_mask.cpp makes them, vectorised
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput&, Device&) {
   for (int64_t row = 0; row < rows.layout.count; ++row)
     if (rows.masked_out(row)) outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
+  const LiveRows live(rows);
+  if (live.exceeds_bound(rows.spans)) {
+    live.for_each([&](int64_t row) { outputs.write(row, {NAN, NAN, NAN}, NAN); });
+    return;
+  }
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto start = [](int64_t) { return SoftmaxState(); };
@@ -86,9 +120,50 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
       const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
       outputs.write(row, statistics, label < 0 ? 0.f : log_probability(to_float(p[label]), statistics, temperature));
     };
-    for_each_state<T>(rows, live_rows(rows), start, done);
+    for_each_state<T>(rows, live.dense, start, done);
+    const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(tag);
+    for_each_span<T>(rows, 0, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
+      if (kept.set.single())
+        outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
+      else
+        done(row, kept.merge_into(SoftmaxState(), loops, rows.temperatures[row]));
+    });
   });
 }
+
+namespace {
+
+bool has_gradient(const LogitsRows& rows, const RowGradients& gradients, int64_t row) {
+  return !rows.masked_out(row) && !(gradients.of_logprob(row, rows.labels) == 0.f && gradients.of_entropy(row) == 0.f);
+}
+
+// Writes the gradient of the kept logits of those rows that have a span and a gradient. The others are 0 already.
+template <class T>
+void write_kept(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, const int64_t* which,
+                int64_t count, T* to, const RowLayout& layout) {
+  const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(Tag<T>());
+  KeptLogits<T> kept(rows, first_token);
+  for (const int64_t* row = which; row < which + count; ++row) {
+    if (rows.spans.dense(*row) || !has_gradient(rows, gradients, *row)) continue;
+    T* gradient = to + layout.offset(*row);
+    if (gradients.any_nan(*row, rows.labels)) {
+      std::fill(gradient, gradient + layout.columns, from_float<T>(NAN));
+      continue;
+    }
+    kept.read(*row);
+    if (kept.set.single()) continue;
+    const RowStatistics statistics = gradients.statistics(*row);
+    const float temperature = rows.temperatures[*row];
+    const GradientLine line =
+        gradient_line(gradients.of_logprob(*row, rows.labels), gradients.of_entropy(*row), statistics, temperature);
+    kept.write_gradient(loops, {statistics.max, kLog2E / temperature, line.offset, line.slope}, gradient);
+    if (kept.label_in_tile())
+      gradient[kept.label_place()] =
+          from_float<T>(label_gradient(line, kept.label_logit() - statistics.max, temperature));
+  }
+}
+
+}  // namespace
 
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
                    const GradientOutput& out, Device&) {
@@ -102,16 +177,17 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
     const From* from = static_cast<const From*>(rows.logits);
     T* to = static_cast<T*>(out.gradient);
 
-    // Rows without a gradient (`still`) are not read. With two lists, threads share both kinds of work evenly.
+    // Rows without a gradient (`still`) are not read, and of rows with a span only their kept logits. With two lists,
+    // threads share both kinds of work evenly.
     std::vector<int64_t> live, still;
-    for (int64_t row = 0; row < rows.layout.count; ++row) {
-      const bool none = gradients.of_logprob(row, rows.labels) == 0.f && gradients.of_entropy(row) == 0.f;
-      (none || rows.masked_out(row) ? still : live).push_back(row);
-    }
+    for (int64_t row = 0; row < rows.layout.count; ++row)
+      (has_gradient(rows, gradients, row) && rows.spans.dense(row) ? live : still).push_back(row);
     const int64_t grain = kGrain / (columns + 1) + 1;
     parallel_for(static_cast<int64_t>(still.size()), grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
         memset(static_cast<void*>(to + out.layout.offset(still[i])), 0, columns * sizeof(T));
+      if constexpr (!narrow)
+        if (rows.spans.given()) write_kept(rows, gradients, first_token, &still[begin], end - begin, to, out.layout);
     });
 
     const auto write_piece = [&](int64_t row, int64_t begin, int64_t end) {
@@ -119,8 +195,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
       T* gradient = to + out.layout.offset(row);
       const RowStatistics statistics = gradients.statistics(row);
       const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
-      if (statistics.log_sum != statistics.log_sum || g_logprob != g_logprob || g_entropy != g_entropy) {
-        // The row's result or what comes in is NaN: so is the whole gradient, also where a token's probability is 0.
+      if (gradients.any_nan(row, rows.labels)) {  // also where a token's probability is 0
         std::fill(gradient + begin, gradient + end, from_float<T>(NAN));
         return;
       }
@@ -148,6 +223,11 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
 }
 
 void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device&) {
+  const LiveRows live(rows);
+  if (live.exceeds_bound(rows.spans)) {
+    live.for_each([&](int64_t row) { states[row].dot = NAN; });
+    return;
+  }
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto start = [&](int64_t row) { return states[row].get(); };
@@ -157,7 +237,14 @@ void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, D
       const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
       if (label >= 0) states[row].label_logit = to_float(p[label]);
     };
-    for_each_state<T>(rows, live_rows(rows), start, done);
+    for_each_state<T>(rows, live.dense, start, done);
+    const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(tag);
+    for_each_span<T>(rows, first_token, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
+      if (!kept.set.single())
+        done(row, kept.merge_into(start(row), loops, rows.temperatures[row]));
+      else if (kept.any_in_tile())
+        states[row] = RowState::of_single(kept.label_in_tile());
+    });
   });
 }
 

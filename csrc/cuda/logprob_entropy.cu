@@ -9,14 +9,16 @@
 //   logprob_entropy            whole_rows        logits, labels                          -> outputs, keys
 //   logprob_entropy (slices)   single_slices     logits                                  -> slice_states
 //   logprob_entropy (merge)    merge_slices      slice_states, labels and their logits   -> outputs, keys
+//   logprob_entropy (spans)    rows_with_span    spans, kept logits, labels              -> outputs, keys, dense_rows
+//   logprob_entropy (bound)    enforce_bound     dense_rows                              -> outputs, keys
 //   softmax_state_finish       finish_all        states                                  -> outputs
 //   logprob_entropy_backward   write_gradients   logits, labels, gradients, statistics   -> out
+//   … with a sampling mask     with_spans        the same, spans                         -> out
 //   … in half precision        narrow_gradients  the same                                -> front half of logits
 //
-// For a tile, whole_rows and merge_slices read and write `states` instead of writing outputs and keys.
-#include "../ops/logprob_entropy.h"
-#include "score_keys.h"
-#include "softmax_lane.h"
+// For a tile, these read and write `states` instead of writing outputs and keys. With a sampling mask, rows_with_span
+// has the rows with a span, and the kernels for whole rows and slices have the others.
+#include "kept_logits.h"
 
 namespace d3s {
 namespace {
@@ -34,24 +36,6 @@ template <class T>
 constexpr int kStride = kThreads * kInFlight * kPerVector<T>;  // what a block loads at a time
 
 D3S_HOST_DEVICE int slices_of(int columns) { return static_cast<int>(ceil_div(columns, kSlice)); }
-
-// Where the result of a row goes.
-struct RowSink {
-  RowOutputs outputs;
-  KeyOutput keys;
-  RowState* states = nullptr;  // if set, a tile is merged into these; else outputs are written
-  int64_t first_token = 0;
-};
-
-__device__ void write_masked_row(int64_t row, const RowSink& sink) {
-  sink.outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
-  if (sink.keys.keys) sink.keys.keys[row] = kAbsent;
-}
-
-template <class T>
-__device__ const T* row_at(const LogitsRows& rows, int64_t row) {
-  return static_cast<const T*>(rows.logits) + rows.layout.offset(row);
-}
 
 // The warp's share of a slice, merged over its lanes.
 template <class T, bool kAligned>
@@ -97,8 +81,7 @@ __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxSta
   // An unchecked label that is no token gives NaN.
   const float logprob = label >= 0 ? log_probability(to_float(p[label]), statistics, temperature)
                                    : (rows.labels.bad(row, rows.layout.columns) ? NAN : 0.f);
-  sink.outputs.write(row, statistics, logprob);
-  if (sink.keys.keys) sink.keys.keys[row] = key_of_entropy(sink.keys.scores, row, statistics.entropy);
+  write_row(row, statistics, logprob, sink);
 }
 
 template <class T, bool kAligned>
@@ -110,6 +93,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
     if (threadIdx.x == 0) write_masked_row(row, sink);
     return;
   }
+  if (!rows.spans.dense(row)) return;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int columns = static_cast<int>(rows.layout.columns), slices = slices_of(columns);
   const float temperature = rows.temperatures[row];
@@ -132,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<kAligned>)
   SoftmaxState* shares = dynamic_shared<SoftmaxState>();  // [kWarps]
   const int columns = static_cast<int>(rows.layout.columns), slices = slices_of(columns);
   const int64_t row = blockIdx.x / slices;
-  if (rows.masked_out(row)) return;
+  if (rows.masked_out(row) || !rows.spans.dense(row)) return;
   const float temperature = rows.temperatures[row];
   const RowReader<T, kAligned> reader(row_at<T>(rows, row), columns);
   const SoftmaxState share = warp_share(reader, columns, static_cast<int>(blockIdx.x % slices), temperature);
@@ -152,6 +136,7 @@ __global__ void merge_slices(const __grid_constant__ LogitsRows rows, const Soft
     write_masked_row(row, sink);
     return;
   }
+  if (!rows.spans.dense(row)) return;
   const int slices = slices_of(static_cast<int>(rows.layout.columns));
   const float inverse_temperature = 1.f / rows.temperatures[row];
   SoftmaxState state = sink.states ? sink.states[row].get() : SoftmaxState();
@@ -190,10 +175,8 @@ void require_columns(int64_t columns) {
                                 " tokens; takes fewer than 2^31 on a GPU");
 }
 
-void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
-  require_columns(rows.layout.columns);
+void reduce_dense_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
   const int64_t count = rows.layout.count, slices = slices_of(static_cast<int>(rows.layout.columns));
-  if (count == 0) return;
   // With fewer rows than fill the GPU twice, multiprocessors would be idle at once, or while the last rows finish.
   const int64_t resident = int64_t{device_attribute(device, cudaDevAttrMultiProcessorCount)} * kBlocksPerSm<true>;
   const bool few = slices > 1 && (count < 2 * resident || slices > kMostSlices);
@@ -215,6 +198,27 @@ void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
   });
 }
 
+void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
+  require_columns(rows.layout.columns);
+  const int64_t count = rows.layout.count;
+  if (count == 0) return;
+  if (!rows.spans.given()) {
+    reduce_dense_rows(rows, sink, device);
+    return;
+  }
+  int* dense_rows = rows.spans.bounded() ? device.scratch_of<int>(1) : nullptr;
+  if (dense_rows) clear(dense_rows, 0, sizeof(int), device);
+  dispatch_float(rows.type, [&](auto tag) {
+    launch("logprob_entropy (spans)", rows_with_span<typename decltype(tag)::type>, ceil_div(count, kSpanWarps),
+           kSpanThreads, kSpanWarps * sizeof(KeptShare), device, rows, sink, dense_rows);
+  });
+  if (rows.spans.max_dense_rows != 0) reduce_dense_rows(rows, sink, device);
+  constexpr int kRowsOfBlock = 128;
+  if (dense_rows)
+    launch("logprob_entropy (bound)", enforce_bound, ceil_div(count, kRowsOfBlock), kRowsOfBlock, 0, device, rows, sink,
+           static_cast<const int*>(dense_rows));
+}
+
 __global__ void finish_all(const __grid_constant__ RowStates states, const __grid_constant__ Temperatures temperatures,
                            const __grid_constant__ RowOutputs outputs) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -226,31 +230,11 @@ __global__ void finish_all(const __grid_constant__ RowStates states, const __gri
 
 // ---- backward --------------------------------------------------------------------------------------------------
 
-constexpr int kGradientThreads = 256;
 template <class T>
 constexpr int kGradientStride = kGradientThreads * kInFlight * kPerVector<T>;
 constexpr int kStridesPerPiece = 4;  // 64 KB: many elements share the fixed cost of a row
 template <class T>
 constexpr int kPiece = kGradientStride<T> * kStridesPerPiece;
-
-// What turns a logit of one row into its gradient.
-struct RowGradient {
-  GradientLine line;
-  float max, scale, temperature;
-
-  __device__ RowGradient(const RowStatistics& row, float g_logprob, float g_entropy, float temperature, bool defined)
-      : line(gradient_line(g_logprob, g_entropy, row, temperature)),
-        max(defined ? row.max : NAN),  // NaN makes the whole gradient NaN
-        scale(kLog2E / temperature),
-        temperature(temperature) {}
-
-  __device__ float operator()(float z) const {
-    const float distance = z - max, e = exp2_fast(distance * scale);
-    const float gradient = e * fmaf(line.slope, distance, line.offset);
-    return e > 0.f ? gradient : e;  // 0 for a logit of -inf (0 * inf would be NaN); NaN stays
-  }
-  __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
-};
 
 template <class T>
 __device__ uint4 gradient_of(const uint4& logits, const RowGradient& row) {
@@ -271,43 +255,13 @@ __device__ uint4 load_logits(const T* p, int shift) {
   return shift == 0 ? load_plain(from) : shifted(load_plain(from), load_plain(from + 1), shift);
 }
 
+// Writes the gradient of a piece [begin, end) of a row of which all logits count.
 template <class T>
-__device__ void write_zeros(T* p, int n) {
-  const int head = min(elements_to_vector(p), n), vectors = (n - head) / kPerVector<T>;
-  for (int i = static_cast<int>(threadIdx.x); i < head; i += kGradientThreads) p[i] = from_float<T>(0.f);
-  for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kGradientThreads)
-    store_streaming(reinterpret_cast<uint4*>(p + head) + v, make_uint4(0, 0, 0, 0));
-  for (int i = head + vectors * kPerVector<T> + static_cast<int>(threadIdx.x); i < n; i += kGradientThreads)
-    p[i] = from_float<T>(0.f);
-}
-
-__device__ bool has_gradient(const LogitsRows& rows, const RowGradients& gradients, int64_t row) {
-  return !rows.masked_out(row) && !(gradients.of_logprob(row, rows.labels) == 0.f && gradients.of_entropy(row) == 0.f);
-}
-
-__device__ RowGradient gradient_of_row(const LogitsRows& rows, const RowGradients& gradients, int64_t row) {
-  const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
-  const RowStatistics statistics = gradients.statistics(row);
-  const bool bad_label = g_logprob != 0.f && rows.labels.bad(row, gradients.vocabulary);
-  const bool any_nan = !(statistics.log_sum == statistics.log_sum && g_logprob == g_logprob && g_entropy == g_entropy);
-  return RowGradient(statistics, g_logprob, g_entropy, rows.temperatures[row], !any_nan && !bad_label);
-}
-
-template <class T>
-__global__ void __launch_bounds__(kGradientThreads)
-    write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
-                    int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
+__device__ void write_piece(const LogitsRows& rows, const RowGradients& gradients, int64_t row, int64_t first_token,
+                            int begin, int end, T* gradient) {
   constexpr int kVector = kPerVector<T>;
   const int columns = static_cast<int>(rows.layout.columns), thread = static_cast<int>(threadIdx.x);
-  const auto pieces = static_cast<unsigned>(ceil_div(columns, kPiece<T>));
-  const int64_t row = blockIdx.x / pieces;
-  const int begin = static_cast<int>(blockIdx.x % pieces) * kPiece<T>, end = min(begin + kPiece<T>, columns);
   const T* logits = row_at<T>(rows, row);
-  T* gradient = out + out_layout.offset(row);
-  if (!has_gradient(rows, gradients, row)) {  // the logits are not read
-    write_zeros(gradient + begin, end - begin);
-    return;
-  }
   const RowGradient f = gradient_of_row(rows, gradients, row);
   const int label = static_cast<int>(rows.labels.in_tile(row, first_token, columns));
   const auto write_one = [&](int i) {
@@ -343,6 +297,36 @@ __global__ void __launch_bounds__(kGradientThreads)
   }
 }
 
+template <class T, bool kSpans>
+__device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
+                                        T* out, const RowLayout& out_layout) {
+  const int columns = static_cast<int>(rows.layout.columns);
+  const auto pieces = static_cast<unsigned>(ceil_div(columns, kPiece<T>));
+  const int64_t row = blockIdx.x / pieces;
+  const int begin = static_cast<int>(blockIdx.x % pieces) * kPiece<T>, end = min(begin + kPiece<T>, columns);
+  T* gradient = out + out_layout.offset(row);
+  if (!has_gradient(rows, gradients, row))  // the logits are not read
+    fill(gradient + begin, end - begin, 0.f);
+  else if (kSpans && !rows.spans.dense(row))
+    write_kept_gradients(rows, gradients, row, first_token, begin, end, gradient);
+  else
+    write_piece(rows, gradients, row, first_token, begin, end, gradient);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kGradientThreads)
+    write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
+                    int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
+  write_gradient_of_block<T, false>(rows, gradients, first_token, out, out_layout);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kGradientThreads)
+    with_spans(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
+               int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
+  write_gradient_of_block<T, true>(rows, gradients, first_token, out, out_layout);
+}
+
 // Float32 logits that a thread loads before it uses the first. They come one by one, 128 bytes for a warp, wherever the
 // row begins: an element has some 22 instructions, and at 4.3 TB/s its 6 bytes leave time for 40.
 constexpr int kNarrowInFlight = 16;
@@ -359,7 +343,7 @@ __global__ void __launch_bounds__(kGradientThreads)
   const float* logits = row_at<float>(rows, row);
   T* gradient = out + out_layout.offset(row);
   if (!has_gradient(rows, gradients, row)) {
-    write_zeros(gradient, columns);
+    fill(gradient, columns, 0.f);
     return;
   }
   const RowGradient f = gradient_of_row(rows, gradients, row);
@@ -421,7 +405,8 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
     if constexpr (kNarrow)
       start(narrow_gradients<T>, rows.layout.count);
     else
-      start(write_gradients<T>, rows.layout.count * ceil_div(rows.layout.columns, kPiece<T>));
+      start(rows.spans.given() ? with_spans<T> : write_gradients<T>,
+            rows.layout.count * ceil_div(rows.layout.columns, kPiece<T>));
   });
 }
 

@@ -21,21 +21,35 @@ struct LaneState {
 
   template <class T, int kCount>
   __device__ __forceinline__ void add(const uint4 (&vectors)[kCount], float scale) {
-    const float new_max = fmaxf(max, largest<T>(vectors));
+    raise(fmaxf(max, largest<T>(vectors)), scale);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) for_elements<T>(vectors[i], [&](float z) { add_below_max(z, scale); });
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void add(const float (&logits)[kCount], float scale) {
+    float top = max;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) top = fmaxf(top, logits[i]);
+    raise(top, scale);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) add_below_max(logits[i], scale);
+  }
+
+  __device__ SoftmaxState state(float scale) const { return {max, sum, scaled_dot / scale}; }
+
+ private:
+  __device__ __forceinline__ void raise(float new_max, float scale) {
     const float move = (max - new_max) * scale, factor = exp2_fast(move);
     scaled_dot = factor * fmaf(factor > 0.f ? move : 0.f, sum, scaled_dot);  // -inf * 0 would be NaN
     sum *= factor;
     max = new_max;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      for_elements<T>(vectors[i], [&](float z) {
-        const float distance = (z - max) * scale, e = exp2_fast(distance);
-        sum += e;
-        scaled_dot = fmaf(fmaxf(distance, kLowestDistance), e, scaled_dot);
-      });
   }
-
-  __device__ SoftmaxState state(float scale) const { return {max, sum, scaled_dot / scale}; }
+  __device__ __forceinline__ void add_below_max(float z, float scale) {
+    const float distance = (z - max) * scale, e = exp2_fast(distance);
+    sum += e;
+    scaled_dot = fmaf(fmaxf(distance, kLowestDistance), e, scaled_dot);
+  }
 };
 
 // Merges the states of the warp's lanes. All lanes get the same bits.

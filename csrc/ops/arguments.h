@@ -8,6 +8,13 @@
 
 namespace d3s {
 
+// A sampling mask as the ops take it.
+struct SamplingMask {
+  const OptionalTensor &ids, &offsets;  // both or none
+  bool include_label;
+  const OptionalInt& max_dense_rows;
+};
+
 // The rows of logits with all that belongs to them. Owns the tensors that `rows` points into.
 class LogitsArgument {
  public:
@@ -15,13 +22,15 @@ class LogitsArgument {
 
   void set_labels(const OptionalTensor& labels, int64_t vocabulary);
   void set_mask(const OptionalTensor& mask);
+  // After labels and mask. The spans' tokens are of a vocabulary of this size, which is INT64_MAX for a tile.
+  void set_spans(const SamplingMask& sampling_mask, int64_t vocabulary);
 
   int64_t dims;  // leading dimensions of the logits, which the rows have
   LogitsRows rows;
 
  private:
   const Tensor& logits_;
-  OptionalTensor temperatures_, labels_, mask_;
+  OptionalTensor temperatures_, labels_, mask_, offsets_, tokens_;
 };
 
 // Checks temperatures and keeps their tensor alive in `owner`. Softmax states, which have no logits, need only these.

@@ -37,23 +37,25 @@ LogitsArgument::LogitsArgument(const Tensor& logits, double temperature, const O
   rows.temperatures = temperatures_of(temperature, temperature_tensor, logits, dims, temperatures_);
 }
 
+namespace {
+
+Labels labels_of(const OptionalTensor& labels) {
+  if (!labels) return {};
+  if (labels->scalar_type() == ScalarType::Long) return {data<int64_t>(*labels), nullptr};
+  return {nullptr, data<int32_t>(*labels)};
+}
+
+}  // namespace
+
 void LogitsArgument::set_labels(const OptionalTensor& labels, int64_t vocabulary) {
   if (!labels) return;
   const auto type = labels->scalar_type();
   require(type == ScalarType::Long || type == ScalarType::Int, "labels", "got dtype ", dtype(*labels),
           "; takes int64 or int32");
   labels_ = require_per_row("labels", *labels, logits_, dims);
-  const bool wide = type == ScalarType::Long;
-  const auto set = [wide](Labels& to, const Tensor& from) {
-    if (wide)
-      to.labels64 = data<int64_t>(from);
-    else
-      to.labels32 = data<int32_t>(from);
-  };
-  set(rows.labels, *labels_);
+  rows.labels = labels_of(labels_);
   if (const OptionalTensor known = on_host(*labels_)) {
-    Labels values;
-    set(values, *known);
+    const Labels values = labels_of(known);
     const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // unknown for a tile
     for (int64_t row = 0; row < rows.layout.count; ++row)
       require(!values.bad(row, vocabulary), "labels", "got ", values[row], " at row ", row,
@@ -64,6 +66,92 @@ void LogitsArgument::set_labels(const OptionalTensor& labels, int64_t vocabulary
 void LogitsArgument::set_mask(const OptionalTensor& mask) {
   mask_ = require_mask("mask", mask, logits_, dims);
   rows.mask = data<bool>(mask_);
+}
+
+namespace {
+
+// Raises for the first row whose span has an id that is no token, or one twice, or lacks the row's label.
+void require_spans(const Spans& spans, const Labels& labels, const bool* mask, int64_t rows, int64_t vocabulary) {
+  const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // unknown for a tile
+  std::vector<bool> seen;                                                             // of the row's tokens
+  for (int64_t row = 0; row < rows; ++row) {
+    const Span span = spans[row];
+    const int64_t label = labels[row];
+    bool found = label == kNoTarget || span.size == 0 || spans.include_label || (mask && !mask[row]);
+    for (int64_t i = 0; i < span.size; ++i) {
+      const int64_t token = span.tokens[i];
+      require(token >= 0 && token < vocabulary, "sampling_mask", "got id ", token, " at row ", row,
+              "; takes tokens in [0, ", end, ")");
+      if (token >= static_cast<int64_t>(seen.size())) seen.resize(token + 1);
+      require(!seen[token], "sampling_mask", "got id ", token, " twice at row ", row, "; takes each once");
+      seen[token] = true;
+      found |= token == label;
+    }
+    for (int64_t i = 0; i < span.size; ++i) seen[span.tokens[i]] = false;
+    require(found, "labels", "got ", label, " at row ", row, ", which the row's span of sampling_mask lacks; takes a ",
+            "kept token, -100 (no target), or any token with label_outside=\"include\"");
+  }
+}
+
+template <class Offset>
+void require_offsets_of_spans(const Offset* offsets, int64_t rows, int64_t ids) {
+  require(offsets[0] == 0, "sampling_mask", "its offsets start at ", offsets[0], "; must start at 0");
+  for (int64_t row = 0; row < rows; ++row)
+    require(offsets[row] <= offsets[row + 1], "sampling_mask", "its offsets decrease from ", offsets[row], " to ",
+            offsets[row + 1], " at row ", row, "; must not decrease");
+  require(offsets[rows] <= ids, "sampling_mask", "its offsets end at ", offsets[rows],
+          "; must end at most at the number of ids, ", ids);
+}
+
+Spans spans_of(const Tensor& tokens, const Tensor& offsets) {
+  Spans spans;
+  spans.tokens = data<int32_t>(tokens);
+  spans.count = tokens.numel();
+  if (offsets.scalar_type() == ScalarType::Int)
+    spans.offsets32 = data<int32_t>(offsets);
+  else
+    spans.offsets64 = data<int64_t>(offsets);
+  return spans;
+}
+
+}  // namespace
+
+void LogitsArgument::set_spans(const SamplingMask& given, int64_t vocabulary) {
+  require(given.ids.has_value() == given.offsets.has_value(), "sampling_mask",
+          "got one of ids and offsets; takes both or none");
+  if (!given.ids) {
+    require(!given.max_dense_rows, "max_dense_rows", "got ", given.max_dense_rows.value_or(0),
+            " without a sampling_mask; takes it with one");
+    return;
+  }
+  const Tensor &ids = *given.ids, &offsets = *given.offsets;
+  const auto type = offsets.scalar_type();
+  require(ids.dim() == 1 && ids.scalar_type() == ScalarType::Int, "sampling_mask", "got ids of shape ", shape(ids),
+          " and dtype ", dtype(ids), "; takes int32 [n]");
+  require(offsets.dim() == 1 && (type == ScalarType::Int || type == ScalarType::Long), "sampling_mask",
+          "got offsets of shape ", shape(offsets), " and dtype ", dtype(offsets), "; takes int32 or int64 [rows + 1]");
+  const int64_t count = rows.layout.count;
+  require(offsets.numel() == count + 1, "sampling_mask", "got ", offsets.numel() - 1,
+          " rows; takes one for each row of the logits, ", count);
+  require(given.max_dense_rows.value_or(0) >= 0, "max_dense_rows", "got ", given.max_dense_rows.value_or(0),
+          "; takes at least 0");
+  require_same_device("sampling_mask", ids, logits_);
+  require_same_device("sampling_mask", offsets, logits_);
+  tokens_ = packed(ids);
+  offsets_ = packed(offsets);
+  rows.spans = spans_of(*tokens_, *offsets_);
+  rows.spans.include_label = given.include_label;
+  rows.spans.max_dense_rows = given.max_dense_rows.value_or(-1);
+  const OptionalTensor known_tokens = on_host(*tokens_), known_offsets = on_host(*offsets_);
+  if (!known_tokens || !known_offsets) return;
+  if (type == ScalarType::Int)
+    require_offsets_of_spans(data<int32_t>(*known_offsets), count, ids.numel());
+  else
+    require_offsets_of_spans(data<int64_t>(*known_offsets), count, ids.numel());
+  Spans spans = spans_of(*known_tokens, *known_offsets);
+  spans.include_label = given.include_label;
+  const OptionalTensor labels = labels_ ? on_host(*labels_) : labels_, mask = mask_ ? on_host(*mask_) : mask_;
+  require_spans(spans, labels_of(labels), data<bool>(mask), count, vocabulary);
 }
 
 namespace {
@@ -82,10 +170,14 @@ RowOutputs pointers(const FourTensors& outputs) {
 }
 
 FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, double temperature,
-                            const OptionalTensor& temperature_tensor, const OptionalTensor& mask) {
+                            const OptionalTensor& temperature_tensor, const OptionalTensor& mask,
+                            const OptionalTensor& sampling_ids, const OptionalTensor& sampling_offsets,
+                            bool include_label, const OptionalInt& max_dense_rows) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
-  argument.set_labels(labels, argument.rows.layout.columns);
+  const int64_t vocabulary = argument.rows.layout.columns;
+  argument.set_labels(labels, vocabulary);
   argument.set_mask(mask);
+  argument.set_spans({sampling_ids, sampling_offsets, include_label, max_dense_rows}, vocabulary);
   FourTensors outputs = new_outputs(leading_sizes(logits, argument.dims), logits);
   TorchDevice device(logits);
   row_statistics(argument.rows, pointers(outputs), {}, device);
@@ -123,12 +215,15 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
                                 const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
                                 const Tensor& row_max, const Tensor& log_sum, double temperature,
                                 const OptionalTensor& temperature_tensor, const OptionalTensor& mask,
-                                const OptionalInt& first_token) {
+                                const OptionalInt& first_token, const OptionalTensor& sampling_ids,
+                                const OptionalTensor& sampling_offsets, bool include_label,
+                                const OptionalInt& max_dense_rows) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
   if (first_token) require_token("first_token", *first_token);
   const int64_t vocabulary = first_token ? INT64_MAX : argument.rows.layout.columns;  // unknown for a tile
   argument.set_labels(labels, vocabulary);
   argument.set_mask(mask);
+  argument.set_spans({sampling_ids, sampling_offsets, include_label, max_dense_rows}, vocabulary);
   GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
   gradients.rows.vocabulary = vocabulary;
   const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
@@ -178,7 +273,9 @@ void require_state(const Tensor& state, bool shards) {
 }
 
 void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, int64_t first_token,
-                    double temperature, const OptionalTensor& temperature_tensor, const OptionalTensor& mask) {
+                    double temperature, const OptionalTensor& temperature_tensor, const OptionalTensor& mask,
+                    const OptionalTensor& sampling_ids, const OptionalTensor& sampling_offsets, bool include_label,
+                    const OptionalInt& max_dense_rows) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
   require_token("first_token", first_token);
   require_state(state, false);
@@ -187,6 +284,7 @@ void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTen
   require_same_device("state", state, logits);
   argument.set_labels(labels, INT64_MAX);
   argument.set_mask(mask);
+  argument.set_spans({sampling_ids, sampling_offsets, include_label, max_dense_rows}, INT64_MAX);
   TorchDevice device(logits);
   merge_tile(argument.rows, first_token, mutable_data<RowState>(state), device);
 }

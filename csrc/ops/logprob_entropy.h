@@ -7,6 +7,7 @@
 #include "../core/segments.h"
 #include "../core/softmax_state.h"
 #include "device.h"
+#include "spans.h"
 #include "topk_mask.h"
 
 namespace d3s {
@@ -59,6 +60,7 @@ struct LogitsRows {
   Labels labels;
   Temperatures temperatures;
   const bool* mask = nullptr;  // false: the row is not read, and gives 0
+  Spans spans;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
 };
@@ -91,6 +93,12 @@ struct RowGradients {
   }
   D3S_HOST_DEVICE float of_entropy(int64_t row) const { return g_entropy ? g_entropy[row] : 0.f; }
   D3S_HOST_DEVICE RowStatistics statistics(int64_t row) const { return {entropy[row], row_max[row], log_sum[row]}; }
+
+  // Whether the row's result or what comes in is NaN: then its whole gradient is.
+  D3S_HOST_DEVICE bool any_nan(int64_t row, const Labels& labels) const {
+    const float g_logprob = of_logprob(row, labels), g_entropy = of_entropy(row);
+    return log_sum[row] != log_sum[row] || g_logprob != g_logprob || g_entropy != g_entropy;
+  }
 };
 
 // Where the gradient goes. In the dtype of the logits it may lie over them. In half precision, for float32 logits, it
@@ -119,6 +127,9 @@ struct RowState {
 
   D3S_HOST_DEVICE SoftmaxState get() const { return {max, sum, dot}; }
   D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
+
+  // Of a row with one kept token, whose logit is not read: it is taken as 0.
+  D3S_HOST_DEVICE static RowState of_single(bool is_label) { return {0.f, 1.f, 0.f, is_label ? 0.f : NAN}; }
 };
 
 // The states of all rows, [shards][count]: each row has one, or one for each shard of the vocabulary.
@@ -151,7 +162,8 @@ constexpr bool kMakesKeys = false;
 extern const bool kMakesKeys;
 #endif
 
-// Statistics of all rows, zeros for those that the mask leaves out.
+// Statistics of all rows, zeros for those that the mask leaves out. With more dense rows than their bound, NaN for all
+// others.
 D3S_KERNEL(void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys,
                                Device& device))
 
@@ -160,6 +172,7 @@ D3S_KERNEL(void row_gradients(const LogitsRows& rows, const RowGradients& gradie
                               const GradientOutput& out, Device& device))
 
 // Merges a tile, whose first column is token first_token, into the states of its rows. Skips rows that are masked out.
+// Of a row with a span, the kept tokens that lie in the tile are merged.
 D3S_KERNEL(void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device))
 
 // Statistics of finished states.

@@ -144,7 +144,8 @@ std::tuple<Tensor, Tensor, Tensor> select_tokens(const Tensor& entropy, const Te
 std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
     const Tensor& logits, const Tensor& advantages, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
     const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment, double temperature,
-    const OptionalTensor& temperature_tensor, bool pooled, bool drop_zeros) {
+    const OptionalTensor& temperature_tensor, bool pooled, bool drop_zeros, const OptionalTensor& sampling_ids,
+    const OptionalTensor& sampling_offsets, const OptionalInt& max_dense_rows) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
   require(logits.dim() >= 2, "logits", "got shape ", shape(logits), "; takes [..., n, V]");
   const Tensor entropy = empty(leading_sizes(logits, argument.dims), ScalarType::Float, logits);
@@ -152,6 +153,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
   TokenSelection selection(entropy, "logits",
                            {advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros});
   argument.rows.mask = selection.scores.mask;
+  argument.set_spans({sampling_ids, sampling_offsets, false, max_dense_rows}, argument.rows.layout.columns);
   RowOutputs outputs;
   outputs.entropy = mutable_data<float>(entropy);
   TorchDevice device(logits);

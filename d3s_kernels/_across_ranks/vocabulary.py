@@ -21,6 +21,7 @@ from .._dispatch import ops
 from .._head.at_backward import require_room_for_gradient, with_weight_grad_into
 from .._head.problem import HeadProblem, require_bounds
 from .._head.shard import Shard
+from ..sampling import LabelOutside, SamplingMask, op_arguments
 from .agreement import agree, asks
 from .sharded_argument import ShardedArgument
 
@@ -35,6 +36,9 @@ def vocab_parallel_logprob_entropy(
     *,
     temperature: float | Tensor = 1.0,
     mask: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
+    label_outside: LabelOutside = "nan",
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`d3s_kernels.logprob_entropy` of logits whose vocabulary is sharded across the ranks of a group.
 
@@ -61,9 +65,12 @@ def vocab_parallel_logprob_entropy(
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``; the same
             on all ranks.
         mask: bool ``[...]``, the same on all ranks; rows where it is False are not read and give 0 and 0.
+        sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with tokens of the whole vocabulary, the same on all
+            ranks: each reads those of its shard.
+        label_outside, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`, the same on all ranks.
 
         If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with rows cut as its
-        rows are. If its rows are cut, plain tensors have only this rank's rows.
+        rows are. If its rows are cut, plain tensors and the sampling mask have only this rank's rows.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
@@ -96,7 +103,8 @@ def vocab_parallel_logprob_entropy(
         require_no_tangent(logits_shard=logits)
         require_optional_tensors(logits, mask=mask)
         number, tensor = temperature_argument(temperature, logits, rows)
-        return logits, labels, shard.first_token, shard.ranks.group.group_name, number, tensor, mask
+        spans = op_arguments(sampling_mask, max_dense_rows, logits, label_outside)
+        return logits, labels, shard.first_token, shard.ranks.group.group_name, number, tensor, mask, *spans
 
     def refuse(*given: Any) -> None:
         state = logits.new_empty((rows.numel(), 4), dtype=torch.float32)
@@ -105,6 +113,9 @@ def vocab_parallel_logprob_entropy(
     def alike() -> dict[str, Any]:
         return {
             "the rows of logits_shard": list(rows), "labels": labels, "temperature": temperature, "mask": mask,
+            "label_outside": label_outside, "max_dense_rows": max_dense_rows,
+            "sampling_mask": sampling_mask and sampling_mask.token_ids,
+            "the offsets of sampling_mask": sampling_mask and sampling_mask.offsets,
         }  # fmt: skip
 
     given = _agreed("vocab_parallel_logprob_entropy", shard, arguments, refuse, alike)

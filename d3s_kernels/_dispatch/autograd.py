@@ -35,21 +35,23 @@ def _save(ctx: Any, output: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
 
 
 def _save_logprob_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, *ctx.shard, ctx.temperature, temperature_tensor, mask = inputs
-    _save(ctx, output, logits, labels, temperature_tensor, mask)
+    logits, labels, *ctx.shard, ctx.temperature, temperature_tensor, mask = inputs[:-4]
+    ids, offsets, ctx.include_label, ctx.max_dense_rows = inputs[-4:]
+    _save(ctx, output, logits, labels, temperature_tensor, mask, ids, offsets)
 
 
 def _logprob_entropy_backward(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    logits, labels, temperature_tensor, mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
+    logits, labels, temperature_tensor, mask, ids, offsets, logprob, entropy, row_max, log_sum = ctx.saved_tensors
     grad = None
     if grad_logprob is not None or grad_entropy is not None:
         grad = _op.logprob_entropy_backward.default(
             of_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, entropy, row_max, log_sum,
-            ctx.temperature, temperature_tensor, mask, *ctx.shard[:1],
+            ctx.temperature, temperature_tensor, mask, ctx.shard[0] if ctx.shard else None,
+            ids, offsets, ctx.include_label, ctx.max_dense_rows,
         )  # fmt: skip
-    return grad, *[None] * (4 + len(ctx.shard))
+    return grad, *[None] * (8 + len(ctx.shard))
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

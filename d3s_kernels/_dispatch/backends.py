@@ -113,7 +113,7 @@ def _serve(library: torch.library.Library, forced: str | None) -> None:
 
 def _python_kernel(op: str, backend: str, device: str, forced: str | None) -> _Kernel:
     """Wraps a kernel of ``_triton`` or ``_torch`` with the checks of its arguments. A Triton kernel returns
-    NotImplemented for segments that it cannot take, and then plain PyTorch computes the op.
+    NotImplemented for what it cannot take, and then plain PyTorch computes the op.
     """
     check, kernel, in_torch = getattr(torch.ops.d3s_checks, op).default, _kernels(backend)[op], _torch.KERNELS[op]
 

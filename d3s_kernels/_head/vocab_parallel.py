@@ -22,10 +22,17 @@ def forward_op(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor, ...]:
     shape = logits.shape[:-1]
     state = no_logits(shape.numel(), logits)
-    _op.softmax_state_.default(state, logits, labels, first_token, temperature, temperature_tensor, mask)
+    _op.softmax_state_.default(
+        state, logits, labels, first_token, temperature, temperature_tensor, mask,
+        sampling_ids, sampling_offsets, include_label, max_dense_rows,
+    )  # fmt: skip
     if temperature_tensor is not None and temperature_tensor.dim() > 0:
         temperature_tensor = temperature_tensor.reshape(-1)
     everyones = Shard.of_group(first_token, group_name).everyones(state)

@@ -20,6 +20,7 @@ from .._arguments import (
     whole_or_tensor,
 )
 from .._dispatch import ops
+from ..sampling import SamplingMask, op_arguments
 from .rules import TOKEN_RULES, TOKENS, token_factors
 
 Selection = tuple[Tensor, Tensor, Tensor]
@@ -86,13 +87,15 @@ class TokenArguments(NamedTuple):
     generator: torch.Generator | None = None
     logits: Tensor | None = None
     temperature: float | Tensor = 1.0
+    sampling_mask: SamplingMask | None = None
+    max_dense_rows: int | None = None
 
     def checked_factors(self, rank: int = 0) -> tuple[Tensor, Tensor, Ratio]:
         """Checks the arguments and returns the value and weight of each token on this rank, and the ratio.
 
         A token's score is ``|weight| * value``. Weights are float32: one for all, for each sequence, or for each token.
         """
-        entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator, logits, _ = self
+        entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator, logits = self[:11]
         require_rule(rule, TOKEN_RULES)
         require_scope(scope, "sequence")
         if logits is not None:
@@ -117,7 +120,8 @@ class TokenArguments(NamedTuple):
         require_tensors(logits=logits)
         require_optional_tensors(logits, mask=self.mask)
         temperature = temperature_argument(self.temperature, logits, logits.shape[:-1])
-        entropy: Tensor = ops.logprob_entropy(logits, None, *temperature, self.mask)[1]
+        spans = op_arguments(self.sampling_mask, self.max_dense_rows, logits)
+        entropy: Tensor = ops.logprob_entropy(logits, None, *temperature, self.mask, *spans)[1]
         return entropy
 
 

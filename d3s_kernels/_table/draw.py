@@ -169,6 +169,34 @@ class Draw:
         labels[torch.rand(rows, generator=generator) < 0.25] = -100
         return labels.to(self.choice((torch.int64, torch.int32)))
 
+    def spans(
+        self, rows: int, vocabulary: int, labels: Tensor | None, mask: Tensor | None = None, bound: bool = True
+    ) -> dict[str, Any]:
+        """A sampling mask: spans of one token, of all and of none beside others, unsorted; often none at all."""
+        if self.flag():
+            return {}
+        include, generator = labels is not None and self.flag(), self.generator()
+        empty, most = self.choice((0.0, 0.3, 1.0)), self.choice((2, 1, 10, vocabulary))
+        sizes = torch.randint(1, min(most, vocabulary) + 1, (rows,), generator=generator)
+        sizes[torch.rand(rows, generator=generator) < empty] = 0
+        spans: list[list[int]] = []
+        for row, size in enumerate(sizes.tolist()):
+            span = torch.randperm(vocabulary, generator=generator)[:size].tolist()
+            label = -100 if labels is None else int(labels.flatten()[row])
+            if span and label != -100 and label not in span and not include:
+                span[-1] = label
+            spans.append(span)
+        lengths = [len(span) for span in spans]
+        ids, offsets = [token for span in spans for token in span], [0, *accumulate(lengths)]
+        counted = [True] * rows if mask is None else mask.flatten().tolist()
+        dense = sum(count and not span for count, span in zip(counted, spans, strict=True))
+        return {
+            "sampling_ids": torch.tensor(ids + [0] * self.integer(0, 2), dtype=torch.int32),
+            "sampling_offsets": torch.tensor(offsets, dtype=self.choice((torch.int64, torch.int32))),
+            **({} if labels is None else {"include_label": include}),
+            "max_dense_rows": self.choice((None, dense, dense + 3, max(0, dense - 1) if bound else None)),
+        }
+
     def number_or_tensor(self, value: float, name: str, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
         """One of an op's two arguments for a value: the number, or the tensor that replaces it."""
         tensor = torch.tensor(value, dtype=self.choice(dtypes))

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import reference
+from ..sampling import SamplingMask
 
+NO_TARGET = -100
 LOWEST = torch.finfo(torch.float32).min  # the maximum of no logits
 KEY_BITS = 32
 NONE_KEPT = 2**32 - 1  # instead of the lowest kept key, if none is kept
@@ -43,18 +46,52 @@ def softmax_state_(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
 ) -> Tensor:
     after, tile = state.double(), logits.double().reshape(len(state), logits.shape[-1])
     heat = temperatures(temperature, temperature_tensor, len(state))
-    for row in range(len(state)):
-        if mask is not None and not mask.reshape(-1)[row]:
+    targets = [NO_TARGET] * len(state) if labels is None else labels.flatten().tolist()
+    kept = kept_tokens(targets, sampling_ids, sampling_offsets, include_label)
+    counted = [mask is None or bool(mask.reshape(-1)[row]) for row in range(len(state))]
+    exceeded = exceeds_bound(sampling_offsets, max_dense_rows, mask)
+    for row, tokens in enumerate(kept):
+        if not counted[row]:
             continue
-        own = _state_of(tile[row], heat[row])
-        after[row, :3] = _merged(after[row, :3], own, heat[row])
-        place = -1 if labels is None else int(labels.reshape(-1)[row]) - first_token
-        if 0 <= place < tile.shape[1]:
-            after[row, 3] = tile[row, place]
+        if exceeded:
+            after[row, 2] = math.nan
+            continue
+        single = tokens is not None and len(tokens) == 1  # its logit is not read
+        of_tile = range(first_token, first_token + tile.shape[1])
+        own = [token - first_token for token in (of_tile if tokens is None else tokens) if token in of_tile]
+        values = torch.zeros(len(own), dtype=torch.float64) if single else tile[row, own]
+        after[row, :3] = _merged(after[row, :3], _state_of(values, heat[row]), heat[row])
+        if targets[row] - first_token in own:
+            after[row, 3] = values[own.index(targets[row] - first_token)]
     return after
+
+
+def exceeds_bound(sampling_offsets: Tensor | None, max_dense_rows: int | None, mask: Tensor | None, **_: Any) -> bool:
+    """Whether more unmasked rows than the bound have an empty span."""
+    if sampling_offsets is None or max_dense_rows is None:
+        return False
+    dense = sampling_offsets.diff() == 0
+    return int((dense if mask is None else dense & mask.reshape(-1)).sum()) > max_dense_rows
+
+
+def kept_tokens(
+    targets: Sequence[int], ids: Tensor | None, offsets: Tensor | None, include_label: bool
+) -> list[list[int] | None]:
+    """The tokens of each row's set; None for all tokens."""
+    if ids is None or offsets is None:
+        return [None] * len(targets)
+    spans = [ids[begin:end].tolist() for begin, end in pairwise(offsets.tolist())]
+    for span, target in zip(spans, targets, strict=True):
+        if span and include_label and target != NO_TARGET and target not in span:
+            span.append(target)
+    return [span or None for span in spans]
 
 
 def _state_of(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -104,18 +141,39 @@ def row_statistics(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logprob_entropy with the two numbers that its backward needs: the maximum, and log S."""
     heat = temperature if temperature_tensor is None else temperature_tensor
-    targets = torch.full(logits.shape[:-1], -100, device=logits.device) if labels is None else labels
-    logprob, entropy = reference.logprob_entropy(logits, targets, temperature=heat, mask=mask)
+    targets = torch.full(logits.shape[:-1], NO_TARGET, device=logits.device) if labels is None else labels
+    spans = None if sampling_ids is None or sampling_offsets is None else SamplingMask(sampling_ids, sampling_offsets)
+    logprob, entropy = reference.logprob_entropy(
+        logits, targets, temperature=heat, mask=mask, sampling_mask=spans,
+        label_outside="include" if include_label else "nan", max_dense_rows=max_dense_rows,
+    )  # fmt: skip
     read = logits.detach() if mask is None else logits.detach().masked_fill(~mask.unsqueeze(-1), 0)
+    kept = kept_tokens(targets.flatten().tolist(), sampling_ids, sampling_offsets, include_label)
+    read = _only_kept(read, kept)
     top = read.double().amax(-1)
     scaled = (read.double() - top.unsqueeze(-1)) / torch.as_tensor(heat, device=logits.device).double().unsqueeze(-1)
     undefined = entropy.detach().isnan()  # then the maximum may be anything
     statistics = top.masked_fill(undefined, math.nan), scaled.exp().sum(-1).log().masked_fill(undefined, math.nan)
     top, log_sum = (part if mask is None else part.masked_fill(~mask, 0) for part in statistics)
     return logprob, entropy, top, log_sum
+
+
+def _only_kept(logits: Tensor, kept: Sequence[list[int] | None], first_token: int = 0) -> Tensor:
+    """The logits with -inf for tokens that are not kept, and 0 for a single one that is."""
+    only = logits.clone().reshape(-1, logits.shape[-1])
+    for row, tokens in zip(only, kept, strict=True):
+        if tokens is not None:
+            places = [token - first_token for token in tokens if 0 <= token - first_token < len(row)]
+            values = torch.zeros(len(places), dtype=row.dtype) if len(tokens) == 1 else row[places]
+            row.fill_(-math.inf)[places] = values
+    return only.view(logits.shape)
 
 
 def logprob_entropy_backward(
@@ -130,16 +188,23 @@ def logprob_entropy_backward(
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
     first_token: int | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
 ) -> Tensor:
     """dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t, for the tokens from first_token on."""
     shape, rows = logits.shape, math.prod(logits.shape[:-1])
-    z = logits.double().reshape(rows, shape[-1])
+    tokens = [NO_TARGET] * rows if labels is None else labels.flatten().tolist()
+    kept = kept_tokens(tokens, sampling_ids, sampling_offsets, include_label)
+    single = torch.tensor([own is not None and len(own) == 1 for own in kept], dtype=torch.bool)
+    z = _only_kept(logits, kept, first_token or 0).double().reshape(rows, shape[-1])
     heat = temperatures(temperature, temperature_tensor, rows).unsqueeze(1)
     top, log_total, h = (part.double().reshape(rows, 1) for part in (row_max, log_sum, entropy))
-    targets = torch.full((rows,), -100) if labels is None else labels.reshape(-1).long()
+    targets = torch.tensor(tokens, dtype=torch.int64)
     nothing = torch.zeros(rows, 1, dtype=torch.float64)
     of_logprob = nothing if grad_logprob is None else grad_logprob.double().reshape(rows, 1)
-    of_logprob = of_logprob.masked_fill((targets == -100).unsqueeze(1), 0)
+    of_logprob = of_logprob.masked_fill((targets == NO_TARGET).unsqueeze(1), 0)
     of_entropy = nothing if grad_entropy is None else grad_entropy.double().reshape(rows, 1)
     log_p = (z - top) / heat - log_total
     p = log_p.exp()
@@ -147,6 +212,7 @@ def logprob_entropy_backward(
     of_terms = torch.where(p > 0, p * (log_p + h), p)
     gradient = (of_logprob * (at_label.double() - p) - of_entropy * of_terms) / heat
     still = (of_logprob == 0) & (of_entropy == 0)
+    still |= single.unsqueeze(1) & ~(log_total + of_logprob + of_entropy).isnan()
     if mask is not None:
         still |= ~mask.reshape(-1, 1)
     return gradient.masked_fill(still, 0).view(shape)

@@ -14,6 +14,7 @@ from . import meaning
 from .draw import Draw
 
 Arguments = dict[str, Any]
+SPANS = ("sampling_ids", "sampling_offsets", "include_label", "max_dense_rows")
 RATIOS = (0.3, 1.0, 0.1, 0.07, 1e-6, 0.999)
 _DIGITS = (((24, 8), (16, 8), (8, 8), (0, 8)), ((21, 11), (10, 11), (0, 10)))
 
@@ -30,20 +31,29 @@ def _differentiable(draw: Draw, arguments: Arguments, *names: str) -> Arguments:
 # ---- vocabulary -----------------------------------------------------------------------------------------------------
 
 
-def logprob_entropy(draw: Draw) -> Arguments:
+def logprob_entropy(draw: Draw, bound: bool = True) -> Arguments:
     vocabulary = draw.length(1)
     logits = draw.logits(vocabulary)
     rows = tuple(logits.shape[:-1])
     labels = draw.optional(draw.labels(rows, vocabulary))
     given = {"logits": logits, "labels": labels, "mask": draw.mask(rows), **draw.temperature(rows)}
+    given |= draw.spans(math.prod(rows), vocabulary, labels, given["mask"], bound)
     return _differentiable(draw, given, "logits")
+
+
+def _spans(given: Arguments) -> Arguments:
+    return {name: given[name] for name in SPANS if name in given}
 
 
 def with_labels(draw: Draw, given: Arguments) -> Arguments:
     """Adds labels where they are missing, for calls that require them."""
-    logits = given["logits"]
+    logits, rows = given["logits"], tuple(given["logits"].shape[:-1])
     if given.get("labels") is None:
-        given["labels"] = draw.labels(tuple(logits.shape[:-1]), logits.shape[-1])
+        given["labels"] = draw.labels(rows, logits.shape[-1])
+        if "sampling_mask" in given:  # of a public function
+            given["label_outside"] = "include"
+        if "sampling_ids" in given:
+            given["include_label"] = True
     return given
 
 
@@ -51,7 +61,7 @@ def _with_statistics(draw: Draw, given: Arguments) -> Arguments:
     """Adds a forward's results, and random incoming gradients, of which one may be missing and some are 0."""
     _, *found = meaning.row_statistics(
         given["logits"], given["labels"], given.get("temperature", 1.0), given.get("temperature_tensor"),
-        given.get("mask"),
+        given.get("mask"), **_spans(given),
     )  # fmt: skip
     given |= {name: part.float() for name, part in zip(("entropy", "row_max", "log_sum"), found, strict=True)}
     rows = given["entropy"].shape
@@ -66,7 +76,8 @@ def _with_statistics(draw: Draw, given: Arguments) -> Arguments:
 def logprob_entropy_backward(draw: Draw, masked: bool = True) -> Arguments:
     given = _detached(logprob_entropy(draw))
     if not masked:
-        given.pop("mask")
+        for name in ("mask", *SPANS):
+            given.pop(name, None)
     given = _with_statistics(draw, given)
     if draw.flag():  # a shard of the vocabulary: the tokens from first_token on
         first = draw.integer(0, given["logits"].shape[-1] - 1)
@@ -86,14 +97,15 @@ def logprob_entropy_backward_in_place(draw: Draw) -> Arguments:
 
 def softmax_state(draw: Draw) -> Arguments:
     """A tile, and the states that other tiles of the same rows have left."""
-    given = _detached(logprob_entropy(draw))
+    given = _detached(logprob_entropy(draw, bound=False))
     logits = given["logits"]
     vocabulary, rows = logits.shape[-1], logits.shape[:-1].numel()
     first = draw.integer(0, vocabulary - 1)
     heat = given.get("temperature", 1.0), given.get("temperature_tensor")
     state = meaning.no_logits(rows)
     if draw.flag():
-        state = meaning.softmax_state_(state, logits[..., :first], given["labels"], 0, *heat).float()
+        spans = _spans(given) | {"max_dense_rows": None}
+        state = meaning.softmax_state_(state, logits[..., :first], given["labels"], 0, *heat, **spans).float()
     return given | {"state": state, "logits": logits[..., first:], "first_token": first}
 
 
@@ -239,11 +251,13 @@ def select_tokens_from_logits(draw: Draw) -> Arguments:
     else:
         offsets, logits = None, draw.logits(vocabulary, least_dims=1)
     tokens = tuple(logits.shape[:-1])
+    mask = draw.mask(tokens)
     return {
         "logits": logits,
         "advantages": _advantages(draw, tokens, offsets),
         "offsets": offsets,
-        "mask": draw.mask(tokens),
+        "mask": mask,
+        **draw.spans(math.prod(tokens), vocabulary, None, mask),
         "pooled": draw.flag(),
         "drop_zeros": draw.flag(),
         **_ratio(draw),

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from .. import reference
+from ..sampling import SamplingMask
 from . import allowed, meaning, samples
 from .allowed import Allowed
 from .draw import Draw
@@ -88,6 +89,9 @@ def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         merged["scope"] = "batch" if given["pooled"] else "group" if name == "select_rollouts" else "sequence"
     if "low" in given:
         merged["log_bounds"] = (given["low"], given["high"])
+    if given.get("sampling_ids") is not None:
+        merged["sampling_mask"] = SamplingMask(given["sampling_ids"], given["sampling_offsets"])
+        merged["label_outside"] = "include" if given.get("include_label") else "nan"
     return {argument: value for argument, value in merged.items() if argument in takes or argument == "found"}
 
 
@@ -117,7 +121,8 @@ def _from_logits(
     found: Mapping[str, Tensor], logits: Tensor, temperature: Any = 1.0, **options: Any
 ) -> tuple[Any, ...]:
     """The selection from the entropies that the call returned, and the exact entropies."""
-    entropy = reference.entropy(logits, temperature=temperature, mask=options.get("mask"))
+    spans = {name: options.pop(name) for name in ("sampling_mask", "max_dense_rows") if name in options}
+    entropy = reference.entropy(logits, temperature=temperature, mask=options.get("mask"), **spans)
     chosen = reference.select_tokens(found["entropy"], **options)
     return chosen.mask, entropy, chosen.count, chosen.threshold
 

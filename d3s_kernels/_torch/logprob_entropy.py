@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .softmax_state import SLICE, add_logits, finish, log_probability, merge, no_logits, row_blocks, temperatures
+from .spans import SpanRows, Spans
 
 NO_TARGET = -100
 
@@ -39,22 +40,55 @@ def logprob_entropy(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape, columns = logits.shape[:-1], logits.shape[-1]
+    shape = logits.shape[:-1]
     count = math.prod(shape)
     targets = labels_of(labels, count, logits)
     each = temperatures(temperature, temperature_tensor, count, logits)
-    results = [torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(4)]
-    for rows, block in row_blocks(logits, min(columns, SLICE)):
-        tile, t, target = block.flatten(0, -2), each[rows], targets[rows]
-        entropy, top, log_sum = finish(add_logits(no_logits(len(t), logits), tile, t), t)
-        places, found = places_in_tile(target, 0, columns)
-        logprob = log_probability(at_places(tile, places), top, log_sum, t)
-        logprob = logprob.masked_fill(~found, math.nan).masked_fill(target == NO_TARGET, 0)
-        for result, part in zip(results, (logprob, entropy, top, log_sum), strict=True):
-            result[rows] = part if mask is None else part.masked_fill(~mask.reshape(-1)[rows], 0)
+    spans = Spans.of(sampling_ids, sampling_offsets, include_label, max_dense_rows)
+    if spans is None:
+        results = _of_all_tokens(logits, targets, each)
+    else:
+        results = _of_kept_tokens(SpanRows.of(spans, logits, targets, None, mask), each)
+    if mask is not None:
+        results.masked_fill_(~mask.reshape(-1), 0)
     logprob, entropy, top, log_sum = (result.view(shape) for result in results)
     return logprob, entropy, top, log_sum
+
+
+def _of_all_tokens(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+    """The four results, [4, rows]."""
+    columns = logits.shape[-1]
+    results = torch.empty(4, len(targets), dtype=torch.float32, device=logits.device)
+    for rows, block in row_blocks(logits, min(columns, SLICE)):
+        tile, t, target = block.flatten(0, -2), temperature[rows], targets[rows]
+        places, found = places_in_tile(target, 0, columns)
+        state = add_logits(no_logits(len(t), logits), tile, t)
+        results[:, rows] = _finished(state, at_places(tile, places), found, target, t)
+    return results
+
+
+def _finished(state: Tensor, label_logit: Tensor, found: Tensor, target: Tensor, temperature: Tensor) -> Tensor:
+    entropy, top, log_sum = finish(state, temperature)
+    logprob = log_probability(label_logit, top, log_sum, temperature)
+    logprob = logprob.masked_fill(~found, math.nan).masked_fill(target == NO_TARGET, 0)
+    return torch.stack([logprob, entropy, top, log_sum])
+
+
+def _of_kept_tokens(rows: SpanRows, temperature: Tensor) -> Tensor:
+    sets, targets = rows.sets, rows.targets
+    results = _finished(rows.states(temperature), rows.label_logits()[0], sets.has_label, targets, temperature)
+    of_single = torch.zeros_like(results)
+    of_single[0].masked_fill_(~sets.has_label & (targets != NO_TARGET), math.nan)
+    results = torch.cat([torch.where(sets.single, of_single, results), results.new_empty(4, 1)], 1)
+    dense, exceeded = rows.dense_rows()
+    for row, logits, to in dense:
+        results.index_copy_(1, to, _of_all_tokens(logits, targets[row], temperature[row]))
+    return results[:, :-1].masked_fill(exceeded, math.nan)
 
 
 def softmax_state_(
@@ -65,18 +99,57 @@ def softmax_state_(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
 ) -> None:
     """Merges a tile into the states [rows, 4]: (m, S, T, the label's logit, NaN until the label's tile is merged)."""
-    count, columns = len(state), logits.shape[-1]
-    targets = labels_of(labels, count, logits)
-    each = temperatures(temperature, temperature_tensor, count, logits)
+    targets = labels_of(labels, len(state), logits)
+    each = temperatures(temperature, temperature_tensor, len(state), logits)
+    spans = Spans.of(sampling_ids, sampling_offsets, include_label, max_dense_rows)
+    if spans is None:
+        after = _merged_with_all(state, logits, targets, each, first_token)
+    else:
+        after = _merged_with_kept(state, SpanRows.of(spans, logits, targets, first_token, mask), each)
+    state.copy_(after if mask is None else after.where(mask.reshape(-1, 1), state))
+
+
+def _merged_with_all(state: Tensor, logits: Tensor, targets: Tensor, temperature: Tensor, first_token: int) -> Tensor:
+    columns, after = logits.shape[-1], torch.empty_like(state)
     for rows, block in row_blocks(logits, min(columns, SLICE)):
         tile, before = block.flatten(0, -2), state[rows]
         places, found = places_in_tile(targets[rows], first_token, columns)
-        merged = add_logits(before[:, :3].T, tile, each[rows])
+        merged = add_logits(before[:, :3].T, tile, temperature[rows])
         label_logit = at_places(tile, places).where(found, before[:, 3])
-        after = torch.cat([merged, label_logit.unsqueeze(0)]).T
-        state[rows] = after if mask is None else after.where(mask.reshape(-1, 1)[rows], before)
+        after[rows] = torch.cat([merged, label_logit.unsqueeze(0)]).T
+    return after
+
+
+def _merged_with_kept(state: Tensor, rows: SpanRows, temperature: Tensor) -> Tensor:
+    merged = merge(state[:, :3].T, rows.states(temperature), temperature)
+    label_logit, found = rows.label_logits()
+    after = torch.cat([merged, label_logit.where(found, state[:, 3]).unsqueeze(0)]).T
+    after = torch.where(rows.sets.single.unsqueeze(1), _with_single_tokens(state, rows), after)
+    after = torch.cat([after, after.new_empty(1, 4)])
+    dense, exceeded = rows.dense_rows()
+    for row, logits, to in dense:
+        after[to] = _merged_with_all(state[row], logits, rows.targets[row], temperature[row], rows.first_token)
+    after[:, 2].masked_fill_(exceeded, math.nan)
+    return after[:-1]
+
+
+def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
+    """The states of rows with one kept token, as if its logit were 0; as they were if another tile has the token."""
+    ids, offsets = rows.spans.ids, rows.spans.offsets
+    if len(ids) == 0:
+        return state
+    token = ids[offsets[:-1].clamp(0, len(ids) - 1)].long()
+    _, in_tile = places_in_tile(token, rows.first_token, rows.logits.shape[-1])
+    alone = torch.zeros_like(state)
+    alone[:, 1] = 1
+    alone[:, 3].masked_fill_(~rows.sets.has_label, math.nan)
+    return torch.where(in_tile.unsqueeze(1), alone, state)
 
 
 def softmax_state_finish(

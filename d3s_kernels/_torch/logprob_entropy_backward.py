@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .logprob_entropy import NO_TARGET, at_places, labels_of, places_in_tile
 from .softmax_state import row_blocks, temperatures
+from .spans import SpanRows, Spans
 
 
 class _Rows(NamedTuple):
@@ -23,7 +24,7 @@ class _Rows(NamedTuple):
     labels: Tensor
     still: Tensor  # whether the row has no gradient: 0, whatever the logits are
 
-    def part(self, rows: slice) -> _Rows:
+    def part(self, rows: slice | Tensor) -> _Rows:
         return _Rows(*(tensor[rows] for tensor in self))
 
 
@@ -39,6 +40,10 @@ def logprob_entropy_backward(
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
     first_token: int | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
 ) -> Tensor:
     targets = labels_of(labels, entropy.numel(), logits)
     each = temperatures(temperature, temperature_tensor, entropy.numel(), logits)
@@ -49,6 +54,9 @@ def logprob_entropy_backward(
     rows = rows._replace(top=rows.top.masked_fill(no_token & (rows.target != 0), math.nan))
     if mask is not None:
         rows = rows._replace(still=rows.still | ~mask.reshape(-1))
+    spans = Spans.of(sampling_ids, sampling_offsets, include_label, max_dense_rows)
+    if spans is not None:
+        return _gradient_of_kept(rows, SpanRows.of(spans, logits, targets, first_token, mask))
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _write(rows, logits, first_token or 0, out)
     return out
@@ -111,6 +119,28 @@ def _write(all_rows: _Rows, logits: Tensor, first_token: int, out: Tensor) -> No
         at_label = at_places(gradient, places)
         gradient.scatter_(1, places.unsqueeze(1), (at_label + row.target).where(found, at_label).unsqueeze(1))
         to.copy_(gradient.masked_fill_(row.still.unsqueeze(-1), 0).view(to.shape))
+
+
+def _gradient_of_kept(rows: _Rows, own: SpanRows) -> Tensor:
+    sets, (count, columns) = own.sets, (len(rows.top), own.logits.shape[-1])
+    outside = (own.targets != NO_TARGET) & ~sets.has_label & ~sets.dense & (rows.target != 0)
+    rows = rows._replace(top=rows.top.masked_fill(outside, math.nan))
+    undefined = rows.top.isnan() & ~rows.still
+    out = torch.empty(count + 1, columns, dtype=own.logits.dtype, device=own.logits.device)
+    out[:count] = torch.where(undefined, math.nan, 0.0).unsqueeze(1)
+    for row, place, z, read in own.kept_logits() if columns else ():
+        part = rows.part(row)
+        at_label = torch.where(place + own.first_token == part.labels, part.target, 0)
+        gradient = _gradient(part, z.unsqueeze(1)).squeeze(1) + at_label
+        # Added to the zeros that are there. What is not read goes to the row past the last one.
+        read = read & ~part.still & ~undefined[row]
+        at = torch.where(read, row, count), torch.where(read, place, 0)
+        out.index_put_(at, torch.where(read, gradient, 0).to(out.dtype), accumulate=True)
+    for row, logits, to in own.dense_rows()[0]:
+        gradients = torch.empty_like(logits)
+        _write(rows.part(row), logits, own.first_token, gradients)
+        out.index_copy_(0, to, gradients)
+    return out[:count].view(own.logits.shape)
 
 
 def _gradient(row: _Rows, logits: Tensor) -> Tensor:

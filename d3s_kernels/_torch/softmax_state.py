@@ -16,7 +16,7 @@ from torch import Tensor
 # the vocabulary are cut at multiples of it (d3s_kernels/_head/tiles.py).
 SLICE = 8192
 _BLOCK = 3 << 20  # logits that are computed at once: with five float32 temporaries 60 MiB
-_LOWEST = torch.finfo(torch.float32).min
+LOWEST = torch.finfo(torch.float32).min
 
 
 def row_blocks(logits: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
@@ -50,7 +50,7 @@ def temperatures(number: float, tensor: Tensor | None, rows: int, like: Tensor) 
 def no_logits(rows: int, like: Tensor) -> Tensor:
     """The initial state. Its maximum is not -inf, since -inf - -inf would be NaN."""
     state = torch.zeros(3, rows, dtype=torch.float32, device=like.device)
-    state[0].fill_(_LOWEST)
+    state[0].fill_(LOWEST)
     return state
 
 
@@ -62,11 +62,11 @@ def add_logits(state: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _state_of(logits: Tensor, temperature: Tensor) -> Tensor:
-    top = logits.amax(-1).clamp(min=_LOWEST)
+    top = logits.amax(-1).clamp(min=LOWEST)
     distance = logits - top.unsqueeze(-1)
     terms = distance.new_empty(2, *distance.shape)
     torch.exp(distance / temperature.unsqueeze(-1), out=terms[0])
-    torch.mul(distance.clamp_(min=_LOWEST), terms[0], out=terms[1])  # -inf * 0 would be NaN
+    torch.mul(distance.clamp_(min=LOWEST), terms[0], out=terms[1])  # -inf * 0 would be NaN
     return torch.cat([top.unsqueeze(0), _sum_by_halves_(terms)])
 
 

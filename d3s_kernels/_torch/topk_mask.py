@@ -103,8 +103,13 @@ def select_tokens_from_logits(
     temperature_tensor: Tensor | None = None,
     pooled: bool = True,
     drop_zeros: bool = False,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, entropy, _, _ = logprob_entropy(logits, None, temperature, temperature_tensor, mask)
+    _, entropy, _, _ = logprob_entropy(
+        logits, None, temperature, temperature_tensor, mask, sampling_ids, sampling_offsets, False, max_dense_rows
+    )
     chosen, count, threshold = select_tokens(
         entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
     )

@@ -164,7 +164,7 @@ def finish_states(
     tl.store(log_sums + row, log_sum, mask=here)
 
 
-# ---- the ops --------------------------------------------------------------------------------------------------------
+# ---- the ops. Plain PyTorch has the rows of a sampling mask. --------------------------------------------------------
 
 
 def logprob_entropy(
@@ -173,7 +173,13 @@ def logprob_entropy(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
+) -> Any:
+    if sampling_ids is not None:
+        return NotImplemented
     return row_statistics(logits, labels, temperature, temperature_tensor, mask)
 
 
@@ -208,16 +214,23 @@ def softmax_state_(
     temperature: float = 1.0,
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
-) -> None:
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
+) -> Any:
+    if sampling_ids is not None:
+        return NotImplemented
     rows = Rows.of(logits)
     if rows.total == 0:
-        return
+        return None
     of_rows = {"mask": contiguous(mask), **temperature_arguments(temperature, temperature_tensor)}
     states, slices = _slice_states(rows, **of_rows)
     merge_into_states[(triton.cdiv(rows.total, MERGERS),)](
         states, slices, rows.total, columns=rows.columns, labels=contiguous(labels), **rows.place(), **of_rows,
         row_states=state, first_token=first_token, MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
     )  # fmt: skip
+    return None
 
 
 def softmax_state_finish(

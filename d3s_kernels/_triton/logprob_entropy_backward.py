@@ -145,7 +145,13 @@ def logprob_entropy_backward(
     temperature_tensor: Tensor | None = None,
     mask: Tensor | None = None,
     first_token: int | None = None,
-) -> Tensor:
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
+) -> Any:
+    if sampling_ids is not None:
+        return NotImplemented
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _write(
         grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,

@@ -238,11 +238,16 @@ def select_tokens_from_logits(
     temperature_tensor: Tensor | None = None,
     pooled: bool = True,
     drop_zeros: bool = False,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    max_dense_rows: int | None = None,
 ) -> Any:
     shape = logits.shape[:-1]
     of_rows = None, temperature, temperature_tensor, mask
-    if not _fits(shape, pooled, offsets):
-        entropy = row_statistics(logits, *of_rows)[1]
+    if sampling_ids is not None or not _fits(shape, pooled, offsets):
+        entropy = torch.ops.d3s_kernels.logprob_entropy.default(
+            logits, *of_rows, sampling_ids, sampling_offsets, False, max_dense_rows
+        )[1]
         chosen, count, threshold = torch.ops.d3s_kernels.select_tokens.default(
             entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
         )

@@ -55,6 +55,8 @@ def arguments_of(op: str, seed: int, device: torch.device) -> dict[str, Any]:
     for name in ("max_rows", "max_grad_rows"):
         if name in arguments:
             arguments[name] = arguments["labels"].numel()
+    if "sampling_offsets" in arguments:
+        arguments["max_dense_rows"] = len(arguments["sampling_offsets"])
     return {name: part.detach() if isinstance(part, Tensor) else part for name, part in arguments.items()}
 
 

@@ -1,0 +1,181 @@
+// Rows with a span of a sampling mask: only their kept logits are read. A warp takes a short span, a block a long one:
+// the order of the sums depends on the length of the row's own span alone.
+#pragma once
+
+#include "row_gradient.h"
+#include "softmax_lane.h"
+
+namespace d3s {
+namespace {  // internal linkage, as the states of core/softmax_state.h have
+
+constexpr int kSpanThreads = 256;
+constexpr int kSpanWarps = kSpanThreads / kWarp;  // rows of a block
+constexpr int kLongSpan = 1024;  // tokens: 8 rounds of loads for a warp, some 10 us. Longer spans take the whole block.
+constexpr int kGathered = 4;     // logits that a thread loads before it uses the first
+
+// What one thread, one warp or one block has of a row's span.
+struct KeptShare {
+  SoftmaxState state;
+  bool label_found, bad_token;
+};
+
+// Places in a row's tile. Spans may be unchecked: what is no token is in no tile, and never read.
+struct TileOfRow {
+  int64_t first_token, columns;
+  bool whole;  // whether the tile is the whole vocabulary
+
+  __device__ bool has(int64_t token) const { return token >= first_token && token - first_token < columns; }
+  __device__ bool bad(int64_t token) const { return token < 0 || (whole && token >= columns); }
+};
+
+// The tokens first, first + step, ... of a span, for the thread that calls this; then merged over its warp.
+template <class T>
+__device__ KeptShare warp_kept_share(const T* logits, const Span& span, const TileOfRow& tile, int64_t label, int first,
+                                     int step, float temperature) {
+  const float scale = kLog2E / temperature;
+  LaneState lane;
+  int label_found = 0, bad_token = 0;
+  for (int64_t i = first; i < span.size; i += int64_t{step} * kGathered) {
+    int64_t tokens[kGathered];
+    float z[kGathered];
+#pragma unroll
+    for (int j = 0; j < kGathered; ++j) {
+      const int64_t place = i + int64_t{step} * j;
+      tokens[j] = place < span.size ? span.tokens[place] : INT64_MAX;
+    }
+#pragma unroll
+    for (int j = 0; j < kGathered; ++j) {
+      z[j] = tile.has(tokens[j]) ? to_float(logits[tokens[j] - tile.first_token]) : -INFINITY;
+      label_found |= tokens[j] == label;
+      bad_token |= tokens[j] != INT64_MAX && tile.bad(tokens[j]);
+    }
+    lane.add(z, scale);
+  }
+  return {warp_merge(lane.state(scale), 1.f / temperature), warp_reduce(label_found, Max()) != 0,
+          warp_reduce(bad_token, Max()) != 0};
+}
+
+// Merges the shares of a block's warps. Only the first warp's threads get the result; all threads of a block call this.
+__device__ inline KeptShare block_kept_share(const KeptShare& of_warp, KeptShare* shares, float temperature) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  if (lane == 0) shares[warp] = of_warp;
+  __syncthreads();
+  KeptShare all = lane < kSpanWarps ? shares[lane] : KeptShare{SoftmaxState(), false, false};
+  all.state = warp_merge(all.state, 1.f / temperature);
+  all.label_found = warp_reduce(int{all.label_found}, Max()) != 0;
+  all.bad_token = warp_reduce(int{all.bad_token}, Max()) != 0;
+  __syncthreads();  // the shares are used again
+  return all;
+}
+
+// Writes the result of a row with a span. Only one thread calls this.
+template <class T>
+__device__ void finish_span(const LogitsRows& rows, int64_t row, const Span& span, const KeptShare& share,
+                            const TileOfRow& tile, const RowSink& sink) {
+  const int64_t label = rows.labels[row];
+  const KeptSet set =
+      rows.spans.set_of(span, label, tile.whole ? tile.columns : INT64_MAX, share.label_found, share.bad_token);
+  const bool label_in_tile = set.has_label && tile.has(label);
+  if (set.single()) {
+    if (sink.states && tile.has(span.tokens[0])) sink.states[row] = RowState::of_single(label_in_tile);
+    if (!sink.states) write_row(row, {0.f, 0.f, 0.f}, label == kNoTarget || label_in_tile ? 0.f : NAN, sink);
+    return;
+  }
+  const float temperature = rows.temperatures[row];
+  const float label_logit = label_in_tile ? to_float(row_at<T>(rows, row)[label - tile.first_token]) : NAN;
+  SoftmaxState state = share.state;
+  if (set.label_joins && label_in_tile) {
+    LaneState one;
+    one.add({label_logit}, kLog2E / temperature);
+    state = merge(state, one.state(kLog2E / temperature), 1.f / temperature);
+  }
+  if (set.bad) state.dot = NAN;
+  if (sink.states) {
+    sink.states[row].set(merge(sink.states[row].get(), state, 1.f / temperature));
+    if (label_in_tile) sink.states[row].label_logit = label_logit;
+    return;
+  }
+  const RowStatistics statistics = finish(state, temperature);
+  // A label that is not in the set gives NaN.
+  write_row(row, statistics, label == kNoTarget ? 0.f : log_probability(label_logit, statistics, temperature), sink);
+}
+
+// Results of all rows that have a span or are masked out. Counts the others in `dense_rows`, if that is given.
+template <class T>
+__global__ void __launch_bounds__(kSpanThreads)
+    rows_with_span(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink, int* dense_rows) {
+  KeptShare* shares = dynamic_shared<KeptShare>();  // [kSpanWarps]
+  const TileOfRow tile{sink.first_token, rows.layout.columns, sink.states == nullptr};
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+  const int64_t first_row = int64_t{blockIdx.x} * kSpanWarps, own = first_row + thread / kWarp;
+  if (own < rows.layout.count) {
+    if (rows.masked_out(own)) {
+      if (lane == 0) write_masked_row(own, sink);
+    } else {
+      const Span span = rows.spans[own];
+      if (span.size == 0 && dense_rows && lane == 0) atomicAdd(dense_rows, 1);
+      if (span.size != 0 && span.size <= kLongSpan) {
+        // Of a single kept token, no logit is read.
+        const int64_t label = rows.labels[own];
+        const bool single = span.size == 1 && (!rows.spans.include_label || label < 0 || label == span.tokens[0]);
+        KeptShare share{SoftmaxState(), single && label == span.tokens[0], single && tile.bad(span.tokens[0])};
+        if (!single)
+          share = warp_kept_share(row_at<T>(rows, own), span, tile, label, lane, kWarp, rows.temperatures[own]);
+        if (lane == 0) finish_span<T>(rows, own, span, share, tile, sink);
+      }
+    }
+  }
+  for (int64_t row = first_row; row < first_row + kSpanWarps && row < rows.layout.count; ++row) {
+    if (rows.masked_out(row)) continue;
+    const Span span = rows.spans[row];
+    if (span.size <= kLongSpan) continue;
+    const float temperature = rows.temperatures[row];
+    const KeptShare of_warp =
+        warp_kept_share(row_at<T>(rows, row), span, tile, rows.labels[row], thread, kSpanThreads, temperature);
+    const KeptShare share = block_kept_share(of_warp, shares, temperature);
+    if (thread == 0) finish_span<T>(rows, row, span, share, tile, sink);
+  }
+}
+
+// If there are more dense rows than their bound, all results are NaN.
+__global__ void enforce_bound(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink,
+                              const int* dense_rows) {
+  const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (row >= rows.layout.count || *dense_rows <= rows.spans.max_dense_rows || rows.masked_out(row)) return;
+  if (sink.states)
+    sink.states[row].dot = NAN;
+  else
+    write_row(row, {NAN, NAN, NAN}, NAN, sink);
+}
+
+// Writes the gradient of a piece [begin, end) of a row with a span: 0 everywhere, and then at the kept tokens. All
+// threads of a block call this.
+template <class T>
+__device__ void write_kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t row,
+                                     int64_t first_token, int begin, int end, T* gradient) {
+  const T* logits = row_at<T>(rows, row);
+  const Span span = rows.spans[row];
+  const int64_t label = rows.labels[row], thread = threadIdx.x;
+  int found = 0;
+  for (int64_t i = thread; i < span.size; i += kGradientThreads) found |= span.tokens[i] == label;
+  const bool label_found = __syncthreads_or(found) != 0;
+  const KeptSet set = rows.spans.set_of(span, label, gradients.vocabulary, label_found, false);
+  const bool no_label = gradients.of_logprob(row, rows.labels) != 0.f && !set.has_label;
+  const bool undefined = set.bad || no_label || gradients.any_nan(row, rows.labels);
+  fill(gradient + begin, end - begin, undefined ? NAN : 0.f);
+  if (undefined || set.single()) return;
+  __syncthreads();  // the zeros before the numbers
+  const RowGradient f = gradient_of_row(rows, gradients, row);
+  const int64_t first_place = first_token + begin, last_place = first_token + end;
+  for (int64_t i = thread; i < span.size; i += kGradientThreads) {
+    const int64_t token = span.tokens[i];
+    if (token < first_place || token >= last_place) continue;
+    const float z = to_float(logits[token - first_token]);
+    gradient[token - first_token] = from_float<T>(token == label ? f.at_label(z) : f(z));
+  }
+  if (thread == 0 && set.label_joins && label >= first_place && label < last_place)
+    gradient[label - first_token] = from_float<T>(f.at_label(to_float(logits[label - first_token])));
+}
+
+}  // namespace
+}  // namespace d3s

@@ -1,0 +1,60 @@
+// What the kernels of logprob_entropy.cu need to write the gradient of a row.
+#pragma once
+
+#include "row_sink.h"
+#include "vectors.h"
+
+namespace d3s {
+namespace {  // internal linkage, as the states of core/softmax_state.h have
+
+constexpr int kGradientThreads = 256;
+
+// Turns a logit of one row into its gradient.
+struct RowGradient {
+  GradientLine line;
+  float max, scale, temperature;
+
+  __device__ RowGradient(const RowStatistics& row, float g_logprob, float g_entropy, float temperature, bool defined)
+      : line(gradient_line(g_logprob, g_entropy, row, temperature)),
+        max(defined ? row.max : NAN),  // NaN makes the whole gradient NaN
+        scale(kLog2E / temperature),
+        temperature(temperature) {}
+
+  __device__ float operator()(float z) const {
+    const float distance = z - max, e = exp2_fast(distance * scale);
+    const float gradient = e * fmaf(line.slope, distance, line.offset);
+    return e > 0.f ? gradient : e;  // 0 for a logit of -inf (0 * inf would be NaN); NaN stays
+  }
+  __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
+};
+
+// Writes one number to n places.
+template <class T>
+__device__ void fill(T* p, int n, float number) {
+  const T value = from_float<T>(number);
+  uint32_t word = 0;
+  if constexpr (sizeof(T) == 4)
+    word = bits_of_float(value);
+  else
+    word = value.bits | static_cast<uint32_t>(value.bits) << 16;
+  const int head = min(elements_to_vector(p), n), vectors = (n - head) / kPerVector<T>;
+  for (int i = static_cast<int>(threadIdx.x); i < head; i += kGradientThreads) p[i] = value;
+  for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kGradientThreads)
+    store_streaming(reinterpret_cast<uint4*>(p + head) + v, make_uint4(word, word, word, word));
+  for (int i = head + vectors * kPerVector<T> + static_cast<int>(threadIdx.x); i < n; i += kGradientThreads)
+    p[i] = value;
+}
+
+__device__ inline bool has_gradient(const LogitsRows& rows, const RowGradients& gradients, int64_t row) {
+  return !rows.masked_out(row) && !(gradients.of_logprob(row, rows.labels) == 0.f && gradients.of_entropy(row) == 0.f);
+}
+
+__device__ inline RowGradient gradient_of_row(const LogitsRows& rows, const RowGradients& gradients, int64_t row) {
+  const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
+  const bool bad_label = g_logprob != 0.f && rows.labels.bad(row, gradients.vocabulary);
+  return RowGradient(gradients.statistics(row), g_logprob, g_entropy, rows.temperatures[row],
+                     !bad_label && !gradients.any_nan(row, rows.labels));
+}
+
+}  // namespace
+}  // namespace d3s

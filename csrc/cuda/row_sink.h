@@ -1,0 +1,31 @@
+// Where the kernels of logprob_entropy.cu write the result of a row.
+#pragma once
+
+#include "../ops/logprob_entropy.h"
+#include "score_keys.h"
+
+namespace d3s {
+
+struct RowSink {
+  RowOutputs outputs;
+  KeyOutput keys;
+  RowState* states = nullptr;  // if set, a tile is merged into these; else outputs are written
+  int64_t first_token = 0;
+};
+
+__device__ inline void write_row(int64_t row, const RowStatistics& statistics, float logprob, const RowSink& sink) {
+  sink.outputs.write(row, statistics, logprob);
+  if (sink.keys.keys) sink.keys.keys[row] = key_of_entropy(sink.keys.scores, row, statistics.entropy);
+}
+
+__device__ inline void write_masked_row(int64_t row, const RowSink& sink) {
+  sink.outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
+  if (sink.keys.keys) sink.keys.keys[row] = kAbsent;
+}
+
+template <class T>
+__device__ const T* row_at(const LogitsRows& rows, int64_t row) {
+  return static_cast<const T*>(rows.logits) + rows.layout.offset(row);
+}
+
+}  // namespace d3s

@@ -1,0 +1,57 @@
+// The spans of a sampling mask: for each row, the tokens that could have been sampled. Nothing here knows torch.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/macros.h"
+
+namespace d3s {
+
+// The kept tokens of one row: of the whole vocabulary, in any order. An empty span means all tokens.
+struct Span {
+  const int32_t* tokens;
+  int64_t size;  // below 0: offsets on the device may be unchecked, and these are bad
+};
+
+// The set that a row's log-probability and entropy are of: its span, and the label if it joins.
+struct KeptSet {
+  int64_t size;
+  bool has_label;
+  bool label_joins;  // the label is not in the span
+  bool bad;          // offsets or a token are bad: the row's results are NaN
+
+  // Then the log-probability, entropy and gradient are 0, and no logit is read.
+  D3S_HOST_DEVICE bool single() const { return size == 1 && !bad; }
+};
+
+struct Spans {
+  const int32_t* tokens = nullptr;
+  int64_t count = 0;                   // of all tokens
+  const int32_t* offsets32 = nullptr;  // one of the two is set if there is a sampling mask
+  const int64_t* offsets64 = nullptr;
+  bool include_label = false;   // a label that is not in its row's span joins the set
+  int64_t max_dense_rows = -1;  // the caller's bound on rows with an empty span; below 0: none
+
+  D3S_HOST_DEVICE bool given() const { return offsets32 || offsets64; }
+  D3S_HOST_DEVICE bool bounded() const { return given() && max_dense_rows >= 0; }
+
+  D3S_HOST_DEVICE Span operator[](int64_t row) const {
+    const int64_t begin = offset(row), end = offset(row + 1);
+    const bool good = 0 <= begin && begin <= end && end <= count;
+    return {tokens + (good ? begin : 0), good ? end - begin : -1};
+  }
+  // Whether the row's log-probability is that of all tokens.
+  D3S_HOST_DEVICE bool dense(int64_t row) const { return !given() || (*this)[row].size == 0; }
+
+  // The set of a row whose span has been read. A label below 0 is no token.
+  D3S_HOST_DEVICE KeptSet set_of(const Span& span, int64_t label, int64_t vocabulary, bool label_found,
+                                 bool bad_token) const {
+    const bool joins = include_label && !label_found && label >= 0 && label < vocabulary;
+    return {span.size + joins, label_found || joins, joins, bad_token || span.size < 0};
+  }
+
+ private:
+  D3S_HOST_DEVICE int64_t offset(int64_t i) const { return offsets32 ? offsets32[i] : offsets64[i]; }
+};
+
+}  // namespace d3s

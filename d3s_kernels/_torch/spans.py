@@ -1,0 +1,158 @@
+"""Rows with a sampling mask, in plain PyTorch: kept logits are gathered, and rows with an empty span are packed.
+
+Sums are made in whole numbers, so that they do not depend on the order of their terms or on other rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .compact import compact
+from .softmax_state import LOWEST
+
+_UNIT = 2.0**40  # terms are rounded to multiples of 1 / _UNIT
+_KEPT_AT_ONCE = 1 << 22  # logits: some 200 MB of temporaries
+_DENSE_AT_ONCE = 1 << 25  # logits of rows that are packed
+
+
+class Spans(NamedTuple):
+    """The spans of all rows, as an op takes them."""
+
+    ids: Tensor
+    offsets: Tensor  # int64
+    include_label: bool
+    max_dense_rows: int | None
+
+    @classmethod
+    def of(
+        cls, ids: Tensor | None, offsets: Tensor | None, include_label: bool, max_dense_rows: int | None
+    ) -> Spans | None:
+        if ids is None or offsets is None:
+            return None
+        return cls(ids, offsets.long(), include_label, max_dense_rows)
+
+    def bad(self) -> Tensor:
+        """Whether some offsets on a GPU, where they are not checked, decrease or point past the ids; 0-d."""
+        offsets = self.offsets
+        return (offsets[0] != 0) | (offsets.diff() < 0).any() | (offsets[-1] > len(self.ids))
+
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For some ids at a time: the row of each (0 for those of no row), the id, and whether it is of a row."""
+        rows, bad = len(self.offsets) - 1, self.bad()
+        for begin in range(0, len(self.ids) if rows else 0, _KEPT_AT_ONCE):
+            ids = self.ids[begin : begin + _KEPT_AT_ONCE].long()
+            place = torch.arange(begin, begin + len(ids), device=ids.device)
+            row = torch.searchsorted(self.offsets[1:], place, right=True)
+            used = (row < rows) & ~bad
+            yield torch.where(used, row, 0), ids, used
+
+
+class Sets(NamedTuple):
+    """What the set of each row is, [rows] each."""
+
+    has_label: Tensor  # the label is in the set
+    label_joins: Tensor  # and not in the span
+    single: Tensor  # one token, whose logit is not read
+    bad: Tensor  # an id or the offsets are bad: the results are NaN
+    dense: Tensor  # the span is empty: all tokens
+
+    @classmethod
+    def of(cls, spans: Spans, targets: Tensor, vocabulary: int) -> Sets:
+        found, bad = (torch.zeros_like(targets, dtype=torch.int32) for _ in range(2))
+        for row, ids, used in spans.pieces():
+            found.index_add_(0, row, (used & (ids == targets[row])).int())
+            bad.index_add_(0, row, (used & ((ids < 0) | (ids >= vocabulary))).int())
+        sizes, wrong = spans.offsets.diff(), (bad > 0) | spans.bad()
+        is_token = (targets >= 0) & (targets < vocabulary)
+        joins = (found == 0) & is_token & (sizes > 0) & spans.include_label
+        single = (sizes + joins.long() == 1) & ~wrong
+        return cls((found > 0) | joins, joins, single, wrong, (sizes == 0) & ~spans.bad())
+
+
+class SpanRows(NamedTuple):
+    """The rows of a tile of logits, whose first column is token ``first_token``."""
+
+    spans: Spans
+    sets: Sets
+    logits: Tensor
+    targets: Tensor
+    first_token: int
+    mask: Tensor | None
+
+    @classmethod
+    def of(
+        cls, spans: Spans, logits: Tensor, targets: Tensor, first_token: int | None, mask: Tensor | None
+    ) -> SpanRows:
+        """Without a ``first_token``, the logits are of the whole vocabulary."""
+        vocabulary = logits.shape[-1] if first_token is None else 1 << 31
+        sets = Sets.of(spans, targets, vocabulary)
+        return cls(spans, sets, logits, targets, first_token or 0, None if mask is None else mask.reshape(-1))
+
+    def kept_logits(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """For some at a time: row, place in the tile, logit, and whether it counts; last the labels that join."""
+        counts = ~(self.sets.single | self.sets.bad | self.sets.dense)
+        if self.mask is not None:
+            counts &= self.mask
+        rows = torch.arange(len(self.targets), device=self.targets.device)
+        for row, ids, used in (*self.spans.pieces(), (rows, self.targets, self.sets.label_joins)):
+            place = ids - self.first_token
+            read = used & counts[row] & (place >= 0) & (place < self.logits.shape[-1])
+            yield row, place, self._gathered(row, place, read), read
+
+    def label_logits(self) -> tuple[Tensor, Tensor]:
+        """The logit of each row's label, and whether it is there: in the row's set and in the tile."""
+        place = self.targets - self.first_token
+        read = self.sets.has_label & ~self.sets.single & (place >= 0) & (place < self.logits.shape[-1])
+        return self._gathered(torch.arange(len(place), device=place.device), place, read), read
+
+    def _gathered(self, row: Tensor, place: Tensor, read: Tensor) -> Tensor:
+        if self.logits.shape[-1] == 0:
+            return torch.full(row.shape, -math.inf, device=row.device)
+        found = self.logits[(*self._of_rows(row), place.where(read, 0))].float()
+        return found.masked_fill(~read, -math.inf)
+
+    def _of_rows(self, row: Tensor) -> tuple[Tensor, ...]:
+        """What selects rows by their numbers, whatever the strides of the leading dimensions are."""
+        place: list[Tensor] = []
+        for size in reversed(self.logits.shape[1:-1]):
+            place.insert(0, row % size)
+            row = row // size
+        return (row, *place) if self.logits.dim() > 1 else ()
+
+    def states(self, temperature: Tensor) -> Tensor:
+        """(m, S, T) of each row with a span, float32 [3, rows]; of others, that of no logits."""
+        top = torch.full_like(temperature, LOWEST)
+        for row, _, z, read in self.kept_logits():
+            top.scatter_reduce_(0, row, torch.where(read, z, LOWEST), "amax")
+        units = torch.zeros(len(top), 3, dtype=torch.int64, device=top.device)
+        for row, _, z, _ in self.kept_logits():
+            distance = (z - top[row]) / temperature[row]
+            e = distance.exp()
+            no_number = ~(z < math.inf)  # NaN or +inf
+            terms = torch.stack([e, torch.where(e > 0, distance * e, 0), no_number], 1)
+            units.index_add_(0, row, terms.nan_to_num().mul(_UNIT).round().long())
+        total, dot, no_numbers = (units.double() / _UNIT).float().unbind(1)
+        undefined = (no_numbers > 0) | temperature.isnan() | self.sets.bad
+        return torch.stack([top, total, (dot * temperature).masked_fill(undefined, math.nan)])
+
+    def dense_rows(self) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor]], Tensor]:
+        """The rows with an empty span, some at a time: their numbers, their logits, and where results go, which is
+        past the last row for numbers that stand for none. And whether there are more than the bound. Without a bound
+        this waits for a GPU.
+        """
+        dense, bound = self.sets.dense if self.mask is None else self.sets.dense & self.mask, self.spans.max_dense_rows
+        count, columns = dense.sum(), self.logits.shape[-1]
+        capacity = int(count) if bound is None else min(bound, len(dense))
+        index, _ = compact(dense, capacity)
+        parts = torch.split(index, max(1, _DENSE_AT_ONCE // max(1, columns))) if capacity else ()
+        packed = (
+            (row, self.logits[self._of_rows(row)].view(len(row), columns), torch.where(part < 0, len(dense), part))
+            for part in parts
+            for row in (part.clamp(min=0),)
+        )
+        return packed, torch.zeros_like(count, dtype=torch.bool) if bound is None else count > bound
