@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import d3s_kernels as d3s
+
 from . import inputs, trl_peers
 from .targets import TRL_TRITON
 
@@ -95,6 +97,26 @@ def compiled(function: Callable) -> Callable | None:
     except Exception:
         return None
     return torch.compile(function, dynamic=False)
+
+
+# Of the tokens that a sampling mask keeps -----------------------------------------------------------------------------
+
+
+def filled(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
+    """Logits of -inf where a token was not kept, and then our op on all of them: how slime replays sampling masks."""
+    ids = kept.padded
+    keeps = torch.zeros(*logits.shape[:-1], logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
+    keeps = keeps.scatter_(-1, torch.where(ids < 0, logits.shape[-1], ids), True)[..., :-1]
+    return d3s.logprob_entropy(logits.masked_fill(~keeps, -math.inf), kept.labels)
+
+
+def gathered(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
+    """Only the kept logits, padded to the longest span: how prime-rl reduces them."""
+    ids = kept.padded
+    own = logits.gather(-1, ids.clamp(min=0)).float().masked_fill(ids < 0, -math.inf)
+    logps = own.log_softmax(-1)
+    logprob = torch.where(ids == kept.labels.unsqueeze(-1), logps, 0.0).sum(-1)
+    return logprob, -(logps.exp() * logps.masked_fill(ids < 0, 0.0)).sum(-1)
 
 
 # Masks of the highest scores ------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def in_triton(contest: str) -> str:
     return f"{contest}, in Triton"
 
 
+MASKED = "with a sampling mask"
 HEAD_STEP = "linear_logprob_entropy forward + backward"
 ADDED = "linear_logprob_entropy backward, 10% of the tokens, wide, bf16, added to a gradient"
 
@@ -59,6 +60,8 @@ CPU: tuple[Target, ...] = (
     Within("logprob_entropy forward, half of the rows masked (alternate)", "all rows", 0.55),
     Within("logprob_entropy forward, half of the rows masked (right-padded)", "all rows", 0.55),
     Within("select_tokens_from_logits", "logprob_entropy", 1.03),
+    Within(f"logprob_entropy forward, {MASKED}", "all tokens", 0.05),
+    Within(f"logprob_entropy forward + backward, {MASKED}", "zeros_like", 1.1),
     Within("linear_logprob_entropy forward, wide, bf16", "matmul", 1.05),
     Within("linear_logprob_entropy forward, wide, fp32", "matmul", 1.05),
     Within(f"{HEAD_STEP}, wide, bf16", "four products", 1.05),
@@ -88,6 +91,8 @@ CUDA: tuple[Target, ...] = (
     Within("logprob_entropy forward, half of the rows masked (alternate)", "all rows", 0.55),
     Within("logprob_entropy forward, half of the rows masked (right-padded)", "all rows", 0.55),
     Within("select_tokens_from_logits", "logprob_entropy", 1.03),
+    Within(f"logprob_entropy forward, {MASKED}", "all tokens", 0.05),
+    Within(f"logprob_entropy forward + backward, {MASKED}", "zeros_like", 1.1),
     Within("linear_logprob_entropy forward, wide, bf16", "matmul", 1.07),
     Within("linear_logprob_entropy forward, wide, bf16, fp32 logits", "matmul", 1.15),
     Within("linear_logprob_entropy forward, narrow, bf16", "matmul"),

@@ -86,7 +86,6 @@ def logprob_entropy(
         undefined = _masked(row_entropy.isnan() | exceeded, mask)
         logprob = _nan_where(undefined | _masked(outside, mask), logprob, given)
         row_entropy = _nan_where(undefined, row_entropy, given)
-        no_target = no_target & (not exceeded)
     return _masked(logprob.masked_fill(no_target, 0), mask), _masked(row_entropy, mask)
 
 

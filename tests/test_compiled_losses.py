@@ -34,6 +34,12 @@ def of_logits(logits: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
 
 
+def of_sampled_logits(logits: Tensor, labels: Tensor, kept: d3s.SamplingMask, *rest: Any) -> tuple[Tensor, ...]:
+    options = {"sampling_mask": kept, "label_outside": "include", "max_dense_rows": labels.numel()}
+    logprob, entropy = d3s.logprob_entropy(logits, labels, **options)
+    return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
+
+
 class Model(nn.Module):
     """A layer and an LM head with bounds on the rows and on the rows that have a gradient."""
 
@@ -99,6 +105,18 @@ def test_a_loss_of_logits(backend: str, dynamic: bool | None, calls: int, as_ten
         logits = random_logits(*labels.shape, VOCABULARY).requires_grad_()
         old = older(d3s.logprob_entropy(logits, labels)[0])
         assert_same_gradients(compiled, of_logits, [logits], logits, labels, old, *rest)
+
+
+@FORMS
+def test_a_loss_of_sampled_logits(backend: str, dynamic: bool | None, calls: int, as_tensors: bool) -> None:
+    """A sampling mask is an argument of the compiled function. Its number of ids changes too."""
+    compiled = compiled_once(of_sampled_logits, backend, dynamic, calls)
+    for i in range(20):
+        labels, *rest = labels_and_budgets(i, as_tensors)
+        kept = d3s.SamplingMask.from_lists([list(range(row % 4, 3 * (row % 4))) for row in range(labels.numel())])
+        logits = random_logits(*labels.shape, VOCABULARY).requires_grad_()
+        old = older(d3s.logprob_entropy(logits, labels)[0])
+        assert_same_gradients(compiled, of_sampled_logits, [logits], logits, labels, kept, old, *rest)
 
 
 @FORMS

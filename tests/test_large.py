@@ -10,7 +10,14 @@ import pytest
 import torch
 from helpers import assert_entropy, assert_gradient, assert_logprob, random_logits
 
-from d3s_kernels import compact, linear_logprob_entropy, logprob_entropy, reference, select_tokens_from_logits
+from d3s_kernels import (
+    SamplingMask,
+    compact,
+    linear_logprob_entropy,
+    logprob_entropy,
+    reference,
+    select_tokens_from_logits,
+)
 
 VOCABULARY = 152_064
 ROWS = 2**31 // VOCABULARY + 3
@@ -62,6 +69,20 @@ def test_selection_from_many() -> None:
     assert found.mask[LIVE].tolist() == expected.mask.tolist()
     assert found.count == 3  # of 5
     assert_entropy(found.entropy[LIVE], reference.entropy(logits[LIVE]))
+
+
+def test_spans_of_many() -> None:
+    """Only the kept logits are read: the others have no memory yet, and get none."""
+    ids = torch.stack([torch.arange(ROWS) % VOCABULARY, torch.arange(1, ROWS + 1) % VOCABULARY], 1).int().flatten()
+    spans = SamplingMask(ids, torch.arange(ROWS + 1) * 2)
+    labels = ids[::2].long()
+    with within_megabytes(300):
+        logits = torch.empty(ROWS, VOCABULARY, dtype=torch.bfloat16)
+        logits.view(-1)[torch.arange(ROWS) * VOCABULARY + labels] = 1
+        logprob, entropy = logprob_entropy(logits, labels, sampling_mask=spans)
+    expected = reference.logprob_entropy(torch.tensor([1.0, 0.0]), torch.tensor(0))
+    assert_logprob(logprob, expected[0].expand(ROWS))
+    assert_entropy(entropy, expected[1].expand(ROWS))
 
 
 def test_rows_far_apart() -> None:

@@ -10,6 +10,7 @@ from helpers import (
     Segmented,
     assert_identical,
     assert_same_bits,
+    assert_unchecked_spans,
     awkward,
     random_generator,
     random_logits,
@@ -105,6 +106,10 @@ def test_a_label_that_is_no_token(label: int) -> None:
     assert gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist() == [False, True, False]
 
 
+def test_spans_of_a_sampling_mask() -> None:
+    assert_unchecked_spans(plain)
+
+
 @pytest.mark.parametrize("offsets", [[0, 10, 5, 20], [0, 40], [-9, 20], [0, 2**31 - 1, 20], [20, 0], [7], [5, 9, 12]])
 def test_bad_offsets_stay_within_bounds(offsets: list[int]) -> None:
     """Values outside the offsets are not selected, or NaN. Those inside get the same results as with good offsets."""
@@ -172,6 +177,10 @@ def vocabulary_calls() -> None:
     plain("softmax_state_finish", state)
     plain("logprob_entropy_backward_", rows[0], rows[0], tile, labels.flatten(), *rows[1:], 8192)
     plain("select_tokens_from_logits", logits, torch.rand(5), None, torch.rand(()), mask)
+    spans = torch.ones(70).int(), torch.ones(11).long(), True, 4
+    logprob, *statistics = plain("logprob_entropy", logits, labels, 1.0, torch.rand(5, 2), mask, *spans)
+    plain("logprob_entropy_backward", logprob, logprob, logits, labels, *statistics, 1.0, None, mask, None, *spans)
+    plain("softmax_state_", state, tile, labels.flatten(), 8192, 1.0, None, None, *spans)
 
 
 def segment_calls() -> None:

@@ -107,7 +107,7 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
     if (rows.masked_out(row)) outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
   const LiveRows live(rows);
   if (live.exceeds_bound(rows.spans)) {
-    live.for_each([&](int64_t row) { outputs.write(row, {NAN, NAN, NAN}, NAN); });
+    live.for_each([&](int64_t row) { outputs.write(row, {NAN, NAN, NAN}, rows.labels[row] == kNoTarget ? 0.f : NAN); });
     return;
   }
   dispatch_float(rows.type, [&](auto tag) {

@@ -145,7 +145,7 @@ __global__ void enforce_bound(const __grid_constant__ LogitsRows rows, const __g
   if (sink.states)
     sink.states[row].dot = NAN;
   else
-    write_row(row, {NAN, NAN, NAN}, NAN, sink);
+    write_row(row, {NAN, NAN, NAN}, rows.labels[row] == kNoTarget ? 0.f : NAN, sink);
 }
 
 // Writes the gradient of a piece [begin, end) of a row with a span: 0 everywhere, and then at the kept tokens. All

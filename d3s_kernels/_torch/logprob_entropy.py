@@ -88,7 +88,9 @@ def _of_kept_tokens(rows: SpanRows, temperature: Tensor) -> Tensor:
     dense, exceeded = rows.dense_rows()
     for row, logits, to in dense:
         results.index_copy_(1, to, _of_all_tokens(logits, targets[row], temperature[row]))
-    return results[:, :-1].masked_fill(exceeded, math.nan)
+    results = results[:, :-1].masked_fill(exceeded, math.nan)
+    results[0].masked_fill_(targets == NO_TARGET, 0)
+    return results
 
 
 def softmax_state_(

@@ -19,6 +19,7 @@ from helpers import (
     assert_identical,
     assert_logprob,
     assert_same_bits,
+    assert_unchecked_spans,
     cut,
     random_labels,
     random_logits,
@@ -70,9 +71,9 @@ class Case(NamedTuple):
     environment: dict[str, str] = {}  # noqa: RUF012
 
 
-def gradient(logits: Tensor, labels: Tensor) -> Tensor:
+def gradient(logits: Tensor, labels: Tensor, **options: object) -> Tensor:
     leaf = logits.clone().requires_grad_()
-    logprob, entropy = d3s.logprob_entropy(leaf, labels)
+    logprob, entropy = d3s.logprob_entropy(leaf, labels, **options)  # type: ignore[arg-type]
     return torch.autograd.grad(logprob.sum() + 0.5 * entropy.sum(), leaf)[0]
 
 
@@ -87,12 +88,19 @@ def cases() -> dict[str, Case]:
     mask = torch.rand(200_001, generator=generator) < 0.3
     moved = rewards + torch.randn(9000, generator=generator)
     groups = torch.randint(-1, 16, (9000,), generator=generator, dtype=torch.int8)
+    spans = d3s.SamplingMask.from_lists([[5, 9], [], list(range(SLICE, 99, -9)), [7], [8, 1, 3], [*range(5000)]])
     few, many = {"D3S_SHIM_SMS": "132"}, {"D3S_SHIM_SMS": "1"}
     tight = {"D3S_SHIM_SHARED": SMALL_SHARED}
     return {
         "logprob_entropy, a block for each row": Case(lambda: d3s.logprob_entropy(logits, labels), many),
         "logprob_entropy, a block for each slice": Case(lambda: d3s.logprob_entropy(logits, labels), few),
         "logprob_entropy_backward": Case(lambda: gradient(logits, labels)),
+        "logprob_entropy, a sampling mask": Case(
+            lambda: d3s.logprob_entropy(logits, labels, sampling_mask=spans, max_dense_rows=1, label_outside="include")
+        ),
+        "logprob_entropy_backward, a sampling mask": Case(
+            lambda: gradient(logits, labels, sampling_mask=spans, label_outside="include")
+        ),
         "topk_mask, one block": Case(lambda: d3s.topk_mask(scores, 0.1)),
         "topk_mask, pieces": Case(lambda: d3s.topk_mask(torch.cat([scores] * 5), 0.1), tight),
         "topk_mask, ragged": Case(lambda: d3s.topk_mask(scores, 0.1, offsets=ragged)),
@@ -426,6 +434,29 @@ def test_a_label_that_is_no_token(label: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("D3S_KERNELS_CHECK", "1")
     with pytest.raises(ValueError, match="labels: got"):
         d3s.logprob_entropy(logits, labels)
+
+
+def test_spans_of_a_sampling_mask() -> None:
+    assert_unchecked_spans(lambda name, *arguments: getattr(OP, name)(*arguments))
+
+
+@pytest.mark.parametrize("longest", [1023, 1024, 1025, 3000])
+def test_long_spans_beside_short_ones(longest: int) -> None:
+    """A span above 1,024 tokens takes a whole block. Rows of a block, and blocks, have spans of both kinds."""
+    lengths = [1, longest, 2, 40, 0, longest, 3, 1, longest, 5, longest]
+    spans = [torch.randperm(3100)[:length].tolist() for length in lengths]
+    labels = torch.tensor([span[-1] if span else 7 for span in spans])
+    mask, rows = d3s.SamplingMask.from_lists(spans), torch.tensor([10, 5, 0, 8])
+    leaf = random_logits(11, 3100).requires_grad_()
+    found = d3s.logprob_entropy(leaf, labels, sampling_mask=mask)
+    expected = reference.logprob_entropy(exact := leaf.detach().double().requires_grad_(), labels, sampling_mask=mask)
+    assert_logprob(found[0].detach(), expected[0].detach())
+    assert_entropy(found[1].detach(), expected[1].detach())
+    slopes = [torch.autograd.grad(torch.stack(part).sum(), of)[0] for part, of in ((found, leaf), (expected, exact))]
+    assert_gradient(*slopes)
+    some = d3s.logprob_entropy(leaf.detach()[rows], labels[rows], sampling_mask=mask.index_select(rows))
+    for ours, all_rows in zip(some, found, strict=True):
+        assert_same_bits(ours, all_rows.detach()[rows])
 
 
 BAD_OFFSETS = [[0, 10, 5, 20], [5, 20], [0, 7], [0, 40], [-9, 20], [0, 2**31 - 1, 20], [20, 0], [7]]

@@ -1,0 +1,70 @@
+"""logprob_entropy of the tokens that were kept when a token was sampled, with spans as engines return them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import d3s_kernels as d3s
+
+from . import inputs, peers
+from .clock import Work
+from .harness import Contest, close, close_gradient, describe
+from .sizes import Sizes
+
+
+@pytest.fixture(scope="module")
+def logits(sizes: Sizes) -> Tensor:
+    return inputs.logits_and_labels(sizes)[0]
+
+
+@pytest.fixture(scope="module")
+def kept(sizes: Sizes) -> inputs.Kept:
+    return inputs.kept_tokens(sizes)
+
+
+@pytest.fixture(scope="module")
+def size(logits: Tensor, kept: inputs.Kept) -> str:
+    return f"{describe(*logits.shape, dtype=logits.dtype)}, {len(kept.mask.token_ids):,} kept tokens"
+
+
+def ours(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
+    return d3s.logprob_entropy(logits, kept.labels, sampling_mask=kept.mask, max_dense_rows=0)
+
+
+def test_forward(contest: Contest, logits, kept, size) -> None:
+    contest(
+        "logprob_entropy forward, with a sampling mask",
+        size,
+        lambda: ours(logits, kept),
+        peers={
+            "-inf, then the dense op": lambda: peers.filled(logits, kept),
+            "gather in PyTorch": lambda: peers.gathered(logits, kept),
+        },
+        yardsticks={"all tokens": lambda: d3s.logprob_entropy(logits, kept.labels)},
+        agree=close(1e-3),
+    )
+
+
+def test_forward_and_backward(contest: Contest, logits, kept, size) -> None:
+    gradients = inputs.advantages(*kept.labels.shape), inputs.entropies(*kept.labels.shape)
+
+    def step(function: Callable[[Tensor, inputs.Kept], tuple[Tensor, Tensor]]) -> Work:
+        leaf = logits.detach().requires_grad_()
+        return lambda: torch.autograd.grad(function(leaf, kept), leaf, gradients)[0]
+
+    contest(
+        "logprob_entropy forward + backward, with a sampling mask",
+        size,
+        step(ours),
+        peers={
+            "-inf, then the dense op": step(peers.filled),
+            "gather in PyTorch": step(peers.gathered),
+        },
+        yardsticks={
+            "all tokens": step(lambda leaf, kept: d3s.logprob_entropy(leaf, kept.labels)),
+            "zeros_like": lambda: torch.zeros_like(logits),  # the gradient is dense
+        },
+        agree=close_gradient(1e-2),
+    )

@@ -1,0 +1,289 @@
+"""The ops on logits with a sampling mask. What the table draws is compared with the reference in test_table.py; here
+are the cases that it cannot draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import pytest
+import torch
+from helpers import (
+    DTYPES,
+    INF,
+    NAN,
+    assert_entropy,
+    assert_gradient,
+    assert_logprob,
+    assert_same_bits,
+    random_logits,
+    slow_elsewhere,
+    threads,
+)
+from torch import Tensor
+
+from d3s_kernels import SamplingMask, entropy, logprob_entropy, reference, select_tokens, select_tokens_from_logits
+from d3s_kernels._dispatch import backends
+from d3s_kernels._table.coverage import replaced
+
+Results = tuple[Tensor, ...]
+
+
+def random_spans(lengths: list[int], vocabulary: int) -> tuple[SamplingMask, Tensor]:
+    """Spans of these lengths, in any order, and a label in each: any token where the span is empty."""
+    spans = [torch.randperm(vocabulary)[:length] for length in lengths]
+    labels = [span[int(torch.randint(len(span), ()))] if len(span) else torch.randint(vocabulary, ()) for span in spans]
+    offsets = torch.tensor([0, *accumulate(lengths)])
+    return SamplingMask(torch.cat([*spans, torch.empty(0)]).int(), offsets), torch.tensor(labels, dtype=torch.int64)
+
+
+def with_gradient(logits: Tensor, labels: Tensor, **options: object) -> Results:
+    """logprob, entropy, and the gradient of both together."""
+    leaf = logits.detach().requires_grad_()
+    results = logprob_entropy(leaf, labels, **options)  # type: ignore[arg-type]
+    weights = [torch.linspace(1, 2, labels.numel()).view(labels.shape), torch.ones(labels.shape)]
+    return *(result.detach() for result in results), *torch.autograd.grad(results, leaf, weights)
+
+
+# ---- what is computed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.simd
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [5000, slow_elsewhere(256_000, shows="a large vocabulary")])
+def test_spans_of_all_lengths_beside_each_other(vocabulary: int, dtype: torch.dtype) -> None:
+    mask, labels = random_spans([1, 5000, 2, 1024, 1025, 3, 0, 31, 33, 4097], vocabulary)
+    logits, heat = random_logits(10, vocabulary, dtype=dtype), 0.5 + torch.rand(10)
+    found = with_gradient(logits, labels, sampling_mask=mask, temperature=heat)
+    exact = logits.double().requires_grad_()
+    expected = reference.logprob_entropy(exact, labels, sampling_mask=mask, temperature=heat)
+    assert_logprob(found[0], expected[0])
+    assert_entropy(found[1], expected[1])
+    weights = [torch.linspace(1, 2, 10).double(), torch.ones(10).double()]
+    for ours, theirs in zip(found[2], torch.autograd.grad(expected, exact, weights)[0], strict=True):
+        assert_gradient(ours, theirs, floor=1e-5)
+        assert ((ours == 0) | (theirs != 0)).all()  # nothing outside of the span
+
+
+def test_as_logits_of_minus_infinity_elsewhere() -> None:
+    mask, labels = random_spans([2, 8, 40, 300, 0], 1000)
+    logits = random_logits(5, 1000)
+    filled = logits.masked_fill(~keeps(mask, 1000), -INF)
+    for ours, dense in zip(
+        with_gradient(logits, labels, sampling_mask=mask), with_gradient(filled, labels), strict=True
+    ):
+        torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5)
+
+
+def keeps(mask: SamplingMask, vocabulary: int) -> Tensor:
+    kept = torch.zeros(mask.rows, vocabulary, dtype=torch.bool)
+    for row, span in enumerate(mask.to_lists()):
+        kept[row, span or slice(None)] = True
+    return kept
+
+
+@pytest.mark.skipif(backends.forced_backend is not None or replaced(), reason="the order of sums of the CPU's kernels")
+@pytest.mark.simd
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_span_is_a_row_of_so_many_logits(dtype: torch.dtype) -> None:
+    mask, labels = random_spans([2, 17, 8192, 9000, 12_000], 20_000)
+    logits = random_logits(5, 20_000, dtype=dtype)
+    found = logprob_entropy(logits, labels, sampling_mask=mask, temperature=0.7)
+    for row, span in enumerate(mask.to_lists()):
+        place = torch.tensor([span.index(int(labels[row]))])
+        alone = logprob_entropy(logits[row, span].unsqueeze(0), place, temperature=0.7)
+        for ours, theirs in zip(found, alone, strict=True):
+            assert_same_bits(ours[row], theirs[0])
+
+
+def test_a_single_kept_token_is_not_read() -> None:
+    logits = torch.full((4, 50), NAN)
+    mask = SamplingMask.from_lists([[7], [49], [0], [7]])
+    labels = torch.tensor([7, 49, -100, 7])
+    found = with_gradient(logits, labels, sampling_mask=mask, temperature=0.3, max_dense_rows=0)
+    for result in found:
+        assert_same_bits(result, torch.zeros_like(result))
+
+
+def test_what_was_not_kept_is_not_seen() -> None:
+    mask, labels = random_spans([2, 5, 64, 2000], 3000)
+    logits = random_logits(4, 3000)
+    strange = logits.where(keeps(mask, 3000), torch.tensor([NAN, INF, NAN, -INF]).view(4, 1))
+    one, other = (with_gradient(part, labels, sampling_mask=mask) for part in (strange, logits))
+    for ours, theirs in zip(one, other, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_kept_logit_that_is_no_number(value: float) -> None:
+    logits, labels = random_logits(3, 100), torch.tensor([5, 5, 5])
+    logits[1, 9] = value
+    logprob, entropies, slope = with_gradient(
+        logits, labels, sampling_mask=SamplingMask.from_lists([[5, 9], [9, 5, 2], [4, 5]])
+    )
+    for result in (logprob, entropies, slope.sum(1)):
+        assert result.isnan().tolist() == [False, True, False]
+    assert slope[1].isnan().all()
+
+
+def test_a_label_joins_its_set() -> None:
+    logits, labels = random_logits(4, 30), torch.tensor([3, 3, -100, 3])
+    given, whole = ([[7, 9], [3, 9], [7, 9], []], [[7, 9, 3], [3, 9], [7, 9], []])
+    joined, there = (
+        with_gradient(logits, labels, sampling_mask=SamplingMask.from_lists(spans), **options)
+        for spans, options in ((given, {"label_outside": "include"}), (whole, {}))
+    )
+    for ours, theirs in zip(joined, there, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    one = logprob_entropy(logits, labels, sampling_mask=SamplingMask.from_lists([[7]] * 4), label_outside="include")
+    two = logprob_entropy(logits[:, [7, 3]], torch.tensor([1, 1, -100, 1]))
+    torch.testing.assert_close(one[0], two[0])
+    assert one[1][2] == 0  # without a label, the set is the span
+
+
+# ---- dense rows ------------------------------------------------------------------------------------------------------
+
+
+def test_a_right_padded_batch_has_no_dense_row() -> None:
+    """Padding is left out by `mask`: a bound of 0 then holds, although the spans of padding are empty."""
+    lengths = torch.tensor([3, 5, 1])
+    mask = torch.arange(5) < lengths.unsqueeze(1)
+    spans, labels = random_spans([2 if kept else 0 for kept in mask.flatten().tolist()], 100)
+    logits = random_logits(3, 5, 100)
+    options = {"sampling_mask": spans, "mask": mask, "max_dense_rows": 0}
+    found = logprob_entropy(logits, labels.view(3, 5), **options)
+    assert not torch.stack(found).isnan().any()
+    assert not torch.stack(found)[:, ~mask].any()
+    assert torch.equal(entropy(logits, **options), found[1])
+    padding = logprob_entropy(logits, labels.view(3, 5), sampling_mask=spans, max_dense_rows=5)  # there are six
+    assert torch.stack(padding).isnan().all()
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 3, 7, None])
+def test_a_bound_on_dense_rows(bound: int | None) -> None:
+    mask, labels = random_spans([0, 2, 1, 0, 5], 40)
+    logits, counts = random_logits(5, 40), torch.tensor([True, True, True, True, False])
+    given = {"sampling_mask": mask, "mask": counts, "max_dense_rows": bound}
+    found = with_gradient(logits, labels, **given)
+    holds = bound is None or bound >= 2
+    for result in found:
+        assert not result[4].any()
+        assert result[:4].isnan().any() != holds
+        assert result[:4].isnan().all() != holds
+    if holds:
+        for ours, theirs in zip(found, with_gradient(logits, labels, sampling_mask=mask, mask=counts), strict=True):
+            assert_same_bits(ours, theirs)
+
+
+# ---- the same bits ---------------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    lengths = [1, 9, 2000, 2, 0, 40, 1500, 3]
+    mask, labels = random_spans(lengths, 4000)
+    logits, weights = random_logits(8, 4000), torch.linspace(1, 2, 8)
+
+    def call(rows: list[int]) -> Results:
+        leaf = logits[rows].requires_grad_()
+        results = logprob_entropy(leaf, labels[rows], sampling_mask=mask.index_select(rows))
+        slope = torch.autograd.grad(results, leaf, [weights[rows], torch.ones(len(rows))])
+        return *(result.detach() for result in results), *slope
+
+    everything = call(list(range(8)))
+    for rows in ([6], [4, 2], [7, 6, 5, 4, 3, 2, 1, 0], list(range(8))):
+        for ours, all_rows in zip(call(rows), everything, strict=True):
+            assert_same_bits(ours, all_rows[rows])
+
+
+@pytest.mark.skipif(backends.forced_backend is not None or replaced(), reason="the threads of the CPU's kernels")
+def test_a_row_has_the_same_bits_with_any_number_of_threads() -> None:
+    mask, labels = random_spans([1, 9, 2000, 2, 0, 40] * 100, 3000)
+    logits = random_logits(600, 3000)
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            results.append(with_gradient(logits, labels, sampling_mask=mask))
+    for other in results[1:]:
+        for ours, first in zip(other, results[0], strict=True):
+            assert_same_bits(ours, first)
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_single_tokens_count_and_score_nothing() -> None:
+    mask, _ = random_spans([1, 6, 1, 9, 1, 1], 50)
+    logits, advantages = random_logits(6, 50), torch.tensor(1.0)
+    found = select_tokens_from_logits(logits.unsqueeze(0), advantages, 0.5, sampling_mask=mask, max_dense_rows=0)
+    assert found.count == 3  # half of six, so that one of them scores 0
+    assert found.mask.tolist() == [[True, True, False, True, False, False]]
+    without = select_tokens_from_logits(logits.unsqueeze(0), advantages, 0.5, sampling_mask=mask, drop_zeros=True)
+    assert without.mask.tolist() == [[False, True, False, True, False, False]]
+    again = select_tokens(entropy(logits.unsqueeze(0), sampling_mask=mask), advantages, 0.5)
+    assert torch.equal(again.mask, found.mask)
+    assert_same_bits(again.entropy, found.entropy)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+LOGITS, LABELS = torch.zeros(2, 10), torch.tensor([3, 4])
+IDS = torch.tensor([3, 9, 4], dtype=torch.int32)
+
+
+def of(ids: list[int], offsets: list[int]) -> SamplingMask:
+    """A mask whose values are looked at by the op alone."""
+    mask = SamplingMask(IDS.new_tensor(ids).clamp(min=0), torch.zeros(len(offsets), dtype=torch.int64))
+    mask.token_ids.copy_(torch.tensor(ids))
+    mask.offsets.copy_(torch.tensor(offsets))
+    return mask
+
+
+REFUSED = {
+    "rows": (of([3], [0, 1]), {}, "sampling_mask: got 1 rows; takes one for each row of the logits, 2"),
+    "no token": (of([3, 10, 4], [0, 2, 3]), {}, r"sampling_mask: got id 10 at row 0; takes tokens in \[0, 10\)"),
+    "negative": (of([3, 4, -1], [0, 1, 3]), {}, r"sampling_mask: got id -1 at row 1; takes tokens in \[0, 10\)"),
+    "twice": (of([3, 5, 4, 5], [0, 1, 4]), {}, "sampling_mask: got id 5 twice at row 1; takes each once"),
+    "down": (of([3, 4], [0, 2, 1]), {}, "sampling_mask: its offsets decrease from 2 to 1 at row 1; must not"),
+    "too far": (of([3, 4], [0, 1, 3]), {}, "sampling_mask: its offsets end at 3; must end at most at the number"),
+    "start": (of([3, 4], [1, 1, 2]), {}, "sampling_mask: its offsets start at 1; must start at 0"),
+    "label": (of([3, 5], [0, 1, 2]), {}, "labels: got 4 at row 1, which the row's span of sampling_mask lacks; takes"),
+    "word": (None, {"label_outside": "keep"}, "label_outside: got 'keep'; takes 'nan' or 'include'"),
+    "no mask": (None, {"max_dense_rows": 3}, "max_dense_rows: got 3 without a sampling_mask; takes it with one"),
+    "bound": (of([3, 4], [0, 1, 2]), {"max_dense_rows": -1}, "max_dense_rows: got -1; takes at least 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    mask, options, said = REFUSED[case]
+    with pytest.raises(ValueError, match=said):
+        logprob_entropy(LOGITS, LABELS, sampling_mask=mask, **options)  # type: ignore[arg-type]
+
+
+def test_wrong_types_are_refused() -> None:
+    mask = of([3, 4], [0, 1, 2])
+    for options, said in (
+        ({"sampling_mask": [[3], [4]]}, "sampling_mask: got list; takes a SamplingMask or None"),
+        ({"sampling_mask": mask, "max_dense_rows": 1.5}, "max_dense_rows: got 1.5; takes a whole number"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            logprob_entropy(LOGITS, LABELS, **options)  # type: ignore[arg-type]
+
+
+def test_a_masked_row_may_lack_its_label() -> None:
+    mask = SamplingMask(IDS[:2], torch.tensor([0, 1, 2]))
+    logprob, _ = logprob_entropy(LOGITS, LABELS, sampling_mask=mask, mask=torch.tensor([True, False]))
+    assert logprob.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("function", [entropy, logprob_entropy])
+def test_no_rows_and_no_ids(function: Callable) -> None:
+    nothing = SamplingMask.from_lists([])
+    labels = () if function is entropy else (torch.empty(0, 3, dtype=torch.int64),)
+    assert function(torch.empty(0, 3, 10), *labels, sampling_mask=nothing, max_dense_rows=0) is not None
+    labels = () if function is entropy else (LABELS,)
+    empty = SamplingMask.from_lists([[], []])
+    found, dense = (function(LOGITS, *labels, **options) for options in ({"sampling_mask": empty}, {}))
+    for ours, theirs in zip(found, dense, strict=True):
+        assert_same_bits(ours, theirs)
