@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "benchmarks").rglob("*.md"))
@@ -87,11 +88,27 @@ def test_every_environment_variable_is_listed() -> None:
     assert not sorted(name for name in read - {"D3S_TEST_CACHES"} if f"`{name}`" not in page)
 
 
+def names_after_running(page: str) -> dict[str, Any]:
+    """Runs the code of a page, and returns the names that it leaves."""
+    names: dict[str, Any] = {}
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(compile(block, f"docs/{page}", "exec"), names)
+    return names
+
+
+def test_the_code_of_the_page_on_sampling_masks_runs() -> None:
+    found = names_after_running("sampling-masks.md")
+    everything = torch.softmax(found["logits"] / 0.8, -1)
+    kept = everything.where(found["drawable"] > -torch.inf, 0).sum(-1)
+    assert (kept < 1).all()
+    torch.testing.assert_close(found["bias"], kept.log().mean())
+    assert f"{found['bias']:.2f}" == "-0.10"
+    assert found["rest"] < 1e-5
+
+
 def test_the_code_of_the_page_on_debugging_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    text = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
-    for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        exec(compile(block, "docs/debugging.md", "exec"), names)
+    names = names_after_running("debugging.md")
     assert "<mark" in (tmp_path / "selection.html").read_text(encoding="utf-8")
     assert (int(names["kept"].count), float(names["kept"].threshold)) == (0, float("inf"))
