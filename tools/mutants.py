@@ -81,9 +81,23 @@ MUTANTS = (
     Mutant(
         "ops: the backward does not know the mask",
         "csrc/ops/logprob_entropy.cpp",
-        "argument.set_labels(labels, vocabulary);\n  argument.set_mask(mask);",
-        "argument.set_labels(labels, vocabulary);",
+        "  // unknown for a tile\n  argument.set_labels(labels, vocabulary);\n  argument.set_mask(mask);",
+        "  // unknown for a tile\n  argument.set_labels(labels, vocabulary);",
         "tests/test_logprob_entropy.py",
+    ),
+    Mutant(
+        "ops: a label that is in its span joins the set again",
+        "csrc/ops/spans.h",
+        "joins = include_label && !label_found && label >= 0",
+        "joins = include_label && label >= 0",
+        "tests/test_sampling_masks.py",
+    ),
+    Mutant(
+        "ops: a span may have a token twice",
+        "csrc/ops/logprob_entropy.cpp",
+        "seen[token] = true;",
+        "seen[token] = false;",
+        "tests/test_sampling_masks.py",
     ),
     # ---- the compiled CPU library ------------------------------------------------------------------------------------
     Mutant(
@@ -127,6 +141,13 @@ MUTANTS = (
         "shift < 64; shift += kDigit",
         "shift < 54; shift += kDigit",
         "tests/test_max_variance.py",
+    ),
+    Mutant(
+        "cpu: the tail of a long span is not merged",
+        "csrc/cpu/kept_logits.h",
+        "begin < static_cast<int64_t>(places_.size()); begin += kSlice",
+        "begin < 1; begin += kSlice",
+        "tests/test_sampling_masks.py",
     ),
     # ---- the CUDA kernels, emulated ----------------------------------------------------------------------------------
     Mutant(
@@ -186,6 +207,20 @@ MUTANTS = (
         "group[j] > kOwn && group[j] < kMostGroups",
         f"{EMULATED} -k ratios",
     ),
+    Mutant(
+        "cuda: kept tokens are written before the zeros around them",
+        "csrc/cuda/kept_logits.h",
+        "  __syncthreads();  // the zeros before the numbers\n",
+        "",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: a block takes its next long span before all have read the last",
+        "csrc/cuda/kept_logits.h",
+        "  __syncthreads();  // the shares are used again\n",
+        "",
+        KERNELS,
+    ),
     # ---- the Triton kernels, in the interpreter ----------------------------------------------------------------------
     Mutant(
         "triton: a bit is not set where exactly k keys reach it",
@@ -226,7 +261,7 @@ MUTANTS = (
     Mutant(
         "plain: a logit of -inf makes the entropy NaN",
         "d3s_kernels/_torch/softmax_state.py",
-        "torch.mul(distance.clamp_(min=_LOWEST), terms[0]",
+        "torch.mul(distance.clamp_(min=LOWEST), terms[0]",
         "torch.mul(distance, terms[0]",
         PLAIN,
     ),
@@ -242,6 +277,13 @@ MUTANTS = (
         "d3s_kernels/_torch/topk_steps.py",
         "(number <= allowed)",
         "(number < allowed)",
+        PLAIN,
+    ),
+    Mutant(
+        "plain: a single kept token is read",
+        "d3s_kernels/_torch/spans.py",
+        "counts = ~(self.sets.single | self.sets.bad | self.sets.dense)",
+        "counts = ~(self.sets.bad | self.sets.dense)",
         PLAIN,
     ),
     # ---- several ranks -----------------------------------------------------------------------------------------------
@@ -271,6 +313,13 @@ MUTANTS = (
         "d3s_kernels/_head/backward.py",
         "problem.shard.first_token + tokens.start",
         "tokens.start",
+        "tests/test_vocab_parallel.py",
+    ),
+    Mutant(
+        "ranks: the backward takes a shard's span for the whole one",
+        "d3s_kernels/_dispatch/autograd.py",
+        "ctx.shard[0] if ctx.shard else None,",
+        "None,",
         "tests/test_vocab_parallel.py",
     ),
     # ---- rules, the LM head, the schedule ----------------------------------------------------------------------------
