@@ -176,7 +176,7 @@ class SamplingMask:
     def _valid(self) -> Tensor:
         """Whether the offsets are those of spans, 0-d. On a GPU they may not be; then no span is taken from them."""
         offsets = self.offsets
-        return (offsets[0] == 0) & (offsets.diff() >= 0).all() & (offsets[-1] <= len(self.token_ids))
+        return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= len(self.token_ids))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplingMask:
         """A copy on another device. ``non_blocking`` counts only towards a GPU: here, the values are looked at."""
@@ -228,11 +228,11 @@ def known(tensor: Tensor) -> bool:
 
 
 def _require_offsets(offsets: Tensor, ids: int) -> None:
-    lengths = offsets.diff()
+    down = offsets[1:] < offsets[:-1]
     if int(offsets[0]) != 0:
         raise ValueError(f"offsets: got {int(offsets[0])} first; takes 0")
-    if len(lengths) and int(lengths.min()) < 0:
-        row = int((lengths < 0).nonzero()[0])
+    if down.any():
+        row = int(down.nonzero()[0])
         raise ValueError(
             f"offsets: got {int(offsets[row])} and then {int(offsets[row + 1])} at row {row}; takes some that do not "
             "decrease"

@@ -87,7 +87,7 @@ def logprob_entropy(
             its gradient; on a CPU it is an error. "include": it is added to the row's set.
         max_dense_rows: the caller's bound on the rows with an empty span that ``mask`` keeps; 0 says that there are
             none. Where plain PyTorch serves a GPU, it waits for the device without a bound. If there are more, all
-            results and gradients are NaN.
+            results and gradients are NaN, except what is 0 by ``mask`` or by a label of -100.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.

@@ -116,6 +116,9 @@ def assert_unchecked_spans(call: Callable[..., Any]) -> None:
     assert logprob == slope == [is_bad or row in lacking for row, is_bad in enumerate(bad)]
     logprob, entropy, slope = undefined(offsets, include=True)
     assert logprob == entropy == slope == bad
+    heat = torch.tensor([1.0, NAN, 0.0, -1.0])
+    logprob, *_ = call("logprob_entropy", logits[:4], labels[:4], 1.0, heat, None, ids[[0, 0, 0, 5]], torch.arange(5))
+    assert logprob.isnan().tolist() == [False, True, True, True]
     for cuts in (-torch.arange(10), 1000 * torch.arange(10), torch.full((10,), -(2**62)), torch.arange(10, 0, -1)):
         assert all(undefined(cuts)[0][row] for row in range(1, 9) if labels[row] != -100)
 

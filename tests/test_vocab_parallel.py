@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -589,6 +590,7 @@ def test_what_is_refused(head: bool, changed: dict[str, Any], kind: type[Excepti
     assert all(str(error).startswith(said) for error in found), found
 
 
+ONE_EACH = d3s.SamplingMask(torch.arange(4).int(), torch.arange(5))
 FIRST, OTHER = torch.arange(4), torch.tensor([0, 1, 2, 4])
 DIFFERENT: list[tuple[bool, dict[str, Any], dict[str, Any], str]] = [
     (False, {}, {"labels": OTHER}, "labels: got [0, 1, 2, 3] on rank 0 and [0, 1, 2, 4] on rank 1; takes the same"),
@@ -600,6 +602,8 @@ DIFFERENT: list[tuple[bool, dict[str, Any], dict[str, Any], str]] = [
         {},
         "the rows of logits_shard: got [3] on rank 0",
     ),
+    (False, {}, {"sampling_mask": ONE_EACH}, "sampling_mask: got None on rank 0 and [0, 1, 2, 3] on rank 1; takes the"),
+    (False, {"label_outside": "include"}, {}, "label_outside: got 'include' on rank 0 and 'nan' on rank 1"),
     (False, {}, {"labels": FIRST.float()}, "labels: got dtype Float; takes int64 or int32 (on rank 1 of 2)"),
     (False, {}, {"vocab_start": -3}, "vocab_start: got -3; takes at least 0 (on rank 1 of 2)"),
     (False, {}, {"vocab_start": 9}, "vocab_start: got tokens [0, 10) on rank 0, [9, 19) on rank 1; takes shards that"),
@@ -634,6 +638,16 @@ def test_labels_of_nobody_are_refused_when_asked(size: int, head: bool) -> None:
         assert str(error) == f"labels: got 500; takes -100 (no target) or a token in [0, {10 * size})"
     inside = [{"labels": torch.tensor([0, 1, 10 * size - 1, -100])}] * size
     world(size).run(call_with, inside, head, D3S_KERNELS_CHECK="1")
+
+
+@sizes
+def test_kept_tokens_of_nobody_are_refused_when_asked(size: int) -> None:
+    tokens = 10 * size
+    for last, said in ((tokens - 1, None), (tokens, rf"sampling_mask: got id {tokens}; takes tokens in \[0, {tokens}\)")):
+        kept = d3s.SamplingMask(torch.tensor([0, 1, 2, last, 3]).int(), torch.tensor([0, 1, 2, 4, 5]))
+        for found in world(size).outcomes(call_with, [{"sampling_mask": kept}] * size, False, D3S_KERNELS_CHECK="1"):
+            assert said is None or re.match(said, str(found))
+            assert isinstance(found, ValueError) == (said is not None)
 
 
 def turned(ranks: Ranks) -> None:

@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         "ops: a span may have a token twice",
-        "csrc/ops/logprob_entropy.cpp",
+        "csrc/ops/checked_spans.h",
         "seen[token] = true;",
         "seen[token] = false;",
         "tests/test_sampling_masks.py",

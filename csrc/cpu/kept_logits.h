@@ -1,5 +1,5 @@
 // Rows with a span of a sampling mask on a CPU: their kept logits are gathered, and then reduced as a row of so many
-// logits is. Arguments come checked, so that every span is good and has its row's label.
+// logits is. Arguments come checked: every id is a token, and a row that counts has its label in its set.
 #pragma once
 
 #include <algorithm>

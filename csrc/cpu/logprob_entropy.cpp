@@ -14,8 +14,8 @@ namespace {
 // Work for a thread, in logits. With less, a second thread costs more than it saves.
 constexpr int64_t kGrain = 32768;
 
-// Rows with a span that a thread takes at least: most spans are short.
-constexpr int64_t kSpanGrain = 64;
+// The same for rows with a span, in kept logits, each of which is a miss of the cache.
+constexpr int64_t kKeptGrain = 1024;
 
 // The rows that are not masked out. Threads share each of these lists evenly, wherever the masked rows lie.
 struct LiveRows {
@@ -89,7 +89,9 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, co
 template <class T, class Body>
 void for_each_span(const LogitsRows& rows, int64_t first_token, const std::vector<int64_t>& with_span,
                    const Body& body) {
-  parallel_for(static_cast<int64_t>(with_span.size()), kSpanGrain, [&](int64_t begin, int64_t end) {
+  const auto count = static_cast<int64_t>(with_span.size());
+  const int64_t mean = 1 + rows.spans.count / (count + 1);
+  parallel_for(count, 1 + kKeptGrain / mean, [&](int64_t begin, int64_t end) {
     KeptLogits<T> kept(rows, first_token);
     for (int64_t i = begin; i < end; ++i) {
       kept.read(with_span[i]);

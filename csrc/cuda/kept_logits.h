@@ -55,7 +55,7 @@ __device__ KeptShare warp_kept_share(const T* logits, const Span& span, const Ti
           warp_reduce(bad_token, Max()) != 0};
 }
 
-// Merges the shares of a block's warps. Only the first warp's threads get the result; all threads of a block call this.
+// Merges the shares of a block's warps. All threads of a block call this, and all get the result.
 __device__ inline KeptShare block_kept_share(const KeptShare& of_warp, KeptShare* shares, float temperature) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   if (lane == 0) shares[warp] = of_warp;
@@ -76,12 +76,13 @@ __device__ void finish_span(const LogitsRows& rows, int64_t row, const Span& spa
   const KeptSet set =
       rows.spans.set_of(span, label, tile.whole ? tile.columns : INT64_MAX, share.label_found, share.bad_token);
   const bool label_in_tile = set.has_label && tile.has(label);
+  const float temperature = rows.temperatures[row];
   if (set.single()) {
     if (sink.states && tile.has(span.tokens[0])) sink.states[row] = RowState::of_single(label_in_tile);
-    if (!sink.states) write_row(row, {0.f, 0.f, 0.f}, label == kNoTarget || label_in_tile ? 0.f : NAN, sink);
+    const float zero = 0.f * temperature;  // NaN for a temperature that is not valid
+    if (!sink.states) write_row(row, {zero, zero, zero}, label == kNoTarget || label_in_tile ? zero : NAN, sink);
     return;
   }
-  const float temperature = rows.temperatures[row];
   const float label_logit = label_in_tile ? to_float(row_at<T>(rows, row)[label - tile.first_token]) : NAN;
   SoftmaxState state = share.state;
   if (set.label_joins && label_in_tile) {

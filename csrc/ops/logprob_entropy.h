@@ -163,7 +163,7 @@ extern const bool kMakesKeys;
 #endif
 
 // Statistics of all rows, zeros for those that the mask leaves out. With more dense rows than their bound, NaN for all
-// others.
+// others; the log-probability of a row without a label stays 0.
 D3S_KERNEL(void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys,
                                Device& device))
 
@@ -172,7 +172,8 @@ D3S_KERNEL(void row_gradients(const LogitsRows& rows, const RowGradients& gradie
                               const GradientOutput& out, Device& device))
 
 // Merges a tile, whose first column is token first_token, into the states of its rows. Skips rows that are masked out.
-// Of a row with a span, the kept tokens that lie in the tile are merged.
+// Of a row with a span, the kept tokens that lie in the tile are merged. With more dense rows than their bound, all
+// states become NaN.
 D3S_KERNEL(void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device))
 
 // Statistics of finished states.

@@ -10,7 +10,7 @@ namespace d3s {
 // The kept tokens of one row: of the whole vocabulary, in any order. An empty span means all tokens.
 struct Span {
   const int32_t* tokens;
-  int64_t size;  // below 0: offsets on the device may be unchecked, and these are bad
+  int64_t size;  // below 0: offsets on the device may be unchecked, and those of this row are bad
 };
 
 // The set that a row's log-probability and entropy are of: its span, and the label if it joins.
@@ -37,7 +37,7 @@ struct Spans {
 
   D3S_HOST_DEVICE Span operator[](int64_t row) const {
     const int64_t begin = offset(row), end = offset(row + 1);
-    const bool good = 0 <= begin && begin <= end && end <= count;
+    const bool good = 0 <= begin && begin <= end && end <= count && (row > 0 || begin == 0);
     return {tokens + (good ? begin : 0), good ? end - begin : -1};
   }
   // Whether the row's log-probability is that of all tokens.

@@ -66,7 +66,8 @@ def vocab_parallel_logprob_entropy(
             on all ranks.
         mask: bool ``[...]``, the same on all ranks; rows where it is False are not read and give 0 and 0.
         sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with tokens of the whole vocabulary, the same on all
-            ranks: each reads those of its shard.
+            ranks: each reads those of its shard. A token that no rank has is left out, unless
+            ``D3S_KERNELS_CHECK=1`` has the ranks compare what they have.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`, the same on all ranks.
 
         If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with rows cut as its
@@ -118,7 +119,7 @@ def vocab_parallel_logprob_entropy(
             "the offsets of sampling_mask": sampling_mask and sampling_mask.offsets,
         }  # fmt: skip
 
-    given = _agreed("vocab_parallel_logprob_entropy", shard, arguments, refuse, alike)
+    given = _agreed("vocab_parallel_logprob_entropy", shard, arguments, refuse, alike, sampling_mask)
     logprob, entropy, _, _ = ops.vocab_parallel_logprob_entropy(*given)
     return logprob, entropy
 
@@ -251,6 +252,7 @@ def _agreed(
     arguments: Callable[[], tuple[Any, ...]],
     refuse: Callable[..., None],
     alike: Callable[[], dict[str, Any]],
+    sampling_mask: SamplingMask | None = None,
 ) -> tuple[Any, ...]:
     """The op's arguments, checked beforehand, so that the op refuses none while other ranks wait."""
 
@@ -263,12 +265,14 @@ def _agreed(
 
     given = agree(shard.ranks, op, check, lambda _: alike())
     if asks():
-        _require_one_vocabulary(shard, alike()["labels"])
+        _require_one_vocabulary(shard, alike()["labels"], sampling_mask)
     return given
 
 
-def _require_one_vocabulary(shard: ShardedArgument, labels: Tensor) -> None:
-    """Raises on all ranks alike, unless the shards make up the whole vocabulary and every label lies in a shard."""
+def _require_one_vocabulary(shard: ShardedArgument, labels: Tensor, sampling_mask: SamplingMask | None) -> None:
+    """Raises on all ranks alike, unless the shards make up the whole vocabulary, and every label and kept token lies
+    in a shard.
+    """
     own = torch.tensor([shard.first_token, shard.tokens], device=labels.device)
     edges = [(first, first + tokens) for first, tokens in shard.ranks.gather(own).tolist()]
     end = 0
@@ -280,3 +284,7 @@ def _require_one_vocabulary(shard: ShardedArgument, labels: Tensor) -> None:
     bad = labels[(labels != -100) & ((labels < 0) | (labels >= end))]
     if len(bad):
         raise ValueError(f"labels: got {int(bad[0])}; takes -100 (no target) or a token in [0, {end})")
+    if sampling_mask is not None:
+        kept = sampling_mask.token_ids[: int(sampling_mask.offsets[-1])]
+        if len(kept) and int(kept.max()) >= end:
+            raise ValueError(f"sampling_mask: got id {int(kept.max())}; takes tokens in [0, {end})")

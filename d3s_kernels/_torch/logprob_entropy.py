@@ -82,7 +82,7 @@ def _finished(state: Tensor, label_logit: Tensor, found: Tensor, target: Tensor,
 def _of_kept_tokens(rows: SpanRows, temperature: Tensor) -> Tensor:
     sets, targets = rows.sets, rows.targets
     results = _finished(rows.states(temperature), rows.label_logits()[0], sets.has_label, targets, temperature)
-    of_single = torch.zeros_like(results)
+    of_single = torch.zeros_like(results) * temperature  # NaN for one that is not valid
     of_single[0].masked_fill_(~sets.has_label & (targets != NO_TARGET), math.nan)
     results = torch.cat([torch.where(sets.single, of_single, results), results.new_empty(4, 1)], 1)
     dense, exceeded = rows.dense_rows()

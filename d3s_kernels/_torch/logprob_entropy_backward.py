@@ -132,10 +132,10 @@ def _gradient_of_kept(rows: _Rows, own: SpanRows) -> Tensor:
         part = rows.part(row)
         at_label = torch.where(place + own.first_token == part.labels, part.target, 0)
         gradient = _gradient(part, z.unsqueeze(1)).squeeze(1) + at_label
-        # Added to the zeros that are there. What is not read goes to the row past the last one.
+        # What is not read goes to the row past the last one, all over it: one place would take its turns on a GPU.
         read = read & ~part.still & ~undefined[row]
-        at = torch.where(read, row, count), torch.where(read, place, 0)
-        out.index_put_(at, torch.where(read, gradient, 0).to(out.dtype), accumulate=True)
+        at = torch.where(read, row, count), torch.where(read, place, place % columns)
+        out.index_put_(at, gradient.to(out.dtype))
     for row, logits, to in own.dense_rows()[0]:
         gradients = torch.empty_like(logits)
         _write(rows.part(row), logits, own.first_token, gradients)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from .compact import compact
 from .softmax_state import LOWEST
 
-_UNIT = 2.0**40  # terms are rounded to multiples of 1 / _UNIT
-_KEPT_AT_ONCE = 1 << 22  # logits: some 200 MB of temporaries
+_UNIT = 2.0**36  # terms, which are at most 1, are rounded to multiples of 1 / _UNIT; 2^27 of them fit in an int64
+_KEPT_AT_ONCE = 1 << 21  # logits: some 200 MB of temporaries
 _DENSE_AT_ONCE = 1 << 25  # logits of rows that are packed
 
 
@@ -25,6 +26,7 @@ class Spans(NamedTuple):
 
     ids: Tensor
     offsets: Tensor  # int64
+    bad: Tensor  # 0-d: whether offsets on a GPU, where they are not checked, are none; then no row is known
     include_label: bool
     max_dense_rows: int | None
 
@@ -34,22 +36,18 @@ class Spans(NamedTuple):
     ) -> Spans | None:
         if ids is None or offsets is None:
             return None
-        return cls(ids, offsets.long(), include_label, max_dense_rows)
-
-    def bad(self) -> Tensor:
-        """Whether some offsets on a GPU, where they are not checked, decrease or point past the ids; 0-d."""
-        offsets = self.offsets
-        return (offsets[0] != 0) | (offsets.diff() < 0).any() | (offsets[-1] > len(self.ids))
+        bad = (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any() | (offsets[-1] > len(ids))
+        return cls(ids, offsets.long(), bad, include_label, max_dense_rows)
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For some ids at a time: the row of each (0 for those of no row), the id, and whether it is of a row."""
-        rows, bad = len(self.offsets) - 1, self.bad()
+        """For some ids at a time: the row of each (any for those of no row), the id, and whether it is of a row."""
+        rows = len(self.offsets) - 1
         for begin in range(0, len(self.ids) if rows else 0, _KEPT_AT_ONCE):
             ids = self.ids[begin : begin + _KEPT_AT_ONCE].long()
             place = torch.arange(begin, begin + len(ids), device=ids.device)
             row = torch.searchsorted(self.offsets[1:], place, right=True)
-            used = (row < rows) & ~bad
-            yield torch.where(used, row, 0), ids, used
+            # Ids of no row are spread over all rows: adding nothing to a single one would take its turns on a GPU.
+            yield torch.where(row < rows, row, place % rows), ids, (row < rows) & ~self.bad
 
 
 class Sets(NamedTuple):
@@ -67,11 +65,11 @@ class Sets(NamedTuple):
         for row, ids, used in spans.pieces():
             found.index_add_(0, row, (used & (ids == targets[row])).int())
             bad.index_add_(0, row, (used & ((ids < 0) | (ids >= vocabulary))).int())
-        sizes, wrong = spans.offsets.diff(), (bad > 0) | spans.bad()
+        sizes, wrong = spans.offsets.diff(), (bad > 0) | spans.bad
         is_token = (targets >= 0) & (targets < vocabulary)
         joins = (found == 0) & is_token & (sizes > 0) & spans.include_label
         single = (sizes + joins.long() == 1) & ~wrong
-        return cls((found > 0) | joins, joins, single, wrong, (sizes == 0) & ~spans.bad())
+        return cls((found > 0) | joins, joins, single, wrong, (sizes == 0) & ~spans.bad)
 
 
 class SpanRows(NamedTuple):
@@ -99,7 +97,7 @@ class SpanRows(NamedTuple):
         if self.mask is not None:
             counts &= self.mask
         rows = torch.arange(len(self.targets), device=self.targets.device)
-        for row, ids, used in (*self.spans.pieces(), (rows, self.targets, self.sets.label_joins)):
+        for row, ids, used in chain(self.spans.pieces(), [(rows, self.targets, self.sets.label_joins)]):
             place = ids - self.first_token
             read = used & counts[row] & (place >= 0) & (place < self.logits.shape[-1])
             yield row, place, self._gathered(row, place, read), read
