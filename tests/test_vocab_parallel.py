@@ -643,7 +643,8 @@ def test_labels_of_nobody_are_refused_when_asked(size: int, head: bool) -> None:
 @sizes
 def test_kept_tokens_of_nobody_are_refused_when_asked(size: int) -> None:
     tokens = 10 * size
-    for last, said in ((tokens - 1, None), (tokens, rf"sampling_mask: got id {tokens}; takes tokens in \[0, {tokens}\)")):
+    refusal = rf"sampling_mask: got id {tokens}; takes tokens in \[0, {tokens}\)"
+    for last, said in ((tokens - 1, None), (tokens, refusal)):
         kept = d3s.SamplingMask(torch.tensor([0, 1, 2, last, 3]).int(), torch.tensor([0, 1, 2, 4, 5]))
         for found in world(size).outcomes(call_with, [{"sampling_mask": kept}] * size, False, D3S_KERNELS_CHECK="1"):
             assert said is None or re.match(said, str(found))
