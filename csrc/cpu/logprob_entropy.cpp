@@ -139,6 +139,14 @@ bool has_gradient(const LogitsRows& rows, const RowGradients& gradients, int64_t
   return !rows.masked_out(row) && !(gradients.of_logprob(row, rows.labels) == 0.f && gradients.of_entropy(row) == 0.f);
 }
 
+// Writes zeros in short pieces: for long ones the C library's memset may take an instruction (rep stosb) that was found
+// to be a tenth slower in fresh memory.
+void clear(void* memory, int64_t bytes) {
+  constexpr int64_t kPiece = 1024;
+  for (int64_t begin = 0; begin < bytes; begin += kPiece)
+    memset(static_cast<char*>(memory) + begin, 0, std::min(kPiece, bytes - begin));
+}
+
 // Writes the gradient of the kept logits of those rows that have a span and a gradient. The others are 0 already.
 template <class T>
 void write_kept(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, const int64_t* which,
@@ -187,7 +195,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
     const int64_t grain = kGrain / (columns + 1) + 1;
     parallel_for(static_cast<int64_t>(still.size()), grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        memset(static_cast<void*>(to + out.layout.offset(still[i])), 0, columns * sizeof(T));
+        clear(to + out.layout.offset(still[i]), columns * static_cast<int64_t>(sizeof(T)));
       if constexpr (!narrow)
         if (rows.spans.given()) write_kept(rows, gradients, first_token, &still[begin], end - begin, to, out.layout);
     });
