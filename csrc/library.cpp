@@ -40,13 +40,16 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   m.def(
       "linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
       "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
-      "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None) "
+      "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None, Tensor? "
+      "sampling_ids=None, "
+      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor hidden, Tensor weight, "
       "Tensor labels, Tensor? bias, Tensor entropy, Tensor row_max, Tensor log_sum, float temperature, "
       "Tensor? temperature_tensor, float? logit_softcap, Tensor? mask, SymInt? max_grad_rows, "
-      "ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted) "
+      "ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted, Tensor? sampling_ids=None, "
+      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   // Both for a vocabulary that the ranks of a process group share: a rank's shard starts at first_token.
   m.def(
@@ -58,14 +61,22 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "vocab_parallel_linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, SymInt first_token, "
       "str group_name, Tensor? bias=None, float temperature=1.0, Tensor? temperature_tensor=None, "
       "float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, SymInt? max_grad_rows=None, "
-      "ScalarType logits_dtype=float, SymInt? workspace_bytes=None) "
+      "ScalarType logits_dtype=float, SymInt? workspace_bytes=None, Tensor? sampling_ids=None, "
+      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "vocab_parallel_linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor hidden, "
       "Tensor weight, Tensor labels, SymInt first_token, str group_name, Tensor? bias, Tensor entropy, Tensor row_max, "
       "Tensor log_sum, float temperature, Tensor? temperature_tensor, float? logit_softcap, Tensor? mask, "
-      "SymInt? max_grad_rows, ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted) "
+      "SymInt? max_grad_rows, ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted, Tensor? "
+      "sampling_ids=None, "
+      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
+  // Pairs of a row and a token that was kept for it (a row of -1 stands for none): products of hidden states and
+  // weight, and the gradients of both from one number for each pair. Of a row, pairs are a segment.
+  m.def("kept_logits(Tensor hidden, Tensor weight, Tensor rows, Tensor tokens) -> Tensor");
+  m.def("kept_hidden_grad(Tensor grad, Tensor weight, Tensor tokens, Tensor offsets) -> Tensor");
+  m.def("kept_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out) -> ()");
   // out = hidden @ weight.T, bfloat16 in, float32 out: on CPUs, where torch has no such product
   m.def("wide_product_(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()");
 

@@ -124,6 +124,9 @@ def linear_logprob_entropy(
     max_grad_rows: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
+    sampling_mask: SamplingMask | None = None,
+    label_outside: str = "nan",
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """logprob_entropy of the logits hidden @ weight.T + bias.
 
@@ -131,7 +134,12 @@ def linear_logprob_entropy(
     rows than `max_rows` are unmasked, and all gradients if more rows than `max_grad_rows` have a gradient.
     """
     logits = _head_logits(hidden, weight, bias, logit_softcap)
-    results = torch.stack(logprob_entropy(logits, labels, temperature=temperature, mask=mask))
+    results = torch.stack(
+        logprob_entropy(
+            logits, labels, temperature=temperature, mask=mask, sampling_mask=sampling_mask,
+            label_outside=label_outside, max_dense_rows=max_dense_rows,
+        )
+    )  # fmt: skip
 
     rows = labels.numel() if mask is None else int(mask.sum())
     if max_rows is not None and rows > max_rows:

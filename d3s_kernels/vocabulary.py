@@ -128,11 +128,17 @@ def linear_logprob_entropy(
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
     weight_grad_into: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
+    label_outside: LabelOutside = "nan",
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`logprob_entropy` of ``hidden @ weight.T + bias``, without ever holding the logits.
 
     The backward recomputes logits only for rows whose incoming gradient is not 0: with 10 % of the tokens kept it does
     10 % of the work. Differentiable in ``hidden``, ``weight`` and ``bias``.
+
+    With a ``sampling_mask``, only the columns that were kept are computed, forward and backward: the work of a row is
+    in proportion to its span. Hidden states of rows with one kept token are not read.
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32.
@@ -155,7 +161,10 @@ def linear_logprob_entropy(
         weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32 or its dtype. Every
             backward **adds** the weight's gradient to it, also one that asks for other gradients alone, and never
             zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
-            requires no gradient, nothing is added. Not under ``torch.compile``.
+            requires no gradient, nothing is added. Not under ``torch.compile``. With a sampling mask and
+            ``max_dense_rows=0``, only the rows of kept tokens are written.
+        sampling_mask, label_outside, max_dense_rows: as in :func:`logprob_entropy`. Without ``max_dense_rows`` the op
+            waits for a GPU once.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.
@@ -180,8 +189,9 @@ def linear_logprob_entropy(
     )
     require_room_for_gradient(weight_grad_into, weight)
     number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
+    spans = op_arguments(sampling_mask, max_dense_rows, hidden, label_outside)
     logprob, row_entropy, _, _ = with_weight_grad_into(
         weight_grad_into, "linear_logprob_entropy", hidden, weight, labels, bias, number, tensor, logit_softcap, mask,
-        max_rows, max_grad_rows, logits_dtype, workspace_bytes,
+        max_rows, max_grad_rows, logits_dtype, workspace_bytes, *spans,
     )  # fmt: skip
     return logprob, row_entropy

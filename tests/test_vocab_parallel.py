@@ -241,6 +241,10 @@ def random_head_case(generator: torch.Generator) -> tuple[Head, Tensor, list[Ten
     kept = torch.rand(shape, generator=generator) < pick([0.1, 0.5, 1.0], generator)
     for g in cotangents:
         g.masked_fill_(~kept, 0)
+    seed = int(torch.randint(2**31, (), generator=generator))
+    spans = Draw(seed).spans(labels.numel(), vocabulary, labels, options["mask"], bound=False)
+    if head.bias is None or head.bias.isfinite().all():  # else a set might have no token but padding
+        options |= public_arguments("linear_logprob_entropy", spans)
     options["max_rows"], options["max_grad_rows"] = pick([(None, None), (labels.numel(), labels.numel())], generator)
     options["workspace_bytes"] = pick([None, 2000], generator)
     return head, labels, cotangents, options

@@ -167,14 +167,25 @@ inline void store_pair(float16* p, const FloatPair& pair) {
 #endif
 
 // ---- The same in the order of floats, whatever the type's own order is.
+inline FloatPair load_floats(const float* p) { return load_pair(p); }
+inline FloatPair load_floats(const float16* p) { return load_pair(p); }
+inline void store_floats(float* p, const FloatPair& pair) { store_pair(p, pair); }
 inline void store_floats(float16* p, const FloatPair& pair) { store_pair(p, pair); }
 
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
 inline void store_floats(bfloat16* p, const FloatPair& pair) {
-  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
   const Halves a = __builtin_convertvector(round_to_bfloat16(pair.a) >> 16, Halves);
   const Halves b = __builtin_convertvector(round_to_bfloat16(pair.b) >> 16, Halves);
   memcpy(p, &a, sizeof a);
   memcpy(p + kLanes, &b, sizeof b);
+}
+
+inline FloatPair load_floats(const bfloat16* p) {
+  Halves a, b;
+  memcpy(&a, p, sizeof a);
+  memcpy(&b, p + kLanes, sizeof b);
+  return {(Floats)(__builtin_convertvector(a, Words) << 16), (Floats)(__builtin_convertvector(b, Words) << 16)};
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 namespace d3s {
 namespace {
 
-void require_sampling_mask(const SamplingMask& given, const Tensor& logits, int64_t rows) {
+inline void require_sampling_mask(const SamplingMask& given, const Tensor& logits, int64_t rows) {
   require(given.ids.has_value() == given.offsets.has_value(), "sampling_mask",
           "got one of ids and offsets; takes both or none");
   const int64_t bound = given.max_dense_rows.value_or(0);
@@ -27,7 +27,7 @@ void require_sampling_mask(const SamplingMask& given, const Tensor& logits, int6
   require_same_device("sampling_mask", offsets, logits);
 }
 
-Spans spans_of(const SamplingMask& given, const Tensor& tokens, const Tensor& offsets) {
+inline Spans spans_of(const SamplingMask& given, const Tensor& tokens, const Tensor& offsets) {
   Spans spans;
   spans.tokens = data<int32_t>(tokens);
   spans.count = tokens.numel();
@@ -50,7 +50,7 @@ void require_offsets(const Offset* offsets, int64_t rows, int64_t ids) {
           "; must end at most at the number of ids, ", ids);
 }
 
-void require_offsets(const Tensor& offsets, int64_t rows, int64_t ids) {
+inline void require_offsets(const Tensor& offsets, int64_t rows, int64_t ids) {
   if (offsets.scalar_type() == ScalarType::Int)
     require_offsets(data<int32_t>(offsets), rows, ids);
   else
@@ -58,7 +58,8 @@ void require_offsets(const Tensor& offsets, int64_t rows, int64_t ids) {
 }
 
 // Raises for the first row whose span has an id that is no token, or one twice, or lacks the row's label.
-void require_spans(const Spans& spans, const Labels& labels, const bool* mask, int64_t rows, int64_t vocabulary) {
+inline void require_spans(const Spans& spans, const Labels& labels, const bool* mask, int64_t rows,
+                          int64_t vocabulary) {
   const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // unknown for a tile
   std::vector<bool> seen;  // by token; cleared after each row
   for (int64_t row = 0; row < rows; ++row) {

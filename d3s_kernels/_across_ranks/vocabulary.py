@@ -114,9 +114,7 @@ def vocab_parallel_logprob_entropy(
     def alike() -> dict[str, Any]:
         return {
             "the rows of logits_shard": list(rows), "labels": labels, "temperature": temperature, "mask": mask,
-            "label_outside": label_outside, "max_dense_rows": max_dense_rows,
-            "sampling_mask": sampling_mask and sampling_mask.token_ids,
-            "the offsets of sampling_mask": sampling_mask and sampling_mask.offsets,
+            **_of_mask(sampling_mask, label_outside, max_dense_rows),
         }  # fmt: skip
 
     given = _agreed("vocab_parallel_logprob_entropy", shard, arguments, refuse, alike, sampling_mask)
@@ -140,6 +138,9 @@ def vocab_parallel_linear_logprob_entropy(
     logits_dtype: torch.dtype = torch.float32,
     workspace_bytes: int | None = None,
     weight_grad_into: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
+    label_outside: LabelOutside = "nan",
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`d3s_kernels.linear_logprob_entropy` of an LM head whose vocabulary is sharded across the ranks of a group.
 
@@ -177,6 +178,10 @@ def vocab_parallel_linear_logprob_entropy(
             backward **adds** the weight's gradient to it, also one that asks for other gradients alone, and never
             zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
             requires no gradient, nothing is added. Not under ``torch.compile``.
+        sampling_mask: as in :func:`d3s_kernels.linear_logprob_entropy`, with tokens of the whole vocabulary: each rank
+            computes those of its shard. The ranks then exchange 16 bytes for each row, and in the backward H float32
+            numbers for each row, besides what rows with an empty span take.
+        label_outside, max_dense_rows: as in :func:`d3s_kernels.linear_logprob_entropy`.
 
         All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into``
         are the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
@@ -220,6 +225,7 @@ def vocab_parallel_linear_logprob_entropy(
         return (
             hidden, weight, labels, shard.first_token, shard.ranks.group.group_name, bias, number, tensor,
             logit_softcap, mask, max_rows, max_grad_rows, logits_dtype, workspace_bytes,
+            *op_arguments(sampling_mask, max_dense_rows, hidden, label_outside),
         )  # fmt: skip
 
     def refuse(*given: Any) -> None:
@@ -238,12 +244,25 @@ def vocab_parallel_linear_logprob_entropy(
             "a gradient of hidden": torch.is_grad_enabled() and hidden.requires_grad,
             "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "mask": mask,
             "max_rows": max_rows, "max_grad_rows": max_grad_rows, "logits_dtype": str(logits_dtype),
+            **_of_mask(sampling_mask, label_outside, max_dense_rows),
         }  # fmt: skip
 
     op = "vocab_parallel_linear_logprob_entropy"
-    given = _agreed(op, shard, arguments, refuse, alike)
+    given = _agreed(op, shard, arguments, refuse, alike, sampling_mask)
     logprob, entropy, _, _ = with_weight_grad_into(into, op, *given)
     return logprob, entropy
+
+
+def _of_mask(
+    sampling_mask: SamplingMask | None, label_outside: LabelOutside, max_dense_rows: int | None
+) -> dict[str, Any]:
+    """What has to be the same on all ranks."""
+    return {
+        "sampling_mask": sampling_mask and sampling_mask.token_ids,
+        "the offsets of sampling_mask": sampling_mask and sampling_mask.offsets,
+        "label_outside": label_outside,
+        "max_dense_rows": max_dense_rows,
+    }
 
 
 def _agreed(

@@ -55,15 +55,17 @@ def _logprob_entropy_backward(
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, labels, *ctx.shard, bias, ctx.temperature, temperature_tensor = inputs[:-6]
-    ctx.logit_softcap, mask, _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[-6:]
-    _save(ctx, output, hidden, weight, labels, bias, temperature_tensor, mask)
+    hidden, weight, labels, *ctx.shard, bias, ctx.temperature, temperature_tensor = inputs[:-10]
+    ctx.logit_softcap, mask, _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[-10:-4]
+    ids, offsets, ctx.include_label, ctx.max_dense_rows = inputs[-4:]
+    _save(ctx, output, hidden, weight, labels, bias, temperature_tensor, mask, ids, offsets)
 
 
 def _linear_backward(
     ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    hidden, weight, labels, bias, temperature_tensor, mask, logprob, entropy, row_max, log_sum = ctx.saved_tensors
+    hidden, weight, labels, bias, temperature_tensor, mask, ids, offsets, *saved = ctx.saved_tensors
+    logprob, entropy, row_max, log_sum = saved
     backward = _op.vocab_parallel_linear_logprob_entropy_backward if ctx.shard else _op.linear_logprob_entropy_backward
     needs, place_of_bias = ctx.needs_input_grad, 3 + len(ctx.shard)
     # needs_input_grad leaves out arguments at the end that have their default value.
@@ -73,10 +75,10 @@ def _linear_backward(
         found = backward.default(
             of_known_labels(grad_logprob, logprob), grad_entropy, hidden, weight, labels, *ctx.shard, bias, entropy,
             row_max, log_sum, ctx.temperature, temperature_tensor, ctx.logit_softcap, mask, ctx.max_grad_rows,
-            ctx.logits_dtype, ctx.workspace_bytes, wanted,
+            ctx.logits_dtype, ctx.workspace_bytes, wanted, ids, offsets, ctx.include_label, ctx.max_dense_rows,
         )  # fmt: skip
         grads = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-    return grads[0], grads[1], *[None] * (1 + len(ctx.shard)), grads[2], *[None] * 8
+    return grads[0], grads[1], *[None] * (1 + len(ctx.shard)), grads[2], *[None] * 12
 
 
 def _save_ratio(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -48,7 +48,17 @@ def _(state: Tensor, **_: Any) -> tuple[Tensor, ...]:
     return _rows(state, state.shape[-2:-1])
 
 
-@_fake("softmax_state_", "logprob_entropy_backward_", "wide_product_", "topk_choose_digit_")
+@_fake("kept_logits")
+def _(hidden: Tensor, rows: Tensor, **_: Any) -> Tensor:
+    return hidden.new_empty(rows.shape, dtype=torch.float32)
+
+
+@_fake("kept_hidden_grad")
+def _(grad: Tensor, weight: Tensor, offsets: Tensor, **_: Any) -> Tensor:
+    return grad.new_empty((offsets.shape[0] - 1, weight.shape[1]))
+
+
+@_fake("softmax_state_", "logprob_entropy_backward_", "kept_weight_grad_", "wide_product_", "topk_choose_digit_")
 def _(**_: Any) -> None:
     return None
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .gradients import Gradients, Wanted
+from .kept import NO_TARGET, Kept, kept_logits
 from .picked import Picked
 from .problem import HeadProblem
 from .products import Head, without_autocast
@@ -31,6 +32,10 @@ class Incoming(NamedTuple):
     entropy: Tensor
     row_max: Tensor
     log_sum: Tensor
+
+    def with_gradients(self, change: Callable[[Tensor], Tensor]) -> Incoming:
+        gradients = (None if grad is None else change(grad) for grad in (self.grad_logprob, self.grad_entropy))
+        return Incoming(*gradients, *self[2:])  # type: ignore[call-arg, arg-type]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Incoming:
         return Incoming(*(None if values is None else change(values) for values in self))  # type: ignore[arg-type]
@@ -61,6 +66,95 @@ def backward(
     """The gradients of hidden states, weight and bias; empty where they are not wanted. The weight's is added to
     ``weight_grad_into`` if that is given, and empty then.
     """
+    if problem.sampling_offsets is None:
+        return _of_all_tokens(problem, incoming, wanted, max_grad_rows, weight_grad_into)
+    exceeded = None if max_grad_rows is None else _rows_with_gradient(problem, incoming).sum() > max_grad_rows
+    if exceeded is not None:
+        incoming = incoming.with_gradients(lambda grad: grad.masked_fill(exceeded, torch.nan))
+    if problem.max_dense_rows == 0:
+        gradients = _zeros(problem, wanted, weight_grad_into)
+    else:
+        bound = min((bound for bound in (max_grad_rows, problem.max_dense_rows) if bound is not None), default=None)
+        gradients = _of_all_tokens(problem.dense(), incoming, wanted, bound, weight_grad_into)
+    gradients = _with_kept_tokens(problem, incoming, wanted, gradients, weight_grad_into)
+    if exceeded is not None and (not exceeded.is_cpu or exceeded):
+        gradients = tuple(gradient.masked_fill_(exceeded, torch.nan) for gradient in gradients)  # type: ignore[assignment]
+    return gradients
+
+
+def _zeros(problem: HeadProblem, wanted: Wanted, weight_grad_into: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = problem.hidden, problem.weight
+    new_weight = wanted.weight and weight_grad_into is None
+    return (
+        hidden.new_zeros(hidden.shape if wanted.hidden else 0),
+        weight.new_zeros(weight.shape if new_weight else 0),
+        weight.new_zeros(weight.shape[0] if wanted.bias else 0),
+    )
+
+
+def _with_kept_tokens(
+    problem: HeadProblem,
+    incoming: Incoming,
+    wanted: Wanted,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    weight_grad_into: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds the gradients of the rows that have a span to those of the others."""
+    head, kept, count = problem.checked_head(), Kept.of(problem), problem.rows
+    hidden, (grad_hidden, grad_weight, grad_bias) = problem.hidden.reshape(count, problem.hidden.shape[-1]), gradients
+    active = _rows_with_gradient(problem, incoming) & kept.counted
+    rows = kept.rows(active)
+    grad, undefined = _of_pairs(problem, head, kept, incoming)
+    grad = torch.where(rows < 0, 0.0, grad)
+    if wanted.hidden:
+        tokens = torch.where(rows < 0, -1, kept.token)
+        total = problem.shard.total_(_op.kept_hidden_grad.default(grad, problem.weight, tokens, kept.offsets))
+        total = torch.where((undefined & active).unsqueeze(1), torch.nan, total).to(hidden.dtype)
+        grad_hidden = torch.where(active.unsqueeze(1), total, grad_hidden.view(hidden.shape)).view(problem.hidden.shape)
+    if wanted.weight:
+        into = grad_weight if weight_grad_into is None else weight_grad_into
+        _op.kept_weight_grad_.default(grad, hidden, rows, kept.token, into)
+    if wanted.bias:
+        ones = hidden.new_ones((count, 1))
+        _op.kept_weight_grad_.default(grad, ones, rows, kept.token, grad_bias.view(-1, 1))
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _of_pairs(problem: HeadProblem, head: Head, kept: Kept, incoming: Incoming) -> tuple[Tensor, Tensor]:
+    """The gradient of the logit of each pair, float32; and which rows have no gradient but NaN."""
+    count, labels = problem.rows, problem.labels.reshape(-1)
+    grad_logprob, grad_entropy, entropy, row_max, log_sum = incoming.each(lambda values: values.reshape(count))
+    none = torch.zeros_like(entropy)
+    of_logprob = none if grad_logprob is None else grad_logprob.masked_fill(labels == -100, 0)
+    of_entropy = none if grad_entropy is None else grad_entropy
+    outside = (labels != -100) & (kept.label == NO_TARGET) & (of_logprob != 0)
+    undefined = outside | (log_sum + of_logprob + of_entropy).isnan()
+    tensor = problem.temperatures(None)
+    heat = torch.full_like(entropy, problem.temperature) if tensor is None else tensor.expand(count)
+    # As GradientLine in csrc/core/softmax_state.h.
+    scale = torch.exp(-log_sum) / heat
+    offset = -scale * (of_logprob + of_entropy * (entropy - log_sum))
+    slope = -scale * of_entropy / heat
+    line = torch.stack([row_max.masked_fill(undefined, torch.nan), heat, offset, slope, of_logprob / heat])
+    top, heat, offset, slope, at_label = line.index_select(1, kept.row)
+    logits = kept_logits(head, kept, problem.hidden.reshape(count, problem.hidden.shape[-1]))
+    distance = logits - top
+    e = torch.exp(distance / heat)
+    grad = torch.where(e > 0, e * (offset + slope * distance), e)  # 0 for a logit of -inf; NaN stays
+    place = torch.arange(len(logits), device=logits.device)
+    grad = grad + torch.where(place == kept.label.index_select(0, kept.row), at_label, 0)
+    if head.softcap is not None:
+        grad = grad * (1 - (logits / head.softcap).square())
+    return grad, undefined
+
+
+def _of_all_tokens(
+    problem: HeadProblem,
+    incoming: Incoming,
+    wanted: Wanted,
+    max_grad_rows: int | None,
+    weight_grad_into: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     head, shard = problem.checked_head(), problem.shard
     active = _rows_with_gradient(problem, incoming)
     if wanted.hidden:  # its rows are summed over the ranks, so all ranks must pick the same ones

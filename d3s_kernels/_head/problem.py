@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import is_known
+from .._dispatch import ops
 from .picked import Picked
 from .products import Head
 from .shard import WHOLE, Shard
@@ -29,6 +30,10 @@ class HeadProblem(NamedTuple):
     mask: Tensor | None = None
     logits_dtype: torch.dtype = torch.float32
     workspace_bytes: int | None = None
+    sampling_ids: Tensor | None = None
+    sampling_offsets: Tensor | None = None
+    include_label: bool = False
+    max_dense_rows: int | None = None
 
     @classmethod
     def of(cls, first_token: int = 0, group_name: str | None = None, **given: Any) -> HeadProblem:
@@ -47,12 +52,20 @@ class HeadProblem(NamedTuple):
         each = tensor.reshape(self.rows)
         return each if picked is None else picked.gather_temperatures(each)
 
+    def dense(self) -> HeadProblem:
+        """The rows with an empty span, whose logits are all computed."""
+        assert self.sampling_offsets is not None
+        empty = self.sampling_offsets.diff() == 0
+        mask = empty.view(self.labels.shape) if self.mask is None else empty.view(self.labels.shape) & self.mask
+        return self._replace(mask=mask, sampling_ids=None, sampling_offsets=None, max_dense_rows=None)
+
     def checked_head(self) -> Head:
         """Returns the head, or raises a ValueError that names the first wrong argument."""
         self._check_products()
         self._check_rows()
         _check_labels(self.labels, self._tokens())
         self._check_numbers()
+        self._check_spans()
         return Head(self.weight, self.bias, self.logit_softcap, self.logits_dtype)
 
     def _tokens(self) -> int | None:
@@ -96,6 +109,19 @@ class HeadProblem(NamedTuple):
             f"temperature: got shape {list(each.shape) if each is not None else None}; takes a 0-d tensor or one for "
             "each row",
         )
+
+    def _check_spans(self) -> None:
+        """As the op on logits would: with one row of uninitialised logits, which stands for all."""
+        given = self.labels, 1.0, None, self.mask
+        spans = self.sampling_ids, self.sampling_offsets, self.include_label, self.max_dense_rows
+        if all(part is None for part in (self.sampling_ids, self.sampling_offsets, self.max_dense_rows)):
+            return
+        logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
+        if self.shard.ranks is None:
+            ops.check("logprob_entropy", logits, *given, *spans)
+        else:
+            state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
+            ops.check("softmax_state_", state, logits, given[0], self.shard.first_token, *given[1:], *spans)
 
     def _check_numbers(self) -> None:
         dtype, cap, room = self.logits_dtype, self.logit_softcap, self.workspace_bytes

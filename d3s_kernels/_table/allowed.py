@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..sampling import SamplingMask
 
 Arguments = Mapping[str, Any]
 Allowed = Callable[[Tensor, Arguments], Tensor]
@@ -122,9 +123,15 @@ def head(arguments: Arguments) -> dict[str, Tensor]:
         shift = shift + 4 * torch.finfo(rounding).eps * terms.nan_to_num(posinf=0)  # 4 covers more than first order
     shift = shift / heat.unsqueeze(-1)
 
+    spans = _spans(arguments)
     with torch.enable_grad():
-        results = reference.logprob_entropy(logits, labels, temperature=heat, mask=arguments.get("mask"))
-    p = torch.softmax(logits.detach() / heat.unsqueeze(-1), -1)
+        results = reference.logprob_entropy(logits, labels, temperature=heat, mask=arguments.get("mask"), **spans)
+    counted = logits.detach()
+    if spans:
+        kept, _ = reference._kept(counted, labels, spans["sampling_mask"], spans["label_outside"])
+        single = kept & (kept.sum(-1, keepdim=True) == 1)  # its logit is not read
+        counted = counted.masked_fill(~kept, -torch.inf).masked_fill(single, 0)
+    p = torch.softmax(counted / heat.unsqueeze(-1), -1)
     slope = p * results[1].detach().unsqueeze(-1) - torch.special.entr(p)  # p (log p + H), minus the entropy's gradient
     at_label = shift.gather(-1, labels.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
     found = {
@@ -137,6 +144,16 @@ def head(arguments: Arguments) -> dict[str, Tensor]:
     if any(given is not None for given in cotangents):
         found |= _head_gradients(arguments, logits, results, cotangents, p, shift, heat)
     return found
+
+
+def _spans(arguments: Arguments) -> dict[str, Any]:
+    """The sampling mask of an op's arguments, or of a public function's."""
+    if arguments.get("sampling_ids") is not None:
+        mask = SamplingMask(arguments["sampling_ids"], arguments["sampling_offsets"])
+        return {"sampling_mask": mask, "label_outside": "include" if arguments.get("include_label") else "nan"}
+    if arguments.get("sampling_mask") is not None:
+        return {"sampling_mask": arguments["sampling_mask"], "label_outside": arguments.get("label_outside", "nan")}
+    return {}
 
 
 def _head_gradients(
@@ -177,6 +194,27 @@ def of_head(name: str) -> Allowed:
         return torch.maximum(step * exact.double().nan_to_num().norm(), found)
 
     return allowed
+
+
+def kept_product(exact: Tensor, arguments: Arguments) -> Tensor:
+    """Some rounding steps of the terms of each sum."""
+    rows, tokens = arguments["rows"].long(), arguments["tokens"].long()
+    if 0 in (*arguments["hidden"].shape, len(arguments["weight"])):
+        return torch.zeros(exact.shape)
+    hidden, weight = (arguments[name].double().abs() for name in ("hidden", "weight"))
+    limit: Tensor = 2**-21 * (hidden[rows.clamp(min=0)] * weight[tokens.clamp(0, len(weight) - 1)]).sum(-1)
+    return limit
+
+
+def kept_gradient(exact: Tensor, arguments: Arguments) -> Tensor:
+    """Some rounding steps of all terms together; and of the result, where it is added to a gradient in its dtype."""
+    matrix = arguments["weight"] if "weight" in arguments else arguments["hidden"]
+    most = float(matrix.double().abs().max()) if matrix.numel() else 0.0
+    limit: Tensor = 2**-21 * most * arguments["grad"].double().abs().sum() * torch.ones(exact.shape)
+    out = arguments.get("out")
+    if out is not None:
+        limit += 2 * torch.finfo(out.dtype).eps * (exact.abs() + limit)
+    return limit
 
 
 def product(exact: Tensor, arguments: Arguments) -> Tensor:

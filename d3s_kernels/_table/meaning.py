@@ -228,6 +228,32 @@ def wide_product_(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return hidden.double() @ weight.double().T
 
 
+def kept_logits(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    products = hidden.double() @ weight.double().T
+    out = torch.zeros(len(rows), dtype=torch.float64)
+    for pair, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+        if row >= 0:
+            out[pair] = products[row, token]
+    return out
+
+
+def kept_hidden_grad(grad: Tensor, weight: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
+    out = torch.zeros(len(offsets) - 1, weight.shape[1], dtype=torch.float64)
+    for row, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        for pair in range(begin, end):
+            if tokens[pair] >= 0:
+                out[row] += grad[pair].double() * weight[tokens[pair]].double()
+    return out
+
+
+def kept_weight_grad_(grad: Tensor, hidden: Tensor, rows: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
+    after = out.double()
+    for pair, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+        if row >= 0:
+            after[token] += grad[pair].double() * hidden[row].double()
+    return after
+
+
 def head_statistics(
     hidden: Tensor,
     weight: Tensor,
@@ -239,15 +265,22 @@ def head_statistics(
     mask: Tensor | None = None,
     max_rows: int | None = None,
     max_grad_rows: int | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     heat = temperature if temperature_tensor is None else temperature_tensor
+    spans = None if sampling_ids is None or sampling_offsets is None else SamplingMask(sampling_ids, sampling_offsets)
     logprob, entropy = reference.linear_logprob_entropy(
         hidden, weight, labels, bias=bias, temperature=heat,
-        logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=max_grad_rows,
+        logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=max_grad_rows, sampling_mask=spans,
+        label_outside="include" if include_label else "nan", max_dense_rows=max_dense_rows,
     )  # fmt: skip
     logits = reference._head_logits(hidden.detach(), weight.detach(), bias, logit_softcap)
-    top, log_sum = row_statistics(logits, None, temperature, temperature_tensor, mask)[2:]
+    of_spans = sampling_ids, sampling_offsets, include_label, max_dense_rows
+    top, log_sum = row_statistics(logits, labels, temperature, temperature_tensor, mask, *of_spans)[2:]
     exceeded = logprob.detach().isnan() & entropy.detach().isnan()
     return logprob, entropy, top.masked_fill(exceeded, math.nan), log_sum.masked_fill(exceeded, math.nan)
 
@@ -270,6 +303,10 @@ def linear_logprob_entropy_backward(
     logits_dtype: torch.dtype,
     workspace_bytes: int | None,
     wanted: Sequence[bool],
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+    max_dense_rows: int | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Computed from the head's arguments alone, without the forward's results. None for a gradient not wanted."""
     leaves = [None if part is None else part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
@@ -278,7 +315,8 @@ def linear_logprob_entropy_backward(
     with torch.enable_grad():
         results = head_statistics(
             leaves[0], leaves[1], labels, leaves[2], temperature, temperature_tensor, logit_softcap, mask,
-            max_grad_rows=max_grad_rows,
+            max_grad_rows=max_grad_rows, sampling_ids=sampling_ids, sampling_offsets=sampling_offsets,
+            include_label=include_label, max_dense_rows=max_dense_rows,
         )  # fmt: skip
         given = [
             (result, grad.double())

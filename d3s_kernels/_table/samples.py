@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .. import reference
 from . import meaning
-from .draw import Draw
+from .draw import FLOATS, Draw
 
 Arguments = dict[str, Any]
 SPANS = ("sampling_ids", "sampling_offsets", "include_label", "max_dense_rows")
@@ -148,6 +149,7 @@ def head(draw: Draw) -> Arguments:
         **draw.temperature(rows),
     }
     kept = math.prod(rows) if given["mask"] is None else int(given["mask"].sum())
+    given |= draw.spans(math.prod(rows), vocabulary, given["labels"], given["mask"], bound=False)
     given["max_rows"] = draw.choice((None, kept, kept + 7, max(0, kept - 1)))
     given["max_grad_rows"] = draw.choice((None, kept, kept + 7, max(0, kept // 2)))
     if given["max_rows"] is not None and given["max_rows"] < kept:  # then there is no result to differentiate
@@ -181,6 +183,49 @@ def of_one_rank(drawn: Callable[[Draw], Arguments]) -> Callable[[Draw], Argument
         return given | {"first_token": 0, "group_name": draw.group}
 
     return arguments
+
+
+def _pairs(draw: Draw) -> Arguments:
+    """Hidden states and a weight; and pairs of their rows, some of which stand for nothing, row after row."""
+    width, vocabulary = draw.length(1), draw.length(1)
+    counts = [draw.length(0, 9) for _ in range(draw.length(1, 12))]
+    generator, dtype = draw.generator(), draw.choice(FLOATS)
+    rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).int()
+    tokens = torch.randint(draw.choice((vocabulary, min(vocabulary, 3))), rows.shape, generator=generator).int()
+    none = torch.rand(rows.shape, generator=generator) < draw.choice((0.0, 0.2, 1.0))
+
+    def normal(*shape: int) -> Tensor:
+        return draw.laid_out(torch.randn(shape, generator=generator).to(dtype), turned=False)
+
+    return {
+        "hidden": normal(len(counts), width),
+        "weight": normal(vocabulary, width),
+        "rows": rows.masked_fill(none, -1),
+        "tokens": tokens,
+        "offsets": torch.tensor([0, *accumulate(counts)], dtype=draw.choice((torch.int64, torch.int32))),
+        "grad": torch.randn(rows.shape, generator=generator),
+    }
+
+
+def _some(given: Arguments, *names: str) -> Arguments:
+    return {name: given[name] for name in names}
+
+
+def kept_logits(draw: Draw) -> Arguments:
+    return _some(_pairs(draw), "hidden", "weight", "rows", "tokens")
+
+
+def kept_hidden_grad(draw: Draw) -> Arguments:
+    given = _pairs(draw)
+    given["tokens"] = given["tokens"].masked_fill(given["rows"] < 0, -1)
+    return _some(given, "grad", "weight", "tokens", "offsets")
+
+
+def kept_weight_grad(draw: Draw) -> Arguments:
+    given = _pairs(draw)
+    out = torch.randn(given["weight"].shape, generator=draw.generator())
+    given["out"] = draw.laid_out(out.to(draw.choice((given["hidden"].dtype, torch.float32))), turned=False)
+    return _some(given, "grad", "hidden", "rows", "tokens", "out")
 
 
 def wide_product(draw: Draw) -> Arguments:

@@ -162,6 +162,13 @@ OPS: dict[str, Row] = {
         _HEAD_GRADIENTS,
         served_by="ranks",
     ),
+    "kept_logits": Row(samples.kept_logits, meaning.kept_logits, _one("logits", allowed.kept_product)),
+    "kept_hidden_grad": Row(
+        samples.kept_hidden_grad, meaning.kept_hidden_grad, _one("grad_hidden", allowed.kept_gradient)
+    ),
+    "kept_weight_grad_": Row(
+        samples.kept_weight_grad, meaning.kept_weight_grad_, _one("out", allowed.kept_gradient)
+    ),
     "wide_product_": Row(
         samples.wide_product, meaning.wide_product_, _one("out", allowed.product), served_by="cpu"
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import compact, group_advantages, logprob_entropy, max_variance, ratios, topk_mask, topk_steps
+from . import compact, group_advantages, kept_products, logprob_entropy, max_variance, ratios, topk_mask, topk_steps
 from . import logprob_entropy_backward as backward
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -21,6 +21,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
         logprob_entropy.softmax_state_,
         logprob_entropy.softmax_state_finish,
         backward.logprob_entropy_backward_,
+        kept_products.kept_logits,
+        kept_products.kept_hidden_grad,
+        kept_products.kept_weight_grad_,
         topk_mask.topk_mask,
         topk_mask.select_tokens,
         topk_mask.select_tokens_from_logits,

@@ -89,7 +89,7 @@ class _Head:
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         given = (
             hidden.to(dtype), weight.to(dtype), targets, bias, temperature / logit_scale, None, cap, None, None, None,
-            torch.float32, None,
+            torch.float32, None, None, None, False, None,
         )  # fmt: skip
         if torch.compiler.is_compiling():  # a graph cannot ask at its backward
             logprob, entropy, *_ = ops.linear_logprob_entropy(*given)

@@ -1,0 +1,33 @@
+// Loops over two rows of H numbers, or over one and a sum, one table of them for each SIMD level.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/float_bits.h"
+#include "simd_level.h"
+
+namespace d3s {
+
+template <class T>
+struct KeptProductLoops {
+  // sum_i a[i] b[i] in float32, in an order that depends on n alone.
+  float (*dot)(const T* a, const T* b, int64_t n);
+  // sum[i] += factor x[i]
+  void (*add_scaled)(const T* x, float factor, int64_t n, float* sum);
+  // out[i] += sum[i], rounded once
+  void (*add_to)(const float* sum, int64_t n, T* out);
+};
+
+struct KeptProducts {
+  KeptProductLoops<float> float32;
+  KeptProductLoops<bfloat16> bf16;
+  KeptProductLoops<float16> fp16;
+
+  const KeptProductLoops<float>& of(Tag<float>) const { return float32; }
+  const KeptProductLoops<bfloat16>& of(Tag<bfloat16>) const { return bf16; }
+  const KeptProductLoops<float16>& of(Tag<float16>) const { return fp16; }
+};
+
+D3S_DECLARE_VARIANTS(KeptProducts, kept_products)
+
+}  // namespace d3s
