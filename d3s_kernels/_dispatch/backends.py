@@ -165,7 +165,8 @@ def forced(backend: str) -> Iterator[None]:
 # ---- reports --------------------------------------------------------------------------------------------------------
 
 
-_STEPS = ("topk_order_keys", "topk_count_digit", "topk_mask_from_key")  # the steps of topk_mask across ranks
+# The steps of topk_mask across ranks, and of the LM head with a sampling mask.
+_STEPS = ("topk_order_keys", "topk_count_digit", "topk_mask_from_key", "kept_logits", "kept_hidden_grad")
 
 
 def backends() -> dict[str, dict[str, str]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .gradients import Gradients, Wanted
-from .kept import NO_TARGET, Kept, kept_logits
+from .kept import NO_TARGET, Kept, dense_rows, kept_logits
 from .picked import Picked
 from .problem import HeadProblem
 from .products import Head, without_autocast
@@ -75,7 +75,7 @@ def backward(
         gradients = _zeros(problem, wanted, weight_grad_into)
     else:
         bound = min((bound for bound in (max_grad_rows, problem.max_dense_rows) if bound is not None), default=None)
-        gradients = _of_all_tokens(problem.dense(), incoming, wanted, bound, weight_grad_into)
+        gradients = _of_all_tokens(dense_rows(problem), incoming, wanted, bound, weight_grad_into)
     gradients = _with_kept_tokens(problem, incoming, wanted, gradients, weight_grad_into)
     if exceeded is not None and (not exceeded.is_cpu or exceeded):
         gradients = tuple(gradient.masked_fill_(exceeded, torch.nan) for gradient in gradients)  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kept import Kept, kept_logits
+from .kept import Kept, dense_rows, kept_logits
 from .picked import Picked
 from .problem import HeadProblem, require_bounds
 from .products import without_autocast
@@ -35,7 +35,7 @@ def forward_op(max_rows: int | None = None, max_grad_rows: int | None = None, **
 def forward(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, ...]:
     if problem.sampling_ids is None and problem.sampling_offsets is None and problem.max_dense_rows is None:
         return _of_all_tokens(problem, max_rows)
-    outputs, dense = _of_kept_tokens(problem), problem.dense()
+    outputs, dense = _of_kept_tokens(problem), dense_rows(problem)
     assert dense.mask is not None
     if problem.max_dense_rows != 0:
         all_tokens = _of_all_tokens(dense, _smaller(max_rows, problem.max_dense_rows))

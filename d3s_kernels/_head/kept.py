@@ -26,16 +26,17 @@ class _Spans(NamedTuple):
     token: Tensor  # int64 [pairs], of the whole vocabulary
     used: Tensor  # bool [pairs]: whether the id belongs to a row
     offsets: Tensor  # int64 [rows + 1]
+    bad: Tensor  # bool, 0-d: offsets on a GPU may be unchecked, and these are bad; then all spans count as empty
 
     @classmethod
     def of(cls, ids: Tensor, offsets: Tensor) -> _Spans:
         rows, offsets = len(offsets) - 1, offsets.long()
         ids = ids if rows else ids[:0]
-        # Offsets on a GPU may be unchecked: with bad ones, no id belongs to a row.
-        good = (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= len(ids))
+        good = _are_good(offsets, ids)
+        offsets = torch.where(good, offsets, 0)
         place = torch.arange(len(ids), device=ids.device)
         row = torch.searchsorted(offsets[1:], place, right=True)
-        return cls(torch.where(row < rows, row, place % max(1, rows)), ids.long(), (row < rows) & good, offsets)
+        return cls(torch.where(row < rows, row, place % max(1, rows)), ids.long(), row < rows, offsets, ~good)
 
     def places_of(self, labels: Tensor) -> Tensor:
         """The pair of each row's label, int64 [rows]; NO_TARGET if its span lacks it."""
@@ -57,7 +58,7 @@ class _Spans(NamedTuple):
         for out, own, label in ((row, self.row, every), (token, self.token, labels), (used, self.used, joins)):
             out.index_copy_(0, to, own).index_copy_(0, of_label, label)
         offsets = self.offsets + torch.cat([before, joins.sum().view(1)])
-        return _Spans(row[:-1], token[:-1], used[:-1], offsets)
+        return _Spans(row[:-1], token[:-1], used[:-1], offsets, self.bad)
 
 
 class Kept(NamedTuple):
@@ -82,13 +83,13 @@ class Kept(NamedTuple):
         vocabulary = len(problem.weight) if problem.shard.ranks is None else 1 << 31  # a rank does not know its size
         no_token = spans.used & ((spans.token < 0) | (spans.token >= vocabulary))
         bad = torch.zeros_like(labels).index_add_(0, spans.row, no_token.long()) > 0
-        bad |= (sizes < 0) | (~spans.used).all() & (sizes != 0)
+        bad |= spans.bad
         label = spans.places_of(labels)
         if problem.include_label:
             joins = (label == NO_TARGET) & (labels >= 0) & (labels < vocabulary) & (sizes > 0)
             spans = spans.with_labels(labels, joins)
             label, sizes = spans.places_of(labels), sizes + joins.long()
-        counted = sizes != 0
+        counted = (sizes != 0) | spans.bad
         if problem.mask is not None:
             counted &= problem.mask.reshape(-1)
         token = spans.token - problem.shard.first_token
@@ -115,6 +116,21 @@ def kept_logits(head: Head, kept: Kept, hidden: Tensor) -> Tensor:
     if head.softcap is not None:
         logits = logits.div_(head.softcap).tanh_().mul_(head.softcap)
     return torch.where(kept.real, logits.float(), -torch.inf)
+
+
+def dense_rows(problem: HeadProblem) -> HeadProblem:
+    """The rows with an empty span, of which all logits are computed."""
+    assert problem.sampling_ids is not None
+    assert problem.sampling_offsets is not None
+    empty = (problem.sampling_offsets.diff() == 0) & _are_good(problem.sampling_offsets, problem.sampling_ids)
+    mask = empty.view(problem.labels.shape)
+    mask = mask if problem.mask is None else mask & problem.mask
+    return problem._replace(mask=mask, sampling_ids=None, sampling_offsets=None, max_dense_rows=None)
+
+
+def _are_good(offsets: Tensor, ids: Tensor) -> Tensor:
+    """Whether offsets are those of spans, 0-d."""
+    return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= len(ids))
 
 
 def _at(flags: Tensor, places: Tensor) -> Tensor:

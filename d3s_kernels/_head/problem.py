@@ -52,13 +52,6 @@ class HeadProblem(NamedTuple):
         each = tensor.reshape(self.rows)
         return each if picked is None else picked.gather_temperatures(each)
 
-    def dense(self) -> HeadProblem:
-        """The rows with an empty span, whose logits are all computed."""
-        assert self.sampling_offsets is not None
-        empty = self.sampling_offsets.diff() == 0
-        mask = empty.view(self.labels.shape) if self.mask is None else empty.view(self.labels.shape) & self.mask
-        return self._replace(mask=mask, sampling_ids=None, sampling_offsets=None, max_dense_rows=None)
-
     def checked_head(self) -> Head:
         """Returns the head, or raises a ValueError that names the first wrong argument."""
         self._check_products()

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
+from d3s_kernels._head.problem import HeadProblem
 
 OP = torch.ops.d3s_kernels
 SLICE = 32768  # kSlice in csrc/cuda/logprob_entropy.cu
@@ -438,6 +439,35 @@ def test_a_label_that_is_no_token(label: int, monkeypatch: pytest.MonkeyPatch) -
 
 def test_spans_of_a_sampling_mask() -> None:
     assert_unchecked_spans(lambda name, *arguments: getattr(OP, name)(*arguments))
+
+
+def test_spans_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the checks of the host see no values."""
+    monkeypatch.setattr(HeadProblem, "_check_spans", lambda problem: None)
+    spans = [[3, 4], [-1], [50, 3], [7, 2**31 - 1], [5, 6], [5], [8], [1, 2, 9]]
+    labels = torch.tensor([3, 3, 3, 7, 9, 9, -100, 2])
+    ids = torch.tensor([token for span in spans for token in span], dtype=torch.int32)
+    offsets = torch.tensor([0, *map(len, spans)]).cumsum(0)
+    hidden, weight, ones = torch.randn(8, 16), torch.randn(50, 16), torch.ones(8)
+
+    def undefined(cuts: torch.Tensor, include: bool, bound: int | None) -> list[list[bool]]:
+        options = (None, 1.0, None, None, None)
+        given = torch.float32, None
+        found = OP.linear_logprob_entropy(
+            hidden, weight, labels, *options, None, None, *given, ids, cuts, include, bound
+        )
+        slopes = OP.linear_logprob_entropy_backward(
+            ones, ones, hidden, weight, labels, None, *found[1:], *options[1:], None, *given, [True, True, False],
+            ids, cuts, include, bound,
+        )  # fmt: skip
+        return [part.isnan().tolist() for part in (*found[:2], slopes[0].sum(1))]
+
+    bad = [False, True, True, True, False, False, False, False]
+    assert undefined(offsets, True, 0) == [bad, bad, bad]
+    lacking = [is_bad or row in (4, 5) for row, is_bad in enumerate(bad)]
+    assert undefined(offsets, False, None) == [lacking, bad, lacking]
+    for cuts in (-torch.arange(9), 1000 * torch.arange(9), torch.full((9,), -(2**62)), torch.arange(9, 0, -1)):
+        assert all(all(part[:6]) for part in undefined(cuts, True, None))
 
 
 @pytest.mark.parametrize("longest", [1023, 1024, 1025, 3000])
