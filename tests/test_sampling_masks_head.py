@@ -6,12 +6,13 @@ from itertools import accumulate
 
 import pytest
 import torch
-from helpers import DTYPES, NAN, assert_entropy, assert_gradient, assert_logprob, assert_same_bits
+from helpers import DTYPES, NAN, assert_same_bits
+from test_head import Head, check
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from d3s_kernels import SamplingMask, linear_logprob_entropy, reference
+from d3s_kernels import SamplingMask, linear_logprob_entropy
 
 WIDTHS = (1, 63, 64, 200)
 LENGTHS = [1, 5, 2, 0, 40, 1, 3, 300]
@@ -37,15 +38,12 @@ class Case:
                 kept[span] = True
         return kept
 
-    def __call__(self, function: object = linear_logprob_entropy, **options: object) -> tuple[Tensor, ...]:
+    def __call__(self, **options: object) -> tuple[Tensor, ...]:
         """Results, and the gradients of hidden, weight and bias."""
         leaves = [part.detach().requires_grad_() for part in (self.hidden, self.weight, self.bias)]
-        if function is reference.linear_logprob_entropy:
-            leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
         given = {"bias": leaves[2], "sampling_mask": self.mask, **options}
-        results = function(leaves[0], leaves[1], self.labels, **given)  # type: ignore[operator]
-        cotangents = [grad.to(result.dtype) for grad, result in zip(self.cotangents, results, strict=True)]
-        found = torch.autograd.grad(results, leaves, cotangents, allow_unused=True)
+        results = linear_logprob_entropy(leaves[0], leaves[1], self.labels, **given)  # type: ignore[arg-type]
+        found = torch.autograd.grad(results, leaves, self.cotangents, allow_unused=True)
         return *(result.detach() for result in results), *found
 
 
@@ -53,12 +51,9 @@ class Case:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_against_float64(width: int, dtype: torch.dtype) -> None:
-    case, options = Case(width, dtype=dtype), {"temperature": 0.7, "logit_softcap": 20.0}
-    found, expected = case(**options), case(reference.linear_logprob_entropy, **options)
-    assert_logprob(found[0], expected[0])
-    assert_entropy(found[1], expected[1])
-    for ours, theirs in zip(found[2:], expected[2:], strict=True):
-        assert_gradient(ours, theirs, floor=1e-5)
+    case = Case(width, dtype=dtype)
+    head = Head(case.hidden, case.weight, case.bias)
+    check(head, case.labels, sampling_mask=case.mask, temperature=0.7, logit_softcap=20.0)
 
 
 def test_as_the_dense_head_with_minus_infinity_elsewhere() -> None:
