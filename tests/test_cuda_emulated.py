@@ -31,7 +31,6 @@ SUITES = (
     ("test_table.py", "test_logprob_entropy.py", "test_sampling_masks.py", "test_compact.py"),
     ("test_group_advantages.py", "test_topk_mask.py", "test_errors.py", "test_weight_grad_into.py"),
     ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
-    ("test_sampling_masks_head.py",),
     ("test_head.py", "test_ratios.py", "test_topk_steps.py", "test_softmax_state.py", *ABOVE_THE_KERNELS),
 )
 # Each child process imports torch and the library again, so `make test` starts only one.
