@@ -14,11 +14,12 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))  # last: d3s_kernels may be installed
 from benchmarks.memory import growth
-from d3s_kernels import linear_logprob_entropy
+from d3s_kernels import SamplingMask, linear_logprob_entropy
 
 H, V = 512, 24_000
 WORKSPACE = 8 << 20
 SLICE = 8192  # tokens, on a CPU
+BYTES_OF_AN_ID = 64  # of a sampling mask
 
 
 class Case(NamedTuple):
@@ -26,6 +27,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     frozen: bool = False
     into: bool = False  # weight_grad_into, in float32
+    kept: int | None = None  # tokens of each row that a sampling mask keeps
 
     @property
     def several_tiles_of_rows(self) -> bool:
@@ -35,6 +37,8 @@ class Case(NamedTuple):
     def most(self) -> int:
         """Outputs, the workspace, rows, their gradient in float32 and rounded, and slabs of the weight's gradient."""
         size, slab = self.dtype.itemsize, SLICE * H
+        if self.kept is not None:  # nothing is as large as the vocabulary, and no matrix has rows and tokens
+            return self.rows * (2 * (4 + size) * H + BYTES_OF_AN_ID * self.kept)
         outputs = size * self.rows * H + (0 if self.frozen or self.into else size * V * H)
         of_rows = (4 + 2 * size) * self.rows * H
         product = 0 if self.frozen else max(4, size) * slab  # of a tile, before it is added
@@ -49,6 +53,10 @@ CASES = {
     "tiles of rows too, trained": Case(600),
     "tiles of rows too, added": Case(600, into=True),
     "tiles of rows too, trained, bfloat16": Case(600, torch.bfloat16),
+    "few kept tokens": Case(600, into=True, kept=10),
+    "many kept tokens": Case(600, into=True, kept=1000),
+    "few kept tokens, bfloat16": Case(2000, torch.bfloat16, into=True, kept=10),
+    "few kept tokens, frozen": Case(2000, frozen=True, kept=10),
 }
 
 
@@ -59,7 +67,11 @@ def measure(case: Case) -> int:
 
     def loss(rows: int) -> torch.Tensor:
         labels = torch.arange(rows)
-        scores = linear_logprob_entropy(hidden[:rows], weight, labels, workspace_bytes=WORKSPACE, weight_grad_into=into)
+        options = {"workspace_bytes": WORKSPACE, "weight_grad_into": into}
+        if case.kept is not None:
+            ids = (labels.unsqueeze(1) + torch.arange(case.kept)).int()  # a label and the tokens after it
+            options |= {"sampling_mask": SamplingMask.from_padded(ids), "max_dense_rows": 0}
+        scores = linear_logprob_entropy(hidden[:rows], weight, labels, **options)
         return sum(score.sum() for score in scores)
 
     wanted = [hidden] if case.frozen or case.into else [hidden, weight]

@@ -34,9 +34,12 @@ def of_logits(logits: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
 
 
+def including(kept: d3s.SamplingMask, labels: Tensor) -> dict[str, Any]:
+    return {"sampling_mask": kept, "label_outside": "include", "max_dense_rows": labels.numel()}
+
+
 def of_sampled_logits(logits: Tensor, labels: Tensor, kept: d3s.SamplingMask, *rest: Any) -> tuple[Tensor, ...]:
-    options = {"sampling_mask": kept, "label_outside": "include", "max_dense_rows": labels.numel()}
-    logprob, entropy = d3s.logprob_entropy(logits, labels, **options)
+    logprob, entropy = d3s.logprob_entropy(logits, labels, **including(kept, labels))
     return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
 
 
@@ -47,15 +50,22 @@ class Model(nn.Module):
         super().__init__()
         self.layer, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
 
-    def forward(self, hidden: Tensor, labels: Tensor, max_rows: int) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, labels: Tensor, max_rows: int, **spans: Any) -> tuple[Tensor, Tensor]:
         return d3s.linear_logprob_entropy(
             torch.tanh(self.layer(hidden)), self.head.weight, labels, bias=self.head.bias, mask=labels != -100,
-            max_rows=max_rows, max_grad_rows=max_rows,
+            max_rows=max_rows, max_grad_rows=max_rows, **spans,
         )  # fmt: skip
 
 
 def of_a_head(model: Model, hidden: Tensor, labels: Tensor, max_rows: int, *rest: Any) -> tuple[Tensor, ...]:
     logprob, entropy = model(hidden, labels, max_rows)
+    return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
+
+
+def of_a_sampled_head(
+    model: Model, hidden: Tensor, labels: Tensor, max_rows: int, kept: d3s.SamplingMask, *rest: Any
+) -> tuple[Tensor, ...]:
+    logprob, entropy = model(hidden, labels, max_rows, **including(kept, labels))
     return clipped_surrogate(logprob, entropy, rest[0], labels != -100, *rest[1:])
 
 
@@ -93,6 +103,11 @@ def labels_and_budgets(i: int, as_tensors: bool) -> tuple[Any, ...]:
     return labels, rewards, *budgets, 10 + 3 * i
 
 
+def some_spans(labels: Tensor) -> d3s.SamplingMask:
+    """Of 0, 2, 4 and 6 tokens."""
+    return d3s.SamplingMask.from_lists([list(range(row % 4, 3 * (row % 4))) for row in range(labels.numel())])
+
+
 def older(logprob: Tensor) -> Tensor:
     return logprob.detach() + 0.05 * torch.randn(logprob.shape)
 
@@ -113,22 +128,25 @@ def test_a_loss_of_sampled_logits(backend: str, dynamic: bool | None, calls: int
     compiled = compiled_once(of_sampled_logits, backend, dynamic, calls)
     for i in range(20):
         labels, *rest = labels_and_budgets(i, as_tensors)
-        kept = d3s.SamplingMask.from_lists([list(range(row % 4, 3 * (row % 4))) for row in range(labels.numel())])
+        kept = some_spans(labels)
         logits = random_logits(*labels.shape, VOCABULARY).requires_grad_()
         old = older(d3s.logprob_entropy(logits, labels)[0])
         assert_same_gradients(compiled, of_sampled_logits, [logits], logits, labels, kept, old, *rest)
 
 
 @FORMS
-def test_a_loss_of_a_head(backend: str, dynamic: bool | None, calls: int, as_tensors: bool) -> None:
-    compiled, model = compiled_once(of_a_head, backend, dynamic, calls), Model()
+@pytest.mark.parametrize("loss", [of_a_head, of_a_sampled_head])
+def test_a_loss_of_a_head(
+    loss: Callable[..., Any], backend: str, dynamic: bool | None, calls: int, as_tensors: bool
+) -> None:
+    compiled, model = compiled_once(loss, backend, dynamic, calls), Model()
     for i in range(20):
         labels, *rest = labels_and_budgets(i, as_tensors)
         hidden, max_rows = torch.randn(*labels.shape, HIDDEN), labels.numel() - i % 3 - 1
         old = older(model(hidden, labels, max_rows)[0])
-        assert_same_gradients(
-            compiled, of_a_head, list(model.parameters()), model, hidden, labels, max_rows, old, *rest
-        )
+        kept = [some_spans(labels)] if loss is of_a_sampled_head else []
+        given = model, hidden, labels, max_rows, *kept, old, *rest
+        assert_same_gradients(compiled, loss, list(model.parameters()), *given)
 
 
 # ---- ESPO ------------------------------------------------------------------------------------------------------------

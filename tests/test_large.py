@@ -129,6 +129,37 @@ def test_many_hidden_states() -> None:
     assert_entropy(entropy[live], expected[1])
 
 
+@pytest.mark.parametrize("of_into", [torch.bfloat16, torch.float32])
+def test_kept_tokens_of_a_large_weight(of_into: torch.dtype) -> None:
+    """Weight and gradient have 2^31 elements and more; those of the kept tokens alone are read and written."""
+    width = 4096
+    tokens = 2**31 // width + 9
+    live = torch.tensor([5, tokens // 2, tokens - 11, tokens - 10, tokens - 9, tokens - 1])  # 2^31 is at tokens - 9
+    spans = SamplingMask.from_lists([live[[5, 0, 4]].tolist(), live[1:].tolist(), [tokens - 2], live[[3, 4]].tolist()])
+    labels, cotangents = torch.stack([live[4], live[5], torch.tensor(tokens - 2), live[3]]), list(torch.randn(2, 4))
+    hidden = torch.randn(4, width).bfloat16().requires_grad_()
+    with within_megabytes(300):
+        weight, into = torch.empty(tokens, width, dtype=torch.bfloat16), torch.empty(tokens, width, dtype=of_into)
+        weight[live] = torch.randn(len(live), width).bfloat16() / 16
+        into[live] = 0.0
+        weight.requires_grad_()
+        given = {"sampling_mask": spans, "max_dense_rows": 0, "weight_grad_into": into}
+        results = linear_logprob_entropy(hidden, weight, labels, **given)
+        (gradient,) = torch.autograd.grad(results, hidden, cotangents)
+    # The same with few tokens: the live ones, and one for the token that is a single one.
+    place = {token: i for i, token in enumerate([*live.tolist(), tokens - 2])}
+    few = SamplingMask.from_lists([[place[token] for token in span] for span in spans.to_lists()])
+    exact = [torch.cat([weight.detach()[live].double(), torch.zeros(1, width).double()]), hidden.detach().double()]
+    exact = [part.requires_grad_() for part in exact]
+    targets = torch.tensor([place[token] for token in labels.tolist()])
+    expected = reference.linear_logprob_entropy(*exact[::-1], targets, sampling_mask=few)
+    assert_logprob(results[0].detach(), expected[0].detach())
+    assert_entropy(results[1].detach(), expected[1].detach())
+    wanted = torch.autograd.grad(expected, exact, [given.double() for given in cotangents])
+    assert_gradient(into[live], wanted[0][:-1])
+    assert_gradient(gradient, wanted[1])
+
+
 def test_compact_of_many() -> None:
     mask = torch.from_numpy(numpy.zeros(2**31 + 100, dtype=numpy.bool_))  # unlike torch's, these zeros are not written
     places = [7, 2**31 - 1, 2**31, 2**31 + 99]

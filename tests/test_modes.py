@@ -1,6 +1,7 @@
 """The ops in torch's modes: autocast, inference mode, and hooks on the tensors saved for the backward."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,14 @@ def of_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
     return d3s.logprob_entropy(logits, LABELS, temperature=0.7)
 
 
-def of_hidden(hidden: Tensor) -> tuple[Tensor, Tensor]:
+def of_hidden(hidden: Tensor, **spans: Any) -> tuple[Tensor, Tensor]:
     weight = torch.linspace(-1, 1, 300 * 16, dtype=hidden.dtype).view(300, 16)
-    return d3s.linear_logprob_entropy(hidden, weight, LABELS, max_grad_rows=36)
+    return d3s.linear_logprob_entropy(hidden, weight, LABELS, max_grad_rows=36, **spans)
+
+
+def of_kept_tokens(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    kept = d3s.SamplingMask.from_lists([list(range(row, 7 * row)) for row in range(LABELS.numel())])
+    return of_hidden(hidden, sampling_mask=kept, label_outside="include")
 
 
 def of_ratios(logprob: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,6 +38,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[], T
     "logits": (of_logits, lambda: random_logits(4, 9, 300)),
     "bfloat16 logits": (of_logits, lambda: random_logits(4, 9, 300, dtype=torch.bfloat16)),
     "hidden states": (of_hidden, lambda: torch.randn(4, 9, 16)),
+    "hidden states, kept tokens": (of_kept_tokens, lambda: torch.randn(4, 9, 16)),
     "ratios": (of_ratios, lambda: -torch.rand(4, 9)),
 }
 forms = pytest.mark.parametrize("form", FORMS)

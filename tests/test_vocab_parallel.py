@@ -24,6 +24,7 @@ from helpers import (
 )
 from ranks import SIZES, Ranks, pieces_of, world
 from test_head import Head, allowance, random_head
+from test_sampling_masks import random_spans
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -305,6 +306,46 @@ def many_tiles(ranks: Ranks) -> None:
 
 def test_shards_of_many_tiles() -> None:
     world(2).run(many_tiles)
+
+
+def kept_tokens(ranks: Ranks) -> None:
+    """Long spans across shards beside short ones; a rank may have none of a row's tokens, or all. Each rank adds the
+    gradient of its kept tokens to its own tensor, and writes to no other row of it.
+    """
+    torch.manual_seed(9)
+    spans, labels = random_spans([2, 3000, 1, 1, 5, 0, 40] * 3, 5003)
+    counts = spans.offsets.diff() > 0
+    head, cotangents = random_head(len(labels), width=64, vocabulary=5003), list(torch.randn(2, len(labels)))
+    options = {"temperature": 0.7, "sampling_mask": spans, "mask": counts, "max_dense_rows": 0}
+    first, last = 5003 * ranks.rank // ranks.size, 5003 * (ranks.rank + 1) // ranks.size
+    exact = head.exact()
+    expected = exact(reference.linear_logprob_entropy, labels, **options)
+    wanted = list(torch.autograd.grad(expected, exact.leaves, [given.double() for given in cotangents]))
+    off = allowance(head, labels, cotangents, **options)
+
+    touched = torch.zeros(5003, dtype=torch.bool)
+    touched[torch.tensor([token for span in spans.to_lists() if len(span) > 1 for token in span])] = True
+    into, touched = torch.full((last - first, 64), torch.nan), touched[first:last]
+    into[touched] = 0
+    own = Head(head.hidden, head.weight[first:last], head.bias[first:last]).requiring_grad()
+    place = {"vocab_start": first, "process_group": ranks.group, "weight_grad_into": into}
+    results = own(vocab_parallel_linear_logprob_entropy, labels, **place, **options)
+    torch.autograd.backward(results, cotangents)
+    assert_alike(ranks, *results, own.hidden.grad)
+    assert_logprob(results[0].detach(), expected[0].detach())
+    assert_entropy(results[1].detach(), expected[1].detach())
+    assert own.weight.grad is None
+    assert into[~touched].isnan().all()
+    assert_gradient(own.hidden.grad, wanted[0], off["hidden"].item())
+    assert_gradient(into[touched], wanted[1][first:last][touched], off["weight"].item())
+    assert_gradient(own.bias.grad, wanted[2][first:last], off["bias"].item())
+    for result in (*results, own.hidden.grad):
+        assert not result[spans.offsets.diff() < 2].any()
+
+
+@sizes
+def test_kept_tokens_of_shards(size: int) -> None:
+    world(size).run(kept_tokens)
 
 
 def kept_rows(ranks: Ranks, dtype: torch.dtype) -> None:
