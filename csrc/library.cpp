@@ -16,7 +16,8 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   m.def(
       "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
       "Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
-      "SymInt? max_dense_rows=None) -> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
+      "SymInt? max_dense_rows=None, SymInt? kept_of=None) "
+      "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
   m.def(
       "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
       "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
@@ -28,7 +29,8 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   m.def(
       "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
       "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> ()");
+      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None, "
+      "SymInt? kept_of=None) -> ()");
   m.def(
       "softmax_state_finish(Tensor state, float temperature=1.0, Tensor? temperature_tensor=None) "
       "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
@@ -72,11 +74,25 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "sampling_ids=None, "
       "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
-  // Pairs of a row and a token that was kept for it (a row of -1 stands for none): products of hidden states and
-  // weight, and the gradients of both from one number for each pair. Of a row, pairs are a segment.
-  m.def("kept_logits(Tensor hidden, Tensor weight, Tensor rows, Tensor tokens) -> Tensor");
-  m.def("kept_hidden_grad(Tensor grad, Tensor weight, Tensor tokens, Tensor offsets) -> Tensor");
-  m.def("kept_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out) -> ()");
+  // With a sampling mask: logits of the kept tokens alone, of which the ops above take `kept_of`, the number of tokens
+  // that they are of. There is a place for each id and then one for the label of each row. Then their gradient, with
+  // the row and token of each place (a row of -1 has none), and the gradients of hidden states and weight from these.
+  m.def(
+      "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? sampling_ids, Tensor? sampling_offsets, "
+      "Tensor? bias=None, float? logit_softcap=None, Tensor? mask=None, SymInt first_token=0, "
+      "bool include_label=False, ScalarType logits_dtype=float) -> Tensor");
+  m.def(
+      "kept_logits_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, Tensor entropy, "
+      "Tensor row_max, Tensor log_sum, SymInt kept_of, float temperature=1.0, Tensor? temperature_tensor=None, "
+      "float? logit_softcap=None, Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, "
+      "Tensor? sampling_offsets=None, bool include_label=False) "
+      "-> (Tensor grad, Tensor rows, Tensor tokens, Tensor undefined)");
+  m.def(
+      "kept_hidden_grad_(Tensor grad, Tensor weight, Tensor rows, Tensor tokens, Tensor offsets, Tensor undefined, "
+      "Tensor(a!) out) -> ()");
+  m.def(
+      "kept_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out, "
+      "Tensor(b!)? bias_out=None) -> ()");
   // out = hidden @ weight.T, bfloat16 in, float32 out: on CPUs, where torch has no such product
   m.def("wide_product_(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()");
 

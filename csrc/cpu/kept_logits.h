@@ -10,7 +10,7 @@
 
 namespace d3s {
 
-// The kept tokens of one row after the other, as places in a tile. A thread has one of these for all of its rows.
+// The kept tokens of one row after the other, as places in its logits. A thread has one of these for all of its rows.
 template <class T>
 class KeptLogits {
  public:
@@ -24,15 +24,16 @@ class KeptLogits {
     const int64_t label = rows_.labels[row];
     row_ = static_cast<const T*>(rows_.logits) + layout.offset(row);
     places_.clear();
+    label_ = -1;
     bool found = false;
     for (int64_t i = 0; i < span.size; ++i) {
-      const int64_t place = span.tokens[i] - first_token_;
-      if (place >= 0 && place < layout.columns) places_.push_back(place);
       found |= span.tokens[i] == label;
+      if (!in_tile(span.tokens[i])) continue;
+      places_.push_back(rows_.place(span, i, first_token_));
+      if (span.tokens[i] == label) label_ = places_.back();
     }
     set = rows_.spans.set_of(span, label, INT64_MAX, found, false);
-    label_ = set.has_label ? rows_.labels.in_tile(row, first_token_, layout.columns) : -1;
-    if (set.label_joins && label_ >= 0) places_.push_back(label_);
+    if (set.label_joins && in_tile(label)) places_.push_back(label_ = rows_.place_of_label(row, first_token_));
   }
 
   bool any_in_tile() const { return !places_.empty(); }
@@ -57,8 +58,11 @@ class KeptLogits {
   }
 
   int64_t label_place() const { return label_; }
+  const std::vector<int64_t>& places() const { return places_; }
 
  private:
+  bool in_tile(int64_t token) const { return token >= first_token_ && token - first_token_ < rows_.layout.columns; }
+
   // body(places, n) with the logits of n places gathered in logits_.
   template <class Body>
   void for_slices(const Body& body) {
@@ -73,7 +77,7 @@ class KeptLogits {
   const LogitsRows& rows_;
   const int64_t first_token_;
   const T* row_ = nullptr;
-  int64_t label_ = -1;  // in the tile
+  int64_t label_ = -1;  // its place, if it is in the set and in the tile
   std::vector<int64_t> places_;
   T logits_[kSlice];
 };

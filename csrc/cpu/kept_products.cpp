@@ -1,4 +1,4 @@
-// Products of the kept rows of an LM head's weight. Threads share the pairs evenly.
+// Products of the kept rows of an LM head's weight. Threads share the places evenly.
 #include "../ops/kept_products.h"
 
 #include <algorithm>
@@ -11,85 +11,148 @@ namespace {
 
 constexpr int64_t kGrain = 32768;  // products of a thread
 
+int64_t grain_of(const Matrix& matrix) { return 1 + kGrain / (matrix.columns + 1); }
+
 template <class T>
-const T* row_of(const Matrix& matrix, int64_t row) {
-  return static_cast<const T*>(matrix.values) + row * matrix.stride;
+T* row_of(const Matrix& matrix, int64_t row) {
+  return const_cast<T*>(static_cast<const T*>(matrix.values)) + row * matrix.stride;
 }
 
-// Pairs are sorted by these: by token, and those of a token in their order.
-struct Entry {
-  int32_t token;
-  int64_t pair;
+// Asks for a row of a matrix that is too large for any cache. Rows follow each other in no order, so the processor would
+// wait for the start of each one.
+template <class T>
+void prefetch(const Matrix& matrix, int64_t row) {
+  const char* p = reinterpret_cast<const char*>(row_of<T>(matrix, row));
+  for (int64_t byte = 0; byte < matrix.columns * static_cast<int64_t>(sizeof(T)); byte += 64)
+    __builtin_prefetch(p + byte, 0, 2);
+}
 
-  bool operator<(const Entry& other) const { return token != other.token ? token < other.token : pair < other.pair; }
+// A place of which the logit is needed.
+struct Needed {
+  int64_t place, row, token;
+};
+
+std::vector<Needed> needed_places(const KeptHead& head) {
+  std::vector<Needed> needed;
+  needed.reserve(head.spans.count);
+  for (int64_t row = 0; row < head.hidden.rows; ++row) {
+    const Span span = head.spans[row];
+    if (head.masked_out(row) || head.single(row, span)) continue;
+    bool joins = head.may_join(row, span);
+    for (int64_t i = 0; i < span.size; ++i) {
+      const int64_t token = head.in_shard(span.tokens[i]);
+      if (token >= 0) needed.push_back({head.spans.place(span, i), row, token});
+      joins &= span.tokens[i] != head.labels[row];
+    }
+    const int64_t label = joins ? head.in_shard(head.labels[row]) : -1;
+    if (label >= 0) needed.push_back({head.spans.place_of_label(row), row, label});
+  }
+  return needed;
+}
+
+// Places are sorted by these: by token, and those of a token in their order.
+struct Entry {
+  int32_t token, place;
+
+  bool operator<(const Entry& other) const { return token != other.token ? token < other.token : place < other.place; }
 };
 
 template <class T, class To>
-void add_sorted(const float* grad, const Matrix& hidden, const Pairs& pairs, const std::vector<Entry>& sorted,
-                const Matrix& out) {
+void add_sorted(const KeptGradient& gradient, const Matrix& hidden, const std::vector<Entry>& sorted, const Matrix& out,
+                const Vector& bias_out) {
   const auto& loops = D3S_PICK_VARIANT(kept_products);
   const auto count = static_cast<int64_t>(sorted.size());
-  // A thread gets the tokens whose first pair lies in its share.
-  parallel_for(count, 1 + kGrain / (hidden.columns + 1), [&](int64_t begin, int64_t end) {
+  // A thread gets the tokens whose first place lies in its share.
+  parallel_for(count, grain_of(hidden), [&](int64_t begin, int64_t end) {
     std::vector<float> sum(hidden.columns);
     int64_t i = begin;
     while (i > 0 && i < end && sorted[i].token == sorted[i - 1].token) ++i;
     while (i < end) {
       const int32_t token = sorted[i].token;
       std::fill(sum.begin(), sum.end(), 0.f);
+      float of_bias = 0.f;
       for (; i < count && sorted[i].token == token; ++i) {
-        const int64_t pair = sorted[i].pair;
-        loops.of(Tag<T>()).add_scaled(row_of<T>(hidden, pairs.rows[pair]), grad[pair], hidden.columns, sum.data());
+        const int32_t place = sorted[i].place;
+        of_bias += gradient.grad[place];
+        loops.of(Tag<T>()).add_scaled(row_of<T>(hidden, gradient.rows[place]), gradient.grad[place], hidden.columns,
+                                      sum.data());
       }
-      loops.of(Tag<To>()).add_to(sum.data(), hidden.columns, const_cast<To*>(row_of<To>(out, token)));
+      loops.of(Tag<To>()).add_to(sum.data(), hidden.columns, row_of<To>(out, token));
+      if (bias_out.values) bias_out.add(token, of_bias);
     }
+  });
+}
+
+// Calls body(Tag<T>, Tag<To>): To is the type of `to`, either that of `from` or float.
+template <class Body>
+void dispatch_sum(const Matrix& from, const Matrix& to, const Body& body) {
+  dispatch_float(from.type, [&](auto tag) {
+    if (to.type == from.type)
+      body(tag, tag);
+    else
+      body(tag, Tag<float>());
   });
 }
 
 }  // namespace
 
-void pair_products(const Matrix& hidden, const Matrix& weight, const Pairs& pairs, float* out, Device&) {
-  dispatch_float(hidden.type, [&](auto tag) {
+void kept_logits(const KeptHead& head, float* out, Device&) {
+  std::fill(out, out + head.places(), -INFINITY);
+  const std::vector<Needed> needed = needed_places(head);
+  dispatch_float(head.hidden.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto& loops = D3S_PICK_VARIANT(kept_products).of(tag);
-    parallel_for(pairs.count, 1 + kGrain / (hidden.columns + 1), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i)
-        out[i] = pairs.has(i, hidden.rows, weight.rows)
-                     ? loops.dot(row_of<T>(hidden, pairs.rows[i]), row_of<T>(weight, pairs.tokens[i]), hidden.columns)
-                     : 0.f;
-    });
-  });
-}
-
-void sum_for_rows(const float* grad, const Matrix& weight, const int32_t* tokens, const Segments& segments, float* out,
-                  Device&) {
-  dispatch_float(weight.type, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto& loops = D3S_PICK_VARIANT(kept_products).of(tag);
-    parallel_segments(segments, segments.limit, 1 + kGrain / (weight.columns + 1), [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row) {
-        float* sum = out + row * weight.columns;
-        std::fill(sum, sum + weight.columns, 0.f);
-        for (int64_t i = segments.begin(row); i < segments.end(row); ++i)
-          if (tokens[i] >= 0 && tokens[i] < weight.rows)
-            loops.add_scaled(row_of<T>(weight, tokens[i]), grad[i], weight.columns, sum);
+    parallel_for(static_cast<int64_t>(needed.size()), grain_of(head.weight), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (i + 1 < end) prefetch<T>(head.weight, needed[i + 1].token);
+        const auto [place, row, token] = needed[i];
+        const T* weight = row_of<T>(head.weight, token);
+        out[place] = head.logit(loops.dot(row_of<T>(head.hidden, row), weight, head.hidden.columns), token);
       }
     });
   });
 }
 
-void add_for_tokens(const float* grad, const Matrix& hidden, const Pairs& pairs, const Matrix& out, Device&) {
-  std::vector<Entry> sorted;
-  sorted.reserve(pairs.count);
-  for (int64_t i = 0; i < pairs.count; ++i)
-    if (pairs.has(i, hidden.rows, out.rows)) sorted.push_back({pairs.tokens[i], i});
-  std::sort(sorted.begin(), sorted.end());
-  dispatch_float(hidden.type, [&](auto tag) {
+void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
+                  const Matrix& out, Device&) {
+  dispatch_sum(weight, out, [&](auto tag, auto to_tag) {
     using T = typename decltype(tag)::type;
-    if (out.type == hidden.type)
-      add_sorted<T, T>(grad, hidden, pairs, sorted, out);
-    else
-      add_sorted<T, float>(grad, hidden, pairs, sorted, out);
+    using To = typename decltype(to_tag)::type;
+    const auto& loops = D3S_PICK_VARIANT(kept_products);
+    parallel_segments(spans, spans.limit, grain_of(weight), [&](int64_t first, int64_t last) {
+      std::vector<float> sum(weight.columns);
+      const auto add = [&](int64_t place) {
+        if (gradient.has(place, spans.count, weight.rows))
+          loops.of(tag).add_scaled(row_of<T>(weight, gradient.tokens[place]), gradient.grad[place], weight.columns,
+                                   sum.data());
+      };
+      for (int64_t row = first; row < last; ++row) {
+        const int64_t begin = spans.begin(row), end = spans.end(row);
+        if (begin == end) continue;
+        std::fill(sum.begin(), sum.end(), undefined[row] ? NAN : 0.f);
+        for (int64_t place = begin; place < end; ++place) {
+          if (place + 1 < end && gradient.has(place + 1, spans.count, weight.rows))
+            prefetch<T>(weight, gradient.tokens[place + 1]);
+          add(place);
+        }
+        add(spans.limit + row);
+        To* to = row_of<To>(out, row);
+        std::fill(to, to + weight.columns, from_float<To>(0.f));
+        loops.of(to_tag).add_to(sum.data(), weight.columns, to);
+      }
+    });
+  });
+}
+
+void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
+                    Device&) {
+  std::vector<Entry> sorted;
+  sorted.reserve(gradient.places);
+  for (int64_t i = 0; i < gradient.places; ++i)
+    if (gradient.has(i, hidden.rows, out.rows)) sorted.push_back({gradient.tokens[i], static_cast<int32_t>(i)});
+  std::sort(sorted.begin(), sorted.end());
+  dispatch_sum(hidden, out, [&](auto tag, auto to_tag) {
+    add_sorted<typename decltype(tag)::type, typename decltype(to_tag)::type>(gradient, hidden, sorted, out, bias_out);
   });
 }
 

@@ -48,10 +48,11 @@ SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t col
   return {sums.max, sums.sum, sums.dot};
 }
 
-// For each row in `live`, merges the states of its slices into start(row) and calls done(row, state). A task is a row
-// or, if rows are few, a slice. Slices are merged from left to right in both cases, so that the bits are the same.
+// For each row in `live`, merges the states of its slices into start(row) and calls done(row, state, the label's place
+// or -1). A task is a row or, if rows are few, a slice. Slices are merged from left to right in both cases, so that the bits are the same.
 template <class T, class Start, class Done>
-void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, const Start& start, const Done& done) {
+void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, int64_t first_token, const Start& start,
+                    const Done& done) {
   const T* logits = static_cast<const T*>(rows.logits);
   const RowLayout& layout = rows.layout;
   const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(Tag<T>());
@@ -80,7 +81,7 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, co
             few ? states[i * slices + slice] : chunk_state(loops, p, layout.columns, slice, temperature, next_row);
         state = merge(state, part, 1.f / temperature);
       }
-      done(row, state);
+      done(row, state, rows.labels.in_tile(row, first_token, layout.columns));
     }
   });
 }
@@ -115,20 +116,22 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto start = [](int64_t) { return SoftmaxState(); };
-    const auto done = [&](int64_t row, const SoftmaxState& state) {
+    const auto done = [&](int64_t row, const SoftmaxState& state, int64_t label) {
       const float temperature = rows.temperatures[row];
       const RowStatistics statistics = finish(state, temperature);
-      const int64_t label = rows.labels.in_tile(row, 0, rows.layout.columns);
       const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
       outputs.write(row, statistics, label < 0 ? 0.f : log_probability(to_float(p[label]), statistics, temperature));
     };
-    for_each_state<T>(rows, live.dense, start, done);
+    if (rows.kept_alone)
+      for (const int64_t row : live.dense) outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
+    else
+      for_each_state<T>(rows, live.dense, 0, start, done);
     const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(tag);
     for_each_span<T>(rows, 0, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
       if (kept.set.single())
         outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
       else
-        done(row, kept.merge_into(SoftmaxState(), loops, rows.temperatures[row]));
+        done(row, kept.merge_into(SoftmaxState(), loops, rows.temperatures[row]), kept.label_place());
     });
   });
 }
@@ -241,17 +244,16 @@ void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, D
   dispatch_float(rows.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto start = [&](int64_t row) { return states[row].get(); };
-    const auto done = [&](int64_t row, const SoftmaxState& state) {
+    const auto done = [&](int64_t row, const SoftmaxState& state, int64_t label) {
       states[row].set(state);
-      const int64_t label = rows.labels.in_tile(row, first_token, rows.layout.columns);
       const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
       if (label >= 0) states[row].label_logit = to_float(p[label]);
     };
-    for_each_state<T>(rows, live.dense, start, done);
+    if (!rows.kept_alone) for_each_state<T>(rows, live.dense, first_token, start, done);
     const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(tag);
     for_each_span<T>(rows, first_token, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
       if (!kept.set.single())
-        done(row, kept.merge_into(start(row), loops, rows.temperatures[row]));
+        done(row, kept.merge_into(start(row), loops, rows.temperatures[row]), kept.label_place());
       else if (kept.any_in_tile())
         states[row] = RowState::of_single(kept.label_in_tile());
     });

@@ -16,7 +16,8 @@ constexpr int kGathered = 4;     // logits that a thread loads before it uses th
 // What one thread, one warp or one block has of a row's span.
 struct KeptShare {
   SoftmaxState state;
-  bool label_found, bad_token;
+  int label_at;  // where in the span the label is, or -1
+  bool bad_token;
 };
 
 // Places in a row's tile. Spans may be unchecked: what is no token is in no tile, and never read.
@@ -30,11 +31,13 @@ struct TileOfRow {
 
 // The tokens first, first + step, ... of a span, for the thread that calls this; then merged over its warp.
 template <class T>
-__device__ KeptShare warp_kept_share(const T* logits, const Span& span, const TileOfRow& tile, int64_t label, int first,
-                                     int step, float temperature) {
-  const float scale = kLog2E / temperature;
+__device__ KeptShare warp_kept_share(const LogitsRows& rows, int64_t row, const Span& span, const TileOfRow& tile,
+                                     int first, int step) {
+  const T* logits = row_at<T>(rows, row);
+  const int64_t label = rows.labels[row];
+  const float temperature = rows.temperatures[row], scale = kLog2E / temperature;
   LaneState lane;
-  int label_found = 0, bad_token = 0;
+  int label_at = -1, bad_token = 0;
   for (int64_t i = first; i < span.size; i += int64_t{step} * kGathered) {
     int64_t tokens[kGathered];
     float z[kGathered];
@@ -45,13 +48,14 @@ __device__ KeptShare warp_kept_share(const T* logits, const Span& span, const Ti
     }
 #pragma unroll
     for (int j = 0; j < kGathered; ++j) {
-      z[j] = tile.has(tokens[j]) ? to_float(logits[tokens[j] - tile.first_token]) : -INFINITY;
-      label_found |= tokens[j] == label;
+      const int64_t place = i + int64_t{step} * j;
+      z[j] = tile.has(tokens[j]) ? to_float(logits[rows.place(span, place, tile.first_token)]) : -INFINITY;
+      if (tokens[j] == label) label_at = static_cast<int>(place < INT32_MAX ? place : INT32_MAX);
       bad_token |= tokens[j] != INT64_MAX && tile.bad(tokens[j]);
     }
     lane.add(z, scale);
   }
-  return {warp_merge(lane.state(scale), 1.f / temperature), warp_reduce(label_found, Max()) != 0,
+  return {warp_merge(lane.state(scale), 1.f / temperature), warp_reduce(label_at, Max()),
           warp_reduce(bad_token, Max()) != 0};
 }
 
@@ -60,9 +64,9 @@ __device__ inline KeptShare block_kept_share(const KeptShare& of_warp, KeptShare
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   if (lane == 0) shares[warp] = of_warp;
   __syncthreads();
-  KeptShare all = lane < kSpanWarps ? shares[lane] : KeptShare{SoftmaxState(), false, false};
+  KeptShare all = lane < kSpanWarps ? shares[lane] : KeptShare{SoftmaxState(), -1, false};
   all.state = warp_merge(all.state, 1.f / temperature);
-  all.label_found = warp_reduce(int{all.label_found}, Max()) != 0;
+  all.label_at = warp_reduce(all.label_at, Max());
   all.bad_token = warp_reduce(int{all.bad_token}, Max()) != 0;
   __syncthreads();  // the shares are used again
   return all;
@@ -74,7 +78,7 @@ __device__ void finish_span(const LogitsRows& rows, int64_t row, const Span& spa
                             const TileOfRow& tile, const RowSink& sink) {
   const int64_t label = rows.labels[row];
   const KeptSet set =
-      rows.spans.set_of(span, label, tile.whole ? tile.columns : INT64_MAX, share.label_found, share.bad_token);
+      rows.spans.set_of(span, label, tile.whole ? tile.columns : INT64_MAX, share.label_at >= 0, share.bad_token);
   const bool label_in_tile = set.has_label && tile.has(label);
   const float temperature = rows.temperatures[row];
   if (set.single()) {
@@ -83,7 +87,12 @@ __device__ void finish_span(const LogitsRows& rows, int64_t row, const Span& spa
     if (!sink.states) write_row(row, {zero, zero, zero}, label == kNoTarget || label_in_tile ? zero : NAN, sink);
     return;
   }
-  const float label_logit = label_in_tile ? to_float(row_at<T>(rows, row)[label - tile.first_token]) : NAN;
+  float label_logit = NAN;
+  if (label_in_tile) {
+    const int64_t place = share.label_at >= 0 ? rows.place(span, share.label_at, tile.first_token)
+                                              : rows.place_of_label(row, tile.first_token);
+    label_logit = to_float(row_at<T>(rows, row)[place]);
+  }
   SoftmaxState state = share.state;
   if (set.label_joins && label_in_tile) {
     LaneState one;
@@ -115,13 +124,13 @@ __global__ void __launch_bounds__(kSpanThreads)
     } else {
       const Span span = rows.spans[own];
       if (span.size == 0 && dense_rows && lane == 0) atomicAdd(dense_rows, 1);
+      if (span.size == 0 && rows.kept_alone && lane == 0) write_masked_row(own, sink);
       if (span.size != 0 && span.size <= kLongSpan) {
         // Of a single kept token, no logit is read.
         const int64_t label = rows.labels[own];
         const bool single = span.size == 1 && (!rows.spans.include_label || label < 0 || label == span.tokens[0]);
-        KeptShare share{SoftmaxState(), single && label == span.tokens[0], single && tile.bad(span.tokens[0])};
-        if (!single)
-          share = warp_kept_share(row_at<T>(rows, own), span, tile, label, lane, kWarp, rows.temperatures[own]);
+        KeptShare share{SoftmaxState(), single && label == span.tokens[0] ? 0 : -1, single && tile.bad(span.tokens[0])};
+        if (!single) share = warp_kept_share<T>(rows, own, span, tile, lane, kWarp);
         if (lane == 0) finish_span<T>(rows, own, span, share, tile, sink);
       }
     }
@@ -130,10 +139,8 @@ __global__ void __launch_bounds__(kSpanThreads)
     if (rows.masked_out(row)) continue;
     const Span span = rows.spans[row];
     if (span.size <= kLongSpan) continue;
-    const float temperature = rows.temperatures[row];
-    const KeptShare of_warp =
-        warp_kept_share(row_at<T>(rows, row), span, tile, rows.labels[row], thread, kSpanThreads, temperature);
-    const KeptShare share = block_kept_share(of_warp, shares, temperature);
+    const KeptShare of_warp = warp_kept_share<T>(rows, row, span, tile, thread, kSpanThreads);
+    const KeptShare share = block_kept_share(of_warp, shares, rows.temperatures[row]);
     if (thread == 0) finish_span<T>(rows, row, span, share, tile, sink);
   }
 }

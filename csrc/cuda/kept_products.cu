@@ -1,11 +1,17 @@
 // Products of the kept rows of an LM head's weight.
 //
-//   launch                       kernel           reads                                  -> writes
-//   kept_logits                  multiply_pairs   hidden, weight, pairs                  -> out
-//   kept_hidden_grad             sum_rows         grad, weight, tokens, offsets          -> out
-//   kept_weight_grad (entries)   make_entries     pairs                                  -> entries, indices
-//   kept_weight_grad (sort)      CUB              entries, indices                       -> the same, by token
-//   kept_weight_grad             sum_tokens       grad, hidden, entries, indices         -> out, where it was touched
+//   launch                        kernel          reads                                -> writes
+//   kept_logits (offsets)         check_offsets   offsets                              -> bad
+//   kept_logits                   place_logits    hidden, weight, spans, labels, bad   -> out
+//   kept_hidden_grad_             sum_rows        grad, weight, rows, tokens           -> out, sums of long spans
+//   kept_hidden_grad_ (long)      join_rows       sums                                 -> out
+//   kept_weight_grad_ (entries)   make_entries    rows, tokens                         -> entries, indices
+//   kept_weight_grad_ (sort)      CUB             entries, indices                     -> the same, by token
+//   kept_weight_grad_             sum_tokens      grad, hidden, entries, indices       -> out, sums of frequent tokens
+//   kept_weight_grad_ (long)      join_tokens     sums                                 -> out
+//
+// A sum over more than kStretch places, of a long span or a frequent token, is shared between blocks. It is cut from its
+// own first place on, so that its bits depend on nothing else.
 #include "../ops/kept_products.h"
 
 #include "collective.h"
@@ -16,23 +22,22 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPairsOfBlock = kThreads / kWarp;
+constexpr int kPlacesOfBlock = kThreads / kWarp;
+constexpr int kInFlight = 4;   // vectors of either row that a thread loads before it uses the first
+constexpr int kBatch = 8;      // rows that a thread loads before it adds the first
+constexpr int kStretch = 512;  // places that a block adds: 64 batches, some 50 us
 
-// Some neighbouring elements of a row of `columns`, one vector of 16 bytes; 0 past its end.
+// A vector of a row of `columns` elements; 0 past its end.
 template <class T>
-struct Elements {
-  float values[kPerVector<T>];
-
-  __device__ Elements(const T* row, int64_t first, int64_t columns, bool aligned) {
-    int i = 0;
-    if (aligned && first + kPerVector<T> <= columns) {
-      for_elements<T>(load_cached(reinterpret_cast<const uint4*>(row + first)), [&](float x) { values[i++] = x; });
-      return;
-    }
+__device__ uint4 load_elements(const T* row, int64_t first, int64_t columns, bool aligned) {
+  if (aligned && first + kPerVector<T> <= columns) return load_cached(reinterpret_cast<const uint4*>(row + first));
+  constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+  uint32_t w[4] = {};
 #pragma unroll
-    for (i = 0; i < kPerVector<T>; ++i) values[i] = first + i < columns ? to_float(row[first + i]) : 0.f;
-  }
-};
+  for (int i = 0; i < kPerVector<T>; ++i)
+    if (first + i < columns) w[i / kPerWord] |= bits_of(row[first + i]) << i % kPerWord * 16;
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
 
 template <class T>
 bool is_aligned(const Matrix& matrix) {
@@ -40,143 +45,399 @@ bool is_aligned(const Matrix& matrix) {
 }
 
 template <class T>
-__device__ const T* row_of(const Matrix& matrix, int64_t row) {
-  return static_cast<const T*>(matrix.values) + row * matrix.stride;
+__device__ T* row_of(const Matrix& matrix, int64_t row) {
+  return const_cast<T*>(static_cast<const T*>(matrix.values)) + row * matrix.stride;
 }
 
-// A warp for each pair. The order of the sum depends on the number of columns alone.
+// ---- forward ---------------------------------------------------------------------------------------------------
+
+constexpr int kCheckers = 1024;
+
+// Whether offsets are bad. One block: offsets are few.
+__global__ void check_offsets(const __grid_constant__ Spans spans, int64_t rows, int* bad) {
+  int any = 0;
+  for (int64_t row = threadIdx.x; row < rows; row += kCheckers) any |= spans[row].size < 0;
+  any = __syncthreads_or(any);
+  if (threadIdx.x == 0) *bad = any != 0;
+}
+
+struct Needed {
+  int64_t row, token;  // a row of the weight; -1 if no logit is needed
+};
+
+// What a place stands for. All lanes of a warp call this with the same place.
+__device__ inline Needed needed_at(const KeptHead& head, int64_t place, int lane) {
+  const bool of_label = place >= head.spans.count;
+  const int64_t row = of_label ? place - head.spans.count : head.spans.row_at(place, head.hidden.rows);
+  if (row < 0 || head.masked_out(row)) return {row, -1};
+  const Span span = head.spans[row];
+  if (!of_label) return {row, head.single(row, span) ? -1 : head.in_shard(head.spans.tokens[place])};
+  if (!head.may_join(row, span)) return {row, -1};
+  int found = 0;
+#pragma unroll 8
+  for (int64_t i = lane; i < span.size; i += kWarp) found |= span.tokens[i] == head.labels[row];
+  return {row, warp_reduce(found, Max()) ? -1 : head.in_shard(head.labels[row])};
+}
+
+// A warp for each place, so that long spans take no longer than short ones. The order of the sum depends on the number
+// of columns alone.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    multiply_pairs(const __grid_constant__ Matrix hidden, const __grid_constant__ Matrix weight,
-                   const __grid_constant__ Pairs pairs, bool aligned, float* out) {
+    place_logits(const __grid_constant__ KeptHead head, const int* bad, bool aligned, float* out) {
+  constexpr int kStep = kWarp * kPerVector<T>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int64_t pair = int64_t{blockIdx.x} * kPairsOfBlock + threadIdx.x / kWarp;
-  if (pair >= pairs.count) return;
+  const int64_t place = int64_t{blockIdx.x} * kPlacesOfBlock + threadIdx.x / kWarp, columns = head.hidden.columns;
+  if (place >= head.places()) return;
+  const Needed needed = needed_at(head, place, lane);
+  if (*bad || needed.token < 0) {
+    if (lane == 0) out[place] = *bad ? NAN : -INFINITY;
+    return;
+  }
+  const T *a = row_of<T>(head.hidden, needed.row), *b = row_of<T>(head.weight, needed.token);
   float sum = 0.f;
-  if (pairs.has(pair, hidden.rows, weight.rows)) {
-    const T *a = row_of<T>(hidden, pairs.rows[pair]), *b = row_of<T>(weight, pairs.tokens[pair]);
-#pragma unroll 2
-    for (int64_t first = lane * kPerVector<T>; first < hidden.columns; first += kWarp * kPerVector<T>) {
-      const Elements<T> x(a, first, hidden.columns, aligned), y(b, first, hidden.columns, aligned);
+  for (int64_t first = lane * kPerVector<T>; first < columns; first += kStep * kInFlight) {
+    uint4 x[kInFlight], y[kInFlight];
 #pragma unroll
-      for (int i = 0; i < kPerVector<T>; ++i) sum = fmaf(x.values[i], y.values[i], sum);
+    for (int j = 0; j < kInFlight; ++j) {
+      x[j] = load_elements(a, first + j * kStep, columns, aligned);
+      y[j] = load_elements(b, first + j * kStep, columns, aligned);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      float left[kPerVector<T>];
+      int i = 0;
+      for_elements<T>(x[j], [&](float value) { left[i++] = value; });
+      i = 0;
+      for_elements<T>(y[j], [&](float value) { sum = fmaf(left[i++], value, sum); });
     }
   }
   sum = warp_reduce(sum, Sum());
-  if (lane == 0) out[pair] = sum;
+  if (lane == 0) out[place] = head.logit(sum, needed.token);
 }
+
+// ---- sums over places ------------------------------------------------------------------------------------------
+
+// A row that counts some times; null for none.
+template <class T>
+struct Term {
+  const T* row;
+  float factor;
+};
 
 // What a thread adds up: the same columns of several rows.
 template <class T>
 struct ColumnSums {
   float sums[kPerVector<T>] = {};
+  float of_factors = 0.f;
   int64_t first, columns;
 
   __device__ ColumnSums(int64_t piece, int64_t columns)
-      : first((piece * kThreads + threadIdx.x) * kPerVector<T>), columns(columns) {}
+      : first((piece * blockDim.x + threadIdx.x) * kPerVector<T>), columns(columns) {}
 
-  __device__ void add(const T* row, float factor, bool aligned) {
-    if (first >= columns) return;
-    const Elements<T> x(row, first, columns, aligned);
+  // Adds term(begin), term(begin + 1), ... up to one batch, in this order.
+  template <class TermAt>
+  __device__ void add_batch(int64_t begin, int64_t end, bool aligned, const TermAt& term_at) {
+    uint4 x[kBatch];
+    float factor[kBatch];
 #pragma unroll
-    for (int i = 0; i < kPerVector<T>; ++i) sums[i] = fmaf(factor, x.values[i], sums[i]);
+    for (int j = 0; j < kBatch; ++j) {
+      const Term<T> term = begin + j < end ? term_at(begin + j) : Term<T>{nullptr, 0.f};
+      x[j] = term.row ? load_elements(term.row, first, columns, aligned) : make_uint4(0, 0, 0, 0);
+      factor[j] = term.row ? term.factor : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      of_factors += factor[j];
+      int i = 0;
+      for_elements<T>(x[j], [&](float value) { sums[i] = fmaf(factor[j], value, sums[i]), ++i; });
+    }
+  }
+  __device__ void add_sums(const float* row) {
+#pragma unroll
+    for (int i = 0; i < kPerVector<T>; ++i)
+      if (first + i < columns) sums[i] += row[first + i];
+  }
+
+  // Writes the sums, or adds them to what is there.
+  template <class To>
+  __device__ void write(To* row, bool add, bool aligned) const {
+    constexpr int kVector = kPerVector<To>;
+    if (aligned && first + kPerVector<T> <= columns) {
+#pragma unroll
+      for (int begin = 0; begin < kPerVector<T>; begin += kVector) {
+        auto* to = reinterpret_cast<uint4*>(row + first + begin);
+        float values[kVector];
+        for (int i = 0; i < kVector; ++i) values[i] = sums[begin + i];
+        int i = 0;
+        if (add) for_elements<To>(load_plain(to), [&](float old) { values[i++] += old; });
+        *to = vector_of<To>(values);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerVector<T>; ++i)
+      if (first + i < columns) row[first + i] = from_float<To>(sums[i] + (add ? to_float(row[first + i]) : 0.f));
   }
 };
 
+// Threads of a block, and blocks of a row, of which each thread has one vector.
+template <class T>
+int threads_for(int64_t columns) {
+  const int64_t warps = ceil_div(ceil_div(columns, kPerVector<T>), kWarp);
+  return static_cast<int>(warps < 1 ? 1 : warps < kThreads / kWarp ? warps : kThreads / kWarp) * kWarp;
+}
 template <class T>
 int64_t pieces_of(int64_t columns) {
-  return ceil_div(columns, kThreads * kPerVector<T>);
+  const int64_t pieces = ceil_div(columns, int64_t{threads_for<T>(columns)} * kPerVector<T>);
+  return pieces > 0 ? pieces : 1;
 }
 
-// A block for each row, or for each piece of a row.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    sum_rows(const float* grad, const __grid_constant__ Matrix weight, const int32_t* tokens,
-             const __grid_constant__ Segments segments, int64_t pieces, bool aligned, float* out) {
-  const int64_t row = blockIdx.x / pieces;
-  ColumnSums<T> total(blockIdx.x % pieces, weight.columns);
-  const int64_t end = segments.end(row);
-#pragma unroll 4
-  for (int64_t pair = segments.begin(row); pair < end; ++pair) {
-    const int64_t token = tokens[pair];
-    if (token >= 0 && token < weight.rows) total.add(row_of<T>(weight, token), grad[pair], aligned);
+// The sums of those runs of places, each longer than a stretch, that are shared between blocks: `columns` floats and the
+// sum of the factors for each stretch. A run has at most one stretch for each half stretch that it covers, so runs never
+// meet.
+struct StretchSums {
+  float *sums = nullptr, *of_factors = nullptr;
+  int64_t columns = 0;
+
+  StretchSums(int64_t places, int64_t columns, Device& device) : columns(columns) {
+    if (places <= kStretch) return;
+    const int64_t stretches = places / (kStretch / 2) + 1;
+    sums = device.scratch_of<float>(stretches * columns);
+    of_factors = device.scratch_of<float>(stretches);
   }
-  float* to = out + row * weight.columns + total.first;
+  // Of the n-th stretch of the run that begins at a place.
+  __device__ int64_t at(int64_t run, int64_t n) const { return run / (kStretch / 2) + n; }
+
+  template <class T>
+  __device__ void keep(int64_t stretch, const ColumnSums<T>& total) const {
+    total.template write<float>(sums + stretch * columns, false, false);
+    if (total.first == 0) of_factors[stretch] = total.of_factors;
+  }
+  template <class T>
+  __device__ ColumnSums<T> joined(int64_t run, int64_t places, int64_t piece) const {
+    ColumnSums<T> total(piece, columns);
+    const int64_t count = ceil_div(places, kStretch);
+#pragma unroll 4
+    for (int64_t n = 0; n < count; ++n) {
+      total.add_sums(sums + at(run, n) * columns);
+      total.of_factors += of_factors[at(run, n)];
+    }
+    return total;
+  }
+};
+
+// ---- the gradient of hidden states -----------------------------------------------------------------------------
+
+// Stretches of all rows are numbered so that no scan is needed: a row may leave numbers out, and shares none.
+__device__ inline int64_t first_stretch(const Segments& spans, int64_t row) {
+  return spans.begin(row) / kStretch + row;
+}
+__device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch) {
+  int64_t low = 0, high = spans.count;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (first_stretch(spans, middle) <= stretch)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low - 1;  // below 0 if offsets are bad
+}
+
+template <class T, class To>
+__device__ void write_row(ColumnSums<T>& total, bool undefined, const Matrix& out, int64_t row, bool aligned) {
 #pragma unroll
-  for (int i = 0; i < kPerVector<T>; ++i)
-    if (total.first + i < weight.columns) to[i] = total.sums[i];
+  for (float& sum : total.sums) sum = undefined ? NAN : sum;
+  total.write(row_of<To>(out, row), false, aligned);
 }
 
-// The sort is by token; pairs that stand for nothing come last.
-__global__ void make_entries(const __grid_constant__ Pairs pairs, int64_t hidden_rows, int64_t vocabulary,
-                             uint64_t* entries, uint32_t* indices) {
-  const int64_t pair = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (pair >= pairs.count) return;
-  entries[pair] = static_cast<uint64_t>(pairs.has(pair, hidden_rows, vocabulary) ? pairs.tokens[pair] : vocabulary);
-  indices[pair] = static_cast<uint32_t>(pair);
-}
-
-// A block for each token, or for each piece of its row, starts where the first pair of the token lies.
+// A block for each stretch of a row's span, or for each piece of its columns.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads)
-    sum_tokens(const float* grad, const __grid_constant__ Matrix hidden, const int32_t* rows, SortedEntries sorted,
-               int64_t count, int64_t pieces, bool aligned, const __grid_constant__ Matrix out) {
-  const int64_t first = blockIdx.x / pieces;
-  const auto token = static_cast<int64_t>(sorted.entries[first]);
-  if (token >= out.rows || (first > 0 && static_cast<int64_t>(sorted.entries[first - 1]) == token)) return;
-  ColumnSums<T> total(blockIdx.x % pieces, hidden.columns);
-#pragma unroll 4
-  for (int64_t i = first; i < count && static_cast<int64_t>(sorted.entries[i]) == token; ++i) {
-    const uint32_t pair = sorted.indices[i];
-    total.add(row_of<T>(hidden, rows[pair]), grad[pair], aligned);
+    sum_rows(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix weight,
+             const __grid_constant__ Segments spans, const bool* undefined, int64_t pieces, bool aligned,
+             bool out_aligned, const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
+  const int64_t stretch = blockIdx.x / pieces, row = row_of_stretch(spans, stretch);
+  if (row < 0) return;
+  const int64_t n = stretch - first_stretch(spans, row), first = spans.begin(row), last = spans.end(row);
+  const int64_t begin = first + n * kStretch, end = begin + kStretch < last ? begin + kStretch : last;
+  if (begin >= end) return;
+  ColumnSums<T> total(blockIdx.x % pieces, weight.columns);
+  const auto term_at = [&](int64_t place) {
+    const bool counts = gradient.rows[place] == row && gradient.has(place, spans.count, weight.rows);
+    return counts ? Term<T>{row_of<T>(weight, gradient.tokens[place]), gradient.grad[place]} : Term<T>{nullptr, 0.f};
+  };
+  for (int64_t i = begin; i < end; i += kBatch) total.add_batch(i, end, aligned, term_at);
+  if (end == last) total.add_batch(spans.limit + row, spans.limit + row + 1, aligned, term_at);
+  if (last - first > kStretch)
+    stretches.keep(stretches.at(first, n), total);
+  else
+    write_row<T, To>(total, undefined[row], out, row, out_aligned);
+}
+
+template <class T, class To>
+__global__ void __launch_bounds__(kThreads)
+    join_rows(const __grid_constant__ Segments spans, const bool* undefined, int64_t pieces, bool out_aligned,
+              const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
+  const int64_t row = blockIdx.x / pieces, places = spans.end(row) - spans.begin(row);
+  if (places <= kStretch) return;
+  ColumnSums<T> total = stretches.joined<T>(spans.begin(row), places, blockIdx.x % pieces);
+  write_row<T, To>(total, undefined[row], out, row, out_aligned);
+}
+
+// ---- the gradient of the weight --------------------------------------------------------------------------------
+
+// The sort is by token; places without a gradient come last.
+__global__ void make_entries(const __grid_constant__ KeptGradient gradient, int64_t rows, int64_t tokens,
+                             uint64_t* entries, uint32_t* indices) {
+  const int64_t place = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (place >= gradient.places) return;
+  entries[place] = static_cast<uint64_t>(gradient.has(place, rows, tokens) ? gradient.tokens[place] : tokens);
+  indices[place] = static_cast<uint32_t>(place);
+}
+
+// Places sorted by token. Those of a token are its run.
+struct Runs {
+  SortedEntries sorted;
+  int64_t count;
+
+  __device__ bool has(int64_t i, int64_t token) const {
+    return i >= 0 && i < count && static_cast<int64_t>(sorted.entries[i]) == token;
   }
-  To* to = const_cast<To*>(row_of<To>(out, token)) + total.first;
-#pragma unroll
-  for (int i = 0; i < kPerVector<T>; ++i)
-    if (total.first + i < hidden.columns) to[i] = from_float<To>(to_float(to[i]) + total.sums[i]);
+  // The first entry in [low, high) of which `past` is true, or `high`.
+  template <class Past>
+  __device__ int64_t first_from(int64_t low, int64_t high, const Past& past) const {
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (past(static_cast<int64_t>(sorted.entries[middle])))
+        high = middle;
+      else
+        low = middle + 1;
+    }
+    return low;
+  }
+  // The beginning of a token's run, which has entry i; and its end.
+  __device__ int64_t begin(int64_t i, int64_t token) const {
+    return first_from(0, i, [&](int64_t other) { return other >= token; });
+  }
+  __device__ int64_t end(int64_t i, int64_t token) const {
+    return first_from(i, count, [&](int64_t other) { return other > token; });
+  }
+};
+
+template <class T, class To>
+__device__ void add_to_token(const ColumnSums<T>& total, const Matrix& out, const Vector& bias_out, int64_t token,
+                             bool aligned) {
+  total.write(row_of<To>(out, token), true, aligned);
+  if (bias_out.values && total.first == 0) bias_out.add(token, total.of_factors);
+}
+
+// A block for each sorted place, or for each piece of the columns. Those where no stretch of a run begins end at once.
+template <class T, class To>
+__global__ void __launch_bounds__(kThreads)
+    sum_tokens(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix hidden,
+               const __grid_constant__ Runs runs, int64_t pieces, bool aligned, bool out_aligned,
+               const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out,
+               const __grid_constant__ Vector bias_out) {
+  const int64_t first = blockIdx.x / pieces, token = static_cast<int64_t>(runs.sorted.entries[first]);
+  if (token >= out.rows) return;
+  int64_t run = first;
+  if (runs.has(first - 1, token)) {
+    if (!runs.has(first - kStretch, token)) return;  // most places, without a search
+    run = runs.begin(first - kStretch, token);
+    if ((first - run) % kStretch != 0) return;
+  }
+  ColumnSums<T> total(blockIdx.x % pieces, hidden.columns);
+  const auto term_at = [&](int64_t i) {
+    if (!runs.has(i, token)) return Term<T>{nullptr, 0.f};
+    const uint32_t place = runs.sorted.indices[i];
+    return Term<T>{row_of<T>(hidden, gradient.rows[place]), gradient.grad[place]};
+  };
+  const int64_t end = first + kStretch;
+  for (int64_t i = first; i < end && runs.has(i, token); i += kBatch) total.add_batch(i, end, aligned, term_at);
+  if (runs.has(run + kStretch, token))
+    stretches.keep(stretches.at(run, (first - run) / kStretch), total);
+  else
+    add_to_token<T, To>(total, out, bias_out, token, out_aligned);
+}
+
+// A block for each multiple of a stretch among the sorted places: a long run has at least one, and the first does it.
+template <class T, class To>
+__global__ void __launch_bounds__(kThreads)
+    join_tokens(const __grid_constant__ Runs runs, int64_t pieces, bool out_aligned,
+                const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out,
+               const __grid_constant__ Vector bias_out) {
+  const int64_t i = blockIdx.x / pieces * kStretch, token = static_cast<int64_t>(runs.sorted.entries[i]);
+  if (token >= out.rows || runs.has(i - kStretch, token)) return;
+  const int64_t run = runs.begin(i, token), places = runs.end(i, token) - run;
+  if (places <= kStretch) return;
+  add_to_token<T, To>(stretches.joined<T>(run, places, blockIdx.x % pieces), out, bias_out, token, out_aligned);
+}
+
+// Calls body(Tag<T>, Tag<To>): To is the type of `to`, either that of `from` or float.
+template <class Body>
+void dispatch_sum(const Matrix& from, const Matrix& to, const Body& body) {
+  dispatch_float(from.type, [&](auto tag) {
+    if (to.type == from.type)
+      body(tag, tag);
+    else
+      body(tag, Tag<float>());
+  });
 }
 
 }  // namespace
 
-void pair_products(const Matrix& hidden, const Matrix& weight, const Pairs& pairs, float* out, Device& device) {
-  dispatch_float(hidden.type, [&](auto tag) {
+void kept_logits(const KeptHead& head, float* out, Device& device) {
+  if (head.places() == 0) return;
+  int* bad = device.scratch_of<int>(1);
+  launch("kept_logits (offsets)", check_offsets, 1, kCheckers, 0, device, head.spans, head.hidden.rows, bad);
+  dispatch_float(head.hidden.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch("kept_logits", multiply_pairs<T>, ceil_div(pairs.count, kPairsOfBlock), kThreads, 0, device, hidden, weight,
-           pairs, is_aligned<T>(hidden) && is_aligned<T>(weight), out);
+    launch("kept_logits", place_logits<T>, ceil_div(head.places(), kPlacesOfBlock), kThreads, 0, device, head,
+           static_cast<const int*>(bad), is_aligned<T>(head.hidden) && is_aligned<T>(head.weight), out);
   });
 }
 
-void sum_for_rows(const float* grad, const Matrix& weight, const int32_t* tokens, const Segments& segments, float* out,
-                  Device& device) {
-  dispatch_float(weight.type, [&](auto tag) {
+void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
+                  const Matrix& out, Device& device) {
+  dispatch_sum(weight, out, [&](auto tag, auto to_tag) {
     using T = typename decltype(tag)::type;
+    using To = typename decltype(to_tag)::type;
     const int64_t pieces = pieces_of<T>(weight.columns);
-    launch("kept_hidden_grad", sum_rows<T>, segments.count * pieces, kThreads, 0, device, grad, weight, tokens,
-           segments, pieces, is_aligned<T>(weight), out);
+    const int threads = threads_for<T>(weight.columns);
+    const bool aligned = is_aligned<T>(weight), out_aligned = is_aligned<To>(out);
+    const StretchSums stretches(spans.limit, weight.columns, device);
+    launch("kept_hidden_grad_", sum_rows<T, To>, (spans.limit / kStretch + spans.count) * pieces, threads, 0, device,
+           gradient, weight, spans, undefined, pieces, aligned, out_aligned, stretches, out);
+    if (stretches.sums)
+      launch("kept_hidden_grad_ (long)", join_rows<T, To>, spans.count * pieces, threads, 0, device, spans, undefined,
+             pieces, out_aligned, stretches, out);
   });
 }
 
-void add_for_tokens(const float* grad, const Matrix& hidden, const Pairs& pairs, const Matrix& out, Device& device) {
-  const int64_t n = pairs.count;
-  if (n == 0 || hidden.columns == 0) return;
+void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
+                    Device& device) {
+  const int64_t n = gradient.places;
+  if (n == 0 || (hidden.columns == 0 && !bias_out.values)) return;
   auto *entries = device.scratch_of<uint64_t>(n), *entries_spare = device.scratch_of<uint64_t>(n);
   auto *indices = device.scratch_of<uint32_t>(n), *indices_spare = device.scratch_of<uint32_t>(n);
-  launch("kept_weight_grad (entries)", make_entries, ceil_div(n, kThreads), kThreads, 0, device, pairs, hidden.rows,
+  launch("kept_weight_grad_ (entries)", make_entries, ceil_div(n, kThreads), kThreads, 0, device, gradient, hidden.rows,
          out.rows, entries, indices);
   int bits = 1;
   while (out.rows >> bits) ++bits;
-  const SortedEntries sorted = sort_entries(entries, entries_spare, indices, indices_spare, n, bits, device);
-  dispatch_float(hidden.type, [&](auto tag) {
+  const Runs runs{sort_entries(entries, entries_spare, indices, indices_spare, n, bits, device), n};
+  dispatch_sum(hidden, out, [&](auto tag, auto to_tag) {
     using T = typename decltype(tag)::type;
+    using To = typename decltype(to_tag)::type;
     const int64_t pieces = pieces_of<T>(hidden.columns);
-    const auto start = [&](auto kernel) {
-      launch("kept_weight_grad", kernel, n * pieces, kThreads, 0, device, grad, hidden, pairs.rows, sorted, n, pieces,
-             is_aligned<T>(hidden), out);
-    };
-    if (out.type == hidden.type)
-      start(sum_tokens<T, T>);
-    else
-      start(sum_tokens<T, float>);
+    const int threads = threads_for<T>(hidden.columns);
+    const bool out_aligned = is_aligned<To>(out);
+    const StretchSums stretches(n, hidden.columns, device);
+    launch("kept_weight_grad_", sum_tokens<T, To>, n * pieces, threads, 0, device, gradient, hidden, runs, pieces,
+           is_aligned<T>(hidden), out_aligned, stretches, out, bias_out);
+    if (stretches.sums)
+      launch("kept_weight_grad_ (long)", join_tokens<T, To>, ceil_div(n, kStretch) * pieces, threads, 0, device, runs,
+             pieces, out_aligned, stretches, out, bias_out);
   });
 }
 

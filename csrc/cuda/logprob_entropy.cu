@@ -212,7 +212,7 @@ void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
     launch("logprob_entropy (spans)", rows_with_span<typename decltype(tag)::type>, ceil_div(count, kSpanWarps),
            kSpanThreads, kSpanWarps * sizeof(KeptShare), device, rows, sink, dense_rows);
   });
-  if (rows.spans.max_dense_rows != 0) reduce_dense_rows(rows, sink, device);
+  if (rows.spans.max_dense_rows != 0 && !rows.kept_alone) reduce_dense_rows(rows, sink, device);
   constexpr int kRowsOfBlock = 128;
   if (dense_rows)
     launch("logprob_entropy (bound)", enforce_bound, ceil_div(count, kRowsOfBlock), kRowsOfBlock, 0, device, rows, sink,
@@ -241,10 +241,7 @@ __device__ uint4 gradient_of(const uint4& logits, const RowGradient& row) {
   float g[kPerVector<T>];
   int i = 0;
   for_elements<T>(logits, [&](float z) { g[i++] = row(z); });
-  if constexpr (kPerVector<T> == 4)
-    return make_uint4(bits_of_float(g[0]), bits_of_float(g[1]), bits_of_float(g[2]), bits_of_float(g[3]));
-  else
-    return make_uint4(pack<T>(g[0], g[1]), pack<T>(g[2], g[3]), pack<T>(g[4], g[5]), pack<T>(g[6], g[7]));
+  return vector_of<T>(g);
 }
 
 // The vector at p, in memory that this kernel may also write. In place, the gradient is as aligned as the logits (shift

@@ -105,6 +105,15 @@ __device__ __forceinline__ void for_elements(const uint4& v, const Body& body) {
   }
 }
 
+// The vector of these elements.
+template <class T>
+__device__ __forceinline__ uint4 vector_of(const float (&v)[kPerVector<T>]) {
+  if constexpr (kPerVector<T> == 4)
+    return make_uint4(bits_of_float(v[0]), bits_of_float(v[1]), bits_of_float(v[2]), bits_of_float(v[3]));
+  else
+    return make_uint4(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+}
+
 // The largest element of some vectors, without NaN.
 template <class T, int kCount>
 __device__ __forceinline__ float largest(const uint4 (&v)[kCount]) {

@@ -24,6 +24,8 @@ class LogitsArgument {
   void set_mask(const OptionalTensor& mask);
   // After labels and mask. The spans' tokens are of a vocabulary of this size, which is INT64_MAX for a tile.
   void set_spans(const SamplingMask& sampling_mask, int64_t vocabulary);
+  // Before all others. The logits are those of the kept tokens alone, of so many tokens.
+  void set_kept_alone(const SamplingMask& sampling_mask, int64_t tokens);
 
   int64_t dims;  // leading dimensions of the logits, which the rows have
   LogitsRows rows;
@@ -32,6 +34,33 @@ class LogitsArgument {
   const Tensor& logits_;
   OptionalTensor temperatures_, labels_, mask_, offsets_, tokens_;
 };
+
+// What the gradient of the rows is made from. Owns the tensors that `rows` points into.
+class GradientsArgument {
+ public:
+  GradientsArgument(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy, const Tensor& entropy,
+                    const Tensor& row_max, const Tensor& log_sum, const Tensor& logits, int64_t dims) {
+    const auto checked = [&](const char* argument, const Tensor& tensor) {
+      require(tensor.scalar_type() == ScalarType::Float, argument, "got dtype ", dtype(tensor), "; takes float32");
+      owners_.push_back(require_per_row(argument, tensor, logits, dims));
+      return data<float>(owners_.back());
+    };
+    if (grad_logprob) rows.g_logprob = checked("grad_logprob", *grad_logprob);
+    if (grad_entropy) rows.g_entropy = checked("grad_entropy", *grad_entropy);
+    rows.entropy = checked("entropy", entropy);
+    rows.row_max = checked("row_max", row_max);
+    rows.log_sum = checked("log_sum", log_sum);
+  }
+
+  RowGradients rows;
+
+ private:
+  std::vector<Tensor> owners_;
+};
+
+inline void require_token(const char* argument, int64_t token) {
+  require(token >= 0, argument, "got ", token, "; takes at least 0");
+}
 
 // Checks temperatures and keeps their tensor alive in `owner`. Softmax states, which have no logits, need only these.
 Temperatures temperatures_of(double temperature, const OptionalTensor& tensor, const Tensor& like, int64_t row_dims,

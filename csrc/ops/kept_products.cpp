@@ -14,103 +14,127 @@ Matrix matrix_of(const char* argument, const Tensor& tensor) {
   return {tensor.const_data_ptr(), float_type(tensor), tensor.size(0), tensor.size(1), tensor.stride(0)};
 }
 
-const int32_t* ids_of(const char* argument, const Tensor& tensor, const Tensor& like) {
-  require(tensor.dim() == 1 && tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous(), argument,
-          "got shape ", shape(tensor), " of ", dtype(tensor), "; takes contiguous int32 [n]");
-  require_same_device(argument, tensor, like);
-  return data<int32_t>(tensor);
+Matrix output_of(const char* argument, const Tensor& tensor, const Matrix& like, int64_t rows, int64_t columns) {
+  Matrix out = matrix_of(argument, tensor);
+  require((out.type == like.type || out.type == FloatType::kFloat32) && out.rows == rows && out.columns == columns,
+          argument, "got shape ", shape(tensor), " of ", dtype(tensor), "; takes [", rows, ", ", columns,
+          "] in the dtype of the head or float32");
+  require(out.rows <= 1 || out.stride >= out.columns, argument, "its rows overlap; takes a tensor that can be written");
+  out.values = tensor.mutable_data_ptr();
+  return out;
 }
 
-Pairs pairs_of(const Tensor& rows, const Tensor& tokens, const Tensor& like, int64_t hidden_rows, int64_t vocabulary) {
-  const Pairs pairs{ids_of("rows", rows, like), ids_of("tokens", tokens, like), rows.numel()};
-  require(tokens.numel() == pairs.count, "tokens", "got ", tokens.numel(), "; takes one for each pair, ", pairs.count);
-  const OptionalTensor known_rows = on_host(rows), known_tokens = on_host(tokens);
-  if (!known_rows || !known_tokens) return pairs;
-  const Pairs known{data<int32_t>(*known_rows), data<int32_t>(*known_tokens), pairs.count};
-  for (int64_t i = 0; i < known.count; ++i) {
-    require(known.rows[i] >= -1 && known.rows[i] < hidden_rows, "rows", "got ", known.rows[i], " at ", i,
-            "; takes -1 or a row in [0, ", hidden_rows, ")");
-    require(known.rows[i] < 0 || known.has(i, hidden_rows, vocabulary), "tokens", "got ", known.tokens[i], " at ", i,
-            "; takes tokens in [0, ", vocabulary, ")");
+Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& labels, const OptionalTensor& sampling_ids,
+                      const OptionalTensor& sampling_offsets, const OptionalTensor& bias, const OptionalFloat& logit_softcap,
+                      const OptionalTensor& mask, int64_t first_token, bool include_label, ScalarType logits_dtype) {
+  KeptHead head;
+  head.hidden = matrix_of("hidden", hidden);
+  head.weight = matrix_of("weight", weight);
+  require(head.hidden.type == head.weight.type && head.hidden.columns == head.weight.columns, "weight",
+          "got another dtype or width than hidden; takes the same");
+  require_same_device("weight", weight, hidden);
+  require(sampling_ids && sampling_offsets, "sampling_mask", "got none; takes ids and offsets");
+  OptionalTensor bias_owner;
+  if (bias) {
+    require(bias->dim() == 1 && bias->size(0) == head.weight.rows && bias->scalar_type() == weight.scalar_type(), "bias",
+            "got shape ", shape(*bias), " of ", dtype(*bias), "; takes [", head.weight.rows, "] in the dtype of weight");
+    require_same_device("bias", *bias, hidden);
+    bias_owner = packed(*bias);
+    head.bias = {const_cast<void*>(bias_owner->const_data_ptr()), head.weight.type};
   }
-  return pairs;
+  require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
+  require_token("first_token", first_token);
+  head.softcap = static_cast<float>(logit_softcap.value_or(0));
+  head.logits_type = float_type(logits_dtype);
+  head.first_token = first_token;
+  LogitsArgument argument(hidden, 1.0, std::nullopt);  // the rows of hidden have what rows of logits have
+  argument.set_labels(labels, INT64_MAX);
+  argument.set_mask(mask);
+  argument.set_spans({sampling_ids, sampling_offsets, include_label, std::nullopt}, INT64_MAX);
+  head.labels = argument.rows.labels;
+  head.mask = argument.rows.mask;
+  head.spans = argument.rows.spans;
+  const Tensor out = empty({head.places()}, ScalarType::Float, hidden);
+  TorchDevice device(hidden);
+  kept_logits(head, mutable_data<float>(out), device);
+  return out;
 }
 
-const float* grad_of(const Tensor& grad, int64_t pairs, const Tensor& like) {
-  require(grad.dim() == 1 && grad.scalar_type() == ScalarType::Float && grad.numel() == pairs && grad.is_contiguous(),
-          "grad", "got shape ", shape(grad), " of ", dtype(grad), "; takes contiguous float32, one for each pair, ",
-          pairs);
-  require_same_device("grad", grad, like);
-  return data<float>(grad);
+KeptGradient gradient_of(const Tensor& grad, const Tensor& rows, const Tensor& tokens, const Tensor& like,
+                         int64_t row_count, int64_t token_count) {
+  const auto checked = [&](const char* argument, const Tensor& tensor, ScalarType type) {
+    require(tensor.dim() == 1 && tensor.scalar_type() == type && tensor.is_contiguous() &&
+                tensor.numel() == grad.numel(),
+            argument, "got shape ", shape(tensor), " of ", dtype(tensor), "; takes contiguous ",
+            torch::headeronly::toString(type), " with one for each place");
+    require_same_device(argument, tensor, like);
+  };
+  checked("grad", grad, ScalarType::Float);
+  checked("rows", rows, ScalarType::Int);
+  checked("tokens", tokens, ScalarType::Int);
+  require(grad.numel() <= INT32_MAX, "grad", "got ", grad.numel(), " places; takes fewer than 2^31");
+  const KeptGradient gradient{data<float>(grad), data<int32_t>(rows), data<int32_t>(tokens), grad.numel()};
+  const OptionalTensor known_rows = on_host(rows), known_tokens = on_host(tokens);
+  if (!known_rows || !known_tokens) return gradient;
+  const KeptGradient known{nullptr, data<int32_t>(*known_rows), data<int32_t>(*known_tokens), grad.numel()};
+  for (int64_t i = 0; i < known.places; ++i)
+    require(known.rows[i] < 0 || known.has(i, row_count, token_count), "rows", "got ", known.rows[i], " and token ",
+            known.tokens[i], " at ", i, "; takes a row in [0, ", row_count, ") and a token in [0, ", token_count,
+            "), or a row below 0 for none");
+  return gradient;
 }
 
-// The pairs of each row. Those after the last offset belong to no row.
-Segments rows_of_pairs(const Tensor& offsets, const Tensor& tokens) {
+void kept_hidden_grad_(const Tensor& grad, const Tensor& weight, const Tensor& rows, const Tensor& tokens,
+                       const Tensor& offsets, const Tensor& undefined, const Tensor& out) {
+  const Matrix w = matrix_of("weight", weight);
   require(offsets.dim() == 1 && offsets.numel() > 0 && offsets.is_contiguous() &&
               (offsets.scalar_type() == ScalarType::Int || offsets.scalar_type() == ScalarType::Long),
           "offsets", "got shape ", shape(offsets), " of ", dtype(offsets),
           "; takes contiguous int32 or int64 [rows + 1]");
-  require_same_device("offsets", offsets, tokens);
-  Segments segments;
-  segments.count = offsets.numel() - 1;
-  segments.limit = tokens.numel();
+  require_same_device("offsets", offsets, weight);
+  const int64_t count = offsets.numel() - 1;
+  const KeptGradient gradient = gradient_of(grad, rows, tokens, weight, count, w.rows);
+  require(gradient.places >= count, "grad", "got ", gradient.places, " places; takes one for each row after the others, ",
+          count);
+  require(undefined.dim() == 1 && undefined.numel() == count && undefined.scalar_type() == ScalarType::Bool &&
+              undefined.is_contiguous(),
+          "undefined", "got shape ", shape(undefined), " of ", dtype(undefined), "; takes contiguous bool [rows], ",
+          count);
+  require_same_device("undefined", undefined, weight);
+  Segments spans;
+  spans.count = count;
+  spans.limit = gradient.places - count;
   if (offsets.scalar_type() == ScalarType::Int)
-    segments.offsets32 = data<int32_t>(offsets);
+    spans.offsets32 = data<int32_t>(offsets);
   else
-    segments.offsets64 = data<int64_t>(offsets);
-  if (const OptionalTensor known = on_host(offsets)) require_offsets(*known, segments.count, segments.limit);
-  return segments;
-}
-
-void require_alike(const Matrix& hidden, const Matrix& weight) {
-  require(hidden.type == weight.type && hidden.columns == weight.columns, "weight",
-          "got another dtype or width than hidden; takes the same");
-}
-
-Tensor kept_logits(const Tensor& hidden, const Tensor& weight, const Tensor& rows, const Tensor& tokens) {
-  const Matrix h = matrix_of("hidden", hidden), w = matrix_of("weight", weight);
-  require_alike(h, w);
-  require_same_device("weight", weight, hidden);
-  const Pairs pairs = pairs_of(rows, tokens, hidden, h.rows, w.rows);
-  const Tensor out = empty({pairs.count}, ScalarType::Float, hidden);
-  TorchDevice device(hidden);
-  pair_products(h, w, pairs, mutable_data<float>(out), device);
-  return out;
-}
-
-Tensor kept_hidden_grad(const Tensor& grad, const Tensor& weight, const Tensor& tokens, const Tensor& offsets) {
-  const Matrix w = matrix_of("weight", weight);
-  const int32_t* ids = ids_of("tokens", tokens, weight);
-  const float* g = grad_of(grad, tokens.numel(), weight);
-  const Segments segments = rows_of_pairs(offsets, tokens);
-  if (const OptionalTensor known = on_host(tokens))
-    for (int64_t i = 0; i < known->numel(); ++i)
-      require(data<int32_t>(*known)[i] < w.rows, "tokens", "got ", data<int32_t>(*known)[i], " at ", i,
-              "; takes tokens in [0, ", w.rows, "), and numbers below 0 for none");
-  const Tensor out = empty({segments.count, w.columns}, ScalarType::Float, weight);
+    spans.offsets64 = data<int64_t>(offsets);
+  if (const OptionalTensor known = on_host(offsets)) require_offsets(*known, count, spans.limit);
   TorchDevice device(weight);
-  sum_for_rows(g, w, ids, segments, mutable_data<float>(out), device);
-  return out;
+  sum_for_rows(gradient, w, spans, data<bool>(undefined), output_of("out", out, w, count, w.columns), device);
 }
 
 void kept_weight_grad_(const Tensor& grad, const Tensor& hidden, const Tensor& rows, const Tensor& tokens,
-                       const Tensor& out) {
-  const Matrix h = matrix_of("hidden", hidden), to = matrix_of("out", out);
-  require((to.type == h.type || to.type == FloatType::kFloat32) && to.columns == h.columns, "out", "got shape ",
-          shape(out), " of ", dtype(out), "; takes [V, ", h.columns, "] in the dtype of hidden or float32");
-  require(to.rows <= 1 || to.stride >= to.columns, "out", "its rows overlap; takes a tensor that can be written");
+                       const Tensor& out, const OptionalTensor& bias_out) {
+  const Matrix h = matrix_of("hidden", hidden), to = output_of("out", out, h, out.size(0), h.columns);
   require_same_device("out", out, hidden);
-  const Pairs pairs = pairs_of(rows, tokens, hidden, h.rows, to.rows);
-  const float* g = grad_of(grad, pairs.count, hidden);
+  Vector bias;
+  if (bias_out) {
+    require_float("bias_out", *bias_out);
+    require(bias_out->dim() == 1 && bias_out->size(0) == to.rows && bias_out->is_contiguous(), "bias_out", "got shape ",
+            shape(*bias_out), "; takes contiguous [", to.rows, "]");
+    require_same_device("bias_out", *bias_out, hidden);
+    bias = {bias_out->mutable_data_ptr(), float_type(*bias_out)};
+  }
+  const KeptGradient gradient = gradient_of(grad, rows, tokens, hidden, h.rows, to.rows);
   TorchDevice device(hidden);
-  add_for_tokens(g, h, pairs, {out.mutable_data_ptr(), to.type, to.rows, to.columns, to.stride}, device);
+  add_for_tokens(gradient, h, to, bias, device);
 }
 
 }  // namespace
 
 D3S_REGISTER(m) {
-  m.impl("kept_logits", TORCH_BOX(&kept_logits));
-  m.impl("kept_hidden_grad", TORCH_BOX(&kept_hidden_grad));
+  m.impl("kept_logits", TORCH_BOX(&kept_logits_op));
+  m.impl("kept_hidden_grad_", TORCH_BOX(&kept_hidden_grad_));
   m.impl("kept_weight_grad_", TORCH_BOX(&kept_weight_grad_));
 }
 

@@ -1,11 +1,14 @@
-// Products of the kept rows of an LM head's weight: a pair is a row of the hidden states and a token that was kept for
-// it. cpu/kept_products.cpp, cuda/kept_products.cu. Arguments come checked, from ops/kept_products.cpp. Nothing here
-// knows torch.
+// Products of the kept rows of an LM head's weight: cpu/kept_products.cpp, cuda/kept_products.cu. Arguments come checked,
+// from ops/kept_products.cpp. Nothing here knows torch.
+//
+// A place stands for a row and a token of its set. There is one for each id of the sampling mask and then one for each
+// row, whose label may join its set (Spans::place, Spans::place_of_label).
 #pragma once
 
 #include "../core/float_bits.h"
 #include "../core/segments.h"
 #include "device.h"
+#include "logprob_entropy.h"
 
 namespace d3s {
 
@@ -16,29 +19,97 @@ struct Matrix {
   int64_t stride = 0;  // between rows; columns lie side by side
 };
 
-struct Pairs {
-  const int32_t* rows = nullptr;
-  const int32_t* tokens = nullptr;
-  int64_t count = 0;
+D3S_HOST_DEVICE float rounded(float value, FloatType type) {
+  if (type == FloatType::kBfloat16) return to_float(from_float<bfloat16>(value));
+  if (type == FloatType::kFloat16) return to_float(from_float<float16>(value));
+  return value;
+}
 
-  // Whether a pair is one. Some stand for nothing, with a row of -1; on a GPU, values may be unchecked.
-  D3S_HOST_DEVICE bool has(int64_t pair, int64_t hidden_rows, int64_t vocabulary) const {
-    return rows[pair] >= 0 && rows[pair] < hidden_rows && tokens[pair] >= 0 && tokens[pair] < vocabulary;
+// A vector of floats of any type, or none.
+struct Vector {
+  void* values = nullptr;
+  FloatType type = FloatType::kFloat32;
+
+  D3S_HOST_DEVICE float operator[](int64_t i) const {
+    if (type == FloatType::kBfloat16) return to_float(static_cast<const bfloat16*>(values)[i]);
+    if (type == FloatType::kFloat16) return to_float(static_cast<const float16*>(values)[i]);
+    return static_cast<const float*>(values)[i];
+  }
+  D3S_HOST_DEVICE void add(int64_t i, float value) const {
+    const float sum = (*this)[i] + value;
+    if (type == FloatType::kBfloat16)
+      static_cast<bfloat16*>(values)[i] = from_float<bfloat16>(sum);
+    else if (type == FloatType::kFloat16)
+      static_cast<float16*>(values)[i] = from_float<float16>(sum);
+    else
+      static_cast<float*>(values)[i] = sum;
   }
 };
 
-// The product of both rows of each pair; 0 for one that stands for nothing.
-D3S_KERNEL(void pair_products(const Matrix& hidden, const Matrix& weight, const Pairs& pairs, float* out,
-                              Device& device))
+// The rows of an LM head's shard that starts at first_token, and the sets of their tokens.
+struct KeptHead {
+  Matrix hidden, weight;
+  Vector bias;
+  float softcap = 0.f;         // 0: none
+  FloatType logits_type = FloatType::kFloat32;
+  Labels labels;
+  const bool* mask = nullptr;
+  Spans spans;
+  int64_t first_token = 0;
 
-// out[row] = the sum of grad[pair] weight[token] over the pairs of a row: a segment, in their order. Tokens that are
-// none are left out.
-D3S_KERNEL(void sum_for_rows(const float* grad, const Matrix& weight, const int32_t* tokens, const Segments& segments,
-                             float* out, Device& device))
+  D3S_HOST_DEVICE int64_t places() const { return spans.count + hidden.rows; }
+  D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
 
-// out[token] += the sum of grad[pair] hidden[row] over the pairs of a token, in their order. `out` has the type of
-// `hidden` or float32.
-D3S_KERNEL(void add_for_tokens(const float* grad, const Matrix& hidden, const Pairs& pairs, const Matrix& out,
-                               Device& device))
+  // A token's row of the weight; -1 if the shard has none.
+  D3S_HOST_DEVICE int64_t in_shard(int64_t token) const {
+    return token >= first_token && token - first_token < weight.rows ? token - first_token : -1;
+  }
+  // Whether the row's set has one token, of which no logit is needed.
+  D3S_HOST_DEVICE bool single(int64_t row, const Span& span) const {
+    return span.size == 1 && !(spans.include_label && labels[row] >= 0 && labels[row] != span.tokens[0]);
+  }
+  // Whether the label of a row that has a span joins its set, unless the span has it already.
+  D3S_HOST_DEVICE bool may_join(int64_t row, const Span& span) const {
+    return spans.include_label && span.size > 0 && labels[row] >= 0 && !masked_out(row);
+  }
+  // The logit from the product of a row and the token's row of the weight, with the roundings of the dense head.
+  D3S_HOST_DEVICE float logit(float product, int64_t weight_row) const {
+    float z = rounded(product, logits_type);
+    if (bias.values) z = rounded(z + bias[weight_row], logits_type);
+    if (softcap > 0.f) {
+      z = rounded(tanhf(rounded(z / softcap, logits_type)), logits_type);
+      z = rounded(z * softcap, logits_type);
+    }
+    return z;
+  }
+};
+
+// The logit of each place, -inf where none is needed: the token is in another shard, the place in no row, the row masked
+// out or its set a single token. NaN everywhere if offsets on a GPU, where they may be unchecked, are bad.
+D3S_KERNEL(void kept_logits(const KeptHead& head, float* out, Device& device))
+
+// A gradient for each place: of the logit of a row and a token.
+struct KeptGradient {
+  const float* grad = nullptr;
+  const int32_t* rows = nullptr;    // below 0: no gradient
+  const int32_t* tokens = nullptr;  // rows of the weight
+  int64_t places = 0;
+
+  // Values on a GPU may be unchecked.
+  D3S_HOST_DEVICE bool has(int64_t place, int64_t row_count, int64_t token_count) const {
+    return rows[place] >= 0 && rows[place] < row_count && tokens[place] >= 0 && tokens[place] < token_count;
+  }
+};
+
+// out[row] = the sum of grad weight[token] over the places of a row, in their order, the label's last; NaN for a row that
+// is `undefined`. `spans` are the places of each row. Rows without one are not written. `out` has the weight's type, or
+// float32.
+D3S_KERNEL(void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans,
+                             const bool* undefined, const Matrix& out, Device& device))
+
+// out[token] += the sum of grad hidden[row] over the places of a token, in their order, and bias_out[token] += that of
+// grad. `out` has the type of `hidden` or float32. It may have no columns, and bias_out no values.
+D3S_KERNEL(void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out,
+                               const Vector& bias_out, Device& device))
 
 }  // namespace d3s

@@ -69,6 +69,16 @@ void LogitsArgument::set_mask(const OptionalTensor& mask) {
   rows.mask = data<bool>(mask_);
 }
 
+void LogitsArgument::set_kept_alone(const SamplingMask& given, int64_t tokens) {
+  require(given.ids && given.offsets, "kept_of", "got ", tokens, " without a sampling mask; takes it with one");
+  require(tokens >= 0, "kept_of", "got ", tokens, "; takes at least 0");
+  const int64_t count = rows.layout.count, places = given.ids->numel() + count;
+  require(rows.type == FloatType::kFloat32 && dims == 1 && logits_.size(1) == places, "logits", "got shape ",
+          shape(logits_), " of ", dtype(logits_), "; takes float32 [rows, places], all ", places, " for each row");
+  rows.kept_alone = true;
+  rows.layout.columns = tokens;
+}
+
 void LogitsArgument::set_spans(const SamplingMask& given, int64_t vocabulary) {
   require_sampling_mask(given, logits_, rows.layout.count);
   if (!given.ids) return;
@@ -101,43 +111,18 @@ RowOutputs pointers(const FourTensors& outputs) {
 FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, double temperature,
                             const OptionalTensor& temperature_tensor, const OptionalTensor& mask,
                             const OptionalTensor& sampling_ids, const OptionalTensor& sampling_offsets,
-                            bool include_label, const OptionalInt& max_dense_rows) {
+                            bool include_label, const OptionalInt& max_dense_rows, const OptionalInt& kept_of) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
+  const SamplingMask sampling_mask{sampling_ids, sampling_offsets, include_label, max_dense_rows};
+  if (kept_of) argument.set_kept_alone(sampling_mask, *kept_of);
   const int64_t vocabulary = argument.rows.layout.columns;
   argument.set_labels(labels, vocabulary);
   argument.set_mask(mask);
-  argument.set_spans({sampling_ids, sampling_offsets, include_label, max_dense_rows}, vocabulary);
+  argument.set_spans(sampling_mask, vocabulary);
   FourTensors outputs = new_outputs(leading_sizes(logits, argument.dims), logits);
   TorchDevice device(logits);
   row_statistics(argument.rows, pointers(outputs), {}, device);
   return outputs;
-}
-
-// What the gradient of the rows is made from. Owns the tensors that `rows` points into.
-class GradientsArgument {
- public:
-  GradientsArgument(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy, const Tensor& entropy,
-                    const Tensor& row_max, const Tensor& log_sum, const Tensor& logits, int64_t dims) {
-    const auto checked = [&](const char* argument, const Tensor& tensor) {
-      require(tensor.scalar_type() == ScalarType::Float, argument, "got dtype ", dtype(tensor), "; takes float32");
-      owners_.push_back(require_per_row(argument, tensor, logits, dims));
-      return data<float>(owners_.back());
-    };
-    if (grad_logprob) rows.g_logprob = checked("grad_logprob", *grad_logprob);
-    if (grad_entropy) rows.g_entropy = checked("grad_entropy", *grad_entropy);
-    rows.entropy = checked("entropy", entropy);
-    rows.row_max = checked("row_max", row_max);
-    rows.log_sum = checked("log_sum", log_sum);
-  }
-
-  RowGradients rows;
-
- private:
-  std::vector<Tensor> owners_;
-};
-
-void require_token(const char* argument, int64_t token) {
-  require(token >= 0, argument, "got ", token, "; takes at least 0");
 }
 
 Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
@@ -204,8 +189,10 @@ void require_state(const Tensor& state, bool shards) {
 void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, int64_t first_token,
                     double temperature, const OptionalTensor& temperature_tensor, const OptionalTensor& mask,
                     const OptionalTensor& sampling_ids, const OptionalTensor& sampling_offsets, bool include_label,
-                    const OptionalInt& max_dense_rows) {
+                    const OptionalInt& max_dense_rows, const OptionalInt& kept_of) {
   LogitsArgument argument(logits, temperature, temperature_tensor);
+  const SamplingMask sampling_mask{sampling_ids, sampling_offsets, include_label, max_dense_rows};
+  if (kept_of) argument.set_kept_alone(sampling_mask, *kept_of);
   require_token("first_token", first_token);
   require_state(state, false);
   require(argument.rows.layout.count == state.size(0), "logits", "got shape ", shape(logits),
@@ -213,7 +200,7 @@ void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTen
   require_same_device("state", state, logits);
   argument.set_labels(labels, INT64_MAX);
   argument.set_mask(mask);
-  argument.set_spans({sampling_ids, sampling_offsets, include_label, max_dense_rows}, INT64_MAX);
+  argument.set_spans(sampling_mask, INT64_MAX);
   TorchDevice device(logits);
   merge_tile(argument.rows, first_token, mutable_data<RowState>(state), device);
 }

@@ -61,8 +61,18 @@ struct LogitsRows {
   Temperatures temperatures;
   const bool* mask = nullptr;  // false: the row is not read, and gives 0
   Spans spans;
+  // Logits of the kept tokens alone: each row sees those of all rows, in the places of Spans::place. The columns of the
+  // layout are then the tokens that they are of, and rows with an empty span give 0.
+  bool kept_alone = false;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
+  // Where the row's logits have that of a kept token or of the label, which lies in the tile from first_token on.
+  D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i, int64_t first_token) const {
+    return kept_alone ? spans.place(span, i) : span.tokens[i] - first_token;
+  }
+  D3S_HOST_DEVICE int64_t place_of_label(int64_t row, int64_t first_token) const {
+    return kept_alone ? spans.place_of_label(row) : labels[row] - first_token;
+  }
 };
 
 struct RowOutputs {  // each has one float for each row, or is null

@@ -40,8 +40,26 @@ struct Spans {
     const bool good = 0 <= begin && begin <= end && end <= count && (row > 0 || begin == 0);
     return {tokens + (good ? begin : 0), good ? end - begin : -1};
   }
+  // Where logits of the kept tokens alone have those of a row: each at the place of its token in `tokens`, and then, one
+  // for each row, those of labels that join.
+  D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const { return span.tokens - tokens + i; }
+  D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const { return count + row; }
+
   // Whether the row's log-probability is that of all tokens.
   D3S_HOST_DEVICE bool dense(int64_t row) const { return !given() || (*this)[row].size == 0; }
+
+  // The row whose span has a place; -1 if it is in none.
+  D3S_HOST_DEVICE int64_t row_at(int64_t place, int64_t rows) const {
+    int64_t low = 0, high = rows;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (offset(middle + 1) <= place)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low < rows && offset(low) <= place ? low : -1;
+  }
 
   // The set of a row whose span has been read. A label below 0 is no token.
   D3S_HOST_DEVICE KeptSet set_of(const Span& span, int64_t label, int64_t vocabulary, bool label_found,

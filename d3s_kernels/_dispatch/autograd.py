@@ -54,6 +54,15 @@ def _logprob_entropy_backward(
     return grad, *[None] * (8 + len(ctx.shard))
 
 
+def _save_without_kept_of(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # Logits of kept tokens alone are an inner step of the LM head: no gradient is asked for.
+    _save_logprob_entropy(ctx, inputs[:-1], output)
+
+
+def _backward_without_kept_of(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_logprob_entropy_backward(ctx, *gradients), None
+
+
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, labels, *ctx.shard, bias, ctx.temperature, temperature_tensor = inputs[:-10]
     ctx.logit_softcap, mask, _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[-10:-4]
@@ -95,7 +104,7 @@ def _no_second_derivative(*_: Any) -> None:
 
 
 _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "logprob_entropy": (_logprob_entropy_backward, _save_logprob_entropy),
+    "logprob_entropy": (_backward_without_kept_of, _save_without_kept_of),
     "vocab_parallel_logprob_entropy": (_logprob_entropy_backward, _save_logprob_entropy),
     "linear_logprob_entropy": (_linear_backward, _save_linear),
     "vocab_parallel_linear_logprob_entropy": (_linear_backward, _save_linear),

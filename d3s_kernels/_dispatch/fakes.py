@@ -49,16 +49,21 @@ def _(state: Tensor, **_: Any) -> tuple[Tensor, ...]:
 
 
 @_fake("kept_logits")
-def _(hidden: Tensor, rows: Tensor, **_: Any) -> Tensor:
-    return hidden.new_empty(rows.shape, dtype=torch.float32)
+def _(hidden: Tensor, sampling_ids: Tensor, **_: Any) -> Tensor:
+    return hidden.new_empty(sampling_ids.shape[0] + hidden.shape[0], dtype=torch.float32)
 
 
-@_fake("kept_hidden_grad")
-def _(grad: Tensor, weight: Tensor, offsets: Tensor, **_: Any) -> Tensor:
-    return grad.new_empty((offsets.shape[0] - 1, weight.shape[1]))
+@_fake("kept_logits_backward")
+def _(logits: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    rows, places = logits.shape
+    dtypes = torch.float32, torch.int32, torch.int32
+    return *(logits.new_empty(places, dtype=dtype) for dtype in dtypes), logits.new_empty(rows, dtype=torch.bool)
 
 
-@_fake("softmax_state_", "logprob_entropy_backward_", "kept_weight_grad_", "wide_product_", "topk_choose_digit_")
+@_fake(
+    "softmax_state_", "logprob_entropy_backward_", "kept_hidden_grad_", "kept_weight_grad_", "wide_product_",
+    "topk_choose_digit_",
+)  # fmt: skip
 def _(**_: Any) -> None:
     return None
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import is_known
 from .gradients import Gradients, Wanted
-from .kept import NO_TARGET, Kept, dense_rows, kept_logits
+from .kept import dense_rows, flat_rows, has_span, kept_logits, rows_of, spans_of
 from .picked import Picked
 from .problem import HeadProblem
 from .products import Head, without_autocast
@@ -68,27 +69,52 @@ def backward(
     """
     if problem.sampling_offsets is None:
         return _of_all_tokens(problem, incoming, wanted, max_grad_rows, weight_grad_into)
-    exceeded = None if max_grad_rows is None else _rows_with_gradient(problem, incoming).sum() > max_grad_rows
+    dense, most_dense = dense_rows(problem), problem.max_dense_rows
+    exceeded = _any_exceeded(
+        (max_grad_rows, lambda: _rows_with_gradient(problem, incoming)), (most_dense, lambda: dense.mask)
+    )
     if exceeded is not None:
-        incoming = incoming.with_gradients(lambda grad: grad.masked_fill(exceeded, torch.nan))
-    if problem.max_dense_rows == 0:
-        gradients = _zeros(problem, wanted, weight_grad_into)
+        bad = exceeded
+        incoming = incoming.with_gradients(lambda grad: grad.masked_fill(bad, torch.nan))
+    if most_dense == 0 and exceeded is not None:
+        gradients = _filled(problem, wanted, exceeded, weight_grad_into)
     else:
-        bound = min((bound for bound in (max_grad_rows, problem.max_dense_rows) if bound is not None), default=None)
-        gradients = _of_all_tokens(dense_rows(problem), incoming, wanted, bound, weight_grad_into)
-    gradients = _with_kept_tokens(problem, incoming, wanted, gradients, weight_grad_into)
-    if exceeded is not None and (not exceeded.is_cpu or exceeded):
-        gradients = tuple(gradient.masked_fill_(exceeded, torch.nan) for gradient in gradients)  # type: ignore[assignment]
-    return gradients
+        exceeded = None if exceeded is None or (_host_knows(exceeded) and not exceeded) else exceeded
+        bound = min((bound for bound in (max_grad_rows, most_dense) if bound is not None), default=None)
+        gradients = _of_all_tokens(dense, incoming, wanted, bound, weight_grad_into, exceeded)
+    return _with_kept_tokens(problem, incoming, wanted, gradients, weight_grad_into, exceeded)
 
 
-def _zeros(problem: HeadProblem, wanted: Wanted, weight_grad_into: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _any_exceeded(*bounds: tuple[int | None, Callable[[], Tensor | None]]) -> Tensor | None:
+    """Whether more rows than some bound are in its mask, 0-d; None if there is no bound."""
+    any_exceeded = None
+    for bound, mask in bounds:
+        if bound is not None and (counted := mask()) is not None:
+            exceeded = counted.sum() > bound
+            any_exceeded = exceeded if any_exceeded is None else any_exceeded | exceeded
+    return any_exceeded
+
+
+def _host_knows(flag: Tensor) -> bool:
+    """Whether the host may read the flag. A fake tensor, of a trace, has no value."""
+    return type(flag) is Tensor and is_known(flag)
+
+
+def _filled(
+    problem: HeadProblem, wanted: Wanted, bad: Tensor, weight_grad_into: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of 0, or of NaN if something is bad: the device may not tell the host which. They are written once."""
+
+    def filled(like: Tensor, wanted: bool, *shape: int) -> Tensor:
+        if not wanted or _host_knows(bad):
+            return like.new_full(shape if wanted else (0,), torch.nan if wanted and bad else 0.0)
+        return like.new_empty(shape).copy_(torch.where(bad, torch.nan, 0.0))
+
     hidden, weight = problem.hidden, problem.weight
-    new_weight = wanted.weight and weight_grad_into is None
     return (
-        hidden.new_zeros(hidden.shape if wanted.hidden else 0),
-        weight.new_zeros(weight.shape if new_weight else 0),
-        weight.new_zeros(weight.shape[0] if wanted.bias else 0),
+        filled(hidden, wanted.hidden, *hidden.shape),
+        filled(weight, wanted.weight and weight_grad_into is None, *weight.shape),
+        filled(weight, wanted.bias, len(weight)),
     )
 
 
@@ -98,54 +124,34 @@ def _with_kept_tokens(
     wanted: Wanted,
     gradients: tuple[Tensor, Tensor, Tensor],
     weight_grad_into: Tensor | None,
+    exceeded: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Adds the gradients of the rows that have a span to those of the others."""
-    head, kept, count = problem.checked_head(), Kept.of(problem), problem.rows
-    hidden, (grad_hidden, grad_weight, grad_bias) = problem.hidden.reshape(count, problem.hidden.shape[-1]), gradients
-    active = _rows_with_gradient(problem, incoming) & kept.counted
-    rows = kept.rows(active)
-    grad, undefined = _of_pairs(problem, head, kept, incoming)
-    grad = torch.where(rows < 0, 0.0, grad)
+    problem.checked_head()
+    (hidden, labels, mask), (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
+    weight, shard, count = rows_of(problem.weight), problem.shard, problem.rows
+    grad_logprob, grad_entropy, *statistics = incoming.each(lambda values: values.reshape(count))
+    grad, rows, tokens, undefined = _op.kept_logits_backward.default(
+        grad_logprob, grad_entropy, kept_logits(problem), labels, *statistics, len(weight), problem.temperature,
+        problem.temperatures(None), problem.logit_softcap, mask, None if shard.ranks is None else shard.first_token,
+        **spans_of(problem),
+    )  # fmt: skip
+    undefined = undefined if exceeded is None else undefined | exceeded
     if wanted.hidden:
-        tokens = torch.where(rows < 0, -1, kept.token)
-        total = problem.shard.total_(_op.kept_hidden_grad.default(grad, problem.weight, tokens, kept.offsets))
-        total = torch.where((undefined & active).unsqueeze(1), torch.nan, total).to(hidden.dtype)
-        grad_hidden = torch.where(active.unsqueeze(1), total, grad_hidden.view(hidden.shape)).view(problem.hidden.shape)
-    if wanted.weight:
-        into = grad_weight if weight_grad_into is None else weight_grad_into
-        _op.kept_weight_grad_.default(grad, hidden, rows, kept.token, into)
-    if wanted.bias:
-        ones = hidden.new_ones((count, 1))
-        _op.kept_weight_grad_.default(grad, ones, rows, kept.token, grad_bias.view(-1, 1))
+        out = grad_hidden.view(hidden.shape)
+        total = out if shard.ranks is None else torch.zeros_like(out, dtype=torch.float32)
+        offsets = problem.sampling_offsets
+        _op.kept_hidden_grad_.default(grad, weight, rows, tokens, offsets, undefined, total)
+        if total is not out:
+            total = shard.total_(total).to(hidden.dtype)
+            grad_hidden = torch.where(has_span(problem).unsqueeze(1), total, out).view(grad_hidden.shape)
+    if wanted.weight or wanted.bias:
+        none = weight.new_empty((len(weight), 0))
+        of_weight = none if not wanted.weight else grad_weight if weight_grad_into is None else weight_grad_into
+        columns = hidden[:, : of_weight.shape[1]]
+        of_bias = grad_bias if wanted.bias else None
+        _op.kept_weight_grad_.default(grad, columns, rows, tokens, of_weight, of_bias)
     return grad_hidden, grad_weight, grad_bias
-
-
-def _of_pairs(problem: HeadProblem, head: Head, kept: Kept, incoming: Incoming) -> tuple[Tensor, Tensor]:
-    """The gradient of the logit of each pair, float32; and which rows have no gradient but NaN."""
-    count, labels = problem.rows, problem.labels.reshape(-1)
-    grad_logprob, grad_entropy, entropy, row_max, log_sum = incoming.each(lambda values: values.reshape(count))
-    none = torch.zeros_like(entropy)
-    of_logprob = none if grad_logprob is None else grad_logprob.masked_fill(labels == -100, 0)
-    of_entropy = none if grad_entropy is None else grad_entropy
-    outside = (labels != -100) & (kept.label == NO_TARGET) & (of_logprob != 0)
-    undefined = outside | (log_sum + of_logprob + of_entropy).isnan()
-    tensor = problem.temperatures(None)
-    heat = torch.full_like(entropy, problem.temperature) if tensor is None else tensor.expand(count)
-    # As GradientLine in csrc/core/softmax_state.h.
-    scale = torch.exp(-log_sum) / heat
-    offset = -scale * (of_logprob + of_entropy * (entropy - log_sum))
-    slope = -scale * of_entropy / heat
-    line = torch.stack([row_max.masked_fill(undefined, torch.nan), heat, offset, slope, of_logprob / heat])
-    top, heat, offset, slope, at_label = line.index_select(1, kept.row)
-    logits = kept_logits(head, kept, problem.hidden.reshape(count, problem.hidden.shape[-1]))
-    distance = logits - top
-    e = torch.exp(distance / heat)
-    grad = torch.where(e > 0, e * (offset + slope * distance), e)  # 0 for a logit of -inf; NaN stays
-    place = torch.arange(len(logits), device=logits.device)
-    grad = grad + torch.where(place == kept.label.index_select(0, kept.row), at_label, 0)
-    if head.softcap is not None:
-        grad = grad * (1 - (logits / head.softcap).square())
-    return grad, undefined
 
 
 def _of_all_tokens(
@@ -154,12 +160,13 @@ def _of_all_tokens(
     wanted: Wanted,
     max_grad_rows: int | None,
     weight_grad_into: Tensor | None,
+    exceeded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     head, shard = problem.checked_head(), problem.shard
     active = _rows_with_gradient(problem, incoming)
     if wanted.hidden:  # its rows are summed over the ranks, so all ranks must pick the same ones
         active = shard.anyones_(active)
-    picked = Picked.where(active, max_grad_rows)
+    picked = Picked.where(active, max_grad_rows).unless(exceeded)
     rows = _Rows.gathered(picked, problem, incoming)
     grad_rows, grad_weight, grad_bias = _sum_over_tiles(problem, head, rows, wanted, weight_grad_into)
     if not len(rows.hidden):  # no tile has carried the NaN of an exceeded bound

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kept import Kept, dense_rows, kept_logits
+from .kept import dense_rows, flat_rows, kept_logits, spans_of
 from .picked import Picked
 from .problem import HeadProblem, require_bounds
 from .products import without_autocast
@@ -35,16 +35,13 @@ def forward_op(max_rows: int | None = None, max_grad_rows: int | None = None, **
 def forward(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, ...]:
     if problem.sampling_ids is None and problem.sampling_offsets is None and problem.max_dense_rows is None:
         return _of_all_tokens(problem, max_rows)
-    outputs, dense = _of_kept_tokens(problem), dense_rows(problem)
-    assert dense.mask is not None
+    outputs = _of_kept_tokens(problem)
     if problem.max_dense_rows != 0:
+        dense = dense_rows(problem)
+        assert dense.mask is not None
         all_tokens = _of_all_tokens(dense, _smaller(max_rows, problem.max_dense_rows))
         outputs = tuple(torch.where(dense.mask, *both) for both in zip(all_tokens, outputs, strict=True))
-    if problem.max_dense_rows is not None:
-        exceeded = dense.mask.sum() > problem.max_dense_rows
-        exceeded = exceeded if problem.mask is None else exceeded & problem.mask
-        outputs = tuple(output.masked_fill_(exceeded, torch.nan) for output in outputs)
-        outputs[0].masked_fill_(problem.labels == -100, 0.0)
+        outputs[0].masked_fill_(problem.labels == -100, 0.0)  # also with more dense rows than the bound
     if max_rows is not None:
         rows = problem.rows if problem.mask is None else problem.mask.sum()
         outputs = tuple(torch.where(torch.as_tensor(rows > max_rows), torch.nan, output) for output in outputs)
@@ -58,22 +55,20 @@ def _smaller(*bounds: int | None) -> int | None:
 @without_autocast
 def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
     """The outputs of the rows that have a span, 0 for others."""
-    head, kept, rows = problem.checked_head(), Kept.of(problem), problem.rows
-    logits = kept_logits(head, kept, problem.hidden.reshape(rows, problem.hidden.shape[-1]))
-    state, none = no_logits(rows, logits), no_logits(rows, logits)
-    pairs = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
-    # Every row sees the logits of all pairs, of which those in its span count.
-    every = logits.as_strided((rows, len(logits)), (0, 1))
-    temperatures = problem.temperatures(None)
-    _op.softmax_state_.default(
-        state, every, kept.label_here, 0, problem.temperature, temperatures, kept.counted, pairs, kept.offsets, False, 0
-    )
-    state = torch.where(kept.elsewhere.unsqueeze(1), none, state)
-    state[:, 2].masked_fill_(kept.bad, torch.nan)
-    outputs = _op.softmax_state_finish.default(problem.shard.everyones(state), problem.temperature, temperatures)
-    outputs[0].masked_fill_(problem.labels.reshape(rows) == -100, 0.0)
-    left_out = ~kept.counted
-    return tuple(output.masked_fill_(left_out, 0.0).view(problem.labels.shape) for output in outputs)
+    head, (_, labels, mask) = problem.checked_head(), flat_rows(problem)
+    logits, temperatures = kept_logits(problem), problem.temperatures(None)
+    spans = spans_of(problem) | {"max_dense_rows": problem.max_dense_rows, "kept_of": len(head.weight)}
+    given = problem.temperature, temperatures, mask
+    if problem.shard.ranks is None:
+        outputs = _op.logprob_entropy.default(logits, labels, *given, **spans)
+    else:
+        state = no_logits(problem.rows, logits)
+        _op.softmax_state_.default(state, logits, labels, problem.shard.first_token, *given, **spans)
+        outputs = _op.softmax_state_finish.default(problem.shard.everyones(state), problem.temperature, temperatures)
+        outputs[0].masked_fill_(labels == -100, 0.0)
+        if mask is not None:
+            outputs = tuple(output.masked_fill_(~mask, 0.0) for output in outputs)
+    return tuple(output.view(problem.labels.shape) for output in outputs)
 
 
 @without_autocast

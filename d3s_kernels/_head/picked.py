@@ -38,5 +38,12 @@ class Picked(NamedTuple):
         out.index_copy_(0, torch.where(self.indices < 0, rows, self.indices), values)
         return self.poison_(out[:rows])
 
+    def unless(self, exceeded: Tensor | None) -> Picked:
+        """The same, with another bound that may be exceeded."""
+        if exceeded is None:
+            return self
+        own = self.exceeded
+        return self._replace(exceeded=exceeded.view(1) if own is None else own | exceeded)
+
     def poison_(self, values: Tensor) -> Tensor:
         return values if self.exceeded is None else values.masked_fill_(self.exceeded, torch.nan)

@@ -197,23 +197,32 @@ def of_head(name: str) -> Allowed:
 
 
 def kept_product(exact: Tensor, arguments: Arguments) -> Tensor:
-    """Some rounding steps of the terms of each sum."""
-    rows, tokens = arguments["rows"].long(), arguments["tokens"].long()
-    if 0 in (*arguments["hidden"].shape, len(arguments["weight"])):
-        return torch.zeros(exact.shape)
+    """Some rounding steps of the terms of each sum, and of the logits' dtype."""
     hidden, weight = (arguments[name].double().abs() for name in ("hidden", "weight"))
-    limit: Tensor = 2**-21 * (hidden[rows.clamp(min=0)] * weight[tokens.clamp(0, len(weight) - 1)]).sum(-1)
-    return limit
+    terms = float((hidden @ weight.T).max()) if len(hidden) and len(weight) else 0.0
+    if arguments.get("bias") is not None and len(weight):
+        terms += float(arguments["bias"].double().abs().max())
+    steps = 2**-21 + 8 * torch.finfo(arguments["logits_dtype"]).eps
+    return torch.where(exact.isfinite(), steps * terms, 0.0)
+
+
+def gradient_of_places(exact: Tensor, arguments: Arguments) -> Tensor:
+    """As of the logits, and some rounding steps of a soft cap's slope."""
+    heat = arguments.get("temperature", 1.0), arguments.get("temperature_tensor")
+    coldest = heat[0] if heat[1] is None else float(heat[1].min()) if heat[1].numel() else 1.0
+    given = [arguments.get(f"grad_{name}") for name in ("logprob", "entropy")]
+    most = sum(float(part.abs().max()) for part in given if part is not None and part.numel())
+    return torch.full(exact.shape, 2**-16 * most / coldest)
 
 
 def kept_gradient(exact: Tensor, arguments: Arguments) -> Tensor:
     """Some rounding steps of all terms together; and of the result, where it is added to a gradient in its dtype."""
     matrix = arguments["weight"] if "weight" in arguments else arguments["hidden"]
-    most = float(matrix.double().abs().max()) if matrix.numel() else 0.0
+    most = max(1.0, float(matrix.double().abs().max()) if matrix.numel() else 0.0)  # 1: of the bias
     limit: Tensor = 2**-21 * most * arguments["grad"].double().abs().sum() * torch.ones(exact.shape)
     out = arguments.get("out")
     if out is not None:
-        limit += 2 * torch.finfo(out.dtype).eps * (exact.abs() + limit)
+        limit += 2 * torch.finfo(out.dtype).eps * (exact.abs().nan_to_num() + limit)
     return limit
 
 

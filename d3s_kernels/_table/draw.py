@@ -170,10 +170,18 @@ class Draw:
         return labels.to(self.choice((torch.int64, torch.int32)))
 
     def spans(
-        self, rows: int, vocabulary: int, labels: Tensor | None, mask: Tensor | None = None, bound: bool = True
+        self,
+        rows: int,
+        vocabulary: int,
+        labels: Tensor | None,
+        mask: Tensor | None = None,
+        bound: bool = True,
+        optional: bool = True,
     ) -> dict[str, Any]:
-        """A sampling mask: spans of one token, of all and of none beside others, unsorted; often none at all."""
-        if self.flag():
+        """A sampling mask: spans of one token, of all and of none beside others, unsorted; if ``optional``, often none
+        at all.
+        """
+        if optional and self.flag():
             return {}
         include, generator = labels is not None and self.flag(), self.generator()
         empty, most = self.choice((0.0, 0.3, 1.0)), self.choice((2, 1, 10, vocabulary))

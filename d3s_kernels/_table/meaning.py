@@ -50,7 +50,10 @@ def softmax_state_(
     sampling_offsets: Tensor | None = None,
     include_label: bool = False,
     max_dense_rows: int | None = None,
+    kept_of: int | None = None,
 ) -> Tensor:
+    if kept_of is not None and sampling_ids is not None and sampling_offsets is not None:
+        logits = spread(logits, labels, sampling_ids, sampling_offsets, include_label, first_token, kept_of)
     after, tile = state.double(), logits.double().reshape(len(state), logits.shape[-1])
     heat = temperatures(temperature, temperature_tensor, len(state))
     targets = [NO_TARGET] * len(state) if labels is None else labels.flatten().tolist()
@@ -62,6 +65,8 @@ def softmax_state_(
             continue
         if exceeded:
             after[row, 2] = math.nan
+            continue
+        if kept_of is not None and tokens is None:  # its logits are not there
             continue
         single = tokens is not None and len(tokens) == 1  # its logit is not read
         of_tile = range(first_token, first_token + tile.shape[1])
@@ -228,30 +233,130 @@ def wide_product_(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return hidden.double() @ weight.double().T
 
 
-def kept_logits(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    products = hidden.double() @ weight.double().T
-    out = torch.zeros(len(rows), dtype=torch.float64)
-    for pair, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
-        if row >= 0:
-            out[pair] = products[row, token]
+def kept_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    sampling_ids: Tensor,
+    sampling_offsets: Tensor,
+    bias: Tensor | None = None,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    first_token: int = 0,
+    include_label: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    logits = reference._head_logits(hidden, weight, bias, logit_softcap).double()
+    out = torch.full((len(sampling_ids) + len(labels),), -math.inf, dtype=torch.float64)
+    for row, places in enumerate(places_of_rows(labels, sampling_ids, sampling_offsets, include_label)):
+        for place, token in places.items() if len(places) > 1 and (mask is None or mask[row]) else ():
+            if 0 <= token - first_token < len(weight):
+                out[place] = logits[row, token - first_token]
     return out
 
 
-def kept_hidden_grad(grad: Tensor, weight: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
-    out = torch.zeros(len(offsets) - 1, weight.shape[1], dtype=torch.float64)
-    for row, (begin, end) in enumerate(pairwise(offsets.tolist())):
-        for pair in range(begin, end):
-            if tokens[pair] >= 0:
-                out[row] += grad[pair].double() * weight[tokens[pair]].double()
-    return out
+def places_of_rows(labels: Tensor | None, ids: Tensor, offsets: Tensor, include_label: bool) -> list[dict[int, int]]:
+    """The token at each place of a row: those of its span, and then that of its label, if that joins."""
+    spans = list(pairwise(offsets.tolist()))
+    targets = [NO_TARGET] * len(spans) if labels is None else labels.flatten().tolist()
+    found = []
+    for row, tokens in enumerate(kept_tokens(targets, ids, offsets, include_label)):
+        begin, end = spans[row]
+        found.append(dict(zip([*range(begin, end), len(ids) + row], tokens or [], strict=False)))
+    return found
 
 
-def kept_weight_grad_(grad: Tensor, hidden: Tensor, rows: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
-    after = out.double()
-    for pair, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+def spread(
+    logits: Tensor, labels: Tensor | None, ids: Tensor, offsets: Tensor, include_label: bool, first_token: int,
+    kept_of: int,
+) -> Tensor:  # fmt: skip
+    """Rows of ``kept_of`` logits, from those of kept tokens alone; 0 for other tokens and for a row's only one."""
+    rows = torch.zeros(len(logits), kept_of, dtype=torch.float64)
+    for row, places in enumerate(places_of_rows(labels, ids, offsets, include_label)):
+        for place, token in places.items() if len(places) > 1 else ():
+            if 0 <= token - first_token < kept_of:
+                rows[row, token - first_token] = logits[row, place]
+    return rows
+
+
+def kept_statistics(
+    logits: Tensor, labels: Tensor | None, kept_of: int | None = None, **given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of logits of all tokens; or of kept tokens alone, where a row with an empty span gives 0."""
+    if kept_of is None:
+        return row_statistics(logits, labels, **given)
+    spans = given["sampling_ids"], given["sampling_offsets"], given.get("include_label", False)
+    found = row_statistics(spread(logits, labels, *spans, 0, kept_of), labels, **given)
+    if exceeds_bound(**given):
+        return found
+    dense = given["sampling_offsets"].diff() == 0
+    logprob, entropy, top, log_sum = (part.masked_fill(dense, 0) for part in found)
+    return logprob, entropy, top, log_sum
+
+
+def kept_logits_backward(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    kept_of: int,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    first_token: int | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert sampling_ids is not None
+    assert sampling_offsets is not None
+    spans, first = (sampling_ids, sampling_offsets, include_label), first_token or 0
+    gradients = logprob_entropy_backward(
+        grad_logprob, grad_entropy, spread(logits, labels, *spans, first, kept_of), labels, entropy, row_max, log_sum,
+        temperature, temperature_tensor, mask, first_token, *spans,
+    )  # fmt: skip
+    none = torch.zeros(len(entropy))
+    targets = torch.full(entropy.shape, NO_TARGET) if labels is None else labels
+    of_logprob = none if grad_logprob is None else grad_logprob.masked_fill(targets == NO_TARGET, 0)
+    of_entropy = none if grad_entropy is None else grad_entropy
+    active = ((of_logprob != 0) | (of_entropy != 0)) & (sampling_offsets.diff() > 0)
+    active = active if mask is None else active & mask
+    undefined = active & (log_sum + of_logprob + of_entropy).isnan()
+    places = logits.shape[1]
+    grad, rows, tokens = torch.zeros(places).double(), torch.full((places,), -1), torch.zeros(places).long()
+    for row, of_row in enumerate(places_of_rows(labels, *spans)):
+        for place, token in of_row.items() if len(of_row) > 1 and active[row] and not undefined[row] else ():
+            if 0 <= token - first < kept_of:
+                z = logits[row, place].double()
+                slope = 1.0 if logit_softcap is None else 1 - (z / logit_softcap) ** 2
+                grad[place], rows[place], tokens[place] = gradients[row, token - first] * slope, row, token - first
+    return grad, rows.int(), tokens.int(), undefined
+
+
+def kept_hidden_grad_(
+    grad: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, offsets: Tensor, undefined: Tensor, out: Tensor
+) -> Tensor:
+    after = out.double().masked_fill((offsets.diff() > 0).unsqueeze(1), 0)
+    for place, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
         if row >= 0:
-            after[token] += grad[pair].double() * hidden[row].double()
-    return after
+            after[row] += grad[place].double() * weight[token].double()
+    return after.masked_fill(undefined.unsqueeze(1), math.nan)
+
+
+def kept_weight_grad_(
+    grad: Tensor, hidden: Tensor, rows: Tensor, tokens: Tensor, out: Tensor, bias_out: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    after, of_bias = out.double(), None if bias_out is None else bias_out.double()
+    for place, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+        if row >= 0:
+            after[token] += grad[place].double() * hidden[row].double()
+            if of_bias is not None:
+                of_bias[token] += grad[place].double()
+    return after, of_bias
 
 
 def head_statistics(

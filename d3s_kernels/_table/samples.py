@@ -185,14 +185,83 @@ def of_one_rank(drawn: Callable[[Draw], Arguments]) -> Callable[[Draw], Argument
     return arguments
 
 
-def _pairs(draw: Draw) -> Arguments:
-    """Hidden states and a weight; and pairs of their rows, some of which stand for nothing, row after row."""
-    width, vocabulary = draw.length(1), draw.length(1)
-    counts = [draw.length(0, 9) for _ in range(draw.length(1, 12))]
+def _kept(draw: Draw) -> Arguments:
+    """The head of a few rows with a sampling mask."""
+    width, vocabulary, rows = draw.length(1, 70), draw.length(1), draw.length(0, 12)
     generator, dtype = draw.generator(), draw.choice(FLOATS)
-    rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).int()
-    tokens = torch.randint(draw.choice((vocabulary, min(vocabulary, 3))), rows.shape, generator=generator).int()
+
+    def normal(*shape: int, deviation: float = 1.0) -> Tensor:
+        return draw.laid_out((torch.randn(shape, generator=generator) * deviation).to(dtype), turned=False)
+
+    labels, mask = draw.labels((rows,), vocabulary), draw.mask((rows,))
+    spans = draw.spans(rows, vocabulary, labels, mask, optional=False)
+    del spans["max_dense_rows"]
+    return {
+        "hidden": normal(rows, width),
+        "weight": normal(vocabulary, width, deviation=3 / math.sqrt(width)),
+        "labels": labels,
+        "bias": draw.optional(normal(vocabulary)),
+        "mask": mask,
+        "logit_softcap": draw.choice((None, 30.0, 2.0)),
+        **spans,
+    }
+
+
+def kept_logits(draw: Draw) -> Arguments:
+    given = _kept(draw)
+    first = draw.choice((0, draw.integer(0, len(given["weight"]) - 1)))
+    given |= {"weight": given["weight"][first:], "bias": None if given["bias"] is None else given["bias"][first:]}
+    return given | {"first_token": first, "logits_dtype": draw.choice((torch.float32, given["hidden"].dtype))}
+
+
+def _alone(given: Arguments, logits: Tensor, first: int) -> Arguments:
+    """The logits of kept tokens alone, from first on, out of rows of logits. NaN for what is not read."""
+    ids, rows = given["sampling_ids"], len(logits)
+    flat = torch.full((len(ids) + rows,), math.nan)
+    spans = given["labels"], ids, given["sampling_offsets"], given.get("include_label", False)
+    for row, places in enumerate(meaning.places_of_rows(*spans)):
+        for place, token in places.items() if len(places) > 1 else ():
+            if token >= first:
+                flat[place] = logits[row, token]
+    return {"logits": flat.expand(rows, -1), "kept_of": logits.shape[1] - first}
+
+
+def logprob_entropy_or_kept(draw: Draw) -> Arguments:
+    given = logprob_entropy(draw)
+    if "sampling_ids" not in given or given["logits"].dim() != 2 or draw.flag():
+        return given
+    return given | _alone(given, given["logits"].detach().float(), 0)
+
+
+def softmax_state_or_kept(draw: Draw) -> Arguments:
+    given = softmax_state(draw)
+    if "sampling_ids" not in given or given["logits"].dim() != 2 or draw.flag():
+        return given
+    first, tile = given["first_token"], given["logits"].float()
+    return given | _alone(given, torch.cat([tile.new_zeros(len(tile), first), tile], 1), first)
+
+
+def kept_logits_backward(draw: Draw) -> Arguments:
+    given = _kept(draw)
+    cap, rows, vocabulary = given["logit_softcap"], len(given["hidden"]), len(given["weight"])
+    logits = 3 * torch.randn(rows, vocabulary, generator=draw.generator())
+    given["logits"] = logits if cap is None else (logits / cap).tanh() * cap
+    given = _with_statistics(draw, given | draw.temperature((rows,)))
+    for name in ("hidden", "weight", "bias"):
+        del given[name]
+    first = draw.choice((None, draw.integer(0, vocabulary - 1)))
+    return given | _alone(given, given["logits"], first or 0) | {"first_token": first}
+
+
+def _kept_gradient(draw: Draw) -> Arguments:
+    """Hidden states and a weight; and places, some of which have no gradient: of all rows, and then of their labels."""
+    width, vocabulary = draw.length(1), draw.length(1)
+    counts = torch.tensor([draw.length(0, 9) for _ in range(draw.length(1, 12))])
+    generator, dtype = draw.generator(), draw.choice(FLOATS)
+    every = torch.arange(len(counts))
+    rows = torch.cat([every.repeat_interleave(counts), torch.where(counts > 0, every, -1)])
     none = torch.rand(rows.shape, generator=generator) < draw.choice((0.0, 0.2, 1.0))
+    few = min(vocabulary, draw.choice((vocabulary, 3)))
 
     def normal(*shape: int) -> Tensor:
         return draw.laid_out(torch.randn(shape, generator=generator).to(dtype), turned=False)
@@ -200,10 +269,12 @@ def _pairs(draw: Draw) -> Arguments:
     return {
         "hidden": normal(len(counts), width),
         "weight": normal(vocabulary, width),
-        "rows": rows.masked_fill(none, -1),
-        "tokens": tokens,
-        "offsets": torch.tensor([0, *accumulate(counts)], dtype=draw.choice((torch.int64, torch.int32))),
+        "rows": rows.masked_fill(none, -1).int(),
+        "tokens": torch.randint(few, rows.shape, generator=generator).int(),
+        "offsets": torch.tensor([0, *accumulate(counts.tolist())], dtype=draw.choice((torch.int64, torch.int32))),
         "grad": torch.randn(rows.shape, generator=generator),
+        "undefined": (torch.rand(counts.shape, generator=generator) < 0.2) & (counts > 0),
+        "out_dtype": draw.choice((dtype, torch.float32)),
     }
 
 
@@ -211,21 +282,26 @@ def _some(given: Arguments, *names: str) -> Arguments:
     return {name: given[name] for name in names}
 
 
-def kept_logits(draw: Draw) -> Arguments:
-    return _some(_pairs(draw), "hidden", "weight", "rows", "tokens")
+def _written(draw: Draw, given: Arguments, *shape: int) -> Tensor:
+    values = torch.randn(shape, generator=draw.generator())
+    return draw.laid_out(values.to(given["out_dtype"]), turned=False)
 
 
 def kept_hidden_grad(draw: Draw) -> Arguments:
-    given = _pairs(draw)
-    given["tokens"] = given["tokens"].masked_fill(given["rows"] < 0, -1)
-    return _some(given, "grad", "weight", "tokens", "offsets")
+    given = _kept_gradient(draw)
+    given["out"] = _written(draw, given, len(given["hidden"]), given["weight"].shape[1])
+    return _some(given, "grad", "weight", "rows", "tokens", "offsets", "undefined", "out")
 
 
 def kept_weight_grad(draw: Draw) -> Arguments:
-    given = _pairs(draw)
-    out = torch.randn(given["weight"].shape, generator=draw.generator())
-    given["out"] = draw.laid_out(out.to(draw.choice((given["hidden"].dtype, torch.float32))), turned=False)
-    return _some(given, "grad", "hidden", "rows", "tokens", "out")
+    given = _kept_gradient(draw)
+    given["out"] = _written(draw, given, *given["weight"].shape)
+    given["bias_out"] = draw.optional(
+        torch.randn(len(given["weight"]), generator=draw.generator()).to(given["out_dtype"])
+    )
+    if draw.rarely():  # the gradient of the bias alone
+        given |= {"hidden": given["hidden"][:, :0], "out": given["out"][:, :0]}
+    return _some(given, "grad", "hidden", "rows", "tokens", "out", "bias_out")
 
 
 def wide_product(draw: Draw) -> Arguments:

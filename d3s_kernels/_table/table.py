@@ -133,11 +133,11 @@ def _selection(found: reference.TokenSelection) -> tuple[Tensor, ...]:
 
 OPS: dict[str, Row] = {
     # vocabulary
-    "logprob_entropy": Row(samples.logprob_entropy, meaning.row_statistics, _STATISTICS, _LOGITS),
+    "logprob_entropy": Row(samples.logprob_entropy_or_kept, meaning.kept_statistics, _STATISTICS, _LOGITS),
     "logprob_entropy_backward": Row(
         samples.logprob_entropy_backward, meaning.logprob_entropy_backward, _one("grad", allowed.gradient_of_logits)
     ),
-    "softmax_state_": Row(samples.softmax_state, meaning.softmax_state_, _one("state", allowed.states)),
+    "softmax_state_": Row(samples.softmax_state_or_kept, meaning.softmax_state_, _one("state", allowed.states)),
     "softmax_state_finish": Row(samples.softmax_state_finish, meaning.softmax_state_finish, _STATISTICS),
     "logprob_entropy_backward_": Row(
         samples.logprob_entropy_backward_in_place,
@@ -163,11 +163,18 @@ OPS: dict[str, Row] = {
         served_by="ranks",
     ),
     "kept_logits": Row(samples.kept_logits, meaning.kept_logits, _one("logits", allowed.kept_product)),
-    "kept_hidden_grad": Row(
-        samples.kept_hidden_grad, meaning.kept_hidden_grad, _one("grad_hidden", allowed.kept_gradient)
+    "kept_logits_backward": Row(
+        samples.kept_logits_backward,
+        meaning.kept_logits_backward,
+        _one("grad", allowed.gradient_of_places) | dict.fromkeys(("rows", "tokens", "undefined"), allowed.equal),
+    ),
+    "kept_hidden_grad_": Row(
+        samples.kept_hidden_grad, meaning.kept_hidden_grad_, _one("out", allowed.kept_gradient)
     ),
     "kept_weight_grad_": Row(
-        samples.kept_weight_grad, meaning.kept_weight_grad_, _one("out", allowed.kept_gradient)
+        samples.kept_weight_grad,
+        meaning.kept_weight_grad_,
+        dict.fromkeys(("out", "bias_out"), allowed.kept_gradient),
     ),
     "wide_product_": Row(
         samples.wide_product, meaning.wide_product_, _one("out", allowed.product), served_by="cpu"
@@ -216,9 +223,10 @@ OPS: dict[str, Row] = {
 def _as(name: str, op: str, extra: Callable[[Draw, dict[str, Any]], dict[str, Any]] | None = None) -> Row:
     """The row of a function whose arguments are drawn as those of the op; ``extra`` adds what else it takes."""
     row = OPS[op]
+    draw_op = samples.logprob_entropy if op == "logprob_entropy" else row.draw  # no logits of kept tokens alone
 
     def draw(source: Draw) -> dict[str, Any]:
-        given = public_arguments(name, row.draw(source))
+        given = public_arguments(name, draw_op(source))
         return given if extra is None else extra(source, given)
 
     means = _from_logits if row.from_found else getattr(reference, name)

@@ -1,6 +1,6 @@
-"""Products of the kept rows of an LM head's weight: rows are gathered, some at a time.
+"""Products of the kept rows of an LM head's weight: the rows are gathered, some at a time.
 
-The pairs of a row or token are added up in one order, so that the bits are the same from run to run.
+The sum of a row or token has one order, so that its bits are the same from run to run and in any batch.
 """
 
 from __future__ import annotations
@@ -10,40 +10,71 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .spans import Sets, Spans
+
 _GATHERED = 1 << 24  # numbers at a time: 64 MB in float32
 
 
-def kept_logits(hidden: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    real = _among(rows, len(hidden)) & _among(tokens, len(weight))
-    out = torch.zeros(rows.shape, dtype=torch.float32, device=hidden.device)
-    for part in _parts(len(rows), hidden.shape[1]):
-        left, right = (_taken(matrix, ids[part]) for matrix, ids in ((hidden, rows), (weight, tokens)))
-        out[part] = _sum_by_halves(left * right)
-    return torch.where(real, out, 0)
+def kept_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    sampling_ids: Tensor,
+    sampling_offsets: Tensor,
+    bias: Tensor | None = None,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    first_token: int = 0,
+    include_label: bool = False,
+    logits_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    spans = Spans.of(sampling_ids, sampling_offsets, include_label, None)
+    assert spans is not None
+    sets = Sets.of(spans, labels.long(), 1 << 31)
+    counts = ~sets.single if mask is None else ~sets.single & mask
+    out = torch.full((len(sampling_ids) + len(labels),), -torch.inf, device=hidden.device)
+    rows = torch.arange(len(labels), device=labels.device)
+    label_pieces = (rows, labels.long(), sets.label_joins, len(sampling_ids) + rows)
+    for row, ids, used, place in (*spans.pieces(), label_pieces):
+        token = ids - first_token
+        needed = used & counts[row] & (token >= 0) & (token < len(weight))
+        for part in _parts(len(row), hidden.shape[1]):
+            z = _sum_by_halves(_taken(hidden, row[part]) * _taken(weight, token[part])).to(logits_dtype)
+            if bias is not None:
+                z = z + _taken(bias.view(-1, 1), token[part]).squeeze(1)
+                z = z.to(logits_dtype)
+            if logit_softcap is not None:
+                z = (z / logit_softcap).tanh() * logit_softcap
+            out[place[part]] = z.float().masked_fill(~needed[part], -torch.inf)
+    return out.masked_fill(spans.bad, torch.nan)
 
 
-def kept_hidden_grad(grad: Tensor, weight: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
-    count, place = offsets.shape[0] - 1, torch.arange(len(tokens), device=tokens.device)
-    row = torch.searchsorted(offsets[1:].long().contiguous(), place, right=True)
-    inside = (place >= offsets[0]) & (row < count)
-    out = torch.zeros(count, weight.shape[1], dtype=torch.float32, device=weight.device)
-    _add_runs_(out, torch.where(inside, row, -1), weight, tokens, grad)
-    return out
+def kept_hidden_grad_(
+    grad: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, offsets: Tensor, undefined: Tensor, out: Tensor
+) -> None:
+    total = torch.zeros(len(undefined), weight.shape[1], device=weight.device)
+    _add_runs_(total, rows, weight, tokens, grad)
+    total = total.masked_fill_(undefined.unsqueeze(1), torch.nan).to(out.dtype)
+    out.copy_(torch.where((offsets.diff() != 0).unsqueeze(1), total, out))
 
 
-def kept_weight_grad_(grad: Tensor, hidden: Tensor, rows: Tensor, tokens: Tensor, out: Tensor) -> None:
+def kept_weight_grad_(
+    grad: Tensor, hidden: Tensor, rows: Tensor, tokens: Tensor, out: Tensor, bias_out: Tensor | None = None
+) -> None:
     real = _among(rows, len(hidden)) & _among(tokens, len(out))
-    targets, order = torch.where(real, tokens, -1).long().sort(stable=True)
-    _add_runs_(out, targets, hidden, rows[order], grad[order])
+    targets = torch.where(real, tokens, -1)
+    _add_runs_(out, targets, hidden, rows, grad)
+    if bias_out is not None:
+        _add_runs_(bias_out.view(-1, 1), targets, grad.new_ones(1, 1), torch.zeros_like(rows), grad)
 
 
 def _among(ids: Tensor, count: int) -> Tensor:
     return (ids >= 0) & (ids < count)
 
 
-def _parts(pairs: int, columns: int) -> Iterator[slice]:
+def _parts(places: int, columns: int) -> Iterator[slice]:
     step = max(1, _GATHERED // max(1, columns))
-    for begin in range(0, pairs, step):
+    for begin in range(0, places, step):
         yield slice(begin, begin + step)
 
 
@@ -64,23 +95,33 @@ def _sum_by_halves(values: Tensor) -> Tensor:
 
 
 def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """out[target] += grad matrix[id]. Equal targets lie side by side; a target or an id of -1 stands for nothing."""
-    if 0 in out.shape:
+    """out[target] += the sum of grad matrix[id] over the places of a target, in their order. A target below 0 stands
+    for nothing. Some columns are summed at a time, so that no sum is cut.
+    """
+    if 0 in out.shape or len(targets) == 0:
         return
-    for part in _parts(len(targets), matrix.shape[1]):
-        target = targets[part]
-        terms = _taken(matrix, ids[part]) * grad[part].unsqueeze(1)
-        terms = torch.where((_among(ids[part], len(matrix)) & (target >= 0)).unsqueeze(1), terms, 0)
-        step = 1
-        while step < len(target):  # each term becomes the sum of its run from there on
-            same = (target[step:] == target[:-step]).unsqueeze(1)
-            terms = torch.cat([terms[:-step] + torch.where(same, terms[step:], 0), terms[-step:]])
-            step *= 2
-        place = torch.arange(len(target), device=target.device)
-        first = torch.cat([target.new_ones(1, dtype=torch.bool), target[1:] != target[:-1]])
-        head = torch.where(first, place, 0).cummax(0).values  # where each run begins
-        # All pairs of a run write the same row. Those of no target write what another run writes.
-        none, other = target < 0, target.argmax()
-        head, target = torch.where(none, head[other], head), torch.where(none, target[other], target).clamp(min=0)
-        total = out.index_select(0, target).float() + terms.index_select(0, head)
-        out.index_copy_(0, target, total.to(out.dtype))
+    target, order = torch.where(_among(targets, len(out)), targets, -1).long().sort(stable=True)
+    ids, grad = ids[order], torch.where(target < 0, 0, grad[order])
+    first = torch.cat([target.new_ones(1, dtype=torch.bool), target[1:] != target[:-1]])
+    place = torch.arange(len(target), device=target.device)
+    head = torch.where(first, place, 0).cummax(0).values  # where the sum of each place's run is
+    # All places of a run write the same row. Those of no target write what the last run writes, or 0 if there is none.
+    none, last = target < 0, target.argmax()
+    head, target = torch.where(none, head[last], head), torch.where(none, target[last], target).clamp(min=0)
+    step = max(1, _GATHERED // len(target))
+    for begin in range(0, out.shape[1], step):
+        columns = slice(begin, begin + step)
+        terms = _sums_of_runs(_taken(matrix[:, columns], ids) * grad.unsqueeze(1), target, none)
+        total = out[:, columns].index_select(0, target).float() + terms.index_select(0, head)
+        out[:, columns].index_copy_(0, target, total.to(out.dtype))
+
+
+def _sums_of_runs(terms: Tensor, target: Tensor, none: Tensor) -> Tensor:
+    """Each term becomes the sum of its run from there on."""
+    terms = terms.masked_fill_(none.unsqueeze(1), 0)
+    step = 1
+    while step < len(target):
+        same = (target[step:] == target[:-step]).unsqueeze(1)
+        terms = torch.cat([terms[:-step] + torch.where(same, terms[step:], 0), terms[-step:]])
+        step *= 2
+    return terms

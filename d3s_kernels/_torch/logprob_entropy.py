@@ -44,6 +44,7 @@ def logprob_entropy(
     sampling_offsets: Tensor | None = None,
     include_label: bool = False,
     max_dense_rows: int | None = None,
+    kept_of: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = logits.shape[:-1]
     count = math.prod(shape)
@@ -53,7 +54,7 @@ def logprob_entropy(
     if spans is None:
         results = _of_all_tokens(logits, targets, each)
     else:
-        results = _of_kept_tokens(SpanRows.of(spans, logits, targets, None, mask), each)
+        results = _of_kept_tokens(SpanRows.of(spans, logits, targets, None, mask, kept_of), each)
     if mask is not None:
         results.masked_fill_(~mask.reshape(-1), 0)
     logprob, entropy, top, log_sum = (result.view(shape) for result in results)
@@ -85,6 +86,8 @@ def _of_kept_tokens(rows: SpanRows, temperature: Tensor) -> Tensor:
     of_single = torch.zeros_like(results) * temperature  # NaN for one that is not valid
     of_single[0].masked_fill_(~sets.has_label & (targets != NO_TARGET), math.nan)
     results = torch.cat([torch.where(sets.single, of_single, results), results.new_empty(4, 1)], 1)
+    if rows.kept_alone:
+        results[:, :-1].masked_fill_(sets.dense, 0)
     dense, exceeded = rows.dense_rows()
     for row, logits, to in dense:
         results.index_copy_(1, to, _of_all_tokens(logits, targets[row], temperature[row]))
@@ -105,6 +108,7 @@ def softmax_state_(
     sampling_offsets: Tensor | None = None,
     include_label: bool = False,
     max_dense_rows: int | None = None,
+    kept_of: int | None = None,
 ) -> None:
     """Merges a tile into the states [rows, 4]: (m, S, T, the label's logit, NaN until the label's tile is merged)."""
     targets = labels_of(labels, len(state), logits)
@@ -113,7 +117,8 @@ def softmax_state_(
     if spans is None:
         after = _merged_with_all(state, logits, targets, each, first_token)
     else:
-        after = _merged_with_kept(state, SpanRows.of(spans, logits, targets, first_token, mask), each)
+        rows = SpanRows.of(spans, logits, targets, first_token, mask, kept_of)
+        after = _merged_with_kept(state, rows, each)
     state.copy_(after if mask is None else after.where(mask.reshape(-1, 1), state))
 
 
@@ -147,7 +152,7 @@ def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
     if len(ids) == 0:
         return state
     token = ids[offsets[:-1].clamp(0, len(ids) - 1)].long()
-    _, in_tile = places_in_tile(token, rows.first_token, rows.logits.shape[-1])
+    _, in_tile = places_in_tile(token, rows.first_token, rows.tokens)
     alone = torch.zeros_like(state)
     alone[:, 1] = 1
     alone[:, 3].masked_fill_(~rows.sets.has_label, math.nan)

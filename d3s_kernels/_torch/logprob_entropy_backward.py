@@ -121,17 +121,69 @@ def _write(all_rows: _Rows, logits: Tensor, first_token: int, out: Tensor) -> No
         to.copy_(gradient.masked_fill_(row.still.unsqueeze(-1), 0).view(to.shape))
 
 
+def kept_logits_backward(
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    logits: Tensor,
+    labels: Tensor | None,
+    entropy: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    kept_of: int,
+    temperature: float = 1.0,
+    temperature_tensor: Tensor | None = None,
+    logit_softcap: float | None = None,
+    mask: Tensor | None = None,
+    first_token: int | None = None,
+    sampling_ids: Tensor | None = None,
+    sampling_offsets: Tensor | None = None,
+    include_label: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For each place the gradient, the row (-1 for none) and the token; and which rows have no gradient but NaN."""
+    targets = labels_of(labels, len(entropy), logits)
+    each = temperatures(temperature, temperature_tensor, len(entropy), logits)
+    spans = Spans.of(sampling_ids, sampling_offsets, include_label, None)
+    assert spans is not None
+    own = SpanRows.of(spans, logits, targets, first_token, mask, kept_of)
+    rows = _of_sets(_rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each), own)
+    active = ~(rows.still | own.sets.dense)
+    active = active if own.mask is None else active & own.mask
+    undefined = rows.top.isnan() & active
+    grad = torch.zeros(logits.shape[1], device=logits.device)
+    of_row, tokens = (torch.zeros_like(grad, dtype=torch.int32) for _ in range(2))
+    of_row.fill_(-1)
+    for row, ids, place, z, read in own.kept_logits():
+        read = read & (active & ~undefined)[row]
+        gradient = _gradient_at(rows.part(row), ids, z)
+        if logit_softcap is not None:
+            gradient *= 1 - (z / logit_softcap).square()
+        grad[place] = gradient.masked_fill(~read, 0)
+        of_row[place] = torch.where(read, row, -1).int()
+        tokens[place] = torch.where(read, ids - own.first_token, 0).int()
+    return grad, of_row, tokens, undefined
+
+
+def _of_sets(rows: _Rows, own: SpanRows) -> _Rows:
+    """With a gradient of NaN where the label is not in the row's set, or the set is bad."""
+    outside = (own.targets != NO_TARGET) & ~own.sets.has_label & ~own.sets.dense & (rows.target != 0)
+    return rows._replace(top=rows.top.masked_fill(outside | own.sets.bad, math.nan))
+
+
+def _gradient_at(part: _Rows, ids: Tensor, logits: Tensor) -> Tensor:
+    """The gradients of some logits, of which each has a row of its own."""
+    at_label = torch.where(ids == part.labels, part.target, 0)
+    return _gradient(part, logits.unsqueeze(1)).squeeze(1) + at_label
+
+
 def _gradient_of_kept(rows: _Rows, own: SpanRows) -> Tensor:
-    sets, (count, columns) = own.sets, (len(rows.top), own.logits.shape[-1])
-    outside = (own.targets != NO_TARGET) & ~sets.has_label & ~sets.dense & (rows.target != 0)
-    rows = rows._replace(top=rows.top.masked_fill(outside, math.nan))
+    count, columns = len(rows.top), own.logits.shape[-1]
+    rows = _of_sets(rows, own)
     undefined = rows.top.isnan() & ~rows.still
     out = torch.empty(count + 1, columns, dtype=own.logits.dtype, device=own.logits.device)
     out[:count] = torch.where(undefined, math.nan, 0.0).unsqueeze(1)
-    for row, place, z, read in own.kept_logits() if columns else ():
+    for row, ids, place, z, read in own.kept_logits() if columns else ():
         part = rows.part(row)
-        at_label = torch.where(place + own.first_token == part.labels, part.target, 0)
-        gradient = _gradient(part, z.unsqueeze(1)).squeeze(1) + at_label
+        gradient = _gradient_at(part, ids, z)
         # What is not read goes to the row past the last one, all over it: one place would take its turns on a GPU.
         read = read & ~part.still & ~undefined[row]
         at = torch.where(read, row, count), torch.where(read, place, place % columns)

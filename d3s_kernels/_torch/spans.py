@@ -39,15 +39,17 @@ class Spans(NamedTuple):
         bad = (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any() | (offsets[-1] > len(ids))
         return cls(ids, offsets.long(), bad, include_label, max_dense_rows)
 
-    def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For some ids at a time: the row of each (any for those of no row), the id, and whether it is of a row."""
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """For some ids at a time: the row of each (any for those of no row), the id, whether it is of a row, and its
+        place among all ids.
+        """
         rows = len(self.offsets) - 1
         for begin in range(0, len(self.ids) if rows else 0, _KEPT_AT_ONCE):
             ids = self.ids[begin : begin + _KEPT_AT_ONCE].long()
             place = torch.arange(begin, begin + len(ids), device=ids.device)
             row = torch.searchsorted(self.offsets[1:], place, right=True)
             # Ids of no row are spread over all rows: adding nothing to a single one would take its turns on a GPU.
-            yield torch.where(row < rows, row, place % rows), ids, (row < rows) & ~self.bad
+            yield torch.where(row < rows, row, place % rows), ids, (row < rows) & ~self.bad, place
 
 
 class Sets(NamedTuple):
@@ -62,7 +64,7 @@ class Sets(NamedTuple):
     @classmethod
     def of(cls, spans: Spans, targets: Tensor, vocabulary: int) -> Sets:
         found, bad = (torch.zeros_like(targets, dtype=torch.int32) for _ in range(2))
-        for row, ids, used in spans.pieces():
+        for row, ids, used, _ in spans.pieces():
             found.index_add_(0, row, (used & (ids == targets[row])).int())
             bad.index_add_(0, row, (used & ((ids < 0) | (ids >= vocabulary))).int())
         sizes, wrong = spans.offsets.diff(), (bad > 0) | spans.bad
@@ -81,32 +83,56 @@ class SpanRows(NamedTuple):
     targets: Tensor
     first_token: int
     mask: Tensor | None
+    tokens: int  # of the tile
+    kept_alone: bool  # whether the logits are of kept tokens alone: of the ids, and then of the label of each row
 
     @classmethod
     def of(
-        cls, spans: Spans, logits: Tensor, targets: Tensor, first_token: int | None, mask: Tensor | None
+        cls,
+        spans: Spans,
+        logits: Tensor,
+        targets: Tensor,
+        first_token: int | None,
+        mask: Tensor | None,
+        kept_of: int | None = None,
     ) -> SpanRows:
-        """Without a ``first_token``, the logits are of the whole vocabulary."""
-        vocabulary = logits.shape[-1] if first_token is None else 1 << 31
-        sets = Sets.of(spans, targets, vocabulary)
-        return cls(spans, sets, logits, targets, first_token or 0, None if mask is None else mask.reshape(-1))
+        """Without a ``first_token``, the logits are of the whole vocabulary. With ``kept_of``, they are those of kept
+        tokens alone, of so many tokens.
+        """
+        tokens = logits.shape[-1] if kept_of is None else kept_of
+        sets = Sets.of(spans, targets, tokens if first_token is None else 1 << 31)
+        flat = None if mask is None else mask.reshape(-1)
+        return cls(spans, sets, logits, targets, first_token or 0, flat, tokens, kept_of is not None)
 
-    def kept_logits(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """For some at a time: row, place in the tile, logit, and whether it counts; last the labels that join."""
+    def kept_logits(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+        """For some at a time: row, token, place in the logits, logit, and whether it counts; last the labels that
+        join.
+        """
         counts = ~(self.sets.single | self.sets.bad | self.sets.dense)
         if self.mask is not None:
             counts &= self.mask
         rows = torch.arange(len(self.targets), device=self.targets.device)
-        for row, ids, used in chain(self.spans.pieces(), [(rows, self.targets, self.sets.label_joins)]):
-            place = ids - self.first_token
-            read = used & counts[row] & (place >= 0) & (place < self.logits.shape[-1])
-            yield row, place, self._gathered(row, place, read), read
+        labels = rows, self.targets, self.sets.label_joins, len(self.spans.ids) + rows
+        for row, ids, used, place_of_id in chain(self.spans.pieces(), [labels]):
+            token = ids - self.first_token
+            read = used & counts[row] & (token >= 0) & (token < self.tokens)
+            place = place_of_id if self.kept_alone else token
+            yield row, ids, place, self._gathered(row, place, read), read
 
     def label_logits(self) -> tuple[Tensor, Tensor]:
         """The logit of each row's label, and whether it is there: in the row's set and in the tile."""
         place = self.targets - self.first_token
-        read = self.sets.has_label & ~self.sets.single & (place >= 0) & (place < self.logits.shape[-1])
+        read = self.sets.has_label & ~self.sets.single & (place >= 0) & (place < self.tokens)
+        if self.kept_alone:
+            place = self._places_of_labels()
         return self._gathered(torch.arange(len(place), device=place.device), place, read), read
+
+    def _places_of_labels(self) -> Tensor:
+        place = torch.arange(len(self.targets), device=self.targets.device) + len(self.spans.ids)
+        for row, ids, used, place_of_id in self.spans.pieces():
+            is_label = used & (ids == self.targets[row])
+            place.scatter_reduce_(0, row, torch.where(is_label, place_of_id, place[row]), "amin")
+        return place
 
     def _gathered(self, row: Tensor, place: Tensor, read: Tensor) -> Tensor:
         if self.logits.shape[-1] == 0:
@@ -125,10 +151,10 @@ class SpanRows(NamedTuple):
     def states(self, temperature: Tensor) -> Tensor:
         """(m, S, T) of each row with a span, float32 [3, rows]; of others, that of no logits."""
         top = torch.full_like(temperature, LOWEST)
-        for row, _, z, read in self.kept_logits():
+        for row, _, _, z, read in self.kept_logits():
             top.scatter_reduce_(0, row, torch.where(read, z, LOWEST), "amax")
         units = torch.zeros(len(top), 3, dtype=torch.int64, device=top.device)
-        for row, _, z, _ in self.kept_logits():
+        for row, _, _, z, _ in self.kept_logits():
             distance = (z - top[row]) / temperature[row]
             e = distance.exp()
             no_number = ~(z < math.inf)  # NaN or +inf
@@ -145,6 +171,9 @@ class SpanRows(NamedTuple):
         """
         dense, bound = self.sets.dense if self.mask is None else self.sets.dense & self.mask, self.spans.max_dense_rows
         count, columns = dense.sum(), self.logits.shape[-1]
+        exceeded = torch.zeros_like(count, dtype=torch.bool) if bound is None else count > bound
+        if self.kept_alone:
+            return iter(()), exceeded
         capacity = int(count) if bound is None else min(bound, len(dense))
         index, _ = compact(dense, capacity)
         parts = torch.split(index, max(1, _DENSE_AT_ONCE // max(1, columns))) if capacity else ()
@@ -153,4 +182,4 @@ class SpanRows(NamedTuple):
             for part in parts
             for row in (part.clamp(min=0),)
         )
-        return packed, torch.zeros_like(count, dtype=torch.bool) if bound is None else count > bound
+        return packed, exceeded

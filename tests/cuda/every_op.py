@@ -55,7 +55,7 @@ def arguments_of(op: str, seed: int, device: torch.device) -> dict[str, Any]:
     for name in ("max_rows", "max_grad_rows"):
         if name in arguments:
             arguments[name] = arguments["labels"].numel()
-    if "sampling_offsets" in arguments:
+    if "max_dense_rows" in arguments:
         arguments["max_dense_rows"] = len(arguments["sampling_offsets"])
     return {name: part.detach() if isinstance(part, Tensor) else part for name, part in arguments.items()}
 
@@ -64,7 +64,8 @@ def run(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The op's results and the tensors it writes. It runs on copies, so the arguments stay unchanged."""
     fresh = {name: part.clone() if isinstance(part, Tensor) else part for name, part in arguments.items()}
     results = called(getattr(torch.ops.d3s_kernels, op).default, fresh).results
-    return tuple(result for result in results if result.numel() > 0)  # a gradient that was not requested is empty
+    # A gradient that was not requested is empty, or none.
+    return tuple(result for result in results if result is not None and result.numel() > 0)
 
 
 def names() -> list[str]:

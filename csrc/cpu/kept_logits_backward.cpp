@@ -1,0 +1,67 @@
+// The gradient of kept logits. Rows share no place, so threads share the rows.
+#include "../ops/kept_logits_backward.h"
+
+#include <algorithm>
+
+#include "../torch_abi.h"
+#include "kept_logits.h"
+
+namespace d3s {
+namespace {
+
+constexpr int64_t kGrain = 32768;  // kept logits of a thread
+
+// The places of one row.
+class RowOfPlaces {
+ public:
+  RowOfPlaces(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, float softcap,
+              const KeptGradientOutput& out)
+      : rows_(rows), gradients_(gradients), out_(out), first_token_(first_token), softcap_(softcap),
+        loops_(D3S_PICK_VARIANT(softmax_rows).of(Tag<float>())), kept_(rows, first_token) {}
+
+  void write(int64_t row) {
+    out_.undefined[row] = false;
+    const float g_logprob = gradients_.of_logprob(row, rows_.labels), g_entropy = gradients_.of_entropy(row);
+    if (rows_.masked_out(row) || rows_.spans.dense(row) || (g_logprob == 0.f && g_entropy == 0.f)) return;
+    kept_.read(row);
+    out_.undefined[row] = gradients_.any_nan(row, rows_.labels) || (g_logprob != 0.f && !kept_.set.has_label);
+    if (out_.undefined[row] || kept_.set.single()) return;
+    const RowStatistics statistics = gradients_.statistics(row);
+    const float temperature = rows_.temperatures[row];
+    const GradientLine line = gradient_line(g_logprob, g_entropy, statistics, temperature);
+    kept_.write_gradient(loops_, {statistics.max, kLog2E / temperature, line.offset, line.slope}, out_.grad);
+    if (kept_.label_in_tile())
+      out_.grad[kept_.label_place()] = label_gradient(line, kept_.label_logit() - statistics.max, temperature);
+    for (const int64_t place : kept_.places()) {
+      const int64_t token = place < rows_.spans.count ? rows_.spans.tokens[place] : rows_.labels[row];
+      out_.rows[place] = static_cast<int32_t>(row);
+      out_.tokens[place] = static_cast<int32_t>(token - first_token_);
+      if (softcap_ > 0.f) out_.grad[place] *= softcap_slope(static_cast<const float*>(rows_.logits)[place], softcap_);
+    }
+  }
+
+ private:
+  const LogitsRows& rows_;
+  const RowGradients& gradients_;
+  const KeptGradientOutput& out_;
+  const int64_t first_token_;
+  const float softcap_;
+  const SoftmaxLoops<float>& loops_;
+  KeptLogits<float> kept_;
+};
+
+}  // namespace
+
+void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, float softcap,
+                    const KeptGradientOutput& out, Device&) {
+  const int64_t count = rows.layout.count, places = rows.spans.count + count;
+  std::fill(out.grad, out.grad + places, 0.f);
+  std::fill(out.rows, out.rows + places, -1);
+  std::fill(out.tokens, out.tokens + places, 0);
+  parallel_for(count, 1 + kGrain * count / (places + 1), [&](int64_t begin, int64_t end) {
+    RowOfPlaces places_of_row(rows, gradients, first_token, softcap, out);
+    for (int64_t row = begin; row < end; ++row) places_of_row.write(row);
+  });
+}
+
+}  // namespace d3s

@@ -1,0 +1,95 @@
+// The gradient of kept logits.
+//
+//   launch                 kernel         reads                              -> writes
+//   kept_logits_backward   write_places   logits, spans, labels, gradients   -> grad, rows, tokens, undefined
+//
+// A warp takes a row with a short span, a block one with a long span.
+#include "../ops/kept_logits_backward.h"
+
+#include "collective.h"
+#include "row_gradient.h"
+
+namespace d3s {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;  // rows of a block
+constexpr int kLongSpan = 1024;
+
+struct Problem {
+  LogitsRows rows;
+  RowGradients gradients;
+  int64_t first_token;
+  float softcap;
+  KeptGradientOutput out;
+
+  __device__ bool in_tile(int64_t token) const {
+    return token >= first_token && token - first_token < rows.layout.columns;
+  }
+};
+
+// The places of one row, by the threads of a warp or of a block. The label was looked for in the span.
+__device__ void write_row(const Problem& problem, int64_t row, const Span& span, bool label_found, int thread,
+                          int threads) {
+  const auto& [rows, gradients, first_token, softcap, out] = problem;
+  const int64_t label = rows.labels[row];
+  const KeptSet set = rows.spans.set_of(span, label, gradients.vocabulary, label_found, false);
+  const bool no_label = gradients.of_logprob(row, rows.labels) != 0.f && !set.has_label;
+  const bool undefined = set.bad || no_label || gradients.any_nan(row, rows.labels);
+  if (thread == 0) out.undefined[row] = undefined;
+  if (undefined || set.single()) return;
+  const RowGradient f = gradient_of_row(rows, gradients, row);
+  const float* logits = row_at<float>(rows, row);
+  const auto write = [&](int64_t place, int64_t token) {
+    if (!problem.in_tile(token)) return;
+    const float z = logits[place], gradient = token == label ? f.at_label(z) : f(z);
+    out.grad[place] = gradient * softcap_slope(z, softcap);
+    out.rows[place] = static_cast<int32_t>(row);
+    out.tokens[place] = static_cast<int32_t>(token - first_token);
+  };
+  for (int64_t i = thread; i < span.size; i += threads) write(rows.spans.place(span, i), span.tokens[i]);
+  if (thread == 0 && set.label_joins) write(rows.spans.place_of_label(row), label);
+}
+
+__device__ inline int part_has_label(const Span& span, int64_t label, int thread, int threads) {
+  int found = 0;
+#pragma unroll 4
+  for (int64_t i = thread; i < span.size; i += threads) found |= span.tokens[i] == label;
+  return found;
+}
+
+__global__ void __launch_bounds__(kThreads) write_places(const __grid_constant__ Problem problem) {
+  const auto& [rows, gradients, first_token, softcap, out] = problem;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+  const int64_t first_row = int64_t{blockIdx.x} * kWarps, own = first_row + thread / kWarp;
+  if (own < rows.layout.count) {
+    const bool active = has_gradient(rows, gradients, own);
+    const Span span = rows.spans[own];
+    if (!active || span.size == 0) {
+      if (lane == 0) out.undefined[own] = false;
+    } else if (span.size <= kLongSpan) {
+      const int found = warp_reduce(part_has_label(span, rows.labels[own], lane, kWarp), Max());
+      write_row(problem, own, span, found != 0, lane, kWarp);
+    }
+  }
+  for (int64_t row = first_row; row < first_row + kWarps && row < rows.layout.count; ++row) {
+    const Span span = rows.spans[row];
+    if (span.size <= kLongSpan || !has_gradient(rows, gradients, row)) continue;
+    const int found = __syncthreads_or(part_has_label(span, rows.labels[row], thread, kThreads));
+    write_row(problem, row, span, found != 0, thread, kThreads);
+  }
+}
+
+}  // namespace
+
+void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, float softcap,
+                    const KeptGradientOutput& out, Device& device) {
+  const int64_t places = rows.spans.count + rows.layout.count;
+  clear(out.grad, 0, places * static_cast<int64_t>(sizeof(float)), device);
+  clear(out.rows, 0xff, places * static_cast<int64_t>(sizeof(int32_t)), device);
+  clear(out.tokens, 0, places * static_cast<int64_t>(sizeof(int32_t)), device);
+  launch("kept_logits_backward", write_places, ceil_div(rows.layout.count, kWarps), kThreads, 0, device,
+         Problem{rows, gradients, first_token, softcap, out});
+}
+
+}  // namespace d3s

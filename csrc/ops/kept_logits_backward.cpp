@@ -1,0 +1,45 @@
+// The gradient of kept logits: its arguments and results, on every device.
+#include "kept_logits_backward.h"
+
+#include "arguments.h"
+
+namespace d3s {
+namespace {
+
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+FourTensors kept_logits_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
+                                 const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
+                                 const Tensor& row_max, const Tensor& log_sum, int64_t kept_of, double temperature,
+                                 const OptionalTensor& temperature_tensor, const OptionalFloat& logit_softcap,
+                                 const OptionalTensor& mask, const OptionalInt& first_token,
+                                 const OptionalTensor& sampling_ids, const OptionalTensor& sampling_offsets,
+                                 bool include_label) {
+  LogitsArgument argument(logits, temperature, temperature_tensor);
+  const SamplingMask sampling_mask{sampling_ids, sampling_offsets, include_label, std::nullopt};
+  argument.set_kept_alone(sampling_mask, kept_of);
+  if (first_token) require_token("first_token", *first_token);
+  require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
+  const int64_t vocabulary = first_token ? INT64_MAX : kept_of;  // unknown for a shard
+  argument.set_labels(labels, vocabulary);
+  argument.set_mask(mask);
+  argument.set_spans(sampling_mask, vocabulary);
+  GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
+  gradients.rows.vocabulary = vocabulary;
+  const int64_t places = logits.size(1);
+  const Tensor grad = empty({places}, ScalarType::Float, logits), rows = empty({places}, ScalarType::Int, logits),
+               tokens = empty({places}, ScalarType::Int, logits),
+               undefined = empty({argument.rows.layout.count}, ScalarType::Bool, logits);
+  TorchDevice device(logits);
+  kept_gradients(argument.rows, gradients.rows, first_token.value_or(0), static_cast<float>(logit_softcap.value_or(0)),
+                 {mutable_data<float>(grad), mutable_data<int32_t>(rows), mutable_data<int32_t>(tokens),
+                  mutable_data<bool>(undefined)},
+                 device);
+  return {grad, rows, tokens, undefined};
+}
+
+}  // namespace
+
+D3S_REGISTER(m) { m.impl("kept_logits_backward", TORCH_BOX(&kept_logits_backward)); }
+
+}  // namespace d3s
