@@ -29,7 +29,7 @@ PRECISIONS = {
 @pytest.mark.parametrize("width", WIDTHS)
 def test_forward(contest: Contest, sizes: Sizes, width: str, precision: str) -> None:
     dtype, logits_dtype = PRECISIONS[precision]
-    hidden, weight, labels = lm_head(sizes, width, dtype)
+    hidden, weight, labels = inputs.lm_head(sizes, width, dtype)
     yardsticks = {"matmul": lambda: linear(hidden, weight)}
     if peers.ON_GPU and dtype != logits_dtype:
         yardsticks["matmul to fp32"] = lambda: torch.mm(hidden, weight.T, out_dtype=logits_dtype)
@@ -51,7 +51,7 @@ def test_forward(contest: Contest, sizes: Sizes, width: str, precision: str) -> 
 )
 def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: str) -> None:
     dtype, logits_dtype = PRECISIONS[precision]
-    hidden, weight, labels = lm_head(sizes, width, dtype)
+    hidden, weight, labels = inputs.lm_head(sizes, width, dtype)
     every = inputs.advantages(len(labels))
     few = every * (torch.arange(len(every), device=every.device) % 10 == 0)
 
@@ -88,7 +88,7 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
 @pytest.mark.parametrize("precision", ["bf16", "bf16, fp32 logits"])
 def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
     dtype, logits_dtype = PRECISIONS[precision]
-    hidden, weight, labels = lm_head(sizes, "wide", dtype)
+    hidden, weight, labels = inputs.lm_head(sizes, "wide", dtype)
     gradient = inputs.advantages(len(labels))
     logits = torch.empty(len(hidden), len(weight), dtype=dtype, device=hidden.device)
     yardsticks = {"four products": lambda: four_products(hidden, weight, logits)}
@@ -110,7 +110,7 @@ def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
 
 def test_accumulated_gradients(contest: Contest, sizes: Sizes) -> None:
     """10 % of the tokens, and a weight whose gradient is added to that of other micro-batches."""
-    hidden, weight, labels = lm_head(sizes, "wide", torch.bfloat16)
+    hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
     every = inputs.advantages(len(labels))
     few = every * (torch.arange(len(every), device=every.device) % 10 == 0)
     total = torch.zeros_like(weight)
@@ -158,15 +158,6 @@ def with_the_old_cut(work: Callable) -> tuple[torch.Tensor, ...]:
 def fast(width: str) -> bool:
     """Whether to run plain PyTorch: on a CPU it is slow, so it is measured and compared only for the narrow head."""
     return peers.ON_GPU or width == "narrow"
-
-
-def lm_head(sizes: Sizes, width: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, the LM head's weight, and labels; the logits are about normal with sigma 3."""
-    features, random = getattr(sizes, width), inputs.generator()
-    like = {"dtype": dtype, "device": inputs.device}
-    hidden = torch.empty(sizes.head_tokens, features, **like).normal_(generator=random)
-    weight = torch.empty(sizes.vocabulary, features, **like).normal_(std=3 / features**0.5, generator=random)
-    return hidden, weight, torch.randint(sizes.vocabulary, (sizes.head_tokens,), generator=random, device=inputs.device)
 
 
 def size_of(hidden: torch.Tensor, weight: torch.Tensor) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -23,6 +23,24 @@ class Prepared:
 
     def __call__(self) -> Any:
         return self.work(self.prepare())
+
+
+@dataclass(frozen=True)
+class Once:
+    """Work that takes a CPU too long to be repeated. There it is timed once in a run, without a warm-up, and this time
+    counts in every round of all its contests: enough where ours takes a small part of it. A GPU repeats it.
+    """
+
+    work: Work
+
+    def __call__(self) -> Any:
+        return self.work()
+
+    @cached_property
+    def seconds(self) -> float:
+        start = perf_counter()
+        self.work()
+        return perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -53,17 +71,19 @@ class CpuClock:
         return partial(work, *tensors) if tensors else work
 
     def ready(self, work: Work) -> Ready:
-        return Ready(work, self.calls_per_turn(work), "host")
+        return Ready(work, self.calls_per_turn(work), "one call" if isinstance(work, Once) else "host")
 
     def calls_per_turn(self, work: Work) -> int:
         first, calls = self.time(work, 1), 1
-        if first > 1 or isinstance(work, Prepared):
+        if first > 1 or isinstance(work, Prepared | Once):
             return 1
         while (took := self.time(work, calls)) < SECONDS_PER_TURN / 4:
             calls *= 4
         return math.ceil(calls * SECONDS_PER_TURN / took)
 
     def time(self, work: Work, calls: int) -> float:
+        if isinstance(work, Once):
+            return work.seconds
         if isinstance(work, Prepared):
             made = work.prepare()
             start = perf_counter()

@@ -1,8 +1,7 @@
 """Inputs similar to a trainer's, the same in every run."""
 
-import random
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -34,28 +33,51 @@ def logits_and_labels(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> tupl
     return logits, labels
 
 
-class Kept(NamedTuple):
+@dataclass(frozen=True)
+class Kept:
     mask: SamplingMask
-    labels: torch.Tensor  # [sequences, tokens], each in its span
-    padded: torch.Tensor  # the ids as trainers hold them, [sequences, tokens, K], -1 past the last
+    labels: torch.Tensor  # [...], each in its span
+
+    @cached_property
+    def padded(self) -> torch.Tensor:
+        """The ids as trainers hold them, int64 [..., K], -1 past the last."""
+        lengths = self.mask.offsets.diff()
+        row = torch.repeat_interleave(lengths)
+        place = torch.arange(len(row), device=row.device) - self.mask.offsets[row]
+        padded = torch.full((len(lengths), int(lengths.max())), -1, device=row.device)
+        padded[row, place] = self.mask.token_ids.long()
+        return padded.view(*self.labels.shape, -1)
 
 
 @lru_cache(maxsize=1)
 def kept_tokens(sizes: Sizes) -> Kept:
-    """Spans with the sizes that prime-rl reports for top-p 0.97: 45 % have one token, mean 8, 99 % up to 82."""
-    shape = sizes.sequences, sizes.tokens
+    return draw_kept(sizes.vocabulary, sizes.sequences, sizes.tokens)
+
+
+def draw_kept(vocabulary: int, *shape: int, mean: float = 8) -> Kept:
+    """Spans with the sizes that prime-rl reports for top-p 0.97: 45 % have one token, mean 8, 99 % up to 82. For
+    another mean, all sizes are scaled.
+    """
     draws = torch.Generator().manual_seed(20_250_922)
     lengths = torch.randn(shape, generator=draws).mul(1.19).add(1.9).exp().long().clamp(2, 512).flatten()
     lengths[torch.rand(len(lengths), generator=draws) < 0.45] = 1
-    choose = random.Random(20_250_922)
-    spans = [choose.sample(range(sizes.vocabulary), length) for length in lengths.tolist()]
-    padded = torch.nested.to_padded_tensor(torch.nested.nested_tensor([torch.tensor(span) for span in spans]), -1)
-    labels = torch.tensor([span[0] for span in spans])
-    return Kept(
-        SamplingMask.from_lists(spans, device=device),
-        labels.view(shape).to(device),
-        padded.view(*shape, -1).to(device),
-    )
+    lengths = lengths.mul(mean / 8).round().long().clamp(1, vocabulary)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    # Each span is a part of one shuffled vocabulary, so that millions of ids take no time.
+    start = torch.randint(vocabulary, (len(lengths),), generator=draws) - offsets[:-1]
+    place = torch.arange(int(offsets[-1])) + torch.repeat_interleave(start, lengths)
+    ids = torch.randperm(vocabulary, generator=draws)[place % vocabulary].to(device)
+    offsets = offsets.to(device)
+    return Kept(SamplingMask(ids.int(), offsets), ids[offsets[:-1]].view(shape))
+
+
+def lm_head(sizes: Sizes, width: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, the LM head's weight, and labels; the logits are about normal with sigma 3."""
+    features, random = getattr(sizes, width), generator()
+    like = {"dtype": dtype, "device": device}
+    hidden = torch.empty(sizes.head_tokens, features, **like).normal_(generator=random)
+    weight = torch.empty(sizes.vocabulary, features, **like).normal_(std=3 / features**0.5, generator=random)
+    return hidden, weight, torch.randint(sizes.vocabulary, (sizes.head_tokens,), generator=random, device=device)
 
 
 def entropies(*shape: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import d3s_kernels as d3s
 
@@ -21,6 +22,7 @@ ON_GPU = trl_peers.ON_GPU
 TRL = TRL_TRITON if ON_GPU else "TRL"
 trl_torch = trl_peers.TORCH  # TRL's torch functions on a GPU, used before it had a kernel; None elsewhere
 Peer = Callable[..., object]
+PAIRS_AT_ONCE = 1 << 17  # of a row and a kept token: 940 MB of products for 3,584 features
 
 
 def from_trl(peer: Peer) -> Peer | None:
@@ -112,11 +114,59 @@ def filled(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
 
 def gathered(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
     """Only the kept logits, padded to the longest span: how prime-rl reduces them."""
+    return of_padded(logits.gather(-1, kept.padded.clamp(min=0)), kept)
+
+
+def of_padded(logits: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
+    """From the logits of `kept.padded`."""
     ids = kept.padded
-    own = logits.gather(-1, ids.clamp(min=0)).float().masked_fill(ids < 0, -math.inf)
-    logps = own.log_softmax(-1)
+    logps = logits.float().masked_fill(ids < 0, -math.inf).log_softmax(-1)
     logprob = torch.where(ids == kept.labels.unsqueeze(-1), logps, 0.0).sum(-1)
     return logprob, -(logps.exp() * logps.masked_fill(ids < 0, 0.0)).sum(-1)
+
+
+def all_logits(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
+    """The logits of all tokens, of which the kept ones are gathered: how prime-rl replays sampling masks from hidden
+    states. It takes the vocabulary in chunks and computes the logits again in the backward, which is slower; here they
+    fit into memory.
+    """
+    return gathered(F.linear(hidden, weight), kept)
+
+
+def kept_columns_padded(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
+    """Only the kept columns, and those of the padding: how SkyRL replays sampling masks from hidden states."""
+    ids = kept.padded
+    row = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
+    return of_padded(of_pairs(hidden, weight, row, ids.flatten().clamp(min=0)).view(ids.shape), kept)
+
+
+def kept_columns(hidden: Tensor, weight: Tensor, kept: inputs.Kept) -> tuple[Tensor, Tensor]:
+    """The same without padding, as SkyRL proposes."""
+    ids, lengths = kept.mask.token_ids, kept.mask.offsets.diff()
+    row = torch.repeat_interleave(lengths, output_size=len(ids))
+    logits = of_pairs(hidden, weight, row, ids)
+    zeros = torch.zeros_like(kept.labels, dtype=torch.float32)
+    highest = (zeros - math.inf).scatter_reduce(0, row, logits.detach(), "amax")
+    below = logits - highest[row]
+    mass = below.exp()
+    total = zeros.index_add(0, row, mass)
+    chosen = zeros.index_add(0, row, torch.where(ids == kept.labels[row], below, 0.0))
+    return chosen - total.log(), total.log() - zeros.index_add(0, row, mass * below) / total
+
+
+def of_pairs(hidden: Tensor, weight: Tensor, row: Tensor, ids: Tensor) -> Tensor:
+    """The logits of pairs of a row and a token. Chunks are computed again in the backward, since products of a GPU's
+    number of pairs would not fit into memory.
+    """
+
+    def product(row: Tensor, ids: Tensor) -> Tensor:
+        return (hidden.index_select(0, row) * weight.index_select(0, ids)).sum(-1)
+
+    if len(row) <= PAIRS_AT_ONCE:
+        return product(row, ids).float()
+    chunks = zip(row.split(PAIRS_AT_ONCE), ids.split(PAIRS_AT_ONCE), strict=True)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.cat([checkpoint(product, *chunk, **options) for chunk in chunks]).float()
 
 
 # Masks of the highest scores ------------------------------------------------------------------------------------------

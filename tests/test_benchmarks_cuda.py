@@ -128,6 +128,15 @@ def test_preparation_is_not_timed(cuda) -> None:
     assert cuda.peak_bytes(ready.work) == 64
 
 
+def test_work_that_is_slow_on_a_cpu_is_called_once_there_and_repeated_on_a_gpu(cuda) -> None:
+    calls = []
+    work = clock.Once(lambda: calls.append(perf_counter()))
+    for device, repeated in ((clock.CpuClock(), False), (cuda, True)):
+        ready = device.ready(work)
+        times = {device.time(ready.work, ready.calls) for _ in range(3)}
+        assert (len(times) > 1, len(calls) > 1) == (repeated, repeated)
+
+
 def test_the_callers_clock_lets_the_gpu_finish_before_its_queue_is_full(gpu: Gpu, monkeypatch) -> None:
     events = []
     monkeypatch.setattr(gpu, "synchronize", lambda: events.append("wait"))
