@@ -4,7 +4,7 @@
 //   kept_logits (offsets)         check_offsets   offsets                              -> bad
 //   kept_logits                   place_logits    hidden, weight, spans, labels, bad   -> out
 //   kept_hidden_grad_             sum_rows        grad, weight, rows, tokens           -> out, sums of long spans
-//   kept_hidden_grad_ (long)      join_rows       sums                                 -> out
+//   kept_hidden_grad_ (rows)      finish_rows     undefined, sums                      -> out
 //   kept_weight_grad_ (entries)   make_entries    rows, tokens                         -> entries, indices
 //   kept_weight_grad_ (sort)      CUB             entries, indices                     -> the same, by token
 //   kept_weight_grad_             sum_tokens      grad, hidden, entries, indices       -> out, sums of frequent tokens
@@ -244,19 +244,12 @@ __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch)
   return low - 1;  // below 0 if offsets are bad
 }
 
-template <class T, class To>
-__device__ void write_row(ColumnSums<T>& total, bool undefined, const Matrix& out, int64_t row, bool aligned) {
-#pragma unroll
-  for (float& sum : total.sums) sum = undefined ? NAN : sum;
-  total.write(row_of<To>(out, row), false, aligned);
-}
-
 // A block for each stretch of a row's span, or for each piece of its columns.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads)
     sum_rows(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix weight,
-             const __grid_constant__ Segments spans, const bool* undefined, int64_t pieces, bool aligned,
-             bool out_aligned, const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
+             const __grid_constant__ Segments spans, int64_t pieces, bool aligned, bool out_aligned,
+             const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
   const int64_t stretch = blockIdx.x / pieces, row = row_of_stretch(spans, stretch);
   if (row < 0) return;
   const int64_t n = stretch - first_stretch(spans, row), first = spans.begin(row), last = spans.end(row);
@@ -272,17 +265,23 @@ __global__ void __launch_bounds__(kThreads)
   if (last - first > kStretch)
     stretches.keep(stretches.at(first, n), total);
   else
-    write_row<T, To>(total, undefined[row], out, row, out_aligned);
+    total.write(row_of<To>(out, row), false, out_aligned);
 }
 
+// Rows that are undefined, wherever bad offsets have put them; and rows of several stretches.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads)
-    join_rows(const __grid_constant__ Segments spans, const bool* undefined, int64_t pieces, bool out_aligned,
-              const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
-  const int64_t row = blockIdx.x / pieces, places = spans.end(row) - spans.begin(row);
-  if (places <= kStretch) return;
-  ColumnSums<T> total = stretches.joined<T>(spans.begin(row), places, blockIdx.x % pieces);
-  write_row<T, To>(total, undefined[row], out, row, out_aligned);
+    finish_rows(const __grid_constant__ Segments spans, const bool* undefined, int64_t pieces, bool out_aligned,
+                const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
+  const int64_t row = blockIdx.x / pieces, piece = blockIdx.x % pieces, places = spans.end(row) - spans.begin(row);
+  if (!undefined[row] && places <= kStretch) return;
+  ColumnSums<T> total(piece, out.columns);
+  if (undefined[row]) {
+    for (float& sum : total.sums) sum = NAN;
+  } else {
+    total = stretches.joined<T>(spans.begin(row), places, piece);
+  }
+  total.write(row_of<To>(out, row), false, out_aligned);
 }
 
 // ---- the gradient of the weight --------------------------------------------------------------------------------
@@ -408,10 +407,9 @@ void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segm
     const bool aligned = is_aligned<T>(weight), out_aligned = is_aligned<To>(out);
     const StretchSums stretches(spans.limit, weight.columns, device);
     launch("kept_hidden_grad_", sum_rows<T, To>, (spans.limit / kStretch + spans.count) * pieces, threads, 0, device,
-           gradient, weight, spans, undefined, pieces, aligned, out_aligned, stretches, out);
-    if (stretches.sums)
-      launch("kept_hidden_grad_ (long)", join_rows<T, To>, spans.count * pieces, threads, 0, device, spans, undefined,
-             pieces, out_aligned, stretches, out);
+           gradient, weight, spans, pieces, aligned, out_aligned, stretches, out);
+    launch("kept_hidden_grad_ (rows)", finish_rows<T, To>, spans.count * pieces, threads, 0, device, spans, undefined,
+           pieces, out_aligned, stretches, out);
   });
 }
 

@@ -55,6 +55,10 @@ def has_span(problem: HeadProblem) -> Tensor:
 
 def dense_rows(problem: HeadProblem) -> HeadProblem:
     """The rows with an empty span, of which all logits are computed."""
-    mask = ~has_span(problem).view(problem.labels.shape)
+    assert problem.sampling_ids is not None
+    assert problem.sampling_offsets is not None
+    end = problem.sampling_offsets[1:]  # may be unchecked on a GPU: where it is bad, the row's results are NaN
+    empty = ~has_span(problem) & (end >= 0) & (end <= len(problem.sampling_ids))
+    mask = empty.view(problem.labels.shape)
     mask = mask if problem.mask is None else mask & problem.mask
     return problem._replace(mask=mask, sampling_ids=None, sampling_offsets=None, max_dense_rows=None)
