@@ -16,8 +16,13 @@ class RowOfPlaces {
  public:
   RowOfPlaces(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, float softcap,
               const KeptGradientOutput& out)
-      : rows_(rows), gradients_(gradients), out_(out), first_token_(first_token), softcap_(softcap),
-        loops_(D3S_PICK_VARIANT(softmax_rows).of(Tag<float>())), kept_(rows, first_token) {}
+      : rows_(rows),
+        gradients_(gradients),
+        out_(out),
+        first_token_(first_token),
+        softcap_(softcap),
+        loops_(D3S_PICK_VARIANT(softmax_rows).of(Tag<float>())),
+        kept_(rows, first_token) {}
 
   void write(int64_t row) {
     out_.undefined[row] = false;

@@ -18,8 +18,8 @@ T* row_of(const Matrix& matrix, int64_t row) {
   return const_cast<T*>(static_cast<const T*>(matrix.values)) + row * matrix.stride;
 }
 
-// Asks for a row of a matrix that is too large for any cache. Rows follow each other in no order, so the processor would
-// wait for the start of each one.
+// Asks for a row of a matrix that is too large for any cache. Rows follow each other in no order, so the processor
+// would wait for the start of each one.
 template <class T>
 void prefetch(const Matrix& matrix, int64_t row) {
   const char* p = reinterpret_cast<const char*>(row_of<T>(matrix, row));

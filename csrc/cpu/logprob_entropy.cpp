@@ -49,7 +49,8 @@ SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t col
 }
 
 // For each row in `live`, merges the states of its slices into start(row) and calls done(row, state, the label's place
-// or -1). A task is a row or, if rows are few, a slice. Slices are merged from left to right in both cases, so that the bits are the same.
+// or -1). A task is a row or, if rows are few, a slice. Slices are merged from left to right in both cases, so that the
+// bits are the same.
 template <class T, class Start, class Done>
 void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, int64_t first_token, const Start& start,
                     const Done& done) {

@@ -10,8 +10,8 @@
 //   kept_weight_grad_             sum_tokens      grad, hidden, entries, indices       -> out, sums of frequent tokens
 //   kept_weight_grad_ (long)      join_tokens     sums                                 -> out
 //
-// A sum over more than kStretch places, of a long span or a frequent token, is shared between blocks. It is cut from its
-// own first place on, so that its bits depend on nothing else.
+// A sum over more than kStretch places, of a long span or a frequent token, is shared between blocks. It is cut from
+// its own first place on, so that its bits depend on nothing else.
 #include "../ops/kept_products.h"
 
 #include "collective.h"
@@ -192,9 +192,9 @@ int64_t pieces_of(int64_t columns) {
   return pieces > 0 ? pieces : 1;
 }
 
-// The sums of those runs of places, each longer than a stretch, that are shared between blocks: `columns` floats and the
-// sum of the factors for each stretch. A run has at most one stretch for each half stretch that it covers, so runs never
-// meet.
+// The sums of those runs of places, each longer than a stretch, that are shared between blocks: `columns` floats and
+// the sum of the factors for each stretch. A run has at most one stretch for each half stretch that it covers, so runs
+// never meet.
 struct StretchSums {
   float *sums = nullptr, *of_factors = nullptr;
   int64_t columns = 0;
@@ -365,7 +365,7 @@ template <class T, class To>
 __global__ void __launch_bounds__(kThreads)
     join_tokens(const __grid_constant__ Runs runs, int64_t pieces, bool out_aligned,
                 const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out,
-               const __grid_constant__ Vector bias_out) {
+                const __grid_constant__ Vector bias_out) {
   const int64_t i = blockIdx.x / pieces * kStretch, token = static_cast<int64_t>(runs.sorted.entries[i]);
   if (token >= out.rows || runs.has(i - kStretch, token)) return;
   const int64_t run = runs.begin(i, token), places = runs.end(i, token) - run;

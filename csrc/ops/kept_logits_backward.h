@@ -14,8 +14,8 @@ struct KeptGradientOutput {
   bool* undefined = nullptr;  // for each row: its gradient is NaN, and none of its places has one
 };
 
-// The gradient of logits of the kept tokens alone (LogitsRows::kept_alone) of the tile from first_token on, through a soft
-// cap if that is above 0.
+// The gradient of logits of the kept tokens alone (LogitsRows::kept_alone) of the tile from first_token on, through a
+// soft cap if that is above 0.
 D3S_KERNEL(void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
                                float softcap, const KeptGradientOutput& out, Device& device))
 

@@ -24,9 +24,10 @@ Matrix output_of(const char* argument, const Tensor& tensor, const Matrix& like,
   return out;
 }
 
-Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& labels, const OptionalTensor& sampling_ids,
-                      const OptionalTensor& sampling_offsets, const OptionalTensor& bias, const OptionalFloat& logit_softcap,
-                      const OptionalTensor& mask, int64_t first_token, bool include_label, ScalarType logits_dtype) {
+Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& labels,
+                      const OptionalTensor& sampling_ids, const OptionalTensor& sampling_offsets,
+                      const OptionalTensor& bias, const OptionalFloat& logit_softcap, const OptionalTensor& mask,
+                      int64_t first_token, bool include_label, ScalarType logits_dtype) {
   KeptHead head;
   head.hidden = matrix_of("hidden", hidden);
   head.weight = matrix_of("weight", weight);
@@ -36,8 +37,9 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
   require(sampling_ids && sampling_offsets, "sampling_mask", "got none; takes ids and offsets");
   OptionalTensor bias_owner;
   if (bias) {
-    require(bias->dim() == 1 && bias->size(0) == head.weight.rows && bias->scalar_type() == weight.scalar_type(), "bias",
-            "got shape ", shape(*bias), " of ", dtype(*bias), "; takes [", head.weight.rows, "] in the dtype of weight");
+    require(bias->dim() == 1 && bias->size(0) == head.weight.rows && bias->scalar_type() == weight.scalar_type(),
+            "bias", "got shape ", shape(*bias), " of ", dtype(*bias), "; takes [", head.weight.rows,
+            "] in the dtype of weight");
     require_same_device("bias", *bias, hidden);
     bias_owner = packed(*bias);
     head.bias = {const_cast<void*>(bias_owner->const_data_ptr()), head.weight.type};
@@ -63,10 +65,10 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
 KeptGradient gradient_of(const Tensor& grad, const Tensor& rows, const Tensor& tokens, const Tensor& like,
                          int64_t row_count, int64_t token_count) {
   const auto checked = [&](const char* argument, const Tensor& tensor, ScalarType type) {
-    require(tensor.dim() == 1 && tensor.scalar_type() == type && tensor.is_contiguous() &&
-                tensor.numel() == grad.numel(),
-            argument, "got shape ", shape(tensor), " of ", dtype(tensor), "; takes contiguous ",
-            torch::headeronly::toString(type), " with one for each place");
+    require(
+        tensor.dim() == 1 && tensor.scalar_type() == type && tensor.is_contiguous() && tensor.numel() == grad.numel(),
+        argument, "got shape ", shape(tensor), " of ", dtype(tensor), "; takes contiguous ",
+        torch::headeronly::toString(type), " with one for each place");
     require_same_device(argument, tensor, like);
   };
   checked("grad", grad, ScalarType::Float);
@@ -94,8 +96,8 @@ void kept_hidden_grad_(const Tensor& grad, const Tensor& weight, const Tensor& r
   require_same_device("offsets", offsets, weight);
   const int64_t count = offsets.numel() - 1;
   const KeptGradient gradient = gradient_of(grad, rows, tokens, weight, count, w.rows);
-  require(gradient.places >= count, "grad", "got ", gradient.places, " places; takes one for each row after the others, ",
-          count);
+  require(gradient.places >= count, "grad", "got ", gradient.places,
+          " places; takes one for each row after the others, ", count);
   require(undefined.dim() == 1 && undefined.numel() == count && undefined.scalar_type() == ScalarType::Bool &&
               undefined.is_contiguous(),
           "undefined", "got shape ", shape(undefined), " of ", dtype(undefined), "; takes contiguous bool [rows], ",

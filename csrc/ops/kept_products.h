@@ -1,5 +1,5 @@
-// Products of the kept rows of an LM head's weight: cpu/kept_products.cpp, cuda/kept_products.cu. Arguments come checked,
-// from ops/kept_products.cpp. Nothing here knows torch.
+// Products of the kept rows of an LM head's weight: cpu/kept_products.cpp, cuda/kept_products.cu. Arguments come
+// checked, from ops/kept_products.cpp. Nothing here knows torch.
 //
 // A place stands for a row and a token of its set. There is one for each id of the sampling mask and then one for each
 // row, whose label may join its set (Spans::place, Spans::place_of_label).
@@ -50,7 +50,7 @@ struct Vector {
 struct KeptHead {
   Matrix hidden, weight;
   Vector bias;
-  float softcap = 0.f;         // 0: none
+  float softcap = 0.f;  // 0: none
   FloatType logits_type = FloatType::kFloat32;
   Labels labels;
   const bool* mask = nullptr;
@@ -84,8 +84,8 @@ struct KeptHead {
   }
 };
 
-// The logit of each place, -inf where none is needed: the token is in another shard, the place in no row, the row masked
-// out or its set a single token. NaN everywhere if offsets on a GPU, where they may be unchecked, are bad.
+// The logit of each place, -inf where none is needed: the token is in another shard, the place in no row, the row
+// masked out or its set a single token. NaN everywhere if offsets on a GPU, where they may be unchecked, are bad.
 D3S_KERNEL(void kept_logits(const KeptHead& head, float* out, Device& device))
 
 // A gradient for each place: of the logit of a row and a token.
@@ -101,9 +101,9 @@ struct KeptGradient {
   }
 };
 
-// out[row] = the sum of grad weight[token] over the places of a row, in their order, the label's last; NaN for a row that
-// is `undefined`. `spans` are the places of each row. Rows without one are not written. `out` has the weight's type, or
-// float32.
+// out[row] = the sum of grad weight[token] over the places of a row, in their order, the label's last; NaN for a row
+// that is `undefined`. `spans` are the places of each row. Rows without one are not written. `out` has the weight's
+// type, or float32.
 D3S_KERNEL(void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans,
                              const bool* undefined, const Matrix& out, Device& device))
 

@@ -40,8 +40,8 @@ struct Spans {
     const bool good = 0 <= begin && begin <= end && end <= count && (row > 0 || begin == 0);
     return {tokens + (good ? begin : 0), good ? end - begin : -1};
   }
-  // Where logits of the kept tokens alone have those of a row: each at the place of its token in `tokens`, and then, one
-  // for each row, those of labels that join.
+  // Where logits of the kept tokens alone have those of a row: each at the place of its token in `tokens`, and then,
+  // one for each row, those of labels that join.
   D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const { return span.tokens - tokens + i; }
   D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const { return count + row; }
 

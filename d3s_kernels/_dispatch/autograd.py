@@ -59,8 +59,10 @@ def _save_without_kept_of(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tenso
     _save_logprob_entropy(ctx, inputs[:-1], output)
 
 
-def _backward_without_kept_of(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_logprob_entropy_backward(ctx, *gradients), None
+def _backward_without_kept_of(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    return *_logprob_entropy_backward(ctx, grad_logprob, grad_entropy), None
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
