@@ -187,8 +187,8 @@ int threads_for(int64_t columns) {
   return static_cast<int>(warps < 1 ? 1 : warps < kThreads / kWarp ? warps : kThreads / kWarp) * kWarp;
 }
 template <class T>
-int64_t pieces_of(int64_t columns) {
-  const int64_t pieces = ceil_div(columns, int64_t{threads_for<T>(columns)} * kPerVector<T>);
+uint32_t pieces_of(int64_t columns) {
+  const auto pieces = static_cast<uint32_t>(ceil_div(columns, int64_t{threads_for<T>(columns)} * kPerVector<T>));
   return pieces > 0 ? pieces : 1;
 }
 
@@ -248,7 +248,7 @@ __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch)
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads)
     sum_rows(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix weight,
-             const __grid_constant__ Segments spans, int64_t pieces, bool aligned, bool out_aligned,
+             const __grid_constant__ Segments spans, uint32_t pieces, bool aligned, bool out_aligned,
              const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
   const int64_t stretch = blockIdx.x / pieces, row = row_of_stretch(spans, stretch);
   if (row < 0) return;
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(kThreads)
 // Rows that are undefined, wherever bad offsets have put them; and rows of several stretches.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads)
-    finish_rows(const __grid_constant__ Segments spans, const bool* undefined, int64_t pieces, bool out_aligned,
+    finish_rows(const __grid_constant__ Segments spans, const bool* undefined, uint32_t pieces, bool out_aligned,
                 const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
   const int64_t row = blockIdx.x / pieces, piece = blockIdx.x % pieces, places = spans.end(row) - spans.begin(row);
   if (!undefined[row] && places <= kStretch) return;
@@ -335,7 +335,7 @@ __device__ void add_to_token(const ColumnSums<T>& total, const Matrix& out, cons
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads)
     sum_tokens(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix hidden,
-               const __grid_constant__ Runs runs, int64_t pieces, bool aligned, bool out_aligned,
+               const __grid_constant__ Runs runs, uint32_t pieces, bool aligned, bool out_aligned,
                const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out,
                const __grid_constant__ Vector bias_out) {
   const int64_t first = blockIdx.x / pieces, token = static_cast<int64_t>(runs.sorted.entries[first]);
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(kThreads)
 // A block for each multiple of a stretch among the sorted places: a long run has at least one, and the first does it.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads)
-    join_tokens(const __grid_constant__ Runs runs, int64_t pieces, bool out_aligned,
+    join_tokens(const __grid_constant__ Runs runs, uint32_t pieces, bool out_aligned,
                 const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out,
                 const __grid_constant__ Vector bias_out) {
   const int64_t i = blockIdx.x / pieces * kStretch, token = static_cast<int64_t>(runs.sorted.entries[i]);
@@ -402,7 +402,7 @@ void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segm
   dispatch_sum(weight, out, [&](auto tag, auto to_tag) {
     using T = typename decltype(tag)::type;
     using To = typename decltype(to_tag)::type;
-    const int64_t pieces = pieces_of<T>(weight.columns);
+    const uint32_t pieces = pieces_of<T>(weight.columns);
     const int threads = threads_for<T>(weight.columns);
     const bool aligned = is_aligned<T>(weight), out_aligned = is_aligned<To>(out);
     const StretchSums stretches(spans.limit, weight.columns, device);
@@ -427,7 +427,7 @@ void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Ma
   dispatch_sum(hidden, out, [&](auto tag, auto to_tag) {
     using T = typename decltype(tag)::type;
     using To = typename decltype(to_tag)::type;
-    const int64_t pieces = pieces_of<T>(hidden.columns);
+    const uint32_t pieces = pieces_of<T>(hidden.columns);
     const int threads = threads_for<T>(hidden.columns);
     const bool out_aligned = is_aligned<To>(out);
     const StretchSums stretches(n, hidden.columns, device);

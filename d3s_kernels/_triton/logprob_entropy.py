@@ -177,6 +177,7 @@ def logprob_entropy(
     sampling_offsets: Tensor | None = None,
     include_label: bool = False,
     max_dense_rows: int | None = None,
+    kept_of: int | None = None,
 ) -> Any:
     if sampling_ids is not None:
         return NotImplemented
@@ -218,6 +219,7 @@ def softmax_state_(
     sampling_offsets: Tensor | None = None,
     include_label: bool = False,
     max_dense_rows: int | None = None,
+    kept_of: int | None = None,
 ) -> Any:
     if sampling_ids is not None:
         return NotImplemented
