@@ -217,7 +217,7 @@ struct StretchSums {
   __device__ ColumnSums<T> joined(int64_t run, int64_t places, int64_t piece) const {
     ColumnSums<T> total(piece, columns);
     const int64_t count = ceil_div(places, kStretch);
-#pragma unroll 4
+#pragma unroll 2
     for (int64_t n = 0; n < count; ++n) {
       total.add_sums(sums + at(run, n) * columns);
       total.of_factors += of_factors[at(run, n)];
