@@ -89,9 +89,9 @@ constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
 #if defined(D3S_EMULATED)
 inline float exp2_fast(float x) { return exp2f(x); }
-inline uint4 load_streaming(const uint4* p) { return *p; }
-inline uint4 load_cached(const uint4* p) { return *p; }
-inline uint4 load_plain(const uint4* p) { return *p; }
+inline uint4 load_streaming(const uint4* p) { return shim::counted(p); }
+inline uint4 load_cached(const uint4* p) { return shim::counted(p); }
+inline uint4 load_plain(const uint4* p) { return shim::counted(p); }
 inline void store_streaming(uint4* p, uint4 v) { *p = v; }
 
 inline void unpack(uint32_t word, Tag<bfloat16>, float& low, float& high) {

@@ -6,6 +6,7 @@ emulated device is small (D3S_SHIM_SMS, D3S_SHIM_SHARED), so that inputs of a si
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from helpers import (
     random_labels,
     random_logits,
 )
+from test_sampling_masks_head import Case as HeadCase
 from torch import Tensor
 
 import d3s_kernels as d3s
@@ -90,6 +92,7 @@ def cases() -> dict[str, Case]:
     moved = rewards + torch.randn(9000, generator=generator)
     groups = torch.randint(-1, 16, (9000,), generator=generator, dtype=torch.int8)
     spans = d3s.SamplingMask.from_lists([[5, 9], [], list(range(SLICE, 99, -9)), [7], [8, 1, 3], [*range(5000)]])
+    head = shared_runs(8)
     few, many = {"D3S_SHIM_SMS": "132"}, {"D3S_SHIM_SMS": "1"}
     tight = {"D3S_SHIM_SHARED": SMALL_SHARED}
     return {
@@ -102,6 +105,7 @@ def cases() -> dict[str, Case]:
         "logprob_entropy_backward, a sampling mask": Case(
             lambda: gradient(logits, labels, sampling_mask=spans, label_outside="include")
         ),
+        "linear_logprob_entropy, a sampling mask": Case(lambda: head(max_dense_rows=0)),
         "topk_mask, one block": Case(lambda: d3s.topk_mask(scores, 0.1)),
         "topk_mask, pieces": Case(lambda: d3s.topk_mask(torch.cat([scores] * 5), 0.1), tight),
         "topk_mask, ragged": Case(lambda: d3s.topk_mask(scores, 0.1, offsets=ragged)),
@@ -124,6 +128,20 @@ def cases() -> dict[str, Case]:
         ),
         "adaptive_clip": Case(lambda: d3s.adaptive_clip(rewards, groups, vocab_size=100, offsets=ragged)),
     }
+
+
+STRETCH = 512  # kStretch in csrc/cuda/kept_products.cu
+
+
+def shared_runs(width: int, dtype: torch.dtype = torch.float32) -> HeadCase:
+    """Spans and tokens with fewer and with more places than one block adds, in neighbouring places."""
+    lengths = [STRETCH + 1, STRETCH + 1, STRETCH, 2, 2 * STRETCH + 1, *[2] * (2 * STRETCH + 5)]
+    case = HeadCase(width, 3 * STRETCH, dtype, lengths=lengths)
+    pairs = case.mask.token_ids[-2 * (2 * STRETCH + 5) :].view(-1, 2)
+    pairs[:, 0], pairs[:, 1] = 7, 9  # two tokens that all short rows have
+    pairs[: STRETCH - 5, 1] = 8
+    case.labels[5:] = 7
+    return case
 
 
 def tensors(result: object) -> tuple[Tensor, ...]:
@@ -487,6 +505,62 @@ def test_long_spans_beside_short_ones(longest: int) -> None:
     some = d3s.logprob_entropy(leaf.detach()[rows], labels[rows], sampling_mask=mask.index_select(rows))
     for ours, all_rows in zip(some, found, strict=True):
         assert_same_bits(ours, all_rows.detach()[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_that_blocks_share(dtype: torch.dtype) -> None:
+    """Against float64; and rows have the same bits wherever their spans begin."""
+    case, rows = shared_runs(16, dtype), [4, 9, 0, 2, 1]
+    found, exact = case(max_dense_rows=0), case.exact()
+    assert_logprob(found[0], exact[0])
+    assert_entropy(found[1], exact[1])
+    for ours, theirs in zip(found[2:], exact[2:], strict=True):
+        assert_gradient(ours, theirs, floor=1e-4)
+    for some, whole in zip(case.of(rows)(max_dense_rows=0)[:3], found[:3], strict=True):
+        assert_same_bits(some, whole[rows])
+
+
+class Counts(ctypes.Structure):
+    """What the emulated device was asked to do: shim::Counts."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("launches", "memsets", "vectors")]
+
+
+def asked(call: Callable[[], object]) -> tuple[int, int, int]:
+    """Launches, memsets, and bytes that wide loads have read."""
+    library = ctypes.CDLL(os.environ["D3S_EMULATED_LIBRARY"])
+
+    def now() -> tuple[int, int, int]:
+        found = Counts.in_dll(library, "d3s_shim_counts")
+        return found.launches, found.memsets, found.vectors
+
+    before = now()
+    call()
+    launches, memsets, vectors = (after - old for after, old in zip(now(), before, strict=True))
+    return launches, memsets, 16 * vectors
+
+
+@pytest.mark.skipif("D3S_EMULATED_LIBRARY" not in os.environ, reason="counted on the emulated device")
+def test_launches_and_bytes_of_the_head() -> None:
+    """Each pair of a row and a kept token reads the hidden states and the weight's row in the forward. The backward
+    does so again, and then reads one of them for each gradient. Touched rows of the weight's gradient are read once.
+    """
+    case = HeadCase(64, 999, torch.bfloat16, lengths=[1, 5, 2, 200, 40, 1, 3])
+    pairs, row = sum(length for length in (5, 2, 200, 40, 3)), 2 * 64
+    into = torch.zeros(999, 64)
+    leaves = case.head.requiring_grad()
+
+    def forward() -> tuple[Tensor, Tensor]:
+        given = {"sampling_mask": case.mask, "max_dense_rows": 0, "weight_grad_into": into}
+        return leaves(d3s.linear_logprob_entropy, case.labels, **given)
+
+    found = asked(forward)
+    print(f"forward: {found[0]} launches, {found[1]} memsets, {found[2]} bytes of rows")
+    assert found == (4, 1, 2 * pairs * row)
+    results = forward()
+    found = asked(lambda: torch.autograd.grad(results, [leaves.hidden, leaves.bias], case.cotangents))
+    print(f"backward: {found[0]} launches and a sort, {found[1]} memsets, {found[2]} bytes of rows")
+    assert found == (7, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
 
 
 BAD_OFFSETS = [[0, 10, 5, 20], [5, 20], [0, 7], [0, 40], [-9, 20], [0, 2**31 - 1, 20], [20, 0], [7]]
