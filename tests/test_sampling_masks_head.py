@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from d3s_kernels import linear_logprob_entropy, reference
+from d3s_kernels import SamplingMask, linear_logprob_entropy, reference
 
 WIDTHS = (1, 63, 64, 896, 3584, 8192)
 LENGTHS = [1, 5, 2, 0, 40, 1, 3, 300]
@@ -198,6 +198,17 @@ def test_more_dense_rows_than_the_bound_are_nan(bound: int) -> None:
         assert gradient.isnan().all()
 
 
+@pytest.mark.parametrize("bound", [0, 1])
+def test_an_exceeded_bound_shows_where_a_gradient_is_added(bound: int) -> None:
+    """In the rows that were written, of which those of kept tokens always are."""
+    case = Case(lengths=EMPTY)
+    into = torch.zeros(case.weight.shape)
+    _, _, of_hidden, _, of_bias = case(mask=COUNTS, max_dense_rows=bound, weight_grad_into=into)
+    assert of_hidden[COUNTS].isnan().all()
+    assert of_bias.isnan().all()
+    assert into[case.touched()].isnan().all()
+
+
 # ---- the weight's gradient -------------------------------------------------------------------------------------------
 
 
@@ -269,6 +280,21 @@ def test_a_row_without_a_gradient_changes_nothing() -> None:
         assert_gradient(ours, theirs.double())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_an_undefined_row_is_nan_in_every_gradient_it_has(dtype: torch.dtype) -> None:
+    """In its hidden states', and in those of its tokens: nowhere else, and of what is added elsewhere too."""
+    case, into = Case(lengths=SPANS, vocabulary=2001, dtype=dtype), torch.zeros(2001, 64)
+    case.hidden[2, 5] = NAN
+    tokens = torch.zeros(2001, dtype=torch.bool).index_fill_(0, torch.tensor(case.mask.to_lists()[2]), True)
+    logprob, entropy, of_hidden, of_weight, of_bias = case(max_dense_rows=0)
+    assert case(max_dense_rows=0, weight_grad_into=into)[3] is None
+    for found in (logprob, entropy, of_hidden):
+        assert found.reshape(len(SPANS), -1).isnan().all(1).tolist() == [row == 2 for row in range(len(SPANS))]
+    for found in (of_weight, into, of_bias):
+        assert_same_bits(found.isnan().reshape(2001, -1).all(1), tokens)
+        assert not found[~tokens].isnan().any()
+
+
 def test_without_a_gradient() -> None:
     case, into = Case(), torch.zeros(1001, 64)
     expected = case()
@@ -283,7 +309,8 @@ def test_without_a_gradient() -> None:
 
 @pytest.mark.parametrize("part", ["hidden", "weight", "bias"])
 def test_a_part_alone(part: str) -> None:
-    case = Case()
+    """The first row has a gradient: for the bias alone, its hidden states are a null pointer."""
+    case = Case(lengths=LENGTHS[1:])
     leaf = getattr(case, part).requires_grad_()
     results = case.head(linear_logprob_entropy, case.labels, sampling_mask=case.mask)
     (alone,) = torch.autograd.grad(results, leaf, case.cotangents)
@@ -349,6 +376,16 @@ HIDDEN: dict[str, Layout] = {
     "one sequence expanded": ((1, 4, 16), lambda base: base.expand(2, -1, -1)),
     "width first": ((16, 2, 4), lambda base: base.permute(1, 2, 0)),
 }
+
+
+def test_offsets_that_are_not_contiguous() -> None:
+    case = Case()
+    expected = case()
+    apart = torch.stack([case.mask.offsets, case.mask.offsets], 1)
+    case.mask = SamplingMask(case.mask.token_ids, apart[:, 0])
+    assert_same(case(), expected)
+
+
 WEIGHTS: dict[str, Layout] = {
     "a part of a wider weight": ((1001, 21), lambda base: base[:, 3:19]),
     "every other token": ((2002, 16), lambda base: base[::2]),

@@ -149,6 +149,20 @@ MUTANTS = (
         "begin < 1; begin += kSlice",
         "tests/test_sampling_masks.py",
     ),
+    Mutant(
+        "cpu: two threads add to a token that begins before the share of one",
+        "csrc/cpu/kept_products.cpp",
+        "while (i > 0 && i < end && sorted[i].token == sorted[i - 1].token) ++i;",
+        "",
+        "tests/test_sampling_masks_head.py",
+    ),
+    Mutant(
+        "cpu: a label that joins has no gradient in its row's hidden states",
+        "csrc/cpu/kept_products.cpp",
+        "        add(spans.limit + row);\n",
+        "",
+        "tests/test_sampling_masks_head.py",
+    ),
     # ---- the CUDA kernels, emulated ----------------------------------------------------------------------------------
     Mutant(
         "cuda: a block's sum meets no barrier before its room is used again",
@@ -221,6 +235,35 @@ MUTANTS = (
         "",
         KERNELS,
     ),
+    Mutant(
+        "cuda: runs that blocks share write their sums over each other",
+        "csrc/cuda/kept_products.cu",
+        "return run / (kStretch / 2) + n;",
+        "return run / kStretch + n;",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: a stretch of a span is nobody's",
+        "csrc/cuda/kept_products.cu",
+        "return spans.begin(row) / kStretch + row;",
+        "return spans.begin(row) / kStretch;",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: a token in one row more than a stretch is not joined",
+        "csrc/cuda/kept_products.cu",
+        "if (runs.has(run + kStretch, token))",
+        "if (runs.has(run + kStretch + 1, token))",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: sums that no block has written are joined",
+        "csrc/cuda/kept_products.cu",
+        "} else if (!*bad) {",
+        "} else {",
+        KERNELS,
+        explained="memory that is used for the first time is often 0",
+    ),
     # ---- the Triton kernels, in the interpreter ----------------------------------------------------------------------
     Mutant(
         "triton: a bit is not set where exactly k keys reach it",
@@ -286,6 +329,13 @@ MUTANTS = (
         "counts = ~(self.sets.bad | self.sets.dense)",
         PLAIN,
     ),
+    Mutant(
+        "plain: an undefined row of the head has a gradient",
+        "d3s_kernels/_torch/kept_products.py",
+        "total.masked_fill_(undefined.unsqueeze(1), torch.nan)",
+        "total",
+        "tests/test_table.py",
+    ),
     # ---- several ranks -----------------------------------------------------------------------------------------------
     Mutant(
         "ranks: a rank counts its own values among those before it",
@@ -329,6 +379,20 @@ MUTANTS = (
         "* k + span) // (2 * span)",
         "* k) // (2 * span)",
         "tests/test_select_rollouts.py",
+    ),
+    Mutant(
+        "head: a set of one token and its label has none",
+        "csrc/ops/kept_products.h",
+        "return span.size == 1 && !(spans.include_label && labels[row] >= 0 && labels[row] != span.tokens[0]);",
+        "return span.size == 1;",
+        "tests/test_sampling_masks_head.py",
+    ),
+    Mutant(
+        "head: an exceeded bound reaches no gradient of kept tokens",
+        "d3s_kernels/_head/backward.py",
+        "incoming = incoming.with_gradients(lambda grad: grad.masked_fill(bad, torch.nan))",
+        "pass",
+        "tests/test_sampling_masks_head.py",
     ),
     Mutant(
         "head: masked rows have a gradient",

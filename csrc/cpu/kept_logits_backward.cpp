@@ -29,23 +29,31 @@ class RowOfPlaces {
     const float g_logprob = gradients_.of_logprob(row, rows_.labels), g_entropy = gradients_.of_entropy(row);
     if (rows_.masked_out(row) || rows_.spans.dense(row) || (g_logprob == 0.f && g_entropy == 0.f)) return;
     kept_.read(row);
-    out_.undefined[row] = gradients_.any_nan(row, rows_.labels) || (g_logprob != 0.f && !kept_.set.has_label);
-    if (out_.undefined[row] || kept_.set.single()) return;
+    const bool undefined = gradients_.any_nan(row, rows_.labels) || (g_logprob != 0.f && !kept_.set.has_label);
+    out_.undefined[row] = undefined;
+    if (kept_.set.single() && !undefined) return;
+    for (const int64_t place : kept_.places()) {
+      const int64_t token = place < rows_.spans.count ? rows_.spans.tokens[place] : rows_.labels[row];
+      out_.rows[place] = static_cast<int32_t>(row);
+      out_.tokens[place] = static_cast<int32_t>(token - first_token_);
+      out_.grad[place] = NAN;
+    }
+    if (!undefined) write_gradient(row, g_logprob, g_entropy);
+  }
+
+ private:
+  void write_gradient(int64_t row, float g_logprob, float g_entropy) {
     const RowStatistics statistics = gradients_.statistics(row);
     const float temperature = rows_.temperatures[row];
     const GradientLine line = gradient_line(g_logprob, g_entropy, statistics, temperature);
     kept_.write_gradient(loops_, {statistics.max, kLog2E / temperature, line.offset, line.slope}, out_.grad);
     if (kept_.label_in_tile())
       out_.grad[kept_.label_place()] = label_gradient(line, kept_.label_logit() - statistics.max, temperature);
-    for (const int64_t place : kept_.places()) {
-      const int64_t token = place < rows_.spans.count ? rows_.spans.tokens[place] : rows_.labels[row];
-      out_.rows[place] = static_cast<int32_t>(row);
-      out_.tokens[place] = static_cast<int32_t>(token - first_token_);
-      if (softcap_ > 0.f) out_.grad[place] *= softcap_slope(static_cast<const float*>(rows_.logits)[place], softcap_);
-    }
+    if (softcap_ > 0.f)
+      for (const int64_t place : kept_.places())
+        out_.grad[place] *= softcap_slope(static_cast<const float*>(rows_.logits)[place], softcap_);
   }
 
- private:
   const LogitsRows& rows_;
   const RowGradients& gradients_;
   const KeptGradientOutput& out_;

@@ -37,13 +37,13 @@ __device__ void write_row(const Problem& problem, int64_t row, const Span& span,
   const bool no_label = gradients.of_logprob(row, rows.labels) != 0.f && !set.has_label;
   const bool undefined = set.bad || no_label || gradients.any_nan(row, rows.labels);
   if (thread == 0) out.undefined[row] = undefined;
-  if (undefined || set.single()) return;
+  if (set.bad || (set.single() && !undefined)) return;
   const RowGradient f = gradient_of_row(rows, gradients, row);
   const float* logits = row_at<float>(rows, row);
   const auto write = [&](int64_t place, int64_t token) {
     if (!problem.in_tile(token)) return;
     const float z = logits[place], gradient = token == label ? f.at_label(z) : f(z);
-    out.grad[place] = gradient * softcap_slope(z, softcap);
+    out.grad[place] = undefined ? NAN : gradient * softcap_slope(z, softcap);
     out.rows[place] = static_cast<int32_t>(row);
     out.tokens[place] = static_cast<int32_t>(token - first_token);
   };

@@ -3,8 +3,9 @@
 //   launch                        kernel          reads                                -> writes
 //   kept_logits (offsets)         check_offsets   offsets                              -> bad
 //   kept_logits                   place_logits    hidden, weight, spans, labels, bad   -> out
+//   kept_hidden_grad_ (offsets)   check_offsets   offsets                              -> bad
 //   kept_hidden_grad_             sum_rows        grad, weight, rows, tokens           -> out, sums of long spans
-//   kept_hidden_grad_ (rows)      finish_rows     undefined, sums                      -> out
+//   kept_hidden_grad_ (rows)      finish_rows     undefined, sums, bad                 -> out
 //   kept_weight_grad_ (entries)   make_entries    rows, tokens                         -> entries, indices
 //   kept_weight_grad_ (sort)      CUB             entries, indices                     -> the same, by token
 //   kept_weight_grad_             sum_tokens      grad, hidden, entries, indices       -> out, sums of frequent tokens
@@ -22,10 +23,11 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kBlocks = 3;  // that share a multiprocessor. Without the bound, nvcc spills to fit a fourth
 constexpr int kPlacesOfBlock = kThreads / kWarp;
 constexpr int kInFlight = 4;   // vectors of either row that a thread loads before it uses the first
-constexpr int kBatch = 8;      // rows that a thread loads before it adds the first
-constexpr int kStretch = 512;  // places that a block adds: 64 batches, some 50 us
+constexpr int kBatch = 8;      // rows that a thread loads before it adds the first; divides kWarp
+constexpr int kStretch = 512;  // places that a block adds: 64 batches, some 50 us; a multiple of kWarp
 
 // A vector of a row of `columns` elements; 0 past its end.
 template <class T>
@@ -49,17 +51,23 @@ __device__ T* row_of(const Matrix& matrix, int64_t row) {
   return const_cast<T*>(static_cast<const T*>(matrix.values)) + row * matrix.stride;
 }
 
-// ---- forward ---------------------------------------------------------------------------------------------------
-
 constexpr int kCheckers = 1024;
 
 // Whether offsets are bad. One block: offsets are few.
 __global__ void check_offsets(const __grid_constant__ Spans spans, int64_t rows, int* bad) {
   int any = 0;
-  for (int64_t row = threadIdx.x; row < rows; row += kCheckers) any |= spans[row].size < 0;
+  for (int64_t row = threadIdx.x; row < rows; row += kCheckers) any |= !spans.good(row);
   any = __syncthreads_or(any);
   if (threadIdx.x == 0) *bad = any != 0;
 }
+
+const int* any_bad(const Spans& spans, int64_t rows, const char* name, Device& device) {
+  int* bad = device.scratch_of<int>(1);
+  launch(name, check_offsets, 1, kCheckers, 0, device, spans, rows, bad);
+  return bad;
+}
+
+// ---- forward ---------------------------------------------------------------------------------------------------
 
 struct Needed {
   int64_t row, token;  // a row of the weight; -1 if no logit is needed
@@ -82,7 +90,7 @@ __device__ inline Needed needed_at(const KeptHead& head, int64_t place, int lane
 // A warp for each place, so that long spans take no longer than short ones. The order of the sum depends on the number
 // of columns alone.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     place_logits(const __grid_constant__ KeptHead head, const int* bad, bool aligned, float* out) {
   constexpr int kStep = kWarp * kPerVector<T>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -117,14 +125,13 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- sums over places ------------------------------------------------------------------------------------------
 
-// A row that counts some times; null for none.
-template <class T>
+// A row of a matrix that counts some times; -1 for none.
 struct Term {
-  const T* row;
-  float factor;
+  int32_t row = -1;
+  float factor = 0.f;
 };
 
-// What a thread adds up: the same columns of several rows.
+// What a thread adds up: the same columns of several rows of a matrix.
 template <class T>
 struct ColumnSums {
   float sums[kPerVector<T>] = {};
@@ -134,22 +141,53 @@ struct ColumnSums {
   __device__ ColumnSums(int64_t piece, int64_t columns)
       : first((piece * blockDim.x + threadIdx.x) * kPerVector<T>), columns(columns) {}
 
-  // Adds term(begin), term(begin + 1), ... up to one batch, in this order.
+  // Adds term_at(begin), term_at(begin + 1), ... before `end`, in this order. All lanes of a warp call this: each looks
+  // up another term, so that what leads to 32 rows is read at the same time.
   template <class TermAt>
-  __device__ void add_batch(int64_t begin, int64_t end, bool aligned, const TermAt& term_at) {
-    uint4 x[kBatch];
-    float factor[kBatch];
+  __device__ void add_terms(const Matrix& matrix, bool aligned, int64_t begin, int64_t end, const TermAt& term_at) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const bool wide = aligned && first + kPerVector<T> <= columns;
+    for (int64_t i = begin; i < end; i += kWarp) {
+      const Term own = i + lane < end ? term_at(i + lane) : Term();
+      const int count = kWarp - __clz(static_cast<int>(__ballot_sync(kAllLanes, own.row >= 0)));
+      for (int of_lane = 0; of_lane < count; of_lane += kBatch) add_batch(matrix, wide, own, of_lane);
+    }
+  }
+  // The terms of a lane and of those after it.
+  __device__ void add_batch(const Matrix& matrix, bool wide, const Term& own, int of_lane) {
+    Term terms[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const Term<T> term = begin + j < end ? term_at(begin + j) : Term<T>{nullptr, 0.f};
-      x[j] = term.row ? load_elements(term.row, first, columns, aligned) : make_uint4(0, 0, 0, 0);
-      factor[j] = term.row ? term.factor : 0.f;
+      terms[j].row = __shfl_sync(kAllLanes, own.row, of_lane + j);
+      terms[j].factor = __shfl_sync(kAllLanes, own.factor, of_lane + j);
+      of_factors += terms[j].factor;
+    }
+    if (wide)
+      add_vectors(matrix, terms);
+    else
+      add_elements(matrix, terms);
+  }
+  __device__ void add_vectors(const Matrix& matrix, const Term (&terms)[kBatch]) {
+    uint4 x[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const auto* from = reinterpret_cast<const uint4*>(row_of<T>(matrix, terms[j].row) + first);
+      x[j] = terms[j].row >= 0 ? load_cached(from) : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      of_factors += factor[j];
       int i = 0;
-      for_elements<T>(x[j], [&](float value) { sums[i] = fmaf(factor[j], value, sums[i]), ++i; });
+      for_elements<T>(x[j], [&](float value) { sums[i] = fmaf(terms[j].factor, value, sums[i]), ++i; });
+    }
+  }
+  __device__ void add_elements(const Matrix& matrix, const Term (&terms)[kBatch]) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (terms[j].row < 0) continue;
+      const T* row = row_of<T>(matrix, terms[j].row);
+#pragma unroll
+      for (int i = 0; i < kPerVector<T>; ++i)
+        if (first + i < columns) sums[i] = fmaf(terms[j].factor, to_float(row[first + i]), sums[i]);
     }
   }
   __device__ void add_sums(const float* row) {
@@ -246,7 +284,7 @@ __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch)
 
 // A block for each stretch of a row's span, or for each piece of its columns.
 template <class T, class To>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     sum_rows(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix weight,
              const __grid_constant__ Segments spans, uint32_t pieces, bool aligned, bool out_aligned,
              const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
@@ -258,27 +296,28 @@ __global__ void __launch_bounds__(kThreads)
   ColumnSums<T> total(blockIdx.x % pieces, weight.columns);
   const auto term_at = [&](int64_t place) {
     const bool counts = gradient.rows[place] == row && gradient.has(place, spans.count, weight.rows);
-    return counts ? Term<T>{row_of<T>(weight, gradient.tokens[place]), gradient.grad[place]} : Term<T>{nullptr, 0.f};
+    return counts ? Term{gradient.tokens[place], gradient.grad[place]} : Term();
   };
-  for (int64_t i = begin; i < end; i += kBatch) total.add_batch(i, end, aligned, term_at);
-  if (end == last) total.add_batch(spans.limit + row, spans.limit + row + 1, aligned, term_at);
+  total.add_terms(weight, aligned, begin, end, term_at);
+  if (end == last) total.add_terms(weight, aligned, spans.limit + row, spans.limit + row + 1, term_at);
   if (last - first > kStretch)
     stretches.keep(stretches.at(first, n), total);
   else
     total.write(row_of<To>(out, row), false, out_aligned);
 }
 
-// Rows that are undefined, wherever bad offsets have put them; and rows of several stretches.
+// Rows that are undefined, wherever bad offsets have put them; and rows of several stretches. Where offsets are bad,
+// some stretches belong to no row and are not summed. All rows with a gradient are undefined then.
 template <class T, class To>
-__global__ void __launch_bounds__(kThreads)
-    finish_rows(const __grid_constant__ Segments spans, const bool* undefined, uint32_t pieces, bool out_aligned,
-                const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    finish_rows(const __grid_constant__ Segments spans, const int* bad, const bool* undefined, uint32_t pieces,
+                bool out_aligned, const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
   const int64_t row = blockIdx.x / pieces, piece = blockIdx.x % pieces, places = spans.end(row) - spans.begin(row);
   if (!undefined[row] && places <= kStretch) return;
   ColumnSums<T> total(piece, out.columns);
   if (undefined[row]) {
     for (float& sum : total.sums) sum = NAN;
-  } else {
+  } else if (!*bad) {
     total = stretches.joined<T>(spans.begin(row), places, piece);
   }
   total.write(row_of<To>(out, row), false, out_aligned);
@@ -333,7 +372,7 @@ __device__ void add_to_token(const ColumnSums<T>& total, const Matrix& out, cons
 
 // A block for each sorted place, or for each piece of the columns. Those where no stretch of a run begins end at once.
 template <class T, class To>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     sum_tokens(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix hidden,
                const __grid_constant__ Runs runs, uint32_t pieces, bool aligned, bool out_aligned,
                const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out,
@@ -348,12 +387,12 @@ __global__ void __launch_bounds__(kThreads)
   }
   ColumnSums<T> total(blockIdx.x % pieces, hidden.columns);
   const auto term_at = [&](int64_t i) {
-    if (!runs.has(i, token)) return Term<T>{nullptr, 0.f};
+    if (!runs.has(i, token)) return Term();
     const uint32_t place = runs.sorted.indices[i];
-    return Term<T>{row_of<T>(hidden, gradient.rows[place]), gradient.grad[place]};
+    return Term{gradient.rows[place], gradient.grad[place]};
   };
-  const int64_t end = first + kStretch;
-  for (int64_t i = first; i < end && runs.has(i, token); i += kBatch) total.add_batch(i, end, aligned, term_at);
+  for (int64_t i = first; i < first + kStretch && runs.has(i, token); i += kWarp)
+    total.add_terms(hidden, aligned, i, i + kWarp, term_at);
   if (runs.has(run + kStretch, token))
     stretches.keep(stretches.at(run, (first - run) / kStretch), total);
   else
@@ -362,7 +401,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // A block for each multiple of a stretch among the sorted places: a long run has at least one, and the first does it.
 template <class T, class To>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     join_tokens(const __grid_constant__ Runs runs, uint32_t pieces, bool out_aligned,
                 const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out,
                 const __grid_constant__ Vector bias_out) {
@@ -388,17 +427,18 @@ void dispatch_sum(const Matrix& from, const Matrix& to, const Body& body) {
 
 void kept_logits(const KeptHead& head, float* out, Device& device) {
   if (head.places() == 0) return;
-  int* bad = device.scratch_of<int>(1);
-  launch("kept_logits (offsets)", check_offsets, 1, kCheckers, 0, device, head.spans, head.hidden.rows, bad);
+  const int* bad = any_bad(head.spans, head.hidden.rows, "kept_logits (offsets)", device);
   dispatch_float(head.hidden.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch("kept_logits", place_logits<T>, ceil_div(head.places(), kPlacesOfBlock), kThreads, 0, device, head,
-           static_cast<const int*>(bad), is_aligned<T>(head.hidden) && is_aligned<T>(head.weight), out);
+    launch("kept_logits", place_logits<T>, ceil_div(head.places(), kPlacesOfBlock), kThreads, 0, device, head, bad,
+           is_aligned<T>(head.hidden) && is_aligned<T>(head.weight), out);
   });
 }
 
 void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
                   const Matrix& out, Device& device) {
+  const Spans checked{nullptr, spans.limit, spans.offsets32, spans.offsets64};
+  const int* bad = any_bad(checked, spans.count, "kept_hidden_grad_ (offsets)", device);
   dispatch_sum(weight, out, [&](auto tag, auto to_tag) {
     using T = typename decltype(tag)::type;
     using To = typename decltype(to_tag)::type;
@@ -408,8 +448,8 @@ void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segm
     const StretchSums stretches(spans.limit, weight.columns, device);
     launch("kept_hidden_grad_", sum_rows<T, To>, (spans.limit / kStretch + spans.count) * pieces, threads, 0, device,
            gradient, weight, spans, pieces, aligned, out_aligned, stretches, out);
-    launch("kept_hidden_grad_ (rows)", finish_rows<T, To>, spans.count * pieces, threads, 0, device, spans, undefined,
-           pieces, out_aligned, stretches, out);
+    launch("kept_hidden_grad_ (rows)", finish_rows<T, To>, spans.count * pieces, threads, 0, device, spans, bad,
+           undefined, pieces, out_aligned, stretches, out);
   });
 }
 

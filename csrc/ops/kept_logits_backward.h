@@ -11,7 +11,7 @@ struct KeptGradientOutput {
   float* grad = nullptr;      // for each place: of the product of hidden states and weight
   int32_t* rows = nullptr;    // the place's row; -1 if it has no gradient
   int32_t* tokens = nullptr;  // and its token, counted from first_token on
-  bool* undefined = nullptr;  // for each row: its gradient is NaN, and none of its places has one
+  bool* undefined = nullptr;  // for each row: its gradient is NaN, at each of its places, of which a bad span has none
 };
 
 // The gradient of logits of the kept tokens alone (LogitsRows::kept_alone) of the tile from first_token on, through a

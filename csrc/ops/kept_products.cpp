@@ -87,12 +87,12 @@ KeptGradient gradient_of(const Tensor& grad, const Tensor& rows, const Tensor& t
 }
 
 void kept_hidden_grad_(const Tensor& grad, const Tensor& weight, const Tensor& rows, const Tensor& tokens,
-                       const Tensor& offsets, const Tensor& undefined, const Tensor& out) {
+                       const Tensor& given_offsets, const Tensor& undefined, const Tensor& out) {
   const Matrix w = matrix_of("weight", weight);
-  require(offsets.dim() == 1 && offsets.numel() > 0 && offsets.is_contiguous() &&
+  const Tensor offsets = packed(given_offsets);
+  require(offsets.dim() == 1 && offsets.numel() > 0 &&
               (offsets.scalar_type() == ScalarType::Int || offsets.scalar_type() == ScalarType::Long),
-          "offsets", "got shape ", shape(offsets), " of ", dtype(offsets),
-          "; takes contiguous int32 or int64 [rows + 1]");
+          "offsets", "got shape ", shape(offsets), " of ", dtype(offsets), "; takes int32 or int64 [rows + 1]");
   require_same_device("offsets", offsets, weight);
   const int64_t count = offsets.numel() - 1;
   const KeptGradient gradient = gradient_of(grad, rows, tokens, weight, count, w.rows);
@@ -112,6 +112,7 @@ void kept_hidden_grad_(const Tensor& grad, const Tensor& weight, const Tensor& r
     spans.offsets64 = data<int64_t>(offsets);
   if (const OptionalTensor known = on_host(offsets)) require_offsets(*known, count, spans.limit);
   TorchDevice device(weight);
+  require_same_device("out", out, weight);
   sum_for_rows(gradient, w, spans, data<bool>(undefined), output_of("out", out, w, count, w.columns), device);
 }
 

@@ -35,10 +35,13 @@ struct Spans {
   D3S_HOST_DEVICE bool given() const { return offsets32 || offsets64; }
   D3S_HOST_DEVICE bool bounded() const { return given() && max_dense_rows >= 0; }
 
-  D3S_HOST_DEVICE Span operator[](int64_t row) const {
+  D3S_HOST_DEVICE bool good(int64_t row) const {
     const int64_t begin = offset(row), end = offset(row + 1);
-    const bool good = 0 <= begin && begin <= end && end <= count && (row > 0 || begin == 0);
-    return {tokens + (good ? begin : 0), good ? end - begin : -1};
+    return 0 <= begin && begin <= end && end <= count && (row > 0 || begin == 0);
+  }
+  D3S_HOST_DEVICE Span operator[](int64_t row) const {
+    const bool is_good = good(row);
+    return {tokens + (is_good ? offset(row) : 0), is_good ? offset(row + 1) - offset(row) : -1};
   }
   // Where logits of the kept tokens alone have those of a row: each at the place of its token in `tokens`, and then,
   // one for each row, those of labels that join.

@@ -144,7 +144,8 @@ def _with_kept_tokens(
         _op.kept_hidden_grad_.default(grad, weight, rows, tokens, offsets, undefined, total)
         if total is not out:
             total = shard.total_(total).to(hidden.dtype)
-            grad_hidden = torch.where(has_span(problem).unsqueeze(1), total, out).view(grad_hidden.shape)
+            own = (has_span(problem) | undefined).unsqueeze(1)
+            grad_hidden = torch.where(own, total, out).view(grad_hidden.shape)
     if wanted.weight or wanted.bias:
         none = weight.new_empty((len(weight), 0))
         of_weight = none if not wanted.weight else grad_weight if weight_grad_into is None else weight_grad_into

@@ -57,8 +57,10 @@ def dense_rows(problem: HeadProblem) -> HeadProblem:
     """The rows with an empty span, of which all logits are computed."""
     assert problem.sampling_ids is not None
     assert problem.sampling_offsets is not None
-    end = problem.sampling_offsets[1:]  # may be unchecked on a GPU: where it is bad, the row's results are NaN
+    # Offsets may be unchecked on a GPU: where they are bad, the row's results are NaN.
+    start, end = problem.sampling_offsets[:1], problem.sampling_offsets[1:]
     empty = ~has_span(problem) & (end >= 0) & (end <= len(problem.sampling_ids))
+    empty[:1] &= start == 0
     mask = empty.view(problem.labels.shape)
     mask = mask if problem.mask is None else mask & problem.mask
     return problem._replace(mask=mask, sampling_ids=None, sampling_offsets=None, max_dense_rows=None)

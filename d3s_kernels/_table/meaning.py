@@ -329,11 +329,12 @@ def kept_logits_backward(
     places = logits.shape[1]
     grad, rows, tokens = torch.zeros(places).double(), torch.full((places,), -1), torch.zeros(places).long()
     for row, of_row in enumerate(places_of_rows(labels, *spans)):
-        for place, token in of_row.items() if len(of_row) > 1 and active[row] and not undefined[row] else ():
+        for place, token in of_row.items() if active[row] and (undefined[row] or len(of_row) > 1) else ():
             if 0 <= token - first < kept_of:
                 z = logits[row, place].double()
                 slope = 1.0 if logit_softcap is None else 1 - (z / logit_softcap) ** 2
-                grad[place], rows[place], tokens[place] = gradients[row, token - first] * slope, row, token - first
+                rows[place], tokens[place] = row, token - first
+                grad[place] = math.nan if undefined[row] else gradients[row, token - first] * slope
     return grad, rows.int(), tokens.int(), undefined
 
 

@@ -55,7 +55,7 @@ def kept_hidden_grad_(
     total = torch.zeros(len(undefined), weight.shape[1], device=weight.device)
     _add_runs_(total, rows, weight, tokens, grad)
     total = total.masked_fill_(undefined.unsqueeze(1), torch.nan).to(out.dtype)
-    out.copy_(torch.where((offsets.diff() != 0).unsqueeze(1), total, out))
+    out.copy_(torch.where(((offsets.diff() != 0) | undefined).unsqueeze(1), total, out))
 
 
 def kept_weight_grad_(

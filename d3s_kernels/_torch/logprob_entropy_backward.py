@@ -139,7 +139,7 @@ def kept_logits_backward(
     sampling_offsets: Tensor | None = None,
     include_label: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For each place the gradient, the row (-1 for none) and the token; and which rows have no gradient but NaN."""
+    """For each place the gradient, the row (-1 for none) and the token; and which rows have a gradient of NaN."""
     targets = labels_of(labels, len(entropy), logits)
     each = temperatures(temperature, temperature_tensor, len(entropy), logits)
     spans = Spans.of(sampling_ids, sampling_offsets, include_label, None)
@@ -152,9 +152,9 @@ def kept_logits_backward(
     grad = torch.zeros(logits.shape[1], device=logits.device)
     of_row, tokens = (torch.zeros_like(grad, dtype=torch.int32) for _ in range(2))
     of_row.fill_(-1)
-    for row, ids, place, z, read in own.kept_logits():
-        read = read & (active & ~undefined)[row]
-        gradient = _gradient_at(rows.part(row), ids, z)
+    for row, ids, place, z, read in own.kept_logits(and_single=undefined):
+        read = read & active[row]
+        gradient = _gradient_at(rows.part(row), ids, z).masked_fill(undefined[row], math.nan)
         if logit_softcap is not None:
             gradient *= 1 - (z / logit_softcap).square()
         grad[place] = gradient.masked_fill(~read, 0)

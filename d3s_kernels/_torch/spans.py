@@ -104,11 +104,12 @@ class SpanRows(NamedTuple):
         flat = None if mask is None else mask.reshape(-1)
         return cls(spans, sets, logits, targets, first_token or 0, flat, tokens, kept_of is not None)
 
-    def kept_logits(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    def kept_logits(self, and_single: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
         """For some at a time: row, token, place in the logits, logit, and whether it counts; last the labels that
-        join.
+        join. A single kept token counts in the rows of ``and_single`` alone.
         """
-        counts = ~(self.sets.single | self.sets.bad | self.sets.dense)
+        single = self.sets.single if and_single is None else self.sets.single & ~and_single
+        counts = ~(single | self.sets.bad | self.sets.dense)
         if self.mask is not None:
             counts &= self.mask
         rows = torch.arange(len(self.targets), device=self.targets.device)

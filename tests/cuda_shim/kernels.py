@@ -138,8 +138,8 @@ def shared_runs(width: int, dtype: torch.dtype = torch.float32) -> HeadCase:
     lengths = [STRETCH + 1, STRETCH + 1, STRETCH, 2, 2 * STRETCH + 1, *[2] * (2 * STRETCH + 5)]
     case = HeadCase(width, 3 * STRETCH, dtype, lengths=lengths)
     pairs = case.mask.token_ids[-2 * (2 * STRETCH + 5) :].view(-1, 2)
-    pairs[:, 0], pairs[:, 1] = 7, 9  # two tokens that all short rows have
-    pairs[: STRETCH - 5, 1] = 8
+    pairs[:, 0], pairs[:, 1] = 7, 9
+    pairs[: STRETCH + 4, 1] = 8  # and 9 in one row more than a stretch
     case.labels[5:] = 7
     return case
 
@@ -507,6 +507,19 @@ def test_long_spans_beside_short_ones(longest: int) -> None:
         assert_same_bits(ours, all_rows.detach()[rows])
 
 
+@pytest.mark.parametrize("cuts", [[2**31 - 1, 4000, 935, 3000], [-5, 2000, 100, 3000], [0, 3000, 0, 3000]])
+def test_bad_offsets_of_shared_sums_give_what_is_undefined(cuts: list[int]) -> None:
+    """And 0 in other rows, which have no gradient then: nothing is read that was not written."""
+    rows, weight = torch.full((3003,), -1, dtype=torch.int32), torch.randn(9, 8)
+    undefined = torch.tensor([False, True, False])
+    for kind in (torch.int32, torch.int64):
+        out = torch.zeros(3, 8)
+        offsets = torch.tensor(cuts).to(kind)
+        OP.kept_hidden_grad_(torch.ones(3003), weight, rows, rows.abs(), offsets, undefined, out)
+        assert out[1].isnan().all()
+        assert not out[[0, 2]].any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_that_blocks_share(dtype: torch.dtype) -> None:
     """Against float64; and rows have the same bits wherever their spans begin."""
@@ -560,7 +573,7 @@ def test_launches_and_bytes_of_the_head() -> None:
     results = forward()
     found = asked(lambda: torch.autograd.grad(results, [leaves.hidden, leaves.bias], case.cotangents))
     print(f"backward: {found[0]} launches and a sort, {found[1]} memsets, {found[2]} bytes of rows")
-    assert found == (7, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
+    assert found == (8, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
 
 
 BAD_OFFSETS = [[0, 10, 5, 20], [5, 20], [0, 7], [0, 40], [-9, 20], [0, 2**31 - 1, 20], [20, 0], [7]]
