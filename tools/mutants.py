@@ -325,7 +325,7 @@ MUTANTS = (
     Mutant(
         "plain: a single kept token is read",
         "d3s_kernels/_torch/spans.py",
-        "counts = ~(self.sets.single | self.sets.bad | self.sets.dense)",
+        "counts = ~(single | self.sets.bad | self.sets.dense)",
         "counts = ~(self.sets.bad | self.sets.dense)",
         PLAIN,
     ),
@@ -334,7 +334,7 @@ MUTANTS = (
         "d3s_kernels/_torch/kept_products.py",
         "total.masked_fill_(undefined.unsqueeze(1), torch.nan)",
         "total",
-        "tests/test_table.py",
+        PLAIN,
     ),
     # ---- several ranks -----------------------------------------------------------------------------------------------
     Mutant(
