@@ -19,7 +19,7 @@ from d3s_kernels import SamplingMask, linear_logprob_entropy
 H, V = 512, 24_000
 WORKSPACE = 8 << 20
 SLICE = 8192  # tokens, on a CPU
-BYTES_OF_AN_ID = 64  # of a sampling mask
+BYTES_OF_AN_ID = 28  # of a sampling mask
 
 
 class Case(NamedTuple):

@@ -47,7 +47,7 @@ REGISTERS = 65_536  # of a multiprocessor: the most that a block can have
 LARGEST_BLOCKS = {
     1024: ("topk_mask_cu.*select_segments", "find_sorted_ends", "write_indices", "batch_deviation"),
     512: ("count_digit", "count_ties", "write_pieces", "max_variance_cu.*select_segments.*BlockGroup"),
-    256: ("write_gradients", "narrow_gradients"),
+    256: ("write_gradients", "narrow_gradients", "place_logits", "sum_rows", "sum_tokens"),
 }
 
 
@@ -188,6 +188,22 @@ def test_the_loop_of_the_backward_in_half_precision(architecture: str) -> None:
     order = [found.group() for step in loop if (found := re.match("LDG|BAR|STG", step.opcode))]
     assert order == ["LDG"] * 16 + ["BAR"] + ["STG"] * 16
     assert not [opcode for opcode in loads(loop) if "CONSTANT" in opcode]
+
+
+@built
+@pytest.mark.parametrize("kernel", ["place_logits", "sum_rows", "sum_tokens"])
+@pytest.mark.parametrize("architecture", DETAILED)
+def test_the_loops_over_kept_rows(architecture: str, kernel: str) -> None:
+    """Eight vectors are on their way before the first is used, but for one that may be asked for a little later."""
+    functions = kernels(library(), architecture)
+    (name, *_) = (name for name in functions if re.search(f"kept_products_cu.*{kernel}INS_8bfloat16E", name))
+    wide = [loop for loop in loops(functions[name]) if sum(opcode.endswith(".128.CONSTANT") for opcode in loads(loop))]
+    loop = min(wide, key=len)
+    order = [found.group() for step in loop if (found := re.match(r"LDG\.E\.128|FFMA|BAR|LDL|STL", step.opcode))]
+    print(f"{architecture} {kernel} bfloat16: {resources(library(), architecture)[name].registers} registers")
+    assert order.count("LDG.E.128") == 8
+    assert order.index("FFMA") >= 7
+    assert set(order) == {"LDG.E.128", "FFMA"}
 
 
 def plain(name: str) -> str:

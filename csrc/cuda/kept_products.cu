@@ -103,12 +103,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   const T *a = row_of<T>(head.hidden, needed.row), *b = row_of<T>(head.weight, needed.token);
   float sum = 0.f;
-  for (int64_t first = lane * kPerVector<T>; first < columns; first += kStep * kInFlight) {
+  const auto add = [&](int64_t begin, const auto& load) {
     uint4 x[kInFlight], y[kInFlight];
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      x[j] = load_elements(a, first + j * kStep, columns, aligned);
-      y[j] = load_elements(b, first + j * kStep, columns, aligned);
+      const int64_t first = begin + j * kStep + lane * kPerVector<T>;
+      x[j] = load(a, first);
+      y[j] = load(b, first);
     }
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
@@ -118,7 +119,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       i = 0;
       for_elements<T>(y[j], [&](float value) { sum = fmaf(left[i++], value, sum); });
     }
-  }
+  };
+  int64_t begin = 0;
+  for (; aligned && begin + kStep * kInFlight <= columns; begin += kStep * kInFlight)
+    add(begin, [](const T* row, int64_t first) { return load_cached(reinterpret_cast<const uint4*>(row + first)); });
+  for (; begin < columns; begin += kStep * kInFlight)
+    add(begin, [&](const T* row, int64_t first) { return load_elements(row, first, columns, aligned); });
   sum = warp_reduce(sum, Sum());
   if (lane == 0) out[place] = head.logit(sum, needed.token);
 }
