@@ -260,9 +260,8 @@ MUTANTS = (
         "cuda: sums that no block has written are joined",
         "csrc/cuda/kept_products.cu",
         "} else if (!*bad) {",
-        "} else {",
+        "} else if (bad) {",
         KERNELS,
-        explained="memory that is used for the first time is often 0",
     ),
     # ---- the Triton kernels, in the interpreter ----------------------------------------------------------------------
     Mutant(
