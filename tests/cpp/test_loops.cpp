@@ -9,6 +9,7 @@
 
 #include "../../csrc/core/order_key.h"
 #include "../../csrc/core/softmax_state.h"
+#include "../../csrc/cpu/kept_product_loops.h"
 #include "../../csrc/cpu/order_key_loops.h"
 #include "../../csrc/cpu/ratio_loops.h"
 #include "../../csrc/cpu/softmax_rows.h"
@@ -154,12 +155,46 @@ void ratio_loops_of(const RatioLoops& loops, int64_t n, bool masked, bool groupe
   }
 }
 
-void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys, const RatioLoops& ratios) {
+// `rounding` is that of T. Sums are in float32.
+template <class T>
+void kept_product_loops(const KeptProductLoops<T>& loops, double rounding, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  const auto number = [&](int64_t) { return from_float<T>(normal(random)); };
+  for (int64_t n = 1; n <= 9000; n = n < 200 ? n + 1 : n * 3 + 1) {
+    const auto a = array_of<T>(n, number), b = array_of<T>(n, number);
+    double product = 0, size = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const double term = 1. * to_float(a[i]) * to_float(b[i]);
+      product += term, size += std::fabs(term);
+    }
+    CHECK(std::fabs(loops.dot(a.get(), b.get(), n) - product) <= 1e-6 * size, "dot of %lld", static_cast<long long>(n));
+
+    auto sum = array_of<float>(n, [&](int64_t) { return normal(random); });
+    const auto before = array_of<float>(n, [&](int64_t i) { return sum[i]; });
+    const auto out = array_of<T>(n, [&](int64_t i) { return b[i]; });
+    loops.add_scaled(a.get(), 0.3f, n, sum.get());
+    loops.add_to(sum.get(), n, out.get());
+    for (int64_t i = 0; i < n; ++i) {
+      const float wanted = std::fma(to_float(a[i]), 0.3f, before[i]);
+      const double total = 1. * to_float(b[i]) + wanted;
+      CHECK(std::fabs(sum[i] - wanted) <= 1e-6 * (1 + std::fabs(wanted)), "%lld of %lld", static_cast<long long>(i),
+            static_cast<long long>(n));
+      CHECK(std::fabs(to_float(out[i]) - total) <= rounding * std::fabs(total) + 1e-6, "%lld of %lld",
+            static_cast<long long>(i), static_cast<long long>(n));
+    }
+  }
+}
+
+void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys, const RatioLoops& ratios,
+           const KeptProducts& products) {
   std::mt19937 random(std::random_device{}());
   softmax_loops(rows.float32, 1e-6, random);
   softmax_loops(rows.bf16, 0x1p-8, random);
   softmax_loops(rows.fp16, 0x1p-10, random);
   key_loops(keys, random);
+  kept_product_loops(products.float32, 1e-6, random);
+  kept_product_loops(products.bf16, 0x1p-8, random);
+  kept_product_loops(products.fp16, 0x1p-10, random);
   for (int64_t n = 1; n <= 3000; n = n < 100 ? n + 1 : n * 2)
     for (int form = 0; form < 8; ++form) ratio_loops_of(ratios, n, form & 1, form & 2, form & 4, random);
   std::printf("%s done\n", name);
@@ -168,11 +203,12 @@ void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys,
 }  // namespace
 
 int main() {
-  level("baseline", baseline::softmax_rows, baseline::order_key_loops, baseline::ratio_loops);
+  level("baseline", baseline::softmax_rows, baseline::order_key_loops, baseline::ratio_loops, baseline::kept_products);
 #if defined(D3S_X86_LEVELS)
-  if (simd_level() >= SimdLevel::avx2) level("avx2", avx2::softmax_rows, avx2::order_key_loops, avx2::ratio_loops);
+  if (simd_level() >= SimdLevel::avx2)
+    level("avx2", avx2::softmax_rows, avx2::order_key_loops, avx2::ratio_loops, avx2::kept_products);
   if (simd_level() >= SimdLevel::avx512)
-    level("avx512", avx512::softmax_rows, avx512::order_key_loops, avx512::ratio_loops);
+    level("avx512", avx512::softmax_rows, avx512::order_key_loops, avx512::ratio_loops, avx512::kept_products);
 #endif
   return report("loops");
 }
