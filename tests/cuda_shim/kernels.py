@@ -135,11 +135,13 @@ STRETCH = 512  # kStretch in csrc/cuda/kept_products.cu
 
 def shared_runs(width: int, dtype: torch.dtype = torch.float32) -> HeadCase:
     """Spans and tokens with fewer and with more places than one block adds, in neighbouring places."""
-    lengths = [STRETCH + 1, STRETCH + 1, STRETCH, 2, 2 * STRETCH + 1, *[2] * (2 * STRETCH + 5)]
-    case = HeadCase(width, 3 * STRETCH, dtype, lengths=lengths)
-    pairs = case.mask.token_ids[-2 * (2 * STRETCH + 5) :].view(-1, 2)
-    pairs[:, 0], pairs[:, 1] = 7, 9
-    pairs[: STRETCH + 4, 1] = 8  # and 9 in one row more than a stretch
+    pairs = 2 * STRETCH + 5
+    case = HeadCase(
+        width, 3 * STRETCH, dtype, lengths=[STRETCH + 1, STRETCH + 1, STRETCH, 2, 2 * STRETCH, *[2] * pairs]
+    )
+    before, ids = case.mask.token_ids[: -2 * pairs], case.mask.token_ids[-2 * pairs :].view(-1, 2)
+    ids[:, 0], ids[:, 1] = 7, 8
+    ids[int((before == 9).sum()) : STRETCH + 1, 1] = 9  # of one row more than a stretch, with those before
     case.labels[5:] = 7
     return case
 
