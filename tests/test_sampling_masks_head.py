@@ -198,12 +198,12 @@ def test_more_dense_rows_than_the_bound_are_nan(bound: int) -> None:
         assert gradient.isnan().all()
 
 
-@pytest.mark.parametrize("bound", [0, 1])
-def test_an_exceeded_bound_shows_where_a_gradient_is_added(bound: int) -> None:
+@pytest.mark.parametrize("bound", [{"max_dense_rows": 0}, {"max_dense_rows": 1}, {"max_grad_rows": 2}], ids=str)
+def test_an_exceeded_bound_shows_where_a_gradient_is_added(bound: dict[str, int]) -> None:
     """In the rows that were written, of which those of kept tokens always are."""
     case = Case(lengths=EMPTY)
     into = torch.zeros(case.weight.shape)
-    _, _, of_hidden, _, of_bias = case(mask=COUNTS, max_dense_rows=bound, weight_grad_into=into)
+    _, _, of_hidden, _, of_bias = case(mask=COUNTS, weight_grad_into=into, **bound)
     assert of_hidden[COUNTS].isnan().all()
     assert of_bias.isnan().all()
     assert into[case.touched()].isnan().all()
