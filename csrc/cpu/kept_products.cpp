@@ -13,11 +13,6 @@ constexpr int64_t kGrain = 32768;  // products of a thread
 
 int64_t grain_of(const Matrix& matrix) { return 1 + kGrain / (matrix.columns + 1); }
 
-template <class T>
-T* row_of(const Matrix& matrix, int64_t row) {
-  return const_cast<T*>(static_cast<const T*>(matrix.values)) + row * matrix.stride;
-}
-
 // Asks for a row of a matrix that is too large for any cache. Rows follow each other in no order, so the processor
 // would wait for the start of each one.
 template <class T>
@@ -80,17 +75,6 @@ void add_sorted(const KeptGradient& gradient, const Matrix& hidden, const std::v
       loops.of(Tag<To>()).add_to(sum.data(), hidden.columns, row_of<To>(out, token));
       if (bias_out.values) bias_out.add(token, of_bias);
     }
-  });
-}
-
-// Calls body(Tag<T>, Tag<To>): To is the type of `to`, either that of `from` or float.
-template <class Body>
-void dispatch_sum(const Matrix& from, const Matrix& to, const Body& body) {
-  dispatch_float(from.type, [&](auto tag) {
-    if (to.type == from.type)
-      body(tag, tag);
-    else
-      body(tag, Tag<float>());
   });
 }
 

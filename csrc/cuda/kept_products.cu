@@ -46,11 +46,6 @@ bool is_aligned(const Matrix& matrix) {
   return misalignment(matrix.values) == 0 && matrix.stride % kPerVector<T> == 0;
 }
 
-template <class T>
-__device__ T* row_of(const Matrix& matrix, int64_t row) {
-  return const_cast<T*>(static_cast<const T*>(matrix.values)) + row * matrix.stride;
-}
-
 constexpr int kCheckers = 1024;
 
 // Whether offsets are bad. One block: offsets are few.
@@ -416,17 +411,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int64_t run = runs.begin(i, token), places = runs.end(i, token) - run;
   if (places <= kStretch) return;
   add_to_token<T, To>(stretches.joined<T>(run, places, blockIdx.x % pieces), out, bias_out, token, out_aligned);
-}
-
-// Calls body(Tag<T>, Tag<To>): To is the type of `to`, either that of `from` or float.
-template <class Body>
-void dispatch_sum(const Matrix& from, const Matrix& to, const Body& body) {
-  dispatch_float(from.type, [&](auto tag) {
-    if (to.type == from.type)
-      body(tag, tag);
-    else
-      body(tag, Tag<float>());
-  });
 }
 
 }  // namespace

@@ -19,6 +19,22 @@ struct Matrix {
   int64_t stride = 0;  // between rows; columns lie side by side
 };
 
+template <class T>
+D3S_HOST_DEVICE T* row_of(const Matrix& matrix, int64_t row) {
+  return const_cast<T*>(static_cast<const T*>(matrix.values)) + row * matrix.stride;
+}
+
+// Calls body(Tag<T>, Tag<To>): To is the type of `to`, either that of `from` or float.
+template <class Body>
+void dispatch_sum(const Matrix& from, const Matrix& to, const Body& body) {
+  dispatch_float(from.type, [&](auto tag) {
+    if (to.type == from.type)
+      body(tag, tag);
+    else
+      body(tag, Tag<float>());
+  });
+}
+
 D3S_HOST_DEVICE float rounded(float value, FloatType type) {
   if (type == FloatType::kBfloat16) return to_float(from_float<bfloat16>(value));
   if (type == FloatType::kFloat16) return to_float(from_float<float16>(value));
