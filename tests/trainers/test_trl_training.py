@@ -243,13 +243,13 @@ def test_vllms_correction_needs_the_old_policy_at_once() -> None:
     made.use_vllm = True
     assert made.vllm_importance_sampling_correction
     assert made._pass_names() == ["old_per_token_logps"]
-    from d3s_kernels.integrations.trl.trainer import _Passes
+    from d3s_kernels.integrations.trl.passes import Passes
 
-    made._passes = passes = _Passes(made._pass_names())
+    made._passes = passes = Passes(made._pass_names())
     batch = generation_batch(4)
     logprob = made._score(made.model, batch)[0]
     made._passes = None
     expected, entropy, _ = made._score(made.model, batch, compute_entropy=True)
     torch.testing.assert_close(logprob, expected)
     torch.testing.assert_close(passes.entropy, entropy)
-    assert passes.postponed == []
+    assert passes.postponed == {}

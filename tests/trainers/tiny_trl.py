@@ -85,7 +85,7 @@ def trainer(kind: type[GRPOTrainer] = D3STrainer, policy: Any = None, **changed:
     made = kind(
         model() if policy is None else policy,
         changed.pop("reward_funcs", share_of_even),
-        arguments(D3SConfig if kind is D3STrainer else GRPOConfig, **changed),
+        arguments(D3SConfig if issubclass(kind, D3STrainer) else GRPOConfig, **changed),
         train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(2, 34)]}),
         processing_class=tokenizer(),
         **options,
