@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-_READABLE = ("ModulesToSaveWrapper", "TrainableTokensWrapper")  # PEFT's, whose weight is that of the active adapter
-
 
 class UnsupportedHead(ValueError):
     """An LM head that computes more than a linear layer of its weight and bias."""
@@ -39,14 +37,12 @@ def check_head(model: Any) -> None:
 
 def _left_out(head: Any) -> str | None:
     """What its weight and bias leave out of a head."""
-    tuners, other = (sys.modules.get(f"peft.{name}") for name in ("tuners.tuners_utils", "utils.other"))
+    tuners, wrappers = (sys.modules.get(f"peft.{name}") for name in ("tuners.tuners_utils", "utils.other"))
     if tuners is not None and isinstance(head, tuners.BaseTunerLayer):
         return "an adapter, which would be ignored and never trained"
-    if other is not None and isinstance(
-        head, tuple(getattr(other, name) for name in _READABLE if hasattr(other, name))
-    ):
-        return None
-    parts = {id(parameter) for parameter in (head.weight, head.bias) if parameter is not None}
+    if wrappers is not None and isinstance(head, wrappers.ModulesToSaveWrapper):
+        return None  # its weight is that of the active copy, or the original's while adapters are switched off
+    parts = {id(parameter) for name in ("weight", "bias") if (parameter := getattr(head, name, None)) is not None}
     more = [name for name, value in head.named_parameters() if value.requires_grad and id(value) not in parts]
     if more:
         return f"whose {', '.join(more)} would be ignored and never trained"
@@ -61,5 +57,5 @@ def _is_linear(head: Any) -> bool:
         return True
     row = torch.linspace(-1, 1, weight.shape[-1], device=weight.device, dtype=weight.dtype)[None]
     bound = 1e-5 if weight.dtype in (torch.float32, torch.float64) else 0.02
-    theirs, plain = head(row).float(), linear(row, weight, head.bias).float()
+    theirs, plain = head(row).float(), linear(row, weight, getattr(head, "bias", None)).float()
     return bool((theirs - plain).norm() <= bound * plain.norm().clamp(min=1e-6))

@@ -98,6 +98,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         check_loss_type(args.loss_type)
         super().__init__(model, reward_funcs, args, *more, **options)
         check_object(self)
+        check_head(self.accelerator.unwrap_model(self.model))
         if self._espo:
             self.importance_sampling_level = "token"  # what TRL sees: as_espo turns its token ratios into ESPO's
         check_loss(self, super()._compute_loss.__func__)
@@ -362,7 +363,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             scores: _Scores = method(model, tokens, attention, columns, *more, **{**options, **changed})
             return scores
 
-        check_head(self.accelerator.unwrap_model(model))
+        check_head(self.accelerator.unwrap_model(model))  # an adapter may have come since the trainer was made
         arguments = model, input_ids, attention_mask, logits_to_keep
         if self._loss_inputs is not None:
             update = Update(self._alone)
