@@ -20,6 +20,8 @@ from tiny_trl import GROUP, PlainTrainer, trainer
 from trl_changes import IN_THE_FIRST_STEP, WHEN_MADE, other_order
 
 from d3s_kernels.integrations.trl import D3STrainer, surface
+from d3s_kernels.integrations.trl.gradient import DENOMINATORS
+from d3s_kernels.integrations.trl.loss_probe import check_loss
 from d3s_kernels.integrations.trl.surface import (
     ATTRIBUTES,
     FUNCTIONS,
@@ -108,6 +110,25 @@ def test_passes_in_another_order_give_the_same_batch(adapters: bool, with_trls: 
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
     assert not torch.allclose(found["old_per_token_logps"], found["ref_per_token_logps"]) or not adapters
+
+
+@pytest.mark.parametrize("loss", DENOMINATORS)
+def test_every_loss_of_trl_is_taken(loss: str) -> None:
+    """With all that TRL can add to it, and with micro-batches of any share of a generation batch."""
+    ours = trainer(loss_type=loss, gradient_accumulation_steps=4, steps_per_generation=2, use_bias_correction_kl=True)
+    metrics = {mode: dict(values) for mode, values in ours._metrics.items()}
+    added: dict[str, Any] = {
+        "beta": 0.1, "_entropy_bonus_enabled": True, "use_adaptive_entropy": True, "aux_loss_enabled": True,
+        "off_policy_mask_threshold": 0.5, "use_vllm": True,
+    }  # fmt: skip
+    before = dict(vars(ours))
+    for level in ("token", "sequence"):
+        for name, value in {"importance_sampling_level": level, **added}.items():
+            setattr(ours, name, value)  # with those before
+            check_loss(ours, trls.GRPOTrainer._compute_loss)
+        vars(ours).update(before)
+    assert {mode: dict(values) for mode, values in ours._metrics.items()} == metrics  # nothing is logged
+    assert ours._entropy_window_stats is None
 
 
 def test_the_table_is_of_this_trl() -> None:
@@ -212,6 +233,16 @@ def test_a_loss_that_is_overridden_alone_is_refused_in_the_first_step(
     with pytest.raises(UnknownTRL, match=message):
         ours.train()
     assert ours.state.global_step == 0
+
+
+def test_a_batch_that_is_not_ours_is_refused() -> None:
+    class Theirs(D3STrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            return trls.GRPOTrainer._generate_and_score_completions(self, inputs)
+
+    message = r"no rollouts were chosen for this step\. .* _generate_and_score_completions is test_a_batch_.*Theirs"
+    with pytest.raises(UnknownTRL, match=message):
+        trainer(Theirs).train()
 
 
 def test_a_loss_that_calls_ours_and_takes_another_is_refused() -> None:

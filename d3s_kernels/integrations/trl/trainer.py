@@ -190,6 +190,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if self._page is not None:
             self._page.add_generated(batch, self.accelerator.process_index, self._tokenizer.pad_token_id)
         batch = self._keep_rollouts(batch)
+        self._watch.rollouts_are_chosen()
         for name in passes.postponed:
             batch |= self._postponed(name, batch)
         if self._tokens_before_update:
