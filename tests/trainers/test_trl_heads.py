@@ -202,8 +202,18 @@ def test_a_head_with_more_than_weight_and_bias_is_refused(name: str) -> None:
     print(f"{name}: {error.value}")
 
 
-def test_a_linear_layer_by_another_name_is_taken() -> None:
-    check_head(replaced(of_shape(Equal)))
+class Sharded(nn.Module):
+    """As FSDP wraps a layer: its parameters are not those of the layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self._flat_param = nn.Parameter(torch.zeros(3))
+        self._fsdp_wrapped_module = base
+
+
+@pytest.mark.parametrize("head", [of_shape(Equal), of_shape(type("FSDPLinear", (nn.Linear,), {})), Sharded])
+def test_a_linear_layer_by_another_name_is_taken(head: Callable[[nn.Linear], nn.Module]) -> None:
+    check_head(replaced(head))
 
 
 def test_an_adapter_that_trl_does_not_see_is_refused() -> None:

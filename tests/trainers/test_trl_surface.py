@@ -60,7 +60,7 @@ def with_trls(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], None]]:
 
 
 def made(saved: str, **options: Any) -> Any:
-    return trainer(policy=saved, max_steps=1, **{"loss_type": "grpo", **options})
+    return trainer(policy=saved, max_steps=1, max_completion_length=3, **{"loss_type": "grpo", **options})
 
 
 @pytest.fixture(scope="module")

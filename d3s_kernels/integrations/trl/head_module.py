@@ -24,7 +24,8 @@ def check_head(model: Any) -> None:
             and bias (trl#4612).
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is None or type(head) is torch.nn.Linear:
+    head = getattr(head, "_fsdp_wrapped_module", head)  # FSDP's wrapper, in its first version
+    if head is None or (isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward):
         return
     reason = _left_out(head)
     if reason is not None:
@@ -51,11 +52,12 @@ def _left_out(head: Any) -> str | None:
 
 @torch.no_grad()
 def _is_linear(head: Any) -> bool:
-    """Tries one row. A head whose weights are not here, such as a shard's, is taken to be what it calls itself."""
+    """Tries one row. A head whose weight is not here, but elsewhere, sharded or quantised, is taken for linear."""
     weight = head.weight
-    if weight.is_meta or weight.numel() == 0 or not weight.is_floating_point() or hasattr(weight, "ds_id"):
+    plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_floating_point()
+    if not plain or weight.is_meta or hasattr(weight, "ds_id"):
         return True
     row = torch.linspace(-1, 1, weight.shape[-1], device=weight.device, dtype=weight.dtype)[None]
     bound = 1e-5 if weight.dtype in (torch.float32, torch.float64) else 0.02
-    theirs, plain = head(row).float(), linear(row, weight, getattr(head, "bias", None)).float()
-    return bool((theirs - plain).norm() <= bound * plain.norm().clamp(min=1e-6))
+    theirs, expected = head(row).float(), linear(row, weight, getattr(head, "bias", None)).float()
+    return bool((theirs - expected).norm() <= bound * expected.norm().clamp(min=1e-6))
