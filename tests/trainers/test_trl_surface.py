@@ -171,7 +171,7 @@ def test_a_function_that_changed_is_refused(function: Any, monkeypatch: pytest.M
 
 def test_a_head_that_models_do_not_look_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl_utils, "add_fused_lm_head", lambda model: None)
-    with pytest.raises(UnknownTRL, match=r"_ChunkedLogProbFunction.forward: .* does not use it; it is replaced by our"):
+    with pytest.raises(UnknownTRL, match=r"_ChunkedLogProbFunction.forward: .* does not look it up; it is replaced"):
         check_class(D3STrainer, D3STrainer)
 
 

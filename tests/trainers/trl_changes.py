@@ -70,7 +70,7 @@ WHEN_MADE = {
     "a KL term with another denominator": Change(
         {"self.beta * per_token_kl\n": "self.beta * per_token_kl * mask.sum(-1, keepdim=True)\n"},
         r"with loss_type 'grpo': got the gradient .* of tokens that are alike",
-        {"beta": 0.1},
+        {"beta": 1e-4},
     ),
     "the loss reads entropies": Change(
         _before(_METRICS, "loss = loss - 0.1 * entropies.mean()"), r"got the gradient .* of entropies; takes"

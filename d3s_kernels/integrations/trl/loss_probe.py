@@ -77,6 +77,7 @@ class _Probe:
         made.epsilon_low, made.epsilon_high = 0.5, 5.0
         if trainer.off_policy_mask_threshold is not None:
             made.off_policy_mask_threshold = math.inf
+        made.beta = float(trainer.beta != 0)  # however small, a KL term is seen
         if trainer._espo:  # then each token has its own
             made.epsilon_low, made.epsilon_high = (
                 torch.full((2, 5), value, device=self.device) for value in (made.epsilon_low, made.epsilon_high)
@@ -144,7 +145,7 @@ class _Probe:
         return found[DENOMINATORS[made.loss_type]]
 
     def require(self, what: str, found: Tensor, expected: Tensor) -> None:
-        if not torch.allclose(found, expected, rtol=1e-3):
+        if not torch.allclose(found, expected, rtol=1e-5):
             raise UnknownTRL(
                 f"{place(self.loss)} with loss_type {self.trainer.loss_type!r}: got the gradient {_numbers(found)} "
                 f"{what}; takes {_numbers(expected)}. The selection of tokens does not cover such a loss"

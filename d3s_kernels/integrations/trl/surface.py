@@ -50,7 +50,10 @@ METHODS = (
 
 # Functions of TRL's modules.
 FUNCTIONS = (
-    Relied("trl.trainer.grpo_trainer.disable_gradient_checkpointing", "model gradient_checkpointing_kwargs", "scoring"),
+    Relied(
+        "trl.trainer.grpo_trainer.disable_gradient_checkpointing", "model gradient_checkpointing_kwargs",
+        "passes without gradient need no checkpoints",
+    ),
     Relied("trl.trainer.grpo_trainer.use_adapter", "model adapter_name", "the reference of a policy with adapters"),
     Relied("trl.trainer.utils.split_pixel_values_by_grid", "batch", "images by rollout, so that rows can be taken"),
     Relied("trl.trainer.utils.unsplit_pixel_values_by_grid", "batch", "the way back"),
@@ -72,7 +75,7 @@ ATTRIBUTES = {
     "_tokenizer": "the token of padding",
     "accelerator": "processes and devices",
     "aux_loss_enabled": "the loss of a router depends on all tokens",
-    "_entropy_bonus_enabled": "so does the entropy bonus",
+    "_entropy_bonus_enabled": "the entropy bonus depends on all tokens",
     "beta": "whether there is a pass of a reference",
     "epsilon_high": "replaced while ESPO's loss is computed",
     "epsilon_low": "replaced while ESPO's loss is computed",

@@ -91,7 +91,7 @@ def _check_parameters(relied: Relied, found: Any) -> None:
     if parameters != relied.parameters:
         raise UnknownTRL(
             f"{relied.name}: got {place(found)} with the parameters ({parameters.replace(' ', ', ')}); takes "
-            f"({relied.parameters.replace(' ', ', ')}), since it is {relied.why}"
+            f"({relied.parameters.replace(' ', ', ')}): {relied.why}"
         )
 
 
@@ -105,7 +105,9 @@ def _check_head() -> None:
             _check_parameters(relied, _function(relied))
         name = relied.name.removeprefix("trl.trainer.utils.").split(".")[0]
         if name not in looked_up:
-            raise UnknownTRL(f"{relied.name}: {place(trl_utils.add_fused_lm_head)} does not use it; it is {relied.why}")
+            raise UnknownTRL(
+                f"{relied.name}: {place(trl_utils.add_fused_lm_head)} does not look it up; it is {relied.why}"
+            )
 
 
 def _names(code: CodeType) -> Iterator[str]:
