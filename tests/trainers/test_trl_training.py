@@ -15,10 +15,9 @@ pytest.importorskip("trl")
 from datasets import Dataset
 from tiny_trl import GROUP, PlainTrainer, generation_batch, model, share_of_even, trainer
 
-LOGGED = {
-    "rollouts_kept", "zero_advantage", "zero_advantage_kept", "tokens_kept", "token_ratio", "threshold", "entropy_kept",
-    "entropy_dropped", "num_tokens_kept",
-}  # fmt: skip
+from d3s_kernels.integrations.metrics import NAMES
+
+LOGGED = {*NAMES, "d3s/num_tokens_kept"} - {"d3s/flops_saved"}
 
 
 def trained(policy: Any = None, **options: Any) -> list[dict[str, float]]:
@@ -44,10 +43,13 @@ def saved(tmp_path: Path) -> str:
 
 def test_logs_what_it_kept() -> None:
     for row in trained(max_steps=3):
-        assert {name.removeprefix("d3s/") for name in row if name.startswith("d3s/")} == LOGGED
+        assert {name for name in row if name.startswith("d3s/")} == LOGGED
         assert row["d3s/rollouts_kept"] == 8  # half of each of two groups of 8
-        assert 0.25 <= row["d3s/token_ratio"] < 0.35
+        assert row["d3s/rollout_share"] == row["d3s/rollout_share_asked"] == 0.5
+        assert row["d3s/token_share_asked"] == 0.25 <= row["d3s/token_share"] < 0.35
         assert row["d3s/entropy_kept"] > row["d3s/entropy_dropped"]
+        assert 0 < row["d3s/positive_advantage_share"] < 1
+        assert row["d3s/groups_without_spread"] == row["frac_reward_zero_std"]
     assert row["d3s/num_tokens_kept"] > 3 * row["d3s/tokens_kept"]
 
 
@@ -234,7 +236,7 @@ def test_auto_takes_the_entropy_of_the_old_policys_pass(saved: str) -> None:
     assert sum(rows for _, rows in policy) == len(batch["advantages"])  # one pass serves both
     valid = int(batch["completion_mask"].sum())
     assert int(batch["d3s_kept"].sum()) == -(-valid // 4)
-    assert made._metrics["train"]["d3s/threshold"][0] > 0
+    assert batch["d3s_threshold"] > 0
 
 
 def test_vllms_correction_needs_the_old_policy_at_once() -> None:
