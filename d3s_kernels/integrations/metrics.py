@@ -176,7 +176,7 @@ def selection_metrics(
         >>> [round(float(metrics[name]), 3) for name in names]
         [6.0, 0.5, 0.596]
     """
-    groups, n = _checked_sizes(advantages, rollout_mask, tokens, token_mask)
+    groups, n = _checked_sizes(advantages, rollout_mask, rewards, tokens, token_mask)
     if head_share is not None and not 0 <= head_share <= 1:
         raise ValueError(f"head_share: got {head_share}; takes a number in [0, 1]")
     kept, of_rows = rollout_mask.flatten(), advantages.flatten()
@@ -204,13 +204,14 @@ def _flops_saved(forwarded: Tensor, kept: Tensor, head: float) -> Tensor:
 
 
 def _checked_sizes(
-    advantages: Tensor, rollout_mask: Tensor, tokens: TokenSelection, token_mask: Tensor
+    advantages: Tensor, rollout_mask: Tensor, rewards: Tensor | None, tokens: TokenSelection, token_mask: Tensor
 ) -> tuple[int, int]:
     if advantages.dim() != 2:
         raise ValueError(f"advantages: got shape {list(advantages.shape)}; takes [groups, n]")
     groups, n = advantages.shape
-    if rollout_mask.shape != advantages.shape:
-        raise ValueError(f"rollout_mask: got shape {list(rollout_mask.shape)}; takes that of advantages, {[groups, n]}")
+    for name, value in {"rollout_mask": rollout_mask, "rewards": rewards}.items():
+        if value is not None and value.shape != advantages.shape:
+            raise ValueError(f"{name}: got shape {list(value.shape)}; takes that of advantages, {[groups, n]}")
     if token_mask.dim() != 2 or len(token_mask) != groups * n:
         raise ValueError(f"token_mask: got shape {list(token_mask.shape)}; takes [{groups * n}, T], all rollouts")
     width = token_mask.shape[1]
