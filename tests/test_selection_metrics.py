@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,3 +158,11 @@ def test_rewards_that_are_missing_are_left_out() -> None:
     nan = math.nan
     rewards = torch.tensor([[1.0, nan, 1.0], [nan, nan, 0.5], [nan, nan, nan], [0.0, nan, 1.0], [math.inf, 2.0, 2.0]])
     assert groups_without_spread(rewards).tolist() == [True, True, True, False, True]
+
+
+def test_the_page_has_the_same_table() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^\| `(d3s/\w+)` \| (.+) \|$", page, re.MULTILINE)) == NAMES
+    names: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0], names)
+    assert names["metrics"].keys() == NAMES.keys()
