@@ -15,6 +15,7 @@ pytest.importorskip("trl")
 from datasets import Dataset
 from tiny_trl import GROUP, PlainTrainer, generation_batch, model, share_of_even, trainer
 
+from d3s_kernels._head import backward as head_backward
 from d3s_kernels.integrations.metrics import NAMES
 
 LOGGED = {*NAMES, "d3s/num_tokens_kept"} - {"d3s/flops_saved"}
@@ -153,6 +154,30 @@ def rows_forwarded(policy: Any) -> Iterator[list[tuple[bool, int]]]:
     policy.forward = watched
     yield seen
     policy.forward = forward
+
+
+def test_what_was_dropped_was_neither_forwarded_nor_in_the_heads_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted over a whole run: what was logged is what was computed, and together with what was not it is all."""
+    in_backward: list[int] = []
+    products = head_backward._sum_over_tiles
+
+    def counting(problem: Any, head: Any, rows: Any, *more: Any) -> Any:
+        in_backward.append(len(rows.hidden))
+        return products(problem, head, rows, *more)
+
+    monkeypatch.setattr(head_backward, "_sum_over_tiles", counting)
+    made = trainer(max_steps=3, rollouts_start=0.25, rollouts_end=1.0)
+    with rows_forwarded(made.model) as policy:
+        made.train()
+    history = [row for row in made.state.log_history if "loss" in row]
+    assert [row["d3s/rollouts_kept"] for row in history] == [4, 8, 12]
+    assert policy == [(True, rows // 2) for rows in (4, 4, 8, 8, 12, 12)]  # two micro-batches for each step
+    assert sum(in_backward) == history[-1]["d3s/num_tokens_kept"]
+    for row in history:
+        of_kept = 2 * (row["d3s/tokens_kept"] + row["d3s/head_rows_not_computed"])  # these are means of two
+        everything = 2 * GROUP * row["completions/mean_length"]
+        assert of_kept + row["d3s/tokens_not_forwarded"] == pytest.approx(everything)
+        assert of_kept < everything
 
 
 def test_a_dropped_rollout_costs_nothing_after_its_reward(saved: str) -> None:
