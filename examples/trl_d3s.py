@@ -77,7 +77,7 @@ def main() -> None:
     print(f"{'step':>5} {'reward':>7} {'rollouts kept':>14} {'share of tokens':>16}")
     for row in trainer.state.log_history:
         if "reward" in row:
-            kept, share = row["d3s/rollouts_kept"], row["d3s/token_ratio"]
+            kept, share = row["d3s/rollouts_kept"], row["d3s/token_share"]
             print(f"{row['step']:5} {row['reward']:7.3f} {kept:14.0f} {share:16.2f}")
 
 

@@ -12,10 +12,10 @@ DATA=${DATA:-$HOME/data/gsm8k}  # made by verl's examples/data_preprocess/gsm8k.
 MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 
 options=(
-  # D3S: of each prompt's 32 rollouts 8 at first and 32 in the end, of their tokens 5 % and then 20 %
+  # D3S: a quarter of each prompt's rollouts at first and all in the end, of their tokens 5 % and then 20 %
   trainer.v1.trainer_mode=d3s_sync
-  +trainer.v1.d3s_sync.rollouts_start=8
-  +trainer.v1.d3s_sync.rollouts_end=32
+  +trainer.v1.d3s_sync.rollouts_start=0.25
+  +trainer.v1.d3s_sync.rollouts_end=1.0
   +trainer.v1.d3s_sync.token_ratio_start=0.05
   +trainer.v1.d3s_sync.token_ratio_end=0.20
   # all the rest is verl's

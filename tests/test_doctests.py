@@ -8,6 +8,7 @@ import pytest
 
 import d3s_kernels
 from d3s_kernels import distributed
+from d3s_kernels.integrations import _options, metrics
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 DOCUMENTED = [
@@ -24,9 +25,21 @@ def public(name: str) -> object:
     return attrgetter(name)(d3s_kernels)
 
 
+FOR_TRAINERS = [metrics.selection_metrics, metrics.groups_without_spread, _options.rollouts_of]
+
+
+@pytest.mark.parametrize("documented", FOR_TRAINERS, ids=lambda function: function.__name__)
+def test_examples_for_trainers(documented: object) -> None:
+    run(documented, documented.__name__)
+
+
 @pytest.mark.parametrize("name", [*DOCUMENTED, *ACROSS_RANKS])
 def test_examples(name: str) -> None:
-    tests = doctest.DocTestFinder(recurse=False).find(public(name), name)
+    run(public(name), name)
+
+
+def run(documented: object, name: str) -> None:
+    tests = doctest.DocTestFinder(recurse=False).find(documented, name)
     assert sum(len(test.examples) for test in tests) > 0, f"{name} has no example"
     report: list[str] = []
     for test in tests:

@@ -1,1 +1,1 @@
-"""Selection inside trainers: one module per trainer, imported only on request."""
+"""Selection inside trainers: a folder for each, imported only on request; and the metrics that all of them log."""

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from decimal import ROUND_HALF_UP, Decimal
+from typing import Any, get_args
 
+from ..rollouts import RolloutRule
 from ..schedule import Budget, DownSamplingSchedule
+from ..tokens import TokenRule
+
+ROLLOUT_RULES: tuple[str, ...] = get_args(RolloutRule)
+TOKEN_RULES: tuple[str, ...] = get_args(TokenRule)
 
 
 def is_whole_number(value: Any) -> bool:
     return type(value) is int and value >= 1
+
+
+def _is_rollouts(value: Any) -> bool:
+    return type(value) in (int, float) and (0 < value <= 1 or (1 < value < math.inf and value == int(value)))
 
 
 def _is_ratio(value: Any) -> bool:
@@ -27,14 +37,17 @@ def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
     return (lambda value: isinstance(value, str) and value in words), " or ".join(map(repr, words))
 
 
+_ROLLOUTS = (_is_rollouts, "a share in (0, 1] of a group's rollouts, or their number, which is whole and above 1")
 _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "rollouts_start": (is_whole_number, "a whole number of at least 1"),
-    "rollouts_end": (is_whole_number, "a whole number of at least 1"),
+    "rollouts_start": _ROLLOUTS,
+    "rollouts_end": _ROLLOUTS,
     "token_ratio_start": (_is_ratio, "a number in (0, 1]"),
     "token_ratio_end": (_is_ratio, "a number in (0, 1]"),
     "token_ratio": (_is_ratio, "a number in (0, 1]"),
     "schedule_shape": _one_of("linear", "cosine", "exponential"),
+    "rollout_rule": _one_of(*ROLLOUT_RULES),
     "rollout_scope": _one_of("batch", "group"),
+    "token_rule": _one_of(*TOKEN_RULES),
     "token_scope": _one_of("batch", "sequence"),
     "entropy_from": _one_of("auto", "update", "rollout"),
     "loss_denominator": _one_of("kept", "all"),
@@ -63,8 +76,32 @@ def check_options(values: Mapping[str, Any], section: str = "") -> None:
             raise ValueError(f"{section}{key}: got {value!r}; takes {takes}")
 
 
-def schedule_of(options: Any) -> DownSamplingSchedule:
-    """The schedule that a trainer's options describe."""
-    start = Budget(options.rollouts_start, options.token_ratio_start)
-    end = Budget(options.rollouts_end, options.token_ratio_end)
+def check_token_rule(options: Any, section: str = "") -> None:
+    """Raises a ValueError for token options that rule "entropy_quantile" does not have."""
+    if options.token_rule != "entropy_quantile":
+        return
+    for key, takes in (("token_scope", "batch"), ("drop_zeros", False)):
+        given = getattr(options, key)
+        if given != takes:
+            raise ValueError(f"{section}{key}: got {given!r} with token_rule 'entropy_quantile'; takes {takes!r}")
+
+
+def rollouts_of(given: float, group_size: int) -> int:
+    """How many rollouts of a group an option asks for: at most 1 is a share, which is rounded half up; above 1 it is
+    their number. Clamped to [2, group_size], since a single rollout has no advantage.
+
+    Example:
+        >>> from d3s_kernels.integrations._options import rollouts_of
+        >>> rollouts_of(0.25, 8), rollouts_of(0.25, 10), rollouts_of(12, 8), rollouts_of(1, 8)
+        (2, 3, 8, 8)
+    """
+    # The decimal number that was written: in binary 0.29 of 50 is less than 14.5.
+    asked = given if given > 1 else (Decimal(repr(given)) * group_size).to_integral_value(ROUND_HALF_UP)
+    return min(max(int(asked), 2), max(group_size, 2))
+
+
+def schedule_of(options: Any, group_size: int) -> DownSamplingSchedule:
+    """The schedule that a trainer's options describe, with both ends as numbers of rollouts."""
+    start = Budget(rollouts_of(options.rollouts_start, group_size), options.token_ratio_start)
+    end = Budget(rollouts_of(options.rollouts_end, group_size), options.token_ratio_end)
     return DownSamplingSchedule(start, end, options.schedule_shape)

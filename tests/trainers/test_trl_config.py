@@ -6,9 +6,11 @@ import dataclasses
 import doctest
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("trl")
 import tiny_trl
@@ -16,8 +18,10 @@ import trl
 from datasets import Dataset
 from trl import GRPOConfig, TrlParser
 
+import d3s_kernels as d3s
 from d3s_kernels import Budget
 from d3s_kernels.integrations import trl as integration
+from d3s_kernels.integrations._options import rollouts_of
 from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
 
 OURS = {field.name: field for field in dataclasses.fields(D3SConfig)}.keys() - {
@@ -26,10 +30,13 @@ OURS = {field.name: field for field in dataclasses.fields(D3SConfig)}.keys() - {
 
 
 def test_defaults_are_the_papers() -> None:
+    """Its 8 of 32 rollouts at first, and all of them in the end, are shares, so that they suit every group."""
     config = D3SConfig("out", use_cpu=True, bf16=False)
-    assert config.schedule().start == Budget(8, 0.05)
-    assert config.schedule().end == Budget(32, 0.20)
+    assert (config.rollouts_start, config.rollouts_end) == (0.25, 1.0)
+    assert config.schedule().start == Budget(2, 0.05)  # of TRL's 8 generations
+    assert config.schedule().end == Budget(8, 0.20)
     assert (config.schedule().shape, config.rollout_scope, config.token_scope) == ("linear", "batch", "batch")
+    assert (config.rollout_rule, config.token_rule) == ("max_variance", "advantage_entropy")
     assert (config.entropy_from, config.loss_denominator, config.drop_zeros) == ("auto", "kept", False)
     assert config.advantages_from == "all"
     assert (config.importance_sampling_level, config.espo_quantiles, config.espo_alpha) == ("token", [0.8], 0.02)
@@ -44,9 +51,24 @@ def test_defaults_are_the_papers() -> None:
         ({"entropy_from": "old"}, r"entropy_from: got 'old'; takes 'auto' or 'update' or 'rollout'"),
         ({"loss_denominator": "none"}, r"loss_denominator: got 'none'; takes 'kept' or 'all'"),
         ({"advantages_from": "group"}, r"advantages_from: got 'group'; takes 'all' or 'kept'"),
-        ({"rollouts_start": 0}, r"rollouts_start: got 0; takes a whole number of at least 1"),
-        ({"rollouts_start": 4.5}, r"rollouts_start: got 4.5; takes a whole number of at least 1"),
-        ({"rollouts_end": None}, r"rollouts_end: got None; takes a whole number of at least 1"),
+        (
+            {"rollouts_start": 0},
+            r"rollouts_start: got 0; takes a share in \(0, 1\] of a group's rollouts, or their numb",
+        ),
+        ({"rollouts_start": 4.5}, r"rollouts_start: got 4.5; takes a share .* whole and above 1"),
+        ({"rollouts_end": math.inf}, r"rollouts_end: got inf; takes a share"),
+        ({"rollouts_end": math.nan}, r"rollouts_end: got nan; takes a share"),
+        ({"rollouts_end": None}, r"rollouts_end: got None; takes a share"),
+        ({"rollout_rule": "variance"}, r"rollout_rule: got 'variance'; takes 'max_variance' or 'highest' or 'largest_"),
+        ({"token_rule": "top"}, r"token_rule: got 'top'; takes 'advantage_entropy' or 'entropy' or 'advantage' or 'ra"),
+        (
+            {"token_rule": "entropy_quantile", "token_scope": "sequence"},
+            r"token_scope: got 'sequence' with token_rule 'entropy_quantile'; takes 'batch'",
+        ),
+        (
+            {"token_rule": "entropy_quantile", "drop_zeros": True},
+            r"drop_zeros: got True with token_rule .*; takes False",
+        ),
         ({"token_ratio_end": 1.5}, r"token_ratio_end: got 1.5; takes a number in \(0, 1\]"),
         ({"token_ratio_start": "0.1"}, r"token_ratio_start: got '0.1'; takes a number in \(0, 1\]"),
         ({"schedule_shape": "step"}, r"schedule_shape: got 'step'; takes 'linear' or 'cosine' or 'exponential'"),
@@ -70,7 +92,19 @@ def test_defaults_are_the_papers() -> None:
             {"importance_sampling_level": "entropy_group", "loss_type": "cispo"},
             r"loss_type: got 'cispo' with importance_sampling_level 'entropy_group'; takes 'grpo' or 'bnpo'",
         ),
-        ({"top_entropy_quantile": 0.2}, r"top_entropy_quantile: got 0.2; D3S chooses tokens itself and takes 1.0"),
+        ({"top_entropy_quantile": 0.0}, r"top_entropy_quantile: got 0.0; takes a number above 0"),
+        *(
+            (
+                {"top_entropy_quantile": 0.25, name: value},
+                rf"{name}: got {value!r} beside top_entropy_quantile 0.25, which",
+            )
+            for name, value in {
+                "token_rule": "advantage",
+                "token_ratio_start": 0.5,
+                "token_scope": "sequence",
+                "drop_zeros": True,
+            }.items()
+        ),
     ],
 )
 def test_bad_options_are_named(options: dict, message: str) -> None:
@@ -78,28 +112,76 @@ def test_bad_options_are_named(options: dict, message: str) -> None:
         tiny_trl.arguments(**options)
 
 
-def test_every_option_has_help_and_can_be_set_from_the_command_line() -> None:
-    parser = TrlParser([D3SConfig])
-    actions = {action.dest: action for action in parser._actions}
-    assert len(OURS) == 15
+CHANGED: dict[str, Any] = {
+    "rollouts_start": 0.3, "rollouts_end": 5, "token_ratio_start": 0.1, "token_ratio_end": 0.3,
+    "schedule_shape": "cosine", "rollout_rule": "largest_abs", "rollout_scope": "group", "token_rule": "random",
+    "token_scope": "sequence", "entropy_from": "rollout", "loss_denominator": "all", "drop_zeros": True,
+    "advantages_from": "kept", "selection_page_steps": 7, "importance_sampling_level": "entropy_group",
+    "espo_quantiles": [0.5, 0.9], "espo_alpha": 0.1, "espo_denominator": "old",
+}  # fmt: skip
+
+
+def as_words(options: dict[str, Any]) -> list[str]:
+    """The options as on a command line."""
+    words = []
+    for name, value in options.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+@pytest.mark.parametrize("way", ["python", "command line", "yaml"])
+def test_every_option_can_be_set_in_three_ways(way: str, tmp_path: Path) -> None:
+    assert OURS | {"importance_sampling_level"} == CHANGED.keys()
+    everything = {"output_dir": "out", "use_cpu": True, "bf16": False, "num_generations": 8} | CHANGED
+    if way == "python":
+        config = D3SConfig(**everything)
+    else:
+        words = as_words(everything)
+        if way == "yaml":
+            (tmp_path / "options.yaml").write_text(yaml.safe_dump(everything), "utf-8")
+            words = ["--config", str(tmp_path / "options.yaml")]
+        (config,) = TrlParser([D3SConfig]).parse_args_and_config(words)
+    assert {name: getattr(config, name) for name in CHANGED} == CHANGED
+    assert (config.schedule().start, config.schedule().end) == (Budget(2, 0.1), Budget(5, 0.3))
+
+
+def test_every_option_has_help() -> None:
+    actions = {action.dest: action for action in TrlParser([D3SConfig])._actions}
     for name in OURS:
         assert len(actions[name].help) > 20, name
-    given = (
-        "--output_dir out --use_cpu true --bf16 false --rollouts_start 3 --rollouts_end 5 --token_ratio_start 0.1 "
-        "--token_ratio_end 0.3 --schedule_shape cosine --rollout_scope group --token_scope sequence --entropy_from "
-        "rollout --loss_denominator all --drop_zeros true --advantages_from kept --importance_sampling_level "
-        "entropy_group --espo_quantiles 0.5 0.9 --espo_alpha 0.1 --espo_denominator old"
-    )
-    (config,) = parser.parse_args_and_config(given.split())
-    assert config.schedule().start == Budget(3, 0.1)
-    assert config.schedule().end == Budget(5, 0.3)
-    assert [getattr(config, name) for name in ("rollout_scope", "token_scope", "entropy_from")] == [
-        "group", "sequence", "rollout",
-    ]  # fmt: skip
-    assert (config.schedule_shape, config.loss_denominator, config.drop_zeros) == ("cosine", "all", True)
-    assert config.advantages_from == "kept"
-    assert (config.importance_sampling_level, config.espo_quantiles) == ("entropy_group", [0.5, 0.9])
-    assert (config.espo_alpha, config.espo_denominator) == (0.1, "old")
+    for name, signature in {"rollout_rule": d3s.select_rollouts, "token_rule": d3s.select_tokens}.items():
+        for rule in actions[name].choices:
+            assert f'"{rule}"' in signature.__doc__
+
+
+@pytest.mark.parametrize("way", ["python", "command line", "yaml"])
+def test_trls_share_of_high_entropy_is_taken_for_what_it_means(way: str, tmp_path: Path) -> None:
+    options = {"output_dir": "out", "use_cpu": True, "bf16": False, "top_entropy_quantile": 0.2}
+    if way == "python":
+        config = D3SConfig(**options, loss_denominator="all")  # as it is implied
+    elif way == "yaml":
+        (tmp_path / "options.yaml").write_text(yaml.safe_dump(options), "utf-8")
+        (config,) = TrlParser([D3SConfig]).parse_args_and_config(["--config", str(tmp_path / "options.yaml")])
+    else:
+        (config,) = TrlParser([D3SConfig]).parse_args_and_config(as_words(options))
+    assert (config.token_rule, config.loss_denominator, config.top_entropy_quantile) == ("entropy", "all", 0.2)
+    assert (config.schedule().start, config.schedule().end) == (Budget(2, 0.2), Budget(8, 0.2))
+
+
+def test_a_quantile_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tiny_trl.arguments(token_rule="entropy_quantile").token_rule == "entropy_quantile"
+    monkeypatch.setattr(D3SConfig, "world_size", 2)
+    with pytest.raises(ValueError, match="token_rule: got 'entropy_quantile' with 2 processes; takes 'entropy', which"):
+        tiny_trl.arguments(token_rule="entropy_quantile")
+
+
+@pytest.mark.parametrize(
+    ("given", "group", "expected"),
+    [(0.25, 8, 2), (0.25, 10, 3), (0.29, 50, 15), (0.01, 64, 2), (1, 8, 8), (1.0, 8, 8), (2, 8, 2), (12.0, 8, 8)],
+)
+def test_budgets_are_shares_or_numbers(given: float, group: int, expected: int) -> None:
+    """0.29 of 50 is 14.5, rounded half up, though the product of the two floats is less."""
+    assert rollouts_of(given, group) == expected
 
 
 def test_a_trainer_takes_its_own_config_only() -> None:

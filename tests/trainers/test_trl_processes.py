@@ -26,6 +26,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "an odd number to keep": (2, {"rollouts_start": 3, "rollouts_end": 3}),
     "of each group": (2, {"rollout_scope": "group", "token_scope": "sequence", "loss_type": "bnpo"}),
     "one that keeps none": (3, {"rollouts_start": 2, "rollouts_end": 2, "drop_zeros": True}),
+    "by other rules": (2, {"rollout_rule": "random", "token_rule": "entropy", "entropy_from": "rollout"}),
     "three processes": (3, {"advantages_from": "kept", "rollout_scope": "group", "loss_type": "grpo"}),
 }
 

@@ -186,8 +186,8 @@ def test_rows_are_a_multiple_of_the_steps() -> None:
     ("options", "message"),
     [
         (
-            {"rollouts_start": 8, "rollouts_end": 32},
-            "rollouts_start: got 8, num_generations is 8, so that no rollout is",
+            {"rollouts_start": 12, "rollouts_end": 32},
+            "rollouts_start: got 12, num_generations is 8, so that no rollout is",
         ),
         (
             {"rollouts_end": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
@@ -202,6 +202,7 @@ def test_little_to_drop_is_said(options: dict, message: str) -> None:
 
 def test_enough_to_drop_is_not_remarked_upon(recwarn: pytest.WarningsRecorder) -> None:
     trainer(rollouts_start=4, rollouts_end=8)
+    trainer(rollouts_start=1, rollouts_end=1)  # a share of 1 asks for all of them
     assert not [warning for warning in recwarn if "rollouts_" in str(warning.message)]
 
 
@@ -259,6 +260,7 @@ def test_the_schedule_moves_the_budget() -> None:
         sizes.append((len(made._keep_rollouts(generation_batch(7))["advantages"]), made._budget().token_ratio))
     assert sizes == [(4, 0.1), (10, pytest.approx(0.3)), (16, 0.5)]
     assert made._metrics["train"]["d3s/rollouts_kept"] == [4, 10, 16]
-    assert made._metrics["train"]["d3s/zero_advantage"] == [0.5] * 3
-    first, middle, last = made._metrics["train"]["d3s/zero_advantage_kept"]
-    assert first == 0 < middle < last == 0.5
+    assert made._metrics["train"]["d3s/rollout_share_asked"] == [2 / 8, 5 / 8, 1]
+    assert made._metrics["train"]["d3s/groups_without_spread"] == [0.5] * 3
+    dropped = made._metrics["train"]["d3s/tokens_not_forwarded"]
+    assert dropped[0] > dropped[1] > dropped[2] == 0

@@ -16,11 +16,9 @@ from datasets import Dataset
 from tiny_trl import GROUP, PlainTrainer, generation_batch, model, share_of_even, trainer
 
 from d3s_kernels._head import backward
+from d3s_kernels.integrations.metrics import NAMES
 
-LOGGED = {
-    "rollouts_kept", "zero_advantage", "zero_advantage_kept", "tokens_kept", "token_ratio", "threshold", "entropy_kept",
-    "entropy_dropped", "num_tokens_kept",
-}  # fmt: skip
+LOGGED = {*NAMES, "d3s/num_tokens_kept"} - {"d3s/flops_saved"}
 
 
 def trained(policy: Any = None, **options: Any) -> list[dict[str, float]]:
@@ -46,10 +44,13 @@ def saved(tmp_path: Path) -> str:
 
 def test_logs_what_it_kept() -> None:
     for row in trained(max_steps=3):
-        assert {name.removeprefix("d3s/") for name in row if name.startswith("d3s/")} == LOGGED
+        assert {name for name in row if name.startswith("d3s/")} == LOGGED
         assert row["d3s/rollouts_kept"] == 8  # half of each of two groups of 8
-        assert 0.25 <= row["d3s/token_ratio"] < 0.35
+        assert row["d3s/rollout_share"] == row["d3s/rollout_share_asked"] == 0.5
+        assert row["d3s/token_share_asked"] == 0.25 <= row["d3s/token_share"] < 0.35
         assert row["d3s/entropy_kept"] > row["d3s/entropy_dropped"]
+        assert 0 < row["d3s/positive_advantage_share"] < 1
+        assert row["d3s/groups_without_spread"] == row["frac_reward_zero_std"]
     assert row["d3s/num_tokens_kept"] > 3 * row["d3s/tokens_kept"]
 
 
@@ -181,10 +182,10 @@ class Meter:
             self.generated, self.kept = rollouts(batch), keep(batch)
             return self.kept
 
-        def log_tokens(kept: Tensor, mask: Tensor, entropy: Tensor) -> Any:
+        def log_tokens(kept: Tensor, mask: Tensor, *more: Any) -> Any:
             self.kept_tokens.append(made._loss_inputs["completion_ids"][kept].tolist())
             self.valid += int(mask.sum())
-            return log(kept, mask, entropy)
+            return log(kept, mask, *more)
 
         def gradient_of_tile(problem: Any, head: Any, rows: Any, *more: Any) -> Tensor:
             self.in_backward.append(rows.targets.tolist())
@@ -230,6 +231,30 @@ def test_what_is_dropped_is_never_computed(
     assert all(any(rollout[: len(row)] == row for rollout in kept) for row in rows)
     assert meter.in_backward == [tokens for tokens in meter.kept_tokens if tokens]
     assert 0 < sum(map(len, meter.kept_tokens)) < 0.35 * meter.valid
+
+
+def test_what_was_dropped_was_neither_forwarded_nor_in_the_heads_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted over a whole run: what was logged is what was computed, and together with what was not it is all."""
+    in_backward: list[int] = []
+    products = backward._sum_over_tiles
+
+    def counting(problem: Any, head: Any, rows: Any, *more: Any) -> Any:
+        in_backward.append(len(rows.hidden))
+        return products(problem, head, rows, *more)
+
+    monkeypatch.setattr(backward, "_sum_over_tiles", counting)
+    made = trainer(max_steps=3, rollouts_start=0.25, rollouts_end=1.0)
+    with rows_forwarded(made.model) as policy:
+        made.train()
+    history = [row for row in made.state.log_history if "loss" in row]
+    assert [row["d3s/rollouts_kept"] for row in history] == [4, 8, 12]
+    assert policy == [(True, rows // 2) for rows in (4, 4, 8, 8, 12, 12)]  # two micro-batches for each step
+    assert sum(in_backward) == history[-1]["d3s/num_tokens_kept"]
+    for row in history:
+        of_kept = 2 * (row["d3s/tokens_kept"] + row["d3s/head_rows_not_computed"])  # these are means of two
+        everything = 2 * GROUP * row["completions/mean_length"]
+        assert of_kept + row["d3s/tokens_not_forwarded"] == pytest.approx(everything)
+        assert of_kept < everything
 
 
 def test_nor_does_it_with_an_adapter_switched_off_as_the_reference(saved: str) -> None:
@@ -303,7 +328,7 @@ def test_auto_takes_the_entropy_of_the_old_policys_pass(saved: str) -> None:
     assert sum(rows for _, rows in policy) == len(batch["advantages"])  # one pass serves both
     valid = int(batch["completion_mask"].sum())
     assert int(batch["d3s_kept"].sum()) == -(-valid // 4)
-    assert made._metrics["train"]["d3s/threshold"][0] > 0
+    assert batch["d3s_threshold"] > 0
 
 
 def test_vllms_correction_needs_the_old_policy_at_once() -> None:

@@ -82,7 +82,7 @@ def test_in_the_trainer_mode_of_d3s(queue: None) -> None:
     """The masks are unchanged, so groups and ratios are of all tokens; only the kept ones have a gradient."""
     trainer, batch = a_step(
         *ESPO, "+trainer.v1.d3s_sync.loss_denominator=all", "+trainer.v1.d3s_sync.token_ratio_start=0.3",
-        mode="d3s_sync",
+        "+trainer.v1.d3s_sync.rollouts_start=1", mode="d3s_sync",
     )  # fmt: skip
     workers = trainer.actor_rollout_wg
     kept = []

@@ -12,6 +12,8 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl_losses import POLICY_LOSS, actor_config, gradient
 
+import d3s_kernels as d3s
+
 OURS = (
     f"{POLICY_LOSS}.loss_mode=d3s",
     f"{POLICY_LOSS}._target_=d3s_kernels.integrations.verl.loss.D3SPolicyLossConfig",
@@ -42,6 +44,16 @@ def top_tokens(batch: dict[str, Tensor], ratio: float) -> Tensor:
     mask = torch.zeros(score.numel(), dtype=torch.bool)
     mask[score.flatten().sort(descending=True, stable=True).indices[:count]] = True
     return mask.view_as(score)
+
+
+@pytest.mark.parametrize("rule", ["entropy", "advantage", "entropy_quantile"])
+def test_other_rules(rule: Any) -> None:
+    batch = make_batch()
+    kept = d3s.select_tokens(
+        -batch["old_log_prob"], batch["advantages"], 0.3, rule=rule, mask=batch["response_mask"]
+    ).mask
+    _, found = gradient("d3s", batch, actor_config(*options(token_ratio=0.3, token_rule=rule)))
+    assert torch.equal(found != 0, kept)
 
 
 @pytest.mark.parametrize(

@@ -138,25 +138,28 @@ def test_rows_of_an_update(kept: int, dropped: int, before: int, unit: int) -> N
 
 def test_options_have_the_defaults_of_the_paper() -> None:
     options = D3SOptions.from_config({}, "trainer.v1.d3s_sync")
-    assert options == D3SOptions(8, 32, 0.05, 0.20, "linear", "batch", "batch", "kept", False, "all")
-    assert options.budget(0.0, 64) == d3s.Budget(8, 0.05)
-    assert options.budget(0.5, 64) == (20, pytest.approx(0.125))
-    assert options.budget(1.0, 64) == d3s.Budget(32, 0.20)
+    rules = "max_variance", "batch", "advantage_entropy", "batch"
+    assert options == D3SOptions(0.25, 1.0, 0.05, 0.20, "linear", *rules, "kept", False, "all")
+    assert options.budget(0.0, 32) == d3s.Budget(8, 0.05)
+    assert options.budget(0.5, 32) == (20, pytest.approx(0.125))
+    assert options.budget(1.0, 32) == d3s.Budget(32, 0.20)
 
 
 def test_the_budget_stays_between_two_and_the_group() -> None:
-    options = D3SOptions(rollouts_start=1, rollouts_end=32)
+    options = D3SOptions(rollouts_start=0.01, rollouts_end=32)
     assert options.budget(0.0, 16).rollouts == 2
     assert options.budget(1.0, 16).rollouts == 16
 
 
 BAD = {
-    "rollouts_start": [0, -1, 2.5, "8", None, True],
-    "rollouts_end": [0, 2.0],
+    "rollouts_start": [0, -1, 2.5, math.inf, math.nan, "8", None, True],
+    "rollouts_end": [0.0, 1.5],
     "token_ratio_start": [0, 1.01, -0.1, math.nan, "0.1", None, True],
     "token_ratio_end": [0.0, 2],
     "schedule_shape": ["square", 1, None],
+    "rollout_rule": ["variance", None],
     "rollout_scope": ["sequence", None],
+    "token_rule": ["top", None],
     "token_scope": ["group", None],
     "loss_denominator": ["some", True],
     "drop_zeros": [1, "yes", None],
@@ -178,3 +181,10 @@ def test_bad_values(key: str, value: Any) -> None:
 def test_unknown_options() -> None:
     with pytest.raises(ValueError, match=r"^here\.rollout_start: is no option; takes rollouts_start, rollouts_end"):
         D3SOptions.from_config({"rollout_start": 8}, "here")
+
+
+def test_rules_that_do_not_go_together() -> None:
+    with pytest.raises(
+        ValueError, match=r"^here\.drop_zeros: got True with token_rule 'entropy_quantile'; takes False"
+    ):
+        D3SOptions.from_config({"token_rule": "entropy_quantile", "drop_zeros": True}, "here")

@@ -17,10 +17,13 @@ import transfer_queue as tq
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl_world import compose_config, make_trainer, put_rollouts, rows_of, run_step
 
+import d3s_kernels as d3s
+from d3s_kernels.integrations.metrics import NAMES
 from d3s_kernels.integrations.verl.rows import choose_rows, rollout_advantages
 
 D3S = "+trainer.v1.d3s_sync"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+FLOPS = "d3s/flops_saved"
 Rewards = dict[str, list[float]]
 
 
@@ -75,6 +78,11 @@ def top_tokens(trainer: Any, advantages: dict[str, float], ratio: float) -> dict
     return masks
 
 
+def tokens_in_loss(keys: list[str]) -> dict[str, int]:
+    data = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=["response_mask"])
+    return {key: int(mask.sum()) for key, mask in zip(keys, data["response_mask"].unbind(), strict=True)}
+
+
 def assert_gradient_on(trainer: Any, masks: dict[str, Tensor]) -> None:
     for key, mask in masks.items():
         assert torch.equal(trainer.actor_rollout_wg.tokens_with_gradient(key), mask)
@@ -93,8 +101,9 @@ def test_verl_is_told_sync_where_it_looks_for_that_word() -> None:
 def test_a_step_updates_on_the_chosen_rollouts_and_tokens(queue: None, scope: str, loss: str) -> None:
     rewards = draw_rewards()
     everything = put_rollouts(rewards)
+    lengths = tokens_in_loss(everything)
     trainer = make_trainer(
-        f"{D3S}.rollouts_start=2", f"{D3S}.rollout_scope={scope}", f"{D3S}.token_ratio_start=0.3", f"{LOSS}={loss}"
+        f"{D3S}.rollouts_start=0.5", f"{D3S}.rollout_scope={scope}", f"{D3S}.token_ratio_start=0.3", f"{LOSS}={loss}"
     )
     batch, metrics = run_step(trainer, 6)
 
@@ -117,15 +126,57 @@ def test_a_step_updates_on_the_chosen_rollouts_and_tokens(queue: None, scope: st
     workers = trainer.actor_rollout_wg
     assert workers.denominators == [int(sum(masks[key].sum() for key in keys)) for keys in workers.updates]
 
-    assert metrics["d3s/rollouts_budget"] == 2
+    assert {name for name in metrics if name.startswith("d3s/")} == {*NAMES, "d3s/score_of_all/mean"} - {FLOPS}
+    assert all(type(value) is float for name, value in metrics.items() if name.startswith("d3s/"))
+    assert metrics["d3s/rollout_share"] == metrics["d3s/rollout_share_asked"] == 0.5
     assert metrics["d3s/rollouts_kept"] == len(kept) == 12
-    assert metrics["d3s/tokens_kept"] == sum(int(mask.sum()) for mask in masks.values())
-    assert metrics["d3s/token_ratio"] == 0.3
+    assert metrics["d3s/groups_without_spread"] == 0
+    tokens, of_kept = sum(int(mask.sum()) for mask in masks.values()), sum(lengths[key] for key in kept)
+    assert metrics["d3s/tokens_kept"] == tokens
+    assert metrics["d3s/head_rows_not_computed"] == of_kept - tokens
+    assert metrics["d3s/tokens_not_forwarded"] == sum(lengths[key] for key in set(everything) - set(kept))
+    assert metrics["d3s/token_share"] == tokens / of_kept >= metrics["d3s/token_share_asked"] == 0.3
+    positive = sum(int(mask.sum()) for key, mask in masks.items() if found[key] > 0)
+    assert metrics["d3s/positive_advantage_share"] == positive / tokens
     assert metrics["d3s/score_of_all/mean"] == pytest.approx(float(flat(rewards)[0].mean()))
     entropy = torch.cat([workers.entropies[key][masks[key]] for key in masks])
-    assert metrics["d3s/entropy_of_kept"] == pytest.approx(float(entropy.mean()))
+    assert metrics["d3s/entropy_kept"] == pytest.approx(float(entropy.mean()))
     scores = torch.cat([abs(found[key]) * workers.entropies[key][masks[key]] for key in masks])
-    assert metrics["d3s/score_threshold"] == pytest.approx(float(scores.min()), abs=1e-5)
+    assert metrics["d3s/threshold"] == pytest.approx(float(scores.min()), abs=1e-5)
+
+
+ROLLOUT_RULES = ["highest", "largest_abs", "percentile", "random"]
+TOKEN_RULES = ["entropy", "advantage", "random", "entropy_quantile"]
+
+
+@pytest.mark.parametrize(("rollout_rule", "token_rule"), list(zip(ROLLOUT_RULES, TOKEN_RULES, strict=True)))
+def test_every_rule_from_a_line(queue: None, rollout_rule: Any, token_rule: Any) -> None:
+    """A step keeps what the library's functions keep of the same numbers; "random" draws from the step's number."""
+    rewards, step = draw_rewards(), 3
+    put_rollouts(rewards)
+    trainer = make_trainer(
+        f"{D3S}.rollouts_start=2", f"{D3S}.rollouts_end=2", f"{D3S}.rollout_rule={rollout_rule}",
+        f"{D3S}.token_ratio_start=0.3", f"{D3S}.token_ratio_end=0.3", f"{D3S}.token_rule={token_rule}",
+        step=step, steps=9,
+    )  # fmt: skip
+    batch, _ = run_step(trainer, 6)
+    values, uids, keys = flat(rewards)
+
+    def draws(rule: str) -> torch.Generator | None:
+        return torch.Generator().manual_seed(step) if rule == "random" else None
+
+    advantages = rollout_advantages(values, uids).view(6, 4)
+    kept = d3s.select_rollouts(advantages, 2, rule=rollout_rule, generator=draws(rollout_rule)).flatten()
+    assert sorted(batch.keys) == sorted(key for key, is_kept in zip(keys, kept.tolist(), strict=True) if is_kept)
+
+    rows = rows_of(batch, "advantages", "response_mask")
+    entropies = trainer.actor_rollout_wg.entropies
+    entropy, weights = (
+        torch.cat(parts) for parts in ([entropies[key] for key in rows], [row["advantages"] for row in rows.values()])
+    )
+    valid = torch.cat([torch.arange(len(entropies[key])) > 0 for key in rows])  # the first token is a tool's
+    expected = d3s.select_tokens(entropy, weights, 0.3, rule=token_rule, mask=valid, generator=draws(token_rule)).mask
+    assert torch.cat([row["response_mask"] for row in rows.values()]).bool().equal(expected)
 
 
 @pytest.mark.parametrize("loss", ["vanilla", "gspo"])
@@ -149,7 +200,7 @@ def test_all_tokens_in_the_denominator(queue: None, loss: str) -> None:
 
 def test_tokens_of_each_sequence(queue: None) -> None:
     put_rollouts(draw_rewards(), length=11)  # ten of them are the model's; equal lengths are not nested in storage
-    trainer = make_trainer(f"{D3S}.token_scope=sequence", f"{D3S}.token_ratio_start=0.25")
+    trainer = make_trainer(f"{D3S}.rollouts_start=1", f"{D3S}.token_scope=sequence", f"{D3S}.token_ratio_start=0.25")
     batch, _ = run_step(trainer, 6)
     for key, row in rows_of(batch, "response_mask").items():
         best = trainer.actor_rollout_wg.entropies[key][1:].topk(3).indices + 1
@@ -213,9 +264,9 @@ def test_updates_are_as_many_as_without_it_and_whole(queue: None) -> None:
 def test_nothing_is_dropped_where_the_budget_is_the_group(queue: None) -> None:
     rewards = draw_rewards()
     everything = put_rollouts(rewards)
-    batch, metrics = run_step(make_trainer(), 6)  # 8 groups of 4
+    batch, metrics = run_step(make_trainer(f"{D3S}.rollouts_start=8"), 6)  # of groups of 4
     assert sorted(batch.keys) == sorted(everything)
-    assert metrics["d3s/rollouts_budget"] == 4
+    assert metrics["d3s/rollout_share_asked"] == 1
 
 
 @pytest.mark.parametrize(("step", "rollouts", "ratio"), [(1, 2, 0.1), (6, 3, 0.2), (10, 4, 0.28), (11, 4, 0.3)])
@@ -224,8 +275,8 @@ def test_the_schedule_follows_the_steps_that_are_done(queue: None, step: int, ro
     ends = "rollouts_start=2", "rollouts_end=4", "token_ratio_start=0.1", "token_ratio_end=0.3"
     trainer = make_trainer(*(f"{D3S}.{end}" for end in ends), step=step, steps=10)
     batch, metrics = run_step(trainer, 6)
-    assert metrics["d3s/rollouts_budget"] == rollouts
-    assert metrics["d3s/token_ratio"] == pytest.approx(ratio)
+    assert metrics["d3s/rollout_share_asked"] == rollouts / 4
+    assert metrics["d3s/token_share_asked"] == pytest.approx(ratio)
     assert metrics["d3s/rollouts_kept"] == len(rows_of(batch, "uid")) == 6 * rollouts
 
 
@@ -285,7 +336,7 @@ def test_rollouts_without_a_reward_are_dropped(queue: None) -> None:
     rewards["u1"][2] = rewards["u3"][0] = math.nan
     rewards["u5"] = [math.nan] * 4
     put_rollouts(rewards)
-    trainer = make_trainer(f"{D3S}.token_ratio_start=1.0")  # 4 of 4: all tokens with an advantage
+    trainer = make_trainer(f"{D3S}.rollouts_start=1", f"{D3S}.token_ratio_start=1.0")  # all that have an advantage
     batch, metrics = run_step(trainer, 6)
     values, _, keys = flat(rewards)
     good = [key for key, value in zip(keys, values.tolist(), strict=True) if not math.isnan(value)]
@@ -308,7 +359,7 @@ def test_groups_without_a_spread(queue: None, drop: str) -> None:
     put_rollouts({f"u{group}": [1.0] * 4 for group in range(6)})
     trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.drop_zeros={drop}")
     batch, metrics = run_step(trainer, 6)
-    assert metrics["d3s/zero_advantage_share"] == 1
+    assert metrics["d3s/groups_without_spread"] == 1
     assert metrics["d3s/rollouts_kept"] == 12
     workers = trainer.actor_rollout_wg
     assert not any(workers.tokens_with_gradient(key).any() for key in batch.keys)
@@ -321,7 +372,7 @@ def test_zeros_can_be_dropped(queue: None) -> None:
     """In the group of 4 with one winner all tokens are kept. Groups without a spread have no token that counts."""
     rewards = {f"u{group}": [0.0, 0.0, 0.0, 1.0] if group == 3 else [1.0] * 4 for group in range(6)}
     put_rollouts(rewards)
-    trainer = make_trainer(f"{D3S}.drop_zeros=true", f"{D3S}.token_ratio_start=1.0")
+    trainer = make_trainer(f"{D3S}.drop_zeros=true", f"{D3S}.rollouts_start=1", f"{D3S}.token_ratio_start=1.0")
     batch, _ = run_step(trainer, 6)
     for key, row in rows_of(batch, "response_mask").items():
         assert row["response_mask"][1:].bool().unique().tolist() == [key.startswith("u3")]
@@ -348,7 +399,8 @@ REFUSED = [
     ([f"{LOSS}=d3s"], "policy_loss.loss_mode: got 'd3s'; d3s_sync takes another"),
     ([f"{LOSS}=dro", f"{D3S}.loss_denominator=all"], "d3s_sync.loss_denominator: got 'all'; takes 'kept'"),
     ([f"{LOSS}=geo_mean", f"{D3S}.loss_denominator=all"], "d3s_sync.loss_denominator: got 'all'; takes 'kept'"),
-    ([f"{D3S}.rollouts_start=0"], "trainer.v1.d3s_sync.rollouts_start: got 0; takes a whole number of at least 1"),
+    ([f"{D3S}.rollouts_start=0"], "trainer.v1.d3s_sync.rollouts_start: got 0; takes a share in"),
+    ([f"{D3S}.token_rule=top"], "trainer.v1.d3s_sync.token_rule: got 'top'; takes 'advantage_entropy' or"),
     ([f"{D3S}.tokens=0.5"], "trainer.v1.d3s_sync.tokens: is no option; takes rollouts_start"),
 ]  # fmt: skip
 

@@ -7,37 +7,43 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from ...schedule import DownSamplingSchedule
-from .._options import check_options, schedule_of
+from .._options import ROLLOUT_RULES, TOKEN_RULES, check_options, check_token_rule, schedule_of
 
 ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # with PPO's clipping; its range may differ by token
 
 
 @dataclass
 class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
-    """``GRPOConfig`` with the options of D3S (arXiv 2509.22115). They can also be set on the command line, like
-    ``GRPOConfig``'s own.
+    """``GRPOConfig`` with the options of D3S (arXiv 2509.22115). They can also be set on the command line and in YAML,
+    like ``GRPOConfig``'s own.
+
+    TRL's ``top_entropy_quantile`` below 1 stands for ``token_rule="entropy"``, that share from start to end, and
+    ``loss_denominator="all"``: these options then have these values. ``docs/trl.md`` says what differs from TRL's mask.
 
     Raises:
-        ValueError: an option with a bad value; ``top_entropy_quantile`` below 1, which would choose tokens a second
-            time; importance ratios of entropy groups with a loss that does not clip them.
+        ValueError: an option with a bad value; ``top_entropy_quantile`` beside another choice of tokens; the rule
+            "entropy_quantile" with several processes, of which each would have a quantile of its own; importance
+            ratios of entropy groups with a loss that does not clip them.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig
-        >>> config = D3SConfig("out", num_generations=8, rollouts_start=2, rollouts_end=8, use_cpu=True, bf16=False)
-        >>> config.token_ratio_start, config.token_ratio_end, config.rollout_scope
-        (0.05, 0.2, 'batch')
+        >>> config = D3SConfig("out", num_generations=8, rollouts_end=6, use_cpu=True, bf16=False)
+        >>> config.schedule().start, config.schedule().end
+        (Budget(rollouts=2, token_ratio=0.05), Budget(rollouts=6, token_ratio=0.2))
     """
 
-    rollouts_start: int = field(
-        default=8,
+    rollouts_start: float = field(
+        default=0.25,
         metadata={
-            "help": "Rollouts of each group that are trained on at the start; clamped to [2, num_generations]. "
-            "Altogether they are rounded up to a multiple of processes x steps per generation, so that a small "
-            "per_device_train_batch_size leaves little to drop."
+            "help": "Rollouts of each group that are trained on at the start: at most 1 is a share of num_generations, "
+            "rounded half up; above 1 it is their number. Clamped to [2, num_generations]. Altogether they are rounded "
+            "up to a multiple of processes x steps per generation, so that a small per_device_train_batch_size leaves "
+            "little to drop."
         },
     )
-    rollouts_end: int = field(
-        default=32, metadata={"help": "Rollouts of each group that are trained on at the end; clamped likewise."}
+    rollouts_end: float = field(
+        default=1.0,
+        metadata={"help": "Rollouts of each group that are trained on at the end: a share or a number, likewise."},
     )
     token_ratio_start: float = field(
         default=0.05, metadata={"help": "Share of the kept rollouts' tokens that gets a gradient at the start."}
@@ -52,19 +58,37 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
             "choices": ["linear", "cosine", "exponential"],
         },
     )
+    rollout_rule: str = field(
+        default="max_variance",
+        metadata={
+            "help": "Which rollouts are kept, by their advantages: those that vary most (D3S, PODS), the 'highest', "
+            "those with the 'largest_abs' (CPPO), some of each 'percentile', or 'random' ones; see "
+            "d3s_kernels.select_rollouts.",
+            "choices": list(ROLLOUT_RULES),
+        },
+    )
     rollout_scope: str = field(
         default="batch",
         metadata={
-            "help": "'batch' pools all groups and keeps those rollouts whose advantages vary most (D3S); 'group' keeps "
-            "the same number of each group (D3S-I, and the subset that PODS picks).",
+            "help": "'batch' chooses from all groups together (D3S); 'group' keeps the same number of each group "
+            "(D3S-I, and the subset that PODS picks).",
             "choices": ["batch", "group"],
+        },
+    )
+    token_rule: str = field(
+        default="advantage_entropy",
+        metadata={
+            "help": "By what tokens are ranked: |advantage| x entropy (D3S), 'entropy' (80/20), |'advantage'|, or at "
+            "'random' (S-GRPO). 'entropy_quantile' keeps all at or above a quantile, as TRL's top_entropy_quantile on "
+            "a single process; see d3s_kernels.select_tokens.",
+            "choices": list(TOKEN_RULES),
         },
     )
     token_scope: str = field(
         default="batch",
         metadata={
-            "help": "'batch' ranks tokens by |advantage| x entropy over all sequences of all processes; 'sequence' "
-            "keeps the share of each sequence.",
+            "help": "'batch' ranks the tokens of all sequences of all processes together; 'sequence' keeps the share "
+            "of each sequence.",
             "choices": ["batch", "sequence"],
         },
     )
@@ -143,11 +167,31 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
                 f"{' or '.join(map(repr, ESPO_LOSSES))}"
             )
         if self.top_entropy_quantile < 1:
+            self._choose_by_entropy(self.top_entropy_quantile)
+        check_token_rule(self)
+        if self.token_rule == "entropy_quantile" and self.world_size > 1:
             raise ValueError(
-                f"top_entropy_quantile: got {self.top_entropy_quantile}; D3S chooses tokens itself and takes 1.0 (its "
-                "share is token_ratio_start to token_ratio_end)"
+                f"token_rule: got 'entropy_quantile' with {self.world_size} processes; takes 'entropy', which keeps an "
+                "exact share of the tokens of all processes"
             )
 
+    def _choose_by_entropy(self, share: float) -> None:
+        """Sets the options that ``top_entropy_quantile`` stands for, and refuses others beside it."""
+        if not share > 0:
+            raise ValueError(f"top_entropy_quantile: got {share}; takes a number above 0")
+        implied = {
+            "token_rule": "entropy", "token_ratio_start": share, "token_ratio_end": share, "token_scope": "batch",
+            "drop_zeros": False, "loss_denominator": "all",
+        }  # fmt: skip
+        for name, value in implied.items():
+            given = getattr(self, name)
+            if given not in (getattr(D3SConfig, name), value):
+                raise ValueError(
+                    f"{name}: got {given!r} beside top_entropy_quantile {share}, which takes {value!r}; for another "
+                    "choice of tokens leave top_entropy_quantile at 1.0"
+                )
+            setattr(self, name, value)
+
     def schedule(self) -> DownSamplingSchedule:
-        """The schedule of the budget of rollouts and tokens, for the trainer."""
-        return schedule_of(self)
+        """The schedule of the budget of rollouts and tokens, for the trainer. Its rollouts are numbers, not shares."""
+        return schedule_of(self, self.num_generations)

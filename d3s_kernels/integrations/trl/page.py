@@ -35,10 +35,9 @@ class PageOfBatch:
         self._trained: dict[int, Fields] = {}
         self._rewards: Tensor | None = None
 
-    def add_rewards(self, of_each_function: Tensor, weights: Tensor) -> None:
-        """The rewards of all processes' rollouts, ``[rollouts, functions]``; NaN where a function gave none."""
-        rewards = (of_each_function * weights.to(of_each_function.device)).nansum(dim=1)
-        self._rewards = rewards.masked_fill(of_each_function.isnan().all(dim=1), torch.nan)[: self._shown].float().cpu()
+    def add_rewards(self, rewards: Tensor) -> None:
+        """The rewards of all processes' rollouts; NaN where no function gave one."""
+        self._rewards = rewards[: self._shown].float().cpu()
 
     def add_generated(self, batch: Batch, process: int, pad_token: int) -> None:
         """This process's rollouts before any is dropped. Marks each row with its place in the whole batch."""

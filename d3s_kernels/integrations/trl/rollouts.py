@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ..._across_ranks.equal_rows import most_varied
-from ...rollouts import max_variance_select
+from ...rollouts import RolloutRule, select_rollouts
 from ...tokens import topk_mask
 from .surface import UnknownTRL
 
@@ -56,7 +56,31 @@ def rows_to_keep(groups: int, n: int, keep: int, multiple: int) -> tuple[int, in
     return asked, min(groups * n, -(-asked // multiple) * multiple)
 
 
-def choose_rollouts(advantages: Tensor, keep: int, scope: str, multiple: int, ranks: int | None = None) -> Tensor:
+def total_rewards(of_each_function: Tensor, weights: Tensor) -> Tensor:
+    """``[rollouts, functions]``, NaN where a function gave no reward, to the weighted sum; NaN where none gave one."""
+    total = (of_each_function * weights.to(of_each_function.device)).nansum(dim=1)
+    return total.masked_fill(of_each_function.isnan().all(dim=1), torch.nan)
+
+
+def worths(advantages: Tensor, has_tokens: Tensor, rule: str) -> Tensor:
+    """What rollouts are ranked by: their advantages. A rollout without a token in the loss (truncated, with
+    mask_truncated_completions) teaches nothing: it counts as one whose advantage is 0, or for "highest" as the lowest.
+    """
+    if rule == "highest":
+        return torch.where(has_tokens, advantages, advantages.amin() - 1)
+    return torch.where(has_tokens, advantages, 0.0)
+
+
+def choose_rollouts(
+    advantages: Tensor,
+    keep: int,
+    scope: str,
+    multiple: int,
+    *,
+    rule: RolloutRule = "max_variance",
+    ranks: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """Marks ``keep`` rollouts for each group, and more until their number is a multiple of ``multiple``.
 
     Args:
@@ -65,27 +89,40 @@ def choose_rollouts(advantages: Tensor, keep: int, scope: str, multiple: int, ra
         scope: "batch" pools all groups. "group" keeps the same number of each group; if ``multiple`` requires more, the
             groups with the largest variance keep one more.
         multiple: divides ``groups * n``.
+        rule: a rule of :func:`d3s_kernels.select_rollouts`.
         ranks: if given, each rank keeps the same number of rollouts, so that no rollout has to move between ranks.
-            With scope "group", if no group lies on two ranks, each rank chooses from its own groups. Otherwise the
-            choice is the one with the largest variance over all ranks that was found under this restriction.
+            With scope "group", if no group lies on two ranks, each rank chooses from its own groups. Otherwise, for
+            the rule "max_variance", the choice is the one with the largest variance over all ranks that was found
+            under this restriction; for other rules each rank chooses from its own rollouts.
+        generator: for the rule "random": in the same state on every rank.
 
     Returns:
         bool ``[groups * n]``.
     """
     groups, n = advantages.shape
     _, total = rows_to_keep(groups, n, keep, multiple)
+
+    def chosen(values: Tensor, number: int) -> Tensor:
+        return select_rollouts(values, number, rule=rule, scope="group", generator=generator)
+
     if ranks is not None and scope == "group" and groups % ranks == 0:
-        return torch.cat([choose_rollouts(own, keep, scope, multiple // ranks) for own in advantages.chunk(ranks)])
+        of_each = [
+            choose_rollouts(own, keep, scope, multiple // ranks, rule=rule, generator=generator)
+            for own in advantages.chunk(ranks)
+        ]
+        return torch.cat(of_each)
     if ranks is not None:
-        wanted = torch.full((), total, device=advantages.device)
-        return most_varied(advantages.reshape(ranks, -1), wanted).flatten()
+        of_ranks = advantages.reshape(ranks, -1)
+        if rule != "max_variance":
+            return chosen(of_ranks, total // ranks).flatten()
+        return most_varied(of_ranks, torch.full((), total, device=advantages.device)).flatten()
     if scope == "batch":
-        return max_variance_select(advantages.flatten(), total)
+        return chosen(advantages.flatten(), total)
     each, more = divmod(total, groups)
-    kept = max_variance_select(advantages, each)
+    kept = chosen(advantages, each)
     if more:
         widest = topk_mask(advantages.var(dim=1), k=more)
-        kept = torch.where(widest[:, None], max_variance_select(advantages, each + 1), kept)
+        kept = torch.where(widest[:, None], chosen(advantages, each + 1), kept)
     return kept.flatten()
 
 

@@ -44,6 +44,10 @@ METHODS = (
     Relied(
         "training_step", "self model inputs num_items_in_batch", "overridden: one step, with its backward",
     ),
+    Relied(
+        "get_high_entropy_mask", "self entropies mask threshold",
+        "overridden: in training the choice of tokens stands for TRL's",
+    ),
     Relied("_prepare_inputs", "self generation_batch", "splits the kept rows evenly over the steps of a generation"),
     Relied("log", "self logs start_time", "overridden: our metrics become numbers"),
 )  # fmt: skip
@@ -82,6 +86,7 @@ ATTRIBUTES = {
     "importance_sampling_level": "whether tokens depend on each other",
     "loss_type": "what the loss divides by",
     "max_completion_length": "what dr_grpo divides by",
+    "multi_objective_aggregation": "which rewards make a group of equal ones",
     "num_generations": "rows of a group",
     "num_iterations": "whether there is a pass of the old policy",
     "off_policy_mask_threshold": "whether tokens depend on each other",
@@ -96,6 +101,7 @@ ATTRIBUTES = {
 # What the loss has to read, because this integration hands it over there.
 LOSS_READS = {
     "self._get_per_token_logps_and_entropies": "the log-probabilities with hooks",
+    "self.get_high_entropy_mask": "all tokens, since others are chosen",
     "self.epsilon_low": "ESPO's clip range",
     "self.epsilon_high": "ESPO's clip range",
     "inputs.advantages": "ESPO's weights; advantages of the kept rollouts",
@@ -111,7 +117,7 @@ LOSS_READS = {
 LOSS_MAY_READ = (
     "self.accelerator self.args self.aux_loss_enabled self.beta self.current_gradient_accumulation_steps "
     "self._entropy_bonus_enabled self.entropy_coef self._entropy_window_stats self.get_gamma_weights "
-    "self.get_high_entropy_mask self.get_off_policy_mask self.importance_sampling_level self._last_world_entropy "
+    "self.get_off_policy_mask self.importance_sampling_level self._last_world_entropy "
     "self.loss_type self.max_completion_length self._metrics self.model self.off_policy_mask_threshold "
     "self.router_aux_loss_coef self.top_entropy_quantile self.use_adaptive_entropy self.use_vllm "
     "self.vllm_importance_sampling_correction "

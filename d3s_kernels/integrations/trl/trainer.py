@@ -17,7 +17,8 @@ from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
 
 from ...rollouts import group_advantages
 from ...schedule import Budget
-from ...tokens import select_tokens
+from ...tokens import TokenSelection, select_tokens
+from ..metrics import groups_without_spread, rollout_metrics, token_metrics, token_sums
 from .config import D3SConfig
 from .espo import as_espo
 from .gradient import gradient_weights, loss_mask, only_through
@@ -36,7 +37,9 @@ from .rollouts import (
     last_column,
     rows_to_keep,
     take,
+    total_rewards,
     trimmed,
+    worths,
 )
 from .surface_check import check_class, check_loss_type, check_object
 from .watch import Watch
@@ -50,24 +53,23 @@ _Scores = tuple[Tensor, Tensor | None, Tensor | None]
 class D3STrainer(GRPOTrainer):  # type: ignore[misc]
     """``GRPOTrainer`` that trains on the rollouts and the tokens that D3S chooses. Same arguments, same methods.
 
-    Rollouts: once a generation batch has its advantages, rollouts are chosen over all processes (max variance), and
+    Rollouts: once a generation batch has its advantages, rollouts are chosen over all processes (``rollout_rule``), and
     each process gets the same number of rows. Dropped rollouts enter no later forward, and no pass for old or reference
     log-probabilities. The one exception is vLLM's correction, which needs the old ones before the choice.
 
-    Tokens: exactly the top share by ``|advantage| * entropy`` is kept, with the entropy of each training forward or of
-    one pass before the update (``entropy_from``). The loss is TRL's own, of any type, over all valid tokens of the kept
-    rollouts, but gradient flows only through the kept tokens. With ``loss_denominator="kept"`` it is multiplied by
-    all / kept, counted over the same tokens as TRL's denominator (``docs/trl.md`` has the table). The same holds for KL
-    and the entropy bonus. The value of the loss and the clip metrics still cover all tokens. Where the update skips
-    dropped tokens, these count with a ratio of 1 and with the entropy of the earlier pass.
+    Tokens: exactly the top share by ``|advantage| * entropy``, or by another ``token_rule``, is kept, with the entropy
+    of each training forward or of one pass before the update (``entropy_from``). The loss is TRL's own, of any type,
+    over all valid tokens of the kept rollouts, but gradient flows only through the kept tokens. With
+    ``loss_denominator="kept"`` it is multiplied by all / kept, counted over the same tokens as TRL's denominator
+    (``docs/trl.md`` has the table). The same holds for KL and the entropy bonus. The value of the loss and the clip
+    metrics still cover all tokens. Where the update skips dropped tokens, these count with a ratio of 1 and with the
+    entropy of the earlier pass.
 
     Evaluation is TRL's.
 
-    Logged in addition to TRL's metrics. For each generation batch of all processes: ``d3s/rollouts_kept``;
-    ``d3s/zero_advantage`` and ``d3s/zero_advantage_kept`` (share of all and of the kept rollouts whose advantage is 0).
-    For each micro-batch of all processes: ``d3s/tokens_kept``, ``d3s/token_ratio``, ``d3s/threshold`` (the lowest kept
-    score; if each sequence has its own, the mean over the main process's sequences), ``d3s/entropy_kept`` and
-    ``d3s/entropy_dropped`` (means, nats). ``d3s/num_tokens_kept`` is the sum over the run so far.
+    Logged in addition to TRL's metrics are those of :mod:`d3s_kernels.integrations.metrics`: of rollouts, for each
+    generation batch of all processes; of tokens, for each micro-batch of all processes. If each sequence has its own
+    threshold, the mean is that of the main process's sequences. ``d3s/num_tokens_kept`` is the sum over the run so far.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
@@ -107,6 +109,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         self._watch = Watch()
         self._passes: Passes | None = None  # set only while TRL makes a generation batch
         self._loss_inputs: Batch | None = None  # set only while TRL computes a training loss
+        self._rewards: Tensor | None = None  # of all processes' rollouts, by function; set until rollouts are chosen
+        self._draws: tuple[int, torch.Generator] | None = None  # the step, and its generator for the rule "random"
         self._num_tokens_kept: Tensor | None = None  # None until the first micro-batch
         self._page: PageOfBatch | None = None  # set while a generation batch is trained on of which a page is written
         self._last_page: int | None = None  # the step of this run's last page
@@ -126,7 +130,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         everything, n, multiple = self.args.generation_batch_size, self.num_generations, self._multiple
         for when, budget in (("start", self._schedule.start), ("end", self._schedule.end)):
             asked, kept = rows_to_keep(everything // n, n, budget.rollouts, multiple)
-            if when == "start" and asked == everything:
+            given = getattr(self.args, f"rollouts_{when}")
+            if when == "start" and asked == everything and given != 1:  # a share of 1 asks for all of them
                 message = f"num_generations is {n}, so that no rollout is dropped at the start"
             elif kept > 1.25 * asked:
                 message = (
@@ -137,7 +142,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             else:
                 continue
             if self.accelerator.is_main_process:
-                warnings.warn(f"rollouts_{when}: got {budget.rollouts}, {message}", stacklevel=3)
+                warnings.warn(f"rollouts_{when}: got {given}, {message}", stacklevel=3)
             return
 
     @property
@@ -154,10 +159,19 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         steps = self.state.max_steps
         return self._schedule(min(1.0, self.state.global_step / steps) if steps > 0 else 0.0)
 
-    def _log(self, **values: Tensor) -> None:
+    def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
+        """For the rule "random": the same numbers on every process, others in each step, also after a checkpoint."""
+        step = self.state.global_step
+        if self.args.rollout_rule != "random":
+            return None
+        if self._draws is None or self._draws[0] != step:
+            self._draws = step, torch.Generator(device).manual_seed(self.args.seed + 1_000_003 * step)
+        return self._draws[1]
+
+    def _log(self, metrics: dict[str, Tensor]) -> None:
         """Keeps 0-d tensors for the next log, which alone waits for the device. NaN stands for nothing to log."""
-        for name, value in values.items():
-            self._metrics["train"][f"d3s/{name}"].append(value)
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
 
     def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
         metrics = self._metrics["train"]
@@ -199,9 +213,21 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _calculate_rewards(self, *arguments: Any, **options: Any) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(*arguments, **options)
-        if self._page is not None and self.model.training:
-            self._page.add_rewards(rewards, self.reward_weights)
+        if self.model.training:
+            self._rewards = rewards
+            if self._page is not None:
+                self._page.add_rewards(total_rewards(rewards, self.reward_weights))
         return rewards
+
+    def _without_spread(self, advantages: Tensor) -> Tensor:
+        """Marks the groups whose rewards are all equal. Only where a subclass computes no rewards, advantages tell."""
+        rewards, self._rewards = self._rewards, None
+        if rewards is None:
+            return groups_without_spread(advantages)
+        if self.multi_objective_aggregation == "normalize_then_sum":  # each function's rewards teach something
+            of_functions = rewards.view(*advantages.shape, -1).transpose(1, 2)
+            return groups_without_spread(of_functions).all(dim=1)
+        return groups_without_spread(total_rewards(rewards, self.reward_weights).view_as(advantages))
 
     def _page_if_due(self) -> PageOfBatch | None:
         every, step, last = self.args.selection_page_steps, self.state.global_step, self._last_page
@@ -244,27 +270,23 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         accelerator, own = self.accelerator, batch["advantages"]
         if own.dim() != 1:
             raise TypeError(f"advantages: got shape {list(own.shape)}; takes one for each rollout, [{len(own)}]")
-        here, ranks = accelerator.process_index, accelerator.num_processes
-        # A rollout without a token in the loss (truncated, with mask_truncated_completions) teaches nothing, so it is
-        # ranked as if its advantage were 0.
-        worth = own.masked_fill(~loss_mask(batch).bool().any(dim=1), 0)
+        here, ranks, budget = accelerator.process_index, accelerator.num_processes, self._budget()
         with_images = own.new_tensor([float("num_images" in batch)])
-        everyones = accelerator.gather(torch.cat([own, worth, with_images])).view(ranks, -1)
-        advantages, worths = (part.reshape(-1, self.num_generations) for part in everyones[:, :-1].chunk(2, dim=1))
+        of_rows = torch.cat([own.float(), loss_mask(batch).sum(dim=1).float(), with_images])
+        everyones = accelerator.gather(of_rows).view(ranks, -1)
+        advantages, lengths = (part.reshape(-1, self.num_generations) for part in everyones[:, :-1].chunk(2, dim=1))
         images = bool(everyones[:, -1].any())  # rows with images do not move between ranks
         kept = choose_rollouts(
-            worths,
-            self._budget().rollouts,
+            worths(advantages, lengths > 0, self.args.rollout_rule),
+            budget.rollouts,
             self.args.rollout_scope,
             self._multiple,
+            rule=self.args.rollout_rule,
             ranks=ranks if images and ranks > 1 else None,
+            generator=self._draws_of_step(own.device),
         )
-        zero, number = worths.flatten() == 0, kept.sum()
-        self._log(
-            rollouts_kept=number,
-            zero_advantage=zero.float().mean(),
-            zero_advantage_kept=(zero & kept).sum() / number,
-        )
+        share = budget.rollouts / self.num_generations
+        self._log(rollout_metrics(kept, lengths.flatten(), self._without_spread(advantages), share))
         if self.args.advantages_from == "kept":
             survivors = advantages.masked_fill(~kept.view_as(advantages), torch.nan)  # NaN is ignored
             # With scale_rewards="batch" TRL has already divided by the standard deviation of the batch.
@@ -311,15 +333,19 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if "d3s_entropy" not in batch:
             batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
         # Rollouts that the pass skipped have advantage 0, so their scores are 0. Their tokens still count as valid.
-        batch["d3s_kept"] = self._choose_tokens(batch["d3s_entropy"], advantages, mask)
+        chosen = self._choose_tokens(batch["d3s_entropy"], advantages, mask)
+        batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
         batch["d3s_tokens_kept"] = self.accelerator.gather(batch["d3s_kept"].sum()).sum()
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The entropy of each token whose rollout has a non-zero advantage, from an extra pass, and elsewhere the mean;
-        and which rows have the mean.
+        """The entropy of each token that may be kept for it, from an extra pass, and elsewhere the mean; and which rows
+        have the mean: those without a token, and where tokens are not ranked by their entropy alone, those without an
+        advantage.
         """
         mask = loss_mask(batch).bool()
-        useful = (batch["advantages"] != 0) & mask.any(dim=1)
+        useful = mask.any(dim=1)
+        if self.args.token_rule not in ("entropy", "entropy_quantile"):
+            useful &= batch["advantages"] != 0
         # Every process scores the same number of rows, since all take part in the forward of a sharded model.
         rows = int(self.accelerator.gather(useful.sum()).max())
         unmeasured = torch.ones_like(useful)
@@ -331,17 +357,19 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         mean = torch.where(mask[first], scored, 0.0).sum() / mask[first].sum().clamp(min=1)
         return mean.expand(mask.shape).index_copy(0, first, scored), unmeasured.index_fill(0, first, False)
 
-    def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """This process's token mask: exactly the budget's share, of all processes' tokens or of each row."""
-        chosen = select_tokens(
-            entropy, advantages, self._budget().token_ratio,
+    def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> TokenSelection:
+        """This process's kept tokens: exactly the budget's share, of all processes' tokens or of each row."""
+        return select_tokens(
+            entropy, advantages, self._budget().token_ratio, rule=self.args.token_rule,
             mask=mask, scope=self.args.token_scope, drop_zeros=self.args.drop_zeros, process_group=self._process_group,
         )  # fmt: skip
-        self._log_threshold(chosen.threshold)
-        return chosen.mask
 
-    def _log_threshold(self, threshold: Tensor) -> None:
-        self._log(threshold=torch.where(threshold.isfinite(), threshold, torch.nan).nanmean())  # infinite: nothing kept
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """TRL's mask for ``top_entropy_quantile``, which is off in training: the choice of tokens stands for it."""
+        if self._loss_inputs is not None:
+            return mask.bool()
+        theirs: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
+        return theirs
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         if not self.model.training:
@@ -410,10 +438,13 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         else:
             logprob, entropy, aux = score(model, tokens, attention, columns)
         assert entropy is not None  # TRL's loss always asks for it
-        if kept is None:
-            kept = self._choose_tokens(entropy.detach(), inputs["advantages"], mask)
+        if kept is not None:
+            threshold = inputs["d3s_threshold"]
+        else:
+            chosen = self._choose_tokens(entropy.detach(), inputs["advantages"], mask)
+            kept, threshold = chosen.mask, chosen.threshold
         update.kept = HostNumber(kept.sum())
-        totals = self._log_tokens(kept, mask, entropy.detach())
+        totals = self._log_tokens(kept, mask, entropy.detach(), inputs["advantages"], threshold)
         if (page := self._page) is not None and page.add_trained(inputs, kept, entropy.detach()):
             self._page = None
             folder = Path(self.args.output_dir, "selection")
@@ -479,21 +510,15 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
         return everywhere(logprob, known), everywhere(entropy, inputs["d3s_entropy"]), aux
 
-    def _log_tokens(self, kept: Tensor, mask: Tensor, entropy: Tensor) -> Tensor:
+    def _log_tokens(self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor) -> Tensor:
         """Logs what was kept. Returns the numbers of kept and of all tokens, over all processes."""
-        of_kept, of_dropped = (torch.where(which, entropy, 0.0).sum() for which in (kept, mask & ~kept))
-        sums = torch.stack([kept.sum(), mask.sum(), of_kept, of_dropped])
-        totals: Tensor = self.accelerator.reduce(sums.double(), reduction="sum")
-        number, everything, kept_entropy, dropped_entropy = totals
+        sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1))
+        totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
+        number = totals[0]
         if self._num_tokens_kept is None:  # a resumed run continues from its last logged value
             logged = [row["d3s/num_tokens_kept"] for row in self.state.log_history if "d3s/num_tokens_kept" in row]
             self._num_tokens_kept = torch.full_like(number, logged[-1] if logged else 0)
         self._num_tokens_kept = self._num_tokens_kept + number
         self._metrics["train"]["d3s/num_tokens_kept"] = [self._num_tokens_kept]  # replaced: TRL logs means
-        self._log(
-            tokens_kept=number,
-            token_ratio=number / everything.clamp(min=1),
-            entropy_kept=kept_entropy / number,  # 0 / 0 is NaN
-            entropy_dropped=dropped_entropy / (everything - number),
-        )
+        self._log(token_metrics(totals, threshold, self._budget().token_ratio))
         return totals[:2].float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,16 +12,21 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
 from ...tokens import select_tokens
-from .._options import check_options
+from .._options import check_options, check_token_rule
 from .options import POLICY_LOSS, EspoOptions
 
-_DEFAULTS: dict[str, Any] = {"base_loss": "vanilla", "token_ratio": 0.20, "token_scope": "batch", "drop_zeros": False}
+_DEFAULTS: dict[str, Any] = {
+    "base_loss": "vanilla", "token_ratio": 0.20, "token_rule": "advantage_entropy", "token_scope": "batch",
+    "drop_zeros": False,
+}  # fmt: skip
 
 
-def _options(policy_loss: Any) -> dict[str, Any]:
+def _options(policy_loss: Any) -> SimpleNamespace:
     options = {key: policy_loss.get(key, default) for key, default in _DEFAULTS.items()}
     check_options(options, f"{POLICY_LOSS}.")
-    return options
+    checked = SimpleNamespace(**options)
+    check_token_rule(checked, f"{POLICY_LOSS}.")
+    return checked
 
 
 @dataclass
@@ -37,6 +43,7 @@ class D3SPolicyLossConfig(EspoOptions, PolicyLossConfig):  # type: ignore[misc] 
     loss_mode: str = "d3s"
     base_loss: str = _DEFAULTS["base_loss"]
     token_ratio: float = _DEFAULTS["token_ratio"]
+    token_rule: str = _DEFAULTS["token_rule"]
     token_scope: str = _DEFAULTS["token_scope"]
     drop_zeros: bool = _DEFAULTS["drop_zeros"]
 
@@ -67,8 +74,9 @@ def d3s_policy_loss(
         old_log_prob, log_prob, advantages: float ``[B, T]``.
         response_mask: bool or int ``[B, T]``.
         loss_agg_mode, config, rollout_is_weights: passed to the base loss. ``config.policy_loss`` has the options
-            ``base_loss`` ("vanilla"), ``token_ratio`` (0.20), ``token_scope`` ("batch", which is the micro-batch here,
-            or "sequence") and ``drop_zeros`` (False).
+            ``base_loss`` ("vanilla"), ``token_ratio`` (0.20), ``token_rule`` ("advantage_entropy"; the others read the
+            surprisal as entropy too), ``token_scope`` ("batch", which is the micro-batch here, or "sequence") and
+            ``drop_zeros`` (False).
 
     Returns:
         What the base loss returns.
@@ -80,10 +88,10 @@ def d3s_policy_loss(
         raise ValueError("config: got None; takes the actor's configuration")
     options = _options(config.policy_loss)
     kept = select_tokens(
-        -old_log_prob.detach(), advantages.detach(), options["token_ratio"],
-        mask=response_mask.bool(), scope=options["token_scope"], drop_zeros=options["drop_zeros"],
+        -old_log_prob.detach(), advantages.detach(), options.token_ratio, rule=options.token_rule,
+        mask=response_mask.bool(), scope=options.token_scope, drop_zeros=options.drop_zeros,
     ).mask  # fmt: skip
-    base_loss = get_policy_loss_fn(options["base_loss"])
+    base_loss = get_policy_loss_fn(options.base_loss)
     result: tuple[Tensor, dict[str, Any]] = base_loss(
         old_log_prob=old_log_prob,
         log_prob=torch.where(kept, log_prob, log_prob.detach()),

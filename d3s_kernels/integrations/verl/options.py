@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ...rollouts import RolloutRule
 from ...schedule import Budget
-from .._options import check_options, schedule_of
+from ...tokens import TokenRule
+from .._options import check_options, check_token_rule, schedule_of
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -22,17 +24,19 @@ class D3SOptions:
 
     Example:
         >>> from d3s_kernels.integrations.verl import D3SOptions
-        >>> options = D3SOptions.from_config({"rollouts_start": 4}, section="trainer.v1.d3s_sync")
+        >>> options = D3SOptions.from_config({"rollouts_end": 12}, section="trainer.v1.d3s_sync")
         >>> options.budget(progress=0.0, group_size=16), options.budget(progress=1.0, group_size=16)
-        (Budget(rollouts=4, token_ratio=0.05), Budget(rollouts=16, token_ratio=0.2))
+        (Budget(rollouts=4, token_ratio=0.05), Budget(rollouts=12, token_ratio=0.2))
     """
 
-    rollouts_start: int = 8
-    rollouts_end: int = 32
+    rollouts_start: float = 0.25
+    rollouts_end: float = 1.0
     token_ratio_start: float = 0.05
     token_ratio_end: float = 0.20
     schedule_shape: Literal["linear", "cosine", "exponential"] = "linear"
+    rollout_rule: RolloutRule = "max_variance"
     rollout_scope: Literal["batch", "group"] = "batch"
+    token_rule: TokenRule = "advantage_entropy"
     token_scope: Literal["batch", "sequence"] = "batch"
     loss_denominator: Literal["kept", "all"] = "kept"
     drop_zeros: bool = False
@@ -46,12 +50,13 @@ class D3SOptions:
             if key not in known:
                 raise ValueError(f"{section}.{key}: is no option; takes {', '.join(known)}")
         check_options(values, f"{section}.")
-        return cls(**values)
+        options = cls(**values)
+        check_token_rule(options, f"{section}.")
+        return options
 
     def budget(self, progress: float, group_size: int) -> Budget:
-        """The budget of a step. Its rollouts are clamped to [2, group_size]: a single rollout has no advantage."""
-        budget = schedule_of(self)(progress)
-        return budget._replace(rollouts=min(max(budget.rollouts, 2), max(group_size, 2)))
+        """The budget of a step. Its rollouts are between 2 and ``group_size``: a single rollout has no advantage."""
+        return schedule_of(self, group_size)(progress)
 
 
 @dataclasses.dataclass

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from ...rollouts import group_advantages, max_variance_select, select_rollouts
-from ...tokens import topk_mask
+from ...rollouts import RolloutRule, group_advantages, select_rollouts
 from .._options import is_whole_number
 
 if TYPE_CHECKING:
@@ -50,20 +50,25 @@ def choose_rows(
     groups: Iterable[Hashable],
     keep: int,
     *,
+    rule: RolloutRule = "max_variance",
     scope: Literal["batch", "group"] = "batch",
     multiple_of: int = 1,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """The rows that :func:`d3s_kernels.select_rollouts` keeps, for rollouts in any order and groups of any size.
 
     If their number is not a multiple of ``multiple_of``, it is rounded up. ``scope="batch"`` then selects the larger
-    number from the pool; ``scope="group"`` adds the largest ``|advantage|`` among the rest (ties to the lower row).
+    number from the pool; ``scope="group"`` adds those of the rest that the rule chooses ("max_variance": the largest
+    ``|advantage|``; ties to the lower row).
 
     Args:
         advantages: ``[N]``, float32, bfloat16 or float16; a rollout whose advantage is not finite is never kept.
         groups: the group of each rollout.
         keep: rollouts kept for each group, at least 1.
+        rule: a rule of :func:`d3s_kernels.select_rollouts`.
         scope: "batch" pools all groups (D3S), "group" takes ``keep`` of each (D3S-I, PODS).
         multiple_of: the number of rows will be a multiple of this; at least 1.
+        generator: for the rule "random"; None for torch's default one.
 
     Returns:
         int64, ascending: ``keep`` times the number of groups, rounded up; fewer only if a group (or the pool) has too
@@ -84,7 +89,7 @@ def choose_rows(
         raise ValueError(f"multiple_of: got {multiple_of!r}; takes a whole number of at least 1")
     order, offsets = _by_group(groups)
     grouped = advantages[order]
-    mask = select_rollouts(grouped, keep, offsets=offsets, scope=scope)
+    mask = select_rollouts(grouped, keep, rule=rule, offsets=offsets, scope=scope, generator=generator)
     kept = int(mask.sum())
     missing = -kept % multiple_of
     if missing:
@@ -95,9 +100,10 @@ def choose_rows(
                 f"at most that many, so that {kept} can be rounded up"
             )
         if scope == "batch":
-            mask = max_variance_select(grouped, kept + missing)
+            mask = select_rollouts(grouped, kept + missing, rule=rule, generator=generator)
         else:
-            mask = mask | topk_mask(grouped.abs(), k=missing, mask=free)
+            of_rest: RolloutRule = "largest_abs" if rule == "max_variance" else rule
+            mask = mask | select_rollouts(grouped, missing, rule=of_rest, mask=free, generator=generator)
     rows: Tensor = order[mask].sort().values
     return rows
 
@@ -106,6 +112,7 @@ def select(
     batch: DataProto,
     keep: int,
     *,
+    rule: RolloutRule = "max_variance",
     scope: Literal["batch", "group"] = "batch",
     multiple_of: int = 1,
     scale: Scale = "group",
@@ -121,7 +128,7 @@ def select(
     Args:
         batch: with tensors ``[N, T]`` as above.
         keep: rollouts kept for each group; ``DownSamplingSchedule()(progress).rollouts``.
-        scope, multiple_of: as in :func:`choose_rows`. verl wants a multiple of lcm(data-parallel size,
+        rule, scope, multiple_of: as in :func:`choose_rows`. verl wants a multiple of lcm(data-parallel size,
             ``ppo_mini_batch_size * rollout.n``).
         scale: as in :func:`d3s_kernels.group_advantages`; not used where the batch has advantages.
 
@@ -149,7 +156,22 @@ def select(
     else:
         takes = "'advantages' and 'response_mask', 'token_level_rewards' or 'token_level_scores'"
         raise ValueError(f"batch: has {_names(data)}; takes {takes}")
-    return choose_rows(advantages, uids, keep, scope=scope, multiple_of=multiple_of)
+    return choose_rows(advantages, uids, keep, rule=rule, scope=scope, multiple_of=multiple_of)
+
+
+def by_group(values: Tensor, groups: Iterable[Hashable]) -> Tensor:
+    """``[N]`` to ``[groups, most]``: the values of each group, in order, and NaN behind those of smaller groups.
+
+    Example:
+        >>> import torch
+        >>> from d3s_kernels.integrations.verl.rows import by_group
+        >>> by_group(torch.tensor([1.0, 5.0, 0.0]), ["a", "b", "a"])
+        tensor([[1., 0.],
+                [5., nan]])
+    """
+    order, offsets = _by_group(groups)
+    of_groups = torch.split(values[order], offsets.diff().tolist())
+    return pad_sequence(list(of_groups), batch_first=True, padding_value=math.nan)
 
 
 def sessions(keys: Sequence[str]) -> list[list[int]]:

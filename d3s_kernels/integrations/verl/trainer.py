@@ -25,8 +25,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from ...schedule import Budget
 from ...tokens import select_tokens
+from ..metrics import groups_without_spread, rollout_metrics, token_metrics, token_sums
 from .options import D3SOptions
-from .rows import choose_rows, rollout_advantages, rows_of_an_update, sessions
+from .rows import by_group, choose_rows, rollout_advantages, rows_of_an_update, sessions
 
 TESTED_WITH = "0.9.1"
 MODE = "d3s_sync"
@@ -64,6 +65,10 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
     def _budget(self) -> Budget:
         progress = (self.global_steps - 1) / self.total_training_steps  # verl counts steps from 1
         return self.d3s.budget(progress, self.config.actor_rollout_ref.rollout.n)
+
+    def _draws(self, rule: str) -> torch.Generator | None:
+        """For the rule "random": other numbers in each step, the same ones after a checkpoint."""
+        return torch.Generator().manual_seed(self.global_steps) if rule == "random" else None
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
         """Drops rollouts, then lets verl balance the rest.
@@ -103,9 +108,10 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             advantages = of_rows.repeat_interleave(offsets.diff()) * mask
             fields = {"advantages": advantages, "returns": advantages}
 
+        budget, rule = self._budget, self.d3s.token_rule
         tokens = select_tokens(
-            entropy, advantages, self._budget.token_ratio,
-            mask=mask.bool(), offsets=offsets, scope=self.d3s.token_scope, drop_zeros=self.d3s.drop_zeros,
+            entropy, advantages, budget.token_ratio, rule=rule, mask=mask.bool(), offsets=offsets,
+            scope=self.d3s.token_scope, drop_zeros=self.d3s.drop_zeros, generator=self._draws(rule),
         )  # fmt: skip
         # No token may have a score (drop_zeros, and in every group all rewards are equal). An empty mask would make
         # verl divide by 0, so the full mask is kept; all advantages are 0 then, so the result is the same.
@@ -118,7 +124,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
         nested = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in fields.items()}
         tq.kv_batch_put(fields=TensorDict(nested, batch_size=len(batch)), **where)
-        metrics.update(_token_metrics(entropy, mask.bool(), kept, tokens.threshold))
+        sums = token_sums(kept, mask.bool(), entropy, advantages)
+        metrics.update(_numbers(token_metrics(sums, tokens.threshold, budget.token_ratio)))
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
@@ -133,16 +140,19 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
     def _keep_rollouts(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """The batch without the rows of dropped rollouts, which are removed from verl's storage too."""
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
-        data = tq.kv_batch_get(select_fields=["uid", "rm_scores"], **where)
+        data = tq.kv_batch_get(select_fields=["uid", "rm_scores", "response_mask"], **where)
         scores, uids = data["rm_scores"].unbind(), list(data["uid"])
+        tokens = [int(row.sum()) for row in data["response_mask"].unbind()]
         rollouts = sessions(batch.keys)
         last = [rows[-1] for rows in rollouts]  # a rollout's reward is that of its last output
         rewards, groups = torch.stack([scores[row].sum() for row in last]), [uids[row] for row in last]
 
         scaled = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
         advantages = rollout_advantages(rewards, groups, scale="group" if scaled else "none")
-        budget = self._budget
-        chosen = choose_rows(advantages, groups, budget.rollouts, scope=self.d3s.rollout_scope).tolist()
+        budget, rule = self._budget, self.d3s.rollout_rule
+        chosen = choose_rows(
+            advantages, groups, budget.rollouts, rule=rule, scope=self.d3s.rollout_scope, generator=self._draws(rule)
+        ).tolist()
         if not chosen:
             raise ValueError(f"rm_scores: got no finite reward in {len(rollouts)} rollouts; takes at least one")
 
@@ -151,18 +161,13 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         if dropped:  # verl later clears only the keys of the returned batch
             tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
 
-        scorable = rewards[advantages.isfinite()]
-        metrics.update(
-            {
-                "d3s/rollouts_budget": budget.rollouts,
-                "d3s/rollouts_kept": len(chosen),
-                "d3s/rollouts_kept_share": len(chosen) / len(rollouts),
-                "d3s/zero_advantage_share": float((advantages == 0).float().mean()),
-                "d3s/token_ratio": budget.token_ratio,
-                # verl's own metrics cover only the kept rollouts, whose scores are extreme by choice.
-                "d3s/score_of_all/mean": float(scorable.mean()),
-            }
-        )
+        kept = torch.zeros(len(rollouts), dtype=torch.bool).index_fill(0, torch.tensor(chosen), True)
+        lengths = torch.tensor([sum(tokens[row] for row in rows) for rows in rollouts])
+        asked = budget.rollouts / self.config.actor_rollout_ref.rollout.n
+        same = groups_without_spread(by_group(rewards, groups))
+        metrics.update(_numbers(rollout_metrics(kept, lengths, same, asked)))
+        # verl's own metrics cover only the kept rollouts, whose scores are extreme by choice.
+        metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
         return batch.select_keys([key for key in batch.keys if key in self._advantages])
 
 
@@ -227,12 +232,5 @@ def _rows_of_a_micro_batch(config: Any) -> int:
     return math.lcm(*(size for size in sizes if size))
 
 
-def _token_metrics(entropy: Tensor, mask: Tensor, kept: Tensor, threshold: Tensor) -> dict[str, float]:
-    """The metrics of the chosen tokens; a mean over no tokens is NaN."""
-    finite = threshold[threshold.isfinite()]
-    return {
-        "d3s/tokens_kept": int(kept.sum()),
-        "d3s/score_threshold": float(finite.mean()),  # over sequences, if each has its own
-        "d3s/entropy_of_kept": float(entropy[kept].float().mean()),
-        "d3s/entropy_of_dropped": float(entropy[mask & ~kept].float().mean()),
-    }
+def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,223 @@
+"""What a selection kept and what it saves, under the same names in every trainer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..schedule import Budget
+from ..tokens import TokenSelection
+
+SPREAD_TOLERANCE = 1e-6  # some 8 rounding steps of float32
+
+NAMES = {
+    "d3s/rollouts_kept": "rollouts that are trained on",
+    "d3s/rollout_share": "rollouts_kept / all rollouts",
+    "d3s/rollout_share_asked": "what the budget asks for: its rollouts of a group / the group's",
+    "d3s/groups_without_spread": "share of the groups whose rewards are all equal, up to rounding",
+    "d3s/tokens_not_forwarded": "tokens of dropped rollouts, which the update does not forward",
+    "d3s/tokens_kept": "tokens with a gradient",
+    "d3s/token_share": "tokens_kept / all tokens of the kept rollouts",
+    "d3s/token_share_asked": "what the budget asks for",
+    "d3s/threshold": "the lowest kept score; the mean, where each sequence has its own",
+    "d3s/entropy_kept": "mean entropy of the kept tokens, nats",
+    "d3s/entropy_dropped": "mean entropy of the other tokens of the kept rollouts, nats",
+    "d3s/positive_advantage_share": "share of the kept tokens whose advantage is above 0",
+    "d3s/head_rows_not_computed": "tokens of the kept rollouts that the LM head's backward leaves out",
+    "d3s/flops_saved": "estimated share of the update's FLOPs that is saved",
+}
+"""Every metric, and what it is."""
+
+
+def groups_without_spread(rewards: Tensor, *, tolerance: float = SPREAD_TOLERANCE) -> Tensor:
+    """Marks the groups whose rewards are all equal, up to rounding: they teach nothing.
+
+    A reward that is summed in another order may differ in its last bits, and even the standard deviation of equal
+    numbers may be above 0 in float32. Divided by such a deviation, rounding errors become advantages. So a group counts
+    as equal where ``max - min <= tolerance * max(1, largest |reward|)``.
+
+    Args:
+        rewards: ``[..., n]``, a group for each row, any float dtype. Values that are not finite are left out.
+        tolerance: at least 0. The default suits rewards that were computed in float32.
+
+    Returns:
+        bool ``[...]``; True also for a group with fewer than two finite rewards. Nothing waits for the device.
+
+    Raises:
+        ValueError: a tolerance below 0.
+
+    Example:
+        >>> import torch
+        >>> from d3s_kernels.integrations.metrics import groups_without_spread
+        >>> a, b, c = torch.tensor([0.1, 0.2, 0.35])
+        >>> rewards = torch.stack([a + b + c, c + b + a, torch.tensor(0.0), torch.tensor(1.0)]).view(2, 2)
+        >>> rewards.std(dim=1) == 0, groups_without_spread(rewards)
+        (tensor([False, False]), tensor([ True, False]))
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance: got {tolerance}; takes at least 0")
+    usable = rewards.isfinite()
+    lowest = rewards.masked_fill(~usable, torch.inf).amin(dim=-1)
+    highest = rewards.masked_fill(~usable, -torch.inf).amax(dim=-1)
+    size = rewards.masked_fill(~usable, 0).abs().amax(dim=-1)
+    return ~(highest - lowest > tolerance * size.clamp(min=1))
+
+
+def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked: float) -> dict[str, Tensor]:
+    """The metrics of the chosen rollouts.
+
+    Args:
+        kept: bool ``[N]``, all rollouts.
+        lengths: ``[N]``, the tokens of each rollout that are in the loss.
+        without_spread: bool ``[groups]``, of :func:`groups_without_spread`.
+        asked: the share that the budget asks for.
+    """
+    number = kept.sum().double()
+    return {
+        "d3s/rollouts_kept": number,
+        "d3s/rollout_share": number / kept.numel(),
+        "d3s/rollout_share_asked": torch.full_like(number, asked),
+        "d3s/groups_without_spread": without_spread.double().mean(),
+        "d3s/tokens_not_forwarded": lengths.masked_fill(kept, 0).double().sum(),
+    }
+
+
+def token_sums(kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
+    """What :func:`token_metrics` is computed from; sums of several micro-batches or processes may be added.
+
+    Args:
+        kept, mask: bool, the shape of ``entropy``: the kept tokens, and all tokens of the kept rollouts.
+        entropy: nats.
+        advantages: broadcasts to that shape.
+
+    Returns:
+        float64 ``[5]``: kept tokens, all tokens, kept ones with a positive advantage, entropies of kept and of dropped.
+    """
+    counts = (kept, mask, kept & (advantages > 0))
+    entropies = (torch.where(which, entropy, 0.0) for which in (kept, mask & ~kept))
+    return torch.stack([part.sum(dtype=torch.float64) for part in (*counts, *entropies)])
+
+
+def token_metrics(sums: Tensor, threshold: Tensor, asked: float) -> dict[str, Tensor]:
+    """The metrics of the chosen tokens, from :func:`token_sums`. A mean over no tokens is NaN.
+
+    Args:
+        threshold: of :class:`d3s_kernels.TokenSelection`.
+        asked: the share that the budget asks for.
+    """
+    kept, everything, positive, entropy_kept, entropy_dropped = sums
+    return {
+        "d3s/tokens_kept": kept,
+        "d3s/token_share": kept / everything,
+        "d3s/token_share_asked": torch.full_like(kept, asked),
+        "d3s/threshold": threshold.double().masked_fill(~threshold.isfinite(), torch.nan).nanmean(),
+        "d3s/entropy_kept": entropy_kept / kept,
+        "d3s/entropy_dropped": entropy_dropped / (everything - kept),
+        "d3s/positive_advantage_share": positive / kept,
+        "d3s/head_rows_not_computed": everything - kept,
+    }
+
+
+def selection_metrics(
+    *,
+    advantages: Tensor,
+    rollout_mask: Tensor,
+    tokens: TokenSelection,
+    token_mask: Tensor,
+    head_share: float | None = None,
+    rewards: Tensor | None = None,
+    budget: Budget | None = None,
+) -> dict[str, Tensor]:
+    """What a step's selection kept and saves, for a loop of your own: the metrics that our trainers log.
+
+    :data:`NAMES` says what each metric is. All are of this process's rollouts.
+
+    ``d3s/flops_saved`` counts matrix products, in units of a forward of all rollouts' tokens, of which the LM head is
+    the share ``h`` (``head_share``). The backward of the body costs twice its forward. A head whose backward computes
+    the logits again costs four times its forward. With the share ``f`` of all tokens that is forwarded, and the share
+    ``k`` of all tokens that is kept::
+
+        before = 3 (1 - h) + 4 h
+        after  = 3 (1 - h) f + h (f + 3 k)      # the head of d3s_kernels: its backward covers kept tokens only
+        saved  = 1 - after / before
+
+    Attention, gradient checkpointing, generation and the passes for old and reference log-probabilities are left out.
+
+    Args:
+        advantages: float ``[groups, n]``, of all rollouts.
+        rollout_mask: bool ``[groups, n]``, the kept rollouts.
+        tokens: the choice of tokens among the kept rollouts: its mask and its entropy are ``[kept rollouts, T]``, in
+            the order of the rollouts, or ``[groups * n, T]``, where dropped rollouts have no token.
+        token_mask: bool ``[groups * n, T]``, the tokens of all rollouts that are in the loss.
+        head_share: the LM head's share of the weights in matrix products, in [0, 1]: 0.28 for Qwen2.5-0.5B, 0.077 for
+            Qwen2.5-7B. Without it there is no ``d3s/flops_saved``.
+        rewards: ``[groups, n]``: groups without a spread are counted by them, since advantages may have been divided by
+            a very small deviation. Without them they are counted by the advantages.
+        budget: what the selection was asked for. Without it there is no ``d3s/rollout_share_asked`` and no
+            ``d3s/token_share_asked``.
+
+    Returns:
+        0-d float64 tensors on the device of the masks, for which nothing has waited. A mean over no tokens is NaN.
+
+    Raises:
+        ValueError: a mask of another shape; a head_share outside [0, 1].
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> from d3s_kernels.integrations.metrics import selection_metrics
+        >>> rewards = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+        >>> advantages, budget = d3s.group_advantages(rewards), d3s.Budget(rollouts=2, token_ratio=0.25)
+        >>> kept, mask = d3s.select_rollouts(advantages, budget.rollouts), torch.ones(8, 6, dtype=torch.bool)
+        >>> entropy = torch.rand(4, 6)  # of the kept rollouts
+        >>> tokens = d3s.select_tokens(entropy, advantages[kept], budget.token_ratio, mask=mask[kept.flatten()])
+        >>> metrics = selection_metrics(advantages=advantages, rollout_mask=kept, tokens=tokens, token_mask=mask,
+        ...                             head_share=0.28, rewards=rewards, budget=budget)
+        >>> names = "d3s/tokens_kept", "d3s/groups_without_spread", "d3s/flops_saved"
+        >>> [round(float(metrics[name]), 3) for name in names]
+        [6.0, 0.5, 0.596]
+    """
+    groups, n = _checked_sizes(advantages, rollout_mask, rewards, tokens, token_mask)
+    if head_share is not None and not 0 <= head_share <= 1:
+        raise ValueError(f"head_share: got {head_share}; takes a number in [0, 1]")
+    kept, of_rows = rollout_mask.flatten(), advantages.flatten()
+    mask = token_mask & kept.unsqueeze(1)
+    if len(tokens.mask) != groups * n:
+        rows = (~kept).to(torch.int8).argsort(stable=True)[: len(tokens.mask)]  # the kept ones, in their order
+        mask, of_rows = mask[rows], of_rows[rows]
+    without_spread = groups_without_spread(advantages if rewards is None else rewards)
+    sums = token_sums(tokens.mask, mask, tokens.entropy.detach(), of_rows.unsqueeze(1))
+    asked = (0.0, 0.0) if budget is None else (budget.rollouts / n, budget.token_ratio)
+    metrics = rollout_metrics(kept, token_mask.sum(dim=1), without_spread, asked[0])
+    metrics |= token_metrics(sums, tokens.threshold, asked[1])
+    if budget is None:
+        metrics = {name: value for name, value in metrics.items() if not name.endswith("_asked")}
+    if head_share is not None:
+        everything = token_mask.sum(dtype=torch.float64)
+        metrics["d3s/flops_saved"] = _flops_saved(sums[1] / everything, sums[0] / everything, head_share)
+    return metrics
+
+
+def _flops_saved(forwarded: Tensor, kept: Tensor, head: float) -> Tensor:
+    """The formula of :func:`selection_metrics`."""
+    after = 3 * (1 - head) * forwarded + head * (forwarded + 3 * kept)
+    return 1 - after / (3 * (1 - head) + 4 * head)
+
+
+def _checked_sizes(
+    advantages: Tensor, rollout_mask: Tensor, rewards: Tensor | None, tokens: TokenSelection, token_mask: Tensor
+) -> tuple[int, int]:
+    if advantages.dim() != 2:
+        raise ValueError(f"advantages: got shape {list(advantages.shape)}; takes [groups, n]")
+    groups, n = advantages.shape
+    for name, value in {"rollout_mask": rollout_mask, "rewards": rewards}.items():
+        if value is not None and value.shape != advantages.shape:
+            raise ValueError(f"{name}: got shape {list(value.shape)}; takes that of advantages, {[groups, n]}")
+    if token_mask.dim() != 2 or len(token_mask) != groups * n:
+        raise ValueError(f"token_mask: got shape {list(token_mask.shape)}; takes [{groups * n}, T], all rollouts")
+    width = token_mask.shape[1]
+    if tokens.mask.dim() != 2 or tokens.mask.shape[1] != width or len(tokens.mask) > groups * n:
+        raise ValueError(
+            f"tokens: got a mask of shape {list(tokens.mask.shape)}; takes [kept rollouts, {width}] or "
+            f"[{groups * n}, {width}]"
+        )
+    return groups, n
