@@ -12,33 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("trl")
 import trl.trainer.utils as trl_utils
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from heads import MODELS, SHAPE, needs_trls
 
 from d3s_kernels.integrations.trl import head as our_head
 from d3s_kernels.integrations.trl.head import d3s_head
-
-SHAPE = {
-    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
-}  # fmt: skip
-MODELS = {
-    "Qwen2, tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
-    "Qwen2, untied": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False)),
-    "Gemma 2: caps its logits": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**SHAPE, head_dim=16, final_logit_softcapping=5.0)
-    ),
-    "Cohere: scales its logits": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.25)),
-    "Phi: has a bias": lambda: PhiForCausalLM(PhiConfig(**SHAPE)),
-}
 
 
 @pytest.fixture
@@ -60,21 +37,6 @@ def scored(model: torch.nn.Module, labels: Tensor, ours: bool) -> tuple[Tensor, 
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad()
     return output.log_probs.detach(), output.entropy.detach(), gradient
-
-
-# Before 1.16, TRL has only Triton kernels, which need a GPU.
-needs_trls = pytest.mark.skipif(not hasattr(trl_utils, "_use_triton"), reason="this TRL has no head for CPUs")
-
-
-@needs_trls
-@pytest.mark.parametrize("name", MODELS)
-def test_scores_are_trls(name: str, labels: Tensor) -> None:
-    model = MODELS[name]()
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(10)
-    trl_utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
-    for ours, theirs in zip(scored(model, labels, True), scored(model, labels, False), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
 @needs_trls

@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 from datasets import Dataset
 from tiny_trl import GROUP, PlainTrainer, generation_batch, model, share_of_even, trainer
 
-from d3s_kernels._head import backward as head_backward
+from d3s_kernels._head import backward
 from d3s_kernels.integrations.metrics import NAMES
 
 LOGGED = {*NAMES, "d3s/num_tokens_kept"} - {"d3s/flops_saved"}
@@ -103,7 +103,8 @@ def test_trains_with_a_reference(saved: str, level: str) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_trains_an_adapter(saved: str, beta: float) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM")
+    whole = ["lm_head"] if beta else None  # trained besides, all of it
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, task_type="CAUSAL_LM", modules_to_save=whole)
     trained(policy=saved, peft_config=config, beta=beta, num_iterations=2)
 
 
@@ -156,16 +157,92 @@ def rows_forwarded(policy: Any) -> Iterator[list[tuple[bool, int]]]:
     policy.forward = forward
 
 
+def texts(tokens: Tensor, mask: Tensor) -> list[list[int]]:
+    """The tokens of each row, without padding."""
+    return [row[present.bool()].tolist() for row, present in zip(tokens, mask, strict=True)]
+
+
+def rollouts(batch: dict[str, Tensor]) -> list[list[int]]:
+    return texts(
+        *(torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    )
+
+
+class Meter:
+    """What a trainer computes: the rows of each forward, and the rows of the head's backward in each micro-batch."""
+
+    def __init__(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.forwarded: list[list[list[int]]] = []
+        self.in_backward: list[list[int]] = []  # the targets of these rows
+        self.kept_tokens: list[list[int]] = []  # what they should be
+        self.valid = 0
+        keep, log, gradient = made._keep_rollouts, made._log_tokens, backward._gradient_of_tile
+
+        def keep_rollouts(batch: Any) -> Any:
+            self.generated, self.kept = rollouts(batch), keep(batch)
+            return self.kept
+
+        def log_tokens(kept: Tensor, mask: Tensor, *more: Any) -> Any:
+            self.kept_tokens.append(made._loss_inputs["completion_ids"][kept].tolist())
+            self.valid += int(mask.sum())
+            return log(kept, mask, *more)
+
+        def gradient_of_tile(problem: Any, head: Any, rows: Any, *more: Any) -> Tensor:
+            self.in_backward.append(rows.targets.tolist())
+            return gradient(problem, head, rows, *more)
+
+        monkeypatch.setattr(made, "_keep_rollouts", keep_rollouts)
+        monkeypatch.setattr(made, "_log_tokens", log_tokens)
+        monkeypatch.setattr(backward, "_gradient_of_tile", gradient_of_tile)
+        for scored in filter(None, (made.model, made.ref_model)):
+            monkeypatch.setattr(scored, "forward", self._watched(scored.forward))
+
+    def _watched(self, forward: Any) -> Any:
+        def watched(*arguments: Any, **more: Any) -> Any:
+            if more.get("fused_lm_head"):
+                self.forwarded.append(texts(more["input_ids"], more["attention_mask"]))
+            return forward(*arguments, **more)
+
+        return watched
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({}, 1),  # the update alone
+        ({"num_iterations": 2, "beta": 0.1}, 3),  # the old policy, the reference, the update
+        ({"entropy_from": "rollout"}, 2),  # whose update leaves rows and columns out
+    ],
+    ids=str,
+)
+def test_what_is_dropped_is_never_computed(
+    options: dict[str, Any], passes: int, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From rewards to the optimizer: dropped rollouts are in no forward, dropped tokens not in the head's backward."""
+    made = trainer(policy=saved, max_steps=1, **options)
+    meter = Meter(made, monkeypatch)
+    made.train()
+    kept = rollouts(meter.kept)
+    dropped = [rollout for rollout in meter.generated if rollout not in kept]
+    assert (len(kept), len(dropped)) == (8, 8)
+    rows = [row for forward in meter.forwarded for row in forward]
+    assert len(rows) <= passes * len(kept)
+    assert len(rows) == passes * len(kept) or "entropy_from" in options
+    assert all(any(rollout[: len(row)] == row for rollout in kept) for row in rows)
+    assert meter.in_backward == [tokens for tokens in meter.kept_tokens if tokens]
+    assert 0 < sum(map(len, meter.kept_tokens)) < 0.35 * meter.valid
+
+
 def test_what_was_dropped_was_neither_forwarded_nor_in_the_heads_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted over a whole run: what was logged is what was computed, and together with what was not it is all."""
     in_backward: list[int] = []
-    products = head_backward._sum_over_tiles
+    products = backward._sum_over_tiles
 
     def counting(problem: Any, head: Any, rows: Any, *more: Any) -> Any:
         in_backward.append(len(rows.hidden))
         return products(problem, head, rows, *more)
 
-    monkeypatch.setattr(head_backward, "_sum_over_tiles", counting)
+    monkeypatch.setattr(backward, "_sum_over_tiles", counting)
     made = trainer(max_steps=3, rollouts_start=0.25, rollouts_end=1.0)
     with rows_forwarded(made.model) as policy:
         made.train()
@@ -178,16 +255,6 @@ def test_what_was_dropped_was_neither_forwarded_nor_in_the_heads_backward(monkey
         everything = 2 * GROUP * row["completions/mean_length"]
         assert of_kept + row["d3s/tokens_not_forwarded"] == pytest.approx(everything)
         assert of_kept < everything
-
-
-def test_a_dropped_rollout_costs_nothing_after_its_reward(saved: str) -> None:
-    made = trainer(policy=saved, max_steps=1, num_iterations=2, beta=0.1)
-    with rows_forwarded(made.model) as policy, rows_forwarded(made.ref_model) as reference:
-        made.train()
-    kept = 8  # of 16
-    assert sum(rows for _, rows in reference) == kept
-    assert sum(rows for grad, rows in policy if not grad) == kept  # old log-probabilities
-    assert [rows for grad, rows in policy if grad] == [kept // 2, kept // 2]  # two micro-batches
 
 
 def test_nor_does_it_with_an_adapter_switched_off_as_the_reference(saved: str) -> None:
@@ -270,13 +337,13 @@ def test_vllms_correction_needs_the_old_policy_at_once() -> None:
     made.use_vllm = True
     assert made.vllm_importance_sampling_correction
     assert made._pass_names() == ["old_per_token_logps"]
-    from d3s_kernels.integrations.trl.trainer import _Passes
+    from d3s_kernels.integrations.trl.passes import Passes
 
-    made._passes = passes = _Passes(made._pass_names())
+    made._passes = passes = Passes(made._pass_names())
     batch = generation_batch(4)
     logprob = made._score(made.model, batch)[0]
     made._passes = None
     expected, entropy, _ = made._score(made.model, batch, compute_entropy=True)
     torch.testing.assert_close(logprob, expected)
     torch.testing.assert_close(passes.entropy, entropy)
-    assert passes.postponed == []
+    assert passes.postponed == {}

@@ -9,6 +9,18 @@ from torch import Tensor
 
 from .rollouts import Batch
 
+# What TRL's loss of each type divides the sum over its tokens by.
+DENOMINATORS = {
+    "grpo": "sequence",  # each sequence's tokens, and the sequences
+    "sapo": "sequence",
+    "bnpo": "process",  # the tokens of this process's micro-batch
+    "dr_grpo": "constant",
+    "dapo": "generation",  # the tokens of the generation batch of all processes
+    "cispo": "generation",
+    "vespo": "generation",
+    "luspo": "sequences",  # their number, whatever their lengths
+}
+
 
 def loss_mask(batch: Batch) -> Tensor:
     """The mask of TRL's loss: the completion's tokens, without those of tools."""
@@ -35,12 +47,13 @@ def gradient_weights(loss_type: str, kept: Tensor, mask: Tensor, batch: Batch, t
     """
     of_kept, of_all = kept.sum(dim=1, keepdim=True).float(), mask.sum(dim=1, keepdim=True).float()
     of_process = of_all.sum() / of_kept.sum().clamp(min=1)
-    if loss_type in ("grpo", "sapo"):  # a mean over each sequence
+    denominator = DENOMINATORS[loss_type]
+    if denominator == "sequence":
         return of_all / of_kept.clamp(min=1), of_process
-    if loss_type == "bnpo":  # over this process's micro-batch
+    if denominator == "process":
         return of_process, of_process
-    if loss_type == "luspo":  # a sum
+    if denominator == "sequences":
         return torch.ones_like(of_process), of_process
-    if loss_type != "dr_grpo" and "d3s_tokens_kept" in batch:  # over the generation batch of all processes
+    if denominator == "generation" and "d3s_tokens_kept" in batch:
         return batch["num_items_in_batch"] / batch["d3s_tokens_kept"].clamp(min=1), of_process
     return totals[1] / totals[0].clamp(min=1), of_process  # micro-batch by micro-batch, of all processes

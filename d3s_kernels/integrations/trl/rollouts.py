@@ -16,6 +16,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from ..._across_ranks.equal_rows import most_varied
 from ...rollouts import RolloutRule, select_rollouts
 from ...tokens import topk_mask
+from .surface import UnknownTRL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,6 +29,25 @@ _COMPLETION = {  # padded on the right
     "sampling_per_token_logps", "importance_sampling_ratio", "d3s_entropy",
 }  # fmt: skip
 _BOTH = {"token_type_ids", "mm_token_type_ids"}
+IMAGES = (  # what the method that scores tokens takes in addition to them
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+_FIELDS = {"advantages", "num_items_in_batch", *_PROMPT, *_COMPLETION, *_BOTH, *IMAGES}
+
+
+def check_fields(batch: Batch) -> None:
+    """Refuses a batch with a field that is not known: on which side it is padded, and so how rows move, is not either.
+
+    Raises:
+        UnknownTRL: there is such a field.
+    """
+    unknown = sorted(batch.keys() - _FIELDS)
+    if unknown:
+        raise UnknownTRL(
+            f"_generate_and_score_completions: its batch has {', '.join(unknown)}, which is not known; rows of it "
+            "cannot be chosen, since nothing says on which side it is padded"
+        )
 
 
 def rows_to_keep(groups: int, n: int, keep: int, multiple: int) -> tuple[int, int]:

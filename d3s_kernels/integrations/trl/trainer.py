@@ -23,10 +23,15 @@ from .config import D3SConfig
 from .espo import as_espo
 from .gradient import gradient_weights, loss_mask, only_through
 from .head import Update, d3s_head
+from .head_module import check_head
 from .host_number import HostNumber
+from .loss_probe import check_loss
 from .page import UNMEASURED, PageOfBatch
+from .passes import OLD, REFERENCE, Passes
 from .rollouts import (
+    IMAGES,
     Batch,
+    check_fields,
     choose_rollouts,
     keep_rollouts,
     last_column,
@@ -36,25 +41,13 @@ from .rollouts import (
     trimmed,
     worths,
 )
+from .surface_check import check_class, check_loss_type, check_object
+from .watch import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# The fields of a batch that TRL's scoring method takes in addition to the tokens.
-_IMAGES = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
 _Scores = tuple[Tensor, Tensor | None, Tensor | None]
-
-
-class _Passes:
-    """The passes without gradient that TRL makes over a generation batch, before its rewards are known."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names = names  # the batch fields that the passes fill, in the order of the passes
-        self.postponed: list[str] = []  # names of the passes that wait until the rollouts are chosen
-        self.entropy: Tensor | None = None
 
 
 class D3STrainer(GRPOTrainer):  # type: ignore[misc]
@@ -80,6 +73,9 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
+        ValueError: ``loss_type`` is not known; the LM head has an adapter or is no linear layer.
+        UnknownTRL: TRL, or a class that overrides its methods, does what the selection does not cover: when the trainer
+            is made, or in the first step.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
@@ -100,12 +96,18 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = D3SConfig(f"{name.split('/')[-1]}-D3S")
+        check_class(type(self), D3STrainer)
+        check_loss_type(args.loss_type)
         super().__init__(model, reward_funcs, args, *more, **options)
+        check_object(self)
+        check_head(self.accelerator.unwrap_model(self.model))
         if self._espo:
             self.importance_sampling_level = "token"  # what TRL sees: as_espo turns its token ratios into ESPO's
+        check_loss(self, super()._compute_loss.__func__)
         self._schedule = args.schedule()
         self._warn_of_little_to_drop()
-        self._passes: _Passes | None = None  # set only while TRL makes a generation batch
+        self._watch = Watch()
+        self._passes: Passes | None = None  # set only while TRL makes a generation batch
         self._loss_inputs: Batch | None = None  # set only while TRL computes a training loss
         self._rewards: Tensor | None = None  # of all processes' rollouts, by function; set until rollouts are chosen
         self._draws: tuple[int, torch.Generator] | None = None  # the step, and its generator for the rule "random"
@@ -116,6 +118,12 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
     def train(self, *arguments: Any, **options: Any) -> Any:
         self._last_page = None  # each run has its own pages
         return super().train(*arguments, **options)
+
+    def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+        self._watch.begin()
+        loss: Tensor = super().training_step(*arguments, **options)
+        self._watch.end(self)
+        return loss
 
     def _warn_of_little_to_drop(self) -> None:
         """Warns once, on the main process, if small groups or small device batches leave little to drop."""
@@ -183,19 +191,20 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if not self.model.training:
             evaluated: Batch = super()._generate_and_score_completions(inputs)
             return evaluated
-        self._passes = passes = _Passes(self._pass_names())
+        self._passes = passes = Passes(self._pass_names())
         self._page = self._page_if_due()
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
             self._passes = None
-        # Postponed passes left zeros as placeholders. Drop them, so that they are not sent between processes.
-        batch = {name: value for name, value in batch.items() if name not in passes.postponed}
+        batch = passes.without_postponed(batch)
+        check_fields(batch)
         if passes.entropy is not None:
             batch["d3s_entropy"] = passes.entropy
         if self._page is not None:
             self._page.add_generated(batch, self.accelerator.process_index, self._tokenizer.pad_token_id)
         batch = self._keep_rollouts(batch)
+        self._watch.rollouts_are_chosen()
         for name in passes.postponed:
             batch |= self._postponed(name, batch)
         if self._tokens_before_update:
@@ -238,13 +247,24 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
     def _pass_names(self) -> list[str]:
         """The passes without gradient that TRL makes over a generation batch, by TRL's own conditions."""
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
-        names = [] if aligned and not self._corrects_sampling else ["old_per_token_logps"]
-        return names if self.beta == 0 else [*names, "ref_per_token_logps"]
+        names = [] if aligned and not self._corrects_sampling else [OLD]
+        return names if self.beta == 0 else [*names, REFERENCE]
+
+    def _is_reference(self, model: Any) -> bool:
+        """Whether a model that TRL scores with is the reference: its own model, or the policy with other adapters."""
+        if self.ref_model is not None:
+            return bool(model is self.ref_model)
+        policy = self.accelerator.unwrap_model(self.model)
+        if getattr(policy, "peft_config", None) is None:
+            return False
+        # Layers have a property of this name, models of transformers a method.
+        switched_off = any(getattr(module, "disable_adapters", None) is True for module in policy.modules())
+        return switched_off or bool(policy.active_adapter == "ref")
 
     @property
     def _tokens_before_update(self) -> bool:
         source = self.args.entropy_from
-        return bool(source == "rollout" or (source == "auto" and "old_per_token_logps" in self._pass_names()))
+        return bool(source == "rollout" or (source == "auto" and OLD in self._pass_names()))
 
     def _keep_rollouts(self, batch: Batch) -> Batch:
         accelerator, own = self.accelerator, batch["advantages"]
@@ -280,7 +300,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _postponed(self, name: str, batch: Batch) -> Batch:
         """Makes a pass that TRL asked for before the rollouts were chosen; the batch fields it fills."""
-        if name == "old_per_token_logps":
+        if name == OLD:
             logprob, entropy, _ = self._score(self.model, batch, compute_entropy=self._tokens_before_update)
             return {name: logprob} if entropy is None else {name: logprob, "d3s_entropy": entropy}
         if self.ref_model is not None:
@@ -293,7 +313,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         """TRL's scoring pass without gradient, over the rows of a batch."""
         tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        images = {name: batch[name] for name in _IMAGES if name in batch}
+        images = {name: batch[name] for name in IMAGES if name in batch}
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             return self._get_per_token_logps_and_entropies(
                 model,
@@ -372,6 +392,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             scores: _Scores = method(model, tokens, attention, columns, *more, **{**options, **changed})
             return scores
 
+        check_head(self.accelerator.unwrap_model(model))  # an adapter may have come since the trainer was made
         arguments = model, input_ids, attention_mask, logits_to_keep
         if self._loss_inputs is not None:
             update = Update(self._alone)
@@ -385,22 +406,21 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
     def _score_before_rewards(
         self,
         score: Callable[..., _Scores],
-        passes: _Passes,
+        passes: Passes,
         model: Any,
         tokens: Tensor,
         attention: Tensor,
         columns: int,
     ) -> _Scores:
         """Postpones TRL's passes for log-probabilities that only the update needs, until the rollouts are chosen."""
-        name = passes.names.pop(0)
-        needed_at_once = name == "old_per_token_logps" and self._corrects_sampling
+        name = passes.next(self._is_reference(model))
+        needed_at_once = name == OLD and self._corrects_sampling
         if needed_at_once:
             logprob, passes.entropy, aux = score(
                 model, tokens, attention, columns, compute_entropy=self._tokens_before_update
             )
             return logprob, None, aux
-        passes.postponed.append(name)
-        return torch.zeros(tokens.shape[0], columns, device=tokens.device), None, None
+        return passes.postpone(name, tokens.shape[0], columns), None, None
 
     @property
     def _alone(self) -> bool:
@@ -438,7 +458,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             policy = bonus = torch.ones((), device=kept.device)
             if self.args.loss_denominator == "kept":
                 policy, bonus = gradient_weights(self.loss_type, kept, mask, inputs, totals)
-            logprob.register_hook(only_through(kept, policy))  # type: ignore[no-untyped-call]
+            logprob.register_hook(self._watch.seen(only_through(kept, policy)))  # type: ignore[no-untyped-call]
             if entropy.requires_grad:
                 entropy.register_hook(only_through(kept, bonus))  # type: ignore[no-untyped-call]
         return logprob, entropy, aux
