@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import d3s_kernels as d3s
 from d3s_kernels.integrations.metrics import NAMES, groups_without_spread, selection_metrics
+from d3s_kernels.integrations.sampling_metrics import SAMPLING_NAMES
 
 GROUPS, SIZE, WIDTH = 3, 4, 7
 BUDGET = d3s.Budget(2, 0.3)
@@ -162,7 +163,7 @@ def test_rewards_that_are_missing_are_left_out() -> None:
 
 def test_the_page_has_the_same_table() -> None:
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert dict(re.findall(r"^\| `(d3s/\w+)` \| (.+) \|$", page, re.MULTILINE)) == NAMES
+    assert dict(re.findall(r"^\| `(d3s/\w+)` \| (.+) \|$", page, re.MULTILINE)) == NAMES | SAMPLING_NAMES
     names: dict[str, Any] = {}
     exec(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0], names)
     assert names["metrics"].keys() == NAMES.keys()

@@ -38,6 +38,7 @@ def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
 
 
 _ROLLOUTS = (_is_rollouts, "a share in (0, 1] of a group's rollouts, or their number, which is whole and above 1")
+_FLAG = (lambda value: isinstance(value, bool), "true or false")
 _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rollouts_start": _ROLLOUTS,
     "rollouts_end": _ROLLOUTS,
@@ -53,7 +54,9 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss_denominator": _one_of("kept", "all"),
     "advantages_from": _one_of("all", "kept"),
     "selection_page_steps": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
-    "drop_zeros": (lambda value: isinstance(value, bool), "true or false"),
+    "drop_zeros": _FLAG,
+    "sampling_mask": _FLAG,
+    "max_kept": (is_whole_number, "a whole number of at least 1"),
     "base_loss": (lambda value: isinstance(value, str) and value != "d3s", "the name of another policy loss"),
     "quantiles": (_are_quantiles, "rising numbers in (0, 1), at most 15"),
     "alpha": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"),

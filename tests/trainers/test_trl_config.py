@@ -41,6 +41,7 @@ def test_defaults_are_the_papers() -> None:
     assert config.advantages_from == "all"
     assert (config.importance_sampling_level, config.espo_quantiles, config.espo_alpha) == ("token", [0.8], 0.02)
     assert config.espo_denominator == "self"
+    assert (config.sampling_mask, config.max_kept) == (False, 512)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ CHANGED: dict[str, Any] = {
     "schedule_shape": "cosine", "rollout_rule": "largest_abs", "rollout_scope": "group", "token_rule": "random",
     "token_scope": "sequence", "entropy_from": "rollout", "loss_denominator": "all", "drop_zeros": True,
     "advantages_from": "kept", "selection_page_steps": 7, "importance_sampling_level": "entropy_group",
-    "espo_quantiles": [0.5, 0.9], "espo_alpha": 0.1, "espo_denominator": "old",
+    "espo_quantiles": [0.5, 0.9], "espo_alpha": 0.1, "espo_denominator": "old", "sampling_mask": True, "max_kept": 64,
 }  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def as_words(options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("way", ["python", "command line", "yaml"])
 def test_every_option_can_be_set_in_three_ways(way: str, tmp_path: Path) -> None:
     assert OURS | {"importance_sampling_level"} == CHANGED.keys()
-    everything = {"output_dir": "out", "use_cpu": True, "bf16": False, "num_generations": 8} | CHANGED
+    everything = {"output_dir": "out", "use_cpu": True, "bf16": False, "num_generations": 8, "top_k": 50} | CHANGED
     if way == "python":
         config = D3SConfig(**everything)
     else:

@@ -13,6 +13,7 @@ from traffic import counted
 
 pytest.importorskip("trl")
 from d3s_kernels.integrations.trl.rollouts import keep_rollouts
+from d3s_kernels.integrations.trl.sets import SETS
 
 SIZE = 3
 ROUNDS = rounds(60)
@@ -35,7 +36,9 @@ def draw_batch(rows: int, of_sequences: bool, generator: torch.Generator) -> dic
     batch = {name: numbers(rows, completion, dtype, generator) for name, dtype in BY_COMPLETION.items()}
     batch |= {name: numbers(rows, prompt, torch.int64, generator) for name in ("prompt_ids", "prompt_mask")}
     ratios = numbers(rows, 1 if of_sequences else completion, torch.float32, generator)
+    width = int(torch.randint(1, 5, (), generator=generator))
     return batch | {
+        SETS: numbers(rows, completion * width, torch.int32, generator).view(rows, completion, width),
         "importance_sampling_ratio": ratios,
         "advantages": torch.randn(rows, generator=generator),
         "num_items_in_batch": torch.tensor(rows),
@@ -58,7 +61,13 @@ def rows_of(batch: dict[str, Tensor], kept: Tensor) -> list[dict[str, Any]]:
     ]
 
 
-def padded(row: list[float], name: str, width: int) -> list[float]:
+def padded(row: list[Any], name: str, widths: list[int]) -> list[Any]:
+    width, *more = widths
+    if more:  # sets, which are padded too
+        row = [padded(one, name, more) for one in row]
+        return row + [[-1] * more[0]] * (width - len(row))
+    if name == SETS:
+        return row + [-1] * (width - len(row))
     filler = [{"prompt_ids": PAD_TOKEN, "completion_ids": PAD_TOKEN, "importance_sampling_ratio": 1}.get(name, 0)]
     missing = filler * (width - len(row))
     return missing + row if name.startswith("prompt") else row + missing
@@ -70,7 +79,11 @@ def expected(batches: list[dict[str, Tensor]], kept: Tensor) -> list[list[dict[s
     quota = sum(map(len, held)) // len(held)
     if all(len(rows) == quota for rows in held):
         return held  # nothing is padded
-    widest = {name: max(b[name].shape[1] for b in batches) for name, value in batches[0].items() if value.dim() > 1}
+    widest = {
+        name: [max(b[name].shape[dim] for b in batches) for dim in range(1, value.dim())]
+        for name, value in batches[0].items()
+        if value.dim() > 1
+    }
     surplus = [row for rows in held for row in rows[quota:]]
     given = [rows[:quota] for rows in held]
     for rows in given:
@@ -116,10 +129,10 @@ def check_traffic(
     if not moved:
         assert sent == [8]
         return
-    with_columns = sum(value.dim() > 1 for value in own.values())
+    widths = sum(value.dim() - 1 for value in own.values() if value.dim())
     row = sum(v[:1].numel() * v.element_size() for v in found.values() if v.dim())
     leaving = max(0, held - len(found["advantages"]))
-    assert sent == [8, 8 * with_columns, leaving * row]
+    assert sent == [8, 8 * widths, leaving * row]
     assert "alltoall" in names[-1]
     assert not any("alltoall" in name for name in names[:-1])
 

@@ -8,6 +8,7 @@ from trl import GRPOConfig
 
 from ...schedule import DownSamplingSchedule
 from .._options import ROLLOUT_RULES, TOKEN_RULES, check_options, check_token_rule, schedule_of
+from .sampling_options import require_sampled_sets
 
 ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # with PPO's clipping; its range may differ by token
 
@@ -23,7 +24,8 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
     Raises:
         ValueError: an option with a bad value; ``top_entropy_quantile`` beside another choice of tokens; the rule
             "entropy_quantile" with several processes, of which each would have a quantile of its own; importance
-            ratios of entropy groups with a loss that does not clip them.
+            ratios of entropy groups with a loss that does not clip them; ``sampling_mask`` where generation leaves no
+            token out, or where its sets cannot be recorded.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig
@@ -156,6 +158,21 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
         },
     )
 
+    sampling_mask: bool = field(
+        default=False,
+        metadata={
+            "help": "Record which tokens top_p, top_k or min_p left when each token was sampled, and take "
+            "log-probabilities and entropies over these tokens alone: those of the distribution that was sampled."
+        },
+    )
+    max_kept: int = field(
+        default=512,
+        metadata={
+            "help": "With sampling_mask, the most tokens that a token may be sampled from. One that was sampled from "
+            "more is an error; top_k bounds their number."
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         own = {field.name for field in fields(D3SConfig)} - {field.name for field in fields(GRPOConfig)}
@@ -174,6 +191,9 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
                 f"token_rule: got 'entropy_quantile' with {self.world_size} processes; takes 'entropy', which keeps an "
                 "exact share of the tokens of all processes"
             )
+
+        if self.sampling_mask:
+            require_sampled_sets(self)
 
     def _choose_by_entropy(self, share: float) -> None:
         """Sets the options that ``top_entropy_quantile`` stands for, and refuses others beside it."""

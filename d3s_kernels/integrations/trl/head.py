@@ -20,7 +20,9 @@ from torch import Tensor
 from ..._dispatch import ops
 from ..._dispatch.backends import DEVICES
 from ..._head.at_backward import AtBackward, asking_at_backward
+from ...sampling import op_arguments
 from .host_number import HostNumber
+from .sets import scores_from_logits, told
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +74,11 @@ class _Head:
     ) -> tuple[Tensor | None, ...]:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        reason = _why_not(hidden, weight, dtype, logit_scale, outputs)
+        reason, sets = _why_not(hidden, weight, dtype, logit_scale, outputs), told(len(targets))
+        if reason is not None and sets is not None:
+            return scores_from_logits(
+                sets, hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale, outputs, reason
+            )
         if reason is not None:
             if _TRLS_HEAD is None:
                 raise RuntimeError(f"d3s_kernels: the LM head cannot be ours, because {reason}; and TRL's needs Triton")
@@ -89,7 +95,7 @@ class _Head:
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         given = (
             hidden.to(dtype), weight.to(dtype), targets, bias, temperature / logit_scale, None, cap, None, None, None,
-            torch.float32, None, None, None, False, None,
+            torch.float32, None, *op_arguments(sets, None if sets is None else 0, hidden),
         )  # fmt: skip
         if torch.compiler.is_compiling():  # a graph cannot ask at its backward
             logprob, entropy, *_ = ops.linear_logprob_entropy(*given)

@@ -16,6 +16,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from ..._across_ranks.equal_rows import most_varied
 from ...rollouts import RolloutRule, select_rollouts
 from ...tokens import topk_mask
+from .sets import NO_TOKEN, SETS
 from .surface import UnknownTRL
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ Batch = dict[str, Any]
 _PROMPT = {"prompt_ids", "prompt_mask"}  # padded on the left
 _COMPLETION = {  # padded on the right
     "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
-    "sampling_per_token_logps", "importance_sampling_ratio", "d3s_entropy",
+    "sampling_per_token_logps", "importance_sampling_ratio", "d3s_entropy", SETS,
 }  # fmt: skip
 _BOTH = {"token_type_ids", "mm_token_type_ids"}
 IMAGES = (  # what the method that scores tokens takes in addition to them
@@ -160,19 +161,21 @@ def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: Pro
 
 
 def _widened(rows: dict[str, Tensor], pad_token: int, process_group: ProcessGroup) -> dict[str, Tensor]:
-    """Pads each tensor to its largest width over all ranks."""
+    """Pads each tensor to its largest width over all ranks; the sets also in the number of their tokens."""
     from ..._groups import ranks_of
 
     names = sorted(name for name, value in rows.items() if value.dim() > 1)
-    widths = torch.tensor([rows[name].shape[1] for name in names], device=rows["prompt_ids"].device)
-    widest = ranks_of(process_group).gather(widths).amax(dim=0).tolist()
+    sizes = torch.tensor([size for name in names for size in rows[name].shape[1:]], device=rows["prompt_ids"].device)
+    largest = iter(ranks_of(process_group).gather(sizes).amax(dim=0).tolist())
+    fillers = {"prompt_ids": pad_token, "completion_ids": pad_token, "importance_sampling_ratio": 1, SETS: NO_TOKEN}
 
-    def widened(name: str, width: int) -> Tensor:
-        missing = width - rows[name].shape[1]
-        filler = {"prompt_ids": pad_token, "completion_ids": pad_token, "importance_sampling_ratio": 1}.get(name, 0)
-        return pad(rows[name], (missing, 0) if name in _PROMPT else (0, missing), value=filler)
+    def widened(name: str) -> Tensor:
+        missing = [next(largest) - size for size in rows[name].shape[1:]]
+        # torch pads the last dimension first, each in front and behind.
+        around = [side for n in reversed(missing) for side in ((n, 0) if name in _PROMPT else (0, n))]
+        return pad(rows[name], around, value=fillers.get(name, 0))
 
-    return rows | {name: widened(name, width) for name, width in zip(names, widest, strict=True)}
+    return rows | {name: widened(name) for name in names}
 
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:

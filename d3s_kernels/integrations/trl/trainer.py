@@ -19,6 +19,7 @@ from ...rollouts import group_advantages
 from ...schedule import Budget
 from ...tokens import TokenSelection, select_tokens
 from ..metrics import groups_without_spread, rollout_metrics, token_metrics, token_sums
+from ..sampling_metrics import set_metrics, set_sums
 from .config import D3SConfig
 from .espo import as_espo
 from .gradient import gradient_weights, loss_mask, only_through
@@ -28,6 +29,7 @@ from .host_number import HostNumber
 from .loss_probe import check_loss
 from .page import UNMEASURED, PageOfBatch
 from .passes import OLD, REFERENCE, Passes
+from .recorder import Recorded, recording
 from .rollouts import (
     IMAGES,
     Batch,
@@ -41,6 +43,8 @@ from .rollouts import (
     trimmed,
     worths,
 )
+from .sampling_options import require_one_turn
+from .sets import SETS, over_sets
 from .surface_check import check_class, check_loss_type, check_object
 from .watch import Watch
 
@@ -101,6 +105,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         super().__init__(model, reward_funcs, args, *more, **options)
         check_object(self)
         check_head(self.accelerator.unwrap_model(self.model))
+        if args.sampling_mask:
+            require_one_turn(self)
         if self._espo:
             self.importance_sampling_level = "token"  # what TRL sees: as_espo turns its token ratios into ESPO's
         check_loss(self, super()._compute_loss.__func__)
@@ -109,6 +115,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         self._watch = Watch()
         self._passes: Passes | None = None  # set only while TRL makes a generation batch
         self._loss_inputs: Batch | None = None  # set only while TRL computes a training loss
+        self._recorded: Recorded | None = None  # the sets of a generation batch, until they are in the batch
         self._rewards: Tensor | None = None  # of all processes' rollouts, by function; set until rollouts are chosen
         self._draws: tuple[int, torch.Generator] | None = None  # the step, and its generator for the rule "random"
         self._num_tokens_kept: Tensor | None = None  # None until the first micro-batch
@@ -201,6 +208,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         check_fields(batch)
         if passes.entropy is not None:
             batch["d3s_entropy"] = passes.entropy
+        if self.args.sampling_mask:
+            self._add_sets(batch)
         if self._page is not None:
             self._page.add_generated(batch, self.accelerator.process_index, self._tokenizer.pad_token_id)
         batch = self._keep_rollouts(batch)
@@ -210,6 +219,31 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if self._tokens_before_update:
             self._choose_tokens_of_batch(batch)
         return batch
+
+    def _generate_single_turn(self, *arguments: Any, **options: Any) -> tuple[list[list[int]], Any]:
+        generate = super()._generate_single_turn
+        if not (self.args.sampling_mask and self.model.training):
+            completions, logprobs = generate(*arguments, **options)
+            return completions, logprobs
+        with recording(self.accelerator.unwrap_model(self.model), self.args.max_kept) as recorder:
+            completions, _ = generate(*arguments, **options)
+        self._recorded = recorded = recorder.recorded(completions)
+        rows = zip(recorded.logprob.tolist(), completions, strict=True)
+        return completions, [row[: len(tokens)] for row, tokens in rows]
+
+    def _add_sets(self, batch: Batch) -> None:
+        """Adds the sets that the tokens were drawn from to a generation batch, and logs what they are like."""
+        if self._recorded is None:
+            raise RuntimeError("sampling_mask: no sets were recorded; takes completions of _generate_single_turn")
+        mask = loss_mask(batch).bool()
+        recorded, self._recorded = self._recorded.in_columns(mask.shape[1]), None
+        batch[SETS] = recorded.sets
+        sums = set_sums((recorded.sets >= 0).sum(2), mask, self.args.max_kept, recorded.log_mass)
+        self._log(set_metrics(self.accelerator.reduce(sums, reduction="sum"), self._vocabulary))
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
 
     def _calculate_rewards(self, *arguments: Any, **options: Any) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(*arguments, **options)
@@ -316,7 +350,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         images = {name: batch[name] for name in IMAGES if name in batch}
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             return self._get_per_token_logps_and_entropies(
-                model,
+                over_sets(model, batch.get(SETS)),
                 tokens,
                 attention,
                 batch["completion_ids"].size(1),
@@ -436,7 +470,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         if kept is not None and self._tokens_are_independent(inputs):
             logprob, entropy, aux = self._score_kept(score, inputs, kept, model, tokens, attention, columns)
         else:
-            logprob, entropy, aux = score(model, tokens, attention, columns)
+            logprob, entropy, aux = score(over_sets(model, inputs.get(SETS)), tokens, attention, columns)
         assert entropy is not None  # TRL's loss always asks for it
         if kept is not None:
             threshold = inputs["d3s_threshold"]
@@ -450,8 +484,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             folder = Path(self.args.output_dir, "selection")
             page.write(folder, self._tokenizer, self.accelerator.is_main_process)
         if self._espo:
-            vocabulary = self.model.config.get_text_config().vocab_size
-            moved, epsilon = as_espo(inputs, logprob.detach(), entropy.detach(), self.args, vocabulary)
+            moved, epsilon = as_espo(inputs, logprob.detach(), entropy.detach(), self.args, self._vocabulary)
             inputs |= moved
             self.epsilon_low = self.epsilon_high = epsilon
         if logprob.requires_grad:
@@ -490,7 +523,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         prompt, used = tokens.shape[1] - columns, last_column(kept)
         if self.pad_to_multiple_of is not None:
             used = min(columns, -(-(prompt + used) // self.pad_to_multiple_of) * self.pad_to_multiple_of - prompt)
-        needed = kept[place, :used]
+        needed, sets = kept[place, :used], inputs.get(SETS)
+        model = over_sets(model, None if sets is None else sets[place, :used])
 
         def of_kept(labels: Tensor, **model_inputs: Any) -> Any:
             """The model, with labels only at kept tokens, so that the head computes only those."""

@@ -1,0 +1,160 @@
+"""Records, while transformers generates, which tokens each token was drawn from.
+
+transformers runs the processors that are given to ``generate`` before its own top-k, top-p and min-p. So the recorder
+is put into the list that ``_get_logits_processor`` makes: at its end, where scores are those that are sampled from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .sets import NO_TOKEN
+
+_TEMPERATURE = "TemperatureLogitsWarper"
+# Processors that leave tokens out and keep the scores of the others. A set of tokens says all of what they do.
+_CUTS = {
+    "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper", "TypicalLogitsWarper",
+    "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor",
+}  # fmt: skip
+_STEPS_AT_ONCE = 64  # so many steps are held in the width of max_kept, then in the width that they need
+
+
+class Recorded(NamedTuple):
+    """What was recorded of a batch of completions; each is padded on the right."""
+
+    sets: Tensor
+    """int32 ``[rows, tokens, width]``: the tokens that could be drawn, filled up with -1."""
+    logprob: Tensor
+    """float32 ``[rows, tokens]``: of the drawn token, among those of its set."""
+    log_mass: Tensor
+    """float32 ``[rows, tokens]``: the logarithm of the probability of the whole set, before tokens were left out."""
+
+    def in_columns(self, columns: int) -> Recorded:
+        """The same, padded to so many columns."""
+        more = columns - self.logprob.shape[1]
+        sets = pad(self.sets, (0, 0, 0, more), value=NO_TOKEN)
+        return Recorded(sets, pad(self.logprob, (0, more)), pad(self.log_mass, (0, more)))
+
+
+class Recorder:
+    """Two logits processors, which look at the scores before and after transformers' own and change none."""
+
+    def __init__(self, max_kept: int) -> None:
+        self._max_kept = max_kept
+        self._temperature = 1.0
+        self._scores: Tensor | None = None  # of the last step, whose token is not drawn yet
+        self._whole: list[Tensor] = []  # of each step, float32 [rows]: log of the sum over the vocabulary
+        self._kept: list[Tensor] = []  # likewise over the set
+        self._drawn: list[Tensor] = []  # the drawn token's score; one step behind
+        self._sizes: list[Tensor] = []  # int64 [rows]
+        self._sets: list[Tensor] = []  # int32 [rows, max_kept], of the latest steps
+        self._narrowed: list[Tensor] = []  # int32 [rows, steps, width], of the steps before
+
+    def around(self, processors: list[Any]) -> list[Any]:
+        """Puts the recorder into the list of processors of a generation."""
+        others = [type(one).__name__ for one in processors if type(one).__name__ not in _CUTS | {_TEMPERATURE}]
+        if others:
+            raise ValueError(
+                f"sampling_mask: generation changes scores by {', '.join(others)}, which the sets of tokens do not "
+                "record; takes a temperature and what only leaves tokens out, such as top_k, top_p and min_p"
+            )
+        self._temperature = next((one.temperature for one in processors if type(one).__name__ == _TEMPERATURE), 1.0)
+        processors.insert(0, self._before)
+        processors.append(self._after)
+        return processors
+
+    def _before(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        self._whole.append((scores.float() / self._temperature).logsumexp(1))
+        return scores
+
+    def _after(self, tokens: Tensor, scores: Tensor) -> Tensor:
+        if self._scores is not None:
+            self._draw(tokens[:, -1])
+        self._scores = scores = scores.float()
+        self._kept.append(scores.logsumexp(1))
+        self._sizes.append((scores > -torch.inf).sum(1))
+        highest = scores.topk(min(self._max_kept, scores.shape[1]), dim=1)
+        self._sets.append(highest.indices.int().masked_fill(highest.values == -torch.inf, NO_TOKEN))
+        if len(self._sets) == _STEPS_AT_ONCE:
+            self._narrow()
+        return scores
+
+    def _draw(self, tokens: Tensor) -> None:
+        assert self._scores is not None
+        self._drawn.append(self._scores.gather(1, tokens.unsqueeze(1)).squeeze(1))
+
+    def _narrow(self) -> None:
+        """Cuts the columns off that no row of the latest steps needs. This waits for the device."""
+        sets = torch.stack(self._sets, dim=1)
+        width = int(torch.stack(self._sizes[-len(self._sets) :]).amax())
+        self._narrowed.append(sets[:, :, :width].clone())
+        self._sets.clear()
+
+    def recorded(self, completions: Sequence[Sequence[int]]) -> Recorded:
+        """What was recorded of these completions, which end with their first end-of-sequence token.
+
+        Raises:
+            ValueError: a token was drawn from more than ``max_kept`` tokens.
+            RuntimeError: the completions are not those of the steps that were recorded.
+        """
+        lengths = [len(tokens) for tokens in completions]
+        steps, columns = len(self._sizes), max(lengths, default=0)
+        if not 0 < columns <= steps or self._sizes[0].shape != (len(lengths),):
+            raise RuntimeError(
+                f"sampling_mask: {steps} steps of generation were recorded for {len(lengths)} completions of at most "
+                f"{columns} tokens; takes one call of transformers' generate, with a row and a step for each token"
+            )
+        if self._sets:
+            self._narrow()
+        device = self._sizes[0].device
+        self._draw(torch.tensor([row[-1] if len(row) == steps else 0 for row in completions], device=device))
+        width = max(sets.shape[2] for sets in self._narrowed)
+        sets = torch.cat([pad(part, (0, width - part.shape[2]), value=NO_TOKEN) for part in self._narrowed], dim=1)
+        sizes, kept, whole, drawn = (
+            torch.stack(part[:columns], dim=1) for part in (self._sizes, self._kept, self._whole, self._drawn)
+        )
+        counts = torch.arange(columns, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
+        self._require_sets(sizes.masked_fill(~counts, 0), drawn.masked_fill(~counts, 0))
+        sets = sets[:, :columns].masked_fill(~counts.unsqueeze(2), NO_TOKEN)
+        width = max(1, int(sizes.masked_fill(~counts, 0).amax()))
+        scores = (torch.where(counts, value, 0.0) for value in (drawn - kept, kept - whole))
+        return Recorded(sets[:, :, :width].contiguous(), *scores)
+
+    def _require_sets(self, sizes: Tensor, drawn: Tensor) -> None:
+        """Raises an error that names the first token whose set is too large, or does not have it."""
+        wide, outside = sizes > self._max_kept, ~(drawn > -torch.inf)
+        if not bool((wide | outside).any()):
+            return
+        row, column = (wide | outside).nonzero()[0].tolist()
+        if outside[row, column]:
+            raise RuntimeError(f"sampling_mask: token {column} of rollout {row} could not be drawn from its set")
+        raise ValueError(
+            f"max_kept: got {self._max_kept}, but token {column} of rollout {row} was drawn from "
+            f"{int(sizes[row, column])} tokens; takes at least that, or sampling with top_k"
+        )
+
+
+@contextmanager
+def recording(model: Any, max_kept: int) -> Iterator[Recorder]:
+    """While inside, the steps of the model's ``generate`` are recorded. With adapters, of the model that has them."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    name, recorder = "_get_logits_processor", Recorder(max_kept)
+    processors_of: Callable[..., list[Any]] = getattr(model, name)
+    before = vars(model).get(name)
+
+    def with_recorder(*arguments: Any, **options: Any) -> list[Any]:
+        return recorder.around(processors_of(*arguments, **options))
+
+    setattr(model, name, with_recorder)
+    try:
+        yield recorder
+    finally:
+        delattr(model, name)
+        if before is not None:
+            setattr(model, name, before)

@@ -1,0 +1,91 @@
+"""The sets that tokens were drawn from: in TRL's batch, and on their way to the LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..._dispatch import ops
+from ..._dispatch.backends import DEVICES
+from ...sampling import SamplingMask
+from ...vocabulary import logprob_entropy
+
+SETS = "d3s_sets"  # a batch's field: int32 [rows, tokens, width], the set of each token of the completions
+NO_TOKEN = -1  # fills up the sets
+
+# Of the forward that runs now: the sets of all its tokens, and which tokens have a label. None: over the vocabulary.
+_told: list[tuple[Tensor, Tensor] | None] = [None]
+
+
+def over_sets(model: Callable[..., Any], sets: Tensor | None) -> Callable[..., Any]:
+    """The model, which tells the head the sets of the tokens that it scores.
+
+    TRL calls a model with the rows of a batch one part after the other, and gives labels to the tokens to score. The
+    head gets the hidden states of labelled tokens alone.
+
+    Args:
+        sets: of the rows in the order in which the model will be called with them; their columns are the last ones of
+            the labels. None: scores are over the whole vocabulary.
+    """
+    if sets is None:
+        return model
+    begin = 0
+
+    def telling(*, labels: Tensor, **inputs: Any) -> Any:
+        nonlocal begin
+        own = sets[begin : begin + len(labels)]
+        begin += len(labels)
+        with _telling(own.flatten(0, 1), (labels[:, -sets.shape[1] :] != -100).flatten()):
+            return model(labels=labels, **inputs)
+
+    return telling
+
+
+@contextmanager
+def _telling(sets: Tensor, labelled: Tensor) -> Iterator[None]:
+    _told.append((sets, labelled))
+    try:
+        yield
+    finally:
+        _told.pop()
+
+
+def told(rows: int) -> SamplingMask | None:
+    """The sets of the rows that the head was given; None where scores are over the whole vocabulary. Nothing waits for
+    the device, since the head's caller knows the number of labelled tokens.
+    """
+    if _told[-1] is None:
+        return None
+    sets, labelled = _told[-1]
+    places, _ = ops.compact(labelled, rows)
+    return SamplingMask.from_padded(sets.index_select(0, places.clamp(min=0)))
+
+
+def scores_from_logits(
+    mask: SamplingMask,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    cap: float | None,
+    scale: float,
+    outputs: tuple[str, ...],
+    reason: str,
+) -> tuple[Tensor | None, ...]:
+    """What TRL's head returns, over the sets, where ours cannot be used for this ``reason``: all logits are made."""
+    elsewhere = hidden.device.type not in DEVICES or hasattr(weight, "ds_id")
+    if elsewhere or set(outputs) - {"log_probs", "entropy"}:
+        raise RuntimeError(
+            f"sampling_mask: the LM head cannot be ours, because {reason}; TRL's own is over the whole vocabulary"
+        )
+    logits = scale * linear(hidden.to(weight.dtype), weight, bias).float()
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    scores = logprob_entropy(logits, targets, temperature=temperature, sampling_mask=mask, max_dense_rows=0)
+    return *scores, None, None, None

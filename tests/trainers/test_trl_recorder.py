@@ -1,0 +1,133 @@
+"""The recorder in transformers' generate: what it records is what was sampled from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+from peft import LoraConfig, get_peft_model
+from tiny_trl import EOS, PAD, model
+
+from d3s_kernels.integrations.trl.recorder import Recorder, recording
+
+ROWS, STEPS = 4, 70  # more steps than are held at once
+
+
+def generated(policy: Any = None, max_kept: int = 512, **options: Any) -> tuple[Recorder, list[list[int]], Any]:
+    """The recorder, the completions up to their end as TRL cuts them, and all that transformers returns."""
+    policy = model() if policy is None else policy
+    prompts = torch.tensor([[PAD, 3], [4, 5], [6, 7], [8, 9]])
+    everything = {"do_sample": True, "max_new_tokens": STEPS, "output_scores": True, "output_logits": True}
+    with recording(policy, max_kept) as recorder:
+        found = policy.generate(
+            input_ids=prompts, attention_mask=(prompts != PAD).long(), return_dict_in_generate=True,
+            **everything | options,
+        )  # fmt: skip
+    rows = found.sequences[:, 2:].tolist()
+    return recorder, [row[: row.index(EOS) + 1] if EOS in row else row for row in rows], found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
+        {"temperature": 1.5, "min_p": 0.05, "top_k": None},
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 0.7, "top_k": 5, "suppress_tokens": [2, 3]},
+        {"temperature": 2.0, "top_k": 60, "max_new_tokens": 64},
+    ],
+    ids=str,
+)
+def test_the_sets_are_the_scores_that_were_sampled_from(options: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    recorder, completions, found = generated(**options)
+    recorded = recorder.recorded(completions)
+    assert recorded.sets.dtype == torch.int32
+    for row, tokens in enumerate(completions):
+        for step, token in enumerate(tokens):
+            scores, logits = found.scores[step][row], found.logits[step][row].float()
+            kept = (scores > -torch.inf).nonzero().flatten().tolist()
+            ours = recorded.sets[row, step]
+            assert sorted(ours[ours >= 0].tolist()) == kept
+            assert token in kept
+            mass = torch.softmax(logits / options["temperature"], 0)[kept].sum().log()
+            torch.testing.assert_close(recorded.logprob[row, step], scores.log_softmax(0)[token])
+            torch.testing.assert_close(recorded.log_mass[row, step], mass)
+        assert (recorded.sets[row, len(tokens) :] == -1).all()
+        assert (recorded.logprob[row, len(tokens) :] == 0).all()
+    assert recorded.sets.shape[:2] == recorded.logprob.shape == (ROWS, max(map(len, completions)))
+    assert recorded.sets.shape[2] == int((recorded.sets >= 0).sum(2).max())  # no column for nothing
+    wider = recorded.in_columns(80)
+    assert wider.sets.shape[:2] == wider.log_mass.shape == wider.logprob.shape == (ROWS, 80)
+    assert (wider.sets[:, -1] == -1).all()
+
+
+def test_recording_draws_the_same_tokens_and_leaves_the_model_as_it_was() -> None:
+    policy = model()
+    torch.manual_seed(3)
+    _, ours, _ = generated(policy, top_p=0.9)
+    assert "_get_logits_processor" not in vars(policy)
+    torch.manual_seed(3)
+    tokens = policy.generate(
+        input_ids=torch.tensor([[PAD, 3], [4, 5], [6, 7], [8, 9]]),
+        attention_mask=torch.tensor([[0, 1], [1, 1], [1, 1], [1, 1]]),
+        do_sample=True, max_new_tokens=STEPS, top_p=0.9,
+    )[:, 2:]  # fmt: skip
+    assert [row[: len(own)] for row, own in zip(tokens.tolist(), ours, strict=True)] == ours
+
+
+def test_a_model_with_adapters_is_recorded() -> None:
+    policy = get_peft_model(model(), LoraConfig(target_modules=["q_proj"]))
+    recorder, completions, _ = generated(policy, top_k=3, max_new_tokens=4)
+    assert recorder.recorded(completions).sets.shape[2] == 3
+    base = policy.get_base_model()
+    base._get_logits_processor = own = base._get_logits_processor  # somebody else's
+    with recording(policy, 8):
+        assert base._get_logits_processor != own
+    assert vars(base)["_get_logits_processor"] is own
+
+
+def test_a_set_that_is_too_large_is_named() -> None:
+    recorder, completions, found = generated(max_kept=4, top_k=6, max_new_tokens=3)
+    with pytest.raises(ValueError, match=r"max_kept: got 4, but token 0 of rollout 0 was drawn from 6 tokens; takes"):
+        recorder.recorded(completions)
+    assert found.scores[0].isfinite().sum() == 6 * ROWS
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+        ({"sequence_bias": {(4,): 2.0}}, "SequenceBiasLogitsProcessor"),
+        ({"logits_processor": [lambda tokens, scores: scores]}, "function"),
+    ],
+    ids=str,
+)
+def test_what_changes_scores_is_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"sampling_mask: generation changes scores by {name}, which the sets"):
+        generated(top_k=5, max_new_tokens=2, **options)
+
+
+def test_completions_of_another_generation_are_refused() -> None:
+    recorder, completions, _ = generated(top_k=1, max_new_tokens=3)
+    for other in (completions[:2], [[*completions[0], 5, 6, 7], *completions[1:]], []):
+        with pytest.raises(RuntimeError, match="sampling_mask: 3 steps of generation were recorded for"):
+            recorder.recorded(other)
+    with pytest.raises(RuntimeError, match="0 steps of generation were recorded for 4 completions"):
+        Recorder(4).recorded(completions)
+    recorder, completions, _ = generated(top_k=1, max_new_tokens=3)
+    recorder._drawn[0] = torch.full_like(recorder._drawn[0], -torch.inf)
+    with pytest.raises(RuntimeError, match="sampling_mask: token 0 of rollout 0 could not be drawn from its set"):
+        recorder.recorded(completions)
+
+
+def test_a_generation_in_half_precision_is_recorded_in_float32() -> None:
+    recorder, completions, found = generated(model().bfloat16(), top_p=0.9, top_k=50, max_new_tokens=8)
+    recorded = recorder.recorded(completions)
+    first: Tensor = torch.stack([found.scores[0][row].log_softmax(0)[own[0]] for row, own in enumerate(completions)])
+    assert recorded.logprob.dtype == torch.float32
+    torch.testing.assert_close(recorded.logprob[:, 0], first)

@@ -1,0 +1,303 @@
+"""sampling_mask in a training run: log-probabilities and entropies are those of the distribution that was sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+import trl.trainer.utils as trl_utils
+from tiny_trl import (
+    GROUP,
+    VOCABULARY,
+    arguments,
+    generation_batch,
+    loss_and_gradients,
+    model,
+    share_of_even,
+    tokenizer,
+    trainer,
+)
+
+from d3s_kernels.integrations.metrics import NAMES
+from d3s_kernels.integrations.sampling_metrics import SAMPLING_NAMES
+from d3s_kernels.integrations.trl import D3STrainer
+from d3s_kernels.integrations.trl import head as our_head
+from d3s_kernels.integrations.trl.sets import SETS, over_sets
+
+CUT: dict[str, Any] = {"top_p": 0.9, "top_k": 50, "temperature": 0.8}
+ON = CUT | {"sampling_mask": True}
+
+
+class Seen:
+    """What a trainer's updates saw: their batches, and TRL's scores of them."""
+
+    def __init__(self, made: Any) -> None:
+        self.batches: list[dict[str, Any]] = []
+        self.scores: list[tuple[Tensor, Tensor]] = []
+        self.log_mass: list[Tensor] = []
+        score, add = made._score_for_loss, made._add_sets
+
+        def scoring(update: Any, call: Any, inputs: dict[str, Any], *more: Any) -> Any:
+            found = score(update, call, inputs, *more)
+            self.batches.append(dict(inputs))
+            self.scores.append((found[0].detach().clone(), found[1].detach().clone()))
+            return found
+
+        def adding(batch: dict[str, Any]) -> None:
+            # As one more field of the batch, the mass that the sampler measured goes where its rows go.
+            batch["log_mass"] = made._recorded.in_columns(batch["completion_ids"].shape[1]).log_mass
+            add(batch)
+
+        made._score_for_loss, made._add_sets = scoring, adding
+
+
+def by_hand(policy: Any, batch: dict[str, Tensor], temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of the sets, from all logits in float64."""
+    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    columns = batch["completion_ids"].shape[1]
+    logits = policy(tokens, attention_mask=attention).logits[:, -columns - 1 : -1].double() / temperature
+    members = (batch[SETS].unsqueeze(3) == torch.arange(logits.shape[2])).any(2)
+    members |= ~members.any(2, keepdim=True)  # padding, which is not looked at
+    logp = logits.masked_fill(~members, -torch.inf).log_softmax(2)
+    entropy = -(logp.exp() * logp.masked_fill(~members, 0)).sum(2)
+    return logp.gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2), entropy
+
+
+def with_sets(batch: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """The batch with a random set for each token, of 1 to 6 tokens, the token itself among them."""
+    random = torch.Generator().manual_seed(seed)
+    shape = batch["completion_ids"].shape
+    others = torch.rand(*shape, VOCABULARY, generator=random).argsort(dim=2)[..., :6]
+    sizes = torch.randint(6, shape, generator=random)
+    others[(torch.arange(6) >= sizes.unsqueeze(2)) | (others == batch["completion_ids"].unsqueeze(2))] = -1
+    sets = torch.cat([batch["completion_ids"].unsqueeze(2), others], dim=2).int()
+    return batch | {SETS: sets.masked_fill(batch["completion_mask"].unsqueeze(2) == 0, -1)}
+
+
+# ---- the proof -------------------------------------------------------------------------------------------------------
+
+
+def first_update(**options: Any) -> tuple[Seen, Any]:
+    made = trainer(max_steps=1, max_completion_length=24, rollouts_start=1, rollouts_end=1, **options)
+    if not options.get("sampling_mask"):
+        made._add_sets = None
+    seen = Seen(made)
+    made.train()
+    return seen, made
+
+
+def test_the_first_update_has_the_log_probabilities_of_the_sampler() -> None:
+    """Without the option, they are off by the logarithm of the kept mass."""
+    seen, _ = first_update(**ON)
+    plain, _ = first_update(**CUT)
+    rest, bias, mass = [], [], []
+    for with_it, without, (ours, _), (theirs, _) in zip(
+        seen.batches, plain.batches, seen.scores, plain.scores, strict=True
+    ):
+        mask = with_it["completion_mask"].bool()
+        assert torch.equal(with_it["completion_ids"], without["completion_ids"])  # the same tokens were sampled
+        sampled = with_it["sampling_per_token_logps"]
+        rest.append((sampled - ours)[mask])
+        bias.append((sampled - theirs)[mask])
+        mass.append(with_it["log_mass"][mask])
+    found, expected = -torch.cat(bias), torch.cat(mass)
+    assert len(found) > 200
+    assert torch.cat(rest).abs().max() < 1e-5
+    assert expected.mean() < -0.01
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # token by token, and so the mean
+    assert float(found.mean()) == pytest.approx(float(expected.mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_iterations": 2, "beta": 0.1},  # old, reference and current policy
+        {"entropy_from": "rollout"},
+        {"steps_per_generation": 4, "importance_sampling_level": "entropy_group"},
+        {"generation_kwargs": {"top_p": 0.7, "min_p": 0.02}, "off_policy_mask_threshold": 1.0, "pad_to_multiple_of": 8},
+    ],
+    ids=str,
+)
+def test_all_scores_of_a_run_are_those_of_the_sets(options: dict[str, Any], tmp_path: Any) -> None:
+    policy: Any = model()
+    if "beta" in options:  # TRL loads the reference policy from a folder
+        policy.save_pretrained(tmp_path)
+        policy = str(tmp_path)
+    made, frozen = trainer(policy=policy, max_steps=2, **ON | options), model()
+    seen = Seen(made)
+    made.train()
+    batch, (logprob, entropy) = seen.batches[0], seen.scores[0]
+    mask, (expected, of_set) = batch["completion_mask"].bool(), by_hand(frozen, batch, 0.8)
+    for name in {"old_per_token_logps", "ref_per_token_logps"} & batch.keys():
+        if name != "old_per_token_logps" or "entropy_group" not in options.values():  # as_espo moves the old ones
+            torch.testing.assert_close(batch[name][mask].double(), expected[mask], rtol=0, atol=1e-5)
+    if "entropy_from" in options:  # tokens without a gradient are not scored in the update
+        mask = batch["d3s_kept"]
+    torch.testing.assert_close(logprob[mask].double(), expected[mask], rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy[mask].double(), of_set[mask], rtol=0, atol=1e-5)
+    assert ("beta" in options) == ("ref_per_token_logps" in batch)
+    (row, *_) = [row for row in made.state.log_history if "loss" in row]
+    assert {name for name in row if name.startswith("d3s/")} == {
+        *NAMES, *SAMPLING_NAMES, "d3s/num_tokens_kept"
+    } - {"d3s/flops_saved"}  # fmt: skip
+    assert 1 <= row["d3s/set_size_mean"] <= row["d3s/set_size_p99"] <= 50
+    assert 0 <= row["d3s/set_singletons"] < 1
+    assert 0.5 < row["d3s/set_mass"] < 1
+    assert 1 - row["d3s/set_size_mean"] / VOCABULARY <= row["d3s/set_head_flops_saved"] < 1
+
+
+def test_an_evaluation_is_trls_own() -> None:
+    made = trainer(eval_dataset=trainer().train_dataset.select(range(GROUP)), **ON)
+    plain = trainer(eval_dataset=made.eval_dataset, **CUT)
+    torch.manual_seed(1)
+    ours = made.evaluate()
+    torch.manual_seed(1)
+    theirs = plain.evaluate()
+    assert ours["eval_entropy"] == theirs["eval_entropy"]  # over the whole vocabulary
+    assert not made._metrics["train"]
+
+
+# ---- where scores are computed ---------------------------------------------------------------------------------------
+
+
+def test_gradients_are_those_of_the_sets() -> None:
+    made = trainer(token_ratio_start=1.0, token_ratio_end=1.0, loss_type="grpo", **ON)
+    batch = with_sets(generation_batch(3, GROUP))
+    _, found = loss_and_gradients(made, batch)
+    mask = batch["completion_mask"]
+    logprob, _ = by_hand(made.model, batch, 0.8)
+    of_rows = (logprob * mask).sum(1) / mask.sum(1)
+    # In the first update a ratio is 1, so the loss has the gradient of -advantage x log-probability.
+    (-(of_rows * batch["advantages"]).mean() / made.args.gradient_accumulation_steps).backward()
+    parameters = [parameter for parameter in made.model.parameters() if parameter.requires_grad]
+    expected = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+    assert expected.norm() > 0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_where_dropped_tokens_are_skipped_the_gradient_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(entropy_from="rollout", **ON)
+    batch = made._keep_rollouts(with_sets(generation_batch(1)))
+    made._choose_tokens_of_batch(batch)
+    loss, skipping = loss_and_gradients(made, batch)
+    monkeypatch.setattr(type(made), "_tokens_are_independent", lambda *_: False)
+    of_all, all_scored = loss_and_gradients(made, batch)
+    assert loss == pytest.approx(of_all, abs=1e-6)
+    torch.testing.assert_close(skipping, all_scored, rtol=1e-4, atol=1e-7)
+    assert skipping.norm() > 0
+
+
+def test_a_pass_over_parts_of_a_batch_finds_the_sets_of_its_rows() -> None:
+    made = trainer(per_device_train_batch_size=4, **ON)  # TRL scores 4 rows at once
+    batch = with_sets(generation_batch(2))
+    logprob, entropy, _ = made._score(made.model, batch, compute_entropy=True)
+    mask = batch["completion_mask"].bool()
+    expected = by_hand(made.model, batch, 0.8)
+    for ours, other in zip((logprob, entropy), expected, strict=True):
+        torch.testing.assert_close(ours[mask].double(), other[mask], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("what", ["a weight in float64", "logits times -1"])
+def test_where_our_head_cannot_be_used_scores_come_from_logits(what: str) -> None:
+    policy = model()
+    if what == "a weight in float64":
+        policy = policy.double()
+    else:
+        policy.config.logit_scale = -1.0
+        policy.config.final_logit_softcapping = 30.0
+    trl_utils.add_fused_lm_head(policy, temperature=0.8, outputs=("log_probs", "entropy"))
+    batch = with_sets(generation_batch(4, GROUP))
+    labels = torch.cat([batch["prompt_ids"] * 0 - 100, batch["completion_ids"]], dim=1)
+    labels[:, 4:][batch["completion_mask"] == 0] = -100
+    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with our_head.d3s_head():
+        told = over_sets(policy, batch[SETS])(
+            input_ids=tokens, attention_mask=attention, labels=labels, fused_lm_head=True
+        )
+    mask = batch["completion_mask"].bool()
+
+    def logits(*arguments: Any, **options: Any) -> Any:
+        found = policy(*arguments, **options)
+        if what != "a weight in float64":
+            found.logits = 30 * torch.tanh(-found.logits / 30)
+        return found
+
+    for ours, other in zip((told.log_probs, told.entropy), by_hand(logits, batch, 0.8), strict=True):
+        torch.testing.assert_close(ours[:, -10:][mask].double(), other[mask], rtol=0, atol=1e-5)
+    told.log_probs.sum().backward()
+    assert policy.get_output_embeddings().weight.grad.any()
+
+
+def test_a_head_that_can_have_no_sets_says_why() -> None:
+    sharded = model(tie_word_embeddings=False)
+    weight = sharded.get_output_embeddings().weight
+    weight.ds_id = 0  # as ZeRO-3 marks a parameter
+    hidden, labels = torch.zeros(1, 1, 16), torch.tensor([[2, 3]])
+
+    def head(labels: Tensor) -> Any:
+        return our_head._Head.apply(hidden[0], weight, None, labels[0, 1:], 1.0, 16, None, 1.0, ("log_probs",))
+
+    with pytest.raises(RuntimeError, match="sampling_mask: the LM head cannot be ours, because ZeRO-3 takes"):
+        over_sets(head, torch.tensor([[[3, 4]]], dtype=torch.int32))(labels=labels)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"top_p": 1.0},
+            r"sampling_mask: got True with top_p 1.0, top_k 0 and min_p None, which leave no token out; t",
+        ),
+        ({"generation_kwargs": {"top_p": 1.0, "epsilon_cutoff": 0.0}}, r"sampling_mask: got True with .* no token out"),
+        ({"use_vllm": True}, r"use_vllm: got True with sampling_mask; takes False: vLLM returns the sets from 0\.28"),
+        ({"use_transformers_continuous_batching": True}, r"use_transformers_continuous_batching: got True with sam"),
+        ({"use_transformers_paged": True}, r"use_transformers_continuous_batching: got True with sampling_mask; takes"),
+        ({"repetition_penalty": 1.1}, r"repetition_penalty: got 1.1 with sampling_mask; takes 1.0: it changes scores"),
+        ({"generation_kwargs": {"sequence_bias": [[[3], 1.0]]}}, r"generation_kwargs: got 'sequence_bias' with sampl"),
+        ({"generation_kwargs": {"repetition_penalty": 1.1}}, r"generation_kwargs: got 'repetition_penalty' with samp"),
+        (
+            {"generation_kwargs": {"temperature": 0.5}},
+            r"generation_kwargs: got 'temperature' with sampling_mask; takes",
+        ),
+        ({"max_kept": 0}, r"max_kept: got 0; takes a whole number of at least 1"),
+        ({"sampling_mask": "yes"}, r"sampling_mask: got 'yes'; takes true or false"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`use_transformers_paged`")
+def test_what_has_no_sets_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        arguments(**{"top_p": 0.9, "sampling_mask": True, **options})
+
+
+def test_what_leaves_tokens_out_is_taken() -> None:
+    for options in ({"top_k": 5}, {"min_p": 0.1}, {"generation_kwargs": {"typical_p": 0.9, "max_time": 60.0}}):
+        assert arguments(sampling_mask=True, **options).max_kept == 512
+    assert not arguments(repetition_penalty=1.1).sampling_mask  # the default refuses nothing
+
+
+def test_tokens_of_other_turns_are_refused() -> None:
+    def rollouts(prompts: list[str], of: Any) -> dict[str, Any]:
+        raise AssertionError("not called")
+
+    with pytest.raises(ValueError, match="rollout_func: got one with sampling_mask; takes none: tokens of other turns"):
+        D3STrainer(
+            model(), share_of_even, arguments(**ON), train_dataset=trainer().train_dataset,
+            processing_class=tokenizer(), rollout_func=rollouts,
+        )  # fmt: skip
+
+
+def test_a_run_whose_sets_are_too_large_stops_and_names_the_token() -> None:
+    with pytest.raises(ValueError, match=r"max_kept: got 2, but token \d+ of rollout \d+ was drawn from \d+ tokens"):
+        trainer(**ON, max_kept=2).train()
+    made = trainer(**ON)
+    with pytest.raises(RuntimeError, match="sampling_mask: no sets were recorded; takes completions of _generate_sin"):
+        made._add_sets(generation_batch(1))
