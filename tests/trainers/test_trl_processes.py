@@ -27,6 +27,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "of each group": (2, {"rollout_scope": "group", "token_scope": "sequence", "loss_type": "bnpo"}),
     "one that keeps none": (3, {"rollouts_start": 2, "rollouts_end": 2, "drop_zeros": True}),
     "by other rules": (2, {"rollout_rule": "random", "token_rule": "entropy", "entropy_from": "rollout"}),
+    "sampling masks": (2, {"sampling_mask": True, "top_p": 0.9, "top_k": 50, "temperature": 0.8}),
     "three processes": (3, {"advantages_from": "kept", "rollout_scope": "group", "loss_type": "grpo"}),
 }
 
@@ -66,7 +67,7 @@ def alone(ranks: int, options: dict[str, Any]) -> dict[str, Tensor]:
         steps_per_generation=ranks,
     )  # fmt: skip
     made.current_gradient_accumulation_steps = ranks
-    return outcome(made, batch_of_rank(1, 0, 1))
+    return outcome(made, batch_of_rank(1, 0, 1, made.args.sampling_mask))
 
 
 def tokens_of(row: int, batch: dict[str, Tensor]) -> tuple[int, ...]:
@@ -173,3 +174,15 @@ def test_pages_show_the_rollouts_of_all_processes(together: tuple) -> None:
         assert page.count("<article>") == rollouts
         assert page.count("<article>") + page.count("<details>") == ROWS
         assert page.count("<mark class=s") == tokens
+
+
+def test_every_process_has_the_log_probabilities_of_the_sampler(together: tuple) -> None:
+    """Also of rollouts that moved. Over the whole vocabulary they are off by the logarithm of the kept mass."""
+    for one in together[3]:
+        assert bool(one["sampled"]) == ("sampling_mask" in together[1])
+        if sampled := one["sampled"]:
+            drawn, mass = sampled["sampling_per_token_logps"], sampled["log_mass"]
+            assert len(drawn) > 20
+            assert mass.mean() < -0.01
+            assert (sampled["logprob"] - drawn).abs().max() < 1e-5
+            torch.testing.assert_close(sampled["over_all"] - drawn, mass, rtol=0, atol=1e-5)

@@ -105,7 +105,7 @@ def test_a_set_that_is_too_large_is_named() -> None:
         ({"sequence_bias": {(4,): 2.0}}, "SequenceBiasLogitsProcessor"),
         ({"logits_processor": [lambda tokens, scores: scores]}, "function"),
     ],
-    ids=str,
+    ids=["a penalty", "a bias", "a function"],
 )
 def test_what_changes_scores_is_named(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"sampling_mask: generation changes scores by {name}, which the sets"):

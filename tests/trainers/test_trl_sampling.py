@@ -10,9 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("trl")
 import trl.trainer.utils as trl_utils
+from peft import LoraConfig
 from tiny_trl import (
     GROUP,
     VOCABULARY,
+    Seen,
     arguments,
     generation_batch,
     loss_and_gradients,
@@ -20,6 +22,7 @@ from tiny_trl import (
     share_of_even,
     tokenizer,
     trainer,
+    with_sets,
 )
 
 from d3s_kernels.integrations.metrics import NAMES
@@ -30,29 +33,6 @@ from d3s_kernels.integrations.trl.sets import SETS, over_sets
 
 CUT: dict[str, Any] = {"top_p": 0.9, "top_k": 50, "temperature": 0.8}
 ON = CUT | {"sampling_mask": True}
-
-
-class Seen:
-    """What a trainer's updates saw: their batches, and TRL's scores of them."""
-
-    def __init__(self, made: Any) -> None:
-        self.batches: list[dict[str, Any]] = []
-        self.scores: list[tuple[Tensor, Tensor]] = []
-        self.log_mass: list[Tensor] = []
-        score, add = made._score_for_loss, made._add_sets
-
-        def scoring(update: Any, call: Any, inputs: dict[str, Any], *more: Any) -> Any:
-            found = score(update, call, inputs, *more)
-            self.batches.append(dict(inputs))
-            self.scores.append((found[0].detach().clone(), found[1].detach().clone()))
-            return found
-
-        def adding(batch: dict[str, Any]) -> None:
-            # As one more field of the batch, the mass that the sampler measured goes where its rows go.
-            batch["log_mass"] = made._recorded.in_columns(batch["completion_ids"].shape[1]).log_mass
-            add(batch)
-
-        made._score_for_loss, made._add_sets = scoring, adding
 
 
 def by_hand(policy: Any, batch: dict[str, Tensor], temperature: float) -> tuple[Tensor, Tensor]:
@@ -68,24 +48,11 @@ def by_hand(policy: Any, batch: dict[str, Tensor], temperature: float) -> tuple[
     return logp.gather(2, batch["completion_ids"].unsqueeze(2)).squeeze(2), entropy
 
 
-def with_sets(batch: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """The batch with a random set for each token, of 1 to 6 tokens, the token itself among them."""
-    random = torch.Generator().manual_seed(seed)
-    shape = batch["completion_ids"].shape
-    others = torch.rand(*shape, VOCABULARY, generator=random).argsort(dim=2)[..., :6]
-    sizes = torch.randint(6, shape, generator=random)
-    others[(torch.arange(6) >= sizes.unsqueeze(2)) | (others == batch["completion_ids"].unsqueeze(2))] = -1
-    sets = torch.cat([batch["completion_ids"].unsqueeze(2), others], dim=2).int()
-    return batch | {SETS: sets.masked_fill(batch["completion_mask"].unsqueeze(2) == 0, -1)}
-
-
 # ---- the proof -------------------------------------------------------------------------------------------------------
 
 
 def first_update(**options: Any) -> tuple[Seen, Any]:
     made = trainer(max_steps=1, max_completion_length=24, rollouts_start=1, rollouts_end=1, **options)
-    if not options.get("sampling_mask"):
-        made._add_sets = None
     seen = Seen(made)
     made.train()
     return seen, made
@@ -95,19 +62,12 @@ def test_the_first_update_has_the_log_probabilities_of_the_sampler() -> None:
     """Without the option, they are off by the logarithm of the kept mass."""
     seen, _ = first_update(**ON)
     plain, _ = first_update(**CUT)
-    rest, bias, mass = [], [], []
-    for with_it, without, (ours, _), (theirs, _) in zip(
-        seen.batches, plain.batches, seen.scores, plain.scores, strict=True
-    ):
-        mask = with_it["completion_mask"].bool()
-        assert torch.equal(with_it["completion_ids"], without["completion_ids"])  # the same tokens were sampled
-        sampled = with_it["sampling_per_token_logps"]
-        rest.append((sampled - ours)[mask])
-        bias.append((sampled - theirs)[mask])
-        mass.append(with_it["log_mass"][mask])
-    found, expected = -torch.cat(bias), torch.cat(mass)
+    for name in ("completion_ids", "completion_mask"):  # the same tokens were sampled
+        assert torch.equal(seen.tokens(name), plain.tokens(name))
+    sampled, expected = seen.tokens("sampling_per_token_logps"), seen.tokens("log_mass")
+    found = plain.tokens("logprob") - sampled
     assert len(found) > 200
-    assert torch.cat(rest).abs().max() < 1e-5
+    assert (sampled - seen.tokens("logprob")).abs().max() < 1e-5
     assert expected.mean() < -0.01
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # token by token, and so the mean
     assert float(found.mean()) == pytest.approx(float(expected.mean()), abs=1e-6)
@@ -117,11 +77,12 @@ def test_the_first_update_has_the_log_probabilities_of_the_sampler() -> None:
     "options",
     [
         {"num_iterations": 2, "beta": 0.1},  # old, reference and current policy
+        {"beta": 0.1, "peft_config": LoraConfig(target_modules=["q_proj"])},  # the reference: without the adapter
         {"entropy_from": "rollout"},
         {"steps_per_generation": 4, "importance_sampling_level": "entropy_group"},
         {"generation_kwargs": {"top_p": 0.7, "min_p": 0.02}, "off_policy_mask_threshold": 1.0, "pad_to_multiple_of": 8},
     ],
-    ids=str,
+    ids=["a reference", "an adapter", "tokens before the update", "entropy groups", "other cuts, and padding"],
 )
 def test_all_scores_of_a_run_are_those_of_the_sets(options: dict[str, Any], tmp_path: Any) -> None:
     policy: Any = model()
@@ -131,7 +92,7 @@ def test_all_scores_of_a_run_are_those_of_the_sets(options: dict[str, Any], tmp_
     made, frozen = trainer(policy=policy, max_steps=2, **ON | options), model()
     seen = Seen(made)
     made.train()
-    batch, (logprob, entropy) = seen.batches[0], seen.scores[0]
+    batch, logprob, entropy = (first := seen.batches[0]), first["logprob"], first["entropy"]
     mask, (expected, of_set) = batch["completion_mask"].bool(), by_hand(frozen, batch, 0.8)
     for name in {"old_per_token_logps", "ref_per_token_logps"} & batch.keys():
         if name != "old_per_token_logps" or "entropy_group" not in options.values():  # as_espo moves the old ones

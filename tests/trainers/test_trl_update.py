@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("trl")
 from accelerate import DistributedType
-from tiny_trl import generation_batch, micro_batch, model, trainer
+from tiny_trl import generation_batch, micro_batch, model, trainer, with_sets
 
+from d3s_kernels import sampling
 from d3s_kernels._head import problem
 from d3s_kernels._head.at_backward import AtBackward
 from d3s_kernels.integrations.trl.head import Update
@@ -62,7 +63,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
     read = Tensor.tolist
     monkeypatch.setattr(Tensor, "tolist", tolist)
-    monkeypatch.setattr(problem, "is_known", lambda tensor: False)  # the values of tensors on a GPU are not checked
+    for module in (problem, sampling):  # the values of tensors on a GPU are not checked
+        monkeypatch.setattr(module, "is_known", lambda tensor: False)
     # On a GPU the number was copied while TRL's loss waited for its own metrics.
     monkeypatch.setattr(HostNumber, "value", lambda number: read(number._copy))
     return found
@@ -75,11 +77,18 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
         {"loss_denominator": "kept"},
         {"token_scope": "sequence"},
         {"importance_sampling_level": "entropy_group"},
+        {"sampling_mask": True, "top_k": 5},
     ],
     ids=str,
 )
-def test_a_micro_batch_waits_for_nothing_of_ours(options: dict[str, Any], waits: Waits) -> None:
+def test_a_micro_batch_waits_for_nothing_of_ours(
+    options: dict[str, Any], waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, batch = trainer(**options), micro_batch(3)
+    if made.args.sampling_mask:
+        batch = with_sets(batch)
+        # Only where tensors are on a CPU does the conversion of the sets read how many tokens they have.
+        monkeypatch.setattr(Tensor, "is_cpu", False)
     with waits:
         made.compute_loss(made.model, batch).backward()
     assert waits.lines == []

@@ -24,6 +24,7 @@ from trl.trainer import utils as trl_utils
 
 from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
 from d3s_kernels.integrations.trl.head import d3s_head
+from d3s_kernels.integrations.trl.sets import SETS
 
 atexit.register(gc.unfreeze)
 gc.freeze()  # each training run collects garbage: a third of a second if it looks through all that was imported
@@ -117,6 +118,45 @@ def generation_batch(seed: int, rows: int = 2 * GROUP, prompt: int = 4, completi
         "advantages": advantages,
         "num_items_in_batch": mask.sum(),
     }
+
+
+def with_sets(batch: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """The batch with a random set for each token, of 1 to 7 tokens, the token itself among them."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = batch["completion_ids"].unsqueeze(2)
+    others = torch.rand(*tokens.shape[:2], VOCABULARY, generator=random).argsort(dim=2)[..., :6]
+    sizes = torch.randint(6, tokens.shape, generator=random)
+    others = others.masked_fill((torch.arange(6) >= sizes) | (others == tokens), -1)
+    sets = torch.cat([tokens, others], dim=2).int().masked_fill(batch["completion_mask"].unsqueeze(2) == 0, -1)
+    return batch | {SETS: sets}
+
+
+class Seen:
+    """What a trainer's updates saw: their batches, with TRL's scores of them."""
+
+    def __init__(self, made: D3STrainer) -> None:
+        self.batches: list[dict[str, Any]] = []
+        score, add = made._score_for_loss, made._add_sets
+
+        def scoring(update: Any, call: Any, inputs: dict[str, Any], *more: Any) -> Any:
+            with torch.no_grad():
+                over_all = call(*more)[0]  # log-probabilities over the whole vocabulary
+            found = score(update, call, inputs, *more)
+            own = dict(zip(("logprob", "entropy"), (part.detach().clone() for part in found[:2]), strict=True))
+            self.batches.append({**inputs, **own, "over_all": over_all})
+            return found
+
+        def adding(batch: dict[str, Any]) -> None:
+            # The mass that the sampler measured goes where its rows go, as one more field of the batch.
+            batch["log_mass"] = made._recorded.in_columns(batch["completion_ids"].shape[1]).log_mass
+            add(batch)
+
+        made._score_for_loss, made._add_sets = scoring, adding
+
+    def tokens(self, name: str) -> Tensor:
+        """A field's values at all tokens."""
+        fields = [(batch[name], batch["completion_mask"].bool()) for batch in self.batches]
+        return torch.cat([field[:, : mask.shape[1]][mask] for field, mask in fields])
 
 
 def micro_batch(seed: int, rows: int = GROUP, completion: int = 10) -> dict[str, Tensor]:

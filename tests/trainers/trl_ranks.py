@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_trl import generation_batch, gradients, model, trainer
+from tiny_trl import Seen, generation_batch, gradients, model, trainer, with_sets
 from torch import Tensor
 from traffic import counted
 
 from d3s_kernels import select_tokens
+from d3s_kernels.integrations.trl.sets import SETS
 
 ROWS = 24  # three groups of 8; on two processes the second one lies on both
 
 
-def batch_of_rank(seed: int, rank: int, ranks: int) -> dict[str, Tensor]:
-    """This process's rows, trimmed to its own longest prompt and completion."""
+def batch_of_rank(seed: int, rank: int, ranks: int, sets: bool = False) -> dict[str, Tensor]:
+    """This process's rows, trimmed to its own longest prompt and completion, and its own largest set."""
     batch = generation_batch(seed, ROWS)
     batch["advantages"][:8] *= 0.1  # so that processes differ in how many rollouts they keep
     # The first process has the shorter prompts and completions, so rows that it receives are wider.
@@ -30,12 +31,17 @@ def batch_of_rank(seed: int, rank: int, ranks: int) -> dict[str, Tensor]:
     batch["completion_mask"][:8, 6:] = 0
     batch["completion_ids"] *= batch["completion_mask"]
     batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    if sets:
+        batch = with_sets(batch)
+        batch[SETS][:8, :, 4:] = -1
     share = ROWS // ranks
     own = {name: v[rank * share : (rank + 1) * share] if v.dim() else v for name, v in batch.items()}
     prompt = int((own["prompt_mask"].any(0)).long().argmax())
     completion = int(own["completion_mask"].any(0).sum())
+    if sets:
+        own[SETS] = own[SETS][:, :, : int((own[SETS] >= 0).any(0).any(0).nonzero().max()) + 1]
     return {
-        name: value[:, prompt:] if name.startswith("prompt") else value[:, :completion] if value.dim() == 2 else value
+        name: value[:, prompt:] if name.startswith("prompt") else value[:, :completion] if value.dim() > 1 else value
         for name, value in own.items()
     }
 
@@ -84,19 +90,24 @@ def main(folder: str, options: str) -> None:
     sent: dict[str, list[tuple[str, int]]] = {"_keep_rollouts": [], "_choose_tokens": []}
     for name, calls in sent.items():
         watched(made, name, calls)
-    found = outcome(made, batch_of_rank(1, here, ranks))
+    found = outcome(made, batch_of_rank(1, here, ranks, made.args.sampling_mask))
     with counted() as sent["one token"]:
         one = torch.ones(1, 1), torch.ones(1)
         select_tokens(*one, 1.0, drop_zeros=made.args.drop_zeros, process_group=torch.distributed.group.WORLD)
     torch.save(found | {"forwards": torch.tensor(forwards), "sent": sent}, Path(folder) / f"{here}.pt")
     made.model.forward = score
     made._metrics["train"].clear()
+    seen = Seen(made)
     made.train()  # whole steps, with generation; DDP averages the gradients
+    sampled = {}
+    if made.args.sampling_mask:
+        del seen.batches[1:]  # in the first update the policy is the sampler's
+        sampled = {name: seen.tokens(name) for name in ("sampling_per_token_logps", "logprob", "log_mass", "over_all")}
     weights = torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
     logged = [
         (row["d3s/rollouts_kept"], row["d3s/tokens_kept"]) for row in made.state.log_history if "d3s/tokens_kept" in row
     ]
-    torch.save({"weights": weights, "logged": logged}, Path(folder) / f"trained-{here}.pt")
+    torch.save({"weights": weights, "logged": logged, "sampled": sampled}, Path(folder) / f"trained-{here}.pt")
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the interpreter's shutdown: gloo's threads may still want to free objects that Python holds, and abort.

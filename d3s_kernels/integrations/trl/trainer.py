@@ -69,6 +69,9 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
     metrics still cover all tokens. Where the update skips dropped tokens, these count with a ratio of 1 and with the
     entropy of the earlier pass.
 
+    With ``sampling_mask``, all these log-probabilities and entropies are over the set of tokens that a token was drawn
+    from, which is recorded while transformers generates.
+
     Evaluation is TRL's.
 
     Logged in addition to TRL's metrics are those of :mod:`d3s_kernels.integrations.metrics`: of rollouts, for each
