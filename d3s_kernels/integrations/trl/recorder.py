@@ -77,9 +77,9 @@ class Recorder:
         if self._scores is not None:
             self._draw(tokens[:, -1])
         self._scores = scores = scores.float()
-        self._kept.append(scores.logsumexp(1))
         self._sizes.append((scores > -torch.inf).sum(1))
         highest = scores.topk(min(self._max_kept, scores.shape[1]), dim=1)
+        self._kept.append(highest.values.logsumexp(1))  # of the whole set: a larger one is an error in the end
         self._sets.append(highest.indices.int().masked_fill(highest.values == -torch.inf, NO_TOKEN))
         if len(self._sets) == _STEPS_AT_ONCE:
             self._narrow()
