@@ -22,28 +22,31 @@ NO_TOKEN = -1  # fills up the sets
 _told: list[tuple[Tensor, Tensor] | None] = [None]
 
 
-def over_sets(model: Callable[..., Any], sets: Tensor | None) -> Callable[..., Any]:
-    """The model, which tells the head the sets of the tokens that it scores.
+class OverSets:
+    """A model that tells the head the sets of the tokens that it scores.
 
     TRL calls a model with the rows of a batch one part after the other, and gives labels to the tokens to score. The
     head gets the hidden states of labelled tokens alone.
+    """
+
+    def __init__(self, model: Callable[..., Any], sets: Tensor) -> None:
+        self.model, self._sets, self._begin = model, sets, 0
+
+    def __call__(self, *, labels: Tensor, **inputs: Any) -> Any:
+        own = self._sets[self._begin : self._begin + len(labels)]
+        self._begin += len(labels)
+        with _telling(own.flatten(0, 1), (labels[:, -own.shape[1] :] != -100).flatten()):
+            return self.model(labels=labels, **inputs)
+
+
+def over_sets(model: Callable[..., Any], sets: Tensor | None) -> Callable[..., Any]:
+    """The model with scores over these sets.
 
     Args:
         sets: of the rows in the order in which the model will be called with them; their columns are the last ones of
             the labels. None: scores are over the whole vocabulary.
     """
-    if sets is None:
-        return model
-    begin = 0
-
-    def telling(*, labels: Tensor, **inputs: Any) -> Any:
-        nonlocal begin
-        own = sets[begin : begin + len(labels)]
-        begin += len(labels)
-        with _telling(own.flatten(0, 1), (labels[:, -sets.shape[1] :] != -100).flatten()):
-            return model(labels=labels, **inputs)
-
-    return telling
+    return model if sets is None else OverSets(model, sets)
 
 
 @contextmanager

@@ -27,6 +27,10 @@ class Relied(NamedTuple):
 METHODS = (
     Relied("_generate_and_score_completions", "self inputs", "overridden: rollouts are kept from its batch"),
     Relied(
+        "_generate_single_turn", "self prompt_ids images multimodal_fields num_generations has_tool_images",
+        "overridden: records what tokens are drawn from",
+    ),
+    Relied(
         "_calculate_rewards", "self inputs prompts completions completion_ids_list",
         "overridden: the page of a batch shows the rewards",
     ),

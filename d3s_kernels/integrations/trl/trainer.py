@@ -44,7 +44,7 @@ from .rollouts import (
     worths,
 )
 from .sampling_options import require_one_turn
-from .sets import SETS, over_sets
+from .sets import SETS, OverSets, over_sets
 from .surface_check import check_class, check_loss_type, check_object
 from .watch import Watch
 
@@ -429,7 +429,8 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
             scores: _Scores = method(model, tokens, attention, columns, *more, **{**options, **changed})
             return scores
 
-        check_head(self.accelerator.unwrap_model(model))  # an adapter may have come since the trainer was made
+        module = model.model if isinstance(model, OverSets) else model
+        check_head(self.accelerator.unwrap_model(module))  # an adapter may have come since the trainer was made
         arguments = model, input_ids, attention_mask, logits_to_keep
         if self._loss_inputs is not None:
             update = Update(self._alone)
