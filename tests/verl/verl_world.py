@@ -8,6 +8,7 @@ table of log-probabilities. :class:`Workers` divides rows among ranks and mini-b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,8 +136,16 @@ def make_trainer(*overrides: str, step: int = 1, steps: int = 1) -> Any:
     return trainer
 
 
-def put_rollouts(rewards: dict[str, list[float]], outputs: int = 1, length: int | None = None) -> list[str]:
-    """Puts finished groups into the queue, as verl's agent loop does. The first token of each is not the model's."""
+def put_rollouts(
+    rewards: dict[str, list[float]],
+    outputs: int = 1,
+    length: int | None = None,
+    extra_fields: Callable[[list[int]], dict[str, Any]] = lambda response: {},
+) -> list[str]:
+    """Puts finished groups into the queue, as verl's agent loop does. The first token of each is not the model's.
+
+    ``extra_fields`` gives those of a response.
+    """
     keys = []
     for uid, group in rewards.items():
         for session, reward in enumerate(group):
@@ -151,6 +160,7 @@ def put_rollouts(rewards: dict[str, list[float]], outputs: int = 1, length: int 
                     reward_score=reward if output == outputs - 1 else -reward,  # only the last output's reward counts
                     num_turns=2,
                     metrics=AgentLoopMetrics(),
+                    extra_fields=extra_fields(list(range(response))),
                 ).as_dict()
                 ids = torch.cat([row["prompts"], row["responses"]])
                 row |= {

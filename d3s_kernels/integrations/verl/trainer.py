@@ -28,6 +28,8 @@ from ...tokens import select_tokens
 from ..metrics import groups_without_spread, rollout_metrics, token_metrics, token_sums
 from .options import D3SOptions
 from .rows import by_group, choose_rows, rollout_advantages, rows_of_an_update, sessions
+from .sampling_mask import NOTE, field_of
+from .sampling_mask_checks import require_config, require_sets, require_used
 
 TESTED_WITH = "0.9.1"
 MODE = "d3s_sync"
@@ -92,6 +94,28 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self._rows_of_an_update = rows_of_an_update(kept, rows, before, unit)
         return self._rows_of_an_update
 
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """With sampling masks, looks at the sets of all rows before, and at the entropies afterwards."""
+        field = self.d3s.sampling_mask
+        if field is None:
+            return super()._compute_old_log_prob(batch, metrics)
+        rows = _real_rows(batch)
+        data = tq.kv_batch_get(select_fields=["extra_fields", "responses", "response_mask"], **rows)
+        parts = (field_of(data, field), data["responses"].unbind(), data["response_mask"].unbind())
+        sizes = require_sets(field, dict(zip(rows["keys"], zip(*parts, strict=True), strict=True)))
+        batch = super()._compute_old_log_prob(self._noted(batch), metrics)
+        require_used(sizes, tq.kv_batch_get(select_fields=["entropy"], **rows)["entropy"].values())
+        return batch
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        return super()._compute_ref_log_prob(self._noted(batch), metrics)
+
+    def _noted(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """The batch, which tells the workers' engine where the rows have their sets."""
+        if self.d3s.sampling_mask is not None:
+            batch.extra_info[NOTE] = self.d3s.sampling_mask
+        return batch
+
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """Lets verl compute advantages, replaces them by those of the full groups if asked to, chooses the tokens."""
         batch = super()._compute_advantage(batch, metrics)
@@ -135,7 +159,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             "actor_rollout_ref.rollout.n": 1,
         }
         with _values(self.config, rows):
-            return super()._update_actor(batch, metrics)
+            return super()._update_actor(self._noted(batch), metrics)
 
     def _keep_rollouts(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """The batch without the rows of dropped rollouts, which are removed from verl's storage too."""
@@ -197,6 +221,10 @@ def _require(config: Any, options: D3SOptions) -> None:
                 f"algorithm.use_kl_in_reward: got True; takes False, or {SECTION}.advantages_from=kept: the divergence "
                 "of dropped rollouts is not computed"
             )
+    if options.sampling_mask is not None:
+        from . import engine  # noqa: F401  # registered without it, the mode lacks this option alone
+
+        require_config(config)
     loss = actor.policy_loss.get("loss_mode", "vanilla")
     if loss == "d3s":
         raise ValueError(
@@ -207,6 +235,12 @@ def _require(config: Any, options: D3SOptions) -> None:
             f"{SECTION}.loss_denominator: got 'all'; takes 'kept' with policy_loss.loss_mode={loss}, where a token of "
             "advantage 0 has a gradient"
         )
+
+
+def _real_rows(batch: KVBatchMeta) -> dict[str, Any]:
+    """Where the rows are that are not verl's padding."""
+    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
+    return {"keys": keys, "partition_id": batch.partition_id}
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""Sampling masks of verl's rows: where a batch has them, and what they are for the logits of a micro-batch.
+
+verl has no field of its own for them. A rollout can put them under any name into a row's ``extra_fields`` (verl's V1
+trainers) or into ``non_tensor_batch`` or ``batch`` of a ``DataProto`` (its older ray trainer and its forks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...sampling import SamplingMask, offsets_of
+
+NOTE = "d3s_sampling_mask"
+"""The entry of a batch that tells verl's actor to use sampling masks: ``batch.meta_info[NOTE] = field``."""
+
+
+def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tuple[SamplingMask, Tensor]:
+    """For each position of a micro-batch's logits, the set of the token that the position predicts.
+
+    Logits predict the next token, so the sets of a response begin at the last token of its prompt. Positions that
+    predict a token of a prompt have no set, and neither have rows whose ``response_mask`` is all 0: verl's rows of
+    padding, which are copies of a real row with another response.
+
+    Args:
+        data: a micro-batch (TensorDict) as verl's engines get it.
+        field: the name of the sets: a field of the rows, or a key of their ``extra_fields``. They are a list of ids
+            for each token of the response, or, for all rows, an integer tensor ``[B, T, K]``, filled up with -1.
+        width: of logits ``[B, width, V]`` that are filled up at the right. None for logits ``[n, V]`` of all rows, one
+            after the other, as with ``use_remove_padding``.
+
+    Returns:
+        What the ops take as ``sampling_mask=`` and as ``mask=``, for ``n`` or ``B * width`` rows of logits, on the
+        device of ``input_ids``.
+
+    Raises:
+        ValueError: no such field; a row that has not one set for each token of its response.
+
+    Example:
+        >>> kept, mask = sampling_mask_of(micro_batch, "sampling_mask")  # doctest: +SKIP
+        >>> d3s.logprob_entropy(logits, labels, mask=mask, sampling_mask=kept)  # doctest: +SKIP
+    """
+    offsets, device = data["input_ids"].offsets().tolist(), data["input_ids"].device
+    lengths, counted = _response_lengths(data), _counted_rows(data)
+    sets = _sets(data, field, lengths, counted).to(device)
+    starts = offsets if width is None else [row * width for row in range(len(lengths))]
+    ends = [start + last - first for start, (first, last) in zip(starts, pairwise(offsets), strict=False)]
+    places = torch.cat([torch.arange(end - length - 1, end - 1) for end, length in zip(ends, lengths, strict=True)]).to(
+        device
+    )
+    rows = offsets[-1] if width is None else width * len(lengths)
+    counts = torch.zeros(rows, dtype=torch.int64, device=device).index_copy(0, places, sets.offsets.diff().long())
+    in_response = torch.tensor(counted).repeat_interleave(torch.tensor(lengths)).to(device)
+    mask = torch.zeros(rows, dtype=torch.bool, device=device).index_copy(0, places, in_response)
+    return SamplingMask(sets.token_ids, offsets_of(counts)), mask
+
+
+def field_of(data: Any, field: str) -> Any:
+    """The sets of the rows: a tensor, or a list with an entry for each row, which is None where a row has none."""
+    if field in data:
+        values = data[field]
+        return values if isinstance(values, Tensor) else list(values)
+    if "extra_fields" in data:
+        return [row.get(field) for row in data["extra_fields"]]
+    raise ValueError(f"{field}: is no field of the rows, which have {', '.join(sorted(data.keys()))}")
+
+
+def _response_lengths(data: Any) -> list[int]:
+    """As verl's ``no_padding_2_padding`` finds them."""
+    if data["responses"].is_nested:
+        lengths = data["responses"].offsets().diff()
+    else:
+        lengths = data["attention_mask"][:, data["prompts"].shape[1] :].sum(dim=1)
+    found: list[int] = lengths.tolist()
+    return found
+
+
+def _counted_rows(data: Any) -> list[bool]:
+    mask = data["response_mask"]
+    if mask.is_nested:
+        return [bool(row.any()) for row in mask.values().cpu().split(mask.offsets().diff().tolist())]
+    found: list[bool] = mask.bool().any(dim=1).tolist()
+    return found
+
+
+def _sets(data: Any, field: str, lengths: list[int], counted: list[bool]) -> SamplingMask:
+    """A set for each token of all responses. On the CPU, if the batch has lists."""
+    values = field_of(data, field)
+    if isinstance(values, Tensor):
+        if values.is_nested or values.dim() != 3 or len(values) != len(lengths) or values.shape[1] < max(lengths):
+            shape = "a nested tensor" if values.is_nested else f"shape {list(values.shape)}"
+            raise ValueError(f"{field}: got {shape}; takes [{len(lengths)}, T, K] with T of at least {max(lengths)}")
+        rows = [row * values.shape[1] + torch.arange(length) for row, length in enumerate(lengths)]
+        return SamplingMask.from_padded(values).index_select(torch.cat(rows).to(values.device))
+    spans: list[Sequence[int]] = []
+    for row, (sets, length) in enumerate(zip(values, lengths, strict=True)):
+        if counted[row] and (sets is None or len(sets) != length):
+            raise wrong_number(field, row, 0 if sets is None else len(sets), length)
+        spans += sets if counted[row] else [[]] * length
+    return SamplingMask.from_lists(spans)
+
+
+def wrong_number(field: str, row: Any, given: int, takes: int) -> ValueError:
+    return ValueError(
+        f"{field}: got {given} sets in row {row}; takes {takes}, one for each token of its response, with an empty one "
+        "for a token that the model has not drawn"
+    )

@@ -1,0 +1,91 @@
+"""Checks where sampling masks are asked for: verl's configuration, the rows, and what the workers gave back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from .sampling_mask import wrong_number
+
+OPTION = "trainer.v1.d3s_sync.sampling_mask"
+
+
+def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:
+    """Raises a ValueError for the first row whose sets do not fit to what it drew.
+
+    Args:
+        rows: for each key the row's sets, its response and its response mask.
+
+    Returns:
+        The size of each token's set, row after row; 0 where the mask is 0.
+    """
+    sizes: list[int] = []
+    for key, (sets, response, mask) in rows.items():
+        if sets is None:
+            raise ValueError(
+                f"{OPTION}: got {field!r}, which row {key} does not have in its extra_fields; takes a rollout that "
+                "puts it there: verl's own servers return no sets (docs/verl.md)"
+            )
+        if len(sets) != len(response):
+            raise wrong_number(field, key, len(sets), len(response))
+        for place, (token, of_token, counts) in enumerate(zip(response.tolist(), sets, mask.tolist(), strict=True)):
+            if counts and token not in of_token:
+                raise ValueError(
+                    f"{field}: got a set of {len(of_token)} ids at token {place} of row {key}, without the token "
+                    f"{token} that was drawn; takes the sets that the tokens were drawn from"
+                )
+            sizes.append(len(of_token) if counts else 0)
+    return torch.tensor(sizes)
+
+
+def require_used(sizes: Tensor, entropy: Tensor) -> None:
+    """Raises a RuntimeError where the workers have computed over more tokens than the sets have.
+
+    verl's engine ignores what it does not know, so nothing else would show that a worker has not loaded the library.
+    The entropy over a set is at most the logarithm of its size.
+    """
+    excess = (entropy - sizes.log())[sizes > 0]
+    if len(excess) and float(excess.max()) > 1e-2:
+        raise RuntimeError(
+            f"{OPTION}: the workers have not used the sets: the entropy of a token is {float(excess.max()):.3g} above "
+            "the logarithm of its set's size. Load the library in each worker (VERL_USE_EXTERNAL_PLUGINS)"
+        )
+
+
+def require_config(config: Any) -> None:
+    """Raises a ValueError for a configuration of verl in which log-probabilities of sets cannot be computed.
+
+    The trainer mode calls it where its option asks for sets. A loop of your own that writes the note calls it itself.
+
+    Args:
+        config: verl's whole configuration.
+    """
+    ref, actor = "actor_rollout_ref.ref", "actor_rollout_ref.actor"
+    engines = ("fsdp", "fsdp2")
+    takes: list[tuple[str, Sequence[Any]]] = [
+        (f"{actor}.strategy", engines),
+        (f"{ref}.strategy", engines),
+        (f"{actor}.ulysses_sequence_parallel_size", (None, 1)),
+        (f"{actor}.fsdp_config.ulysses_sequence_parallel_size", (None, 1)),
+        (f"{ref}.ulysses_sequence_parallel_size", (None, 1)),
+        (f"{ref}.fsdp_config.ulysses_sequence_parallel_size", (None, 1)),
+        ("actor_rollout_ref.model.use_fused_kernels", (None, False)),
+        (f"{actor}.calculate_sum_pi_squared", (None, False)),
+        ("actor_rollout_ref.rollout.multi_turn.enable", (None, False)),
+        ("distillation.enabled", (None, False)),
+    ]
+    for key, values in takes:
+        given = OmegaConf.select(config, key)
+        if given not in values:
+            accepted = " or ".join(repr(value) for value in values if value is not None)
+            raise ValueError(f"{key}: got {given!r}; takes {accepted} with sampling masks")
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.top_p >= 1 and rollout.top_k <= 0:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.top_p: got {rollout.top_p} with top_k={rollout.top_k}, which cut nothing off; "
+            "takes top_p below 1 or top_k above 0 with sampling masks"
+        )

@@ -1,0 +1,329 @@
+"""Sampling masks in verl: they stay with their rows, and verl's FSDP engine computes with them.
+
+Real: verl's rows and storage, its conversions of batches, and the engine's ``prepare_model_inputs`` and
+``prepare_model_outputs``. The model between the two is a table: the logits depend on the token before alone.
+"""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
+pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
+
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.protocol import DataProto, pad_dataproto_to_divisor
+from verl.utils import tensordict_utils as tu
+from verl.utils.torch_functional import entropy_from_logits
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding, response_from_nested
+from verl_world import Workers, compose_config, make_trainer, put_rollouts, rows_of, run_step
+
+from d3s_kernels.integrations.verl import engine as engine_of_ours
+from d3s_kernels.integrations.verl import select
+from d3s_kernels.integrations.verl.rows import choose_rows
+from d3s_kernels.integrations.verl.sampling_mask import NOTE, sampling_mask_of
+from d3s_kernels.integrations.verl.sampling_mask_checks import require_config, require_sets
+
+VOCABULARY, PROMPT, RESPONSE, TEMPERATURE = 30, 4, 6, 0.8
+FIELD = "kept_tokens"
+OPTION = f"+trainer.v1.d3s_sync.sampling_mask={FIELD}"
+CUT = "actor_rollout_ref.rollout.top_p=0.9"
+Sets = list[list[int]]
+
+
+def draw_sets(response: list[int]) -> Sets:
+    """A set of 1 to 8 ids for each token, with the token. The first token is a tool's, which has none."""
+    return [
+        [],
+        *([t, *(i for i in torch.randperm(VOCABULARY)[:7].tolist() if i != t)][: 1 + t % 8] for t in response[1:]),
+    ]
+
+
+def make_batch(rows: int = 8) -> tuple[Any, list[Sets]]:
+    """A batch as verl's older ray trainer has it; its last row is one of padding, with the sets of another row."""
+    lengths = torch.randint(2, RESPONSE + 1, (rows,))
+    inside = torch.arange(RESPONSE) < lengths[:, None]
+    before = torch.arange(PROMPT) >= torch.randint(0, PROMPT, (rows, 1))
+    ids = torch.randint(VOCABULARY, (rows, PROMPT + RESPONSE))
+    attention = torch.cat([before, inside], 1).long()
+    sets = [draw_sets(row[:length].tolist()) for row, length in zip(ids[:, PROMPT:], lengths.tolist(), strict=True)]
+    sets[-1] = [[0]] * RESPONSE
+    response_mask = inside.long() * (torch.arange(RESPONSE) > 0)
+    response_mask[-1] = 0
+    tensors = {
+        "input_ids": ids, "prompts": ids[:, :PROMPT], "responses": ids[:, PROMPT:], "attention_mask": attention,
+        "position_ids": attention.cumsum(1) - 1, "response_mask": response_mask, "row": torch.arange(rows),
+        "advantages": torch.randn(rows, 1) * response_mask, "padded": filled(sets),
+    }  # fmt: skip
+    carried = np.empty(rows, dtype=object)
+    carried[:] = sets
+    uids = np.array([f"u{row % 2}" for row in range(rows)], dtype=object)
+    return DataProto.from_dict(tensors=tensors, non_tensors={FIELD: carried, "uid": uids}), sets
+
+
+def filled(sets: list[Sets]) -> Tensor:
+    """``[B, T, K]``, filled up with -1."""
+    ids = torch.full((len(sets), RESPONSE, 8), -1)
+    for row, of_row in enumerate(sets):
+        for place, of_token in enumerate(of_row):
+            ids[row, place, : len(of_token)] = torch.tensor(of_token, dtype=torch.int64)
+    return ids
+
+
+def bare_engine() -> Any:
+    """verl's engine without a model; its packed rows are filled up to a multiple of 16."""
+    engine = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
+    engine.pad_to_length, engine.pad_to_length_bucket, engine.use_ulysses_sp = True, 16, False
+    engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
+    engine.compute_entropy_from_logits = entropy_from_logits
+    return engine
+
+
+def micro_batch_of(batch: Any, **notes: Any) -> TensorDict:
+    data = left_right_2_no_padding(batch.to_tensordict())
+    tu.assign_non_tensor(data, temperature=TEMPERATURE, calculate_entropy=True, **notes)
+    return data
+
+
+def forward(data: TensorDict, table: Tensor) -> dict[str, Tensor]:
+    """What the engine makes of the model's logits, for the tokens of the responses."""
+    inputs, arguments = bare_engine().prepare_model_inputs(data)
+    output = SimpleNamespace(logits=table[inputs["input_ids"]])
+    found = bare_engine().prepare_model_outputs(output, arguments, data, None)
+    return {name: no_padding_2_padding(values, data) for name, values in found.items()}
+
+
+def plainly(before: int, token: int, kept: list[int], table: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of one token: the softmax of logits that are -inf outside the set."""
+    logits = table[before].double() / TEMPERATURE
+    if kept:
+        outside = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, torch.tensor(kept), False)
+        logits = logits.masked_fill(outside, -torch.inf)
+    log_p = torch.log_softmax(logits, -1)
+    finite = log_p.isfinite()
+    return log_p[token], -(log_p[finite].exp() * log_p[finite]).sum()
+
+
+def expected_of(batch: Any, sets: list[Sets], table: Tensor) -> dict[str, Tensor]:
+    """``[B, T]``, 0 where no token of the model's is."""
+    ids, mask = batch.batch["input_ids"].tolist(), batch.batch["response_mask"].bool()
+    found = {"log_probs": torch.zeros(mask.shape).double(), "entropy": torch.zeros(mask.shape).double()}
+    for row, place in mask.nonzero().tolist():
+        at = PROMPT + place
+        values = plainly(ids[row][at - 1], ids[row][at], sets[row][place], table)
+        for of_name, value in zip(found.values(), values, strict=True):
+            of_name[row, place] = value
+    return found
+
+
+@pytest.mark.parametrize("field", [FIELD, "padded"])
+@pytest.mark.parametrize("use_remove_padding", [True, False])
+def test_the_engine_computes_over_the_sets(field: str, use_remove_padding: bool) -> None:
+    batch, sets = make_batch()
+    data = micro_batch_of(batch, use_remove_padding=use_remove_padding, **{NOTE: field})
+    mask = batch.batch["response_mask"].bool()
+    weights = torch.randn(2, *mask.shape) * mask
+    gradients = []
+    values = torch.randn(VOCABULARY, VOCABULARY)
+    for of_engine in (True, False):
+        table = values.clone().requires_grad_()
+        found = forward(data, table) if of_engine else expected_of(batch, sets, table)
+        if of_engine:
+            results = found
+        (weights[0] * found["log_probs"] + weights[1] * found["entropy"]).sum().backward()
+        gradients.append(table.grad)
+    for name, value in found.items():
+        torch.testing.assert_close((results[name] * mask).double(), value, rtol=0, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
+    assert not results["log_probs"][-1].any(), "a row of padding"
+
+
+def test_without_sets_all_is_as_in_verl() -> None:
+    """Empty sets give what verl's own method gives, at the same places; that method runs where there is no note."""
+    batch, sets = make_batch()
+    batch.non_tensor_batch[FIELD][:] = [[[] for _ in of_row] for of_row in sets]
+    mask = batch.batch["response_mask"].bool()
+    table = torch.randn(VOCABULARY, VOCABULARY)
+    for padding in (True, False):
+        ours, verls = (
+            forward(micro_batch_of(batch, use_remove_padding=padding, **notes), table) for notes in ({NOTE: FIELD}, {})
+        )
+        for name, value in verls.items():
+            torch.testing.assert_close(ours[name] * mask, value * mask, rtol=0, atol=1e-5)
+
+
+def test_the_sets_stay_with_their_rows() -> None:
+    """Through the choice of rows and all that verl does with a batch, both as lists and as a tensor."""
+    batch, sets = make_batch()
+    chosen = batch.select_idxs(select(batch, 2))
+    rows = choose_rows(batch.batch["advantages"].sum(1), batch.non_tensor_batch["uid"], 3)
+    later = batch.select_idxs(rows)
+    later.reorder(torch.randperm(len(later)))
+    padded, _ = pad_dataproto_to_divisor(DataProto.concat([chosen, later]), 4)
+    assert [len(part) for part in (chosen, later, padded)] == [4, 6, 12]
+    for part in padded.chunk(2):
+        moved = part.batch["row"].tolist()
+        assert list(part.non_tensor_batch[FIELD]) == [sets[row] for row in moved]
+        assert torch.equal(part.batch["padded"], filled([sets[row] for row in moved]))
+        data = micro_batch_of(part)
+        for field in (FIELD, "padded"):
+            kept, mask = sampling_mask_of(data, field)
+            at = iter(data["input_ids"].offsets().tolist())
+            start, spans, expected = next(at), kept.to_lists(), []
+            for row, end in zip(moved, at, strict=True):
+                own = sets[row] if row != len(sets) - 1 else []
+                expected += [[]] * (end - start - len(own) - 1) + [sorted(kept) for kept in own] + [[]]
+                start = end
+            assert [sorted(span) for of, span in zip(mask, spans, strict=True) if of] == [
+                kept for of, kept in zip(mask, expected, strict=True) if of
+            ]
+            assert [bool(span) <= bool(of) for of, span in zip(mask, spans, strict=True)]
+
+
+class WorkersWithAnEngine(Workers):
+    """The stand-in for workers, with the values of verl's engine."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.table = torch.randn(VOCABULARY, VOCABULARY)
+        self.noted: list[Any] = []
+
+    def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
+        super().compute_log_prob(batch)
+        self.noted.append(batch.extra_info.get(NOTE))
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
+        tu.assign_non_tensor(data, use_remove_padding=True, **batch.extra_info)
+        inputs, arguments = bare_engine().prepare_model_inputs(data)
+        output = SimpleNamespace(logits=self.table[inputs["input_ids"]])
+        found = bare_engine().prepare_model_outputs(output, arguments, data, None)
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(found, len(batch)))
+        for key, values in zip(batch.keys, response_from_nested(found["log_probs"], data["responses"]), strict=True):
+            self.log_probs[key] = values.clone().requires_grad_()
+        return batch
+
+    def update_actor(self, batch: KVBatchMeta) -> dict[str, Any]:
+        self.noted.append(batch.extra_info.get(NOTE))
+        return super().update_actor(batch)
+
+
+def a_step(*overrides: str, sets_of: Any = draw_sets, option: str = OPTION, workers: Any = None) -> tuple[Any, Any]:
+    put_rollouts(
+        {f"u{group}": torch.rand(4).tolist() for group in range(6)},
+        extra_fields=lambda response: {} if sets_of is None else {FIELD: sets_of(response)},
+    )
+    trainer = make_trainer(
+        option, CUT, f"actor_rollout_ref.rollout.temperature={TEMPERATURE}", "+trainer.v1.d3s_sync.rollouts_start=3",
+        *overrides,
+    )  # fmt: skip
+    trainer.actor_rollout_wg = (workers or WorkersWithAnEngine)(trainer.config)
+    batch, _ = run_step(trainer, 6)
+    return trainer, batch
+
+
+def test_a_step_of_the_trainer_mode(queue: None) -> None:
+    """Old log-probabilities and entropies are those of the sets, which stay with their rows in verl's storage; tokens
+    of one id, whose entropy is 0, are not chosen; rows of padding do no harm."""
+    trainer, batch = a_step("+trainer.v1.d3s_sync.drop_zeros=true")
+    workers = trainer.actor_rollout_wg
+    assert workers.noted == [FIELD, FIELD]
+    assert len(batch) > 18, "there are rows of padding"
+    rows = rows_of(batch, "old_log_probs", "entropy", "extra_fields", "prompts", "responses", "response_mask")
+    assert len(rows) == 18
+    tokens = 0
+    for key, row in rows.items():
+        sets, prompt = row["extra_fields"][FIELD], row["prompts"].tolist()
+        ids = prompt + row["responses"].tolist()
+        for place in range(1, len(sets)):
+            at = len(prompt) + place
+            logprob, entropy = plainly(ids[at - 1], ids[at], sets[place], workers.table)
+            assert float(row["old_log_probs"][place]) == pytest.approx(float(logprob), abs=1e-5)
+            assert float(row["entropy"][place]) == pytest.approx(float(entropy), abs=1e-5)
+            if len(sets[place]) == 1:
+                assert not row["response_mask"][place]
+                assert row["old_log_probs"][place] == row["entropy"][place] == 0
+        with_gradient = workers.tokens_with_gradient(key)
+        assert not with_gradient[~row["response_mask"].bool()].any()
+        tokens += int(with_gradient.sum())
+    assert tokens
+
+
+def test_without_the_option_sets_are_not_read(queue: None) -> None:
+    trainer, _ = a_step(option="+trainer.v1.d3s_sync.rollouts_end=4", sets_of=lambda response: "not sets")
+    assert trainer.actor_rollout_wg.noted == [None, None]
+
+
+def test_a_rollout_without_sets_and_workers_that_do_not_use_them(queue: None) -> None:
+    with pytest.raises(ValueError, match=f"sampling_mask: got '{FIELD}', which row u._._0 does not have in its extra"):
+        a_step(sets_of=None)
+    with pytest.raises(RuntimeError, match="sampling_mask: the workers have not used the sets: the entropy of a token"):
+        a_step(workers=Workers)
+
+
+def test_sets_that_do_not_fit() -> None:
+    response, mask = torch.tensor([3, 5, 7]), torch.tensor([0, 1, 1])
+    assert require_sets(FIELD, {"a": ([[], [5, 2], [7]], response, mask)}).tolist() == [0, 2, 1]
+    with pytest.raises(ValueError, match=f"{FIELD}: got 2 sets in row a; takes 3, one for each token of its response"):
+        require_sets(FIELD, {"a": ([[5, 2], [7]], response, mask)})
+    for wrong in ([2], []):
+        with pytest.raises(ValueError, match=f"a set of {len(wrong)} ids at token 1 of row a, without the token 5"):
+            require_sets(FIELD, {"a": ([[], wrong, [7]], response, mask)})
+
+
+ACTOR = "actor_rollout_ref.actor"
+REFUSED: dict[str, tuple[Any, str]] = {
+    f"{ACTOR}.strategy": ("megatron", r"actor\.strategy: got 'megatron'; takes 'fsdp' or 'fsdp2' with sampling masks"),
+    "actor_rollout_ref.ref.strategy": ("veomni", r"ref\.strategy: got 'veomni'; takes 'fsdp'"),
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": (2, "ulysses_sequence_parallel_size: got 2; takes 1"),
+    "actor_rollout_ref.model.use_fused_kernels": (True, "use_fused_kernels: got True; takes False"),
+    "actor_rollout_ref.rollout.multi_turn.enable": (True, r"multi_turn\.enable: got True; takes False"),
+    "actor_rollout_ref.rollout.top_p": (1.0, "top_p: got 1.0 with top_k=-1, which cut nothing off; takes top_p below"),
+}
+
+
+def test_configurations_that_are_refused() -> None:
+    config = compose_config(CUT)
+    require_config(config)
+    for key, (value, message) in REFUSED.items():
+        before = OmegaConf.select(config, key)
+        OmegaConf.update(config, key, value)
+        with pytest.raises(ValueError, match=message):
+            require_config(config)
+        OmegaConf.update(config, key, before)
+
+
+def test_the_option_takes_a_name() -> None:
+    with pytest.raises(ValueError, match=r"d3s_sync\.sampling_mask: got True; takes the name of the rows' field"):
+        make_trainer(CUT, "+trainer.v1.d3s_sync.sampling_mask=true")
+    with pytest.raises(ValueError, match="use_fused_kernels: got True; takes False with sampling masks"):
+        make_trainer(CUT, OPTION, "actor_rollout_ref.model.use_fused_kernels=true")
+
+
+def test_micro_batches_that_are_refused() -> None:
+    batch, _ = make_batch()
+    table = torch.zeros(VOCABULARY, VOCABULARY)
+    with pytest.raises(ValueError, match=f"calculate_sum_pi_squared: got True in a micro-batch with {NOTE}; takes Fal"):
+        forward(micro_batch_of(batch, calculate_sum_pi_squared=True, **{NOTE: FIELD}), table)
+    with pytest.raises(ValueError, match="nothing: is no field of the rows, which have advantages"):
+        forward(micro_batch_of(batch, **{NOTE: "nothing"}), table)
+    with pytest.raises(ValueError, match=r"row: got shape \[8\]; takes \[8, T, K\] with T of at least"):
+        forward(micro_batch_of(batch, **{NOTE: "row"}), table)
+    batch.non_tensor_batch[FIELD][2] = None
+    with pytest.raises(ValueError, match=f"{FIELD}: got 0 sets in row 2; takes"):
+        forward(micro_batch_of(batch, **{NOTE: FIELD}), table)
+
+
+def test_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = inspect.unwrap(FSDPEngineWithLMHead.prepare_model_outputs)
+    assert found is not FSDPEngineWithLMHead.prepare_model_outputs
+    monkeypatch.setattr(FSDPEngineWithLMHead, "prepare_model_outputs", lambda self, logits: None)
+    with pytest.raises(RuntimeError, match=r"prepare_model_outputs takes \['self', 'logits'\]; expected"):
+        engine_of_ours._wrap()
