@@ -24,6 +24,7 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor
 from verl.utils import tensordict_utils as tu
 from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding, response_from_nested
 from verl_world import Workers, compose_config, make_trainer, put_rollouts, rows_of, run_step
 
@@ -89,9 +90,9 @@ def bare_engine() -> Any:
 
 
 def micro_batch_of(batch: Any, **notes: Any) -> TensorDict:
-    data = left_right_2_no_padding(batch.to_tensordict())
-    tu.assign_non_tensor(data, temperature=TEMPERATURE, calculate_entropy=True, **notes)
-    return data
+    """As in verl's older ray trainer: it makes notes of ``meta_info``."""
+    batch.meta_info = {"temperature": TEMPERATURE, "calculate_entropy": True, **notes}
+    return left_right_2_no_padding(batch.to_tensordict())
 
 
 def forward(data: TensorDict, table: Tensor) -> dict[str, Tensor]:
@@ -187,6 +188,27 @@ def test_the_sets_stay_with_their_rows() -> None:
                 kept for of, kept in zip(mask, expected, strict=True) if of
             ]
             assert [bool(span) <= bool(of) for of, span in zip(mask, spans, strict=True)]
+
+
+@pytest.mark.parametrize("field", [FIELD, "padded"])
+def test_the_sets_stay_with_their_rows_in_an_update(field: str) -> None:
+    """Through verl's shuffled mini-batches and its micro-batches of rows of like length."""
+    batch, sets = make_batch()
+    table = torch.randn(VOCABULARY, VOCABULARY)
+    expected = expected_of(batch, sets, table)["log_probs"]
+    mask = batch.batch["response_mask"]
+    data = micro_batch_of(batch, use_dynamic_bsz=True, max_token_len_per_gpu=16, **{NOTE: field})
+    seen = []
+    for mini in tu.make_iterator(data, mini_batch_size=4, epochs=1, seed=1, dataloader_kwargs={"shuffle": True}):
+        parts, _ = prepare_micro_batches(mini)
+        assert len(parts) > 1
+        for part in parts:
+            rows = part["row"].tolist()
+            found = forward(part, table)["log_probs"] * mask[rows]
+            torch.testing.assert_close(found.double(), expected[rows], rtol=0, atol=1e-5)
+            seen += rows
+    assert sorted(seen) == list(range(len(batch)))
+    assert seen != sorted(seen)
 
 
 class WorkersWithAnEngine(Workers):
@@ -300,9 +322,7 @@ def test_configurations_that_are_refused() -> None:
         OmegaConf.update(config, key, before)
 
 
-def test_the_option_takes_a_name() -> None:
-    with pytest.raises(ValueError, match=r"d3s_sync\.sampling_mask: got True; takes the name of the rows' field"):
-        make_trainer(CUT, "+trainer.v1.d3s_sync.sampling_mask=true")
+def test_the_trainer_mode_looks_at_the_configuration() -> None:
     with pytest.raises(ValueError, match="use_fused_kernels: got True; takes False with sampling masks"):
         make_trainer(CUT, OPTION, "actor_rollout_ref.model.use_fused_kernels=true")
 
