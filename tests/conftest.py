@@ -97,7 +97,7 @@ SHARED_OUT = {
 # Files whose tests share the set-up of a parameter.
 BY_PARAMETER = {"trainers/test_trl_processes.py"}
 # Files that share a set-up that is slow to start: Ray.
-TOGETHER = {"verl/test_verl_entropy.py": "Ray", "verl/test_verl_trainer.py": "Ray"}
+TOGETHER = {f"verl/test_verl_{name}.py": "Ray" for name in ("entropy", "sampling_masks", "trainer")}
 
 
 def group_of(nodeid: str) -> str:

@@ -46,7 +46,7 @@ def test_it_is_the_entry_point_that_does_it(tmp_path: Path) -> None:
     assert "Unknown trainer 'd3s_sync'" in found.stderr
 
 
-@pytest.mark.parametrize("name", [slow(name, shows=FIRST) for name in ("trainer", "espo", "loss", "entropy")])
+@pytest.mark.parametrize("name", [slow(name, shows=FIRST) for name in ("trainer", "espo", "loss", "entropy", "engine")])
 def test_our_modules_may_come_first(tmp_path: Path, name: str) -> None:
     found = run(f"import d3s_kernels.integrations.verl.{name}\n{NAMES}", tmp_path)
     assert found.stdout.split() == MODULES
