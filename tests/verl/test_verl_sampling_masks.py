@@ -37,6 +37,7 @@ from d3s_kernels.integrations.verl.sampling_mask_checks import require_config, r
 VOCABULARY, PROMPT, RESPONSE, TEMPERATURE = 30, 4, 6, 0.8
 FIELD = "kept_tokens"
 OPTION = f"+trainer.v1.d3s_sync.sampling_mask={FIELD}"
+ACTOR = "actor_rollout_ref.actor"
 CUT = "actor_rollout_ref.rollout.top_p=0.9"
 Sets = list[list[int]]
 
@@ -247,18 +248,21 @@ def a_step(*overrides: str, sets_of: Any = draw_sets, option: str = OPTION, work
         *overrides,
     )  # fmt: skip
     trainer.actor_rollout_wg = (workers or WorkersWithAnEngine)(trainer.config)
+    trainer.ref_in_actor = True
     batch, _ = run_step(trainer, 6)
     return trainer, batch
 
 
 def test_a_step_of_the_trainer_mode(queue: None) -> None:
-    """Old log-probabilities and entropies are those of the sets, which stay with their rows in verl's storage; tokens
-    of one id, whose entropy is 0, are not chosen; rows of padding do no harm."""
-    trainer, batch = a_step("+trainer.v1.d3s_sync.drop_zeros=true")
+    """Old and reference log-probabilities and entropies are those of the sets, which stay with their rows in verl's
+    storage; tokens of one id, whose entropy is 0, are not chosen; rows of padding do no harm.
+    """
+    trainer, batch = a_step("+trainer.v1.d3s_sync.drop_zeros=true", f"{ACTOR}.use_kl_loss=true")
     workers = trainer.actor_rollout_wg
-    assert workers.noted == [FIELD, FIELD]
+    assert workers.noted == [FIELD] * 3  # old, reference, update
     assert len(batch) > 18, "there are rows of padding"
-    rows = rows_of(batch, "old_log_probs", "entropy", "extra_fields", "prompts", "responses", "response_mask")
+    fields = ("old_log_probs", "ref_log_prob", "entropy", "extra_fields", "prompts", "responses", "response_mask")
+    rows = rows_of(batch, *fields)
     assert len(rows) == 18
     tokens = 0
     for key, row in rows.items():
@@ -267,7 +271,8 @@ def test_a_step_of_the_trainer_mode(queue: None) -> None:
         for place in range(1, len(sets)):
             at = len(prompt) + place
             logprob, entropy = plainly(ids[at - 1], ids[at], sets[place], workers.table)
-            assert float(row["old_log_probs"][place]) == pytest.approx(float(logprob), abs=1e-5)
+            for name in ("old_log_probs", "ref_log_prob"):
+                assert float(row[name][place]) == pytest.approx(float(logprob), abs=1e-5)
             assert float(row["entropy"][place]) == pytest.approx(float(entropy), abs=1e-5)
             if len(sets[place]) == 1:
                 assert not row["response_mask"][place]
@@ -300,7 +305,6 @@ def test_sets_that_do_not_fit() -> None:
             require_sets(FIELD, {"a": ([[], wrong, [7]], response, mask)})
 
 
-ACTOR = "actor_rollout_ref.actor"
 REFUSED: dict[str, tuple[Any, str]] = {
     f"{ACTOR}.strategy": ("megatron", r"actor\.strategy: got 'megatron'; takes 'fsdp' or 'fsdp2' with sampling masks"),
     "actor_rollout_ref.ref.strategy": ("veomni", r"ref\.strategy: got 'veomni'; takes 'fsdp'"),
