@@ -61,7 +61,7 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "quantiles": (_are_quantiles, "rising numbers in (0, 1), at most 15"),
     "alpha": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0"),
     "denominator": _one_of("self", "old"),
-    "sampling_mask": (
+    "sampling_mask_field": (
         lambda value: value is None or (isinstance(value, str) and value != ""),
         "the name of the rows' field that has the sets, or null",
     ),

@@ -35,20 +35,22 @@ def set_sums(sizes: Tensor, mask: Tensor, most: int, log_mass: Tensor | None = N
     return torch.cat([counts, mass.view(1)])
 
 
-def set_metrics(sums: Tensor, vocabulary: int) -> dict[str, Tensor]:
+def set_metrics(sums: Tensor, vocabulary: int | None = None) -> dict[str, Tensor]:
     """The metrics of the sets, from :func:`set_sums`. A mean over no tokens is NaN, and so is an unknown mass.
 
     A head over the sets computes the columns of a token's set, forward and backward, and none where the set has one
-    token; a head over the whole vocabulary computes ``vocabulary`` columns.
+    token; a head over the whole vocabulary computes ``vocabulary`` columns. Without a number, the head computes all.
     """
     counts, mass = sums[:-1], sums[-1]
     sizes, tokens = torch.arange(len(counts), device=counts.device), counts.sum()
     columns = (sizes * counts).sum()
     beyond = counts.cumsum(0) < 0.99 * tokens  # the sizes that fewer than 99 % of the sets do not exceed
-    return {
+    found = {
         "d3s/set_size_mean": columns / tokens,
         "d3s/set_size_p99": torch.where(tokens > 0, beyond.sum().double(), torch.nan),
         "d3s/set_singletons": counts[1] / tokens,
         "d3s/set_mass": mass / tokens,
-        "d3s/set_head_flops_saved": 1 - (columns - counts[1]) / (vocabulary * tokens),
     }
+    if vocabulary is not None:
+        found["d3s/set_head_flops_saved"] = 1 - (columns - counts[1]) / (vocabulary * tokens)
+    return found

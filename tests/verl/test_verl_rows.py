@@ -164,7 +164,7 @@ BAD = {
     "loss_denominator": ["some", True],
     "drop_zeros": [1, "yes", None],
     "advantages_from": ["survivors", False],
-    "sampling_mask": ["", True],
+    "sampling_mask_field": ["", True],
 }
 
 

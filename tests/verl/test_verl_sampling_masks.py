@@ -36,7 +36,7 @@ from d3s_kernels.integrations.verl.sampling_mask_checks import require_config, r
 
 VOCABULARY, PROMPT, RESPONSE, TEMPERATURE = 30, 4, 6, 0.8
 FIELD = "kept_tokens"
-OPTION = f"+trainer.v1.d3s_sync.sampling_mask={FIELD}"
+OPTION = f"+trainer.v1.d3s_sync.sampling_mask_field={FIELD}"
 ACTOR = "actor_rollout_ref.actor"
 CUT = "actor_rollout_ref.rollout.top_p=0.9"
 Sets = list[list[int]]
@@ -249,7 +249,7 @@ def a_step(*overrides: str, sets_of: Any = draw_sets, option: str = OPTION, work
     )  # fmt: skip
     trainer.actor_rollout_wg = (workers or WorkersWithAnEngine)(trainer.config)
     trainer.ref_in_actor = True
-    batch, _ = run_step(trainer, 6)
+    batch, trainer.logged = run_step(trainer, 6)
     return trainer, batch
 
 
@@ -264,6 +264,9 @@ def test_a_step_of_the_trainer_mode(queue: None) -> None:
     fields = ("old_log_probs", "ref_log_prob", "entropy", "extra_fields", "prompts", "responses", "response_mask")
     rows = rows_of(batch, *fields)
     assert len(rows) == 18
+    sizes = [len(one) for row in rows.values() for one in row["extra_fields"][FIELD] if len(one)]
+    assert trainer.logged["d3s/set_size_mean"] == pytest.approx(sum(sizes) / len(sizes))
+    assert trainer.logged["d3s/set_singletons"] == pytest.approx(sizes.count(1) / len(sizes))
     tokens = 0
     for key, row in rows.items():
         sets, prompt = row["extra_fields"][FIELD], row["prompts"].tolist()
@@ -289,9 +292,9 @@ def test_without_the_option_sets_are_not_read(queue: None) -> None:
 
 
 def test_a_rollout_without_sets_and_workers_that_do_not_use_them(queue: None) -> None:
-    with pytest.raises(ValueError, match=f"sampling_mask: got '{FIELD}', which row u._._0 does not have in its extra"):
+    with pytest.raises(ValueError, match=f"sampling_mask_field: got '{FIELD}', which row u._._0 does not have in"):
         a_step(sets_of=None)
-    with pytest.raises(RuntimeError, match="sampling_mask: the workers have not used the sets: the entropy of a token"):
+    with pytest.raises(RuntimeError, match="sampling_mask_field: the workers have not used the sets: the entropy of"):
         a_step(workers=Workers)
 
 

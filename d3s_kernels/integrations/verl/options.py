@@ -41,7 +41,7 @@ class D3SOptions:
     loss_denominator: Literal["kept", "all"] = "kept"
     drop_zeros: bool = False
     advantages_from: Literal["all", "kept"] = "all"
-    sampling_mask: str | None = None
+    sampling_mask_field: str | None = None
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any], section: str) -> D3SOptions:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .sampling_mask import wrong_number
 
-OPTION = "trainer.v1.d3s_sync.sampling_mask"
+OPTION = "trainer.v1.d3s_sync.sampling_mask_field"
 
 
 def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:

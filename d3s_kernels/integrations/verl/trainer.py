@@ -26,6 +26,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from ...schedule import Budget
 from ...tokens import select_tokens
 from ..metrics import groups_without_spread, rollout_metrics, token_metrics, token_sums
+from ..sampling_metrics import set_metrics, set_sums
 from .options import D3SOptions
 from .rows import by_group, choose_rows, rollout_advantages, rows_of_an_update, sessions
 from .sampling_mask import NOTE, field_of
@@ -96,13 +97,16 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """With sampling masks, looks at the sets of all rows before, and at the entropies afterwards."""
-        field = self.d3s.sampling_mask
+        field = self.d3s.sampling_mask_field
         if field is None:
             return super()._compute_old_log_prob(batch, metrics)
         rows = _real_rows(batch)
         data = tq.kv_batch_get(select_fields=["extra_fields", "responses", "response_mask"], **rows)
         parts = (field_of(data, field), data["responses"].unbind(), data["response_mask"].unbind())
         sizes = require_sets(field, dict(zip(rows["keys"], zip(*parts, strict=True), strict=True)))
+        found = set_metrics(set_sums(sizes, sizes > 0, max(1, int(sizes.amax()))))
+        known = {name: value for name, value in found.items() if not value.isnan()}  # not the mass
+        metrics.update(_numbers(known))
         batch = super()._compute_old_log_prob(self._noted(batch), metrics)
         require_used(sizes, tq.kv_batch_get(select_fields=["entropy"], **rows)["entropy"].values())
         return batch
@@ -112,8 +116,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
     def _noted(self, batch: KVBatchMeta) -> KVBatchMeta:
         """The batch, which tells the workers' engine where the rows have their sets."""
-        if self.d3s.sampling_mask is not None:
-            batch.extra_info[NOTE] = self.d3s.sampling_mask
+        if self.d3s.sampling_mask_field is not None:
+            batch.extra_info[NOTE] = self.d3s.sampling_mask_field
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
@@ -221,7 +225,7 @@ def _require(config: Any, options: D3SOptions) -> None:
                 f"algorithm.use_kl_in_reward: got True; takes False, or {SECTION}.advantages_from=kept: the divergence "
                 "of dropped rollouts is not computed"
             )
-    if options.sampling_mask is not None:
+    if options.sampling_mask_field is not None:
         from . import engine  # noqa: F401  # registered without it, the mode lacks this option alone
 
         require_config(config)
