@@ -418,8 +418,8 @@ MUTANTS = (
     Mutant(
         "trl: prompts that move are padded on the right",
         "d3s_kernels/integrations/trl/rollouts.py",
-        "(missing, 0) if name in _PROMPT else (0, missing)",
-        "(0, missing)",
+        "(n, 0) if name in _PROMPT else (0, n)",
+        "(0, n)",
         "tests/trainers/test_trl_moves.py",
     ),
     Mutant(
