@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("trl")
 import tiny_trl
 import trl
+import yaml
 from datasets import Dataset
 from trl import GRPOConfig, TrlParser
 
