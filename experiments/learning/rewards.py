@@ -7,16 +7,6 @@ import re
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
-def reward(completions: list, answer: list, **_: object) -> list[float]:
-    """The reward of each completion, with TRL's signature: completions, and the data set's column `answer`."""
-    return [float(ends_in(text_of(text), str(right))) for text, right in zip(completions, answer, strict=True)]
-
-
-def text_of(completion: str | list[dict[str, str]]) -> str:
-    """The text of a completion: of a conversation (if prompts are lists of messages), its last message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
-
-
 def ends_in(completion: str, answer: str) -> bool:
     """Whether the completion ends in the answer. A number must be its last number; any other answer must be its end,
     ignoring case and full stops.

@@ -1,0 +1,45 @@
+"""The arms: what each generates, which of it it trains on, and by which rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from d3s_kernels import Budget, DownSamplingSchedule
+from d3s_kernels.rollouts import RolloutRule
+from d3s_kernels.tokens import TokenRule
+
+ALL_TOKENS = 1.0
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    generated: int  # rollouts of a prompt
+    schedule: DownSamplingSchedule  # of the rollouts to train on, and of the share of their tokens
+    rollout_rule: RolloutRule | None = None  # None: all of them
+    token_rule: TokenRule | None = None  # None: all of them
+    pooled: bool = False  # rollouts are chosen from the whole batch, and keep the advantages of their whole group
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def arms(many: int, few: int) -> dict[str, Arm]:
+    """All arms by name, of ``many`` rollouts for a prompt, of which ``few`` are trained on."""
+
+    def always(rollouts: int) -> DownSamplingSchedule:
+        budget = Budget(rollouts, ALL_TOKENS)
+        return DownSamplingSchedule(budget, budget)
+
+    rollouts_grow = DownSamplingSchedule(Budget(few, ALL_TOKENS), Budget(many, ALL_TOKENS))
+    both_grow = DownSamplingSchedule(Budget(few, 0.05), Budget(many, 0.20))  # of the paper, where it is 8 of 32
+    every = [
+        Arm(f"GRPO-{many}", many, always(many)),
+        Arm(f"GRPO-{few}", few, always(few)),
+        Arm(f"random {few} of {many}", many, always(few), "random"),
+        Arm("PODS", many, always(few), "max_variance"),
+        Arm("D3S, rollouts alone", many, rollouts_grow, "max_variance", pooled=True),
+        Arm("D3S", many, both_grow, "max_variance", "advantage_entropy", pooled=True),
+        Arm("D3S, random tokens", many, both_grow, "max_variance", "random", pooled=True),
+    ]
+    return {arm.name: arm for arm in every}

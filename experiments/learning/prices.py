@@ -1,0 +1,93 @@
+"""Measures the prices: what a generated token, a scored, an updated and a kept row, and an optimiser's step cost here.
+
+Each is the median over several batches of the full size. Whole steps of every arm are then measured too, and compared
+with what the prices say of them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+import d3s_kernels as d3s
+
+from .arms import Arm
+from .generate import sample
+from .ledger import Counts, Prices
+from .problems import Problem
+from .run import step
+from .setting import Setting
+from .update import add_sum, forward, head
+
+REPEATS = 5
+SEED = 0
+
+Result = TypeVar("Result")
+
+
+def measure(model: PreTrainedModel, problem: Problem, setting: Setting) -> Prices:
+    """Seconds on this machine, with the threads of a run."""
+    random = torch.Generator(model.device).manual_seed(SEED)
+    found = [measure_once(model, problem, setting, random) for _ in range(1 + REPEATS)]
+    return Prices(*(median(column) for column in zip(*found[1:], strict=True)))  # the first one warms up
+
+
+def measure_once(model: PreTrainedModel, problem: Problem, setting: Setting, random: torch.Generator) -> Prices:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    tasks = problem.train[: setting.prompts]
+    made, generation = timed(lambda: sample(model, problem.tokenizer, tasks, setting.many, problem.longest, random))
+    rows = torch.arange(len(made.prompt), device=model.device)
+    advantages = torch.ones(len(rows), device=model.device)
+    tokens, _ = timed(lambda: forward(model, made, advantages, rows))
+    hidden, count = tokens.hidden.detach().requires_grad_(), len(tokens.labels)
+
+    def score() -> torch.Tensor:
+        return d3s.linear_logprob_entropy(hidden, head(model), tokens.labels)[0]
+
+    _, scoring = timed(torch.no_grad()(score))
+    _, loss = timed(lambda: score().sum().backward())
+    _, body = timed(lambda: add_sum(model, made, advantages))
+    _, optimiser = timed(lambda: (optimizer.step(), optimizer.zero_grad()))
+    updated = (body - loss) / int(made.lengths().sum())
+    return Prices(generation / count, scoring / count, updated, loss / count, optimiser)
+
+
+def whole_step(model: PreTrainedModel, problem: Problem, setting: Setting, arm: Arm) -> tuple[float, Counts]:
+    """The seconds of an arm's steps in the middle of its schedule, and what was done in them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    random = torch.Generator(model.device).manual_seed(SEED)
+    tasks = problem.train[: setting.prompts]
+    made = [
+        timed(lambda: step(setting, problem, model, optimizer, tasks, arm, 0.5, random)) for _ in range(1 + REPEATS)
+    ]
+    updates, seconds = zip(*made[1:], strict=True)
+    return sum(seconds), sum((update.counts for update in updates), Counts())
+
+
+def timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    result = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - begin
+
+
+def machine() -> str:
+    """Processor or GPU, and versions."""
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", info.read_text(encoding="utf-8")) if info.exists() else None
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else model[1] if model else platform.machine()
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "d3s_kernels"))
+    return f"{device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) a run, {versions}"

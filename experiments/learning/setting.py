@@ -1,0 +1,35 @@
+"""What all runs of an experiment share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .problems import Problem, of_chains, of_user
+
+
+@dataclass(frozen=True)
+class Setting:
+    folder: Path  # of the start models, the finished runs and the report
+    model: Path | None = None  # a user's model to start from; None: one that has begun to learn chains
+    dataset: Path | None = None
+    enough: float = 0.3  # Pass@1 at which the supervised training of the start model ends
+    prompts: int = 8  # of a batch
+    many: int = 32  # rollouts of a prompt
+    few: int = 8  # of them, those that are trained on; or that GRPO generates where it generates few
+    steps: int = 40  # of GRPO with many rollouts: they determine the priced time that each arm gets
+    evaluations: int = 8  # after the first one, which is that of the start model
+    held_out: int = 128  # prompts of an evaluation
+    longest: int = 256  # tokens of a completion of a user's model
+    micro_batch: int | None = None  # rollouts of which all activations are held at once
+    threads: int = 1  # of each run
+    jobs: int = 2  # runs at a time
+
+    def problem(self) -> Problem:
+        if self.model is None or self.dataset is None:
+            return of_chains()
+        return of_user(self.model, self.dataset, self.held_out, self.longest)
+
+    def start(self, seed: int) -> Path:
+        """The folder of the model that all arms of a seed start from."""
+        return self.model or self.folder / "start" / str(seed)

@@ -1,0 +1,147 @@
+"""One update: advantages, the choice of rollouts and tokens, the loss and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import d3s_kernels as d3s
+
+from .arms import ALL_TOKENS, Arm
+from .generate import Rollouts
+from .ledger import Counts
+
+CHUNK = 32  # rollouts in one forward
+
+Choice = Callable[[Tensor, Tensor], Tensor]  # of entropies and advantages of tokens: a mask of those to keep
+
+
+class Update(NamedTuple):
+    counts: Counts
+    positive: int = 0  # tokens in the loss whose advantage is above 0
+
+
+def add_gradient(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    rewards: Tensor,
+    arm: Arm,
+    budget: d3s.Budget,
+    random: torch.Generator,
+    micro_batch: int | None = None,
+) -> Update:
+    """Adds the gradient of the arm's loss to the model's: the mean of -A log p over the kept tokens of the step.
+
+    The batch was sampled from this model, so that every importance ratio is 1 and nothing is clipped.
+
+    Args:
+        rewards: [prompts, rollouts of a prompt], in the order of the rollouts.
+        micro_batch: rollouts whose tokens are chosen together, and of which all activations are held at once. None:
+            all that are kept.
+    """
+    rollouts, advantages = kept_rollouts(rollouts, rewards.to(rollouts.prompt.device), arm, budget, random)
+    choose = None if budget.token_ratio == ALL_TOKENS else choice(arm, budget, random)
+    update = add_sum(model, rollouts, advantages, choose, micro_batch)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= max(1, update.counts.kept)
+    return update
+
+
+def kept_rollouts(
+    rollouts: Rollouts, rewards: Tensor, arm: Arm, budget: d3s.Budget, random: torch.Generator
+) -> tuple[Rollouts, Tensor]:
+    """The rollouts to train on, and their advantages."""
+    advantages = d3s.group_advantages(rewards)
+    if arm.rollout_rule is None:
+        return rollouts, advantages.flatten()
+    kept = d3s.select_rollouts(
+        advantages,
+        budget.rollouts,
+        rule=arm.rollout_rule,
+        scope="batch" if arm.pooled else "group",
+        generator=random if arm.rollout_rule == "random" else None,
+    )
+    if not arm.pooled:  # as in PODS: the advantages among those that are kept
+        own = d3s.group_advantages(rewards[kept].view(len(rewards), budget.rollouts)).flatten()
+    else:
+        own = advantages[kept]
+    return rollouts.rows(kept.flatten().nonzero().squeeze(1)), own
+
+
+def choice(arm: Arm, budget: d3s.Budget, random: torch.Generator) -> Choice:
+    drawing = random if arm.token_rule == "random" else None
+
+    def choose(entropy: Tensor, advantages: Tensor) -> Tensor:
+        share = budget.token_ratio
+        return d3s.select_tokens(entropy, advantages, share, rule=arm.token_rule, generator=drawing).mask
+
+    return choose
+
+
+def add_sum(
+    model: PreTrainedModel,
+    rollouts: Rollouts,
+    advantages: Tensor,
+    choose: Choice | None = None,
+    micro_batch: int | None = None,
+) -> Update:
+    """Adds the gradient of the sum of -A log p over the tokens, or over those that are chosen."""
+    by_length = rollouts.lengths().argsort(stable=True)  # so that little of a chunk is padding
+    size = min(CHUNK, micro_batch or CHUNK) if choose is None else micro_batch or len(by_length)
+    done, positive = Counts(updated=int(rollouts.lengths().sum()), steps=1), 0
+    for rows in by_length.split(size):
+        tokens = forward(model, rollouts, advantages, rows)
+        logprob, entropy = d3s.linear_logprob_entropy(tokens.hidden, head(model), tokens.labels)
+        if choose is None:
+            mask = torch.ones_like(tokens.labels, dtype=torch.bool)
+        else:
+            mask = choose(entropy.detach(), tokens.advantages)
+            done += Counts(scored=len(mask))
+        (-(logprob * tokens.advantages)[mask].sum()).backward()
+        done += Counts(kept=int(mask.sum()))
+        positive += int((mask & (tokens.advantages > 0)).sum())
+    return Update(done, positive)
+
+
+class Tokens(NamedTuple):
+    """The tokens of completions, one after the other."""
+
+    hidden: Tensor  # [tokens, width]: the states that they are predicted from
+    labels: Tensor  # int64 [tokens]
+    advantages: Tensor  # float32 [tokens]
+
+
+def forward(model: PreTrainedModel, rollouts: Rollouts, advantages: Tensor, rows: Tensor) -> Tokens:
+    """The body's forward over these rollouts, in chunks."""
+    parts = []
+    for chunk in rows.split(CHUNK):
+        own = rollouts.rows(chunk)
+        mask = torch.cat([own.prompt_mask, own.completion_mask], 1)
+        hidden = model.base_model(
+            input_ids=torch.cat([own.prompt, own.completion], 1),
+            attention_mask=mask.long(),
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            use_cache=False,
+        ).last_hidden_state
+        predicting = hidden[:, own.prompt.shape[1] - 1 : -1]
+        of_token = advantages[chunk].unsqueeze(1).expand_as(own.completion)
+        parts.append([tensor[own.completion_mask] for tensor in (predicting, own.completion, of_token)])
+    return Tokens(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def head(model: PreTrainedModel) -> Tensor:
+    """The weight of the LM head.
+
+    Raises:
+        ValueError: a head that is more than a product with a weight.
+    """
+    layer = model.get_output_embeddings()
+    changed = [name for name in ("final_logit_softcapping", "logit_scale") if getattr(model.config, name, None)]
+    if type(layer) is not torch.nn.Linear or layer.bias is not None or changed:
+        raise ValueError(f"--model: the LM head is {layer} {' '.join(changed)}; takes a Linear without bias or scale")
+    return layer.weight
