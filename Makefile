@@ -133,8 +133,8 @@ ifneq ($(HAS_TRL),)
 demo: library smollm2  ## a training step of a real model, with GRPO and with D3S: a table, and a page in demo/
 	@$(BIN)/python examples/demo.py $$(test ! -e $(SMOLLM2)/config.json || echo --model $(SMOLLM2)) $(DEMO_ARGS)
 
-learn: library $(VENV)/.with-demo  ## a small model learns with GRPO, PODS, D3S, GSPO, in a quarter of an hour; in learn/
-	$(BIN)/python examples/learn_more_with_less.py $(LEARN_ARGS)
+learn: library $(VENV)/.with-demo  ## what selection gives for the same time: seven arms on a small model, two hours; in learn/
+	$(BIN)/python -m experiments.learning all $(LEARN_ARGS)
 else
 demo learn:
 	@echo 'It trains with TRL, which needs Python 3.11 or newer, not 3.$(MINOR): make PYTHON=python3.11 VENV=.venv-3.11 $@'
