@@ -1,0 +1,351 @@
+"""The learning experiment: its task, its update, its prices and what it concludes. CI runs all stages, with --short."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import d3s_kernels as d3s
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from experiments.learning import chains, policy, probe, problems, records  # noqa: E402
+from experiments.learning.arms import arms  # noqa: E402
+from experiments.learning.evaluate import rewards  # noqa: E402
+from experiments.learning.generate import Rollouts, generate, sample  # noqa: E402
+from experiments.learning.ledger import Counts, Prices  # noqa: E402
+from experiments.learning.pricings import pricings  # noqa: E402
+from experiments.learning.records import Run  # noqa: E402
+from experiments.learning.rewards import ends_in  # noqa: E402
+from experiments.learning.run import Job, Point, batches_of, train  # noqa: E402
+from experiments.learning.setting import Setting  # noqa: E402
+from experiments.learning.statistics import mean_until, paired, reached, student_quantile, time_to  # noqa: E402
+from experiments.learning.update import add_gradient  # noqa: E402
+
+PROBLEM = problems.of_chains()
+ARMS = arms(8, 4)
+ONE = Prices(1.0, 0.0, 0.0, 0.0, 0.0)  # a clock that counts generated tokens
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    made = policy.new_model(PROBLEM.tokenizer)
+    with torch.no_grad():  # spreads the logits, so that entropies differ
+        made.get_output_embeddings().weight.mul_(2)
+    return made
+
+
+def batch(model: torch.nn.Module, count: int = 8) -> tuple[Rollouts, torch.Tensor]:
+    """Rollouts of three prompts, and rewards at random."""
+    numbers = torch.Generator().manual_seed(0)
+    made = sample(model, PROBLEM.tokenizer, PROBLEM.train[:3], count, 12, numbers)
+    return made, torch.rand(3, count, generator=numbers).round()
+
+
+# ---- the task --------------------------------------------------------------------------------------------------------
+
+
+def test_chains_are_worked_out_rightly() -> None:
+    for made in chains.chains(200, chains.SHORT, seed=3):
+        first, *rest = made["prompt"].removesuffix(" :").split()
+        result = int(first)
+        for sign, operand in zip(rest[::2], rest[1::2], strict=True):
+            result = {"+": result + int(operand), "-": result - int(operand), "*": result * int(operand)}[sign] % 10
+        assert made["answer"] == str(result)
+        steps = [step.split() for step in made["work"].split(" ; ")]
+        assert [step[1:3] for step in steps] == [list(pair) for pair in zip(rest[::2], rest[1::2], strict=True)]
+        assert [step[0] for step in steps[1:]] == [step[4] for step in steps[:-1]]
+        assert ends_in(made["work"], made["answer"])
+        assert len(PROBLEM.tokenizer(made["work"]).input_ids) < PROBLEM.longest
+
+
+def test_slips_are_as_frequent_as_said() -> None:
+    rng = random.Random(0)
+    found = {sign: [0, 0] for sign in chains.SLIPS}
+    for _ in range(3000):
+        for step in chains.chain(rng, chains.SHORT, chains.SLIPS)["work"].split(" ; "):
+            a, sign, b, _, result = step.split()
+            found[sign][0] += chains.OPERATIONS[sign](int(a), int(b)) % 10 != int(result)
+            found[sign][1] += 1
+    for sign, (slips, steps) in found.items():
+        assert slips / steps == pytest.approx(chains.SLIPS[sign], abs=0.025)
+
+
+def test_held_out_prompts_are_not_trained_on() -> None:
+    train, held_out, longer = ({task.prompt for task in part} for part in PROBLEM[1:4])
+    assert (len(train), len(held_out), len(longer)) == (80, 128, 64)
+    assert not train & held_out
+    assert min(map(len, longer)) > max(map(len, train))
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [
+        ("3 + 4 = 7 ; 7 * 2 = 4", "4", True),
+        ("3 + 4 = 7 ; 7 * 2 = 5", "4", False),
+        ("the answer is 1,085.", "1085", True),
+        ("the answer is 185", "85", False),
+        ("85, or maybe 86", "85", False),
+        ("It is Paris.", "paris", True),
+    ],
+)
+def test_the_reward_is_that_of_the_last_answer(completion: str, answer: str, right: bool) -> None:
+    assert ends_in(completion, answer) == right
+
+
+def test_all_arms_of_a_seed_see_the_same_batches() -> None:
+    first, second = (batches_of(PROBLEM.train, 8, seed=5) for _ in range(2))
+    epoch = [next(first) for _ in range(10)]
+    assert epoch == [next(second) for _ in range(10)]
+    assert {task for tasks in epoch for task in tasks} == set(PROBLEM.train)
+    assert next(first) != epoch[0]
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+def test_generation_with_a_cache_is_generation_without(model: torch.nn.Module) -> None:
+    """Rows that end leave the cache. With a sure model, sampling is the choice of the largest logit."""
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(100)
+    texts = [task.prompt for task in PROBLEM.train[:6]]
+    prompts = PROBLEM.tokenizer(texts, padding=True, return_tensors="pt")
+    found = generate(
+        model, prompts.input_ids, prompts.attention_mask.bool(), 10, PROBLEM.tokenizer, torch.Generator().manual_seed(0)
+    )
+    for row, text in enumerate(texts):
+        tokens = PROBLEM.tokenizer(text, return_tensors="pt").input_ids
+        expected = []
+        while len(expected) < 10 and PROBLEM.tokenizer.eos_token_id not in expected:
+            expected.append(int(model(tokens).logits[0, -1].argmax()))
+            tokens = torch.cat([tokens, torch.tensor([[expected[-1]]])], 1)
+        assert found.completion[row][found.completion_mask[row]].tolist() == expected
+
+
+def test_rollouts_end_where_they_say(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        model.get_output_embeddings().weight.div_(2)  # all tokens are about as likely
+    made, _ = batch(model)
+    end = PROBLEM.tokenizer.eos_token_id
+    lengths = made.completion_mask.sum(1)
+    assert len(set(lengths.tolist())) > 3  # some ended
+    for row, length in enumerate(lengths.tolist()):
+        tokens = made.completion[row].tolist()
+        assert end not in tokens[: length - 1]
+        assert length == 12 or tokens[length - 1] == end
+    assert rewards(made, PROBLEM.tokenizer, PROBLEM.train[:3]).shape == (3, 8)
+
+
+# ---- the update ------------------------------------------------------------------------------------------------------
+
+
+def by_hand(model: torch.nn.Module, made: Rollouts, advantages: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """The gradient of the mean of -A log p over the tokens of the mask, from all logits, row by row."""
+    total = torch.zeros(())
+    for row in range(len(made.prompt)):
+        prompt = made.prompt[row][made.prompt_mask[row]]
+        completion = made.completion[row][made.completion_mask[row]]
+        logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        logprob = logits.log_softmax(-1).gather(1, completion.unsqueeze(1)).squeeze(1)
+        total = total - (logprob * advantages[row])[mask[row][made.completion_mask[row]]].sum()
+    return list(torch.autograd.grad(total / mask.sum(), list(model.parameters())))
+
+
+def gradient(model: torch.nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def assert_gradient(model: torch.nn.Module, expected: list[torch.Tensor]) -> None:
+    """Within a ten-thousandth of its largest element: one token more or less changes it by a hundredth."""
+    largest = max(float(part.abs().max()) for part in expected)
+    for found, part in zip(gradient(model), expected, strict=True):
+        torch.testing.assert_close(found, part, rtol=0, atol=1e-4 * largest)
+
+
+def grpo_advantages(found: torch.Tensor) -> torch.Tensor:
+    return (found - found.mean(1, keepdim=True)) / (found.std(1, keepdim=True) + 1e-4)
+
+
+def test_grpo_trains_on_all_tokens(model: torch.nn.Module) -> None:
+    made, found = batch(model)
+    arm = ARMS["GRPO-8"]
+    update = add_gradient(model, made, found, arm, arm.schedule(0.3), torch.Generator())
+    expected = by_hand(model, made, grpo_advantages(found).flatten(), made.completion_mask)
+    assert_gradient(model, expected)
+    tokens = int(made.completion_mask.sum())
+    assert update.counts == Counts(updated=int(made.lengths().sum()), kept=tokens, steps=1)
+    assert update.positive == int((made.completion_mask & (grpo_advantages(found) > 0).view(-1, 1)).sum())
+
+
+def test_pods_keeps_the_largest_variance_and_its_advantages(model: torch.nn.Module) -> None:
+    made, found = batch(model)
+    found[1] = torch.tensor([0.0, 1, 1, 1, 1, 1, 1, 1])
+    arm = ARMS["PODS"]
+    add_gradient(model, made, found, arm, arm.schedule(0.0), torch.Generator())
+    chosen = d3s.select_rollouts(found, 4, scope="group")
+    assert found[1][chosen[1]].tolist() == [0, 1, 1, 1]  # the one that failed is among them
+    own = grpo_advantages(found[chosen].view(3, 4)).flatten()
+    rows = made.rows(chosen.flatten().nonzero().squeeze(1))
+    assert_gradient(model, by_hand(model, rows, own, rows.completion_mask))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 5])
+def test_d3s_trains_on_the_tokens_of_the_largest_score(model: torch.nn.Module, micro_batch: int | None) -> None:
+    """In a micro-batch of its own, each keeps its share."""
+    made, found = batch(model)
+    arm = ARMS["D3S"]
+    budget = arm.schedule(1.0)  # all rollouts, a fifth of their tokens
+    update = add_gradient(model, made, found, arm, budget, torch.Generator(), micro_batch)
+    advantages = grpo_advantages(found).flatten()
+    tokens = torch.cat([made.prompt, made.completion], 1)
+    mask = torch.cat([made.prompt_mask, made.completion_mask], 1)
+    logits = model(tokens, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    entropy = torch.distributions.Categorical(logits=logits[:, made.prompt.shape[1] - 1 : -1]).entropy()
+    score = (advantages.abs().unsqueeze(1) * entropy).masked_fill(~made.completion_mask, -1).detach()
+    expected = torch.zeros_like(made.completion_mask)
+    for rows in made.lengths().argsort(stable=True).split(micro_batch or 24):
+        count = math.ceil(0.2 * int(made.completion_mask[rows].sum()))
+        expected[rows] = score[rows] >= score[rows].flatten().sort(descending=True).values[count - 1]
+    assert_gradient(model, by_hand(model, made, advantages, expected))
+    assert update.counts.kept == int(expected.sum())
+    assert update.counts.scored == int(made.completion_mask.sum())
+
+
+def test_arms_generate_and_train_on_what_they_say(model: torch.nn.Module) -> None:
+    made, found = batch(model)
+    kept = {}
+    for name, arm in ARMS.items():
+        rows, own = probe.first_of(made, found, arm)
+        numbers = torch.Generator().manual_seed(0)
+        kept[name] = [
+            add_gradient(model, rows, own, arm, arm.schedule(progress), numbers).counts for progress in (0.0, 1.0)
+        ]
+    tokens = int(made.completion_mask.sum())
+    assert kept["GRPO-8"][0].kept == tokens > kept["GRPO-4"][0].kept == kept["GRPO-4"][1].kept
+    assert kept["random 4 of 8"][0].kept < tokens > kept["PODS"][0].kept
+    assert kept["D3S, rollouts alone"][0].updated < kept["D3S, rollouts alone"][1].updated == kept["GRPO-8"][0].updated
+    assert kept["D3S"][1].kept == kept["D3S, random tokens"][1].kept == math.ceil(0.2 * tokens)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_reproducible_to_the_bit_and_lasts_for_its_priced_time(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, prompts=1, evaluations=2, held_out=1)
+    prices, job = Prices(1e-3, 0.0, 1e-3, 0.0, 0.5), Job("D3S, random tokens", 1e-3, 7)
+
+    def once() -> list[Point]:
+        torch.manual_seed(0)
+        start = policy.new_model(PROBLEM.tokenizer)
+        return train(setting, PROBLEM, start, ARMS[job.arm], job, prices, horizon=3.0)
+
+    first, second = once(), once()
+    assert first == second
+    assert prices.of(first[-2].counts) < 3.0 <= prices.of(first[-1].counts)
+    assert [point.longer_first is None for point in first] == [False, True, False]
+    path = tmp_path / "curves.csv"
+    records.append(path, Run(job, first))
+    records.append(path, Run(Job("D3S", 1e-3, 7), second))
+    (read, other) = records.load(path)
+    assert (read.job, len(read.points), other.job.arm) == (job, len(first), "D3S")
+    assert [point.counts for point in read.points] == [point.counts for point in first]
+
+
+def test_prices() -> None:
+    counts = Counts(generated=100, scored=10, updated=200, kept=50, steps=2)
+    prices = Prices(1.0, 2.0, 3.0, 4.0, 5.0)
+    assert prices.of(counts) == 100 + 20 + 600 + 200 + 10
+    assert prices.with_generation_at(0.4, counts).of(counts) == pytest.approx(1.4 * 830)
+    grpo = Counts(generated=100, updated=150, kept=100, steps=1)
+    by_name = pricings(prices, grpo)
+    of_7b = by_name["a 7B model's head and body, generation at 1"]
+    assert of_7b.kept * 100 / of_7b.of_update(grpo) == pytest.approx(0.545 / 7.07)
+    assert of_7b.of(grpo) == pytest.approx(2 * of_7b.of_update(grpo))
+
+
+# ---- what is concluded -----------------------------------------------------------------------------------------------
+
+
+def run_of(*values: float) -> Run:
+    return Run(Job("D3S", 1e-4, 0), [Point(Counts(generated=10 * i), 0, v, 1.0) for i, v in enumerate(values)])
+
+
+def test_measures_of_a_run() -> None:
+    run = run_of(0.2, 0.4, 0.3, 0.5)
+    assert reached(run, ONE.of, 15) == pytest.approx(0.35)
+    assert mean_until(run, ONE.of, 15) == pytest.approx((0.3 * 10 + 0.375 * 5) / 15)
+    assert mean_until(run, ONE.of, 30) == pytest.approx((0.3 + 0.35 + 0.4) / 3)
+    assert time_to(run, ONE.of, 0.1) == 0
+    assert time_to(run, ONE.of, 0.4) == pytest.approx(10)  # the first time
+    assert time_to(run, ONE.of, 0.45) == pytest.approx(27.5)
+    assert time_to(run, ONE.of, 0.6) is None
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (4, 2.776), (9, 2.262), (30, 2.042)])
+def test_students_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> None:
+    assert student_quantile(freedom, 0.95) == pytest.approx(quantile, abs=5e-3)
+
+
+def test_differences_are_paired_and_widened_for_the_comparisons() -> None:
+    theirs = [0.1, 0.5, 0.3, 0.9, 0.2]
+    ours = [x + d for x, d in zip(theirs, (0.1, 0.12, 0.09, 0.11, 0.08), strict=True)]
+    one, six = paired(ours, theirs, 1), paired(ours, theirs, 6)
+    assert one.mean == pytest.approx(0.1)
+    assert one.half_width == pytest.approx(2.776 * math.sqrt(0.00025 / 5), rel=1e-3)
+    assert six.half_width == pytest.approx(4.851 * math.sqrt(0.00025 / 5), rel=2e-3)  # of 99.17 %
+    assert one.decided
+    assert not paired([0.2, 0.4, 0.4, 0.8, 0.25], theirs, 1).decided
+    assert not paired([0.5], [0.1], 1).decided  # one seed
+
+
+def test_the_probe_measures_cosines_and_noise() -> None:
+    towards = torch.tensor([1.0, 0.0])
+    sums = probe.Sums(torch.zeros(2))
+    for gradient in ([3.0, 1.0], [1.0, -1.0], [2.0, 3.0], [2.0, -3.0]):
+        sums.add(torch.tensor(gradient), towards, 2.0)
+    cosine, of_mean, ratio, seconds = sums.result(towards)
+    expected = (3 / 10**0.5 + 1 / 2**0.5 + 2 * 2 / 13**0.5) / 4
+    assert (cosine, of_mean, seconds) == pytest.approx((expected, 1.0, 2.0))
+    assert ratio == pytest.approx(4 / (2 / 3 + 20 / 3))  # of the variances of both elements
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "."], "--model: needs --dataset too"),
+        (["--dataset", "README.md", "--model", "."], "--model: . has no config.json"),
+        (["--many", "0"], "--many: got 0; takes a whole number of at least 1"),
+        (["--few", "64"], "--few: got 64; takes at most --many, 32"),
+        (["--rate", "-1"], "--rate: got -1; takes a number above 0"),
+        (["--arms", "PPO"], "--arms: got PPO; takes some of: GRPO-32; GRPO-8; random 8 of 32; PODS"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from experiments.learning.__main__ import main
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["learning", "run", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert message in capsys.readouterr().err
+
+
+def test_a_bad_line_of_a_data_set_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape("--dataset: line 3 of")):
+        problems.task_of(tmp_path, 3, '{"prompt": "x"}')
