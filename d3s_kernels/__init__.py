@@ -1,13 +1,6 @@
 """The selection step of GRPO-style reinforcement learning, as exact, deterministic torch ops."""
 
-try:
-    from ._build_info import build_info
-except ModuleNotFoundError as error:
-    raise ImportError(
-        f"d3s_kernels: imported from {__path__[0]}, which has no compiled library. Start Python outside the source "
-        "folder, or install the package with pip install --no-build-isolation -e ."
-    ) from error
-
+from ._build import build_info
 from ._dispatch.backends import backends
 from .compare import Comparison, Difference, compare
 from .page import selection_page

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import d3s_kernels
-from d3s_kernels import _build_info
+from d3s_kernels import _build
 
 ROOT = Path(__file__).parents[1]
-LIBRARY = Path(_build_info.__file__).parent / "_cpu.so"
+LIBRARY = _build.FOLDER / "_cpu.so"
 LIBRARIES = [LIBRARY.with_name(f"{name}.so") for name in ("_cpu", "_checks", "_cuda")]
 HAS_CUDA = LIBRARIES[-1].exists()
 LIBRARIES = LIBRARIES if HAS_CUDA else LIBRARIES[:-1]

@@ -15,10 +15,10 @@ from disassembly import Instruction, Resources, cuobjdump, kernels, loops, resou
 from helpers import EVERYTHING, build_folder
 
 import d3s_kernels
-from d3s_kernels import _build_info
+from d3s_kernels import _build
 
 ROOT = Path(__file__).parents[1]
-LIBRARY = Path(_build_info.__file__).parent / "_cuda.so"
+LIBRARY = _build.FOLDER / "_cuda.so"
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 COMPILERS = shutil.which("nvcc") is not None and shutil.which("cmake", path=TOOLS) is not None
 

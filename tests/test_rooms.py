@@ -41,12 +41,13 @@ ROOMS = {
     "sampling": "_arguments _dispatch",
     "_groups": "",
     "_page": "",
-    "_dispatch": "_torch _triton",
+    "_dispatch": "_build _torch _triton",
     "_torch": "_segments",
     "_triton": "",
     # what is alike everywhere
     "_segments": "",
     "_arguments": "",
+    "_build": "",
     # what every op means
     "reference": "",
 }

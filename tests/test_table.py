@@ -15,7 +15,7 @@ from helpers import EVERYTHING, assert_same_bits
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels import _build_info, _head, _torch, reference
+from d3s_kernels import _build, _head, _torch, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.libraries import registered
 from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
@@ -80,7 +80,7 @@ def test_every_op_has_a_kernel_for_the_cpu() -> None:
 
 def test_the_cuda_library_registers_every_op() -> None:
     """The library cannot be loaded without a CUDA build of torch, but it contains the names that it registers."""
-    library = Path(str(_build_info.__file__)).parent / "_cuda.so"
+    library = _build.FOLDER / "_cuda.so"
     if not library.exists():
         pytest.skip("this build has no CUDA library")
     text = library.read_bytes()

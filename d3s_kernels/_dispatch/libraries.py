@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import _build_info
-
-# The libraries lie beside the compiled module. In an editable install that is another folder than this file's.
-FOLDER = Path(str(_build_info.__file__)).parent
+from .._build import FOLDER
 
 torch.ops.load_library(str(FOLDER / "_cpu.so"))  # type: ignore[no-untyped-call]
 torch.ops.load_library(str(FOLDER / "_checks.so"))  # type: ignore[no-untyped-call]
@@ -25,7 +21,7 @@ def why_not_cuda() -> str | None:
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     if not library.exists():
-        return "this build has no CUDA library: there was no nvcc"
+        return f"this build has no CUDA library; a wheel for CUDA {torch.version.cuda} has one (docs/install.md)"
     try:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except OSError as error:

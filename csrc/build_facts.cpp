@@ -1,0 +1,35 @@
+#include "build_facts.h"
+
+#include "cpu/simd_level.h"
+
+namespace d3s {
+
+namespace {
+
+// No value has characters that JSON escapes: they are versions, and names of compilers and of SIMD levels.
+std::string text(const std::string& value) { return '"' + value + '"'; }
+
+}  // namespace
+
+std::string build_facts() {
+  const std::string cuda = D3S_CUDA_VERSION;
+#if defined(D3S_X86_LEVELS)
+  const std::string levels = R"(["baseline", "avx2", "avx512", "avx512_bf16"])";
+#else
+  const std::string levels = R"(["baseline"])";
+#endif
+  return "{\"version\": " + text(D3S_VERSION) + ", \"compiler\": " + text(D3S_COMPILER) +
+         ", \"torch_target\": " + text(D3S_TORCH_TARGET) +
+         ", \"torch_built_against\": " + text(D3S_TORCH_BUILT_AGAINST) + ", \"simd_levels\": " + levels +
+         ", \"simd\": " + text(simd_level_name(simd_level())) +
+         ", \"cuda\": " + (cuda.empty() ? std::string("null") : text(cuda)) +
+         ", \"cuda_architectures\": " + text(D3S_CUDA_ARCHITECTURES) + "}";
+}
+
+}  // namespace d3s
+
+// For a Python that has no _build_info module in this wheel: it reads the facts from _cpu.so (d3s_kernels/_build.py).
+extern "C" __attribute__((visibility("default"))) const char* d3s_kernels_build_facts() {
+  static const std::string facts = d3s::build_facts();
+  return facts.c_str();
+}
