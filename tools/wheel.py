@@ -24,6 +24,7 @@ import sys
 import sysconfig
 import zipfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_CUDA = (12, 8)  # the first version that compiles for compute capabilities 10.0 and 12.0
@@ -179,6 +180,27 @@ def contents(wheel: Path) -> list[str]:
     return [*lines, f"modules for Python {', '.join(f'3.{minor}' for minor in sorted(versions, key=int))}"]
 
 
+def holds_cuda(wheel: Path) -> bool:
+    return "d3s_kernels/_cuda.so" in zipfile.ZipFile(wheel).namelist()
+
+
+def architectures(wheel: Path, cuobjdump: str | None) -> list[str]:
+    """What each architecture's code costs in the CUDA library, unpacked: it lies there compressed."""
+    if cuobjdump is None:
+        return []
+    with TemporaryDirectory() as work:
+        zipfile.ZipFile(wheel).extract("d3s_kernels/_cuda.so", work)
+        library = Path(work) / "d3s_kernels" / "_cuda.so"
+        for kind in ("elf", "ptx"):
+            subprocess.run([cuobjdump, f"-x{kind}", "all", str(library)], cwd=work, check=True, capture_output=True)
+        sizes: dict[str, int] = {}
+        for file in Path(work).iterdir():
+            if found := re.search(r"\.(sm_\d+)\.(cubin|ptx)$", file.name):
+                name = found[1] + " PTX" * (found[2] == "ptx")
+                sizes[name] = sizes.get(name, 0) + file.stat().st_size
+    return [f"  {name}: {size / 2**20:.2f} MiB, unpacked" for name, size in sorted(sizes.items())]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cuda", help="the toolkit's version, as in 13.0, or none, plain, set-up")
@@ -193,7 +215,7 @@ def main() -> int:
     except subprocess.CalledProcessError as failed:
         return int(failed.returncode) or 1  # the command has printed the reason
     print(f"{wheel} ({wheel.stat().st_size / 2**20:.1f} MiB)")
-    for line in contents(wheel):
+    for line in contents(wheel) + (architectures(wheel, shutil.which("cuobjdump")) if holds_cuda(wheel) else []):
         print(f"  {line}")
     return 0
 
