@@ -41,6 +41,20 @@ class Ranks(NamedTuple):
         """int64 ``[ranks]``, on the device of ``like``: the number that each rank's host passes."""
         return self.gather(torch.full((1,), number, dtype=torch.int64, device=like.device)).view(-1)
 
+    def gather_text(self, text: str) -> list[str]:
+        """The text of every rank: one round for the lengths, one for the UTF-8 bytes, padded to the longest. The host
+        waits for both. No rank unpickles what another one sends, so a text can name a fault but not run code.
+        """
+        own = text.encode()
+        # The device on which torch sends objects: the CPU where the group has a back-end for it, else the group's own.
+        device = torch.device(c10d._get_object_coll_device(self.group))
+        lengths = self.gather(torch.tensor([len(own)], device=device)).view(-1).tolist()
+        if max(lengths) == 0:
+            return [""] * self.size
+        padded = torch.frombuffer(bytearray(own.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        everyones = self.gather(padded.to(device)).cpu()
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(everyones, lengths, strict=True)]
+
 
 def ranks_of(process_group: dist.ProcessGroup | DeviceMesh, name: str = "process_group") -> Ranks:
     """The ranks of a process group or mesh. Error messages call the argument ``name``."""

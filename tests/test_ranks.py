@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +30,28 @@ def test_collectives(size: int) -> None:
         assert torch.equal(gathered, each.transpose(1, 2))
         assert torch.equal(added, each.sum(0))
         assert numbers.tolist() == list(range(size))
+
+
+TEXTS = ["", "a", "Maß: 30 €, \N{SNOWMAN}", "long " * 1000]
+
+
+def texts(ranks: Ranks, shift: int) -> list[str]:
+    return ranks.gather_text(TEXTS[(ranks.rank + shift) % len(TEXTS)])
+
+
+@sizes
+def test_texts_of_all_ranks(size: int) -> None:
+    for shift in range(len(TEXTS)):
+        expected = [TEXTS[(rank + shift) % len(TEXTS)] for rank in range(size)]
+        assert world(size).run(texts, shift) == [expected] * size
+
+
+def nothing(ranks: Ranks) -> list[str]:
+    return ranks.gather_text("")
+
+
+def test_empty_texts() -> None:
+    assert world(2).run(nothing) == [["", ""]] * 2
 
 
 def of_a_mesh(ranks: Ranks) -> tuple[int, int, str]:
@@ -114,3 +139,48 @@ def test_different_calls_are_refused_by_all() -> None:
         "call: got 'topk_mask' on rank 0 and 'group_advantages' on rank 1; takes the same on all ranks of the process "
         "group"
     }
+
+
+ODD = {
+    "ratio": math.inf,
+    "a small number": 5e-324,
+    "text": "a \udcff lone surrogate",
+    "a tuple": ([2, 3], "torch.float32"),
+    "a type": torch.bfloat16,
+    "a tensor": torch.tensor([-0.0, math.inf]),
+    "nothing": None,
+}
+
+
+def test_what_is_alike_in_any_form_is_taken() -> None:
+    assert world(2).run(agreeing, [ODD] * 2, ["topk_mask"] * 2, [None] * 2, D3S_KERNELS_CHECK="1") == [None] * 2
+    other = ODD | {"a type": torch.float16}
+    found = world(2).outcomes(agreeing, [ODD, other], ["topk_mask"] * 2, [None] * 2, D3S_KERNELS_CHECK="1")
+    assert {str(error) for error in found} == {
+        "a type: got 'torch.bfloat16' on rank 0 and 'torch.float16' on rank 1; takes the same on all ranks of the "
+        "process group"
+    }
+
+
+def without_pickle(ranks: Ranks, given: list[dict], refuse: list[str | None]) -> str | None:
+    """Agrees where nothing can be pickled or unpickled."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a pickle")
+
+    before = dist.distributed_c10d._pickler, dist.distributed_c10d._unpickler, pickle.loads, pickle.dumps
+    dist.distributed_c10d._pickler = dist.distributed_c10d._unpickler = pickle.loads = pickle.dumps = refused
+    try:
+        agreeing(ranks, given, ["topk_mask"] * ranks.size, refuse)
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.distributed_c10d._pickler, dist.distributed_c10d._unpickler, pickle.loads, pickle.dumps = before
+    return None
+
+
+def test_no_rank_unpickles_what_another_sends() -> None:
+    run = world(2).run
+    assert run(without_pickle, [ODD] * 2, [None] * 2, D3S_KERNELS_CHECK="1") == [None] * 2
+    said = run(without_pickle, [{}] * 2, [None, "k: got 0"], D3S_KERNELS_CHECK="1")
+    assert said == ["k: got 0 (on rank 1 of 2)"] * 2
