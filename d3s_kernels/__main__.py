@@ -1,84 +1,57 @@
-"""``python -m d3s_kernels`` reports the build and the back-end of each op, and compares back-ends with the reference.
-
-The exit status is 0 if every back-end that runs here agrees with the reference, and all that serve a device run.
-"""
+"""The commands of the library: ``d3s``, or ``python -m d3s_kernels``, which without arguments is ``d3s doctor``."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
-from collections.abc import Iterator
-
-import torch
+from collections.abc import Callable, Sequence
 
 import d3s_kernels as d3s
-from d3s_kernels._dispatch import backends
-from d3s_kernels._selfcheck import checks
-from d3s_kernels.compare import Comparison
+from d3s_kernels import _doctor
+from d3s_kernels.planning.profile import __main__ as profiling
 
-_HEAD = "error / allowed, * serves"
+DESCRIPTION = """\
+The commands of d3s_kernels. python -m d3s_kernels takes them too, and without arguments is d3s doctor.
 
+  d3s doctor     the build and the back-end of each op, and every back-end compared with the reference
+  d3s profile    how often a model solves each query of a dataset: the first step of sGPO
 
-def _devices() -> Iterator[tuple[torch.device, str]]:
-    """Yields each device of this machine with a description."""
-    yield torch.device("cpu"), f"{torch.get_num_threads()} threads"
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        yield torch.device("cuda", index), f"{facts.name}, compute capability {facts.major}.{facts.minor}"
-    for index in range(torch.xpu.device_count()):
-        yield torch.device("xpu", index), torch.xpu.get_device_name(index)
+d3s COMMAND --help has the options of a command.
+"""
 
 
-def _column(device: torch.device, backend: str) -> dict[str, str]:
-    """The cell of each op: the error as a share of the allowed error, "equal" or "WRONG". Prints the wrong results."""
-    cells, wrong = {}, Comparison()
-    with backends.forced(backend):
-        for op, worst in checks(device, backend):
-            cells[op] = f"{worst.share:.2f}" if worst.allowed > 0 else "equal"
-            if not worst.agrees:
-                cells[op] = "WRONG"
-                wrong.append(worst._replace(output=f"{op}: {worst.output}"))
-    if wrong:
-        print(wrong)
-    return cells
+def doctor(arguments: Sequence[str]) -> int:
+    """Returns 0 if every back-end that runs here agrees with the reference, and all that serve a device run."""
+    parser = argparse.ArgumentParser(prog="d3s doctor", description="What was built, what runs here, and its checks.")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    if not parser.parse_args(arguments).json:
+        return 0 if _doctor.print_report(d3s.build_info()) else 1
+    report = _doctor.report(d3s.build_info())
+    print(json.dumps(report, indent=2, allow_nan=False))
+    return 0 if report["good"] else 1
 
 
-def _table(device: torch.device) -> bool:
-    """Prints a column for each back-end that runs on the device. Returns whether all of them agree, and those that
-    serve the device run.
-    """
-    serving = backends.serving(device.type)
-    columns, good = {}, True
-    for backend in backends.runnable(device.type):
-        try:
-            cells = _column(device, backend)
-        except Exception as error:  # any error of a driver or a compiler belongs in the report
-            print(f"  {backend}: does not run here: {type(error).__name__}: {error}")
-            good &= backend not in serving
-            continue
-        columns[backend + (" *" if backend in serving else "")] = cells
-        good &= "WRONG" not in cells.values()
-    if columns:
-        ops = next(iter(columns.values()))
-        width = max(map(len, (*ops, _HEAD)))
-        print("  " + " ".join([f"{_HEAD:{width}}", *[f"{head:>9}" for head in columns]]))
-        for op in ops:
-            print("  " + " ".join([f"{op:{width}}", *[f"{cells[op]:>9}" for cells in columns.values()]]))
-    return good
+def profile(arguments: Sequence[str]) -> int:
+    return profiling.main(arguments, prog="d3s profile")
 
 
-def main() -> int:
-    print(f"torch {torch.__version__}")
-    for name, value in d3s.build_info().items():
-        print(f"{name.replace('_', ' ')}: {value}")
-    print(f"D3S_KERNELS_BACKEND: {backends.forced_backend or 'not set'}")
-    for backend in backends.BACKENDS:
-        print(f"{backend}: {backends.why_not(backend) or 'there'}")
-    good = True
-    for device, what in _devices():
-        print(f"{device}: {what}; {backends.explain(device.type)}")
-        good &= _table(device)
-    return 0 if good else 1
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"doctor": doctor, "profile": profile}
+
+
+def main(arguments: Sequence[str] = ("doctor",)) -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="d3s", description=DESCRIPTION, formatter_class=layout)
+    parser.add_argument("--version", action="version", version=f"d3s_kernels {d3s.__version__}")
+    parser.add_argument("command", choices=COMMANDS)
+    given = parser.parse_args(arguments[:1])  # each command parses what follows it
+    return COMMANDS[given.command](arguments[1:])
+
+
+def console() -> int:
+    """The console script ``d3s``."""
+    return main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:] or ["doctor"]))

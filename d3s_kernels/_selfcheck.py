@@ -1,4 +1,4 @@
-"""The checks of ``python -m d3s_kernels``: every op of the table, on random arguments, is compared with its meaning."""
+"""The checks of ``d3s doctor``: every op of the table, on random arguments, is compared with its meaning."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 
 # From the top down: each room, and the rooms that it may import.
 ROOMS = {
-    "__main__": "_dispatch _selfcheck compare",
+    "__main__": "_doctor planning",
+    "_doctor": "_dispatch _selfcheck compare",
     "integrations": "_across_ranks _dispatch _groups _head _page distributed page ratios rollouts sampling schedule "
     "tokens vocabulary",
     "planning": "_arguments",

@@ -1,10 +1,11 @@
-"""``python -m d3s_kernels.planning.profile``: samples a model on every query of a dataset and counts successes.
+"""``d3s profile``, or ``python -m d3s_kernels.planning.profile``: samples a model on every query of a dataset and
+counts successes.
 
 The first step of sGPO (arXiv 2606.08854). It writes one line of JSON for each finished query. If it is interrupted, the
 same command continues, and the result is the same as without the interruption. Each completion has its own random
 numbers, so another batch size or device changes only rounding, which in rare cases changes a sampled token.
 
-    python -m d3s_kernels.planning.profile --model Qwen/Qwen2.5-0.5B-Instruct --dataset prompts.jsonl \\
+    d3s profile --model Qwen/Qwen2.5-0.5B-Instruct --dataset prompts.jsonl \\
         --reward rewards.py:is_correct --out profile.jsonl
 """
 
@@ -23,10 +24,12 @@ import torch
 from .queries import Row, digest, load_queries
 from .records import ProfileFile, load_profile
 
+_PROG = "python -m d3s_kernels.planning.profile"
 
-def _arguments() -> argparse.ArgumentParser:
+
+def _arguments(prog: str = _PROG) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m d3s_kernels.planning.profile",
+        prog=prog,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -71,8 +74,8 @@ def _settings(given: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
     return {**options, "queries": len(rows), "digest": digest(rows)}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _arguments()
+def main(arguments: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    parser = _arguments(prog)
     given = parser.parse_args(arguments)
     try:
         from .rewards import load_reward

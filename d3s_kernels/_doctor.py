@@ -1,0 +1,155 @@
+"""The report of ``d3s doctor``: the build, the back-end of each op, and every back-end compared with the reference."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ._dispatch import backends
+from ._selfcheck import checks
+from .compare import Comparison, Difference
+
+SCHEMA = 1  # of the JSON report; raised when a field changes its meaning or goes
+_HEAD = "error / allowed, * serves"
+
+
+class Examined(NamedTuple):
+    """What a back-end does on a device."""
+
+    backend: str
+    serves: bool  # whether it computes the ops there when a user calls them
+    error: str | None  # why it does not run, although it should
+    ops: dict[str, Difference]  # the worst result of each op
+
+    @property
+    def good(self) -> bool:
+        """A back-end that serves nothing may fail to run, but none may be wrong."""
+        return all(worst.agrees for worst in self.ops.values()) and not (self.serves and self.error)
+
+
+def devices() -> Iterator[tuple[torch.device, str]]:
+    """Yields each device of this machine with a description."""
+    yield torch.device("cpu"), f"{torch.get_num_threads()} threads"
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        yield torch.device("cuda", index), f"{facts.name}, compute capability {facts.major}.{facts.minor}"
+    for index in range(torch.xpu.device_count()):
+        yield torch.device("xpu", index), torch.xpu.get_device_name(index)
+
+
+def examine(device: torch.device) -> Iterator[Examined]:
+    """Yields what each back-end that should run on the device does there."""
+    serving = backends.serving(device.type)
+    for backend in backends.runnable(device.type):
+        error, ops = None, {}
+        try:
+            with backends.forced(backend):
+                ops = dict(checks(device, backend))
+        except Exception as fault:  # any error of a driver or a compiler belongs in the report
+            error = f"{type(fault).__name__}: {fault}"
+        yield Examined(backend, backend in serving, error, ops)
+
+
+# ---- as text --------------------------------------------------------------------------------------------------------
+
+
+def print_report(build: dict[str, Any]) -> bool:
+    """Prints the report, each part when it is known. Returns whether all is as it should be."""
+    print(f"torch {torch.__version__}")
+    for name, value in build.items():
+        print(f"{name.replace('_', ' ')}: {value}")
+    print(f"D3S_KERNELS_BACKEND: {backends.forced_backend or 'not set'}")
+    for backend in backends.BACKENDS:
+        print(f"{backend}: {backends.why_not(backend) or 'there'}")
+    good = True
+    for device, what in devices():
+        print(f"{device}: {what}; {backends.explain(device.type)}")
+        good &= _print_device(device)
+    return good
+
+
+def _print_device(device: torch.device) -> bool:
+    """Prints what is wrong, and a column for each back-end that runs. Returns whether all is as it should be."""
+    columns, good = {}, True
+    for examined in examine(device):
+        good &= examined.good
+        if examined.error:
+            print(f"  {examined.backend}: does not run here: {examined.error}")
+            continue
+        wrong = {op: worst for op, worst in examined.ops.items() if not worst.agrees}
+        if wrong:
+            print(Comparison(worst._replace(output=f"{op}: {worst.output}") for op, worst in wrong.items()))
+        cells = {op: _cell(worst) for op, worst in examined.ops.items()}
+        columns[examined.backend + (" *" if examined.serves else "")] = cells
+    if columns:
+        _print_table(columns)
+    return good
+
+
+def _cell(worst: Difference) -> str:
+    """The error as a share of the allowed error, "equal" or "WRONG"."""
+    if not worst.agrees:
+        return "WRONG"
+    return f"{worst.share:.2f}" if worst.allowed > 0 else "equal"
+
+
+def _print_table(columns: dict[str, dict[str, str]]) -> None:
+    ops = next(iter(columns.values()))
+    width = max(map(len, (*ops, _HEAD)))
+    print("  " + " ".join([f"{_HEAD:{width}}", *[f"{head:>9}" for head in columns]]))
+    for op in ops:
+        print("  " + " ".join([f"{op:{width}}", *[f"{cells[op]:>9}" for cells in columns.values()]]))
+
+
+# ---- as JSON --------------------------------------------------------------------------------------------------------
+
+
+def report(build: dict[str, Any]) -> dict[str, Any]:
+    """The same facts for programs: docs/debugging.md has the fields."""
+    found = {str(device): (what, device.type, list(examine(device))) for device, what in devices()}
+    return {
+        "schema": SCHEMA,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "build": build,
+        "forced_backend": backends.forced_backend,
+        "why_not": {backend: backends.why_not(backend) for backend in backends.BACKENDS},
+        "devices": [
+            {
+                "device": device,
+                "description": what,
+                "explanation": backends.explain(kind),
+                "backends": [_backend(examined) for examined in all_examined],
+            }
+            for device, (what, kind, all_examined) in found.items()
+        ],
+        "good": all(examined.good for _, _, all_examined in found.values() for examined in all_examined),
+    }
+
+
+def _backend(examined: Examined) -> dict[str, Any]:
+    return {
+        "backend": examined.backend,
+        "serves": examined.serves,
+        "error": examined.error,
+        "ops": {op: _op(worst) for op, worst in examined.ops.items()},
+    }
+
+
+def _op(worst: Difference) -> dict[str, Any]:
+    """JSON has no infinity: an error without bound, as where a number should be NaN, is null."""
+    return {
+        "output": worst.output,
+        "error": _finite(worst.error),
+        "allowed": _finite(worst.allowed),
+        "agrees": worst.agrees,
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

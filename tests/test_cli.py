@@ -1,0 +1,165 @@
+"""The commands d3s doctor and d3s profile, and python -m d3s_kernels; tests/test_backends.py has the report itself."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import d3s_kernels as d3s
+from d3s_kernels import __main__ as commands
+from d3s_kernels import _doctor
+from d3s_kernels._dispatch import backends
+from d3s_kernels.compare import Difference
+from d3s_kernels.planning.profile import __main__ as profiling
+
+ROOT = Path(__file__).parents[1]
+WORST = {
+    "entropy": Difference("cpu", "entropy", (3,), 1e-6, 1e-5),
+    "topk_mask": Difference("cpu", "mask", None, 0.0, 0.0),
+}
+WRONG = {"entropy": Difference("cpu", "entropy", (0,), math.inf, 1e-5)}
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the checks of a back-end find: differences of ops, or an error. The real checks take seconds."""
+    of_backend: dict[str, Any] = {"cpu": WORST, "torch": WORST}
+
+    def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference]]:
+        if isinstance(of_backend[backend], Exception):
+            raise of_backend[backend]
+        yield from of_backend[backend].items()
+
+    monkeypatch.setattr(_doctor, "checks", checks)
+    monkeypatch.setattr(_doctor, "devices", lambda: iter([(torch.device("cpu"), "2 threads")]))
+    monkeypatch.setattr(backends, "serving", lambda device: {"cpu"})
+    monkeypatch.setattr(backends, "runnable", lambda device: ("cpu", "torch"))
+    return of_backend
+
+
+def as_json(capsys: pytest.CaptureFixture[str], status: int) -> dict[str, Any]:
+    assert commands.main(["doctor", "--json"]) == status
+    report: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # NaN, Infinity
+    return report
+
+
+def test_the_report_as_json(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    report = as_json(capsys, 0)
+    assert (report["schema"], report["good"], report["torch"]) == (1, True, torch.__version__)
+    assert report["build"] == d3s.build_info()
+    assert report["why_not"] == {name: backends.why_not(name) for name in backends.BACKENDS}
+    (device,) = report["devices"]
+    assert (device["device"], device["description"]) == ("cpu", "2 threads")
+    assert [(run["backend"], run["serves"]) for run in device["backends"]] == [("cpu", True), ("torch", False)]
+    assert device["backends"][0]["ops"] == {
+        "entropy": {"output": "entropy", "error": 1e-6, "allowed": 1e-5, "agrees": True},
+        "topk_mask": {"output": "mask", "error": 0.0, "allowed": 0.0, "agrees": True},
+    }
+
+
+def test_what_is_wrong_as_json(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """An infinite error is no number of JSON's."""
+    found["torch"] = WRONG
+    report = as_json(capsys, 1)
+    assert not report["good"]
+    assert report["devices"][0]["backends"][1]["ops"]["entropy"] == {
+        "output": "entropy", "error": None, "allowed": 1e-5, "agrees": False
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "status"), [("torch", 0), ("cpu", 1)])
+def test_what_does_not_run_as_json(
+    found: dict[str, Any], capsys: pytest.CaptureFixture[str], backend: str, status: int
+) -> None:
+    """It matters only where the back-end serves."""
+    found[backend] = OSError("no C compiler")
+    runs = {run["backend"]: run for run in as_json(capsys, status)["devices"][0]["backends"]}
+    assert (runs[backend]["error"], runs[backend]["ops"]) == ("OSError: no C compiler", {})
+
+
+def test_every_field_of_the_json_is_documented(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
+
+    def names(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            of_others = {*d3s.build_info(), *WORST, *backends.BACKENDS}
+            yield from (name for name in value if name not in of_others)
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from names(part)
+
+    assert not [name for name in set(names(as_json(capsys, 0))) if f"`{name}`" not in page]
+
+
+def test_the_report_as_text_is_the_same_by_every_command(
+    found: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["d3s", "doctor"])
+    assert [commands.main(), commands.main(["doctor"]), commands.console()] == [0, 0, 0]
+    first, second, third = re.split(r"^(?=torch \d)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+    assert first == second == third
+    assert [line.split() for line in first.splitlines()][-2:] == [
+        ["entropy", "0.10", "0.10"],
+        ["topk_mask", "equal", "equal"],
+    ]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        commands.main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"d3s_kernels {d3s.__version__}\n")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], *([name, "--help"] for name in commands.COMMANDS)):
+        with pytest.raises(SystemExit) as end:
+            commands.main(arguments)
+        said = capsys.readouterr().out
+        assert end.value.code == 0
+        assert said.startswith(" ".join(["usage: d3s", *arguments[:-1]]))
+        assert len(arguments) > 1 or all(f"d3s {name}  " in said for name in commands.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "d3s: error: the following arguments are required: command"),
+        (["docter"], "d3s: error: argument command: invalid choice: 'docter'"),
+        (["--jsn"], "d3s: error: the following arguments are required: command"),
+        (["doctor", "--jsn"], "d3s doctor: error: unrecognized arguments: --jsn"),
+        (["profile", "--model", "x"], "d3s profile: error: the following arguments are required: --dataset, --reward"),
+        (["profile", "--samples", "few"], "d3s profile: error: argument --samples: invalid int value: 'few'"),
+    ],
+)
+def test_errors_name_the_argument(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        commands.main(arguments)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_profile_is_the_same_as_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(profiling, "main", lambda *passed, **named: given.append((passed, named)) or 3)
+    assert commands.main(["profile", "--model", "x", "--help"]) == 3
+    assert given == [((["--model", "x", "--help"],), {"prog": "d3s profile"})]
+
+
+def test_the_console_script_is_the_command() -> None:
+    lists = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    ((module, name),) = re.findall(r'^\[project\.scripts\]\nd3s = "(.+):(.+)"$', lists, re.MULTILINE)
+    assert getattr(importlib.import_module(module), name) is commands.console
+
+
+def test_it_is_started_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "d3s_kernels", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"d3s_kernels {d3s.__version__}\n"), done.stderr
