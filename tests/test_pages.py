@@ -13,7 +13,8 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "benchmarks").rglob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *RESULTS]
+AT_THE_TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").glob("*.md")), *RESULTS]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
