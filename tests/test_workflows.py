@@ -1,0 +1,65 @@
+"""The workflows pin what they use, name no host and are permitted little; `make lint-workflows` checks the rest."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+if not WORKFLOWS:  # a source release has no folder that begins with a dot
+    pytest.skip("needs .github", allow_module_level=True)
+
+each = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+
+
+@each
+def test_actions_are_pinned_by_hash(workflow: Path) -> None:
+    for used in re.findall(r"^\s*-? *uses: (.*)$", workflow.read_text(encoding="utf-8"), re.MULTILINE):
+        if used.startswith("./"):
+            assert (ROOT / used).is_file()
+        else:
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", used), used
+
+
+def test_an_action_has_one_version() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)
+    versions = dict(re.findall(r"uses: ([\w./-]+)(@\S+ # \S+)", text))
+    assert set(re.findall(r"uses: ([\w./-]+@\S+ # \S+)", text)) == {"".join(item) for item in versions.items()}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [path for folder in (".github", ".ci") for path in sorted((ROOT / folder).rglob("*")) if path.is_file()],
+    ids=lambda path: path.name,
+)
+def test_no_file_names_a_host(file: Path) -> None:
+    assert not re.findall(r"://|\b[\w-]+\.(?:org|io|com|net|dev)\b", file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["test.yml", "wheels.yml"])
+def test_every_supported_python_is_tested(name: str) -> None:
+    lists = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    supported = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', lists)
+    matrix = re.findall(r"python: \[(.*)\]", (ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))[0]
+    assert [part.strip(' "') for part in matrix.split(",")] == supported
+
+
+def test_jobs_may_do_no_more_than_they_say() -> None:
+    """Nothing is permitted to all jobs of a workflow, and only jobs of a release may write."""
+    for path in WORKFLOWS:
+        text = path.read_text(encoding="utf-8")
+        assert re.search(r"^permissions: \{\}$", text, re.MULTILINE), path.name
+        assert "secrets." not in text
+        writes = set(re.findall(r"^ +([a-z-]+): write", text, re.MULTILINE))
+        allowed = {"release.yml": {"contents", "id-token", "attestations", "pages"}, "docs.yml": {"pages", "id-token"}}
+        assert writes == allowed.get(path.name, set()), path.name
+
+
+def test_the_table_of_workflows_is_complete() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert not [path.name for path in WORKFLOWS if f"| `{path.name}` |" not in page]
+    variables = set(re.findall(r"vars\.(\w+)", "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)))
+    assert not [name for name in variables if f"| `{name}` |" not in page]
