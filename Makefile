@@ -25,8 +25,7 @@ BUILD_OPTIONS := \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup library test test-all test-trl test-verl test-oldest test-matrix mutations fuzz gpu demo \
-        learn bench bench-short lint format sanitize wheel wheel-index release clean \
-        test-newest test-wheel lint-workflows release-check release-notes
+        learn bench bench-short lint format sanitize wheel wheel-index release clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -167,6 +166,7 @@ lint: $(VENV)/.with-lint  ## ruff, mypy, clang-format
 # Each file of .github against its schema, and zizmor's audit of the workflows, which asks no server.
 CHECK_SCHEMA = $(BIN)/check-jsonschema --builtin-schema
 
+.PHONY: lint-workflows
 lint-workflows: $(VENV)/.with-workflows  ## the files in .github and CITATION.cff: schemas, and zizmor
 	$(CHECK_SCHEMA) vendor.github-workflows .github/workflows/*.yml
 	$(CHECK_SCHEMA) custom.github-workflows-require-timeout .github/workflows/*.yml
@@ -232,6 +232,7 @@ test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the li
 test-matrix: test-oldest $(NEWEST)/.set-up  ## the same, and under the newest torch and Triton
 	$(call TEST_UNDER,$(NEWEST))
 
+.PHONY: test-newest test-wheel
 test-newest:  ## make test with the newest torch, TRL and verl, in .venv-newest (remove it to download them again)
 	$(MAKE) --no-print-directory VENV=.venv-newest TORCH=torch VERL_RELEASE=newest test
 
@@ -258,6 +259,7 @@ release: $(VENV)/.tools  ## dist/: the source release and the plain wheel, for a
 wheel-index:  ## dist/simple: an index of the wheels in dist/ for pip; ADDRESS=... where they can be downloaded
 	$(PYTHON) tools/wheel_index.py dist dist/simple $(if $(ADDRESS),--address '$(ADDRESS)')
 
+.PHONY: release-check release-notes
 release-check:  ## what keeps this checkout from being released; TAG=v0.2.0 compares the tag too
 	$(PYTHON) tools/release_check.py $(if $(TAG),--tag '$(TAG)')
 

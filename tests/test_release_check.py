@@ -156,6 +156,11 @@ def test_this_version_has_notes() -> None:
     assert notes_of(ROOT, version_in(ROOT / "CMakeLists.txt"))
 
 
+def test_the_page_on_wheels_names_this_version() -> None:
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"(\d+\.\d+\.\d+)\+cu", text)) == {version_in(ROOT / "CMakeLists.txt")}
+
+
 def rows(heading: str) -> list[tuple[list[str], list[str], str]]:
     """Of each row of a table in the notes of 0.2.0: the old names, the new names, and the last cell."""
     (table,) = re.findall(rf"^### {heading}\n(.*?)(?=^##|\Z)", notes_of(ROOT, "0.2.0"), re.MULTILINE | re.DOTALL)

@@ -26,3 +26,7 @@ def dynamic_metadata(field: str, settings: Mapping[str, object]) -> str:
     local = os.environ.get("D3S_LOCAL_VERSION")
     version = version_in(LISTS)
     return f"{version}+{local}" if local else version
+
+
+if __name__ == "__main__":
+    print(version_in(LISTS))
