@@ -52,6 +52,9 @@ def vocab_parallel_logprob_entropy(
     of these ranks, and do not sum its terms over them: an all-reduce that autograd sees would give the right loss, but
     gradients that are too large by the number of ranks.
 
+    If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with rows cut as its rows
+    are. If its rows are cut, plain tensors and the sampling mask have only this rank's rows.
+
     Args:
         logits_shard: ``[..., V_r]``, this rank's columns of the logits, bfloat16, float16 or float32, any strides
             except in the last dimension. Ranks may have different numbers of columns, or none. A token that only pads
@@ -69,9 +72,6 @@ def vocab_parallel_logprob_entropy(
             ranks: each reads those of its shard. A token that no rank has is left out, unless
             ``D3S_KERNELS_CHECK=1`` has the ranks compare what they have.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`, the same on all ranks.
-
-        If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with rows cut as its
-        rows are. If its rows are cut, plain tensors and the sampling mask have only this rank's rows.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
@@ -154,6 +154,10 @@ def vocab_parallel_linear_logprob_entropy(
     gradient, nothing is communicated. The loss is the same on all ranks, as in :func:`vocab_parallel_logprob_entropy`.
     ``hidden.grad`` is complete, and must not be summed over these ranks again.
 
+    All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into`` are
+    the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
+    ``weight_grad_into`` cut as the weight is, the rest replicated on these ranks.
+
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. It needs a gradient on all or none.
         weight_shard: ``[V_r, H]``, the dtype of ``hidden``: the weight of tokens ``vocab_start`` to ``vocab_start +
@@ -182,10 +186,6 @@ def vocab_parallel_linear_logprob_entropy(
             computes those of its shard. The ranks then exchange 16 bytes for each row, and in the backward H float32
             numbers for each row, besides what rows with an empty span take.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.linear_logprob_entropy`.
-
-        All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into``
-        are the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
-        ``weight_grad_into`` cut as the weight is, the rest replicated on these ranks.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
