@@ -25,7 +25,7 @@ BUILD_OPTIONS := \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup library test test-all test-trl test-verl test-oldest test-matrix mutations fuzz gpu demo \
-        learn bench bench-short lint format sanitize wheel wheel-index release clean
+        learn bench bench-short docs docs-serve lint format sanitize wheel wheel-index release clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -154,6 +154,26 @@ bench: library $(VENV)/.with-bench  ## all benchmarks: a table, and JSON and a p
 
 bench-short: library $(VENV)/.with-bench  ## the benchmarks on small inputs, to see that they run
 	$(BIN)/python -m benchmarks --short
+
+# An environment of its own, without torch: what reads the docstrings follows every import into the sources of the
+# packages that it finds, and would take minutes instead of seconds.
+DOCS := $(VENV)/docs
+
+$(DOCS)/.set-up: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m venv --without-pip $(DOCS)
+	$(BIN)/python tools/extras.py docs > $@.txt
+	$(BIN)/pip --python $(DOCS)/bin/python install -q -r $@.txt
+	mv $@.txt $@
+
+# Sphinx reads copies of the pages. Every warning, such as of a link that leads nowhere, is an error.
+docs: $(DOCS)/.set-up  ## the site, with the API from the docstrings, in build/site
+	rm -rf build/pages build/site
+	$(DOCS)/bin/python tools/site_pages.py build/pages
+	$(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site -d build/doctrees \
+	  build/pages build/site
+
+docs-serve: docs  ## the same, shown at http://localhost:8000
+	$(BIN)/python -m http.server --bind localhost --directory build/site
 
 CXX_FILES = find csrc tests -name '*.cpp' -o -name '*.cu' -o -name '*.h'
 

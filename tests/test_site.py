@@ -1,0 +1,176 @@
+"""The site: every page and every public name is on it, links lead where they should, and it builds strictly."""
+
+from __future__ import annotations
+
+import ast
+import html
+import re
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+from browser import CHROMIUM, Browser
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "site"))
+import names
+import site_pages
+from site_pages import all_menus, all_places, on_site, project_address, sections, with_links
+
+ROOT = site_pages.ROOT
+WITH_SPHINX = Path(sys.prefix, "docs", "bin", "python")  # of `make docs`
+needs_sphinx = pytest.mark.skipif(not WITH_SPHINX.exists(), reason="needs Sphinx: make docs")
+PHONE = 390
+
+CODE_HOST = "https://host.invalid/project"
+
+
+@pytest.fixture(scope="module")
+def entries() -> list[str]:
+    """The pages of all menus."""
+    menus = all_menus(all_places(), CODE_HOST)
+    return [target for of in menus.values() for menu in of for _, target in menu.entries if target != CODE_HOST]
+
+
+def test_every_page_is_in_the_navigation_once(entries: list[str]) -> None:
+    docs = {f"/{page.stem}" for page in (ROOT / "docs").glob("*.md")} - {"/index"}
+    assert not {*docs, "/pages", "/CONTRIBUTING"} - {*entries}
+    assert len(entries) == len(set(entries))
+
+
+def test_every_page_of_the_api_is_in_the_navigation() -> None:
+    assert sorted(site_pages.API_PAGES) == sorted(page.stem for page in (ROOT / "docs/site/api").glob("*.rst"))
+
+
+def public_names(module: str) -> list[str]:
+    """``__all__``, read from the source: TRL and verl need not be installed."""
+    folder = ROOT / module.replace(".", "/")
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    assigned = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
+    return next(ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "__all__")
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["d3s_kernels", "d3s_kernels.distributed", "d3s_kernels.integrations.trl", "d3s_kernels.integrations.verl"],
+)
+def test_every_public_name_is_described(module: str) -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/site/api").glob("*.rst"))
+    described = {*re.findall(r":: (d3s_kernels[\w.]*)$", pages, re.MULTILINE), "d3s_kernels.build_info"}
+    assert not [name for name in public_names(module) if f"{module}.{name}" not in described]
+
+
+@pytest.mark.parametrize(
+    ("file", "target", "link"),
+    [
+        ("docs/index.md", "../README.md", "index.md"),
+        ("docs/index.md", "../CONTRIBUTING.md", "CONTRIBUTING.md"),
+        ("docs/trl.md", "verl.md#5-sampling-masks", "verl.md#5-sampling-masks"),
+        ("docs/trl.md", "#options", "#options"),
+        ("docs/methods.md", "methods/tokens.png", "methods/tokens.png"),
+        ("docs/gpu.md", "../benchmarks/targets.py", f"{CODE_HOST}/blob/main/benchmarks/targets.py"),
+        ("docs/performance.md", "../benchmarks/results", f"{CODE_HOST}/tree/main/benchmarks/results"),
+        ("docs/performance.md", "../csrc/ops#x", f"{CODE_HOST}/tree/main/csrc/ops#x"),
+        ("README.md", "docs/methods/rollouts.png", "methods/rollouts.png"),
+        ("README.md", "docs/index.md", "pages.md"),
+        ("README.md", "experiments/learning/README.md", "experiments/learning/index.md"),
+        ("benchmarks/NOTES.md", "../docs/lm-head.md", "../lm-head.md"),
+        ("experiments/learning/README.md", "chains.py", f"{CODE_HOST}/blob/main/experiments/learning/chains.py"),
+        ("README.md", "https://arxiv.org/abs/2509.22115", "https://arxiv.org/abs/2509.22115"),
+    ],
+)
+def test_links(file: str, target: str, link: str) -> None:
+    assert on_site(target, PurePosixPath(file), all_places(), CODE_HOST) == link
+
+
+def test_a_link_to_nothing_is_an_error() -> None:
+    with pytest.raises(SystemExit, match=r"README\.md: links to docs/none\.md, which is not there"):
+        on_site("docs/none.md", PurePosixPath("README.md"), {}, CODE_HOST)
+
+
+def test_blocks_of_code_have_no_links() -> None:
+    text = "[a](x.md) ![b](x.png)\n\n```python\nf[a](x)\n```\n\n[c](y.md)"
+    assert with_links(text, str.upper) == "[a](X.MD) ![b](X.PNG)\n\n```python\nf[a](x)\n```\n\n[c](Y.MD)"
+
+
+def test_sections_of_the_contents() -> None:
+    contents = "# All\n\n## Use\n\n| page | for |\n| --- | --- |\n| [A](a.md) | x |\n| In [B](b.md), [C](c.md) | y |\n"
+    assert list(sections(contents)) == [("Use", [("A", ["a.md"]), (None, ["b.md", "c.md"])])]
+
+
+@pytest.mark.parametrize(
+    ("urls", "address"),
+    [
+        ("", site_pages.PLACEHOLDER),
+        ('[project.urls]\nIssues = "x"\nRepository = "https://host.invalid/d3s/"', "https://host.invalid/d3s"),
+    ],
+)
+def test_the_address_is_that_of_the_project(
+    urls: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "d3s_kernels"\n{urls}\n', encoding="utf-8")
+    monkeypatch.setattr(site_pages, "ROOT", tmp_path)
+    assert project_address() == address
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("d3s.select_tokens(entropy, None, ratio)", "select_tokens"),
+        ("plan = d3s.plan_rollouts(successes, samples)", "plan_rollouts"),
+        ("d3s_kernels.integrations.trl.D3SConfig.schedule", "D3SConfig.schedule"),
+        ("entropy(logits)", "entropy"),
+        ("topk_mask", "topk_mask"),
+        ("entropy", None),
+        ("make docs", None),
+    ],
+)
+def test_names_in_code(code: str, name: str | None) -> None:
+    assert names.name_in(code) == name
+
+
+def test_napoleon_takes_no_words_for_a_type() -> None:
+    found = names.without_types("function", ["Sums.", "", "Returns:", "    int32: one."])
+    assert found == ["Sums.", "", ":returns:", "    int32: one."]
+    assert names.without_types("attribute", ["int32: tokens kept."]) == ["\\", "int32: tokens kept."]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    collect = [ROOT / "tools" / "site_pages.py", folder / "pages"]
+    build = ["-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "-c", ROOT / "docs" / "site"]
+    for command in (collect, [*build, folder / "pages", folder / "site"]):
+        done = subprocess.run([WITH_SPHINX, *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
+
+
+@needs_sphinx
+def test_docstrings_are_rendered(site: Path) -> None:
+    for page in (site / "api").glob("*.html"):
+        text = html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
+        assert not re.findall(r":(?:func|class|meth|mod|data|exc):`|``|=====|^ *(?:Args|Example):$", text, re.MULTILINE)
+    tokens = (site / "api" / "tokens.html").read_text(encoding="utf-8")
+    assert 'id="d3s_kernels.select_tokens"' in tokens
+    assert re.search(r"<td><p>&quot;entropy_quantile&quot;</p></td>", tokens)
+
+
+@needs_sphinx
+def test_pages_lead_to_the_api(site: Path) -> None:
+    start = (site / "index.html").read_text(encoding="utf-8")
+    assert 'href="api/tokens.html#d3s_kernels.topk_mask"' in start
+    assert 'href="performance.html"' in start
+
+
+@needs_sphinx
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_no_page_is_wider_than_a_phone(site: Path) -> None:
+    browser = Browser()
+    try:
+        for page in sorted(site.rglob("*.html")):
+            browser.open(page, PHONE, 800)
+            assert browser.value("document.documentElement.scrollWidth") <= PHONE, page
+    finally:
+        browser.close()

@@ -1,0 +1,186 @@
+"""Collects the pages of the site for Sphinx; `make docs` calls it.
+
+    python tools/site_pages.py build/pages
+
+The pages are written for a code host, where a link may lead to any file of the repository. In the copies made here, a
+link leads to a page of the site where the file is one, and otherwise to the file at the project's address. Every page
+that another one links to is on the site. The navigation is read from the tables of docs/index.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+START, CONTENTS = PurePosixPath("README.md"), PurePosixPath("docs/index.md")
+API = PurePosixPath("docs/site/api")
+API_PAGES = (
+    "rollouts", "tokens", "vocabulary", "sampling_masks", "ratios", "schedule", "planning", "distributed", "checks",
+    "metrics", "trl", "verl",
+)  # fmt: skip
+PLACEHOLDER = "https://example.invalid/d3s_kernels"
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
+
+Places = dict[PurePosixPath, PurePosixPath]
+"""Where each file of the repository is on the site."""
+
+
+def main(folder: Path) -> None:
+    places, address = all_places(), project_address()
+    menus = all_menus(places, address)
+    for file, place in places.items():
+        out = folder / place
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix != ".md":
+            shutil.copyfile(ROOT / file, out)
+            continue
+        text = with_links(read(file), lambda target, file=file: on_site(target, file, places, address))
+        out.write_text("\n".join([text, *map(as_toctree, menus.get(file, []))]), encoding="utf-8")
+
+
+def read(file: PurePosixPath) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def project_address() -> str:
+    """The project's address on a code host, from pyproject.toml."""
+    urls = tomllib.loads(read(PurePosixPath("pyproject.toml")))["project"].get("urls", {})
+    named = (urls[name] for name in ("Repository", "Source", "Homepage") if name in urls)
+    return str(next(named, PLACEHOLDER)).rstrip("/")
+
+
+# ---- which files are on the site, and where --------------------------------------------------------------------------
+
+
+def all_places() -> Places:
+    """Every page that can be reached from the start page, with its pictures, and the pages of the API."""
+    found: Places = {}
+    waiting = [START]
+    while waiting:
+        file = waiting.pop()
+        if file in found:
+            continue
+        found[file] = place_of(file)
+        if file.suffix == ".md":
+            targets = [resolved(target, file) for target in links(read(file)) if not is_external(target)]
+            waiting += [target for target in targets if target.suffix in (".md", ".png")]
+    return found | {API / f"{name}.rst": PurePosixPath("api", f"{name}.rst") for name in API_PAGES}
+
+
+def place_of(file: PurePosixPath) -> PurePosixPath:
+    if file == CONTENTS:
+        return PurePosixPath("pages.md")
+    if file.name == "README.md":
+        return file.with_name("index.md")
+    return file.relative_to("docs") if file.is_relative_to("docs") else file
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def with_links(text: str, changed: Callable[[str], str]) -> str:
+    """The text with every link changed; blocks of code have none."""
+    parts = BLOCK.split(text)
+    parts[::2] = [LINK.sub(lambda link: f"]({changed(link[1])})", part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def links(text: str) -> Iterator[str]:
+    for part in BLOCK.split(text)[::2]:
+        yield from LINK.findall(part)
+
+
+def is_external(target: str) -> bool:
+    return re.match(r"[a-z]+:", target) is not None
+
+
+def resolved(target: str, file: PurePosixPath) -> PurePosixPath:
+    """The file of the repository to which a link on the page ``file`` leads."""
+    name = target.partition("#")[0]
+    found = PurePosixPath(os.path.normpath(file.parent / name)) if name else file
+    if not (ROOT / found).exists():
+        raise SystemExit(f"{file}: links to {target}, which is not there")
+    return found
+
+
+def on_site(target: str, file: PurePosixPath, places: Places, address: str) -> str:
+    """The link that the site has instead of ``target``, which stands on the page ``file``."""
+    if is_external(target) or target.startswith("#"):
+        return target
+    found = resolved(target, file)
+    anchor = target[target.index("#") :] if "#" in target else ""
+    if found in places:
+        return os.path.relpath(places[found], places[file].parent) + anchor
+    kind = "tree" if (ROOT / found).is_dir() else "blob"
+    return f"{address}/{kind}/main/{found}{anchor}"
+
+
+# ---- navigation ------------------------------------------------------------------------------------------------------
+
+
+class Menu(NamedTuple):
+    caption: str
+    entries: list[tuple[str | None, str]]
+    """A title, or None for the page's own, and a page or an address."""
+
+
+def all_menus(places: Places, address: str) -> dict[PurePosixPath, list[Menu]]:
+    """The menus of the start page, and those of pages that have others below them."""
+    menus = [Menu("", [("All pages", page(places[CONTENTS])), ("Source", address)])]
+    below: dict[PurePosixPath, list[Menu]] = {}
+    for caption, rows in sections(read(CONTENTS)):
+        menus.append(Menu(caption, []))
+        above = CONTENTS
+        for title, targets in rows:
+            files = [resolved(target, CONTENTS) for target in targets]
+            if title:
+                above = files[0]
+                menus[-1].entries.append((title, page(places[above])))
+            else:  # several pages in one row: they belong to the page of the row above
+                below[above] = [Menu("", [(None, page(places[file])) for file in files])]
+    menus.insert(2, Menu("API", [(None, f"/api/{name}") for name in API_PAGES]))
+    menus.append(Menu("Measured and tried", others(places, [*menus, *(menu for of in below.values() for menu in of)])))
+    return {START: menus, **below}
+
+
+def sections(contents: str) -> Iterator[tuple[str, list[tuple[str | None, list[str]]]]]:
+    """The tables of docs/index.md: caption, and for each row a title and links. Only a row of one link has a title."""
+    for section in re.split(r"^## ", contents, flags=re.MULTILINE)[1:]:
+        cells = [cell for cell in re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE) if "](" in cell]
+        single = [re.fullmatch(r"\[([^]]*)\]\([^)]*\)", cell) for cell in cells]
+        rows = [(one[1] if one else None, LINK.findall(cell)) for cell, one in zip(cells, single, strict=True)]
+        yield section.partition("\n")[0], rows
+
+
+def others(places: Places, menus: list[Menu]) -> list[tuple[str | None, str]]:
+    """The pages that no menu has: records of measurements and experiments, to which pages link."""
+    listed = {target for menu in menus for _, target in menu.entries} | {page(places[START])}
+    pages = sorted(page(place) for place in places.values() if place.suffix == ".md")
+    return [(None, target) for target in pages if target not in listed]
+
+
+def page(place: PurePosixPath) -> str:
+    return f"/{place.with_suffix('')}"
+
+
+def as_toctree(menu: Menu) -> str:
+    caption = [f":caption: {menu.caption}"] if menu.caption else []
+    entries = [f"{title} <{target}>" if title else target for title, target in menu.entries]
+    return "\n".join(["```{toctree}", ":hidden:", *caption, "", *entries, "```", ""])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
