@@ -96,7 +96,7 @@ def test_blocks_of_code_have_no_links() -> None:
 
 def test_sections_of_the_contents() -> None:
     contents = "# All\n\n## Use\n\n| page | for |\n| --- | --- |\n| [A](a.md) | x |\n| In [B](b.md), [C](c.md) | y |\n"
-    assert list(sections(contents)) == [("Use", [("A", ["a.md"]), (None, ["b.md", "c.md"])])]
+    assert list(sections(contents)) == [("Use", [[("A", "a.md")], [("B", "b.md"), ("C", "c.md")]])]
 
 
 @pytest.mark.parametrize(

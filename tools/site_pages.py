@@ -144,25 +144,25 @@ def all_menus(places: Places, address: str) -> dict[PurePosixPath, list[Menu]]:
     for caption, rows in sections(read(CONTENTS)):
         menus.append(Menu(caption, []))
         above = CONTENTS
-        for title, targets in rows:
-            files = [resolved(target, CONTENTS) for target in targets]
-            if title:
+        for row in rows:
+            files = [resolved(target, CONTENTS) for _, target in row]
+            entries = [(title, page(places[file])) for (title, _), file in zip(row, files, strict=True)]
+            if len(row) > 1:  # these pages belong to the page of the row above
+                below[above] = [Menu("", entries)]
+            else:
                 above = files[0]
-                menus[-1].entries.append((title, page(places[above])))
-            else:  # several pages in one row: they belong to the page of the row above
-                below[above] = [Menu("", [(None, page(places[file])) for file in files])]
+                menus[-1].entries.extend(entries)
     menus.insert(2, Menu("API", [(None, f"/api/{name}") for name in API_PAGES]))
     menus.append(Menu("Measured and tried", others(places, [*menus, *(menu for of in below.values() for menu in of)])))
     return {START: menus, **below}
 
 
-def sections(contents: str) -> Iterator[tuple[str, list[tuple[str | None, list[str]]]]]:
-    """The tables of docs/index.md: caption, and for each row a title and links. Only a row of one link has a title."""
+def sections(contents: str) -> Iterator[tuple[str, list[list[tuple[str, str]]]]]:
+    """The tables of docs/index.md: caption, and for each row the texts and targets of the links in its first cell."""
     for section in re.split(r"^## ", contents, flags=re.MULTILINE)[1:]:
-        cells = [cell for cell in re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE) if "](" in cell]
-        single = [re.fullmatch(r"\[([^]]*)\]\([^)]*\)", cell) for cell in cells]
-        rows = [(one[1] if one else None, LINK.findall(cell)) for cell, one in zip(cells, single, strict=True)]
-        yield section.partition("\n")[0], rows
+        cells = re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE)
+        rows = [re.findall(r"\[([^]]*)\]\(([^)\s]+)\)", cell) for cell in cells]
+        yield section.partition("\n")[0], [row for row in rows if row]
 
 
 def others(places: Places, menus: list[Menu]) -> list[tuple[str | None, str]]:
