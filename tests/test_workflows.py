@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,25 @@ def test_the_table_of_workflows_is_complete() -> None:
     assert not [path.name for path in WORKFLOWS if f"| `{path.name}` |" not in page]
     variables = set(re.findall(r"vars\.(\w+)", "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)))
     assert not [name for name in variables if f"| `{name}` |" not in page]
+
+
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def called(workflow: Path) -> Iterator[str]:
+    """The targets of the Makefile that a workflow calls, also by a matrix."""
+    text = workflow.read_text(encoding="utf-8")
+    for arguments in re.findall(r"(?<![\w-])make ([^\n]+)", re.sub(r"(^| )#.*$", "", text, flags=re.MULTILINE)):
+        words = [word for word in arguments.split() if not word.startswith("-") and "=" not in word]
+        if words[0] == "$TARGET":
+            (matrix,) = re.findall(r"target: \[(.*)\]", text)
+            yield from (part.strip(' "').split()[0] for part in matrix.split(","))
+        elif not words[0].startswith("$"):  # the name of a job
+            yield words[0]
+
+
+@each
+def test_jobs_call_targets_of_the_makefile(workflow: Path) -> None:
+    targets = set(called(workflow))
+    assert targets
+    assert targets <= TARGETS
