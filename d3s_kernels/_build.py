@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ import torch  # noqa: F401  the CPU library needs its libraries
 def _located() -> tuple[Path, Callable[[], str]]:
     """The folder of the libraries, and the function that has the facts."""
     try:
-        from . import _build_info
+        module = import_module(f"{__package__}._build_info")
     except ModuleNotFoundError:
         return Path(__file__).parent, _of_library
     # In an editable install, the compiled files lie in another folder than this one.
-    return Path(str(_build_info.__file__)).parent, _build_info.build_facts
+    return Path(str(module.__file__)).parent, module.build_facts
 
 
 def _of_library() -> str:
