@@ -148,6 +148,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_sphinx
+@pytest.mark.slow("that the API pages have no markup left over")
 def test_docstrings_are_rendered(site: Path) -> None:
     for page in (site / "api").glob("*.html"):
         text = html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
@@ -158,6 +159,7 @@ def test_docstrings_are_rendered(site: Path) -> None:
 
 
 @needs_sphinx
+@pytest.mark.slow("that code in the guides leads to the API")
 def test_pages_lead_to_the_api(site: Path) -> None:
     start = (site / "index.html").read_text(encoding="utf-8")
     assert 'href="api/tokens.html#d3s_kernels.topk_mask"' in start
@@ -166,6 +168,7 @@ def test_pages_lead_to_the_api(site: Path) -> None:
 
 @needs_sphinx
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.slow("that the pages can be read on a phone")
 def test_no_page_is_wider_than_a_phone(site: Path) -> None:
     browser = Browser()
     try:

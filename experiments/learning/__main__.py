@@ -17,8 +17,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-# Before transformers is imported. Nothing is downloaded: the experiment makes its models, and yours is a folder.
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
+if __name__ == "__main__":
+    # Before transformers is imported. Nothing is downloaded: the experiment makes its models, and yours is a folder.
+    os.environ.update(
+        HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false"
+    )
 
 from . import plot, report, stages
 from .arms import Arm, arms
