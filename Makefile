@@ -139,11 +139,11 @@ ifneq ($(HAS_TRL),)
 demo: library smollm2  ## a training step of a real model, with GRPO and with D3S: a table, and a page in demo/
 	@$(BIN)/python examples/demo.py $$(test ! -e $(SMOLLM2)/config.json || echo --model $(SMOLLM2)) $(DEMO_ARGS)
 
-learn: library $(VENV)/.with-demo  ## what selection gives for the same time: seven arms on a small model, two hours; in learn/
+learn: library $(VENV)/.with-demo  ## what selection gives for the same time: seven arms on a small model, for hours; in learn/
 	$(BIN)/python -m experiments.learning all $(LEARN_ARGS)
 else
 demo learn:
-	@echo 'It trains with TRL, which needs Python 3.11 or newer, not 3.$(MINOR): make PYTHON=python3.11 VENV=.venv-3.11 $@'
+	@echo 'It trains with what TRL brings, which needs Python 3.11 or newer, not 3.$(MINOR): make PYTHON=python3.11 VENV=.venv-3.11 $@'
 endif
 
 gpu:  ## all that needs an NVIDIA GPU, within nine minutes; STAGE=bench runs a part of it
@@ -168,7 +168,7 @@ $(DOCS)/.set-up: pyproject.toml | $(BIN)/python
 # Sphinx reads copies of the pages. Every warning, such as of a link that leads nowhere, is an error.
 docs: $(DOCS)/.set-up  ## the site, with the API from the docstrings, in build/site
 	rm -rf build/pages build/site
-	$(DOCS)/bin/python tools/site_pages.py build/pages
+	$(BIN)/python tools/site_pages.py build/pages
 	$(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site -d build/doctrees \
 	  build/pages build/site
 

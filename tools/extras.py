@@ -9,16 +9,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    from pip._vendor import tomli as tomllib
+from pyproject import project_in
 
-PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(extras: list[str]) -> None:
-    named = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = project_in(ROOT)["optional-dependencies"]
     print(*sorted({requirement for extra in extras for requirement in named[extra]}), sep="\n")
 
 

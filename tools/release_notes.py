@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import posixpath
 import re
-import sys
 from pathlib import Path
 
+from pyproject import project_in
 from version import version_in
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTES = "docs/release-notes.md"
@@ -23,8 +18,7 @@ NOTES = "docs/release-notes.md"
 
 def address_in(root: Path) -> str:
     """The project's address, which pyproject.toml alone has; empty if it has none."""
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return str(project.get("urls", {}).get("Repository", ""))
+    return str(project_in(root).get("urls", {}).get("Repository", ""))
 
 
 def notes_of(root: Path, version: str) -> str:

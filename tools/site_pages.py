@@ -17,10 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    from pip._vendor import tomli as tomllib
+from pyproject import project_in
 
 ROOT = Path(__file__).resolve().parents[1]
 START, CONTENTS = PurePosixPath("README.md"), PurePosixPath("docs/index.md")
@@ -57,7 +54,7 @@ def read(file: PurePosixPath) -> str:
 
 def project_address() -> str:
     """The project's address on a code host, from pyproject.toml."""
-    urls = tomllib.loads(read(PurePosixPath("pyproject.toml")))["project"].get("urls", {})
+    urls = project_in(ROOT).get("urls", {})
     named = (urls[name] for name in ("Repository", "Source", "Homepage") if name in urls)
     return str(next(named, PLACEHOLDER)).rstrip("/")
 

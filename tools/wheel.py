@@ -128,7 +128,8 @@ def build(cuda: str, out: Path, named: list[str]) -> Path:
     locks.mkdir(exist_ok=True)
     with (locks / f"wheel-{local}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time in each folder
-        wheel = build_in(build_folder(local, toolkit), local, nvcc, pythons(named))
+        others = {} if local == "set-up" else pythons(named)
+        wheel = build_in(build_folder(local, toolkit), local, nvcc, others)
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy2(wheel, out))
 
@@ -140,8 +141,7 @@ def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str]) 
         f"cmake.define.D3S_CUDA={'ON' if nvcc else 'OFF'}",
         f"cmake.define.D3S_PYTHONS={';'.join(others.values())}",
     ]
-    of_set_up = local == "set-up"
-    if of_set_up:  # the default build folder, where everything is compiled already
+    if local == "set-up":  # the default build folder, where everything is compiled already
         settings = []
     environment = {
         **os.environ,
