@@ -31,6 +31,8 @@ from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
 from d3s_kernels.integrations.trl.sets import SETS
 
 from .memory import growth
+from .sizes import FULL
+from .trl_step import SHAPES, WIDTHS
 
 PROMPTS = ["Write a sentence about the sea.", "Name three colours.", "What is 17 + 25?", "Tell me a short story."]
 WARM_UP = 2  # steps: the first ones make the optimiser's state
@@ -127,10 +129,8 @@ def side(given: argparse.Namespace) -> dict[str, float]:
 def wide_model() -> Qwen2ForCausalLM:
     """Random weights: the head and the vocabulary of Qwen2.5-0.5B over two of its 24 layers."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2}
-    return Qwen2ForCausalLM(
-        Qwen2Config(**shape, num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True)
-    )
+    shape = {**SHAPES["0.5B"], "hidden_size": WIDTHS["0.5B"], "num_hidden_layers": 2, "vocab_size": FULL.vocabulary}
+    return Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
 
 
 def main() -> None:

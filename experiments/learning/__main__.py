@@ -1,7 +1,7 @@
 """What does selection give for the same time? GRPO, PODS and D3S on chains of sums, or on your model and data.
 
-    python -m experiments.learning all                        # prices, tuning, runs, probe and report; two hours
-    python -m experiments.learning all --short                # a look at every stage, in less than a minute
+    python -m experiments.learning all                        # prices, tuning, runs, probe and report; hours
+    python -m experiments.learning all --short                # a look at the stages, in a few minutes
     python -m experiments.learning tune run report --model FOLDER --dataset FILE --folder mine
 
 A stage that has run is not repeated, and runs that have ended are kept: after an interruption, give the same command

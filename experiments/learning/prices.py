@@ -6,13 +6,8 @@ with what the prices say of them.
 
 from __future__ import annotations
 
-import os
-import platform
-import re
 import time
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -20,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 import d3s_kernels as d3s
+from benchmarks.machine import describe
 
 from .arms import Arm
 from .generate import sample
@@ -48,7 +44,7 @@ def measure_once(model: PreTrainedModel, problem: Problem, setting: Setting, ran
     made, generation = timed(lambda: sample(model, problem.tokenizer, tasks, setting.many, problem.longest, random))
     rows = torch.arange(len(made.prompt), device=model.device)
     advantages = torch.ones(len(rows), device=model.device)
-    tokens, _ = timed(lambda: forward(model, made, advantages, rows))
+    tokens = forward(model, made, advantages, rows)
     hidden, count = tokens.hidden.detach().requires_grad_(), len(tokens.labels)
 
     def score() -> torch.Tensor:
@@ -84,10 +80,9 @@ def timed(work: Callable[[], Result]) -> tuple[Result, float]:
     return result, time.perf_counter() - begin
 
 
-def machine() -> str:
-    """Processor or GPU, and versions."""
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.*)", info.read_text(encoding="utf-8")) if info.exists() else None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else model[1] if model else platform.machine()
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "d3s_kernels"))
-    return f"{device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) a run, {versions}"
+def machine(device: torch.device) -> str:
+    """Processor or GPU, versions and commit."""
+    facts = describe(device.type)
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items() if name != "trl")
+    where = f"{facts.get('gpu') or facts['cpu']}, {facts['cores']} cores"
+    return f"{where}, {facts['threads']} thread(s) a run, {versions}, commit {facts['commit']}, {facts['date']}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -44,7 +45,7 @@ def price(setting: Setting, say: Say) -> None:
     if path.exists():
         return
     start_models(setting, TUNING_SEEDS[:1], say)
-    alone = Setting(**{**vars(setting), "jobs": 1})
+    alone = replace(setting, jobs=1)
     ((_, found),) = results(alone, measure_prices, [TUNING_SEEDS[0]])
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     say(f"prices: {found['seconds']}")
@@ -58,7 +59,7 @@ def measure_prices(setting: Setting, seed: int) -> dict[str, object]:
         measured, counts = prices.whole_step(model, problem, setting, arm)
         seconds = {"measured": measured / counts.steps, "priced": found.of(counts) / counts.steps}
         steps[arm.name] = seconds | {"counts": counts._asdict()}
-    return {"machine": prices.machine(), "seconds": found._asdict(), "steps": steps}
+    return {"machine": prices.machine(model.device), "seconds": found._asdict(), "steps": steps}
 
 
 def known_prices(setting: Setting) -> tuple[Prices, float]:
@@ -89,7 +90,7 @@ def make_run(setting: Setting, job: Job) -> Run:
 
 def tune(setting: Setting, chosen: Sequence[Arm], say: Say) -> None:
     """Tries a grid of learning rates, which grows for all arms while the best of one is at its edge."""
-    quick = Setting(**{**vars(setting), "evaluations": TUNING_EVALUATIONS})
+    quick = replace(setting, evaluations=TUNING_EVALUATIONS)
     rates = list(GRID)
     while True:
         jobs = [Job(arm.name, rate, seed) for rate in rates for seed in TUNING_SEEDS for arm in chosen]
