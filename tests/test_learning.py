@@ -22,7 +22,7 @@ from experiments.learning.arms import arms  # noqa: E402
 from experiments.learning.evaluate import rewards  # noqa: E402
 from experiments.learning.generate import Rollouts, generate, sample  # noqa: E402
 from experiments.learning.ledger import Counts, Prices  # noqa: E402
-from experiments.learning.pricings import pricings  # noqa: E402
+from experiments.learning.pricings import OF_PODS, pricings  # noqa: E402
 from experiments.learning.records import Run  # noqa: E402
 from experiments.learning.rewards import ends_in  # noqa: E402
 from experiments.learning.run import Job, Point, batches_of, train  # noqa: E402
@@ -274,6 +274,27 @@ def test_prices() -> None:
     assert of_7b.of(grpo) == pytest.approx(2 * of_7b.of_update(grpo))
 
 
+def test_generation_as_pods_measured_it_has_a_part_for_each_step() -> None:
+    measured, grpo = Prices(1.0, 0.0, 1.0, 0.0, 0.0), Counts(generated=320, updated=640, kept=320, steps=5)
+    prices = pricings(measured, grpo)[OF_PODS]
+    few = Counts(generated=80, updated=160, kept=80, steps=5)
+    pods = few._replace(generated=320)
+    assert prices.of(grpo) / prices.of(pods) == pytest.approx(6.0 / 2.7)
+    assert prices.of(pods) / prices.of(few) == pytest.approx(10.1 / 7.5)
+    assert prices.updated == measured.updated
+
+
+def test_a_strict_answer_is_the_whole_work() -> None:
+    strict = problems.of_chains(strict=True)
+    for mine, other in zip(strict.train, PROBLEM.train, strict=True):
+        assert mine.prompt == other.prompt
+        assert ends_in(mine.answer, mine.answer)
+        assert ends_in(mine.answer, other.answer)
+        wrong_in_between = mine.answer.replace(" ; ", " + 1 ; ", 1)
+        assert ends_in(wrong_in_between, other.answer)
+        assert not ends_in(wrong_in_between, mine.answer)
+
+
 # ---- what is concluded -----------------------------------------------------------------------------------------------
 
 
@@ -331,6 +352,8 @@ def test_the_probe_measures_cosines_and_noise() -> None:
         (["--many", "0"], "--many: got 0; takes a whole number of at least 1"),
         (["--few", "64"], "--few: got 64; takes at most --many, 32"),
         (["--rate", "-1"], "--rate: got -1; takes a number above 0"),
+        (["--enough", "30"], "--enough: got 30; takes a share above 0, up to 1"),
+        (["--slips", "4"], "--slips: got 4; takes at most 3.33"),
         (["--arms", "PPO"], "--arms: got PPO; takes some of: GRPO-32; GRPO-8; random 8 of 32; PODS"),
     ],
 )

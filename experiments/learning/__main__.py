@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -25,6 +26,8 @@ if __name__ == "__main__":
 
 from . import plot, report, stages
 from .arms import Arm, arms
+from .chains import SLIPS
+from .pricings import MEASURED, NAMES
 from .setting import Setting
 
 STAGES = ("prices", "tune", "run", "probe", "report")
@@ -96,11 +99,25 @@ def argument_parser() -> argparse.ArgumentParser:
                 f"; with --model {USERS[field.name]}" if field.name in USERS else ""
             )
             add(f"--{field.name.replace('_', '-')}", type=whole(1), help=f"{HELP[field.name]} ({default})")
+    add("--enough", type=share, help=f"{HELP['enough']} (default: {Setting.enough})")
+    add("--slips", type=positive, help=f"{HELP['slips']} (default: {Setting.slips:g})")
+    add("--strict", action="store_true", help=HELP["strict"])
+    add(
+        "--pricing",
+        choices=list(NAMES),
+        default=MEASURED,
+        metavar="NAME",
+        help=f"{HELP['pricing']}: {'; '.join(NAMES)}",
+    )
     add("--micro-batch", type=whole(1), help=f"{HELP['micro_batch']} (default: all; with --model 8)")
     return parser
 
 
 HELP = {
+    "enough": "Pass@1 at which the supervised training of the start model ends",
+    "slips": "a factor of the slips in the work that the start model learns from",
+    "strict": "a chain is right only if all of its steps are",
+    "pricing": "the prices that determine how long a run lasts, in quotes",
     "prompts": "prompts of a batch",
     "many": "rollouts of a prompt",
     "few": "of them, those that are trained on, or that GRPO generates where it generates few",
@@ -127,6 +144,8 @@ def setting_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Se
     setting = Setting(**(USERS if given.model else {}) | (SHORT if given.short else {}) | chosen)
     if setting.few > setting.many:
         parser.error(f"--few: got {setting.few}; takes at most --many, {setting.many}")
+    if setting.slips * max(SLIPS.values()) > 1:
+        parser.error(f"--slips: got {setting.slips:g}; takes at most {1 / max(SLIPS.values()):.3g}, where all slip")
     if given.short and given.rate is None:
         given.rate = SHORT_RATE
     try:
@@ -153,14 +172,18 @@ def whole(least: int):
     return parse
 
 
-def positive(text: str) -> float:
+def positive(text: str, most: float = sys.float_info.max, taken: str = "a number above 0") -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}; takes a number above 0")
+    if not 0 < number <= most:
+        raise argparse.ArgumentTypeError(f"got {text}; takes {taken}")
     return number
+
+
+def share(text: str) -> float:
+    return positive(text, 1.0, "a share above 0, up to 1")
 
 
 if __name__ == "__main__":

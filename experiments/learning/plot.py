@@ -11,24 +11,23 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from . import probe as probing
-from .pricings import pricings
 from .report import Comparison, load
 from .setting import Setting
 from .statistics import Clock, reached
 
 COLOURS = ("#222222", "#4575b4", "#999999", "#e08214", "#7fbf7b", "#1b7837", "#c51b7d")  # of the arms, in their order
-SHOWN = ("as measured", "generation at 0.4 of GRPO's update", "generation at 3")
+SHOWN = ("generation at 0.4 of GRPO's update", "generation at 3")  # beside the pricing of the runs
 
 
 def save(setting: Setting, path: Path, name: str = "curves") -> None:
     mpl.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     comparison = load(setting, name)
     probe = setting.folder / "probe.csv"
+    names = (setting.pricing, *SHOWN)
     figure = Figure(figsize=(15, 9 if probe.exists() else 5), layout="constrained")
-    rows = figure.subplots(2 if probe.exists() else 1, len(SHOWN), squeeze=False)
-    by_name = pricings(comparison.prices, comparison.mean_counts(comparison.arms[0]))
-    for axes, shown in zip(rows[0], SHOWN, strict=True):
-        curves(axes, comparison, by_name[shown].of)
+    rows = figure.subplots(2 if probe.exists() else 1, len(names), squeeze=False)
+    for axes, shown in zip(rows[0], names, strict=True):
+        curves(axes, comparison, comparison.by_name[shown].of)
         axes.set_xlabel(f"priced seconds, {shown}")
     rows[0][0].set_ylabel("Pass@1, held-out prompts")
     if probe.exists():

@@ -45,17 +45,19 @@ def new_model(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
     )
 
 
-def warm_up(problem: Problem, seed: int, enough: float) -> Qwen2ForCausalLM:
+def warm_up(problem: Problem, seed: int, enough: float, slips: float = 1.0) -> Qwen2ForCausalLM:
     """A model that supervised training has brought to this Pass@1.
 
-    It learns from the work of somebody who slips. The chains have the training's lengths and are drawn in every step.
+    It learns from the work of somebody who slips, ``slips`` times as often as ``chains.SLIPS`` says. The chains have
+    the training's lengths and are drawn in every step.
     """
+    own_slips = {sign: slips * share for sign, share in chains.SLIPS.items()}
     torch.manual_seed(seed)
     model = new_model(problem.tokenizer)
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(1, MOST_STEPS + 1):
-        made = [chains.chain(rng, chains.SHORT, chains.SLIPS) for _ in range(BATCH)]
+        made = [chains.chain(rng, chains.SHORT, own_slips) for _ in range(BATCH)]
         made.sort(key=lambda chain: len(chain["work"]))
         loss = sum(supervised(model, problem.tokenizer, part) for part in halves(made)) / 2
         optimizer.zero_grad()

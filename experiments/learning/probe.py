@@ -139,7 +139,7 @@ def make_models(setting: Setting) -> None:
     """A model for each level: at the first after supervised training, at the others after training with GRPO."""
     problem = setting.problem()
     first, *further = LEVELS
-    model = policy.warm_up(problem, SEED, first)
+    model = policy.warm_up(problem, SEED, first, setting.slips)
     model.save_pretrained(folder(setting, first))
     for level in further:
         climb(setting, problem, model, level)

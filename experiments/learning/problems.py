@@ -30,13 +30,15 @@ class Problem(NamedTuple):
     longest_of_longer: int
 
 
-def of_chains() -> Problem:
+def of_chains(strict: bool = False) -> Problem:
+    """Strict: the answer is the whole work, so that a completion with a wrong step is not right by chance."""
+    answer = "work" if strict else "answer"
     held_out = chains.chains(HELD_OUT, chains.SHORT, CHAINS_SEED + 1)
     train = chains.chains(TRAIN, chains.SHORT, CHAINS_SEED, without=prompts_of(held_out))
     longer = chains.chains(LONGER, chains.LONG, CHAINS_SEED + 2)
     return Problem(
         chains.tokenizer(),
-        *([Task(made["prompt"], made["answer"]) for made in part] for part in (train, held_out, longer)),
+        *([Task(made["prompt"], made[answer]) for made in part] for part in (train, held_out, longer)),
         chains.longest(chains.SHORT),
         chains.longest(chains.LONG),
     )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 
 from . import probe as probing
 from . import records
-from .ledger import Counts, Prices
+from .ledger import Counts
 from .pricings import pricings
 from .records import Run
 from .setting import Setting
-from .stages import known_prices, tuning_file
+from .stages import known_prices, measured_prices, prices_file, tuning_file
 from .statistics import CONFIDENCE, Clock, mean_until, paired, reached, time_to
 
 NOTES = (
@@ -26,11 +25,12 @@ NOTES = (
 class Comparison:
     """The runs of an experiment, by arm and in the order of their seeds."""
 
-    def __init__(self, runs: Sequence[Run], prices: Prices, horizon: float, many: int, few: int) -> None:
+    def __init__(self, setting: Setting, runs: Sequence[Run]) -> None:
         self.arms = list(dict.fromkeys(run.job.arm for run in runs))
         self.runs = {arm: sorted((r for r in runs if r.job.arm == arm), key=lambda r: r.job.seed) for arm in self.arms}
-        self.prices, self.horizon = prices, horizon
-        self.baselines = [name for name in (f"GRPO-{many}", f"GRPO-{few}") if name in self.runs]
+        self.prices, self.horizon = known_prices(setting)
+        self.baselines = [f"GRPO-{count}" for count in (setting.many, setting.few) if f"GRPO-{count}" in self.runs]
+        self.by_name = pricings(measured_prices(setting), self.mean_counts([*self.baselines, *self.arms][0]))
 
     def mean_counts(self, arm: str) -> Counts:
         ends = [run.points[-1].counts for run in self.runs[arm]]
@@ -47,17 +47,17 @@ class Comparison:
 
 
 def load(setting: Setting, name: str = "curves") -> Comparison:
-    prices, horizon = known_prices(setting)
-    return Comparison(records.load(setting.folder / f"{name}.csv"), prices, horizon, setting.many, setting.few)
+    return Comparison(setting, records.load(setting.folder / f"{name}.csv"))
 
 
 def report(setting: Setting, name: str = "curves") -> str:
     comparison = load(setting, name)
-    found = json.loads((setting.folder / "prices.json").read_text(encoding="utf-8"))
+    found = prices_file(setting)
     seeds = len(next(iter(comparison.runs.values())))
     parts = [
         f"{found['machine']}. {seeds} seeds; {setting.prompts} prompts a batch; every arm gets "
-        f"{comparison.horizon:.1f} priced seconds, those of {setting.steps} steps of GRPO-{setting.many}.",
+        f"{comparison.horizon:.1f} priced seconds ({setting.pricing}), those of {setting.steps} steps of "
+        f"GRPO-{setting.many}.",
         "## What was reached\n\n" + ends(comparison),
         "## What it took\n\n" + work(comparison),
         NOTES,
@@ -146,7 +146,7 @@ def repriced(comparison: Comparison, base: str) -> str:
     """Differences of the mean of Pass@1 over the time that all runs have at each pricing."""
     others = [arm for arm in comparison.arms if arm != base]
     rows = []
-    for name, prices in pricings(comparison.prices, comparison.mean_counts(comparison.baselines[0])).items():
+    for name, prices in comparison.by_name.items():
         end = comparison.common_end(prices.of)
         theirs = comparison.values(base, prices.of, end, "mean")
         ours = [comparison.values(arm, prices.of, end, "mean") for arm in others]

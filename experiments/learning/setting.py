@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from .pricings import MEASURED
 from .problems import Problem, of_chains, of_user
 
 
@@ -14,6 +15,9 @@ class Setting:
     model: Path | None = None  # a user's model to start from; None: one that has begun to learn chains
     dataset: Path | None = None
     enough: float = 0.3  # Pass@1 at which the supervised training of the start model ends
+    slips: float = 1.0  # in the work that it learns from, as a multiple of those in chains.py
+    strict: bool = False  # a chain's completion is right only if all of its steps are
+    pricing: str = MEASURED  # the prices that determine how long a run lasts, by their name in pricings.py
     prompts: int = 8  # of a batch
     many: int = 32  # rollouts of a prompt
     few: int = 8  # of them, those that are trained on; or that GRPO generates where it generates few
@@ -27,7 +31,7 @@ class Setting:
 
     def problem(self) -> Problem:
         if self.model is None or self.dataset is None:
-            return of_chains()
+            return of_chains(self.strict)
         return of_user(self.model, self.dataset, self.held_out, self.longest)
 
     def start(self, seed: int) -> Path:

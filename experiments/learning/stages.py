@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from . import policy, prices, records
 from . import probe as probing
 from .arms import Arm, arms
-from .ledger import Prices
+from .ledger import Counts, Prices
+from .pricings import pricings
 from .records import Run
 from .run import Job, train
 from .setting import Setting
@@ -32,7 +34,7 @@ def start_models(setting: Setting, seeds: Sequence[int], say: Say) -> None:
 
 
 def make_start_model(setting: Setting, seed: int) -> None:
-    model = policy.warm_up(setting.problem(), seed, setting.enough)
+    model = policy.warm_up(setting.problem(), seed, setting.enough, setting.slips)
     model.save_pretrained(setting.start(seed))
 
 
@@ -64,8 +66,17 @@ def measure_prices(setting: Setting, seed: int) -> dict[str, object]:
 
 def known_prices(setting: Setting) -> tuple[Prices, float]:
     """The prices, and the priced time that every arm gets: that of so many of GRPO's steps with many rollouts."""
-    found = json.loads((setting.folder / "prices.json").read_text(encoding="utf-8"))
-    return Prices(**found["seconds"]), setting.steps * found["steps"][f"GRPO-{setting.many}"]["priced"]
+    grpo = Counts(**prices_file(setting)["steps"][f"GRPO-{setting.many}"]["counts"])
+    prices = pricings(measured_prices(setting), grpo)[setting.pricing]
+    return prices, setting.steps * prices.of(grpo) / grpo.steps
+
+
+def measured_prices(setting: Setting) -> Prices:
+    return Prices(**prices_file(setting)["seconds"])
+
+
+def prices_file(setting: Setting) -> dict[str, Any]:
+    return json.loads((setting.folder / "prices.json").read_text(encoding="utf-8"))
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
