@@ -9,9 +9,9 @@ from .ledger import Counts, Prices
 # Of Qwen2.5-7B: 0.545e9 of its 7.07e9 weights that multiply are the LM head's. Its forward is a third of both passes.
 HEAD_OF_7B = 0.545 / 7.07
 
-# What PODS's authors measured (logs in the repository of arXiv 2504.13818, 187f43b). On several GPUs that generate the
-# same: 2.7 steps a minute where they train on all rollouts, 6.0 where they train on a quarter. On one GPU that trains on
-# 16 rollouts: 7.5 s a step where it generates these alone, 10.1 s where it generates 64.
+# What PODS's authors measured (logs in the repository of arXiv 2504.13818, 187f43b).
+# Several GPUs that generate the same: 2.7 steps a minute with training on all rollouts, 6.0 with a quarter of them.
+# One GPU that trains on 16 rollouts: 7.5 s a step if it generates these alone, 10.1 s if it generates 64.
 # So the generation of a quarter takes more than half of the time of all.
 STEPS_OF_ALL, STEPS_OF_QUARTER = 2.7, 6.0
 SECONDS_OF_FEW, SECONDS_OF_MANY = 7.5, 10.1
