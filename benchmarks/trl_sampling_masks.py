@@ -4,7 +4,8 @@
     python -m benchmarks.trl_sampling_masks --tokenizer FOLDER --wide    # two layers of Qwen2.5-0.5B and its vocabulary
 
 Both sides sample with top-p 0.9, top-k 50 and temperature 0.8, and train in float32 on 8 rollouts of one prompt, all of
-their tokens. Each runs in a process of its own, because a process's peak of memory can only rise.
+their tokens. Each runs in a process of its own, because a process's peak of memory can only rise, and they take turns:
+the table has the medians of the rounds, and the smallest and largest values.
 """
 
 from __future__ import annotations
@@ -140,24 +141,34 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="a folder with a tokenizer, for --wide")
     parser.add_argument("--tokens", type=int, default=64, help="the most tokens of a completion")
     parser.add_argument("--steps", type=int, default=8, help=f"the first {WARM_UP} are not counted")
+    parser.add_argument("--rounds", type=int, default=3, help="of both sides")
     parser.add_argument("--side", choices=("with", "without"), help="one side in this process, as JSON")
     given = parser.parse_args()
     if bool(given.model) == given.wide or given.wide != bool(given.tokenizer):
         parser.error("give --model, or --wide and --tokenizer")
+    if given.rounds < 1:
+        parser.error(f"--rounds: got {given.rounds}; takes at least 1")
     if given.steps <= WARM_UP:
         parser.error(f"--steps: got {given.steps}; takes more than {WARM_UP}")
     if given.side:
         print(json.dumps(side(given)))
         return
-    sides = {}
-    for name in ("without", "with"):
-        command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--side", name]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        sides[name] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{'':64} {'without':>10} {'with':>10}")
-    for name, value in sides["with"].items():
-        plain = sides["without"].get(name)
-        print(f"{name:64} {'' if plain is None else format(plain, '10.4g'):>10} {value:10.4g}")
+    found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+    for _ in range(given.rounds):
+        for name, rounds in found.items():
+            command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--side", name]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            rounds.append(json.loads(done.stdout.splitlines()[-1]))
+    print(f"{'':64} {'without':>22} {'with':>22}")
+    for name in found["with"][0]:
+        cells = (spread([values[name] for values in rounds if name in values]) for rounds in found.values())
+        print(f"{name:64}", *(f"{cell:>22}" for cell in cells))
+
+
+def spread(values: list[float]) -> str:
+    if not values:
+        return ""
+    return f"{statistics.median(values):.4g} ({min(values):.3g}-{max(values):.3g})"
 
 
 if __name__ == "__main__":
