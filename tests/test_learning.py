@@ -6,6 +6,7 @@ import math
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments.learning import chains, policy, probe, problems, records  # noqa: E402
+from experiments.learning import chains, policy, probe, problems, records, report  # noqa: E402
 from experiments.learning.arms import arms  # noqa: E402
 from experiments.learning.evaluate import rewards  # noqa: E402
 from experiments.learning.generate import Rollouts, generate, sample  # noqa: E402
@@ -27,6 +28,7 @@ from experiments.learning.records import Run  # noqa: E402
 from experiments.learning.rewards import ends_in  # noqa: E402
 from experiments.learning.run import Job, Point, batches_of, train  # noqa: E402
 from experiments.learning.setting import Setting  # noqa: E402
+from experiments.learning.setting import load as load_setting  # noqa: E402
 from experiments.learning.statistics import mean_until, paired, reached, student_quantile, time_to  # noqa: E402
 from experiments.learning.update import add_gradient  # noqa: E402
 
@@ -372,3 +374,21 @@ def test_bad_arguments_are_named(
 def test_a_bad_line_of_a_data_set_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape("--dataset: line 3 of")):
         problems.task_of(tmp_path, 3, '{"prompt": "x"}')
+
+
+def test_a_folder_is_of_one_setting(tmp_path: Path) -> None:
+    mine = Setting(tmp_path / "mine", strict=True, dataset=Path("tasks.jsonl"))
+    mine.keep()
+    assert load_setting(mine.folder) == mine
+    replace(mine, jobs=4).keep()
+    with pytest.raises(ValueError, match=r"--few: got 4; .* has runs with 8, and takes this, or give another --folder"):
+        replace(mine, few=4).keep()
+    assert load_setting(mine.folder) == mine
+
+
+RESULTS = sorted(path.parent for path in (ROOT / "experiments/learning/results").rglob("learning.md"))
+
+
+@pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
+def test_the_kept_report_is_that_of_the_kept_runs(folder: Path) -> None:
+    assert (folder / "learning.md").read_text(encoding="utf-8") == report.report(load_setting(folder))

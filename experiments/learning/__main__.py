@@ -44,8 +44,11 @@ def main() -> None:
     parser = argument_parser()
     given = parser.parse_args()
     setting = setting_of(parser, given)
-    setting.folder.mkdir(parents=True, exist_ok=True)
     chosen = chosen_arms(parser, given.arms, setting)
+    try:
+        setting.keep()
+    except ValueError as error:
+        parser.error(str(error))
     wanted = STAGES if "all" in given.stages else given.stages
     if given.short or given.rate:
         wanted = [stage for stage in wanted if stage != "tune"]

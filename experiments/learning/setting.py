@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .pricings import MEASURED
 from .problems import Problem, of_chains, of_user
+
+FILE = "setting.json"
+FREE = ("folder", "jobs")  # may differ from command to command
 
 
 @dataclass(frozen=True)
@@ -37,3 +41,30 @@ class Setting:
     def start(self, seed: int) -> Path:
         """The folder of the model that all arms of a seed start from."""
         return self.model or self.folder / "start" / str(seed)
+
+    def keep(self) -> None:
+        """Writes the setting into its folder.
+
+        Raises:
+            ValueError: the folder has runs of another setting; the message names what differs.
+        """
+        path = self.folder / FILE
+        if path.exists():
+            before, now = asdict(load(self.folder)), asdict(self)
+            changed = [name for name, value in now.items() if name not in FREE and value != before[name]]
+            if changed:
+                name = changed[0]
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: got {now[name]}; {self.folder} has runs with {before[name]}, "
+                    "and takes this, or give another --folder"
+                )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kept = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        path.write_text(json.dumps({n: v for n, v in kept.items() if n not in FREE}, indent=1) + "\n", encoding="utf-8")
+
+
+def load(folder: Path) -> Setting:
+    """The setting of the runs in this folder."""
+    found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    paths = {name: Path(found[name]) for name in ("model", "dataset") if found[name]}
+    return Setting(folder, **found | paths)
