@@ -55,7 +55,8 @@ def report(setting: Setting, name: str = "curves") -> str:
     found = prices_file(setting)
     seeds = len(next(iter(comparison.runs.values())))
     parts = [
-        f"{found['machine']}. {seeds} seeds; {setting.prompts} prompts a batch; every arm gets "
+        f"# Results of {setting.folder.name.replace('_', ' ')}",
+        f"{found['machine']}. {seeds} seeds; prompts of a batch: {setting.prompts}; every arm gets "
         f"{comparison.horizon:.1f} priced seconds ({setting.pricing}), those of {setting.steps} steps of "
         f"GRPO-{setting.many}.",
         "## What was reached\n\n" + ends(comparison),
@@ -68,8 +69,7 @@ def report(setting: Setting, name: str = "curves") -> str:
         parts.append(
             f"## Priced time to the last Pass@1 of {level}\n\n{levels(comparison, comparison.prices.of, level)}"
         )
-        tables = [repriced(comparison, base) for base in comparison.baselines]
-        parts.append("## At other prices: mean Pass@1 over the common time\n\n" + "\n\n".join(tables))
+        parts.append("## At other prices\n\n" + repriced(comparison))
     parts.append("## Prices\n\n" + price_table(found))
     if tuning_file(setting).exists():
         parts.append("## Learning rates\n\n" + tuned(setting))
@@ -80,38 +80,34 @@ def report(setting: Setting, name: str = "curves") -> str:
 
 def ends(comparison: Comparison) -> str:
     clock, end = comparison.prices.of, comparison.horizon
-    rows = []
+    rows, longer = [], []
     for arm in comparison.arms:
         rows.append([arm, *(spread(comparison.values(arm, clock, end, name)) for name in ("mean", "first", "any"))])
         if comparison.runs[arm][0].points[-1].longer_first is not None:
-            rows[-1] += [spread([getattr(run.points[-1], name) for run in comparison.runs[arm]]) for name in LONGER]
-    head = ["arm", "mean Pass@1 over the time", "Pass@1 at the end", "Pass@8", "Pass@1, longer", "Pass@8, longer"]
-    return table(head[: len(rows[0])], rows)
+            lasts = [run.points[-1] for run in comparison.runs[arm]]
+            longer.append([arm, *(spread([getattr(last, name) for last in lasts]) for name in LONGER)])
+    tables = [table(["arm", "mean Pass@1 over the time", "Pass@1 at the end", "Pass@8 at the end"], rows)]
+    if longer:
+        tables.append(table(["arm", "Pass@1 of longer chains", "Pass@8 of longer chains"], longer))
+    return "\n\n".join(tables)
 
 
 LONGER = ("longer_first", "longer_any")
 
 
 def work(comparison: Comparison) -> str:
-    rows = []
-    for arm in comparison.arms:
+    done, shares = [], []
+    for arm, runs in comparison.runs.items():
         counts, prices = comparison.mean_counts(arm), comparison.prices
-        whole = prices.of(counts)
-        positive = fmean(run.points[-1].positive / max(1, run.points[-1].counts.kept) for run in comparison.runs[arm])
-        rows.append(
-            [
-                arm,
-                f"{comparison.runs[arm][0].job.rate:g}",
-                f"{counts.steps:,}",
-                f"{counts.generated:,}",
-                f"{counts.updated:,}",
-                f"{counts.kept:,}",
-                f"{positive:.0%}",
-                f"{prices.generated * counts.generated / whole:.0%}",
-            ]
-        )
-    head = ["arm", "rate", "steps", "generated", "forwarded", "kept", "of them with A > 0", "time of generation"]
-    return table(head, rows)
+        positive = fmean(run.points[-1].positive / max(1, run.points[-1].counts.kept) for run in runs)
+        done.append([arm, *(f"{n:,}" for n in (counts.steps, counts.generated, counts.updated, counts.kept))])
+        generation = prices.generated * counts.generated / prices.of(counts)
+        shares.append([arm, f"{runs[0].job.rate:g}", f"{positive:.0%}", f"{generation:.0%}"])
+    return (
+        table(["arm", "steps", "tokens generated", "rows forwarded", "tokens kept"], done)
+        + "\n\n"
+        + table(["arm", "learning rate", "kept tokens with A > 0", "time of generation"], shares)
+    )
 
 
 def differences(comparison: Comparison, base: str) -> str:
@@ -129,29 +125,33 @@ def differences(comparison: Comparison, base: str) -> str:
 
 def levels(comparison: Comparison, clock: Clock, base: str) -> str:
     end = comparison.common_end(clock)
+    latest = end * (1 + 1e-9)  # a level at the end itself is reached, whatever the rounding
     wanted = comparison.values(base, clock, end, "first")
     own = [time_to(run, clock, level) for run, level in zip(comparison.runs[base], wanted, strict=True)]
     rows = []
     for arm in comparison.arms:
         found = [time_to(run, clock, level) for run, level in zip(comparison.runs[arm], wanted, strict=True)]
-        inside = [time if time is not None and time <= end else None for time in found]
+        inside = [time if time is not None and time <= latest else None for time in found]
         times = [f"> {end:.1f}" if time is None else f"{time:.1f}" for time in inside]
         speeds = [0.0 if time is None else mine / max(time, 1e-9) for time, mine in zip(inside, own, strict=True)]
-        faster = f"{median(speeds):.2f}x" if median(speeds) else "never"
-        rows.append([arm, f"{len(times) - inside.count(None)} of {len(times)}", faster, ", ".join(times)])
+        count = len(times) - inside.count(None)
+        faster = f"{median(speeds):.2f}x" if count > len(times) / 2 else "not reached by most"
+        rows.append([arm, f"{count} of {len(times)}", faster, ", ".join(times)])
     return table(["arm", "seeds that reached it", f"as fast as {base}, median", "seed by seed"], rows)
 
 
-def repriced(comparison: Comparison, base: str) -> str:
+def repriced(comparison: Comparison) -> str:
     """Differences of the mean of Pass@1 over the time that all runs have at each pricing."""
-    others = [arm for arm in comparison.arms if arm != base]
     rows = []
     for name, prices in comparison.by_name.items():
         end = comparison.common_end(prices.of)
-        theirs = comparison.values(base, prices.of, end, "mean")
-        ours = [comparison.values(arm, prices.of, end, "mean") for arm in others]
-        rows.append([name, *(str(paired(values, theirs, len(others))) for values in ours)])
-    return f"Against {base}:\n\n{table(['prices', *others], rows)}"
+        means = {arm: comparison.values(arm, prices.of, end, "mean") for arm in comparison.arms}
+        for arm in comparison.arms:
+            if arm not in comparison.baselines:
+                against = (paired(means[arm], means[base], len(means) - 1) for base in comparison.baselines)
+                rows.append([name, arm, *map(str, against)])
+    text = "Differences of the mean of Pass@1 over the time that all runs have."
+    return f"{text}\n\n{table(['prices', 'arm', *(f'against {base}' for base in comparison.baselines)], rows)}"
 
 
 def price_table(found: dict) -> str:
@@ -189,27 +189,28 @@ def tuned(setting: Setting) -> str:
 
 
 def probed(path: Path) -> str:
-    rows = []
     found = probing.load(path)
-    for one in found:
-        first = next(other for other in found if other.level == one.level)
-        rows.append(
+    first = {one.level: one for one in reversed(found)}
+    halves = ", ".join(f"{one.of_halves:.3f} at {level:.0%}" for level, one in sorted(first.items()))
+    parts = [
+        f"Cosines with the policy gradient of the mean reward, from {probing.REFERENCE:,} rollouts (between its "
+        f"halves: {halves}); signal to noise as a multiple of {found[0].arm}'s. {probing.BATCHES} batches."
+    ]
+    for level, base in sorted(first.items()):
+        rows = [
             [
-                f"{one.level:.0%}",
                 one.arm,
                 f"{one.cosine:.3f}",
                 f"{one.cosine_of_mean:.3f}",
-                f"{one.signal_to_noise / first.signal_to_noise:.2f}",
-                f"{one.per_second / first.per_second:.2f}",
+                f"{one.signal_to_noise / base.signal_to_noise:.2f}",
+                f"{one.per_second / base.per_second:.2f}",
             ]
-        )
-    halves = ", ".join(f"{one.of_halves:.3f}" for one in found if one.arm == found[0].arm)
-    text = (
-        f"Cosines with the policy gradient of the mean reward, from {probing.REFERENCE:,} rollouts (between its "
-        f"halves: {halves}); signal to noise as a multiple of {found[0].arm}'s. {probing.BATCHES} batches."
-    )
-    head = ["Pass@1", "arm", "cosine of a batch", "of the mean", "signal to noise", "per priced second"]
-    return f"{text}\n\n{table(head, rows)}"
+            for one in found
+            if one.level == level
+        ]
+        head = ["arm", "cosine of a batch", "of the mean", "signal to noise", "per priced second"]
+        parts.append(f"### At a Pass@1 of {level:.0%}\n\n{table(head, rows)}")
+    return "\n\n".join(parts)
 
 
 def spread(values: Sequence[float]) -> str:
