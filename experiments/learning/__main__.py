@@ -102,6 +102,7 @@ def argument_parser() -> argparse.ArgumentParser:
                 f"; with --model {USERS[field.name]}" if field.name in USERS else ""
             )
             add(f"--{field.name.replace('_', '-')}", type=whole(1), help=f"{HELP[field.name]} ({default})")
+    add("--rates", type=positive, nargs="+", help=f"{HELP['rates']} (default: {' '.join(map(str, Setting.rates))})")
     add("--enough", type=share, help=f"{HELP['enough']} (default: {Setting.enough})")
     add("--slips", type=positive, help=f"{HELP['slips']} (default: {Setting.slips:g})")
     add("--strict", action="store_true", help=HELP["strict"])
@@ -117,6 +118,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 HELP = {
+    "rates": "the first learning rates that are tried, of every arm",
     "enough": "Pass@1 at which the supervised training of the start model ends",
     "slips": "a factor of the slips in the work that the start model learns from",
     "strict": "a chain is right only if all of its steps are",
@@ -144,6 +146,8 @@ def setting_of(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Se
         parser.error(f"--dataset: there is no file {given.dataset}")
     names = {field.name for field in fields(Setting)}
     chosen = {name: value for name, value in vars(given).items() if name in names and value is not None}
+    if given.rates:
+        chosen["rates"] = tuple(given.rates)
     setting = Setting(**(USERS if given.model else {}) | (SHORT if given.short else {}) | chosen)
     if setting.few > setting.many:
         parser.error(f"--few: got {setting.few}; takes at most --many, {setting.many}")

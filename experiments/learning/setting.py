@@ -22,6 +22,7 @@ class Setting:
     slips: float = 1.0  # in the work that it learns from, as a multiple of those in chains.py
     strict: bool = False  # a chain's completion is right only if all of its steps are
     pricing: str = MEASURED  # the prices that determine how long a run lasts, by their name in pricings.py
+    rates: tuple[float, ...] = (1e-4, 2e-4, 4e-4)  # the first learning rates that are tried, of every arm
     prompts: int = 8  # of a batch
     many: int = 32  # rollouts of a prompt
     few: int = 8  # of them, those that are trained on; or that GRPO generates where it generates few
@@ -67,4 +68,4 @@ def load(folder: Path) -> Setting:
     """The setting of the runs in this folder."""
     found = json.loads((folder / FILE).read_text(encoding="utf-8"))
     paths = {name: Path(found[name]) for name in ("model", "dataset") if found[name]}
-    return Setting(folder, **found | paths)
+    return Setting(folder, **found | paths | {"rates": tuple(found["rates"])})

@@ -22,7 +22,6 @@ from .workers import results
 
 TUNING_SEEDS = range(1000, 1002)
 TUNING_EVALUATIONS = 4
-GRID = (1e-4, 2e-4, 4e-4)  # the first learning rates, of every arm
 FACTOR, MOST_RATES = 2.0, 6  # how the grid grows at an edge
 Say = Callable[[str], None]
 
@@ -102,7 +101,7 @@ def make_run(setting: Setting, job: Job) -> Run:
 def tune(setting: Setting, chosen: Sequence[Arm], say: Say) -> None:
     """Tries a grid of learning rates, which grows for all arms while the best of one is at its edge."""
     quick = replace(setting, evaluations=TUNING_EVALUATIONS)
-    rates = list(GRID)
+    rates = sorted(setting.rates)
     while True:
         jobs = [Job(arm.name, rate, seed) for rate in rates for seed in TUNING_SEEDS for arm in chosen]
         make(quick, tuning_file(setting), jobs, say)
