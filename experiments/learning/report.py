@@ -20,6 +20,8 @@ NOTES = (
     "by seed, Bonferroni). * marks a difference that is larger than that. In the first tables ± is the standard "
     "deviation over seeds."
 )
+MEASURES = {"mean": "mean Pass@1 over the time", "first": "Pass@1 at the end", "any": "Pass@8 at the end"}
+LONGER = ("longer_first", "longer_any")
 
 
 class Comparison:
@@ -55,7 +57,7 @@ def report(setting: Setting, name: str = "curves") -> str:
     found = prices_file(setting)
     seeds = len(next(iter(comparison.runs.values())))
     parts = [
-        f"# Results of {setting.folder.name.replace('_', ' ')}",
+        f"# Results: {setting.folder.name.replace('_', ' ')}",
         f"{found['machine']}. {seeds} seeds; prompts of a batch: {setting.prompts}; every arm gets "
         f"{comparison.horizon:.1f} priced seconds ({setting.pricing}), those of {setting.steps} steps of "
         f"GRPO-{setting.many}.",
@@ -64,6 +66,8 @@ def report(setting: Setting, name: str = "curves") -> str:
         NOTES,
         *(f"## Against {base}\n\n{differences(comparison, base)}" for base in comparison.baselines),
     ]
+    if piece_pairs(setting, comparison):
+        parts.append("## What each piece adds\n\n" + pieces(setting, comparison))
     if comparison.baselines:
         level = comparison.baselines[0]
         parts.append(
@@ -82,17 +86,14 @@ def ends(comparison: Comparison) -> str:
     clock, end = comparison.prices.of, comparison.horizon
     rows, longer = [], []
     for arm in comparison.arms:
-        rows.append([arm, *(spread(comparison.values(arm, clock, end, name)) for name in ("mean", "first", "any"))])
+        rows.append([arm, *(spread(comparison.values(arm, clock, end, measure)) for measure in MEASURES)])
         if comparison.runs[arm][0].points[-1].longer_first is not None:
             lasts = [run.points[-1] for run in comparison.runs[arm]]
             longer.append([arm, *(spread([getattr(last, name) for last in lasts]) for name in LONGER)])
-    tables = [table(["arm", "mean Pass@1 over the time", "Pass@1 at the end", "Pass@8 at the end"], rows)]
+    tables = [table(["arm", *MEASURES.values()], rows)]
     if longer:
         tables.append(table(["arm", "Pass@1 of longer chains", "Pass@8 of longer chains"], longer))
     return "\n\n".join(tables)
-
-
-LONGER = ("longer_first", "longer_any")
 
 
 def work(comparison: Comparison) -> str:
@@ -111,16 +112,32 @@ def work(comparison: Comparison) -> str:
 
 
 def differences(comparison: Comparison, base: str) -> str:
-    clock, end = comparison.prices.of, comparison.horizon
     others = [arm for arm in comparison.arms if arm != base]
-    rows = []
-    for arm in others:
-        row = [arm]
-        for measure in ("mean", "first", "any"):
-            ours, theirs = (comparison.values(name, clock, end, measure) for name in (arm, base))
-            row.append(str(paired(ours, theirs, len(others))))
-        rows.append(row)
-    return table(["arm", "mean Pass@1 over the time", "Pass@1 at the end", "Pass@8 at the end"], rows)
+    rows = [[arm, *apart(comparison, arm, base, len(others))] for arm in others]
+    return table(["arm", *MEASURES.values()], rows)
+
+
+def apart(comparison: Comparison, arm: str, base: str, comparisons: int) -> list[str]:
+    """How far the arm is from another, in each measure."""
+    clock, end = comparison.prices.of, comparison.horizon
+    values = ([comparison.values(name, clock, end, measure) for name in (arm, base)] for measure in MEASURES)
+    return [str(paired(ours, theirs, comparisons)) for ours, theirs in values]
+
+
+def pieces(setting: Setting, comparison: Comparison) -> str:
+    pairs = piece_pairs(setting, comparison)
+    rows = [[f"{arm}, against {base}", *apart(comparison, arm, base, len(pairs))] for arm, base in pairs]
+    return table(["what is added", *MEASURES.values()], rows)
+
+
+def piece_pairs(setting: Setting, comparison: Comparison) -> list[tuple[str, str]]:
+    """Arms that differ in one thing: the rule for rollouts, tokens at all, the rule for tokens."""
+    found = [
+        ("PODS", f"random {setting.few} of {setting.many}"),
+        ("D3S", "D3S, rollouts alone"),
+        ("D3S", "D3S, random tokens"),
+    ]
+    return [(arm, base) for arm, base in found if {arm, base} <= set(comparison.arms)]
 
 
 def levels(comparison: Comparison, clock: Clock, base: str) -> str:
