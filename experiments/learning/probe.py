@@ -27,7 +27,7 @@ from .update import add_gradient, add_sum
 SEED = 2000
 LEVELS = {0.2: 0.0, 0.5: 0.5, 0.75: 1.0}  # Pass@1 to probe at, and the progress of the schedule there
 REFERENCE, BATCHES = 20_000, 32  # rollouts of the reference, and batches of an arm
-RATE, BETWEEN_CHECKS, MOST_STEPS = 2e-4, 5, 400  # of the training that leads from one level to the next
+RATE, BETWEEN_CHECKS, MOST_STEPS = 1e-4, 5, 400  # of the training that leads from one level to the next
 
 
 class Probed(NamedTuple):
@@ -137,13 +137,20 @@ def climb(setting: Setting, problem: Problem, model: PreTrainedModel, level: flo
 
 def make_models(setting: Setting) -> None:
     """A model for each level: at the first after supervised training, at the others after training with GRPO."""
-    problem = setting.problem()
-    first, *further = LEVELS
-    model = policy.warm_up(problem, SEED, first, setting.slips)
-    model.save_pretrained(folder(setting, first))
-    for level in further:
-        climb(setting, problem, model, level)
+    problem, model = setting.problem(), None
+    for level in LEVELS:
+        if exists(setting, level):
+            model = policy.load(folder(setting, level))
+            continue
+        if model is None:
+            model = policy.warm_up(problem, SEED, level, setting.slips)
+        else:
+            climb(setting, problem, model, level)
         model.save_pretrained(folder(setting, level))
+
+
+def exists(setting: Setting, level: float) -> bool:
+    return (folder(setting, level) / "config.json").exists()
 
 
 def folder(setting: Setting, level: float) -> Path:

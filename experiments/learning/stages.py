@@ -141,7 +141,7 @@ def probe(setting: Setting, say: Say) -> None:
     path = setting.folder / "probe.csv"
     if path.exists():
         return
-    if not all((probing.folder(setting, level) / "config.json").exists() for level in probing.LEVELS):
+    if not all(probing.exists(setting, level) for level in probing.LEVELS):
         for _ in results(setting, make_probe_models, [0]):
             say("models to probe")
     found = []
