@@ -136,17 +136,19 @@ def climb(setting: Setting, problem: Problem, model: PreTrainedModel, level: flo
 
 
 def make_models(setting: Setting) -> None:
-    """A model for each level: at the first after supervised training, at the others after training with GRPO."""
+    """A model for each level: from supervised training, which ends where it does for the runs, then from GRPO."""
     problem, model = setting.problem(), None
     for level in LEVELS:
         if exists(setting, level):
-            model = policy.load(folder(setting, level))
+            model = policy.load(folder(setting, level)) if level > setting.enough else None
             continue
         if model is None:
-            model = policy.warm_up(problem, SEED, level, setting.slips)
-        else:
+            model = policy.warm_up(problem, SEED, min(level, setting.enough), setting.slips)
+        if level > setting.enough:
             climb(setting, problem, model, level)
         model.save_pretrained(folder(setting, level))
+        if level <= setting.enough:
+            model = None  # GRPO learns nothing from a model whose supervised training ended this early
 
 
 def exists(setting: Setting, level: float) -> bool:
