@@ -32,7 +32,9 @@ from .setting import Setting
 
 STAGES = ("prices", "tune", "run", "probe", "report")
 SEEDS = 8
-USERS = {"prompts": 4, "many": 8, "few": 2, "held_out": 32, "micro_batch": 8, "jobs": 1}  # defaults with --model
+USERS = {  # defaults with --model
+    "prompts": 4, "many": 8, "few": 2, "held_out": 32, "micro_batch": 8, "jobs": 1, "threads": os.cpu_count() or 1,
+}  # fmt: skip
 SHORT = {
     "enough": 0.0, "prompts": 2, "many": 8, "few": 2, "steps": 2, "evaluations": 1, "held_out": 8,
 }  # fmt: skip

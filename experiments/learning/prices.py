@@ -25,7 +25,7 @@ from .run import step
 from .setting import Setting
 from .update import add_sum, forward, head
 
-REPEATS = 5
+REPEATS, LONGEST = 5, 20.0  # after this many seconds no further measurement begins
 SEED = 0
 
 Result = TypeVar("Result")
@@ -34,8 +34,8 @@ Result = TypeVar("Result")
 def measure(model: PreTrainedModel, problem: Problem, setting: Setting) -> Prices:
     """Seconds on this machine, with the threads of a run."""
     random = torch.Generator(model.device).manual_seed(SEED)
-    found = [measure_once(model, problem, setting, random) for _ in range(1 + REPEATS)]
-    return Prices(*(median(column) for column in zip(*found[1:], strict=True)))  # the first one warms up
+    found = repeated(lambda: measure_once(model, problem, setting, random))
+    return Prices(*(median(column) for column in zip(*found, strict=True)))
 
 
 def measure_once(model: PreTrainedModel, problem: Problem, setting: Setting, random: torch.Generator) -> Prices:
@@ -63,11 +63,19 @@ def whole_step(model: PreTrainedModel, problem: Problem, setting: Setting, arm: 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     random = torch.Generator(model.device).manual_seed(SEED)
     tasks = problem.train[: setting.prompts]
-    made = [
-        timed(lambda: step(setting, problem, model, optimizer, tasks, arm, 0.5, random)) for _ in range(1 + REPEATS)
-    ]
-    updates, seconds = zip(*made[1:], strict=True)
+    made = repeated(lambda: timed(lambda: step(setting, problem, model, optimizer, tasks, arm, 0.5, random)))
+    updates, seconds = zip(*made, strict=True)
     return sum(seconds), sum((update.counts for update in updates), Counts())
+
+
+def repeated(measure: Callable[[], Result]) -> list[Result]:
+    """What several calls give, without the first one, which warms up. They are fewer where a user's model is slow."""
+    measure()
+    found: list[Result] = []
+    begin = time.perf_counter()
+    while len(found) < REPEATS and (not found or time.perf_counter() - begin < LONGEST):
+        found.append(measure())
+    return found
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, float]:
