@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "site"))
 import names
 import site_pages
-from site_pages import all_menus, all_places, on_site, project_address, sections, with_links
+from site_pages import all_menus, all_places, on_site, sections, with_links
 
 ROOT = site_pages.ROOT
 WITH_SPHINX = Path(sys.prefix, "docs", "bin", "python")  # of `make docs`
@@ -97,21 +97,6 @@ def test_blocks_of_code_have_no_links() -> None:
 def test_sections_of_the_contents() -> None:
     contents = "# All\n\n## Use\n\n| page | for |\n| --- | --- |\n| [A](a.md) | x |\n| In [B](b.md), [C](c.md) | y |\n"
     assert list(sections(contents)) == [("Use", [[("A", "a.md")], [("B", "b.md"), ("C", "c.md")]])]
-
-
-@pytest.mark.parametrize(
-    ("urls", "address"),
-    [
-        ("", site_pages.PLACEHOLDER),
-        ('[project.urls]\nIssues = "x"\nRepository = "https://host.invalid/d3s/"', "https://host.invalid/d3s"),
-    ],
-)
-def test_the_address_is_that_of_the_project(
-    urls: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "d3s_kernels"\n{urls}\n', encoding="utf-8")
-    monkeypatch.setattr(site_pages, "ROOT", tmp_path)
-    assert project_address() == address
 
 
 @pytest.mark.parametrize(

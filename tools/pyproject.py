@@ -15,3 +15,8 @@ else:
 def project_in(root: Path) -> dict[str, Any]:
     found: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return found
+
+
+def address_in(root: Path) -> str:
+    """The project's address on a code host, which stands in pyproject.toml alone; empty if it has none."""
+    return str(project_in(root).get("urls", {}).get("Repository", "")).rstrip("/")

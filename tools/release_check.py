@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from release_notes import NOTES, address_in, notes_of
+from pyproject import address_in
+from release_notes import NOTES, notes_of
 from version import version_in
 
 ROOT = Path(__file__).resolve().parents[1]

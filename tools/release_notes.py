@@ -9,16 +9,11 @@ import posixpath
 import re
 from pathlib import Path
 
-from pyproject import project_in
+from pyproject import address_in
 from version import version_in
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTES = "docs/release-notes.md"
-
-
-def address_in(root: Path) -> str:
-    """The project's address, which pyproject.toml alone has; empty if it has none."""
-    return str(project_in(root).get("urls", {}).get("Repository", ""))
 
 
 def notes_of(root: Path, version: str) -> str:

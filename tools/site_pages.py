@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from pyproject import project_in
+from pyproject import address_in
 
 ROOT = Path(__file__).resolve().parents[1]
 START, CONTENTS = PurePosixPath("README.md"), PurePosixPath("docs/index.md")
@@ -26,7 +26,6 @@ API_PAGES = (
     "rollouts", "tokens", "vocabulary", "sampling_masks", "ratios", "schedule", "planning", "distributed", "checks",
     "metrics", "trl", "verl",
 )  # fmt: skip
-PLACEHOLDER = "https://example.invalid/d3s_kernels"
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
@@ -36,7 +35,7 @@ Places = dict[PurePosixPath, PurePosixPath]
 
 
 def main(folder: Path) -> None:
-    places, address = all_places(), project_address()
+    places, address = all_places(), address_in(ROOT)
     menus = all_menus(places, address)
     for file, place in places.items():
         out = folder / place
@@ -50,13 +49,6 @@ def main(folder: Path) -> None:
 
 def read(file: PurePosixPath) -> str:
     return (ROOT / file).read_text(encoding="utf-8")
-
-
-def project_address() -> str:
-    """The project's address on a code host, from pyproject.toml."""
-    urls = project_in(ROOT).get("urls", {})
-    named = (urls[name] for name in ("Repository", "Source", "Homepage") if name in urls)
-    return str(next(named, PLACEHOLDER)).rstrip("/")
 
 
 # ---- which files are on the site, and where --------------------------------------------------------------------------
