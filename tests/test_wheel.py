@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -165,8 +166,10 @@ class Binary:
         self.search_paths: set[str] = set()
         self.undefined: set[str] = set()
         self.versions: set[str] = set()  # as in GLIBC_2.34
+        self.sizes: dict[str, int] = {}  # of the sections, in bytes
         with path.open("rb") as file:
             for section in ELFFile(file).iter_sections():
+                self.sizes[section.name] = section.data_size
                 if isinstance(section, DynamicSection):
                     tags = list(section.iter_tags())
                     self.needed = {tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"}
@@ -277,6 +280,33 @@ def cuobjdumps() -> Iterator[str]:
     for place in [*places, None]:
         if found := shutil.which("cuobjdump", path=place):
             yield found
+
+
+@pytest.fixture
+def costs(wheel: Path) -> dict[str, int]:
+    """What tools/wheel.py says that the code for each architecture costs."""
+    found: dict[str, int] = runpy.run_path(str(TOOL))["architectures"](wheel)
+    return found
+
+
+@pytest.mark.usefixtures("needs_cuda")
+def test_the_costs_of_the_architectures_are_those_of_the_fat_binaries(
+    costs: dict[str, int], binaries: dict[str, Binary]
+) -> None:
+    machine_code = {name for name in costs if name.startswith("sm_")}
+    promised = d3s_kernels.build_info()["cuda_architectures"].split() if PACKED else map(str, MACHINE_CODE)
+    assert machine_code == {f"sm_{name.partition('-')[0]}" for name in promised}
+    # Beside the entries there are a header of 16 bytes for each source, and what aligns them.
+    section = binaries["_cuda"].sizes[".nv_fatbin"]
+    assert section - 100 * 16 <= sum(costs.values()) < section
+
+
+@pytest.mark.skipif(PACKED, reason="make test-all: all architectures are compiled for a wheel alone")
+@pytest.mark.usefixtures("needs_cuda")
+def test_it_is_below_five_megabytes(wheel: Path, local_version: str) -> None:
+    if int(local_version.removeprefix("cu")) < 130:
+        pytest.skip("before CUDA 13 code is compressed less, for old drivers")
+    assert wheel.stat().st_size < 5e6
 
 
 @pytest.mark.skipif(PACKED, reason="make test-all: all architectures are compiled for a wheel alone")

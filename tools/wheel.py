@@ -19,12 +19,12 @@ import fcntl
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
 import zipfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_CUDA = (12, 8)  # the first version that compiles for compute capabilities 10.0 and 12.0
@@ -180,25 +180,28 @@ def contents(wheel: Path) -> list[str]:
     return [*lines, f"modules for Python {', '.join(f'3.{minor}' for minor in sorted(versions, key=int))}"]
 
 
-def holds_cuda(wheel: Path) -> bool:
-    return "d3s_kernels/_cuda.so" in zipfile.ZipFile(wheel).namelist()
+FAT_BINARY = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of the entries that follow
+ENTRY = struct.Struct("<HHIQ12xI")  # kind, version, bytes of this header, bytes of its code, compute capability
+MAGIC, PTX, CUDA_LIBRARY = 0xBA55ED50, 1, "d3s_kernels/_cuda.so"
 
 
-def architectures(wheel: Path, cuobjdump: str | None) -> list[str]:
-    """What each architecture's code costs in the CUDA library, unpacked: it lies there compressed."""
-    if cuobjdump is None:
-        return []
-    with TemporaryDirectory() as work:
-        zipfile.ZipFile(wheel).extract("d3s_kernels/_cuda.so", work)
-        library = Path(work) / "d3s_kernels" / "_cuda.so"
-        for kind in ("elf", "ptx"):
-            subprocess.run([cuobjdump, f"-x{kind}", "all", str(library)], cwd=work, check=True, capture_output=True)
-        sizes: dict[str, int] = {}
-        for file in Path(work).iterdir():
-            if found := re.search(r"\.(sm_\d+)\.(cubin|ptx)$", file.name):
-                name = found[1] + " PTX" * (found[2] == "ptx")
-                sizes[name] = sizes.get(name, 0) + file.stat().st_size
-    return [f"  {name}: {size / 2**20:.2f} MiB, unpacked" for name, size in sorted(sizes.items())]
+def architectures(wheel: Path) -> dict[str, int]:
+    """The bytes of the compressed code for each architecture in the CUDA library, read from its fat binaries."""
+    with zipfile.ZipFile(wheel) as file:
+        library = file.read(CUDA_LIBRARY) if CUDA_LIBRARY in file.namelist() else b""
+    costs: dict[str, int] = {}
+    begin = -1
+    while (begin := library.find(struct.pack("<I", MAGIC), begin + 1)) >= 0:
+        _, version, header, size = FAT_BINARY.unpack_from(library, begin)
+        if version != 1:
+            continue  # the same four bytes in something else
+        at = begin + header
+        while at < begin + header + size:
+            kind, _, own_header, own_size, capability = ENTRY.unpack_from(library, at)
+            name = f"sm_{capability}" if kind != PTX else f"PTX of {capability}"
+            costs[name] = costs.get(name, 0) + own_header + own_size
+            at += own_header + own_size
+    return costs
 
 
 def main() -> int:
@@ -215,8 +218,10 @@ def main() -> int:
     except subprocess.CalledProcessError as failed:
         return int(failed.returncode) or 1  # the command has printed the reason
     print(f"{wheel} ({wheel.stat().st_size / 2**20:.1f} MiB)")
-    for line in contents(wheel) + (architectures(wheel, shutil.which("cuobjdump")) if holds_cuda(wheel) else []):
+    for line in contents(wheel):
         print(f"  {line}")
+    for name, cost in architectures(wheel).items():
+        print(f"  code for {name}: {cost / 2**20:.2f} MiB")
     return 0
 
 
