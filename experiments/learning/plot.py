@@ -58,7 +58,7 @@ def bars(rows: np.ndarray, found: list[probing.Probed]) -> None:
         axes.barh([one.arm for one in here], [one.per_second / here[0].per_second for one in here], color=COLOURS)
         axes.axvline(1, color="#222222", linewidth=0.8)
         axes.invert_yaxis()
-        axes.set_title(f"at a Pass@1 of {level:.0%}", fontsize="medium")
+        axes.set_title(f"at a Pass@1 of {level:.0%}", fontsize="medium", pad=12)
         axes.set_xlabel(f"signal to noise for a priced second, {here[0].arm} = 1")
         if axes is not rows[0]:
             axes.set_yticklabels([])
