@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -71,6 +72,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float], comparisons: int) -> 
     return Difference(fmean(differences), quantile * stdev(differences) / math.sqrt(len(differences)))
 
 
+@cache
 def student_quantile(freedom: int, confidence: float) -> float:
     """The t for which a Student variable lies in [-t, t] with this probability, by numerical integration."""
     scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
