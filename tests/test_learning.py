@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from experiments.learning import chains, policy, probe, problems, records, report  # noqa: E402
+from experiments.learning import chains, comparison, policy, probe, problems, records, report, stages  # noqa: E402
 from experiments.learning.arms import arms  # noqa: E402
 from experiments.learning.evaluate import rewards  # noqa: E402
 from experiments.learning.generate import Rollouts, generate, sample  # noqa: E402
@@ -387,6 +387,21 @@ def test_a_folder_is_of_one_setting(tmp_path: Path) -> None:
 
 
 RESULTS = sorted(path.parent for path in (ROOT / "experiments/learning/results").rglob("learning.md"))
+
+
+@pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
+def test_runs_are_compared_by_the_prices_that_timed_them(folder: Path) -> None:
+    setting = load_setting(folder)
+    found, steps = comparison.load(setting), stages.prices_file(setting)["steps"]
+    prices, horizon = stages.known_prices(setting)
+    assert found.horizon == horizon
+    for arm, runs in found.runs.items():
+        counts = runs[0].points[-1].counts
+        assert found.own_clocks[arm](counts) == prices.of(counts) >= horizon
+        of_step = Counts(**steps[arm]["counts"])
+        assert found.clocks[comparison.WHOLE_STEPS][arm](of_step) == pytest.approx(
+            steps[arm]["measured"] * of_step.steps
+        )
 
 
 @pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from . import probe as probing
-from .report import Comparison, load
+from .comparison import Clocks, Comparison, load
 from .setting import Setting
-from .statistics import Clock, reached
+from .statistics import reached
 
 COLOURS = ("#222222", "#4575b4", "#999999", "#e08214", "#7fbf7b", "#1b7837", "#c51b7d")  # of the arms, in their order
 SHOWN = ("generation at 0.4 of GRPO's update", "generation at 3")  # beside the pricing of the runs
@@ -27,7 +27,7 @@ def save(setting: Setting, path: Path, name: str = "curves") -> None:
     figure = Figure(figsize=(15, 9 if probe.exists() else 5), layout="constrained")
     rows = figure.subplots(2 if probe.exists() else 1, len(names), squeeze=False)
     for axes, shown in zip(rows[0], names, strict=True):
-        curves(axes, comparison, comparison.by_name[shown].of)
+        curves(axes, comparison, comparison.clocks[shown])
         axes.set_xlabel(f"priced seconds, {shown}")
     rows[0][0].set_ylabel("Pass@1, held-out prompts")
     if probe.exists():
@@ -40,11 +40,11 @@ def save(setting: Setting, path: Path, name: str = "curves") -> None:
     figure.savefig(path, dpi=130)
 
 
-def curves(axes: Axes, comparison: Comparison, clock: Clock) -> None:
-    end = comparison.common_end(clock)
+def curves(axes: Axes, comparison: Comparison, clocks: Clocks) -> None:
+    end = comparison.common_end(clocks)
     times = np.linspace(0, end, 60)
     for arm, colour in zip(comparison.arms, COLOURS, strict=False):
-        values = np.array([[reached(run, clock, time) for time in times] for run in comparison.runs[arm]])
+        values = np.array([[reached(run, clocks[arm], time) for time in times] for run in comparison.runs[arm]])
         middle, error = values.mean(0), values.std(0, ddof=min(1, len(values) - 1)) / np.sqrt(len(values))
         axes.fill_between(times, middle - error, middle + error, color=colour, alpha=0.15, linewidth=0)
         axes.plot(times, middle, color=colour, label=arm, linewidth=1.8)

@@ -7,49 +7,17 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from . import probe as probing
-from . import records
-from .ledger import Counts
-from .pricings import pricings
-from .records import Run
+from .comparison import LONGER, MEASURES, WHOLE_STEPS, Comparison, load
+from .pricings import MEASURED
 from .setting import Setting
-from .stages import known_prices, measured_prices, prices_file, tuning_file
-from .statistics import CONFIDENCE, Clock, mean_until, paired, reached, time_to
+from .stages import prices_file, tuning_file
+from .statistics import CONFIDENCE, mean_until, paired, time_to
 
 NOTES = (
-    f"± is the half-width of an interval that holds with {CONFIDENCE:.0%} for all arms together (Student's t, paired "
-    "by seed, Bonferroni). * marks a difference that is larger than that. In the first tables ± is the standard "
-    "deviation over seeds."
+    "In the tables above, ± is the standard deviation over seeds. From here on it is the half-width of an interval "
+    f"(Student's t, paired by seed) that holds with {CONFIDENCE:.0%} for all rows of a column together (Bonferroni). "
+    "Nothing is corrected for the number of columns, tables and prices. * marks a difference larger than its interval."
 )
-MEASURES = {"mean": "mean Pass@1 over the time", "first": "Pass@1 at the end", "any": "Pass@8 at the end"}
-LONGER = ("longer_first", "longer_any")
-
-
-class Comparison:
-    """The runs of an experiment, by arm and in the order of their seeds."""
-
-    def __init__(self, setting: Setting, runs: Sequence[Run]) -> None:
-        self.arms = list(dict.fromkeys(run.job.arm for run in runs))
-        self.runs = {arm: sorted((r for r in runs if r.job.arm == arm), key=lambda r: r.job.seed) for arm in self.arms}
-        self.prices, self.horizon = known_prices(setting)
-        self.baselines = [f"GRPO-{count}" for count in (setting.many, setting.few) if f"GRPO-{count}" in self.runs]
-        self.by_name = pricings(measured_prices(setting), self.mean_counts([*self.baselines, *self.arms][0]))
-
-    def mean_counts(self, arm: str) -> Counts:
-        ends = [run.points[-1].counts for run in self.runs[arm]]
-        return Counts(*(round(fmean(column)) for column in zip(*ends, strict=True)))
-
-    def common_end(self, clock: Clock) -> float:
-        """The latest time that every run has reached."""
-        return min(clock(run.points[-1].counts) for runs in self.runs.values() for run in runs)
-
-    def values(self, arm: str, clock: Clock, time: float, measure: str) -> list[float]:
-        if measure == "mean":
-            return [mean_until(run, clock, time) for run in self.runs[arm]]
-        return [reached(run, clock, time, measure) for run in self.runs[arm]]
-
-
-def load(setting: Setting, name: str = "curves") -> Comparison:
-    return Comparison(setting, records.load(setting.folder / f"{name}.csv"))
 
 
 def report(setting: Setting, name: str = "curves") -> str:
@@ -59,8 +27,8 @@ def report(setting: Setting, name: str = "curves") -> str:
     parts = [
         f"# Results: {setting.folder.name.replace('_', ' ')}",
         f"{found['machine']}. {seeds} seeds; prompts of a batch: {setting.prompts}; every arm gets "
-        f"{comparison.horizon:.1f} priced seconds ({setting.pricing}), those of {setting.steps} steps of "
-        f"GRPO-{setting.many}.",
+        f"{comparison.horizon:.1f} priced seconds ({setting.pricing}): those of {setting.steps} steps of "
+        f"GRPO-{setting.many} on the prompts that prices were measured on.",
         "## What was reached\n\n" + ends(comparison),
         "## What it took\n\n" + work(comparison),
         NOTES,
@@ -70,9 +38,9 @@ def report(setting: Setting, name: str = "curves") -> str:
         parts.append("## What each piece adds\n\n" + pieces(setting, comparison))
     if comparison.baselines:
         level = comparison.baselines[0]
-        parts.append(
-            f"## Priced time to the last Pass@1 of {level}\n\n{levels(comparison, comparison.prices.of, level)}"
-        )
+        parts.append(f"## Priced time to the last Pass@1 of {level}\n\n{levels(comparison, setting.pricing, level)}")
+        if setting.pricing == MEASURED:
+            parts.append(f"## The same by {WHOLE_STEPS}\n\n{levels(comparison, WHOLE_STEPS, level)}")
         parts.append("## At other prices\n\n" + repriced(comparison))
     parts.append("## Prices\n\n" + price_table(found))
     if tuning_file(setting).exists():
@@ -83,17 +51,18 @@ def report(setting: Setting, name: str = "curves") -> str:
 
 
 def ends(comparison: Comparison) -> str:
-    clock, end = comparison.prices.of, comparison.horizon
-    rows, longer = [], []
-    for arm in comparison.arms:
-        rows.append([arm, *(spread(comparison.values(arm, clock, end, measure)) for measure in MEASURES)])
-        if comparison.runs[arm][0].points[-1].longer_first is not None:
-            lasts = [run.points[-1] for run in comparison.runs[arm]]
-            longer.append([arm, *(spread([getattr(last, name) for last in lasts]) for name in LONGER)])
-    tables = [table(["arm", *MEASURES.values()], rows)]
-    if longer:
-        tables.append(table(["arm", "Pass@1 of longer chains", "Pass@8 of longer chains"], longer))
-    return "\n\n".join(tables)
+    tables = [MEASURES, LONGER] if comparison.has_longer else [MEASURES]
+    return "\n\n".join(
+        table(
+            ["arm", *measures.values()],
+            [[arm, *(spread(at_the_end(comparison, arm, measure)) for measure in measures)] for arm in comparison.arms],
+        )
+        for measures in tables
+    )
+
+
+def at_the_end(comparison: Comparison, arm: str, measure: str) -> list[float]:
+    return comparison.values(arm, comparison.own_clocks, comparison.horizon, measure)
 
 
 def work(comparison: Comparison) -> str:
@@ -113,21 +82,27 @@ def work(comparison: Comparison) -> str:
 
 def differences(comparison: Comparison, base: str) -> str:
     others = [arm for arm in comparison.arms if arm != base]
+    measures = compared(comparison)
     rows = [[arm, *apart(comparison, arm, base, len(others))] for arm in others]
-    return table(["arm", *MEASURES.values()], rows)
+    return table(["arm", *measures.values()], rows)
+
+
+def compared(comparison: Comparison) -> dict[str, str]:
+    return MEASURES | ({"longer_any": LONGER["longer_any"]} if comparison.has_longer else {})
 
 
 def apart(comparison: Comparison, arm: str, base: str, comparisons: int) -> list[str]:
     """How far the arm is from another, in each measure."""
-    clock, end = comparison.prices.of, comparison.horizon
-    values = ([comparison.values(name, clock, end, measure) for name in (arm, base)] for measure in MEASURES)
-    return [str(paired(ours, theirs, comparisons)) for ours, theirs in values]
+    return [
+        str(paired(*(at_the_end(comparison, name, measure) for name in (arm, base)), comparisons))
+        for measure in compared(comparison)
+    ]
 
 
 def pieces(setting: Setting, comparison: Comparison) -> str:
     pairs = piece_pairs(setting, comparison)
     rows = [[f"{arm}, against {base}", *apart(comparison, arm, base, len(pairs))] for arm, base in pairs]
-    return table(["what is added", *MEASURES.values()], rows)
+    return table(["what is added", *compared(comparison).values()], rows)
 
 
 def piece_pairs(setting: Setting, comparison: Comparison) -> list[tuple[str, str]]:
@@ -140,18 +115,22 @@ def piece_pairs(setting: Setting, comparison: Comparison) -> list[tuple[str, str
     return [(arm, base) for arm, base in found if {arm, base} <= set(comparison.arms)]
 
 
-def levels(comparison: Comparison, clock: Clock, base: str) -> str:
-    end = comparison.common_end(clock)
+def levels(comparison: Comparison, pricing: str, base: str) -> str:
+    clocks = comparison.clocks[pricing]
+    end = comparison.common_end(clocks)
     latest = end * (1 + 1e-9)  # a level at the end itself is reached, whatever the rounding
-    wanted = comparison.values(base, clock, end, "first")
-    own = [time_to(run, clock, level) for run, level in zip(comparison.runs[base], wanted, strict=True)]
-    rows = []
+    wanted = comparison.values(base, clocks, end, "first")
+
+    def times_of(arm: str) -> list[float | None]:
+        found = [time_to(run, clocks[arm], level) for run, level in zip(comparison.runs[arm], wanted, strict=True)]
+        return [time if time is not None and time <= latest else None for time in found]
+
+    rows, own = [], times_of(base)
     for arm in comparison.arms:
-        found = [time_to(run, clock, level) for run, level in zip(comparison.runs[arm], wanted, strict=True)]
-        inside = [time if time is not None and time <= latest else None for time in found]
-        times = [f"> {end:.1f}" if time is None else f"{time:.1f}" for time in inside]
-        speeds = [0.0 if time is None else mine / max(time, 1e-9) for time, mine in zip(inside, own, strict=True)]
-        count = len(times) - inside.count(None)
+        found = times_of(arm)
+        times = [f"> {end:.1f}" if time is None else f"{time:.1f}" for time in found]
+        speeds = [0.0 if time is None else mine / max(time, 1e-9) for time, mine in zip(found, own, strict=True)]
+        count = len(times) - found.count(None)
         faster = f"{median(speeds):.2f}x" if count > len(times) / 2 else "not reached by most"
         rows.append([arm, f"{count} of {len(times)}", faster, ", ".join(times)])
     return table(["arm", "seeds that reached it", f"as fast as {base}, median", "seed by seed"], rows)
@@ -160,13 +139,16 @@ def levels(comparison: Comparison, clock: Clock, base: str) -> str:
 def repriced(comparison: Comparison) -> str:
     """Differences of the mean of Pass@1 over the time that all runs have at each pricing."""
     rows = []
-    for name, prices in comparison.by_name.items():
-        end = comparison.common_end(prices.of)
-        means = {arm: comparison.values(arm, prices.of, end, "mean") for arm in comparison.arms}
+    for name, clocks in comparison.clocks.items():
+        end = comparison.common_end(clocks)
+        means = {arm: comparison.values(arm, clocks, end, "mean") for arm in comparison.arms}
         for arm in comparison.arms:
-            if arm not in comparison.baselines:
-                against = (paired(means[arm], means[base], len(means) - 1) for base in comparison.baselines)
-                rows.append([name, arm, *map(str, against)])
+            if arm != comparison.baselines[0]:
+                against = [
+                    "" if arm == base else str(paired(means[arm], means[base], len(means) - 1))
+                    for base in comparison.baselines
+                ]
+                rows.append([name, arm, *against])
     text = "Differences of the mean of Pass@1 over the time that all runs have."
     return f"{text}\n\n{table(['prices', 'arm', *(f'against {base}' for base in comparison.baselines)], rows)}"
 
@@ -197,7 +179,7 @@ def tuned(setting: Setting) -> str:
     for arm in comparison.arms:
         found = {rate: [] for rate in rates}
         for run in comparison.runs[arm]:
-            found[run.job.rate].append(mean_until(run, comparison.prices.of, comparison.horizon))
+            found[run.job.rate].append(mean_until(run, comparison.own_clocks[arm], comparison.horizon))
         means = {rate: fmean(values) for rate, values in found.items()}
         best = max(means, key=means.__getitem__)
         rows.append([arm, *(f"**{mean:.3f}**" if rate == best else f"{mean:.3f}" for rate, mean in means.items())])
