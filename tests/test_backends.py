@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from torch import Tensor
 import d3s_kernels as d3s
 from d3s_kernels import __main__ as report
 from d3s_kernels import _torch
-from d3s_kernels._dispatch import backends
+from d3s_kernels._dispatch import backends, libraries
 
 here = pytest.mark.skipif(backends.forced_backend is not None, reason="a back-end is forced")
 
@@ -161,6 +162,22 @@ def test_a_gpu_without_its_library_says_so_once(there: dict[str, str | None], re
         "d3s_kernels: cuda tensors are computed by plain PyTorch; this build has no CUDA library: there was no nvcc; "
         "Triton does not import; python -m d3s_kernels says more"
     )
+
+
+@pytest.mark.parametrize(("cuda", "wheel"), [("12.6", "cu128"), ("13.2", "cu130")])
+def test_the_line_that_brings_the_cuda_library(cuda: str, wheel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries.platform, "machine", lambda: "x86_64")
+    line = libraries.how_to_get_cuda(cuda).removeprefix("this brings it: ")
+    *command, site, wanted = shlex.split(line)
+    assert command == ["pip", "install", "--no-deps", "--index-url"]
+    assert site.endswith("/simple")
+    assert wanted == f"d3s_kernels=={d3s.__version__.partition('+')[0]}+{wheel}"
+
+
+@pytest.mark.parametrize(("cuda", "machine"), [("11.8", "x86_64"), ("14.0", "x86_64"), ("13.0", "aarch64")])
+def test_where_no_wheel_has_it(cuda: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries.platform, "machine", lambda: machine)
+    assert libraries.how_to_get_cuda(cuda).startswith(f"no wheel has one for CUDA {cuda} on this platform")
 
 
 # ---- python -m d3s_kernels -------------------------------------------------------------------------------------------

@@ -19,13 +19,19 @@ from d3s_kernels import distributed
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
+from links import at_address  # noqa: E402
 from release_check import main, problems  # noqa: E402
-from release_notes import NOTES, notes_of, with_address  # noqa: E402
+from release_notes import NOTES, notes_of  # noqa: E402
 from version import version_in  # noqa: E402
 
 FILES = {
     "CMakeLists.txt": "project(d3s_kernels VERSION 1.2.3 LANGUAGES CXX)\n",
-    "pyproject.toml": '[project]\nname = "d3s_kernels"\n[project.urls]\nRepository = "https://code.test-host.org/d3s"\n',
+    "pyproject.toml": """[project]
+name = "d3s_kernels"
+[project.urls]
+Repository = "https://code.test-host.org/d3s"
+Documentation = "https://site.test-host.org/d3s"
+""",
     NOTES: "# Release notes\n\n## 1.2.3\n\nNew: [a page](page.md).\n\n## 1.2.2\n\nOlder.\n",
     "README.md": "[results](docs/performance.md#here), [an experiment](experiments/one/README.md), [out](https://x.y/z)\n",
     "docs/performance.md": "[all](../benchmarks/results/machine.md), `benchmarks/targets.py`\n",
@@ -78,8 +84,10 @@ def test_what_can_be_released(root: Path, capsys: pytest.CaptureFixture[str]) ->
         ("d3s_kernels", "address: pyproject.toml has 'd3s_kernels' as Repository"),
     ],
 )
-def test_a_placeholder_address_is_refused(root: Path, address: str, said: str) -> None:
-    (root / "pyproject.toml").write_text(FILES["pyproject.toml"].replace("https://code.test-host.org/d3s", address))
+@pytest.mark.parametrize("of", ["code", "site"])
+def test_a_placeholder_address_is_refused(root: Path, address: str, said: str, of: str) -> None:
+    (root / "pyproject.toml").write_text(FILES["pyproject.toml"].replace(f"https://{of}.test-host.org/d3s", address))
+    said = said.replace("Repository", "Documentation") if of == "site" else said
     commit(root)
     (problem,) = problems(root, None)
     assert problem.startswith(said)
@@ -88,7 +96,7 @@ def test_a_placeholder_address_is_refused(root: Path, address: str, said: str) -
 def test_no_address_is_refused(root: Path) -> None:
     (root / "pyproject.toml").write_text('[project]\nname = "d3s_kernels"\n')
     commit(root)
-    assert [problem.partition(":")[0] for problem in problems(root, None)] == ["address"]
+    assert [problem.partition(":")[0] for problem in problems(root, None)] == ["address", "address"]
 
 
 @pytest.mark.parametrize("notes", ["# Release notes\n\n## 1.2.30\n\nNew.\n", "## 1.2.3\n\n## 1.2.2\n\nOlder.\n"])
@@ -138,15 +146,24 @@ def test_all_is_said_at_once(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     (root / "benchmarks/results/machine.md").unlink()
     assert main(["--tag", "v2"], root) == 1
     begins = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert begins == ["address", "notes", "tag", *["working tree"] * 3, "results"]
+    assert begins == ["address", "address", "notes", "tag", *["working tree"] * 3, "results"]
+
+
+def test_a_page_that_denies_the_release_is_refused(root: Path) -> None:
+    with (root / "README.md").open("a") as page:
+        page.write("**No release is published yet.**\n")
+    commit(root)
+    (problem,) = problems(root, None)
+    assert problem.startswith("pages: README.md says 'No release is published yet'; a release needs the page without")
 
 
 def test_links_of_the_notes_lead_to_the_release(root: Path) -> None:
-    assert with_address(notes_of(root, "1.2.3"), "https://a.b/blob/v1.2.3") == (
-        "New: [a page](https://a.b/blob/v1.2.3/docs/page.md)."
-    )
-    kept = "[x](https://c.d), [y](#here), [z](../experiments/one/README.md)"
-    assert with_address(kept, "https://a.b") == kept.replace("../experiments", "https://a.b/experiments")
+    notes = at_address(notes_of(root, "1.2.3"), NOTES, "https://a.b", "v1.2.3")
+    assert notes == "New: [a page](https://a.b/blob/v1.2.3/docs/page.md)."
+    kept = "[x](https://c.d), [y](#here), [z](../one/README.md), ![p](x.png)\n\n```\na[b](c)\n```\n"
+    assert at_address(kept, NOTES, "https://a.b", "main") == kept.replace(
+        "../one", "https://a.b/blob/main/one"
+    ).replace("x.png", "https://a.b/raw/main/docs/x.png")
 
 
 # ---- of this repository ----------------------------------------------------------------------------------------------
@@ -156,8 +173,9 @@ def test_this_version_has_notes() -> None:
     assert notes_of(ROOT, version_in(ROOT / "CMakeLists.txt"))
 
 
-def test_the_page_on_wheels_names_this_version() -> None:
-    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+def test_pages_name_wheels_of_this_version(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
     assert set(re.findall(r"(?<!torch )\b(\d+\.\d+\.\d+)\+cu", text)) == {version_in(ROOT / "CMakeLists.txt")}
 
 

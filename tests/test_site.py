@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "site"))
 import names
 import site_pages
-from site_pages import all_menus, all_places, on_site, sections, with_links
+from links import with_links
+from site_pages import all_menus, all_places, on_site, sections
 
 ROOT = site_pages.ROOT
 WITH_SPHINX = Path(sys.prefix, "docs", "bin", "python")  # of `make docs`

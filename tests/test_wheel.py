@@ -43,6 +43,10 @@ from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from links import SITE, is_external, links  # noqa: E402
+
 TOOL = ROOT / "tools" / "wheel.py"
 MACHINE_CODE = {80, 86, 89, 90, 100, 120}
 PTX = {120}
@@ -89,7 +93,7 @@ def local_version(wheel: Path) -> str:
         assert parse_wheel_filename(wheel.name)[1].local is None
         cuda = d3s_kernels.build_info()["cuda"]
         return "cu" + "".join(cuda.split(".")[:2]) if cuda else "cpu"
-    return str(parse_wheel_filename(wheel.name)[1].local)
+    return parse_wheel_filename(wheel.name)[1].local or "cpu"  # a plain wheel, for a public index, is without CUDA
 
 
 @pytest.fixture(scope="session")
@@ -208,6 +212,18 @@ def test_what_is_in_it(wheel: Path, local_version: str) -> None:
     libraries = {Path(name).name.partition(".")[0] for name in names if ".so" in name}
     assert libraries == {"_cpu", "_checks", "_build_info"} | ({"_cuda"} if local_version != "cpu" else set())
     assert "d3s_kernels/py.typed" in names
+
+
+def test_links_of_the_description_lead_somewhere(wheel: Path) -> None:
+    """An index of packages shows the description on a page of its own."""
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+        headers, _, description = file.read(name).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in headers
+    found = list(links(description))
+    assert [target for target in found if "/raw/v" in target]
+    assert not [target for target in found if not is_external(target) and not target.startswith("#")]
+    assert SITE not in description
 
 
 def test_it_runs_in_a_clean_environment(clean: Environment) -> None:

@@ -59,10 +59,17 @@ def test_pip_takes_wheels_from_it(wheels: Path, tmp_path: Path) -> None:
 
 
 def test_links_lead_to_the_address(wheels: Path, tmp_path: Path) -> None:
-    index = tmp_path / "simple"
-    assert make(wheels, index, "--address", "https://example.invalid/v0.2.0/").returncode == 0
+    """Those of several releases, each of which has a folder."""
+    for name in NAMES:
+        folder = wheels / f"v{name.partition('+')[0]}"
+        folder.mkdir(exist_ok=True)
+        (wheels / f"d3s_kernels-{name}-py3-none-any.whl").rename(folder / f"d3s_kernels-{name}-py3-none-any.whl")
+    index = wheels / "simple"
+    for _ in range(2):  # an index that is there is replaced
+        assert make(wheels, index, "--address", "https://example.invalid/download/").returncode == 0
     page = (index / "d3s-kernels" / "index.html").read_text(encoding="utf-8")
-    assert 'href="https://example.invalid/v0.2.0/d3s_kernels-0.2.0%2Bcu130-py3-none-any.whl#sha256=' in page
+    assert 'href="https://example.invalid/download/v0.2.0/d3s_kernels-0.2.0%2Bcu130-py3-none-any.whl#sha256=' in page
+    assert 'href="https://example.invalid/download/v0.3.0/d3s_kernels-0.3.0-py3-none-any.whl#sha256=' in page
     assert page.count('data-requires-python="&gt;=3.10"') == 3
     assert [path.name for path in (index / "d3s-kernels").iterdir()] == ["index.html"]
 

@@ -1,4 +1,4 @@
-"""The table [project] of pyproject.toml, for the other tools. It needs Python 3.11, or a pip beside it."""
+"""The table [project] of pyproject.toml, for the other tools. Before Python 3.11 it needs tomli, or pip beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    from pip._vendor import tomli as tomllib
+    try:
+        import tomli as tomllib  # scikit-build-core brings it
+    except ImportError:
+        from pip._vendor import tomli as tomllib
 
 
 def project_in(root: Path) -> dict[str, Any]:
@@ -17,6 +20,6 @@ def project_in(root: Path) -> dict[str, Any]:
     return found
 
 
-def address_in(root: Path) -> str:
-    """The project's address on a code host, which stands in pyproject.toml alone; empty if it has none."""
-    return str(project_in(root).get("urls", {}).get("Repository", "")).rstrip("/")
+def address_in(root: Path, of: str = "Repository") -> str:
+    """The project's address on a code host, or that of its documentation; empty if pyproject.toml has none."""
+    return str(project_in(root).get("urls", {}).get(of, "")).rstrip("/")

@@ -23,16 +23,24 @@ from version import version_in
 ROOT = Path(__file__).resolve().parents[1]
 # Names that no host can have (RFC 2606).
 RESERVED = (".invalid", ".example", ".test", ".localhost", "example.com", "example.net", "example.org")
+UNPUBLISHED = "No release is published yet"
 MEASURED = ("docs/performance.md", "experiments/", "benchmarks/")  # pages of results
 
 
-def address_is_a_placeholder(root: Path) -> Iterator[str]:
-    address = address_in(root)
-    host = urlsplit(address).hostname or ""
-    if not host:
-        yield f"address: pyproject.toml has {address!r} as Repository in [project.urls]; takes the project's address"
-    elif f".{host}".endswith(tuple(f".{name.lstrip('.')}" for name in RESERVED)):
-        yield f"address: {address} in pyproject.toml is a placeholder; takes the project's address"
+def addresses_are_placeholders(root: Path) -> Iterator[str]:
+    for name in ("Repository", "Documentation"):
+        address = address_in(root, name)
+        host = urlsplit(address).hostname or ""
+        if not host:
+            yield f"address: pyproject.toml has {address!r} as {name} in [project.urls]; takes the project's address"
+        elif f".{host}".endswith(tuple(f".{reserved.lstrip('.')}" for reserved in RESERVED)):
+            yield f"address: {address} in pyproject.toml is a placeholder; takes the project's address"
+
+
+def pages_deny_it(root: Path) -> Iterator[str]:
+    for name in ("README.md", "docs/install.md"):
+        if (root / name).exists() and UNPUBLISHED in (root / name).read_text(encoding="utf-8"):
+            yield f"pages: {name} says '{UNPUBLISHED}'; a release needs the page without it"
 
 
 def notes_are_missing(root: Path, version: str) -> Iterator[str]:
@@ -77,7 +85,8 @@ def named(page: Path) -> list[str]:
 def problems(root: Path, tag: str | None) -> list[str]:
     version = version_in(root / "CMakeLists.txt")
     return [
-        *address_is_a_placeholder(root),
+        *addresses_are_placeholders(root),
+        *pages_deny_it(root),
         *notes_are_missing(root, version),
         *tag_is_of_another_version(version, tag),
         *changes(root),

@@ -5,10 +5,10 @@ Links that lead to files of the repository get the project's address and the tag
 
 from __future__ import annotations
 
-import posixpath
 import re
 from pathlib import Path
 
+from links import at_address
 from pyproject import address_in
 from version import version_in
 
@@ -23,15 +23,6 @@ def notes_of(root: Path, version: str) -> str:
     return found[1].strip() if found else ""
 
 
-def with_address(text: str, address: str) -> str:
-    def link(found: re.Match[str]) -> str:
-        if found[1].startswith(("http://", "https://", "#")):
-            return found[0]
-        return f"]({address}/{posixpath.normpath(posixpath.join(posixpath.dirname(NOTES), found[1]))})"
-
-    return re.sub(r"\]\(([^)\s]+)\)", link, text)
-
-
 if __name__ == "__main__":
     version = version_in(ROOT / "CMakeLists.txt")
-    print(with_address(notes_of(ROOT, version), f"{address_in(ROOT)}/blob/v{version}"))
+    print(at_address(notes_of(ROOT, version), NOTES, address_in(ROOT), f"v{version}"))

@@ -13,10 +13,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from links import SITE, is_external, links, with_links
 from pyproject import address_in
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,9 +27,6 @@ API_PAGES = (
     "rollouts", "tokens", "vocabulary", "sampling_masks", "ratios", "schedule", "planning", "distributed", "checks",
     "metrics", "trl", "verl",
 )  # fmt: skip
-
-LINK = re.compile(r"\]\(([^)\s]+)\)")
-BLOCK = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 
 Places = dict[PurePosixPath, PurePosixPath]
 """Where each file of the repository is on the site."""
@@ -43,7 +41,8 @@ def main(folder: Path) -> None:
         if file.suffix != ".md":
             shutil.copyfile(ROOT / file, out)
             continue
-        text = with_links(read(file), lambda target, file=file: on_site(target, file, places, address))
+        text = read(file).replace(SITE, address_in(ROOT, "Documentation"))
+        text = with_links(text, lambda target, file=file: on_site(target, file, places, address))
         out.write_text("\n".join([text, *map(as_toctree, menus.get(file, []))]), encoding="utf-8")
 
 
@@ -78,22 +77,6 @@ def place_of(file: PurePosixPath) -> PurePosixPath:
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
-
-
-def with_links(text: str, changed: Callable[[str], str]) -> str:
-    """The text with every link changed; blocks of code have none."""
-    parts = BLOCK.split(text)
-    parts[::2] = [LINK.sub(lambda link: f"]({changed(link[1])})", part) for part in parts[::2]]
-    return "".join(parts)
-
-
-def links(text: str) -> Iterator[str]:
-    for part in BLOCK.split(text)[::2]:
-        yield from LINK.findall(part)
-
-
-def is_external(target: str) -> bool:
-    return re.match(r"[a-z]+:", target) is not None
 
 
 def resolved(target: str, file: PurePosixPath) -> PurePosixPath:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Make a simple index (PEP 503) of the wheels in a folder, for pip's --index-url or --extra-index-url.
 
-    python tools/wheel_index.py dist simple --address https://…/releases/download/v0.2.0
+    python tools/wheel_index.py dist simple --address https://…/releases/download
 
 Without --address the wheels are copied into the index, which can then be served, or used as file://…/simple. With it,
-the index has links alone. `make wheel-index` calls it for dist/.
+the index has links alone: dist/v0.2.0/x.whl is at …/download/v0.2.0/x.whl. `make wheel-index` calls it for dist/.
 """
 
 from __future__ import annotations
@@ -45,35 +45,40 @@ def requires_python(wheel: Path) -> str:
     return found[1] if found else ""
 
 
-def link(wheel: Path, address: str | None) -> str:
+def link(wheel: Path, place: str) -> str:
     """A link with the file's hash, which pip checks. The + of a local version has to be escaped in an address."""
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    place = f"{address.rstrip('/')}/" if address else ""
     python = html.escape(requires_python(wheel))
-    return f'<a href="{place}{quote(wheel.name)}#sha256={digest}" data-requires-python="{python}">{wheel.name}</a><br>'
+    return f'<a href="{place}#sha256={digest}" data-requires-python="{python}">{wheel.name}</a><br>'
 
 
-def write(wheels: list[Path], out: Path, address: str | None) -> None:
+def place_of(wheel: Path, folder: Path, address: str | None) -> str:
+    return f"{address.rstrip('/')}/{quote(wheel.relative_to(folder).as_posix())}" if address else quote(wheel.name)
+
+
+def write(wheels: list[Path], folder: Path, out: Path, address: str | None) -> None:
     projects = sorted({project_of(wheel) for wheel in wheels})
     for project in projects:
-        folder = out / project
-        folder.mkdir(parents=True, exist_ok=True)
         own = sorted(wheel for wheel in wheels if project_of(wheel) == project)
-        (folder / "index.html").write_text(page(project, [link(wheel, address) for wheel in own]), encoding="utf-8")
+        listed = out / project
+        listed.mkdir(parents=True, exist_ok=True)
+        links = [link(wheel, place_of(wheel, folder, address)) for wheel in own]
+        (listed / "index.html").write_text(page(project, links), encoding="utf-8")
         if address is None:
             for wheel in own:
-                shutil.copy2(wheel, folder / wheel.name)
+                shutil.copy2(wheel, listed / wheel.name)
     links = [f'<a href="{project}/">{project}</a><br>' for project in projects]
     (out / "index.html").write_text(page("Simple index", links), encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheels", type=Path, help="folder with wheels")
+    parser.add_argument("wheels", type=Path, help="folder with wheels, or with folders of them")
     parser.add_argument("out", type=Path, help="folder of the index; what is in it is replaced")
-    parser.add_argument("--address", help="where the wheels can be downloaded; without it they are copied")
+    parser.add_argument("--address", help="where the folder can be downloaded; without it wheels are copied")
     given = parser.parse_args()
-    wheels = sorted(given.wheels.glob("*.whl"))
+    of_index = set(given.out.rglob("*.whl")) if given.wheels in given.out.parents else set()
+    wheels = sorted(set(given.wheels.rglob("*.whl")) - of_index)
     if not wheels:
         print(f"wheels: {given.wheels} has no .whl file", file=sys.stderr)
         return 1
@@ -82,7 +87,7 @@ def main() -> int:
             print(f"out: {given.out} is no index; takes a new folder, or the index of an earlier call", file=sys.stderr)
             return 1
         shutil.rmtree(given.out)
-    write(wheels, given.out, given.address)
+    write(wheels, given.wheels, given.out, given.address)
     print(f"{given.out}: {len(wheels)} wheels")
     return 0
 

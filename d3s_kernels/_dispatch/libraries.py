@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
 
 import torch
 
-from .._build import FOLDER
+from .._build import FOLDER, build_info
 
 torch.ops.load_library(str(FOLDER / "_cpu.so"))  # type: ignore[no-untyped-call]
 torch.ops.load_library(str(FOLDER / "_checks.so"))  # type: ignore[no-untyped-call]
@@ -21,12 +24,29 @@ def why_not_cuda() -> str | None:
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     if not library.exists():
-        return f"this build has no CUDA library; a wheel for CUDA {torch.version.cuda} has one (docs/install.md)"
+        return f"this build has no CUDA library; {how_to_get_cuda(torch.version.cuda)}"
     try:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"the CUDA library does not load: {error}"
     return None
+
+
+WHEELS = {"12": "cu128", "13": "cu130"}  # for a major version of CUDA: its runtime works with all of its versions
+
+
+def how_to_get_cuda(cuda: str) -> str:
+    """The line that installs the wheel with the CUDA library, for a torch of this version of CUDA."""
+    wheel = WHEELS.get(cuda.partition(".")[0])
+    if wheel is None or (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return f"no wheel has one for CUDA {cuda} on this platform: build from source where there is nvcc"
+    try:
+        urls = metadata("d3s_kernels").get_all("Project-URL") or []
+    except PackageNotFoundError:  # the package was not installed, but copied
+        urls = []
+    site = dict(url.split(", ", 1) for url in urls).get("Documentation", "https://SITE")
+    version = build_info()["version"].partition("+")[0]
+    return f"this brings it: pip install --no-deps --index-url {site}/simple 'd3s_kernels=={version}+{wheel}'"
 
 
 def argument_names(op: str) -> list[str]:
