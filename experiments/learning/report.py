@@ -26,9 +26,9 @@ def report(setting: Setting, name: str = "curves") -> str:
     seeds = len(next(iter(comparison.runs.values())))
     parts = [
         f"# Results: {setting.folder.name.replace('_', ' ')}",
-        f"{found['machine']}. {seeds} seeds; prompts of a batch: {setting.prompts}; every arm gets "
-        f"{comparison.horizon:.1f} priced seconds ({setting.pricing}): those of {setting.steps} steps of "
-        f"GRPO-{setting.many} on the prompts that prices were measured on.",
+        f"{seeds} seeds; prompts of a batch: {setting.prompts}; every arm gets {comparison.horizon:.1f} priced seconds "
+        f"({setting.pricing}): those of {setting.steps} steps of GRPO-{setting.many} on the prompts that prices were "
+        f"measured on. Prices were measured on {found['machine']}.",
         "## What was reached\n\n" + ends(comparison),
         "## What it took\n\n" + work(comparison),
         NOTES,
