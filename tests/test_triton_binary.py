@@ -82,11 +82,12 @@ CASES: dict[str, Callable[[], None]] = {
     "top of logits": from_logits,
     **{f"varied of {length}": lambda length=length: varied(length) for length, _ in max_variance.SIZES},
 }
-# Selections take long to compile with Triton, so the smallest of each kind stands for all.
+# Selections take long to compile with Triton, so the smallest of each kind stands for all; float16 is as bfloat16.
 LONG = [name for name in CASES if name.startswith(("top", "varied"))]
 LONG.remove(f"top of {topk_mask.SIZES[0][0]}")
 LONG.remove(f"varied of {max_variance.SIZES[0][0]}")
-NVIDIA_CASES = [slow(name, shows="selections of this size") if name in LONG else name for name in CASES]
+LONG += [name for name in CASES if name.endswith("float16") and not name.endswith("bfloat16")]
+NVIDIA_CASES = [slow(name, shows="this size or dtype") if name in LONG else name for name in CASES]
 QUICK_ON_AMD = {"forward, torch.bfloat16", "tiles"}
 AMD_CASES = [name if name in QUICK_ON_AMD else slow(name, shows="what AMD makes of it") for name in CASES]
 

@@ -35,7 +35,7 @@ def gradients(
     ("dtype", "of_into"),
     [
         (torch.float32, torch.float32),
-        (HALF, torch.float32),
+        slow_elsewhere(HALF, torch.float32, shows="half precision, added in float32"),
         *(slow_elsewhere(dtype, dtype, shows=f"sums in {dtype}") for dtype in DTYPES if dtype != torch.float32),
     ],
 )

@@ -72,6 +72,7 @@ print(get_policy_loss_fn("d3s").__name__, get_policy_loss_fn("espo").__name__)
     assert "RuntimeWarning" not in found.stderr
 
 
+@pytest.mark.slow("that it is said where verl lacks a package of its own; verl is imported anew")
 def test_what_cannot_be_registered_is_said(tmp_path: Path) -> None:
     """verl itself logs the error only at debug level."""
     found = run("import sys; sys.modules['uvicorn'] = None; import verl; print('goes on')", tmp_path)
