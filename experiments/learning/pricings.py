@@ -31,6 +31,7 @@ def pricings(measured: Prices, grpo: Counts) -> Mapping[str, Prices]:
     return {
         MEASURED: measured,
         OF_PODS: as_of_pods(measured, grpo),
+        "generation at 0.05 of GRPO's update": measured.with_generation_at(0.05, grpo),
         "generation at 0.4 of GRPO's update": measured.with_generation_at(0.4, grpo),
         "generation at 1": measured.with_generation_at(1.0, grpo),
         "generation at 3": measured.with_generation_at(3.0, grpo),

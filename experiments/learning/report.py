@@ -144,13 +144,21 @@ def repriced(comparison: Comparison) -> str:
         means = {arm: comparison.values(arm, clocks, end, "mean") for arm in comparison.arms}
         for arm in comparison.arms:
             if arm != comparison.baselines[0]:
-                against = [
-                    "" if arm == base else str(paired(means[arm], means[base], len(means) - 1))
-                    for base in comparison.baselines
-                ]
-                rows.append([name, arm, *against])
-    text = "Differences of the mean of Pass@1 over the time that all runs have."
+                against = (means[base] if base != arm else None for base in comparison.baselines)
+                rows.append([name, arm, *(at_one_price(means[arm], base, comparison) for base in against)])
+    text = (
+        "Differences of the mean of Pass@1 over the time that all runs have. † marks a difference that is larger than "
+        "its interval also if this is corrected for the number of prices."
+    )
     return f"{text}\n\n{table(['prices', 'arm', *(f'against {base}' for base in comparison.baselines)], rows)}"
+
+
+def at_one_price(ours: Sequence[float], theirs: Sequence[float] | None, comparison: Comparison) -> str:
+    if theirs is None:
+        return ""
+    others = len(comparison.arms) - 1
+    at_all_prices = paired(ours, theirs, others * len(comparison.clocks))
+    return str(paired(ours, theirs, others)) + " †" * at_all_prices.decided
 
 
 def price_table(found: dict) -> str:
