@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from . import records
+from .arms import arms
 from .ledger import Counts
 from .pricings import pricings
 from .records import Run
@@ -22,10 +23,11 @@ Clocks = Mapping[str, Clock]
 
 
 class Comparison:
-    """The runs by arm, in the order of their seeds. ``clocks`` has a clock of each arm for each pricing."""
+    """The runs by arm and seed, arms in their usual order. ``clocks`` has a clock of each arm for each pricing."""
 
     def __init__(self, setting: Setting, runs: Sequence[Run]) -> None:
-        self.arms = list(dict.fromkeys(run.job.arm for run in runs))
+        there = {run.job.arm for run in runs}
+        self.arms = [name for name in arms(setting.many, setting.few) if name in there]
         self.runs = {arm: sorted((r for r in runs if r.job.arm == arm), key=lambda r: r.job.seed) for arm in self.arms}
         self.baselines = [f"GRPO-{count}" for count in (setting.many, setting.few) if f"GRPO-{count}" in self.runs]
         self.prices, self.horizon = known_prices(setting)
