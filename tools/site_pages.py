@@ -33,7 +33,7 @@ Places = dict[PurePosixPath, PurePosixPath]
 
 
 def main(folder: Path) -> None:
-    places, address = all_places(), address_in(ROOT)
+    places, address, site = all_places(), address_in(ROOT), address_in(ROOT, "Documentation")
     menus = all_menus(places, address)
     for file, place in places.items():
         out = folder / place
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
         if file.suffix != ".md":
             shutil.copyfile(ROOT / file, out)
             continue
-        text = read(file).replace(SITE, address_in(ROOT, "Documentation"))
+        text = read(file).replace(SITE, site)
         text = with_links(text, lambda target, file=file: on_site(target, file, places, address))
         out.write_text("\n".join([text, *map(as_toctree, menus.get(file, []))]), encoding="utf-8")
 

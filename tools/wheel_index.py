@@ -67,8 +67,8 @@ def write(wheels: list[Path], folder: Path, out: Path, address: str | None) -> N
         if address is None:
             for wheel in own:
                 shutil.copy2(wheel, listed / wheel.name)
-    links = [f'<a href="{project}/">{project}</a><br>' for project in projects]
-    (out / "index.html").write_text(page("Simple index", links), encoding="utf-8")
+    below = [f'<a href="{project}/">{project}</a><br>' for project in projects]
+    (out / "index.html").write_text(page("Simple index", below), encoding="utf-8")
 
 
 def main() -> int:
