@@ -70,7 +70,7 @@ $(VENV)/.packages: $(VENV)/.tools pyproject.toml
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-test: setup  ## what shows that the library works, in five to six minutes on two cores, TRL and verl included
+test: setup  ## what shows that the library works, in some six minutes on two cores, TRL and verl included
 	$(BIN)/python $(PYTEST) tests
 	@$(MAKE) --no-print-directory test-verl
 
