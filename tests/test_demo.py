@@ -79,6 +79,7 @@ def made() -> tuple[Any, Any, Recorded]:
     return model, tokenizer, Recorded(recorded.problems, recorded.prompts, recorded.completions, texts, rewards)
 
 
+@pytest.mark.slow("that the tests' tiny model gives what `make demo` finds with SmolLM2")
 def test_both_trainers_get_the_same_and_keep_the_budget(made: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer, recorded = made
 

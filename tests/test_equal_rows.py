@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import NAN, assert_identical, random_generator
+from helpers import NAN, assert_identical, random_generator, rounds
 from ranks import SIZES, Ranks, pieces_of, world
 from torch import Tensor
 
@@ -91,7 +91,7 @@ def random_case(kind: str, ranks: int, most: int, generator: torch.Generator) ->
 def test_against_all_choices(kind: str) -> None:
     generator = random_generator(int(torch.randint(2**31, ())))
     tried = best = 0
-    for _ in range(250):
+    for _ in range(rounds(250)):
         ranks, most = torch.randint(1, 7, (2,), generator=generator).tolist()
         values, keep = random_case(kind, ranks, most, generator)
         each = quota(values, keep)
@@ -108,7 +108,7 @@ def test_against_all_choices(kind: str) -> None:
         assert found >= optimum - largest**2 / (4 * ranks * each) - rounding
         tried, best = tried + 1, best + (found >= optimum - rounding)
     print(f"{kind}: the optimum in {best} of {tried}")
-    assert tried > 100
+    assert tried > rounds(100)
     assert best > 0.5 * tried
 
 

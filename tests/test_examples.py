@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import contextlib
+import io
+import runpy
 import sys
 from pathlib import Path
 
@@ -14,11 +15,13 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def rows_of(script: str, folder: Path, *options: str) -> list[list[str]]:
     """The rows below the head of the table that the script prints."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / script, *options], cwd=folder, capture_output=True, text=True, check=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    lines = done.stdout.splitlines()
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(sys, "argv", [script, *options])
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    lines = printed.getvalue().splitlines()
     head = next(place for place, line in enumerate(lines) if line.split()[:2] == ["step", "reward"])
     return [line.split() for line in lines[head + 1 :]]
 

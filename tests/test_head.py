@@ -106,7 +106,7 @@ def one_row_at_a_time(vocabulary: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [1, 2, 31, 50_257, slow_elsewhere(151_936, shows="the longest vocabulary")])
+@pytest.mark.parametrize("vocabulary", [1, 2, 31, 50_257, slow(151_936, shows="the longest vocabulary")])
 def test_vocabularies(vocabulary: int, dtype: torch.dtype) -> None:
     check(random_head(2, 3, width=64, vocabulary=vocabulary, dtype=dtype), random_labels(2, 3, vocabulary=vocabulary))
 
@@ -149,10 +149,9 @@ def test_any_arguments(data: st.DataObject) -> None:
 HALF = [slow_elsewhere(dtype, shows="half precision in pieces") for dtype in DTYPES if dtype != torch.float32]
 
 
-@pytest.mark.simd
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("rows", [1, 64, 65, 200])
-@pytest.mark.parametrize("workspace_rows", [1, 7, 64])
+@pytest.mark.parametrize("workspace_rows", [1, pytest.param(7, marks=pytest.mark.simd), 64])
 def test_pieces_of_the_rows(rows: int, workspace_rows: int, dtype: torch.dtype) -> None:
     """The workspace sets the size of a piece. The last piece may be shorter."""
     workspace_bytes = workspace_rows * one_row_at_a_time(300)
@@ -165,9 +164,7 @@ MANY_ROWS = "each dtype and edge of a slice where the rows, too, are taken in pi
 @pytest.mark.parametrize(
     ("vocabulary", "rows", "dtype"),
     [
-        case
-        if case[1] == 3
-        else (slow_elsewhere if case[::2] == (8193, torch.float32) else slow)(*case, shows=MANY_ROWS)
+        case if case[1] == 3 else slow(*case, shows=MANY_ROWS)
         for case in product((8191, 8193, 20_000), (3, 1100), DTYPES)
     ],
 )

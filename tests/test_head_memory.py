@@ -26,6 +26,7 @@ def measured() -> dict[str, int]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow("that a process has no higher peak than the count that test_head_traffic.py holds to the page")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not report peaks")
 @pytest.mark.parametrize("case", CASES)
 def test_peak_memory_is_what_is_documented(case: str, measured: dict[str, int]) -> None:

@@ -58,7 +58,7 @@ def test_a_frozen_weight_has_no_product_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("rows", [4_096, 32_768])
-@pytest.mark.parametrize("vocabulary", [V, 50_257])
+@pytest.mark.parametrize("vocabulary", [V, slow(50_257, shows="rows that end within a vector")])
 def test_outside_of_products_each_logit_is_moved_once(vocabulary: int, rows: int) -> None:
     """The forward reads 4 bytes of each. The backward reads 4 and writes 2. The rest is in proportion to rows x H, and,
     where several tiles of rows add to it, to the slabs of the weight's gradient.

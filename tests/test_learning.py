@@ -243,6 +243,7 @@ def test_arms_generate_and_train_on_what_they_say(model: torch.nn.Module) -> Non
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("that an experiment can be run again; `make learn` runs one")
 def test_a_run_is_reproducible_to_the_bit_and_lasts_for_its_priced_time(tmp_path: Path) -> None:
     setting = Setting(tmp_path, prompts=1, evaluations=2, held_out=1)
     prices, job = Prices(1e-3, 0.0, 1e-3, 0.0, 0.5), Job("D3S, random tokens", 1e-3, 7)

@@ -7,17 +7,17 @@ import os
 
 import pytest
 from helpers import EVERYTHING
-from test_cuda_emulated import ABOVE_THE_KERNELS, LONG, RUNS, TESTS, run_pytest
+from test_cuda_emulated import ABOVE_THE_KERNELS, LEFT_OUT, RUNS, TESTS, run_pytest
 
 
 @pytest.mark.parametrize("suite", RUNS, ids=lambda suite: suite[0])
 def test_on_plain_pytorch(suite: tuple[str, ...]) -> None:
-    left_out = ABOVE_THE_KERNELS if EVERYTHING else (*ABOVE_THE_KERNELS, *LONG)
+    left_out = ABOVE_THE_KERNELS if EVERYTHING else (*ABOVE_THE_KERNELS, *LEFT_OUT)
     files = [str(TESTS / name) for name in suite if name not in left_out]
     run_pytest(
         *files,
         D3S_KERNELS_BACKEND="torch",
-        D3S_TEST_EXAMPLES=os.environ.get("D3S_TEST_EXAMPLES", "10" if EVERYTHING else "4"),
+        D3S_TEST_EXAMPLES=os.environ.get("D3S_TEST_EXAMPLES", "10" if EVERYTHING else "3"),
     )
 
 

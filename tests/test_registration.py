@@ -28,7 +28,7 @@ def has_nan(result: Tensor | None) -> bool:
 @pytest.mark.parametrize("name", sorted(served_by("kernels", "composed", "cpu")))
 def test_opcheck(name: str) -> None:
     op, row, seeds = getattr(OPS, name).default, OPS_TABLE[name], count()
-    for _ in range(rounds(6)):
+    for _ in range(rounds(3)):
         # opcheck treats NaN as different from NaN.
         seed = next(i for i in seeds if not any(map(has_nan, called(op, row.draw(Draw(i))).results)))
         torch.library.opcheck(op, (), row.draw(Draw(seed)))
@@ -122,7 +122,7 @@ CHANGING: dict[str, tuple[Callable, Callable[[int], object]]] = {
 def test_a_changing_number_compiles_once(name: str) -> None:
     function, number = CHANGING[name]
     compiled = compiled_once(function)
-    for i in range(20):
+    for i in range(rounds(20)):
         actual, expected = compiled(number(i)), function(number(i))
         if isinstance(actual, Tensor):
             actual, expected = (actual,), (expected,)

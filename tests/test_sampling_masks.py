@@ -18,7 +18,7 @@ from helpers import (
     assert_logprob,
     assert_same_bits,
     random_logits,
-    slow_elsewhere,
+    slow,
     threads,
 )
 from torch import Tensor
@@ -51,7 +51,7 @@ def with_gradient(logits: Tensor, labels: Tensor, **options: object) -> Results:
 
 @pytest.mark.simd
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [5000, slow_elsewhere(256_000, shows="a large vocabulary")])
+@pytest.mark.parametrize("vocabulary", [5000, slow(256_000, shows="a large vocabulary")])
 def test_spans_of_all_lengths_beside_each_other(vocabulary: int, dtype: torch.dtype) -> None:
     mask, labels = random_spans([1, 5000, 2, 1024, 1025, 3, 0, 31, 33, 4097], vocabulary)
     logits, heat = random_logits(10, vocabulary, dtype=dtype), 0.5 + torch.rand(10)

@@ -29,7 +29,7 @@ from d3s_kernels.compare import compare_here
 ROOT = Path(__file__).parents[1]
 OWN = sorted(served_by("kernels", "composed", "cpu"))
 # Draws, by the largest length of a row or a segment.
-SIZES = {40: 60, 400: 10, 5000: 1} if EVERYTHING else {40: 15, 400: 2}
+SIZES = {40: 60, 400: 10, 5000: 1} if EVERYTHING else {40: 10, 400: 1}
 
 
 def assert_means(name: str, row: Row, call: object) -> None:

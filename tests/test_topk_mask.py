@@ -13,6 +13,7 @@ from helpers import (
     ratios,
     repetitive,
     segmented,
+    slow,
     slow_elsewhere,
     unwritten,
 )
@@ -199,7 +200,7 @@ def test_long_and_short_segments_together() -> None:
     check(torch.randint(50, (340_100,)).float(), 0.2, offsets=offsets)
 
 
-@pytest.mark.parametrize("shape", [slow_elsewhere((70_000, 3), shows="more rows than 16 bits count"), (3, 70_000)])
+@pytest.mark.parametrize("shape", [slow((70_000, 3), shows="more rows than 16 bits count"), (3, 70_000)])
 def test_more_than_65535_rows_or_columns(shape: tuple[int, int]) -> None:
     check(torch.randn(shape), 0.2)
 

@@ -219,7 +219,7 @@ MUTANTS = (
         "csrc/cuda/ratios.cu",
         "group[j] >= kOwn && group[j] < kMostGroups",
         "group[j] > kOwn && group[j] < kMostGroups",
-        f"{EMULATED} -k ratios",
+        KERNELS,
     ),
     Mutant(
         "cuda: kept tokens are written before the zeros around them",

@@ -42,7 +42,7 @@ from elftools.elf.sections import SymbolTableSection
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from links import SITE, is_external, links  # noqa: E402
@@ -371,7 +371,7 @@ def fake_toolkit(tmp_path: Path) -> Path:
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     nvcc.chmod(0o755)
-    return nvcc.parents[1]
+    return nvcc.parents[2]
 
 
 def refused(cuda: str, **environment: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[1] / "tools" / "wheel_index.py"
+TOOL = Path(__file__).parents[2] / "tools" / "wheel_index.py"
 NAMES = ("0.2.0+cu128", "0.2.0+cu130", "0.3.0")
 
 

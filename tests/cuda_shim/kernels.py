@@ -24,6 +24,7 @@ from helpers import (
     cut,
     random_labels,
     random_logits,
+    ratio_results,
 )
 from test_sampling_masks_head import Case as HeadCase
 from torch import Tensor
@@ -609,6 +610,13 @@ def test_bad_offsets_stay_within_bounds(offsets: list[int], monkeypatch: pytest.
     monkeypatch.setenv("D3S_KERNELS_CHECK", "1")
     with pytest.raises(ValueError, match="offsets: "):
         d3s.topk_mask(values, 0.5, offsets=cuts)
+
+
+@pytest.mark.skipif("D3S_RATIOS_OF_CPU" not in os.environ, reason="needs the results of the CPU's kernels")
+def test_ratios_have_the_bits_of_the_cpu() -> None:
+    """Sums are of integers, and exp is made of additions and multiplications: the bits are the same on every device."""
+    for ours, theirs in zip(ratio_results(), torch.load(os.environ["D3S_RATIOS_OF_CPU"]), strict=True):
+        assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("ratio", [0.0, -1.0, 1.5, torch.nan])
