@@ -35,8 +35,9 @@ BUILD_OPTIONS = $(SETTING).D3S_CUDA=$(D3S_CUDA) \
   $(if $(CUDA_ARCHITECTURES),$(SETTING).CMAKE_CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library test test-all test-binaries test-trl test-verl test-oldest test-matrix mutations fuzz gpu \
-        demo learn bench bench-short docs docs-serve lint format sanitize wheel wheel-index release clean
+.PHONY: help setup library test test-within-bounds test-all test-binaries test-demo test-trl test-verl test-oldest \
+        test-matrix mutations fuzz gpu demo learn bench bench-short docs docs-serve lint format sanitize wheel \
+        wheel-index release clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -76,11 +77,20 @@ setup: library $(VENV)/.with-test  ## build the library and install what the tes
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-# Tests that other targets run: what compilers make of the kernels, verl's, and those that need a GPU.
-ELSEWHERE := binaries verl $(if $(HAS_GPU),,cuda)
+# Tests that other targets run.
+OF_DEMO := test_demo.py test_learning.py test_methods_pictures.py
+ELSEWHERE := binaries verl $(OF_DEMO) $(if $(HAS_GPU),,cuda)
 
 test: setup  ## what shows that the library works on this machine: every op on every back-end, ranks, TRL
 	$(BIN)/python $(PYTEST) tests $(ELSEWHERE:%=--ignore tests/%)
+
+# CPU-seconds, as tools/cpu_seconds.py counts them.
+SETUP_BOUND := 160
+TEST_BOUND := 260
+
+test-within-bounds:  ## set-up and make test; fails if they take far more CPU-seconds than they should
+	$(PYTHON) tools/cpu_seconds.py $(SETUP_BOUND) $(MAKE) --no-print-directory setup
+	$(PYTHON) tools/cpu_seconds.py $(TEST_BOUND) $(MAKE) --no-print-directory test
 
 # Machine code for an H100, which the tests read, is built where there is nvcc.
 test-binaries: $(VENV)/.library $(VENV)/.with-test+binaries  ## the machine code of the kernels, and a wheel
@@ -88,9 +98,12 @@ test-binaries: $(VENV)/.library $(VENV)/.with-test+binaries  ## the machine code
 	  $(SETTING).D3S_CUDA=AUTO $(SETTING).CMAKE_CUDA_ARCHITECTURES=90-real -e .
 	$(BIN)/python $(PYTEST) tests/binaries
 
+test-demo: setup $(VENV)/.with-demo  ## the demo, the experiment and the pictures of the methods, at full strength
+	D3S_TEST_ALL=1 $(BIN)/python $(PYTEST) $(OF_DEMO:%=tests/%)
+
 test-all: export D3S_TEST_ALL = 1
-test-all: setup $(VENV)/.with-demo $(VENV)/.with-bench  ## all tests at full strength, with TRL's and torch's oldest
-	@$(MAKE) --no-print-directory test test-binaries test-trl test-verl test-oldest
+test-all: setup $(VENV)/.with-bench  ## all tests at full strength, with TRL's and torch's oldest
+	@$(MAKE) --no-print-directory test test-binaries test-demo test-trl test-verl test-oldest
 
 # The oldest TRL that the integration accepts. The newest TRL is in $(VENV), with the dependencies of both.
 OLDEST_TRL := 1.15.0
