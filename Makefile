@@ -35,7 +35,7 @@ BUILD_OPTIONS = $(SETTING).D3S_CUDA=$(D3S_CUDA) \
   $(if $(CUDA_ARCHITECTURES),$(SETTING).CMAKE_CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library test test-within-bounds test-all test-binaries test-demo test-trl test-verl test-oldest \
+.PHONY: help setup library test test-in-bounds test-all test-binaries test-demo test-trl test-verl test-oldest \
         test-matrix mutations fuzz gpu demo learn bench bench-short docs docs-serve lint format sanitize wheel \
         wheel-index release clean
 
@@ -88,7 +88,7 @@ test: setup  ## what shows that the library works on this machine: every op on e
 SETUP_BOUND := 160
 TEST_BOUND := 260
 
-test-within-bounds:  ## set-up and make test; fails if they take far more CPU-seconds than they should
+test-in-bounds:  ## set-up and make test; fails if they take far more CPU-seconds than they should
 	$(PYTHON) tools/cpu_seconds.py $(SETUP_BOUND) $(MAKE) --no-print-directory setup
 	$(PYTHON) tools/cpu_seconds.py $(TEST_BOUND) $(MAKE) --no-print-directory test
 

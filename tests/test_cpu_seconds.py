@@ -9,8 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import cpu_seconds  # noqa: E402
-from cpu_seconds import PIECE, SLACK, main, piece_of_work, verdict  # noqa: E402
+import cpu_seconds
+from cpu_seconds import PIECE, SLACK, main, piece_of_work, verdict
 
 BUSY = "import time\nwhile time.process_time() < 0.5: pass"
 

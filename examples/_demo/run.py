@@ -21,7 +21,7 @@ from . import models, plain, report, update
 from .problems import draw
 from .rollouts import Recorded, record
 
-PROMPTS, GROUP, LENGTH = 3, 8, 40  # problems, answers to each, tokens of an answer at most
+PROMPTS, GROUP, LENGTH = 3, 8, 32  # problems, answers to each, tokens of an answer at most
 # The paper's schedule goes from 8 of 32 rollouts and 5 % of their tokens to all 32 and 20 %. This is it for 8 rollouts.
 SCHEDULE = d3s.DownSamplingSchedule(d3s.Budget(GROUP // 4, 0.05), d3s.Budget(GROUP, 0.20))
 WHEN = {"start": 0.0, "middle": 0.5, "end": 1.0}
