@@ -180,7 +180,7 @@ endif
 gpu:  ## all that needs an NVIDIA GPU, within nine minutes; STAGE=bench runs a part of it
 	$(PYTHON) tools/gpu.py
 
-bench: library $(VENV)/.with-bench  ## all benchmarks: a table, and JSON and a plot in benchmarks/results/
+bench: library $(VENV)/.with-bench  ## all benchmarks: a table, and the result in benchmarks/results/
 	$(BIN)/python -m benchmarks
 
 bench-short: library $(VENV)/.with-bench  ## the benchmarks on small inputs, to see that they run

@@ -1,11 +1,12 @@
 """Measure everything, print one table, and keep the result.
 
-    python -m benchmarks                 all of it: the full sizes, some ten minutes, a file in benchmarks/results/
+    python -m benchmarks                 all of it: the full sizes, some fifteen minutes, files in benchmarks/results/
     python -m benchmarks --short         checks that every benchmark runs, on small inputs; writes nothing
     python -m benchmarks --only topk     some of it (pytest's -k); writes nothing
     python -m benchmarks --device cuda   all of it on a GPU, with its own sizes and targets; some two minutes
 
-A missed target is not an error; a failed benchmark is.
+A CPU that is disturbed is measured again, for up to four minutes more (quiet.py); a run that was disturbed nevertheless
+says so in its title. A missed target is not an error; a failed benchmark is.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from . import machine, memory, plot, report, timing
+from . import machine, memory, quiet, report, timing
 from .harness import describe
 from .report import Line
 from .sizes import rollouts, sizes_for
@@ -50,17 +51,17 @@ def main() -> int:
         memory.STEP, rollouts(sizes), peaks[memory.STEP], short=options.short, share=STEP_MEMORY
     )
 
-    title = "d3s_kernels, small inputs: no targets" if options.short else "d3s_kernels: targets and what was measured"
-    caption = circumstances(facts, report.gigabytes_per_second(contests))
+    seen = watched(contests, facts["machine"])
+    title = title_of(options, seen)
+    caption = circumstances(facts, report.gigabytes_per_second(contests), seen)
     console.print(report.table(title, caption, judged))
     if failed:
         console.print("[bold red]A benchmark failed; see above.")
     # A GPU is available only for minutes, so its results are kept even if some benchmarks failed.
     if whole and (not failed or (options.device == "cuda" and contests)):
         facts["failed"] = failed
-        console.print(
-            f"Written to {write(options.out, facts, title, caption, judged, contests, peaks)}.{{json,md,png}}"
-        )
+        facts["quiet"] = seen and seen.data()
+        console.print(f"Written to {write(options.out, facts, title, caption, judged, contests, peaks)}.{{json,md}}")
     return int(failed)
 
 
@@ -97,21 +98,36 @@ def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) ->
     return {what: {} if options.only else memory.measure(what, options.short) for what in memory.CONTESTS}
 
 
-def circumstances(facts: dict[str, Any], bandwidth: dict[str, float]) -> str:
+def watched(contests: dict[str, Contenders], machine: str) -> quiet.Judged | None:
+    """Whether the machine was quiet; None where no probe watched it."""
+    one_each = (next(iter(contenders.values())).watched for contenders in contests.values())
+    seen = [found for found in one_each if found]
+    return quiet.judge(seen, quiet.earlier_level(HERE / "results", machine)) if seen else None
+
+
+def title_of(options: argparse.Namespace, seen: quiet.Judged | None) -> str:
+    if options.short:
+        return "d3s_kernels, small inputs: no targets"
+    noisy = ", on a machine that was not quiet" if seen and not seen.quiet else ""
+    return f"d3s_kernels: targets and what was measured{noisy}"
+
+
+def circumstances(facts: dict[str, Any], bandwidth: dict[str, float], seen: quiet.Judged | None) -> str:
     parts = [name_of(facts), facts["date"]]
     parts += [f"{package} {version}" for package, version in facts["versions"].items() if package != "transformers"]
     parts += [f"commit {facts['commit']}"] if facts["commit"] else []
     parts += [f"{name} {rate:.1f} GB/s" for name, rate in bandwidth.items()]
     return (
-        f"{'; '.join(parts)}. Contenders take turns: times are medians over the rounds, ratios the medians of the "
-        f"rounds' ratios. Warm-up, and with it torch.compile's compilation, is not counted.{how(facts['device'])}"
+        f"{'; '.join(parts)}. {seen.said + ' ' if seen else ''}Contenders take turns: times are medians over the "
+        "rounds, ratios the medians of the rounds' ratios, with their 95 % intervals. Warm-up, and with it "
+        f"torch.compile's compilation, is not counted.{how(facts['device'])}"
     )
 
 
 def name_of(facts: dict[str, Any]) -> str:
     if facts["device"] == "cuda":
         return f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}"
-    return f"{facts['cpu']}, {facts['threads']} threads of {facts['cores']} cores"
+    return f"{facts['cpu']}, {facts['threads']} threads of {facts['cores']} cores, SIMD {facts['build_info']['simd']}"
 
 
 def how(device: str) -> str:
@@ -138,8 +154,6 @@ def write(
     everything = facts | report.data(judged, contests) | {"peak_extra_bytes": peaks}
     base.with_suffix(".json").write_text(json.dumps(everything, indent=1, default=str) + "\n")
     base.with_suffix(".md").write_text(report.markdown(title, caption, judged, contests))
-    where = name_of(facts) if facts["device"] == "cuda" else f"{facts['cpu']}, {facts['cores']} cores"
-    plot.save(base.with_suffix(".png"), title, f"{where}, {facts['date']}", judged)
     return base
 
 

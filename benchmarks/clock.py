@@ -11,6 +11,7 @@ from torch import Tensor
 
 Work = Callable[[], Any]
 
+ONE_CALL = "one call"  # how a contender was timed whose time counts in every round
 SECONDS_PER_TURN = 0.02  # a contender faster than this is called several times a turn
 
 
@@ -28,7 +29,8 @@ class Prepared:
 @dataclass(frozen=True)
 class Once:
     """Work that takes a CPU too long to be repeated. There it is timed once in a run, without a warm-up, and this time
-    counts in every round of all its contests: enough where ours takes a small part of it. A GPU repeats it.
+    counts in every round of all its contests: enough where ours takes a small part of it. `judging.py` allows for an
+    error of it. A GPU repeats it.
     """
 
     work: Work
@@ -71,7 +73,7 @@ class CpuClock:
         return partial(work, *tensors) if tensors else work
 
     def ready(self, work: Work) -> Ready:
-        return Ready(work, self.calls_per_turn(work), "one call" if isinstance(work, Once) else "host")
+        return Ready(work, self.calls_per_turn(work), ONE_CALL if isinstance(work, Once) else "host")
 
     def calls_per_turn(self, work: Work) -> int:
         first, calls = self.time(work, 1), 1

@@ -9,6 +9,7 @@ from . import inputs
 from .clock import Clock, CpuClock
 from .cuda_clock import CallerClock, CudaClock
 from .harness import Contest
+from .quiet import Probe, Watch
 from .sizes import Sizes, sizes_for
 
 START = monotonic()
@@ -37,9 +38,18 @@ def both_clocks() -> tuple[Clock, Clock]:
     return CudaClock(inputs.device), CallerClock()
 
 
+@pytest.fixture(scope="session")
+def watch(request: pytest.FixtureRequest) -> Watch | None:
+    """What decides which rounds are made again; a short run judges nothing, and a GPU has no such probe."""
+    short = request.config.getoption("--short")
+    return Watch(Probe()) if inputs.device.type == "cpu" and not short else None
+
+
 @pytest.fixture
-def contest(request: pytest.FixtureRequest, benchmark, sizes: Sizes, both_clocks: tuple[Clock, Clock]) -> Contest:
+def contest(
+    request: pytest.FixtureRequest, benchmark, sizes: Sizes, both_clocks: tuple[Clock, Clock], watch: Watch | None
+) -> Contest:
     limit = request.config.getoption("--seconds")
     if limit and monotonic() - START > limit:
         pytest.skip(f"the run has had its {limit:.0f} seconds")
-    return Contest(benchmark, sizes, *both_clocks)
+    return Contest(benchmark, sizes, *both_clocks, watch)

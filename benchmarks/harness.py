@@ -3,11 +3,14 @@
 The speed of a machine varies over time. So the contenders of a contest take turns, round after round. A ratio of two
 contenders is computed in each round, and the median over the rounds is reported. pytest-benchmark gets each contender
 as a separate benchmark, and each contest as a group.
+
+On a CPU, rounds in which the machine was disturbed are made again: quiet.py.
 """
 
 import copy
 import gc
 from collections.abc import Callable
+from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .clock import Clock, CpuClock, Ready, Work
+from .quiet import Watch
 from .sizes import Sizes
 
 OURS = "d3s_kernels"
@@ -27,12 +31,18 @@ class Contest:
     """The `contest` fixture: checks that all contenders agree, lets them take turns, records what each took."""
 
     def __init__(
-        self, benchmark: Any, sizes: Sizes, clock: Clock | None = None, caller_clock: Clock | None = None
+        self,
+        benchmark: Any,
+        sizes: Sizes,
+        clock: Clock | None = None,
+        caller_clock: Clock | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.benchmark = benchmark
         self.sizes = sizes
         self.clock = clock or CpuClock()
         self.caller_clock = caller_clock or self.clock
+        self.watch = watch
 
     def __call__(
         self,
@@ -58,10 +68,11 @@ class Contest:
         contenders = {name: clock.bind(work, inputs) for name, work in given.items() if work is not None}
         if ours and agree:
             check(contenders[OURS], {name: contenders[name] for name in contenders if roles[name] == "peer"}, agree)
-        turns, ready = take_turns(contenders, clock, self.sizes.seconds, self.sizes.rounds)
+        turns, ready = take_turns(contenders, clock, self.sizes.seconds, self.sizes.rounds, self.watch)
+        watched = asdict(self.watch.watched()) if self.watch else None
         for name, work in contenders.items():
             facts = {"size": size, "role": roles[name], "timed_by": ready[name].timed_by}
-            facts |= {"peak_bytes": clock.peak_bytes(work)}
+            facts |= {"peak_bytes": clock.peak_bytes(work), "watched": watched}
             self._record(group, name, turns[name], ready[name].calls, facts)
 
     def _record(self, group: str, name: str, seconds: list[float], calls: int, extra_info: dict[str, Any]) -> None:
@@ -81,7 +92,7 @@ def check(ours: Work, peers: dict[str, Work], agree: Agree) -> None:
 
 
 def take_turns(
-    contenders: dict[str, Work], clock: Clock, seconds: float, fewest_rounds: int
+    contenders: dict[str, Work], clock: Clock, seconds: float, fewest_rounds: int, watch: Watch | None = None
 ) -> tuple[dict[str, list[float]], dict[str, Ready]]:
     """The seconds per call of each contender in each round, and how each contender was timed."""
     ready = {name: clock.ready(work) for name, work in contenders.items()}
@@ -91,10 +102,18 @@ def take_turns(
     gc.collect()
     gc.disable()
     try:
+        if watch:
+            watch.start(fewest_rounds)
         start, rounds = perf_counter(), 0
         while rounds < fewest_rounds or (rounds < MOST_ROUNDS and perf_counter() - start < seconds):
-            for name in names:
-                turns[name].append(clock.time(ready[name].work, ready[name].calls))
+            began = perf_counter()
+            times = {name: clock.time(ready[name].work, ready[name].calls) for name in names}
+            took = perf_counter() - began
+            if watch and watch.repeats(took):
+                start += took  # the contest loses no time by it
+                continue
+            for name, one in times.items():
+                turns[name].append(one)
             names.reverse()  # so that the order gives no contender an advantage
             rounds += 1
     finally:

@@ -1,23 +1,65 @@
-"""Kinds of targets, and how each is judged: by the median over rounds of values measured in the same round."""
+"""Kinds of targets, and how each is judged: by the median over rounds of values measured in the same round.
 
+The median has an interval. A target is met, or missed, if it is so at both ends of the interval; else it is undecided.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import quantiles
+from math import comb
+from statistics import median
 from typing import ClassVar
 
+from .clock import ONE_CALL
 from .harness import OURS
+from .quiet import OFF
 from .timing import Contenders
+
+CONFIDENCE = 0.95
+Interval = tuple[float, float]
+MET, MISSED, UNDECIDED, REPORTED = "met", "missed", "undecided", "reported"
+
+
+def interval(values: list[float]) -> Interval | None:
+    """Two of the values, with the median between them in at least 95 % of cases, for any distribution.
+
+    The median is below the r-th smallest value only if fewer than r values are below the median, each with probability
+    1/2. The same holds above. Of fewer than six values not even the outermost suffice: then there is no interval.
+    """
+    ordered, count = sorted(values), len(values)
+    outside, rank = 0.0, 0
+    while (outside := outside + 2 * comb(count, rank) / 2**count) <= 1 - CONFIDENCE:
+        rank += 1
+    return (ordered[rank - 1], ordered[-rank]) if rank else None
+
+
+def of_ratios(contenders: Contenders, above: str, below: str) -> tuple[float, Interval | None]:
+    """The median of the rounds' ratios, and its interval.
+
+    Where a contender was timed once, the rounds say nothing of this time. It is taken to be off by as much as the
+    machine may be, and the interval is so much wider.
+    """
+    ratios = contenders[above].over(contenders[below])
+    ends = interval(ratios)
+    if ends and ONE_CALL in (contenders[above].timed_by, contenders[below].timed_by):
+        ends = ends[0] * (1 - OFF), ends[1] / (1 - OFF)
+    return median(ratios), ends
 
 
 @dataclass(frozen=True)
 class Verdict:
     value: float
-    quartiles: tuple[float, float]
+    interval: Interval | None
     against: str  # the contender that ours was compared with; empty if none
-    margin: float | None  # how many times better than the bound; None without a bound
+    outcome: str
 
-    @property
-    def met(self) -> bool | None:
-        return None if self.margin is None else self.margin >= 1
+
+def verdict(value: float, ends: Interval | None, against: str, holds: Callable[[float], bool] | None) -> Verdict:
+    """`holds` says whether a value meets the bound; None without a bound."""
+    if holds is None:
+        return Verdict(value, ends, against, REPORTED)
+    held = {holds(end) for end in ends} if ends else {True, False}
+    outcome = UNDECIDED if len(held) == 2 else MET if held == {True} else MISSED
+    return Verdict(value, ends, against, outcome)
 
 
 @dataclass(frozen=True)
@@ -38,8 +80,8 @@ class Faster:
         if not present:
             return None
         rival = min(present, key=lambda name: contenders[name].median)
-        value, quartiles = spread(contenders[rival].over(contenders[OURS]))
-        return Verdict(value, quartiles, rival, value / self.times if self.times else None)
+        holds = (lambda value: value >= self.times) if self.times else None
+        return verdict(*of_ratios(contenders, rival, OURS), rival, holds)
 
 
 @dataclass(frozen=True)
@@ -56,8 +98,8 @@ class Within:
         return f"<= {self.times:g}x the time" if self.times else ""
 
     def judge(self, contenders: Contenders) -> Verdict | None:
-        value, quartiles = spread(contenders[OURS].over(contenders[self.of]))
-        return Verdict(value, quartiles, self.of, self.times / value if self.times else None)
+        holds = (lambda value: value <= self.times) if self.times else None
+        return verdict(*of_ratios(contenders, OURS, self.of), self.of, holds)
 
 
 @dataclass(frozen=True)
@@ -73,8 +115,8 @@ class Under:
         return f"<= {self.microseconds:g} us"
 
     def judge(self, contenders: Contenders) -> Verdict | None:
-        value, quartiles = spread([1e6 * seconds for seconds in contenders[OURS].seconds])
-        return Verdict(value, quartiles, "", self.microseconds / value)
+        values = [1e6 * seconds for seconds in contenders[OURS].seconds]
+        return verdict(median(values), interval(values), "", lambda value: value <= self.microseconds)
 
 
 @dataclass(frozen=True)
@@ -91,13 +133,9 @@ class ShareOf:
         return f">= {self.percent:g}%"
 
     def judge(self, contenders: Contenders) -> Verdict | None:
-        value, quartiles = spread([100 * ratio for ratio in contenders[self.of].over(contenders[OURS])])
-        return Verdict(value, quartiles, self.of, value / self.percent)
+        share, ends = of_ratios(contenders, self.of, OURS)
+        ends = ends and (100 * ends[0], 100 * ends[1])
+        return verdict(100 * share, ends, self.of, lambda value: value >= self.percent)
 
 
 Target = Faster | Within | Under | ShareOf
-
-
-def spread(values: list[float]) -> tuple[float, tuple[float, float]]:
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return middle, (low, high)

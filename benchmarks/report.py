@@ -6,8 +6,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from .clock import ONE_CALL
 from .harness import OURS
-from .judging import Faster, Target, Verdict, Within
+from .judging import REPORTED, Faster, Interval, Target, Verdict, Within, interval, of_ratios, verdict
 from .timing import Contenders, Timing
 
 PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches; smaller peaks are not visible
@@ -27,7 +28,7 @@ class Line:
 
     @property
     def outcome(self) -> str:
-        return {True: "met", False: "not met", None: "reported"}[self.verdict.met] if self.verdict else "not measured"
+        return self.verdict.outcome if self.verdict else "not measured"
 
 
 def lines(
@@ -59,15 +60,15 @@ def reported(contest: str, contenders: Contenders) -> list[Target]:
 
 
 def judge(target: Target, contenders: Contenders) -> Line:
-    verdict = target.judge(contenders)
+    judged = target.judge(contenders)
     return Line(
         what=target.contest,
         size=contenders[OURS].size,
         ours=duration(contenders[OURS].median),
-        against=against(target, verdict, contenders),
-        value=f"{verdict.value:.3g}{target.unit}" if verdict else "",
+        against=against(target, judged, contenders),
+        value=f"{judged.value:.3g}{target.unit}{ends(judged.interval)}" if judged else "",
         bound=target.bound,
-        verdict=verdict,
+        verdict=judged,
     )
 
 
@@ -77,8 +78,12 @@ def against(target: Target, verdict: Verdict | None, contenders: Contenders) -> 
     return f"{verdict.against}: {duration(contenders[verdict.against].median)}" if verdict.against else ""
 
 
+def ends(interval: Interval | None) -> str:
+    return f" ({interval[0]:.3g} to {interval[1]:.3g})" if interval else ""
+
+
 def unbound(line: Line) -> Line:
-    return replace(line, bound="", verdict=line.verdict and replace(line.verdict, margin=None))
+    return replace(line, bound="", verdict=line.verdict and replace(line.verdict, outcome=REPORTED))
 
 
 def memory_line(
@@ -95,11 +100,13 @@ def memory_line(
         return []
     rival = min(peaks.keys() - {OURS}, key=peaks.__getitem__)
     mine, value = max(peaks[OURS], PEAK_STEP), peaks[OURS] / max(peaks[rival], 1)
-    bound, margin = "", None
+    bound, most = "", None
     if allowed is not None:
-        bound, margin = f"<= {mebibytes(allowed)}", allowed / mine
+        bound, most = f"<= {mebibytes(allowed)}", allowed
     if share is not None:
-        bound, margin = f"<= {share:g}x the memory", share * peaks[rival] / mine
+        bound, most = f"<= {share:g}x the memory", share * peaks[rival]
+    # Measured once: how much memory a call takes does not vary as times do.
+    held = verdict(value, (value, value), rival, None if most is None else lambda _: mine <= most)
     line = Line(
         what=what,
         size=size,
@@ -107,7 +114,7 @@ def memory_line(
         against=f"{rival}: {mebibytes(peaks[rival])}",
         value=mebibytes(peaks[OURS]) if share is None else f"{value:.3g}x the memory",
         bound=bound,
-        verdict=Verdict(value, (value, value), rival, margin),
+        verdict=held,
     )
     return [unbound(line) if short else line]
 
@@ -141,7 +148,7 @@ def cells(line: Line) -> tuple[str, ...]:
 
 
 def table(title: str, caption: str, judged: list[Line]) -> Table:
-    colour = {"met": "green", "not met": "bold red", "reported": "dim", "not measured": "yellow"}
+    colour = {"met": "green", "missed": "bold red", "undecided": "yellow", REPORTED: "dim", "not measured": "yellow"}
     result = Table(title=title, caption=caption, header_style="bold", row_styles=["", "on grey7"])
     for column in COLUMNS:
         is_number = column in ("ours", "ratio", "target")
@@ -165,7 +172,7 @@ def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, C
         for line in judged
     ]
     contenders = [
-        (of_size(contest, timing.size), name, duration(timing.median), duration(timing.iqr), rounds(timing))
+        (of_size(contest, timing.size), name, duration(timing.median), between(timing), rounds(timing))
         for contest, rivals in contests.items()
         for name, timing in sorted(rivals.items(), key=lambda pair: pair[1].median)
     ]
@@ -175,7 +182,7 @@ def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, C
             caption,
             markdown_table(("what", "ours", "against", "ratio", "target"), lines),
             "## Every contender",
-            markdown_table(("contest", "contender", "median", "spread (IQR)", "rounds"), contenders),
+            markdown_table(("contest", "contender", "median", "95 % interval", "rounds"), contenders),
             "",
         ]
     )
@@ -183,6 +190,12 @@ def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, C
 
 def of_size(what: str, size: str) -> str:
     return f"{what}, {size}" if size else what
+
+
+def between(timing: Timing) -> str:
+    """The interval of the median; for a contender that was timed once, there is none."""
+    found = None if timing.timed_by == ONE_CALL else interval(timing.seconds)
+    return " to ".join(map(duration, found)) if found else "none"
 
 
 def rounds(timing: Timing) -> str:
@@ -199,18 +212,28 @@ def data(judged: list[Line], contests: dict[str, Contenders]) -> dict[str, Any]:
         "targets": [asdict(line) | {"outcome": line.outcome} for line in judged],
         "contests": {
             contest: {
-                name: {
-                    "role": timing.role,
-                    "size": timing.size,
-                    "median_seconds": timing.median,
-                    "iqr_seconds": timing.iqr,
-                    "rounds": len(timing.seconds),
-                    "calls_per_round": timing.calls_per_round,
-                    "timed_by": timing.timed_by,
-                    "peak_extra_bytes": timing.peak_bytes,
-                }
-                for name, timing in rivals.items()
+                name: of_contender(timing) | {"times_ours": times_ours(name, rivals)} for name, timing in rivals.items()
             }
             for contest, rivals in contests.items()
         },
     }
+
+
+def of_contender(timing: Timing) -> dict[str, Any]:
+    return {
+        "role": timing.role,
+        "size": timing.size,
+        "median_seconds": timing.median,
+        "rounds": len(timing.seconds),
+        "calls_per_round": timing.calls_per_round,
+        "timed_by": timing.timed_by,
+        "peak_extra_bytes": timing.peak_bytes,
+    }
+
+
+def times_ours(name: str, rivals: Contenders) -> dict[str, Any] | None:
+    """How many times as fast ours is, the median of the rounds' ratios; None where there is nothing of ours."""
+    if OURS not in rivals:
+        return None
+    value, found = of_ratios(rivals, name, OURS)
+    return {"value": value, "interval": found}

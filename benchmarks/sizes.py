@@ -24,8 +24,9 @@ class Sizes:
     # TRL's update: rollouts of a group, and tokens of each.
     rollouts: int = 16
     completion: int = 64
-    # A contest has at least this many rounds, and more until this many seconds have passed.
-    rounds: int = 3
+    # A contest has at least this many rounds, and more until this many seconds have passed. Six is the least from which
+    # the median has an interval (judging.py).
+    rounds: int = 6
     seconds: float = 8.0
 
 
@@ -47,7 +48,7 @@ SHORT = Sizes(
     seconds=0.5,
 )
 # A GPU needs larger inputs to be busy, and takes less time.
-FULL_CUDA = replace(FULL, tokens=1_024, head_tokens=4_096, completion=1_024, rounds=5, seconds=0.6)
+FULL_CUDA = replace(FULL, tokens=1_024, head_tokens=4_096, completion=1_024, seconds=0.6)
 SHORT_CUDA = replace(SHORT, seconds=0.1)
 
 

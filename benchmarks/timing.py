@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from .quiet import Watched
+
 Contenders = dict[str, "Timing"]
 
 
@@ -12,11 +14,11 @@ class Timing:
     role: str  # ours, peer or yardstick
     size: str
     median: float
-    iqr: float
     calls_per_round: int
     seconds: list[float]  # of one call, round by round
     timed_by: str = "host"
     peak_bytes: int | None = None  # beyond what was allocated before the call
+    watched: Watched | None = None  # the same for all contenders; None where no probe watches
 
     def over(self, other: "Timing") -> list[float]:
         """The ratio to another contender of the same contest, for each round."""
@@ -27,12 +29,12 @@ def read(path: Path) -> dict[str, Contenders]:
     contests: dict[str, Contenders] = {}
     recorded = ("role", "size", "timed_by", "peak_bytes")
     for row in json.loads(path.read_text())["benchmarks"]:
-        stats = row["stats"]
+        stats, facts = row["stats"], row["extra_info"]
         contests.setdefault(row["group"], {})[row["name"]] = Timing(
             median=stats["median"],
-            iqr=stats["iqr"],
             calls_per_round=stats["iterations"],
             seconds=stats["data"],
-            **{name: row["extra_info"][name] for name in recorded},
+            watched=facts["watched"] and Watched.read(facts["watched"]),
+            **{name: facts[name] for name in recorded},
         )
     return contests
