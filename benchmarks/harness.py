@@ -43,6 +43,7 @@ class Contest:
         self.clock = clock or CpuClock()
         self.caller_clock = caller_clock or self.clock
         self.watch = watch
+        self.name_ends = ""  # a file may add what its contests have in common
 
     def __call__(
         self,
@@ -73,7 +74,7 @@ class Contest:
         for name, work in contenders.items():
             facts = {"size": size, "role": roles[name], "timed_by": ready[name].timed_by}
             facts |= {"peak_bytes": clock.peak_bytes(work), "watched": watched}
-            self._record(group, name, turns[name], ready[name].calls, facts)
+            self._record(group + self.name_ends, name, turns[name], ready[name].calls, facts)
 
     def _record(self, group: str, name: str, seconds: list[float], calls: int, extra_info: dict[str, Any]) -> None:
         """Records a contender as a benchmark, in the same way as pytest-benchmark's own fixture."""

@@ -3,6 +3,8 @@
 The bounds apply to the sizes of a full run on a machine that does nothing else.
 """
 
+from typing import Any
+
 from .judging import Faster, ShareOf, Target, Under, Within
 
 STEP_CONTEST = "TRL's update, half of the rollouts and 10% of their tokens"
@@ -48,6 +50,8 @@ def in_triton(contest: str) -> str:
 
 
 MASKED = "with a sampling mask"
+AVX2_ALONE = ", AVX2 alone"  # ends the names of the contests of bench_avx2.py
+AVX2_ENVIRONMENT = {"D3S_KERNELS_SIMD": "avx2", "ATEN_CPU_CAPABILITY": "avx2"}
 HEAD_STEP = "linear_logprob_entropy forward + backward"
 ADDED = "linear_logprob_entropy backward, 10% of the tokens, wide, bf16, added to a gradient"
 
@@ -55,6 +59,7 @@ CPU: tuple[Target, ...] = (
     Faster("logprob_entropy forward", ("TRL",), 30),
     Faster("logprob_entropy forward", ("torch.compile",), 4),
     Within("logprob_entropy forward", "logits.sum()", 1.3),
+    Within(f"logprob_entropy forward{AVX2_ALONE}", "logits.sum()", 1.4),
     Faster("logprob_entropy backward, both gradients", ("TRL",), 6),
     Within("logprob_entropy backward, both gradients", "copy", 1.15),
     Within("logprob_entropy forward, half of the rows masked (alternate)", "all rows", 0.55),
@@ -130,3 +135,15 @@ CUDA: tuple[Target, ...] = (
 )
 
 TARGETS = {"cpu": CPU, "cuda": CUDA}
+
+
+def targets_of(device: str, build_info: dict[str, Any]) -> tuple[Target, ...]:
+    return tuple(
+        target for target in TARGETS[device] if above_avx2(build_info) or not target.contest.endswith(AVX2_ALONE)
+    )
+
+
+def above_avx2(build_info: dict[str, Any]) -> bool:
+    """Whether the library runs better instructions here than AVX2."""
+    levels = build_info["simd_levels"]
+    return "avx2" in levels and build_info["simd"] in levels[levels.index("avx2") + 1 :]

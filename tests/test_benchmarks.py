@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ pytest.importorskip("pytest_benchmark")
 
 
 from benchmarks import __main__ as run
-from benchmarks import harness, judging, quiet, report
+from benchmarks import harness, judging, quiet, report, targets
 from benchmarks.clock import ONE_CALL, Once, Ready
 from benchmarks.harness import OURS
 from benchmarks.timing import Timing
@@ -189,6 +191,43 @@ def test_a_time_that_was_taken_once_may_be_off() -> None:
     assert found.interval == pytest.approx((0.085, 0.1 / 0.85))
     assert harness.CpuClock().ready(Once(int)).timed_by == ONE_CALL
     assert report.between(rivals["slow"]) == "none"
+
+
+# ---- AVX2 alone ------------------------------------------------------------------------------------------------------
+
+LEVELS = {"simd_levels": ["baseline", "avx2", "avx512"]}
+
+
+@pytest.mark.parametrize(("simd", "above"), [("baseline", False), ("avx2", False), ("avx512", True)])
+def test_avx2_alone_is_a_target_of_better_machines(simd: str, above: bool) -> None:
+    held = targets.targets_of("cpu", LEVELS | {"simd": simd})
+    assert any(target.contest.endswith(targets.AVX2_ALONE) for target in held) is above
+    assert not targets.above_avx2({"simd_levels": ["baseline"], "simd": "baseline"})
+
+
+@pytest.mark.parametrize(
+    ("short", "device", "above"), [(False, "cpu", True), (True, "cpu", True), (False, "cuda", True)]
+)
+def test_avx2_alone_runs_in_a_process_of_its_own(
+    short: bool, device: str, above: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, dict[str, str]]] = []
+
+    def child(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
+        ran.append((command[3], env))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of all others")
+    monkeypatch.setattr(run.subprocess, "run", child)
+    run.measure(Namespace(short=short, only=None, device=device, seconds=None), above)
+    assert ran[0] == (str(run.HERE), {**os.environ})
+    if short or device == "cuda":
+        assert len(ran) == 1
+        return
+    file, environment = ran[1]
+    assert file == str(run.HERE / "bench_avx2.py")
+    assert environment.items() >= targets.AVX2_ENVIRONMENT.items()
+    assert environment["TORCHINDUCTOR_CACHE_DIR"] != "of all others"
 
 
 def test_a_run_that_was_not_quiet_says_so_in_its_title() -> None:
