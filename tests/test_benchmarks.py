@@ -1,4 +1,4 @@
-"""How the benchmarks judge a run: the machine's quiet, intervals and targets."""
+"""How the benchmarks judge a run: the machine's quiet, intervals, targets, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,10 @@ import pytest
 
 pytest.importorskip("rich")
 pytest.importorskip("pytest_benchmark")
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
+import performance
+import performance_picture as picture
 
 from benchmarks import __main__ as run
 from benchmarks import harness, judging, quiet, report, targets
@@ -228,6 +232,58 @@ def test_avx2_alone_runs_in_a_process_of_its_own(
     assert file == str(run.HERE / "bench_avx2.py")
     assert environment.items() >= targets.AVX2_ENVIRONMENT.items()
     assert environment["TORCHINDUCTOR_CACHE_DIR"] != "of all others"
+
+
+# ---- the page and its picture ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A result as a run writes it, of made-up times of one contest."""
+    rivals = timings([0.1] * 6, TRL=[0.2, 0.2, 0.3, 0.3, 0.4, 0.4], verl=[1.5] * 6)
+    seen = quiet.judge([quiet.Watched([USUAL] * 6, 0, USUAL)], quiet.Rates())
+    contests = {"logprob_entropy forward": rivals}
+    facts = {
+        "machine": "some-cpu", "device": "cpu", "date": "2000-01-01", "cpu": "Some CPU", "cores": 2, "threads": 2,
+        "versions": {"torch": "9"}, "commit": "abc", "build_info": {"simd": "avx512"}, "quiet": seen.data(),
+    }  # fmt: skip
+    held = [targets.Faster("logprob_entropy forward", ("TRL",), bound) for bound in (2, 3, 5)]
+    base = run.write(tmp_path, facts, "A title", "A caption", report.lines(contests, held), contests, {})
+    return base, json.loads(base.with_suffix(".json").read_text())
+
+
+def test_the_page_says_what_the_run_says(result: tuple[Path, dict[str, Any]]) -> None:
+    base, found = result
+    page = performance.page([(base.with_suffix(".json"), found)])
+    assert "## Some CPU, 2 cores, 2000-01-01\n" in page
+    assert "SIMD avx512" in page
+    assert "The machine was quiet: around 0 of 6 rounds" in page
+    assert "Of 3 targets: 1 met, 1 undecided, 1 missed." in page
+    assert "| 100 ms | TRL: 300 ms | 3x as fast (2 to 4) | >= 3x as fast: **undecided** |" in page
+    assert performance.NEVER_QUIET not in page
+
+
+def test_the_page_says_first_that_no_run_was_quiet(result: tuple[Path, dict[str, Any]]) -> None:
+    base, found = result
+    noisy = found | {"quiet": found["quiet"] | {"quiet": False}}
+    page = performance.page([(base, noisy)])
+    assert page.startswith(performance.TITLE + performance.NEVER_QUIET)
+    assert "2000-01-01, not quiet" in page
+    assert performance.NEVER_QUIET not in performance.page([(base, noisy), (base, found)])
+
+
+def test_the_picture_keeps_its_words(result: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file, (_, found) = tmp_path / "some.png", result
+    assert picture.words_in(file) is None
+    picture.draw(file, "Some CPU", found)
+    said = picture.words_in(file)
+    assert said == picture.words("Some CPU", found)
+    assert said.splitlines()[2:] == [
+        "Log-probability and entropy: TRL: 3x [2.0, 4.0]",
+        "Log-probability and entropy: verl: 15x [15.0, 15.0]",
+    ]
+    assert file.stat().st_size < picture.MOST_BYTES
 
 
 def test_a_run_that_was_not_quiet_says_so_in_its_title() -> None:

@@ -1,7 +1,7 @@
-"""Writes docs/performance.md from the results in benchmarks/results/.
+"""Writes docs/performance.md and its picture from the results in benchmarks/results/.
 
     python tools/performance.py            # after a benchmark run whose result was committed
-    python tools/performance.py --check    # checks that the page matches the results; writes nothing
+    python tools/performance.py --check    # checks that both match the results; writes nothing
 
 No number of the page is typed by hand: tests/test_pages.py runs the check.
 """
@@ -11,25 +11,44 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from performance_picture import MOST_BYTES, draw, words, words_in
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
+PICTURE = PAGE.with_suffix(".png")
 
-HEAD = """# Performance
-
+TITLE = """# Performance
+"""
+NEVER_QUIET = """
+**No run below had a quiet machine.** Its ratios are of times taken one right after the other; its times are too long.
+"""
+HEAD = """
 What the library costs, and what it is compared with. `tools/performance.py` writes this page from the results of whole
 benchmark runs in [`benchmarks/results`](../benchmarks/results); no number on it is typed.
 
-How to read the tables: each row is one contest. All contenders are held in one run and take turns, round by round; a
-time is the median over the rounds, a ratio is the median of the rounds' ratios. A peer is called as its users call it,
-and is checked to compute the same. "TRL" is TRL's own torch functions on the `[B, T, V]` logits that its users have. A
-target is written down before the run; where it was missed, the notes below the table say what was measured to be the
-bottleneck.
+![how many times as fast the ops are as what is run today, op by op]({picture})
 
-To measure on your machine: `make bench` (ten minutes), on a GPU `make gpu`.
+How to read the tables: each row is one contest. All contenders are held in one run and take turns, round by round; a
+time is the median over the rounds, a ratio is the median of the rounds' ratios. Behind a ratio stands the interval in
+which the median lies with 95 % confidence, from six rounds or more. A contender that takes very long is timed once; the
+interval then allows for an error of 15 % in that time. A peer is called as its users call it, and is checked to compute
+the same. "TRL" is TRL's own torch functions on the `[B, T, V]` logits that its users have. "AVX2 alone" is this machine
+without its better instructions, in the library, in torch and in torch.compile.
+
+A target is written down before the run. It is met or missed if the whole interval is on one side of it, and undecided
+otherwise; the notes below the table say what was measured to be the bottleneck.
+
+On a CPU two short probes, of reading memory and of a product of matrices, run before, between and after all rounds.
+The level of a probe is the rate that a tenth of them reach. Where one is more than 15 % below it, the round is made
+again, within bounds. A run is quiet if at most a tenth of the rounds that count is disturbed nevertheless; else its
+heading says so. On a GPU there is no such probe.
+
+To measure on your machine: `make bench` (some fifteen minutes), on a GPU `make gpu`.
 """
 NO_GPU = """
 ## GPUs
@@ -43,19 +62,26 @@ targets.
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where the page is another")
-    text = page()
-    if parser.parse_args().check:
-        if PAGE.read_text(encoding="utf-8") != text:
-            print("docs/performance.md is not what benchmarks/results say: run python tools/performance.py")
-            return 1
-        return 0
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
-
-
-def page() -> str:
+    check = parser.parse_args().check
     runs = newest()
-    parts = [HEAD, *(section(path, run) for path, run in runs)]
+    shown = next(run for _, run in reversed(runs) if run["device"] == "cpu")
+    heading = f"{heading_of(shown)}\nSIMD {shown['build_info']['simd']}; dark bars are 95 % intervals"
+    if not check:
+        PAGE.write_text(page(runs), encoding="utf-8")
+        draw(PICTURE, heading, shown)
+    wrong = [
+        *([PAGE] if PAGE.read_text(encoding="utf-8") != page(runs) else []),
+        *([PICTURE] if words_in(PICTURE) != words(heading, shown) or PICTURE.stat().st_size > MOST_BYTES else []),
+    ]
+    for file in wrong:
+        print(f"{file.relative_to(ROOT)} is not what benchmarks/results say: run python tools/performance.py")
+    return int(bool(wrong))
+
+
+def page(runs: list[tuple[Path, dict[str, Any]]]) -> str:
+    quiet = [run["quiet"] is None or run["quiet"]["quiet"] for _, run in runs]
+    head = HEAD.format(picture=PICTURE.name)
+    parts = [TITLE, *([] if any(quiet) else [NEVER_QUIET]), head, *(section(path, run) for path, run in runs)]
     if all(run["device"] == "cpu" for _, run in runs):
         parts.append(NO_GPU)
     return "".join(parts)
@@ -72,18 +98,24 @@ def newest() -> list[tuple[Path, dict[str, Any]]]:
 
 def section(path: Path, run: dict[str, Any]) -> str:
     judged = [row for row in run["targets"] if row["bound"]]
-    met = sum(row["outcome"] == "met" for row in judged)
+    outcomes = Counter(row["outcome"] for row in judged)
+    told = ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in outcomes)
     others = [row for row in run["targets"] if not row["bound"]]
     parts = [
-        f"\n## {name_of(run)}, {run['date']}\n",
-        f"{circumstances(run)} {met} of {len(judged)} targets are met.\n",
+        f"\n## {heading_of(run)}\n",
+        f"{circumstances(run)} Of {len(judged)} targets: {told}.\n",
         table(("what", "ours", "against", "ratio", "target"), [judged_cells(row) for row in judged]),
         notes(path),
         "Measured in the same run, without a target:\n",
         table(("what", "ours", "against", "ratio"), [cells(row) for row in others]),
-        f"Every contender, with spreads and rounds: [`{path.stem}.md`](../benchmarks/results/{path.stem}.md).\n",
+        f"Every contender, with intervals and rounds: [`{path.stem}.md`](../benchmarks/results/{path.stem}.md).\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def heading_of(run: dict[str, Any]) -> str:
+    noisy = run["quiet"] and not run["quiet"]["quiet"]
+    return f"{name_of(run)}, {run['date']}{', not quiet' if noisy else ''}"
 
 
 def name_of(run: dict[str, Any]) -> str:
@@ -93,7 +125,8 @@ def name_of(run: dict[str, Any]) -> str:
 def circumstances(run: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
     speed = " and ".join(f"{rate:.1f} GB/s ({what})" for what, rate in run["gigabytes_per_second"].items())
-    return f"{versions}; commit {run['commit']}; memory at {speed}."
+    quiet = f" {run['quiet']['said']}" if run["quiet"] else ""
+    return f"{versions}; commit {run['commit']}; SIMD {run['build_info']['simd']}; memory at {speed}.{quiet}"
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,178 @@
+"""The picture of docs/performance.md: how many times as fast ours is as what is run today, op by op."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FORWARD, BACKWARD = "logprob_entropy forward", "logprob_entropy backward, both gradients"
+MASKED = "linear_logprob_entropy forward + backward, with a sampling mask"
+HEAD = "linear_logprob_entropy forward + backward, 10% of the tokens, narrow, bf16"
+TOKENS, ROLLOUTS = "topk_mask of a batch, 10%", "max_variance_select, groups"
+
+# Groups of rows, each with its name in the picture, and the contest and contender by their names in the results. What a
+# run does not have is left out.
+SHOWN: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
+    (
+        "Log-probability and entropy",
+        (
+            ("TRL", FORWARD, "TRL"),
+            ("verl", FORWARD, "verl"),
+            ("torch.compile", FORWARD, "torch.compile"),
+            ("the same, AVX2 alone", f"{FORWARD}, AVX2 alone", "torch.compile"),
+            ("backward: TRL", BACKWARD, "TRL"),
+            ("backward: torch.compile", BACKWARD, "torch.compile"),
+        ),
+    ),
+    (
+        "With a sampling mask",
+        (
+            ("-inf, as slime", f"{FORWARD}, with a sampling mask", "-inf, then the dense op"),
+            ("gather, as prime-rl", f"{FORWARD}, with a sampling mask", "gather in PyTorch"),
+            ("LM head: as SkyRL", MASKED, "kept columns in PyTorch, padded"),
+        ),
+    ),
+    (
+        "LM head and its backward, 10 % of the tokens",
+        (("PyTorch", HEAD, "PyTorch"),),
+    ),
+    (
+        "The top 10 % of the tokens",
+        (
+            ("topk + scatter", TOKENS, "topk + scatter"),
+            ("quantile, as TRL", TOKENS, "quantile"),
+            ("from logits: TRL", "select_tokens_from_logits", "TRL"),
+            ("two ranks: gather first", "select_tokens on 2 ranks", "gather, then select"),
+            ("their indices: nonzero", "compact, one position in ten", "nonzero"),
+        ),
+    ),
+    (
+        "The rollouts of most variance",
+        (
+            ("PyTorch", ROLLOUTS, "vectorised PyTorch"),
+            ("loop, as PODS", ROLLOUTS, "PODS's loop"),
+            ("two ranks: gather first", "select_rollouts on 2 ranks", "gather, then select"),
+        ),
+    ),
+    (
+        "Advantages of groups",
+        (("TRL", "group_advantages", "TRL"), ("loop, as verl", "group_advantages", "verl's loop")),
+    ),
+    (
+        "Importance ratios and their gradient; ESPO",
+        (
+            ("of tokens: verl", "importance_ratio with its gradient, token", "verl's formula"),
+            ("of sequences: verl", "importance_ratio with its gradient, sequence", "verl's formula"),
+            ("groups: nanquantile", "entropy_groups", "nanquantile"),
+            ("clip ranges: PyTorch", "adaptive_clip", "plain PyTorch"),
+        ),
+    ),
+    (
+        "Update in TRL, half of the rollouts,\n10 % of their tokens",
+        (("GRPOTrainer, all", "TRL's update, half of the rollouts and 10% of their tokens", "GRPOTrainer"),),
+    ),
+)
+TITLE = "Times as fast as what is run today"
+INK, PALE, OURS = "#222222", "#8fc9a4", "#1b7837"
+WIDTH = 7.5  # inches: 900 pixels
+ROW, BETWEEN = 0.34, 0.5
+MOST_BYTES = 120_000
+
+
+class Row(NamedTuple):
+    label: str
+    value: float
+    interval: tuple[float, float] | None
+
+
+Groups = list[tuple[str, list[Row]]]
+
+
+def groups_of(run: dict[str, Any]) -> Groups:
+    contests = run["contests"]
+    groups = []
+    for group, rows in SHOWN:
+        found = [
+            Row(label, **contests[contest][peer]["times_ours"])
+            for label, contest, peer in rows
+            if peer in contests.get(contest, {})
+        ]
+        groups += [(group, found)] if found else []
+    return groups
+
+
+def words(heading: str, run: dict[str, Any]) -> str:
+    """What the picture shows, as a text that is kept in its file: pixels change with matplotlib's releases."""
+    lines = [TITLE, heading]
+    for group, rows in groups_of(run):
+        lines += [f"{' '.join(group.split())}: {row.label}: {times(row.value)} {row.interval}" for row in rows]
+    return "\n".join(lines)
+
+
+def times(value: float) -> str:
+    return f"{value:.0f}x" if value >= 10 else f"{value:.2g}x"
+
+
+def words_in(picture: Path) -> str | None:
+    """The text kept in a PNG file, read without a library for pictures; None without a file or a text."""
+    if not picture.exists():
+        return None
+    content, place = picture.read_bytes(), 8  # behind the signature
+    while place < len(content):
+        length, kind = struct.unpack_from(">I4s", content, place)
+        key, _, text = content[place + 8 : place + 8 + length].partition(b"\0")
+        if (kind, key) == (b"tEXt", b"Description"):
+            return text.decode("latin-1")
+        place += length + 12
+    return None
+
+
+def draw(path: Path, heading: str, run: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure  # neither is needed to check the picture
+    from methods.style import save
+
+    groups = groups_of(run)
+    height = 1.8 + ROW * sum(len(group.splitlines()) + len(rows) + BETWEEN for group, rows in groups)
+    figure = Figure(figsize=(WIDTH, height), facecolor="white")
+    figure.text(0.02, 1 - 0.12 / height, TITLE, size=22, weight="bold", color=INK, va="top")
+    figure.text(0.02, 1 - 0.58 / height, heading, size=14, color=INK, va="top")
+    axes = figure.add_axes((0.41, 0.42 / height, 0.45, 1 - 1.6 / height), facecolor="white")
+    style(axes, groups)
+    place = 0.0
+    for group, rows in groups:
+        axes.text(-0.86, place, group, va="top", backgroundcolor="white", **beside(axes, "bold", "left"))
+        place += len(group.splitlines())
+        for row in rows:
+            draw_row(axes, place + 0.5, row)
+            place += 1
+        place += BETWEEN
+    axes.set_ylim(place, 0)
+    save(figure, path, words(heading, run))
+
+
+def style(axes: Any, groups: Groups) -> None:
+    values = [end for _, rows in groups for row in rows for end in (row.value, *(row.interval or ()))]
+    axes.set_xscale("log")
+    axes.set_xlim(0.9 * min(0.9, *values), 1.15 * max(values))
+    ticks = [tick for tick in (0.01, 0.1, 1, 10, 100, 1000) if min(0.9, *values) < tick < max(values)]
+    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], size=15, color=INK)
+    axes.set_xticks([], minor=True)
+    axes.set_yticks([])
+    axes.grid(axis="x", color="#dddddd")
+    axes.set_axisbelow(True)
+    axes.axvline(1, color=INK, linewidth=2)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def draw_row(axes: Any, centre: float, row: Row) -> None:
+    axes.plot(row.value, centre, "o", color=PALE, markersize=13, clip_on=False)
+    axes.plot(row.interval or (row.value,) * 2, (centre, centre), color=OURS, linewidth=4, solid_capstyle="butt")
+    axes.text(-0.03, centre, row.label, va="center", **beside(axes, "normal", "right"))
+    axes.text(1.03, centre, times(row.value), va="center", **beside(axes, "bold", "left"))
+
+
+def beside(axes: Any, weight: str, align: str) -> dict[str, Any]:
+    """Text whose place is in shares of the axes' width, and in rows."""
+    return {"transform": axes.get_yaxis_transform(), "size": 15, "weight": weight, "ha": align, "color": INK}
