@@ -62,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "simd: run again for each SIMD level by test_simd_levels.py")
     config.addinivalue_line("markers", "slow(shows): runs in `make test-all` alone; says what only this test can show")
     config.addinivalue_line("markers", "slow_elsewhere(shows): likewise, but for the kernels of the CPU and of a GPU")
+    if not hasattr(config, "workerinput"):  # of pytest-xdist
+        config.pluginmanager.register(Layers(config))
 
 
 # ---- the two layers --------------------------------------------------------------------------------------------------
@@ -151,6 +153,20 @@ def is_left(item: pytest.Item) -> bool:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     node.config.stash[LEFT] = node.workeroutput.get("left", 0)  # every worker collects all
+
+
+class Layers:
+    """Says when a suite in a child process has passed, since it is one dot here and takes as long as hundreds."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        for name, passed in report.user_properties if report.when == "call" and terminal else ():
+            if name == "layer":
+                terminal.ensure_newline()
+                terminal.write_line(str(passed))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

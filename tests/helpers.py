@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, chain, repeat
@@ -52,6 +53,12 @@ def slow(*values: Any, shows: str) -> Any:
 def slow_elsewhere(*values: Any, shows: str) -> Any:
     """As `slow`, but only where kernels are emulated or written in Python and the parameter takes long."""
     return pytest.param(*values, marks=pytest.mark.slow_elsewhere(shows))
+
+
+def layer(what: str, printed: str) -> tuple[str, str]:
+    """For `record_property`: a suite that has passed in a child process, by what pytest printed there."""
+    (passed,) = re.findall(r"(\d+) passed", printed)
+    return "layer", f"{what}: {int(passed):,} tests passed"
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ import secrets
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import EVERYTHING, build_folder, ratio_results, slow
+from helpers import EVERYTHING, build_folder, layer, ratio_results, slow
 
 import d3s_kernels
 
@@ -81,8 +82,8 @@ def child_environment(*folders: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
-def run_pytest(*arguments: str, **environment: str) -> None:
-    """Runs pytest in a child process, where a plugin or the environment replaces the CPU kernels."""
+def run_pytest(*arguments: str, **environment: str) -> str:
+    """Runs pytest in a child process, in which other kernels replace the CPU's. Returns its output."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore"]
     done = subprocess.run(
         [*command, *arguments],
@@ -94,10 +95,13 @@ def run_pytest(*arguments: str, **environment: str) -> None:
     )
     print(done.stdout[-300:])
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    return done.stdout
 
 
-def run_emulated(library: Path, *arguments: str, **environment: str) -> None:
-    run_pytest("-p", "emulated_cuda", *arguments, D3S_EMULATED_LIBRARY=str(library / "_emulated.so"), **environment)
+def run_emulated(library: Path, *arguments: str, **environment: str) -> str:
+    return run_pytest(
+        "-p", "emulated_cuda", *arguments, D3S_EMULATED_LIBRARY=str(library / "_emulated.so"), **environment
+    )
 
 
 # With fibres in place of threads, an example takes a hundred times as long as on the CPU kernels.
@@ -105,16 +109,19 @@ EXAMPLES = os.environ.get("D3S_TEST_EXAMPLES", "60" if EVERYTHING else "3")
 
 
 @pytest.mark.parametrize("suite", RUNS, ids=lambda suite: suite[0])
-def test_the_tests_of_the_ops(suite: tuple[str, ...], plain: Path) -> None:
+def test_the_tests_of_the_ops(suite: tuple[str, ...], plain: Path, record_property: Callable) -> None:
     seed = str(secrets.randbits(31))
     print(f"D3S_SHIM_SEED={seed} runs the threads in the same order again")
     files = [str(TESTS / name) for name in suite if EVERYTHING or name not in (*ABOVE_THE_KERNELS, *LEFT_OUT)]
-    run_emulated(plain, *files, D3S_KERNELS_CHECK="1", D3S_SHIM_SEED=seed, D3S_TEST_EXAMPLES=EXAMPLES)
+    printed = run_emulated(plain, *files, D3S_KERNELS_CHECK="1", D3S_SHIM_SEED=seed, D3S_TEST_EXAMPLES=EXAMPLES)
+    record_property(*layer("the ops on the CUDA kernels, emulated", printed))
 
 
-def test_what_only_the_cuda_kernels_have(plain: Path, tmp_path: Path) -> None:
+def test_what_only_the_cuda_kernels_have(plain: Path, tmp_path: Path, record_property: Callable) -> None:
     torch.save(ratio_results(), tmp_path / "ratios.pt")  # of the CPU's kernels, for a test of equal bits
-    run_emulated(plain, str(TESTS / "cuda_shim" / "kernels.py"), D3S_RATIOS_OF_CPU=str(tmp_path / "ratios.pt"))
+    kernels = str(TESTS / "cuda_shim" / "kernels.py")
+    printed = run_emulated(plain, kernels, D3S_RATIOS_OF_CPU=str(tmp_path / "ratios.pt"))
+    record_property(*layer("what only the CUDA kernels have, emulated", printed))
 
 
 @pytest.mark.slow("that no kernel reads or writes out of bounds; `make sanitize` runs it too")

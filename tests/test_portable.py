@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 
 import pytest
-from helpers import EVERYTHING
+from helpers import EVERYTHING, layer
 from test_cuda_emulated import ABOVE_THE_KERNELS, LEFT_OUT, RUNS, TESTS, run_pytest
 
 
 @pytest.mark.parametrize("suite", RUNS, ids=lambda suite: suite[0])
-def test_on_plain_pytorch(suite: tuple[str, ...]) -> None:
+def test_on_plain_pytorch(suite: tuple[str, ...], record_property: Callable) -> None:
     left_out = ABOVE_THE_KERNELS if EVERYTHING else (*ABOVE_THE_KERNELS, *LEFT_OUT)
     files = [str(TESTS / name) for name in suite if name not in left_out]
-    run_pytest(
+    printed = run_pytest(
         *files,
         D3S_KERNELS_BACKEND="torch",
         D3S_TEST_EXAMPLES=os.environ.get("D3S_TEST_EXAMPLES", "10" if EVERYTHING else "3"),
     )
+    record_property(*layer("the ops in plain PyTorch", printed))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_in_the_interpreter_of_triton() -> None:
+def test_in_the_interpreter_of_triton(record_property: Callable) -> None:
     """Runs tests with small shapes, because the interpreter takes milliseconds for each program."""
-    run_pytest(str(TESTS / "triton_interpreted.py"), D3S_KERNELS_BACKEND="triton", TRITON_INTERPRET="1")
+    printed = run_pytest(str(TESTS / "triton_interpreted.py"), D3S_KERNELS_BACKEND="triton", TRITON_INTERPRET="1")
+    record_property(*layer("the ops in Triton's interpreter", printed))

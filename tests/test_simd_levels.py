@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import layer
 
 from d3s_kernels import build_info
 
@@ -14,7 +16,7 @@ import sys, d3s_kernels, pytest
 level = sys.argv[1]
 if d3s_kernels.build_info()["simd"] != level:
     sys.exit(77)  # this machine lacks it
-sys.exit(pytest.main(["-q", "-m", "simd", "-p", "no:cacheprovider", *sys.argv[2:]]))
+sys.exit(pytest.main(["-m", "simd", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
 
 
@@ -26,10 +28,9 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize("level", build_info()["simd_levels"])
-def test_accuracy(level: str) -> None:
-    if level == build_info()["simd"]:
-        pytest.skip("every other test runs at this level")
+# Every other test runs at this machine's best level.
+@pytest.mark.parametrize("level", [level for level in build_info()["simd_levels"] if level != build_info()["simd"]])
+def test_accuracy(level: str, record_property: Callable) -> None:
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, level, *FILES],
         env={"D3S_TEST_EXAMPLES": "5", **os.environ, "D3S_KERNELS_SIMD": level},
@@ -39,3 +40,4 @@ def test_accuracy(level: str) -> None:
     if run.returncode == 77:
         pytest.skip(f"this machine has no {level}")
     assert run.returncode == 0, run.stdout + run.stderr
+    record_property(*layer(f"the CPU's loops for {level}", run.stdout))
