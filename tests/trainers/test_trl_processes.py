@@ -41,7 +41,9 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """The number of processes, the options, each process's outcome, and what each has after training."""
     ranks, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    # By number, because not every container knows a name of its own or `localhost`, which --standalone relies on.
+    here = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *here, f"--nproc_per_node={ranks}"]
     own = options | {"per_device_train_batch_size": PER_RANK[ranks]}
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
