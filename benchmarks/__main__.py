@@ -101,8 +101,8 @@ def run_pytest(
         command += ["--short"] if options.short else []
         command += ["-k", options.only] if options.only else []
         command += [f"--seconds={options.seconds}"] if options.seconds else []
-        if environment:  # torch.compile would take code from its cache that was made for other instructions, and crash
-            environment = environment | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled"}
+        # Code that torch.compile made for other instructions, and finds in its cache, would crash.
+        environment = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled", **environment}
         done = subprocess.run(command, cwd=HERE.parent, env=os.environ | environment, check=False)
         return (timing.read(results) if results.exists() else {}), done.returncode
 

@@ -11,6 +11,7 @@ from .cuda_clock import CallerClock, CudaClock
 from .harness import Contest
 from .quiet import Probe, Watch
 from .sizes import Sizes, sizes_for
+from .targets import TARGETS
 
 START = monotonic()
 
@@ -52,4 +53,5 @@ def contest(
     limit = request.config.getoption("--seconds")
     if limit and monotonic() - START > limit:
         pytest.skip(f"the run has had its {limit:.0f} seconds")
-    return Contest(benchmark, sizes, *both_clocks, watch)
+    judged = {target.contest for target in TARGETS[inputs.device.type] if target.bound}
+    return Contest(benchmark, sizes, *both_clocks, watch, judged)
