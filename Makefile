@@ -71,7 +71,11 @@ $(EXTRAS:%=$(VENV)/.with-%) $(VENV)/.with-workflows: pyproject.toml
 	$(STAGE) 'packages of $(@:$(VENV)/.with-%=%)' $(PIP) -r $@.txt
 	@mv $@.txt $@
 
-setup: library $(VENV)/.with-test  ## build the library and install what the tests need, in .venv
+# Both workers of the tests would compile the same modules at the same time.
+$(VENV)/.bytecode: $(VENV)/.library $(VENV)/.with-test
+	$(STAGE) 'bytecode of what the tests import' sh -c '$(BIN)/python -m pytest --collect-only -qq tests/trainers > $@'
+
+setup: $(VENV)/.bytecode  ## build the library and install what the tests need, in .venv
 
 # Two workers share the tests; tests/conftest.py says how. PYTEST_ARGS adds options, such as -x.
 WORKERS ?= 2
