@@ -371,7 +371,7 @@ def fake_toolkit(tmp_path: Path) -> Path:
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     nvcc.chmod(0o755)
-    return nvcc.parents[2]
+    return nvcc.parents[1]
 
 
 def refused(cuda: str, **environment: str) -> str:
