@@ -27,7 +27,7 @@ class Sizes:
     # A contest has at least this many rounds, and more until this many seconds have passed. Six is the least from which
     # the median has an interval (judging.py).
     rounds: int = 6
-    seconds: float = 8.0
+    seconds: float = 5.0
 
 
 FULL = Sizes()
