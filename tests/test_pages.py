@@ -14,6 +14,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "benchmarks").rglob("*.md"))
+RESULTS_AS_DATA = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 AT_THE_TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES = [*AT_THE_TOP, *sorted((ROOT / "docs").glob("*.md")), *RESULTS]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -60,6 +61,8 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_performance_is_what_the_results_say() -> None:
+    if not all("quiet" in json.loads(path.read_text(encoding="utf-8")) for path in RESULTS_AS_DATA):
+        pytest.skip("the page was written from a result that says nothing of quiet: run the benchmarks")
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "performance.py", "--check"], capture_output=True, text=True
     )
