@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 
 # Without a GPU, torch's CPU build in exactly this version. It is installed before all packages that depend on torch,
 # because pip would otherwise download several GB of CUDA libraries. With a GPU, the newest torch.
-TORCH ?= $(shell command -v nvidia-smi > /dev/null && echo 'torch>=2.11' || echo 'torch==2.13.0')
+HAS_GPU := $(shell command -v nvidia-smi)
+TORCH ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
 TORCH_INDEX ?=
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
@@ -26,13 +27,16 @@ PIP := $(BIN)/pip install --no-compile $(QUIET)
 STAGE := @sh tools/stage.sh
 
 # Without a GPU the CUDA kernels are not built: their source runs emulated in the tests. AUTO builds them where there is
-# nvcc, ON demands it.
-HAS_GPU := $(shell command -v nvidia-smi)
+# nvcc, ON demands it. They are compiled for the GPUs that are here (90-real for 9.0), and without one for an H100.
 D3S_CUDA ?= $(if $(HAS_GPU),AUTO,OFF)
-CUDA_ARCHITECTURES ?= $(if $(HAS_GPU),native)
+CAPABILITIES := $(if $(HAS_GPU),$(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader)),9.0)
+SEMICOLON := ;
+CUDA_ARCHITECTURES ?= $(subst $() ,$(SEMICOLON),$(patsubst %,%-real,$(subst .,,$(CAPABILITIES))))
 SETTING := --config-settings cmake.define
 BUILD_OPTIONS = $(SETTING).D3S_CUDA=$(D3S_CUDA) \
   $(if $(CUDA_ARCHITECTURES),$(SETTING).CMAKE_CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)')
+# Against the installed torch: build isolation would download another one.
+INSTALL := $(BIN)/pip install -q --no-build-isolation --no-deps -e .
 
 .DEFAULT_GOAL := help
 .PHONY: help setup library test test-in-bounds test-all test-binaries test-demo test-trl test-verl test-oldest \
@@ -54,9 +58,8 @@ $(VENV)/.tools: $(VENV)/.torch
 	$(STAGE) 'build tools' $(PIP) 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.26' ninja
 	@touch $@
 
-# Built against the installed torch: build isolation would download another one.
 $(VENV)/.library: $(VENV)/.tools $(SOURCES)
-	$(STAGE) 'd3s_kernels, compiled' $(BIN)/pip install -q --no-build-isolation --no-deps $(BUILD_OPTIONS) -e .
+	$(STAGE) 'd3s_kernels, compiled' $(INSTALL) $(BUILD_OPTIONS)
 	@touch $@
 
 library: $(VENV)/.library
@@ -71,10 +74,11 @@ $(EXTRAS:%=$(VENV)/.with-%) $(VENV)/.with-workflows: pyproject.toml
 	$(STAGE) 'packages of $(@:$(VENV)/.with-%=%)' $(PIP) -r $@.txt
 	@mv $@.txt $@
 
-# Both workers of the tests would compile the same modules at the same time.
+# Both workers of the tests would compile the same modules at the same time. Without TRL pytest finds no test here, which
+# is its exit status 5.
 $(VENV)/.bytecode: $(VENV)/.library $(VENV)/.with-test
 	$(STAGE) 'bytecode of what the tests import' sh -c \
-	  '$(BIN)/python -m pytest --collect-only -qq tests/trainers > $@ || test $$? = 5  # without TRL there are none'
+	  '$(BIN)/python -m pytest --collect-only -qq tests/trainers > $@ || test $$? = 5'
 
 setup: $(VENV)/.bytecode  ## build the library and install what the tests need, in .venv
 
@@ -97,10 +101,9 @@ test-in-bounds:  ## set-up and make test; fails if they take far more CPU-second
 	$(PYTHON) tools/cpu_seconds.py $(SETUP_BOUND) $(MAKE) --no-print-directory setup
 	$(PYTHON) tools/cpu_seconds.py $(TEST_BOUND) $(MAKE) --no-print-directory test
 
-# Machine code for an H100, which the tests read, is built where there is nvcc.
+test-binaries: D3S_CUDA = AUTO
 test-binaries: $(VENV)/.library $(VENV)/.with-test+binaries  ## the machine code of the kernels, and a wheel
-	$(STAGE) 'CUDA kernels, compiled where there is nvcc' $(BIN)/pip install -q --no-build-isolation --no-deps \
-	  $(SETTING).D3S_CUDA=AUTO $(SETTING).CMAKE_CUDA_ARCHITECTURES=90-real -e .
+	$(STAGE) 'CUDA kernels, compiled where there is nvcc' $(INSTALL) $(BUILD_OPTIONS)
 	$(BIN)/python $(PYTEST) tests/binaries
 
 test-demo: setup $(VENV)/.with-demo  ## the demo, the experiment and the pictures of the methods, at full strength
