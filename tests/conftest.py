@@ -130,9 +130,9 @@ def place(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left = [item for item in items if is_left(item)]
+    left = {item for item in items if is_left(item)}
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in set(left)]
+    items[:] = [item for item in items if item not in left]
     config.stash[LEFT] = len(left)
     if hasattr(config, "workerinput"):  # of pytest-xdist
         items.sort(key=place)

@@ -6,7 +6,7 @@
 CPU-seconds are user and system time of the command and its children; unlike wall time, they hardly depend on what else
 runs. Machines differ in speed by two, so a fixed piece of work is timed before and after the command, and the figure is
 converted to seconds of the machine on which the bounds were set. More than ``SLACK`` times the bound is a failure: the
-rest of the differences between machines lies well within that.
+slack is for what the piece of work does not show of a machine.
 """
 
 from __future__ import annotations
