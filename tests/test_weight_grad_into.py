@@ -157,6 +157,7 @@ def test_what_is_refused(into: object, error: type[Exception], said: str) -> Non
         linear_logprob_entropy(head.hidden, head.weight, torch.arange(5), weight_grad_into=into)
 
 
+@pytest.mark.slow_elsewhere("nothing more: what refuses is above the kernels")
 def test_a_compiled_loss_is_refused() -> None:
     head, into = random_head(5).requiring_grad(), torch.zeros(300, 16)
 

@@ -64,8 +64,10 @@ class _Call(NamedTuple):
 
 def called(function: Callable[..., Any], arguments: dict[str, Any]) -> _Call:
     devices = {part.device for part in arguments.values() if isinstance(part, Tensor) and part.is_cuda}
+    # torch.manual_seed would format the stack once for each kind of device that is not there.
+    seed = torch.manual_seed if devices else torch.default_generator.manual_seed
     with torch.random.fork_rng(devices), torch.enable_grad():
-        torch.manual_seed(_SEED)
+        seed(_SEED)
         results = function(**arguments)
     if results is None or isinstance(results, Tensor):
         results = () if results is None else (results,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import tempfile
@@ -13,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
+from accelerate.utils import imports
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -27,7 +29,8 @@ from d3s_kernels.integrations.trl.head import d3s_head
 from d3s_kernels.integrations.trl.sets import SETS
 
 atexit.register(gc.unfreeze)
-gc.freeze()  # each training run collects garbage: a third of a second if it looks through all that was imported
+# Accelerate looks for the same packages on the disk in every step.
+imports._is_package_available = functools.cache(imports._is_package_available)
 
 VOCABULARY, PAD, EOS = 61, 0, 1
 GROUP = 8
@@ -96,6 +99,8 @@ def trainer(kind: type[GRPOTrainer] = D3STrainer, policy: Any = None, **changed:
         processing_class=tokenizer(),
         **options,
     )
+    # A training run collects garbage: a third of a second if that goes through all that was made before.
+    gc.freeze()
     made.model.train()
     made.state.max_steps = made.args.max_steps
     made.current_gradient_accumulation_steps = made.args.gradient_accumulation_steps
