@@ -54,6 +54,10 @@ def examine(device: torch.device) -> Iterator[Examined]:
         yield Examined(backend, backend in serving, error, ops)
 
 
+def _half_products() -> list[str]:
+    return [str(dtype).removeprefix("torch.") for dtype in backends.half_products()]
+
+
 # ---- as text --------------------------------------------------------------------------------------------------------
 
 
@@ -62,6 +66,7 @@ def print_report(build: dict[str, Any]) -> bool:
     print(f"torch {torch.__version__}")
     for name, value in build.items():
         print(f"{name.replace('_', ' ')}: {value}")
+    print(f"matrix products in half precision on the CPU: {', '.join(_half_products()) or 'none'}; others in float32")
     print(f"D3S_KERNELS_BACKEND: {backends.forced_backend or 'not set'}")
     for backend in backends.BACKENDS:
         print(f"{backend}: {backends.why_not(backend) or 'there'}")
@@ -117,6 +122,7 @@ def report(build: dict[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "build": build,
+        "cpu_half_products": _half_products(),
         "forced_backend": backends.forced_backend,
         "why_not": {backend: backends.why_not(backend) for backend in backends.BACKENDS},
         "devices": [

@@ -53,6 +53,7 @@ CASES = {
     "tiles of rows too, trained": Case(600),
     "tiles of rows too, added": Case(600, into=True),
     "tiles of rows too, trained, bfloat16": Case(300, torch.bfloat16),
+    "slabs of tokens, trained, float16": Case(200, torch.float16),
     "few kept tokens": Case(600, into=True, kept=10),
     "many kept tokens": Case(600, into=True, kept=1000),
     "few kept tokens, bfloat16": Case(2000, torch.bfloat16, into=True, kept=10),

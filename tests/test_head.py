@@ -29,8 +29,11 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
+from d3s_kernels._dispatch import backends
+from d3s_kernels._head import products
 from d3s_kernels._table import allowed
 
 
@@ -193,6 +196,29 @@ def test_logits_may_be_rounded(logits_dtype: torch.dtype) -> None:
     actual = head(linear_logprob_entropy, labels, logits_dtype=logits_dtype)
     assert_logprob(actual[0], expected[0])
     assert_entropy(actual[1], expected[1])
+
+
+class NoHalfProducts(TorchDispatchMode):
+    """Refuses matrix products in half precision."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            assert not {part.dtype for part in args if isinstance(part, Tensor)} & {torch.bfloat16, torch.float16}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow_elsewhere("the same products of torch")
+@pytest.mark.parametrize("float32_logits", [True, False])
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_cpu_without_dot_products_of_half_precision(
+    dtype: torch.dtype, float32_logits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No product is left to torch's loops for such CPUs, which take ten times as long. Here over several pieces."""
+    monkeypatch.setattr(backends, "half_products", lambda: ())
+    monkeypatch.setattr(products, "_WIDE_BYTES", 4 * 16 * 70)
+    options = {} if float32_logits else {"logits_dtype": dtype}  # which have exactly the logits of this head
+    with NoHalfProducts():
+        check(whole_number_head(40, dtype=dtype), random_labels(40, vocabulary=300), workspace_bytes=36_000, **options)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -149,6 +149,7 @@ class _AsOnGpu(ExitStack):
         self.enter_context(mock.patch.dict(tiles.SIZES, cpu=GPU))
         self.enter_context(mock.patch.dict(backends.SLICES, cpu=backends.GPU_SLICE))
         self.enter_context(mock.patch.object(products, "widens", _returns(True)))
+        self.enter_context(mock.patch.object(products, "multiplies", _returns(True)))
         self.enter_context(mock.patch.object(products, "_sums_apart", _returns(False)))
         self.enter_context(mock.patch.object(problem, "_check_labels", _returns(None)))
         self.enter_context(FakeTensorMode())

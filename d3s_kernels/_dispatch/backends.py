@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .. import _torch
+from .._build import build_info
 from .libraries import why_not_cuda
 
 _Kernel = Callable[..., Any]
@@ -63,6 +64,17 @@ def _kernels(backend: str) -> Mapping[str, _Kernel]:
         kernels: Mapping[str, _Kernel] = importlib.import_module("d3s_kernels._triton").KERNELS
         return kernels
     return _torch.KERNELS
+
+
+# ---- what a CPU multiplies ------------------------------------------------------------------------------------------
+
+
+@cache
+def half_products() -> tuple[torch.dtype, ...]:
+    """The dtypes of half precision of which this CPU has a dot product that torch uses; none below avx512_bf16."""
+    if build_info()["simd"] != "avx512_bf16":
+        return ()
+    return torch.bfloat16, *((torch.float16,) if torch.ops.mkldnn._is_mkldnn_fp16_supported() else ())
 
 
 # ---- which back-end serves an op ------------------------------------------------------------------------------------

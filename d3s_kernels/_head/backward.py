@@ -239,11 +239,9 @@ def _sum_over_tiles(
 
 
 def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: slice, room: Tensor) -> Tensor:
-    """The gradient of a tile's logits in the dtype of the weight, written over them. Narrower than they are, it lies in
-    the front part of each row.
-    """
+    """The gradient of a tile's logits, written over them. If it is narrower, it lies in the front part of each row."""
     tile, cap = head.logits(rows.hidden, tokens, room), head.softcap
-    gradient = tile.view(head.weight.dtype)[:, : tile.shape[1]]
+    gradient = tile.view(head.gradient_dtype)[:, : tile.shape[1]]
     # The slope of a soft cap takes memory of its own, so the tile is then worked on in strips.
     step = max(1, len(tile) if cap is None else _STRIP // max(1, tile.shape[1]))
     for begin in range(0, len(tile), step):

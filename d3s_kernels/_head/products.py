@@ -1,18 +1,24 @@
-"""Computes logits from hidden states, and the products of the backward. The matrix products are torch's."""
+"""Computes logits from hidden states, and the products of the backward. The matrix products are torch's.
+
+On a CPU that has no dot product of bfloat16 or float16, torch takes over ten times as long for them as for float32. So
+there the matrices are widened to float32, a piece at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from .._dispatch import backends
+
 _op = torch.ops.d3s_kernels
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
-_UPCAST_BYTES = 16 << 20  # of float32 weight at a time, if the device has no product that widens its result
+_WIDE_BYTES = 8 << 20  # of a piece in float32, which then stays in the last-level cache
 # Terms of a sum that one product makes: some BLAS libraries lose digits over more. If there are only a few rows, or for
 # the last few, they add all terms one by one. A gradient is a sum over the vocabulary of terms that mostly cancel.
 _TERMS, _TERMS_OF_FEW_ROWS, _FEW_ROWS = 8192, 1024, 64
@@ -28,22 +34,50 @@ class Head(NamedTuple):
 
     def logits(self, hidden: Tensor, tokens: slice, out: Tensor) -> Tensor:
         weight = self.weight[tokens]
-        if out.dtype == hidden.dtype:
+        if out.dtype == hidden.dtype and multiplies(hidden):
             torch.mm(hidden, weight.t(), out=out)
-        elif widens(hidden):
+        elif out.dtype != hidden.dtype and widens(hidden):
             torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
-        elif hidden.is_cpu and hidden.dtype == torch.bfloat16:
+        elif out.dtype != hidden.dtype and hidden.is_cpu and hidden.dtype == torch.bfloat16:
             _op.wide_product_.default(hidden, weight, out)
         else:
-            wide = hidden.to(out.dtype)
-            step = max(1, _UPCAST_BYTES // (4 * max(1, hidden.shape[1])))
-            for begin in range(0, weight.shape[0], step):
-                torch.mm(wide, weight[begin : begin + step].to(out.dtype).t(), out=out[:, begin : begin + step])
+            wide = hidden.float()
+            for begin, piece in _widened(weight, _rows_of_piece(weight.shape[1])):
+                part = out[:, begin : begin + len(piece)]
+                if part.dtype == torch.float32:
+                    torch.mm(wide, piece.t(), out=part)
+                else:
+                    part.copy_(wide @ piece.t())
         if self.bias is not None:
             out.add_(self.bias[tokens])
         if self.softcap is not None:
             out.div_(self.softcap).tanh_().mul_(self.softcap)
         return out
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype of a tile's gradient: that of the products in which it is a factor."""
+        return self.weight.dtype if multiplies(self.weight) else self.logits_dtype
+
+
+def multiplies(values: Tensor) -> bool:
+    """Whether torch multiplies this dtype on this device without falling far behind float32."""
+    return not values.is_cpu or values.dtype.itemsize > 2 or values.dtype in backends.half_products()
+
+
+def _rows_of_piece(columns: int) -> int:
+    return max(1, _WIDE_BYTES // (4 * max(1, columns)))
+
+
+def _widened(values: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
+    """The first row of each piece of ``step`` rows, and the piece in float32. All pieces lie in the same memory."""
+    if values.dtype == torch.float32:
+        yield from ((begin, values[begin : begin + step]) for begin in range(0, len(values), step))
+        return
+    room = values.new_empty((min(step, len(values)), values.shape[1]), dtype=torch.float32)
+    for begin in range(0, len(values), step):
+        piece = values[begin : begin + step]
+        yield begin, room[: len(piece)].copy_(piece)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -57,6 +91,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
     step = _TERMS_OF_FEW_ROWS if a.shape[0] < _FEW_ROWS else _TERMS
+    if not multiplies(b):
+        _add_wide_product(total, a, b, first, step)
+        return
     if first and total.dtype == a.dtype and a.shape[1] <= step:
         torch.mm(a, b, out=total)
         return
@@ -68,6 +105,19 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             total.addmm_(left, right)
         else:
             total.add_(left @ right)
+
+
+def _add_wide_product(total: Tensor, a: Tensor, b: Tensor, first: bool, step: int) -> None:
+    """The same in float32, a piece of the result at a time."""
+    if total.dtype == torch.float32:  # else each step would round it
+        step = min(step, _rows_of_piece(b.shape[1]))
+    for begin, right in _widened(b, step):
+        for top, left in _widened(a[:, begin : begin + len(right)], _rows_of_piece(max(right.shape))):
+            part = total[top : top + len(left)]
+            if first and begin == 0:
+                part.copy_(left @ right)
+            else:
+                part.add_(left @ right)
 
 
 def _sums_apart(values: Tensor) -> bool:
