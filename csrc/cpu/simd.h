@@ -27,6 +27,7 @@ constexpr int kLanes = 4;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 inline Floats all(float value) { return value - Floats{}; }
 
@@ -105,13 +106,18 @@ struct FloatPair {
 };
 constexpr int64_t kPair = 2 * kLanes;
 
+// Vector by vector: GCC copies a whole pair in smaller parts, through memory, and each part waits for the one before.
 inline FloatPair load_pair(const float* p) {
   FloatPair pair;
-  memcpy(&pair, p, sizeof pair);
+  memcpy(&pair.a, p, sizeof pair.a);
+  memcpy(&pair.b, p + kLanes, sizeof pair.b);
   return pair;
 }
 
-inline void store_pair(float* p, const FloatPair& pair) { memcpy(p, &pair, sizeof pair); }
+inline void store_pair(float* p, const FloatPair& pair) {
+  memcpy(p, &pair.a, sizeof pair.a);
+  memcpy(p + kLanes, &pair.b, sizeof pair.b);
+}
 
 // Even elements are the low halves of the words, odd ones the high halves.
 inline FloatPair load_pair(const bfloat16* p) {
@@ -153,11 +159,16 @@ inline void store_pair(float16* p, const FloatPair& pair) {
   _mm_storeu_si128((__m128i*)(p + kLanes), _mm256_cvtps_ph((__m256)pair.b, _MM_FROUND_TO_NEAREST_INT));
 }
 #else
-inline FloatPair load_pair(const float16* p) {
-  float values[kPair];
-  for (int i = 0; i < kPair; ++i) values[i] = to_float(p[i]);
-  return load_pair(values);
+// As to_float does it.
+inline Floats load_halves(const float16* p) {
+  Halves halves;
+  memcpy(&halves, p, sizeof halves);
+  const Words bits = __builtin_convertvector(halves, Words), magnitude = (bits & 0x7fffu) << 13;
+  const Words beyond = (Words)(magnitude >= 0x0f800000u) & 0x7f800000u;  // infinity, NaN
+  return (Floats)((bits & 0x8000u) << 16 | (Words)((Floats)magnitude * all(0x1p112f)) | beyond);
 }
+
+inline FloatPair load_pair(const float16* p) { return {load_halves(p), load_halves(p + kLanes)}; }
 
 inline void store_pair(float16* p, const FloatPair& pair) {
   float values[kPair];
@@ -171,8 +182,6 @@ inline FloatPair load_floats(const float* p) { return load_pair(p); }
 inline FloatPair load_floats(const float16* p) { return load_pair(p); }
 inline void store_floats(float* p, const FloatPair& pair) { store_pair(p, pair); }
 inline void store_floats(float16* p, const FloatPair& pair) { store_pair(p, pair); }
-
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 inline void store_floats(bfloat16* p, const FloatPair& pair) {
   const Halves a = __builtin_convertvector(round_to_bfloat16(pair.a) >> 16, Halves);
