@@ -51,7 +51,7 @@ def in_triton(contest: str) -> str:
 
 MASKED = "with a sampling mask"
 AVX2_ALONE = ", AVX2 alone"  # ends the names of the contests of bench_avx2.py
-AVX2_ENVIRONMENT = {"D3S_KERNELS_SIMD": "avx2", "ATEN_CPU_CAPABILITY": "avx2"}
+AVX2_ENVIRONMENT = {"D3S_KERNELS_SIMD": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 HEAD_STEP = "linear_logprob_entropy forward + backward"
 ADDED = "linear_logprob_entropy backward, 10% of the tokens, wide, bf16, added to a gradient"
 
@@ -74,6 +74,7 @@ CPU: tuple[Target, ...] = (
     Within("linear_logprob_entropy forward, wide, fp32", "matmul", 1.05),
     Within(f"{HEAD_STEP}, wide, bf16", "four products", 1.05),
     Within(f"{HEAD_STEP}, wide, bf16, fp32 logits", "four products"),
+    *(Within(f"{HEAD_STEP}, {half}{AVX2_ALONE}", "float32", 1.25) for half in ("bfloat16", "float16")),
     Within(f"{HEAD_STEP}, 10% of the tokens, wide, bf16", "all tokens", 0.42),
     Within(ADDED, "autograd adds it"),
     *(Faster(f"topk_mask of a batch, {ratio}", TORCH_TOPK, 7) for ratio in ("5%", "10%", "20%")),
