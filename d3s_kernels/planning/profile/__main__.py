@@ -49,7 +49,7 @@ def _arguments(prog: str = _PROG) -> argparse.ArgumentParser:
     add("--threshold", type=float, default=1.0, help="a reward of at least this is a success (1.0)")
     add("--seed", type=int, default=0, help="(0)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    add("--dtype", default="auto", help="float32, bfloat16, float16; or auto: that of the checkpoint (auto)")
+    add("--dtype", default="auto", help="float32, bfloat16, float16; auto: the checkpoint's, on a CPU slow (auto)")
     return parser
 
 
