@@ -38,7 +38,9 @@ time is the median over the rounds, a ratio is the median of the rounds' ratios.
 which the median lies with 95 % confidence, from six rounds or more. A contender that takes very long is timed once; the
 interval then allows for an error of 15 % in that time. A peer is called as its users call it, and is checked to compute
 the same. "TRL" is TRL's own torch functions on the `[B, T, V]` logits that its users have. "AVX2 alone" is this machine
-without its better instructions, in the library, in torch and in torch.compile.
+without its better instructions, in the library, in torch and in torch.compile. All contenders run with
+`THP_MEM_ALLOC_ENABLE=1`, with which torch takes large tensors in pages of 2 MiB: in pages of 4 KiB, fresh memory takes
+longer here than what is done with it, and more so for what allocates more.
 
 A target is written down before the run. It is met or missed if the whole interval is on one side of it, and undecided
 otherwise; the notes below the table say what was measured to be the bottleneck.
