@@ -64,12 +64,6 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_performance_is_what_the_results_say() -> None:
-    if not all("quiet" in run for run in RUNS):  # results from before intervals: the page has their rows
-        page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-        rows = [row for run in RUNS for row in run["targets"] if row["ours"]]
-        assert rows
-        assert not [row for row in rows if f"| {row['ours']} | {row['against']} | {row['value']} |" not in page]
-        return
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "performance.py", "--check"], capture_output=True, text=True
     )

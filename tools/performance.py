@@ -50,7 +50,7 @@ The level of a probe is the rate that a tenth of them reach. Where one is more t
 again, within bounds. A run is quiet if at most a tenth of the rounds that count is disturbed nevertheless; else its
 heading says so. On a GPU there is no such probe.
 
-To measure on your machine: `make bench` (some fifteen minutes), on a GPU `make gpu`.
+To measure on your machine: `make bench` (some 22 minutes), on a GPU `make gpu`.
 """
 NO_GPU = """
 ## GPUs
