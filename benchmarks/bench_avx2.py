@@ -14,9 +14,9 @@ from torch.nn.functional import linear
 import d3s_kernels as d3s
 
 from . import inputs, peers
-from .bench_head import close_in_norm, size_of
+from .bench_head import close_in_norm
 from .bench_logprob_entropy import compiled, labels, logits, size, test_entropy, test_forward  # noqa: F401
-from .harness import Contest
+from .harness import Contest, describe
 from .sizes import Sizes
 from .targets import AVX2_ALONE, AVX2_ENVIRONMENT, HEAD_STEP
 
@@ -50,7 +50,7 @@ def test_head_in_half_precision(contest: Contest, sizes: Sizes, dtype: torch.dty
 
     contest(
         f"{HEAD_STEP}, {str(dtype).removeprefix('torch.')}",
-        size_of(hidden.to(dtype), weight),
+        describe(rows, *weight.shape[::-1], dtype=dtype),
         step(ours, dtype),
         peers={"TRL": step(trl, dtype)},
         yardsticks={"float32": step(ours, torch.float32)},

@@ -54,8 +54,8 @@ ONE_OR_ALL = [DTYPES[0], *(slow(dtype, shows=f"the same in {dtype}") for dtype i
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
-    """For each call of a function, the interpreter replaces Triton's language by its own. That takes half of the time
-    here, and the language is the same for all functions, so it is done once."""
+    """For each call of a function, the interpreter replaces Triton's language by its own. That would take most of the
+    time here, and the language is the same for all functions, so it is done once."""
     modules = {"tl": interpreter.tl, "core": interpreter.tl.core}
     language = interpreter._patch_lang(SimpleNamespace(__globals__=modules))
     with pytest.MonkeyPatch.context() as patch:
