@@ -103,10 +103,10 @@ def test_binary_rewards(k: int) -> None:
         assert rewards[max_variance_select(rewards, k)].sum() == from_top
 
 
-@pytest.mark.parametrize("offset", [1e3, -1e4, 1e7])
+@pytest.mark.parametrize("offset", [1e3, -1e4, 2.0**24 - 2])  # float32 has no larger odd integers
 def test_a_constant_changes_nothing(offset: float) -> None:
     """Far from 0, sums of squares have no digits left for small differences, even in float64."""
-    values = torch.randint(-3, 4, (20, 40)).float()
+    values = torch.randint(0, 3, (20, 40)).float()
     for keep in range(1, 20):
         assert_identical(max_variance_select(values + offset, keep), max_variance_select(values, keep))
 
