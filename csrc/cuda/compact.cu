@@ -1,7 +1,15 @@
 // compact: where the true values of a mask are, in row-major order, in a tensor of a size known beforehand.
 //
-// One launch, "compact": mask -> indices, count. Every block itself counts the true values before its piece, 16 at a
-// time. For the millions of values of a batch, this is cheaper than a second launch or a wait for other blocks.
+// The first launch reads the mask and leaves a bit for each value, so that the second one reads an eighth of its bytes.
+// No block waits for another: in the second launch, each adds up the counts that the first one left.
+//
+//   launch            kernel       reads           -> writes
+//   compact           list_mask    mask            -> indices, count                (one block, where that is enough)
+//
+//   compact (flags)   flag_piece   mask            -> flags, counts
+//   compact           list_piece   flags, counts   -> indices, count
+#include <algorithm>
+
 #include "../ops/compact.h"
 #include "collective.h"
 #include "vectors.h"
@@ -9,67 +17,184 @@
 namespace d3s {
 namespace {
 
-constexpr int kThreads = BlockGroup::kMostThreads;
-constexpr int64_t kPiece = 32768;
-constexpr int64_t kMostPieces = 64;  // more would not help the last block, which reads the whole mask
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kInFlight = 4;                      // vectors that a thread loads before it uses the first
+constexpr int kStretch = kWarp * kInFlight * 16;  // values that a warp takes at a time
+constexpr int kStep = kWarps * kStretch;          // and a block: 4 million values are 256 steps
+constexpr int kFlags = kStep / 16;                // of a step, each of a vector
 
-// How many of four bytes are not 0.
-D3S_HOST_DEVICE int count_bytes(uint32_t word) {
-  int count = 0;
-  for (int shift = 0; shift < 32; shift += 8) count += (word >> shift & 0xffu) != 0;
-  return count;
+// A piece is one step up to 8 million values, and more beyond, so that a lane adds up at most 16 counts. So a
+// multiprocessor of an H100 has at most 4 blocks, three times the bytes in flight that hide the latency of memory, and
+// registers are not scarce.
+constexpr int64_t kMostPieces = 512;
+constexpr int kBlocksPerSm = 4;
+
+// Steps are counted from the aligned address at or before the mask.
+struct Mask {
+  const uint8_t* values;
+  int64_t n;
+
+  D3S_HOST_DEVICE int64_t begin_of(int64_t step) const { return step * kStep - misalignment(values); }
+  D3S_HOST_DEVICE int64_t steps() const { return ceil_div(n + misalignment(values), kStep); }
+};
+
+struct Pieces {
+  int64_t steps, each;  // of the mask, of a piece
+  int count;
+
+  __device__ int64_t begin() const { return blockIdx.x * each; }  // past the end for a block without a piece
+  __device__ int64_t end() const { return begin() + each < steps ? begin() + each : steps; }
+};
+
+struct Outputs {
+  int64_t *indices, capacity, *count;
+};
+
+struct Shared {
+  uint16_t lists[kWarps][kStretch];
+  int counts[2][kWarps];  // neighbouring steps use different ones, so that a step needs only one barrier
+};
+
+// A bit for each byte of a word: whether it is not 0.
+D3S_HOST_DEVICE uint32_t flags_of_word(uint32_t word) {
+  const uint32_t tops = (((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word) & 0x80808080u;
+  return tops * 0x00204081u >> 28;  // moves the top bits of the bytes next to each other
 }
 
-// Counts the true values in the thread's share of mask[0, end). The mask may be misaligned.
-__device__ int64_t count_before(const uint8_t* mask, int64_t end, const BlockGroup& block) {
-  const int64_t head = elements_to_vector(mask);
-  const int64_t first = head < end ? head : end, vectors = (end - first) / 16;
-  int64_t count = 0;
-  for (int64_t i = block.rank; i < first; i += block.size) count += mask[i] != 0;
-  for (int64_t v = block.rank; v < vectors; v += block.size) {
-    const uint4 bytes = load_cached(reinterpret_cast<const uint4*>(mask + first) + v);
-    count += count_bytes(bytes.x) + count_bytes(bytes.y) + count_bytes(bytes.z) + count_bytes(bytes.w);
+// The flags of the 16 values from `at` on, loaded before if they lie in [from, to). Else, near an end of the mask, they
+// are read one by one, and those outside are false.
+__device__ uint32_t flags_of(const uint4& v, const uint8_t* values, int at, int from, int to) {
+  if (at >= from && at + 16 <= to)
+    return flags_of_word(v.x) | flags_of_word(v.y) << 4 | flags_of_word(v.z) << 8 | flags_of_word(v.w) << 12;
+  uint32_t flags = 0;
+#pragma unroll 1
+  for (int i = max(at, from); i < min(at + 16, to); ++i) flags |= uint32_t{values[i] != 0} << (i - at);
+  return flags;
+}
+
+// Writes the flags of a step, and returns how many of the thread's values are true.
+__device__ int flag_step(const Mask& mask, int64_t step, uint16_t* flags) {
+  const int thread = static_cast<int>(threadIdx.x), first = thread / kWarp * kInFlight * kWarp + thread % kWarp;
+  const uint8_t* values = mask.values + mask.begin_of(step);
+  const int64_t left = mask.n - mask.begin_of(step);
+  const int from = step > 0 ? 0 : misalignment(mask.values), to = left < kStep ? static_cast<int>(left) : kStep;
+  uint4 vectors[kInFlight];
+#pragma unroll
+  for (int j = 0; j < kInFlight; ++j) {
+    const int at = (first + j * kWarp) * 16;
+    vectors[j] = make_uint4(0, 0, 0, 0);
+    if (at >= from && at + 16 <= to) vectors[j] = load_streaming(reinterpret_cast<const uint4*>(values + at));
   }
-  for (int64_t i = first + vectors * 16 + block.rank; i < end; i += block.size) count += mask[i] != 0;
-  return count;
+  int own = 0;
+#pragma unroll
+  for (int j = 0; j < kInFlight; ++j) {
+    const int v = first + j * kWarp;
+    const uint32_t found = flags_of(vectors[j], values, v * 16, from, to);
+    flags[v] = static_cast<uint16_t>(found);
+    own += __popc(found);
+  }
+  return own;
 }
 
-__global__ void __launch_bounds__(kThreads)
-    write_indices(const uint8_t* mask, int64_t n, int64_t piece, int64_t* indices, int64_t capacity, int64_t* count) {
+// Where an entry of a warp's list lies. If all values are true, the lanes of a warp write to 32 banks and not to one.
+D3S_HOST_DEVICE int swizzled(int entry) { return entry ^ (entry >> 5 & 62); }
+
+// Writes the indices of a step's true values from indices[next] on, and returns their number. `bits` are the flags of
+// the thread's 64 values. A warp lists its true values in shared memory, then copies the list to neighbouring places:
+// the work grows with the true values, and whole sectors are written even if all are true.
+__device__ int list_step(uint64_t bits, int64_t begin, int64_t next, const Outputs& out, Shared& shared, int half) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+  int (&counts)[kWarps] = shared.counts[half];
+  int up_to = __popcll(bits), entry = warp_exclusive_sum(up_to);
+  if (lane == kWarp - 1) counts[warp] = up_to;
+  __syncthreads();
+  int all = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w == warp) next += all;
+    all += counts[w];
+  }
+  uint16_t* list = shared.lists[warp];
+#pragma unroll
+  for (int shift = 0; shift < 64; shift += 32)
+#pragma unroll 1
+    for (auto word = static_cast<uint32_t>(bits >> shift); word != 0; word &= word - 1)
+      list[swizzled(entry++)] = static_cast<uint16_t>(lane * 64 + shift + __ffs(static_cast<int>(word)) - 1);
+  __syncwarp();
+  const int64_t room = max(out.capacity - next, int64_t{0});
+  const int count = counts[warp] < room ? counts[warp] : static_cast<int>(room);
+  int64_t* indices = out.indices + next;
+  begin += warp * kStretch;
+  for (int i = lane; i < count; i += kWarp) indices[i] = begin + list[swizzled(i)];
+  return all;
+}
+
+// Writes the count, and -1 after the last index; the blocks share that.
+__device__ void finish(int64_t total, const Outputs& out) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) *out.count = total;
+#pragma unroll 1
+  for (int64_t i = total + blockIdx.x * kThreads + threadIdx.x; i < out.capacity; i += gridDim.x * kThreads)
+    out.indices[i] = -1;
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) list_mask(const Mask mask, const Outputs out) {
+  Shared& shared = *dynamic_shared<Shared>();
+  flag_step(mask, 0, shared.lists[0]);
+  __syncwarp();  // a warp reads only flags of its own
+  const uint64_t bits = reinterpret_cast<const uint64_t*>(shared.lists)[threadIdx.x];
+  finish(list_step(bits, mask.begin_of(0), 0, out, shared, 0), out);
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    flag_piece(const Mask mask, const Pieces pieces, uint16_t* flags, int64_t* counts) {
   const BlockGroup block(dynamic_shared<unsigned char>());
-  const int lane = block.rank % kWarp;
-  const int64_t begin = blockIdx.x * piece < n ? blockIdx.x * piece : n, end = begin + piece < n ? begin + piece : n;
-  int64_t next = block.reduce(count_before(mask, begin, block), Sum());
-
-  int64_t from, to;
-  block.warp_stretch(begin, end, from, to);
   int64_t own = 0;
-  for (int64_t i = from + lane; i < to; i += kWarp) own += mask[i] != 0;
-  next += block.sum_before_warp(own);
-  for (int64_t first = from; first < to; first += kWarp) {
-    const int64_t i = first + lane;
-    const bool taken = i < to && mask[i] != 0;
-    const unsigned found = __ballot_sync(kAllLanes, taken);
-    const int64_t place = next + __popc(found & ((1u << lane) - 1));
-    if (taken && place < capacity) indices[place] = i;
-    next += __popc(found);
-  }
+  for (int64_t step = pieces.begin(); step < pieces.end(); ++step) own += flag_step(mask, step, flags + step * kFlags);
+  own = block.reduce(own, Sum());
+  if (block.rank == 0) counts[blockIdx.x] = own;
+}
 
-  if (blockIdx.x + 1 < gridDim.x) return;
-  // The last warp of the last block has the highest count, which is that of all true values.
-  const int64_t total = block.reduce(next, Max());
-  if (block.rank == 0) *count = total;
-  for (int64_t i = total + block.rank; i < capacity; i += block.size) indices[i] = -1;
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    list_piece(const Mask mask, const Pieces pieces, const uint64_t* flags, const int64_t* counts, const Outputs out) {
+  Shared& shared = *dynamic_shared<Shared>();
+  const int64_t end = pieces.end();
+  int64_t step = pieces.begin(), next = 0, total = 0;
+  uint64_t bits = step < end ? flags[step * kThreads + threadIdx.x] : 0;  // on its way while the counts are added up
+#pragma unroll 8
+  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < pieces.count; i += kWarp) {
+    total += counts[i];
+    if (i < static_cast<int>(blockIdx.x)) next += counts[i];
+  }
+  next = warp_reduce(next, Sum());  // each warp for itself, which takes no barrier
+  total = warp_reduce(total, Sum());
+  while (step < end) {
+    next += list_step(bits, mask.begin_of(step), next, out, shared, static_cast<int>(step % 2));
+    if (++step < end) bits = flags[step * kThreads + threadIdx.x];
+  }
+  finish(total, out);
 }
 
 }  // namespace
 
 void compact_indices(const uint8_t* mask, int64_t n, int64_t* indices, int64_t capacity, int64_t* count,
                      Device& device) {
-  const int64_t pieces = ceil_div(n, kPiece) < kMostPieces ? ceil_div(n, kPiece) : kMostPieces;
-  const int64_t blocks = pieces > 0 ? pieces : 1;
-  launch("compact", write_indices, blocks, kThreads, BlockGroup::kSharedBytes, device, mask, n, ceil_div(n, blocks),
-         indices, capacity, count);
+  const Mask given{mask, n};
+  const Outputs out{indices, capacity, count};
+  const int64_t steps = given.steps(), each = std::max(ceil_div(steps, kMostPieces), int64_t{1});
+  const Pieces pieces{steps, each, static_cast<int>(ceil_div(steps, each))};
+  // Where the capacity is larger than the mask, blocks without a piece help to fill it.
+  const int64_t blocks = std::max(int64_t{pieces.count}, std::min(ceil_div(capacity, kStep), kMostPieces));
+  if (blocks <= 1) {
+    launch("compact", list_mask, 1, kThreads, sizeof(Shared), device, given, out);
+    return;
+  }
+  auto* flags = device.scratch_of<uint64_t>(steps * kThreads);
+  auto* counts = device.scratch_of<int64_t>(pieces.count);
+  launch("compact (flags)", flag_piece, pieces.count, kThreads, BlockGroup::kSharedBytes, device, given, pieces,
+         reinterpret_cast<uint16_t*>(flags), counts);
+  launch("compact", list_piece, blocks, kThreads, sizeof(Shared), device, given, pieces,
+         static_cast<const uint64_t*>(flags), static_cast<const int64_t*>(counts), out);
 }
 
 }  // namespace d3s

@@ -120,7 +120,8 @@ def cases() -> dict[str, Case]:
         "max_variance_select, sorted": Case(lambda: d3s.max_variance_select(rewards, 700)),
         "group_advantages, warps": Case(lambda: d3s.group_advantages(small)),
         "group_advantages, blocks": Case(lambda: d3s.group_advantages(rewards, scale="batch")),
-        "compact": Case(lambda: d3s.compact(mask, 70_000)),
+        "compact, one block": Case(lambda: d3s.compact(mask[:9000], 5000)),
+        "compact, pieces": Case(lambda: d3s.compact(mask, 70_000)),
         "importance_ratio, sequences": Case(
             lambda: d3s.importance_ratio(moved, rewards, level="sequence", offsets=ragged)
         ),
@@ -383,13 +384,44 @@ def test_more_segments_than_a_grid_is_wide() -> None:
     torch.testing.assert_close(d3s.group_advantages(values), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("n", [0, 1, 15, 32_767, 32_768, 32_769, 2_097_152, 2_097_153])
+STEP, MOST_PIECES = 16_384, 512  # kStep and kMostPieces in csrc/cuda/compact.cu
+
+
+def assert_compact(values: Tensor, capacity: int) -> None:
+    """Of a mask whose true bytes may be any but 0."""
+    found, expected = d3s.compact(values.view(torch.bool), capacity), reference.compact(values != 0, capacity)
+    for ours, exact in zip(found, expected, strict=True):
+        assert_identical(ours, exact)
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, STEP - 1, STEP, STEP + 1, 5 * STEP + 77])
 def test_compact_of_any_length(n: int) -> None:
-    room = torch.rand(n + 3) < 0.2
-    for mask in (room[:n], room[3:]):  # the second is misaligned
-        for capacity in (0, n // 10, n):
-            for ours, expected in zip(d3s.compact(mask, capacity), reference.compact(mask, capacity), strict=True):
-                assert_identical(ours, expected)
+    """With capacities around the total, and so large that more blocks fill what is left than count."""
+    values = (torch.rand(n) < 0.2).byte()
+    total = int(values.sum())
+    for capacity in {0, max(total - 1, 0), total, total + 1, n, n + 3 * STEP}:
+        assert_compact(values, capacity)
+
+
+@pytest.mark.parametrize("n", [5, STEP - 8])
+def test_compact_at_every_address(n: int) -> None:
+    """One launch or two, depending on the address. Bytes around the mask are not 0, and count if they are read."""
+    room = torch.full((n + 32,), 255, dtype=torch.uint8)
+    values = torch.randint(0, 256, (n,)) * (torch.rand(n) < 0.3)
+    for shift in range(16):
+        mask = room[shift : shift + n]
+        mask.copy_(values)
+        assert_compact(mask, n)
+        mask.fill_(255)
+
+
+@pytest.mark.parametrize("n", [MOST_PIECES * STEP, MOST_PIECES * STEP + 1])
+def test_compact_of_so_many_values_that_a_piece_has_two_steps(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("D3S_SHIM_SEED", "1")  # warps overtake each other
+    values = torch.zeros(n, dtype=torch.uint8)
+    values[torch.randint(0, n, (5000,))] = 1
+    values[-1] = 1
+    assert_compact(values, 6000)
 
 
 def test_long_offsets_of_a_batch() -> None:
@@ -577,6 +609,15 @@ def test_launches_and_bytes_of_the_head() -> None:
     found = asked(lambda: torch.autograd.grad(results, [leaves.hidden, leaves.bias], case.cotangents))
     print(f"backward: {found[0]} launches and a sort, {found[1]} memsets, {found[2]} bytes of rows")
     assert found == (8, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
+
+
+@pytest.mark.skipif("D3S_EMULATED_LIBRARY" not in os.environ, reason="counted on the emulated device")
+@pytest.mark.parametrize(("n", "launches"), [(STEP, 1), (STEP + 1, 2), (20 * STEP + 17, 2)])
+def test_launches_and_bytes_of_compact(n: int, launches: int) -> None:
+    """Every byte is read once: no block reads more than its piece."""
+    mask = torch.rand(n) < 0.1
+    found = asked(lambda: d3s.compact(mask, n // 8))
+    assert found == (launches, 0, n // 16 * 16)
 
 
 BAD_OFFSETS = [[0, 10, 5, 20], [5, 20], [0, 7], [0, 40], [-9, 20], [0, 2**31 - 1, 20], [20, 0], [7]]
