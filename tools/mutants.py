@@ -263,6 +263,20 @@ MUTANTS = (
         "} else if (bad) {",
         KERNELS,
     ),
+    Mutant(
+        "cuda: the true values of a piece count among those before it",
+        "csrc/cuda/compact.cu",
+        "if (i < static_cast<int>(blockIdx.x)) next",
+        "if (i <= static_cast<int>(blockIdx.x)) next",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: the counts of warps are added up before all warps have counted",
+        "csrc/cuda/compact.cu",
+        "counts[warp] = up_to;\n  __syncthreads();",
+        "counts[warp] = up_to;",
+        KERNELS,
+    ),
     # ---- the Triton kernels, in the interpreter ----------------------------------------------------------------------
     Mutant(
         "triton: a bit is not set where exactly k keys reach it",

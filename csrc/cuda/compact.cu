@@ -24,9 +24,8 @@ constexpr int kStretch = kWarp * kInFlight * 16;  // values that a warp takes at
 constexpr int kStep = kWarps * kStretch;          // and a block: 4 million values are 256 steps
 constexpr int kFlags = kStep / 16;                // of a step, each of a vector
 
-// A piece is one step up to 8 million values, and more beyond, so that a lane adds up at most 16 counts. So a
-// multiprocessor of an H100 has at most 4 blocks, three times the bytes in flight that hide the latency of memory, and
-// registers are not scarce.
+// A piece is one step up to 8 million values, and more beyond, so that a lane adds up at most 16 counts. That makes at
+// most 4 blocks for each multiprocessor of an H100, with three times the bytes in flight that hide its latency.
 constexpr int64_t kMostPieces = 512;
 constexpr int kBlocksPerSm = 4;
 
@@ -109,12 +108,13 @@ __device__ int list_step(uint64_t bits, int64_t begin, int64_t next, const Outpu
   int up_to = __popcll(bits), entry = warp_exclusive_sum(up_to);
   if (lane == kWarp - 1) counts[warp] = up_to;
   __syncthreads();
-  int all = 0;
+  int before = 0, all = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    if (w == warp) next += all;
+    if (w == warp) before = all;
     all += counts[w];
   }
+  next += before;
   uint16_t* list = shared.lists[warp];
 #pragma unroll
   for (int shift = 0; shift < 64; shift += 32)
@@ -138,7 +138,8 @@ __device__ void finish(int64_t total, const Outputs& out) {
     out.indices[i] = -1;
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) list_mask(const Mask mask, const Outputs out) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    list_mask(const __grid_constant__ Mask mask, const __grid_constant__ Outputs out) {
   Shared& shared = *dynamic_shared<Shared>();
   flag_step(mask, 0, shared.lists[0]);
   __syncwarp();  // a warp reads only flags of its own
@@ -147,7 +148,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) list_mask(const Mask m
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    flag_piece(const Mask mask, const Pieces pieces, uint16_t* flags, int64_t* counts) {
+    flag_piece(const __grid_constant__ Mask mask, const __grid_constant__ Pieces pieces, uint16_t* flags,
+               int64_t* counts) {
   const BlockGroup block(dynamic_shared<unsigned char>());
   int64_t own = 0;
   for (int64_t step = pieces.begin(); step < pieces.end(); ++step) own += flag_step(mask, step, flags + step * kFlags);
@@ -156,7 +158,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    list_piece(const Mask mask, const Pieces pieces, const uint64_t* flags, const int64_t* counts, const Outputs out) {
+    list_piece(const __grid_constant__ Mask mask, const __grid_constant__ Pieces pieces, const uint64_t* flags,
+               const int64_t* counts, const __grid_constant__ Outputs out) {
   Shared& shared = *dynamic_shared<Shared>();
   const int64_t end = pieces.end();
   int64_t step = pieces.begin(), next = 0, total = 0;
