@@ -29,21 +29,23 @@ constexpr int kFlags = kStep / 16;                // of a step, each of a vector
 constexpr int64_t kMostPieces = 512;
 constexpr int kBlocksPerSm = 4;
 
-// Steps are counted from the aligned address at or before the mask.
+// A mask in steps, which are counted from the aligned address at or before it, and in pieces, one for each block.
 struct Mask {
   const uint8_t* values;
-  int64_t n;
+  int64_t n, steps, steps_of_piece;
+  int pieces;
 
-  D3S_HOST_DEVICE int64_t begin_of(int64_t step) const { return step * kStep - misalignment(values); }
-  D3S_HOST_DEVICE int64_t steps() const { return ceil_div(n + misalignment(values), kStep); }
-};
+  Mask(const uint8_t* values, int64_t n)
+      : values(values),
+        n(n),
+        steps(ceil_div(n + misalignment(values), kStep)),
+        steps_of_piece(std::max(ceil_div(steps, kMostPieces), int64_t{1})),
+        pieces(static_cast<int>(ceil_div(steps, steps_of_piece))) {}
 
-struct Pieces {
-  int64_t steps, each;  // of the mask, of a piece
-  int count;
-
-  __device__ int64_t begin() const { return blockIdx.x * each; }  // past the end for a block without a piece
-  __device__ int64_t end() const { return begin() + each < steps ? begin() + each : steps; }
+  __device__ int64_t begin_of(int64_t step) const { return step * kStep - misalignment(values); }
+  // The block's own steps; none if it has no piece.
+  __device__ int64_t first_step() const { return min(blockIdx.x * steps_of_piece, steps); }
+  __device__ int64_t end_step() const { return min((blockIdx.x + 1) * steps_of_piece, steps); }
 };
 
 struct Outputs {
@@ -148,24 +150,24 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    flag_piece(const __grid_constant__ Mask mask, const __grid_constant__ Pieces pieces, uint16_t* flags,
-               int64_t* counts) {
+    flag_piece(const __grid_constant__ Mask mask, uint16_t* flags, int64_t* counts) {
   const BlockGroup block(dynamic_shared<unsigned char>());
   int64_t own = 0;
-  for (int64_t step = pieces.begin(); step < pieces.end(); ++step) own += flag_step(mask, step, flags + step * kFlags);
+  for (int64_t step = mask.first_step(); step < mask.end_step(); ++step)
+    own += flag_step(mask, step, flags + step * kFlags);
   own = block.reduce(own, Sum());
   if (block.rank == 0) counts[blockIdx.x] = own;
 }
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    list_piece(const __grid_constant__ Mask mask, const __grid_constant__ Pieces pieces, const uint64_t* flags,
-               const int64_t* counts, const __grid_constant__ Outputs out) {
+    list_piece(const __grid_constant__ Mask mask, const uint64_t* flags, const int64_t* counts,
+               const __grid_constant__ Outputs out) {
   Shared& shared = *dynamic_shared<Shared>();
-  const int64_t end = pieces.end();
-  int64_t step = pieces.begin(), next = 0, total = 0;
+  const int64_t end = mask.end_step();
+  int64_t step = mask.first_step(), next = 0, total = 0;
   uint64_t bits = step < end ? flags[step * kThreads + threadIdx.x] : 0;  // on its way while the counts are added up
 #pragma unroll 8
-  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < pieces.count; i += kWarp) {
+  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < mask.pieces; i += kWarp) {
     total += counts[i];
     if (i < static_cast<int>(blockIdx.x)) next += counts[i];
   }
@@ -180,24 +182,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
 }  // namespace
 
-void compact_indices(const uint8_t* mask, int64_t n, int64_t* indices, int64_t capacity, int64_t* count,
+void compact_indices(const uint8_t* values, int64_t n, int64_t* indices, int64_t capacity, int64_t* count,
                      Device& device) {
-  const Mask given{mask, n};
+  const Mask mask(values, n);
   const Outputs out{indices, capacity, count};
-  const int64_t steps = given.steps(), each = std::max(ceil_div(steps, kMostPieces), int64_t{1});
-  const Pieces pieces{steps, each, static_cast<int>(ceil_div(steps, each))};
   // Where the capacity is larger than the mask, blocks without a piece help to fill it.
-  const int64_t blocks = std::max(int64_t{pieces.count}, std::min(ceil_div(capacity, kStep), kMostPieces));
+  const int64_t blocks = std::max(int64_t{mask.pieces}, std::min(ceil_div(capacity, kStep), kMostPieces));
   if (blocks <= 1) {
-    launch("compact", list_mask, 1, kThreads, sizeof(Shared), device, given, out);
+    launch("compact", list_mask, 1, kThreads, sizeof(Shared), device, mask, out);
     return;
   }
-  auto* flags = device.scratch_of<uint64_t>(steps * kThreads);
-  auto* counts = device.scratch_of<int64_t>(pieces.count);
-  launch("compact (flags)", flag_piece, pieces.count, kThreads, BlockGroup::kSharedBytes, device, given, pieces,
+  auto* flags = device.scratch_of<uint64_t>(mask.steps * kThreads + mask.pieces);
+  auto* counts = reinterpret_cast<int64_t*>(flags + mask.steps * kThreads);
+  launch("compact (flags)", flag_piece, mask.pieces, kThreads, BlockGroup::kSharedBytes, device, mask,
          reinterpret_cast<uint16_t*>(flags), counts);
-  launch("compact", list_piece, blocks, kThreads, sizeof(Shared), device, given, pieces,
-         static_cast<const uint64_t*>(flags), static_cast<const int64_t*>(counts), out);
+  launch("compact", list_piece, blocks, kThreads, sizeof(Shared), device, mask, static_cast<const uint64_t*>(flags),
+         static_cast<const int64_t*>(counts), out);
 }
 
 }  // namespace d3s
