@@ -1,16 +1,16 @@
-// Writes the mask of a stretch of keys, once the k-th largest is known: it keeps the larger keys and the first few
-// ties, which are the keys that equal the k-th.
+// Writes the mask of a row of keys, once the k-th largest is known: it keeps the larger keys and the first few ties,
+// which are the keys that equal the k-th.
 #pragma once
 
-#include "collective.h"
-#include "score_keys.h"
+#include "key_search.h"
+#include "vectors.h"
 
 namespace d3s {
 
 // What to keep of a segment: every key above `key`, and all ties or the first `ties` of them.
 struct Cut {
   uint32_t key;
-  int64_t ties;
+  int ties;
   bool all_ties;
 };
 
@@ -20,67 +20,169 @@ struct Kept {
   uint32_t lowest;
 };
 
-// Calls body(position, key) for the thread's share of [begin, end).
-template <class Keys, class Body>
-__device__ void for_keys(Keys& keys, int64_t begin, int64_t end, const BlockGroup& block, const Body& body) {
-  for (int64_t first = begin + block.rank; first < end; first += kKeysInFlight * block.size) {
-    uint32_t batch[kKeysInFlight];
-    const int count = wanted(first, block.size, end);
-    keys.load(first, block.size, count, batch);
-#pragma unroll
-    for (int i = 0; i < kKeysInFlight; ++i)
-      if (i < count) body(first + i * block.size, batch[i]);
+// If all keys with the digits that are found are kept, the cut is at the lowest such key; if none is kept, above all.
+D3S_HOST_DEVICE Cut cut_at(const Found<int>& found) {
+  if (found.k == 0) return {UINT32_MAX, 0, true};
+  return {found.prefix << found.shift, found.left, found.keeps_all()};
+}
+
+// `count` and `threshold` of a segment of which k keys, less those dropped, are kept.
+D3S_HOST_DEVICE void write_selected(const SelectionOutputs& outputs, int64_t segment, int64_t k, const Kept& kept) {
+  const int64_t count = k - kept.zeros;
+  if (outputs.count) outputs.count[segment] = static_cast<int32_t>(count);
+  if (outputs.threshold) outputs.threshold[segment] = count > 0 ? order_key_value(kept.lowest) : INFINITY;
+}
+
+// A row of keys and its mask, four neighbours at a time. Fours begin where the mask has a multiple of 4 bytes, so that
+// they are stored as one word; the first and the last of them may be incomplete. Padded keys are the kernel's own: they
+// are aligned, with absent keys in all places of these two.
+template <bool kPadded>
+class KeyRow {
+ public:
+  using Keys = std::conditional_t<kPadded, uint32_t, const uint32_t>;
+
+  // `keys` are those of the row; padded ones begin with the first four.
+  __device__ KeyRow(Keys* keys, bool* mask, int count)
+      : lead_(static_cast<int>(reinterpret_cast<uintptr_t>(mask) & 3)),
+        end_(lead_ + count),
+        keys_(kPadded ? keys : keys - lead_),
+        mask_(mask - lead_) {}
+
+  __device__ int fours() const { return (end_ + 3) / 4; }
+
+  // kAbsent for places outside of the row.
+  __device__ uint4 load(int four) const {
+    const uint32_t* at = keys_ + 4 * four;
+    if constexpr (kPadded) return *reinterpret_cast<const uint4*>(at);
+    if (whole(four) && misalignment(at) == 0) return *reinterpret_cast<const uint4*>(at);
+    return make_uint4(key(4 * four), key(4 * four + 1), key(4 * four + 2), key(4 * four + 3));
+  }
+
+  __device__ void set(int i, uint32_t key) { keys_[lead_ + i] = key; }
+
+  // Writes absent keys to the places before and after the row.
+  __device__ void pad(const BlockGroup& block) {
+    if (block.rank < lead_) keys_[block.rank] = kAbsent;
+    if (block.rank < 4 * fours() - end_) keys_[end_ + block.rank] = kAbsent;
+  }
+
+  // Stores one byte of the word for each place that is in the row.
+  __device__ void store(int four, uint32_t word) const {
+    if (whole(four))
+      *reinterpret_cast<uint32_t*>(mask_ + 4 * four) = word;
+    else
+      for (int place = 4 * four; place < 4 * four + 4; ++place, word >>= 8)
+        if (has(place)) mask_[place] = word & 1;
+  }
+
+  // Stores the bytes of the word that are 1.
+  __device__ void add(int four, uint32_t word) const {
+    for (int place = 4 * four; word > 0; ++place, word >>= 8)
+      if (word & 1) mask_[place] = true;
+  }
+
+ private:
+  __device__ bool has(int place) const { return place >= lead_ && place < end_; }
+  __device__ bool whole(int four) const { return 4 * four >= lead_ && 4 * four + 3 < end_; }
+  __device__ uint32_t key(int place) const { return has(place) ? keys_[place] : kAbsent; }
+
+  int lead_, end_;  // the first places of the row and after it
+  Keys* keys_;
+  bool* mask_;
+};
+
+// body(key) for the keys of all threads of the block together.
+template <bool kPadded, class Body>
+__device__ void for_keys(const KeyRow<kPadded>& row, const BlockGroup& block, const Body& body) {
+#pragma unroll 1
+  for (int four = block.rank; four < row.fours(); four += block.size) {
+    const uint4 keys = row.load(four);
+    body(keys.x), body(keys.y), body(keys.z), body(keys.w);
   }
 }
 
-// Writes the mask of [begin, end), before which the segment has `ties_before` ties. Each warp has a stretch, so that
-// ties are counted in the order of their index.
-template <class Keys>
-__device__ Kept write_mask(Keys& keys, int64_t begin, int64_t end, const Cut& cut, int64_t ties_before, bool drop_zeros,
-                           bool* mask, const BlockGroup& block) {
-  const int lane = block.rank % kWarp;
-  int64_t from, to;
-  block.warp_stretch(begin, end, from, to);
-  // Calls body(position, key) for the warp's stretch: the lanes of a call have neighbouring positions, in their order.
-  // Past the end of the stretch, the key is kAbsent.
-  const auto for_stretch = [&](const auto& body) {
-    for (int64_t first = from; first < to; first += kKeysInFlight * kWarp) {
-      uint32_t batch[kKeysInFlight];
-      const int count = wanted(first + lane, kWarp, to);
-      keys.load(first + lane, kWarp, count, batch);
+// A byte of 1 for each of four keys that has a property.
+template <class Property>
+__device__ __forceinline__ uint32_t bytes_of(const uint4& keys, const Property& property) {
+  return (property(keys.x) ? 1u : 0u) | (property(keys.y) ? 0x100u : 0u) | (property(keys.z) ? 0x10000u : 0u) |
+         (property(keys.w) ? 0x1000000u : 0u);
+}
+
+// Of the ties of four keys, the bytes of those that are among the first `wanted` ties. `tie` is how many came before
+// those of this warp; it moves on past them.
+__device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
+  const unsigned below = (1u << threadIdx.x % kWarp) - 1;
+  const int own = __popc(ties);
+  int before = 0, all = 0;
 #pragma unroll
-      for (int i = 0; i < kKeysInFlight; ++i) body(first + i * kWarp + lane, i < count ? batch[i] : kAbsent);
-    }
-  };
-  int64_t tie = ties_before;
-  if (!cut.all_ties) {
-    int64_t own = 0;
-    for_stretch([&](int64_t, uint32_t key) { own += key == cut.key; });
-    tie += block.sum_before_warp(own);
+  for (int bit = 0; bit < 3; ++bit) {  // a thread has 0 to 4 ties
+    const unsigned lanes = __ballot_sync(kAllLanes, own >> bit & 1);
+    before += __popc(lanes & below) << bit;
+    all += __popc(lanes) << bit;
   }
-  Kept kept = {0, UINT32_MAX};
-  for_stretch([&](int64_t position, uint32_t key) {
-    bool take = key > cut.key || (key == cut.key && cut.all_ties);
-    if (!cut.all_ties) {  // kAbsent, past the end, is never a tie
-      const unsigned equal = __ballot_sync(kAllLanes, key == cut.key);
-      const int64_t number = tie + __popc(equal & ((1u << lane) - 1));
-      take = take || (key == cut.key && number < cut.ties);
-      tie += __popc(equal);
-    }
-    if (take && drop_zeros && key == kZeroKey) {
-      take = false;
-      ++kept.zeros;
-    }
-    if (take && key < kept.lowest) kept.lowest = key;
-    if (position < to) mask[position] = take;
-  });
-  kept.zeros = block.reduce(kept.zeros, Sum());
-  kept.lowest = block.reduce(kept.lowest, Min());
+  int left = wanted - tie - before;
+  tie += all;
+  uint32_t kept = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t byte = ties & 0x1u << 8 * i;
+    if (byte && left-- > 0) kept |= byte;
+  }
   return kept;
 }
 
-__device__ inline void write_nothing(int64_t begin, int64_t end, bool* mask, const BlockGroup& block) {
-  for (int64_t i = begin + block.rank; i < end; i += block.size) mask[i] = false;
+// body(four) for the thread's fours of the warp's stretch of a row. All lanes of a warp take each turn together.
+template <bool kPadded, class Body>
+__device__ void for_stretch(const KeyRow<kPadded>& row, const BlockGroup& block, const Body& body) {
+  int from, to;
+  block.warp_stretch(0, row.fours(), from, to);
+#pragma unroll 1
+  for (int first = from; first < to; first += kWarp) body(first + block.rank % kWarp, to);
+}
+
+// Writes the mask of a row. Returns what each thread has kept. Where only some ties are kept, these are added once all
+// threads have counted theirs: each warp has a stretch, so that ties come in the order of their index.
+template <bool kPadded>
+__device__ Kept write_mask(const KeyRow<kPadded>& row, const Cut& cut, bool drop_zeros, const BlockGroup& block) {
+  const uint32_t floor = cut.key + (cut.all_ties ? 0 : 1), dropped_key = drop_zeros ? kZeroKey : kAbsent;
+  const auto ties_of = [&](const uint4& keys) { return bytes_of(keys, [&](uint32_t key) { return key == cut.key; }); };
+  Kept kept = {0, UINT32_MAX};
+  int ties = 0;
+  for_stretch(row, block, [&](int four, int end) {
+    if (four >= end) return;
+    const uint4 keys = row.load(four);
+    const uint32_t taken = bytes_of(keys, [&](uint32_t key) {
+      const bool take = key >= floor && key != dropped_key;
+      kept.lowest = min(kept.lowest, take ? key : UINT32_MAX);
+      return take;
+    });
+    row.store(four, taken);
+    if (!cut.all_ties) ties += __popc(ties_of(keys));
+    if (drop_zeros && floor <= kZeroKey)
+      kept.zeros += __popc(bytes_of(keys, [](uint32_t key) { return key == kZeroKey; }));
+  });
+  if (cut.all_ties) return kept;
+  int tie = block.sum_before_warp(ties), added = 0;
+  const bool dropped = drop_zeros && cut.key == kZeroKey;
+  for_stretch(row, block, [&](int four, int end) {
+    const uint32_t first = first_ties(four < end ? ties_of(row.load(four)) : 0, tie, cut.ties);
+    added += __popc(first);
+    if (first && !dropped) row.add(four, first);
+  });
+  if (dropped) kept.zeros += added;
+  if (added > 0 && !dropped) kept.lowest = cut.key;
+  return kept;
+}
+
+__device__ inline Kept sum_of(const Kept& own, const BlockGroup& block) {
+  return {block.reduce(own.zeros, Sum()), block.reduce(own.lowest, Min())};
+}
+
+// Writes false to the mask of a row.
+__device__ inline void write_nothing(bool* mask, int count, const BlockGroup& block) {
+  const KeyRow<true> row(nullptr, mask, count);  // no key is loaded
+#pragma unroll 1
+  for (int four = block.rank; four < row.fours(); four += block.size) row.store(four, 0);
 }
 
 }  // namespace d3s

@@ -12,6 +12,7 @@
 #include "../ops/topk_steps.h"
 
 #include "key_mask.h"
+#include "score_keys.h"
 
 namespace d3s {
 namespace {
@@ -21,12 +22,6 @@ constexpr int64_t kPiece = 16384;  // 256 pieces for 4 million keys: two for eac
 constexpr int kChooseThreads = 256;
 
 using Count = unsigned long long;  // atomics take no int64_t
-
-D3S_HOST_DEVICE Scores scores_of(const SegmentedKeys& keys) {
-  Scores scores;
-  scores.keys = keys.keys;
-  return scores;
-}
 
 struct Piece {
   int64_t begin, end;
@@ -49,72 +44,58 @@ struct Piece {
   }
 };
 
-struct Shared {
-  uint32_t histogram[1 << Digit::kMostBits];
-  alignas(16) unsigned char group[BlockGroup::kSharedBytes];
-};
+// body(key) for the thread's share of keys[begin, end).
+template <class Body>
+__device__ void for_stored(const uint32_t* keys, int64_t begin, int64_t end, const BlockGroup& block,
+                           const Body& body) {
+#pragma unroll 4
+  for (int64_t i = begin + block.rank; i < end; i += block.size) body(keys[i]);
+}
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     order_keys_of_piece(const __grid_constant__ Scores scores, int64_t total, uint32_t* keys) {
   const BlockGroup block(dynamic_shared<unsigned char>());
   const Piece piece(total);
-  ScoreKeys source(scores);
-  for_keys(source, piece.begin, piece.end, block, [&](int64_t position, uint32_t key) { keys[position] = key; });
+  for_scores(ScoreKeys<true>(scores), static_cast<int>(piece.begin), static_cast<int>(piece.end), block,
+             [&](int position, uint32_t key) { keys[position] = key; });
 }
 
 __global__ void __launch_bounds__(kThreads)
     count_digit_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches,
                          const __grid_constant__ Digit digit, Count* counts) {
-  Shared& shared = *dynamic_shared<Shared>();
-  const BlockGroup block(shared.group);
-  const Scores scores = scores_of(keys);
-  ScoreKeys source(scores);
+  SearchRoom& room = *dynamic_shared<SearchRoom>();
+  const BlockGroup block(room.group);
   const int bins = digit.bins();
   Piece(keys.total).for_segments(keys.segments, [&](int64_t segment, int64_t begin, int64_t end) {
     const bool first = digit.is_first();
     if (!first && searches[segment].k == 0) return;
     const uint32_t prefix = first ? 0 : static_cast<uint32_t>(searches[segment].prefix);
-    for (int i = block.rank; i < bins; i += block.size) shared.histogram[i] = 0;
+    clear_histogram(room, block);
+    for_stored(keys.keys, begin, end, block, [&](uint32_t key) { count_key(room.histogram, key, digit, prefix); });
     block.sync();
-    for_keys(source, begin, end, block, [&](int64_t, uint32_t key) {
-      if (key != kAbsent && digit.follows(key, prefix)) atomicAdd(&shared.histogram[digit.bin_of(key)], 1u);
-    });
+    add_histogram(room.histogram, bins, counts + segment * bins, block);
     block.sync();
-    for (int i = block.rank; i < bins; i += block.size)
-      if (shared.histogram[i] > 0) atomicAdd(&counts[segment * bins + i], Count{shared.histogram[i]});
   });
 }
 
-// A block for each segment. Every thread has some bins; thread 0 has the highest.
+struct ChooseRoom {
+  Found<int64_t> found;
+  alignas(16) unsigned char group[BlockGroup::kSharedBytes];
+};
+
+// A block for each segment.
 __global__ void __launch_bounds__(kChooseThreads)
     choose_digit_of_segment(KeySearch* searches, const int64_t* counts, const __grid_constant__ Digit digit,
                             const __grid_constant__ Quota quota) {
-  const BlockGroup block(dynamic_shared<unsigned char>());
-  const int bins = digit.bins(), each = static_cast<int>(ceil_div(bins, block.size));
-  const int from = block.rank * each, to = from + each < bins ? from + each : bins;
-  counts += int64_t{blockIdx.x} * bins;
-  KeySearch search = searches[blockIdx.x];
-  int64_t own = 0;
-  for (int i = from; i < to; ++i) own += counts[bins - 1 - i];
-  if (digit.is_first()) {
-    const int64_t k = quota.of(block.reduce(own, Sum()));
-    search = {0, k, k};
-  }
-  int64_t above = block.exclusive_sum(own);  // its barriers keep the store to `searches` after all loads
-  if (search.k == 0) {
-    if (block.rank == 0) searches[blockIdx.x] = search;
-    return;
-  }
-  if (above >= search.left || search.left > above + own) return;
-  for (int i = from; i < to; ++i) {
-    const int bin = bins - 1 - i;
-    if (above + counts[bin] >= search.left) {
-      search.enter(bin, above, digit);
-      searches[blockIdx.x] = search;
-      return;
-    }
-    above += counts[bin];
-  }
+  ChooseRoom& room = *dynamic_shared<ChooseRoom>();
+  const BlockGroup block(room.group);
+  counts += int64_t{blockIdx.x} * digit.bins();
+  KeySearch& search = searches[blockIdx.x];
+  const auto prefix = static_cast<uint32_t>(search.prefix);
+  const Found<int64_t> found = digit.is_first()
+                                   ? find_first_digit(counts, digit, quota, block, room.found)
+                                   : find_next_digit(counts, digit, {prefix, search.left, search.k}, block, room.found);
+  if (block.rank == 0) search = {found.prefix, found.left, found.k};
 }
 
 // Counts the ties of each piece's last segment, which may go on in the next piece. Also sets zeros and lowest to the
@@ -131,12 +112,10 @@ __global__ void __launch_bounds__(kThreads)
   const Piece piece(keys.total);
   if (piece.begin >= piece.end || keys.segments.count == 0) return;
   const int64_t last = keys.segments.find(piece.end - 1), begin = keys.segments.begin(last);
-  const Scores scores = scores_of(keys);
-  ScoreKeys source(scores);
   uint32_t own = 0;
   if (searches[last].k > 0)
-    for_keys(source, begin > piece.begin ? begin : piece.begin, piece.end, block,
-             [&](int64_t, uint32_t key) { own += key == static_cast<uint32_t>(searches[last].prefix); });
+    for_stored(keys.keys, begin > piece.begin ? begin : piece.begin, piece.end, block,
+               [&, tie = static_cast<uint32_t>(searches[last].prefix)](uint32_t key) { own += key == tie; });
   own = block.reduce(own, Sum());
   if (block.rank == 0) ties_of_pieces[blockIdx.x] = own;
 }
@@ -145,19 +124,21 @@ __global__ void __launch_bounds__(kThreads)
     mask_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches, const int64_t* ties,
                   const uint32_t* ties_of_pieces, bool drop_zeros, const __grid_constant__ KeyMaskOutputs outputs) {
   const BlockGroup block(dynamic_shared<unsigned char>());
-  const Scores scores = scores_of(keys);
-  ScoreKeys source(scores);
   Piece(keys.total).for_segments(keys.segments, [&](int64_t segment, int64_t begin, int64_t end) {
+    const int count = static_cast<int>(end - begin);
     if (searches[segment].k == 0) {
-      write_nothing(begin, end, outputs.mask, block);
+      write_nothing(outputs.mask + begin, count, block);
       return;
     }
     int64_t before = 0;  // ties of this segment in earlier pieces
     for (int64_t i = keys.segments.begin(segment) / kPiece + block.rank; i < blockIdx.x; i += block.size)
       before += ties_of_pieces[i];
     before = block.reduce(before, Sum());
-    const Cut cut = {static_cast<uint32_t>(searches[segment].prefix), ties[segment], false};
-    const Kept kept = write_mask(source, begin, end, cut, before, drop_zeros, outputs.mask, block);
+    const int64_t wanted = ties[segment] - before;
+    const Cut cut = {static_cast<uint32_t>(searches[segment].prefix), static_cast<int>(min(wanted, int64_t{count})),
+                     false};
+    const KeyRow<false> row(keys.keys + begin, outputs.mask + begin, count);
+    const Kept kept = sum_of(write_mask(row, cut, drop_zeros, block), block);
     if (block.rank > 0) return;
     if (kept.zeros > 0) atomicAdd(reinterpret_cast<Count*>(outputs.zeros + segment), Count{kept.zeros});
     if (kept.lowest < UINT32_MAX) atomicMin(reinterpret_cast<Count*>(outputs.lowest + segment), Count{kept.lowest});
@@ -167,6 +148,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device) {
+  require_places(total);
   launch("topk_order_keys", order_keys_of_piece, ceil_div(total, kPiece), kThreads, BlockGroup::kSharedBytes, device,
          scores, total, keys);
 }
@@ -174,14 +156,14 @@ void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device
 void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
                  Device& device) {
   clear(counts, 0, keys.segments.count * digit.bins() * static_cast<int64_t>(sizeof(int64_t)), device);
-  launch("topk_count_digit", count_digit_of_piece, ceil_div(keys.total, kPiece), kThreads, sizeof(Shared), device, keys,
-         searches, digit, reinterpret_cast<Count*>(counts));
+  launch("topk_count_digit", count_digit_of_piece, ceil_div(keys.total, kPiece), kThreads, sizeof(SearchRoom), device,
+         keys, searches, digit, reinterpret_cast<Count*>(counts));
 }
 
 void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
                   Device& device) {
-  launch("topk_choose_digit_", choose_digit_of_segment, segments, kChooseThreads, BlockGroup::kSharedBytes, device,
-         searches, counts, digit, quota);
+  launch("topk_choose_digit_", choose_digit_of_segment, segments, kChooseThreads, sizeof(ChooseRoom), device, searches,
+         counts, digit, quota);
 }
 
 void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,

@@ -289,9 +289,16 @@ cudaError_t allow_shared_memory(const void* kernel, int bytes);
 
 // What the device was asked to do since the process began; tests read the differences (counts() in kernels.py).
 struct Counts {
-  uint64_t launches, memsets, vectors;  // loads of 16 bytes, which are nearly all that a kernel reads
+  uint64_t launches, memsets;
+  uint64_t vectors;  // loads of 16 bytes, which are nearly all that most kernels read
+  uint64_t scores;   // read by top-K selection
 };
 extern "C" __attribute__((visibility("default"))) Counts d3s_shim_counts;
+
+// What was launched since the last call: lines of name, blocks, threads and bytes of shared memory, with tabs between.
+// With D3S_SHIM_DRY=1 the kernels themselves do not run, so that shapes of a GPU take no time.
+extern "C" __attribute__((visibility("default"))) const char* d3s_shim_launches();
+void note_launch(const char* name, int64_t blocks, int threads, size_t shared_bytes);
 
 inline uint4 counted(const uint4* at) {
   ++d3s_shim_counts.vectors;
@@ -306,6 +313,9 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int value) {
 }
 
 namespace d3s {
+
+using shim::note_launch;
+inline void note_scores(int count) { shim::d3s_shim_counts.scores += count; }
 
 // The block's shared memory, filled with 0xa5. It has the size that the launch requested; null if that is 0.
 template <class T>

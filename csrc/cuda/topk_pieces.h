@@ -1,0 +1,292 @@
+// Top-K selection in segments that are too long for one block. All scores are cut into pieces of equal length, wherever
+// the segments are, so that nobody needs to know their lengths beforehand. Every pass is a launch of its own, so that
+// no block waits for another.
+//
+// The scores are read twice. The second pass knows the highest digit of the k-th key, so it decides all keys but those
+// that have this digit, mostly a few percent. These are copied, with their places, and only they are read again.
+//
+//   launch                       kernel             reads                                 -> writes
+//   topk_mask (first digit)      count_first        scores                                -> histograms[0]
+//   topk_mask (second digit)     split_pieces       scores, histograms[0]                 -> mask, rest, histograms[1]
+//   topk_mask (third digit)      count_last         rest, histograms[1]                   -> histograms[2], last_digits
+//   topk_mask (rest)             finish_pieces      rest, histograms[2], last_digits      -> mask, count, threshold
+#pragma once
+
+#include "key_mask.h"
+#include "score_keys.h"
+
+namespace d3s {
+namespace {
+
+constexpr int kPieceThreads = 512;
+constexpr int kPieceWarps = kPieceThreads / kWarp;
+constexpr int kPiece = 16384;  // 256 pieces for 4 million scores: two for each multiprocessor of an H200
+
+struct Selection {
+  Scores scores;
+  Quota quota;
+  bool drop_zeros;
+  Segments segments;
+  SelectionOutputs outputs;
+};
+
+// What the pieces of a long segment do together.
+struct Progress {
+  uint32_t histograms[kDigits][kBins];
+  Found<int> found[kDigits];
+  uint32_t zeros, unkept;  // unkept: the highest of ~key over the kept keys, since memory begins with 0
+  uint32_t finished;       // parts of the segment
+};
+
+// The keys that have the first digit of the k-th one, and their places in the piece.
+struct Rest {
+  uint32_t* keys;     // [values]: each warp's begin where its stretch of the scores begins
+  uint16_t* places;   // the same
+  uint32_t* numbers;  // [parts][kPieceWarps]: how many each warp has
+};
+
+struct Pieces {
+  Selection selection;
+  int values, length;  // of all pieces, and of each
+  int longer_than;     // shorter segments are left to other launches
+  bool slot_by_piece;  // there are more segments than pieces: progress[] has one slot for each piece
+  Progress* progress;
+  Rest rest;
+  uint32_t* last_digits;  // [parts][kBins / 2]: histograms of the last digit
+};
+
+// A long segment's part of a piece. A long segment that reaches into a piece has the first or the last of its scores,
+// because it is longer than a piece; so a piece has at most two such parts.
+struct Part {
+  int64_t segment;
+  int first_piece, last_piece;  // of the segment
+  int begin, end;
+  int64_t number;  // among all parts: two for each piece
+  Progress* progress;
+
+  __device__ bool begins() const { return number / 2 == first_piece; }
+  // The number of this segment's part in an earlier piece.
+  __device__ int64_t part_in(const Pieces& pieces, int64_t piece) const {
+    return 2 * piece + (pieces.selection.segments.begin(segment) > piece * pieces.length);
+  }
+};
+
+// Calls body(part) for the long segments in the block's piece.
+template <class Body>
+__device__ void for_parts(const Pieces& pieces, const Body& body) {
+  const Segments& segments = pieces.selection.segments;
+  const int begin = static_cast<int>(blockIdx.x) * pieces.length, end = min(begin + pieces.length, pieces.values);
+  const int64_t first = segments.find(begin), last = segments.find(end - 1);
+#pragma unroll 1
+  for (int64_t segment = first;; segment = last) {
+    const int from = static_cast<int>(segments.begin(segment)), to = static_cast<int>(segments.end(segment));
+    Part part = {segment,          from / pieces.length, (to - 1) / pieces.length,
+                 max(from, begin), min(to, end),         2 * int64_t{blockIdx.x} + (from > begin),
+                 nullptr};
+    part.progress = pieces.progress + (pieces.slot_by_piece ? part.first_piece : segment);
+    if (to - from > pieces.longer_than && part.begin < part.end) body(part);  // empty by unchecked offsets alone
+    if (segment == last) return;
+  }
+}
+
+// The search up to a digit. Every block of the segment searches the last histogram, which costs less than to wait for
+// one of them. The first block stores the result for later launches.
+template <int kNumber>
+__device__ Found<int> resume(const Pieces& pieces, const Part& part, const BlockGroup& block, SearchRoom& room) {
+  const Progress& progress = *part.progress;
+  const Found<int> before = kNumber > 0 ? progress.found[kNumber - 1] : Found<int>{};
+  Found<int> found = before;
+  if (kNumber == 0 || (before.k > 0 && !before.keeps_all()))
+    found = kNumber > 0
+                ? find_next_digit(progress.histograms[kNumber], digit_of(kNumber), before, block, room.found)
+                : find_first_digit(progress.histograms[0], digit_of(0), pieces.selection.quota, block, room.found);
+  if (part.begins() && block.rank == 0) part.progress->found[kNumber] = found;
+  block.sync();
+  return found;
+}
+
+__device__ inline void add_kept(const Kept& own, Progress& progress, const BlockGroup& block) {
+  const Kept kept = sum_of(own, block);
+  if (block.rank > 0) return;
+  if (kept.zeros > 0) atomicAdd(&progress.zeros, kept.zeros);
+  if (kept.lowest < UINT32_MAX) atomicMax(&progress.unkept, ~kept.lowest);
+}
+
+// Whether to keep a key that is taken: not if it is a zero to drop.
+__device__ __forceinline__ bool keep_taken(bool taken, uint32_t key, bool drop_zeros, Kept& kept) {
+  if (taken && drop_zeros && key == kZeroKey) {
+    taken = false;
+    ++kept.zeros;
+  }
+  if (taken) kept.lowest = min(kept.lowest, key);
+  return taken;
+}
+
+__global__ void __launch_bounds__(kPieceThreads, 2) count_first(const __grid_constant__ Pieces pieces) {
+  SearchRoom& room = *dynamic_shared<SearchRoom>();
+  const BlockGroup block(room.group);
+  for_parts(pieces, [&](const Part& part) {
+    clear_histogram(room, block);
+    for_scores(ScoreKeys<true>(pieces.selection.scores), part.begin, part.end, block,
+               [&](int, uint32_t key) { count_key(room.histogram, key, digit_of(0), 0); });
+    block.sync();
+    add_histogram(room.histogram, kBins, part.progress->histograms[0], block);
+    block.sync();
+  });
+}
+
+__global__ void __launch_bounds__(kPieceThreads, 2) split_pieces(const __grid_constant__ Pieces pieces) {
+  SearchRoom& room = *dynamic_shared<SearchRoom>();
+  const BlockGroup block(room.group);
+  const int lane = block.rank % kWarp;
+  const Selection& selection = pieces.selection;
+  bool* mask = selection.outputs.mask;
+  for_parts(pieces, [&](const Part& part) {
+    const Found<int> found = resume<0>(pieces, part, block, room);
+    if (found.k == 0) {
+      write_nothing(mask + part.begin, part.end - part.begin, block);
+      return;
+    }
+    clear_histogram(room, block);
+    const Cut cut = cut_at(found);
+    int from, to, next;
+    block.warp_stretch(part.begin, part.end, from, to);
+    next = from;
+    Kept kept = {0, UINT32_MAX};
+    ScoreKeys<true> source(selection.scores);
+    for (int first = from; first < to; first += kKeysInFlight * kWarp) {
+      uint32_t keys[kKeysInFlight];
+      source.load(first + lane, kWarp, to, keys);
+#pragma unroll
+      for (int i = 0; i < kKeysInFlight; ++i) {
+        const uint32_t key = keys[i];
+        const int position = first + i * kWarp + lane;
+        const bool has_digit = key >> found.shift == found.prefix, undecided = has_digit && !cut.all_ties;
+        const unsigned lanes = __ballot_sync(kAllLanes, undecided);
+        if (undecided) {
+          const int at = next + __popc(lanes & ((1u << lane) - 1));
+          pieces.rest.keys[at] = key;
+          pieces.rest.places[at] = static_cast<uint16_t>(position % pieces.length);
+          count_key(room.histogram, key, digit_of(1), found.prefix);
+        }
+        next += __popc(lanes);
+        const bool taken = keep_taken(key >= cut.key && !undecided, key, selection.drop_zeros, kept);
+        if (position < to) mask[position] = taken;
+      }
+    }
+    if (lane == 0)
+      pieces.rest.numbers[part.number * kPieceWarps + block.rank / kWarp] = static_cast<uint32_t>(next - from);
+    add_kept(kept, *part.progress, block);
+    add_histogram(room.histogram, kBins, part.progress->histograms[1], block);
+  });
+}
+
+// The keys that the warp has left undecided in a part, from `begin` on.
+struct WarpRest {
+  int begin, count;
+
+  __device__ WarpRest(const Pieces& pieces, const Part& part, const BlockGroup& block) {
+    int to;
+    block.warp_stretch(part.begin, part.end, begin, to);
+    count = static_cast<int>(pieces.rest.numbers[part.number * kPieceWarps + block.rank / kWarp]);
+  }
+};
+
+__global__ void __launch_bounds__(kPieceThreads, 2) count_last(const __grid_constant__ Pieces pieces) {
+  SearchRoom& room = *dynamic_shared<SearchRoom>();
+  const BlockGroup block(room.group);
+  for_parts(pieces, [&](const Part& part) {
+    const Found<int> found = resume<1>(pieces, part, block, room);
+    if (found.k == 0 || found.keeps_all()) return;
+    clear_histogram(room, block);
+    const WarpRest rest(pieces, part, block);
+    for (int i = block.rank % kWarp; i < rest.count; i += kWarp)
+      count_key(room.histogram, pieces.rest.keys[rest.begin + i], digit_of(2), found.prefix);
+    block.sync();
+    const int bins = digit_of(2).bins();
+    for (int i = block.rank; i < bins; i += block.size) pieces.last_digits[part.number * bins + i] = room.histogram[i];
+    add_histogram(room.histogram, bins, part.progress->histograms[2], block);
+  });
+}
+
+// Writes the mask of the keys that split_pieces() left, and says what it kept.
+__device__ inline Kept finish_rest(const Pieces& pieces, const Part& part, const Cut& cut, const BlockGroup& block) {
+  const int lane = block.rank % kWarp;
+  const WarpRest rest(pieces, part, block);
+  const auto for_rest = [&](const auto& body) {
+    for (int first = 0; first < rest.count; first += kWarp) {
+      const bool inside = first + lane < rest.count;
+      body(rest.begin + first + lane, inside ? pieces.rest.keys[rest.begin + first + lane] : kAbsent);
+    }
+  };
+  int tie = 0;
+  if (!cut.all_ties) {
+    const int bins = digit_of(2).bins(), bin = digit_of(2).bin_of(cut.key);
+    for (int piece = part.first_piece + block.rank; piece < static_cast<int>(blockIdx.x); piece += block.size)
+      tie += pieces.last_digits[part.part_in(pieces, piece) * bins + bin];
+    tie = block.reduce(tie, Sum());
+    int own = 0;
+    for_rest([&](int, uint32_t key) { own += key == cut.key; });
+    tie += block.sum_before_warp(own);
+  }
+  Kept kept = {0, UINT32_MAX};
+  bool* mask = pieces.selection.outputs.mask + int64_t{blockIdx.x} * pieces.length;
+  for_rest([&](int at, uint32_t key) {
+    const bool equal = key == cut.key;
+    bool taken = key >= cut.key;
+    if (!cut.all_ties) {
+      const unsigned lanes = __ballot_sync(kAllLanes, equal);
+      taken = taken && (!equal || tie + __popc(lanes & ((1u << lane) - 1)) < cut.ties);
+      tie += __popc(lanes);
+    }
+    if (keep_taken(taken, key, pieces.selection.drop_zeros, kept)) mask[pieces.rest.places[at]] = true;
+  });
+  return kept;
+}
+
+__global__ void __launch_bounds__(kPieceThreads, 2) finish_pieces(const __grid_constant__ Pieces pieces) {
+  SearchRoom& room = *dynamic_shared<SearchRoom>();
+  const BlockGroup block(room.group);
+  const SelectionOutputs& outputs = pieces.selection.outputs;
+  for_parts(pieces, [&](const Part& part) {
+    const Found<int> found = resume<2>(pieces, part, block, room);
+    Progress& progress = *part.progress;
+    if (found.k > 0 && !progress.found[0].keeps_all())
+      add_kept(finish_rest(pieces, part, cut_at(found), block), progress, block);
+    if (block.rank > 0 || !outputs.count) return;
+    __threadfence();  // what this block kept is added before its part counts as finished
+    if (atomicAdd(&progress.finished, 1u) < static_cast<uint32_t>(part.last_piece - part.first_piece)) return;
+    __threadfence();
+    write_selected(outputs, part.segment, found.k, {atomicAdd(&progress.zeros, 0u), ~atomicMax(&progress.unkept, 0u)});
+  });
+}
+
+void select_in_pieces(const Selection& selection, int64_t longer_than, int64_t values, Device& device) {
+  const Segments& segments = selection.segments;
+  if (segments.count == 0) return;
+  const int length = longer_than < kPiece ? static_cast<int>(longer_than) / kWarp * kWarp : kPiece;
+  const int64_t blocks = ceil_div(values, length);
+  const bool slot_by_piece = segments.count > blocks;
+  const int64_t slots = slot_by_piece ? blocks : segments.count;
+  auto* progress = device.scratch_of<Progress>(slots);
+  clear(progress, 0, slots * static_cast<int64_t>(sizeof(Progress)), device);
+  const Pieces pieces = {selection,
+                         static_cast<int>(values),
+                         length,
+                         static_cast<int>(longer_than),
+                         slot_by_piece,
+                         progress,
+                         {device.scratch_of<uint32_t>(values), device.scratch_of<uint16_t>(values),
+                          device.scratch_of<uint32_t>(2 * blocks * kPieceWarps)},
+                         device.scratch_of<uint32_t>(2 * blocks * digit_of(2).bins())};
+  const auto pass = [&](const char* name, auto kernel) {
+    launch(name, kernel, blocks, kPieceThreads, sizeof(SearchRoom), device, pieces);
+  };
+  pass("topk_mask (first digit)", count_first);
+  pass("topk_mask (second digit)", split_pieces);
+  pass("topk_mask (third digit)", count_last);
+  pass("topk_mask (rest)", finish_pieces);
+}
+
+}  // namespace
+}  // namespace d3s
