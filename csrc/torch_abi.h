@@ -59,10 +59,15 @@ struct shape {
   explicit shape(const Tensor& t) : tensor(t) {}
 };
 
+inline std::string shape_text(const std::vector<int64_t>& sizes) {
+  std::string text;
+  for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return '[' + text + ']';
+}
+
 inline std::ostream& operator<<(std::ostream& out, const shape& s) {
-  out << '[';
-  for (int64_t i = 0; i < s.tensor.dim(); ++i) out << (i ? ", " : "") << s.tensor.size(i);
-  return out << ']';
+  const auto sizes = s.tensor.sizes();
+  return out << shape_text({sizes.data(), sizes.data() + s.tensor.dim()});
 }
 
 struct dtype {
@@ -135,9 +140,13 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Te
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
   // Not torch::stable::empty: it goes through the dispatcher, which costs ten times as much.
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-      static_cast<int32_t>(torch::stable::detail::from(type)), device_type, like.get_device_index(), &handle));
+  const auto error = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                              static_cast<int32_t>(torch::stable::detail::from(type)), device_type,
+                                              like.get_device_index(), &handle);
+  if (error != TORCH_SUCCESS)  // _dispatch/ops.py raises what torch itself raises on a GPU
+    throw std::runtime_error("d3s_kernels: out of memory: cannot allocate " + shape_text(sizes) + " of " +
+                             torch::headeronly::toString(type) + " on " +
+                             (like.is_cuda() ? "cuda:" + std::to_string(like.get_device_index()) : "the CPU"));
   return Tensor(handle);
 }
 

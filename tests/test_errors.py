@@ -24,6 +24,7 @@ from d3s_kernels import (
     select_tokens_from_logits,
     topk_mask,
 )
+from d3s_kernels._dispatch import ops
 from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
 
 LOGITS, LABELS = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
@@ -345,3 +346,19 @@ def test_bad_argument(argument: str, function: Callable[..., object], args: tupl
 def test_a_message_says_what_was_given_and_what_is_taken(message: str, call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_out_of_memory() -> None:
+    """The size that was asked for is named."""
+    with pytest.raises(RuntimeError, match="allocate"):
+        compact(torch.ones(3, dtype=torch.bool), 10**13)
+
+
+def test_out_of_memory_on_a_gpu_is_what_trainers_catch() -> None:
+    message = "d3s_kernels: out of memory: cannot allocate [9, 5] of Float on cuda:0"
+
+    def op(*arguments: object) -> None:
+        raise RuntimeError(message)
+
+    with pytest.raises(torch.OutOfMemoryError, match=re.escape(message)):
+        ops._with_usual_errors(op)()

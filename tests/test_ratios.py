@@ -486,9 +486,10 @@ def test_one_long_sequence_among_short_ones() -> None:
 
 def test_a_sequence_too_long_to_be_added_up_is_refused() -> None:
     tokens = torch.zeros(1).expand(2**25 + 1)
-    with pytest.raises(ValueError, match=r"logprob: got sequences of 33554433 tokens; takes at most 2\^25"):
-        importance_ratio(tokens, tokens, level="sequence")
-    with pytest.raises(ValueError, match="entropy: got sequences"):
+    for offsets in (None, torch.tensor([0, 0, len(tokens)]), torch.tensor([0, len(tokens)], dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"logprob: got a sequence of 33554433 tokens; takes at most 2\^25"):
+            importance_ratio(tokens, tokens, level="sequence", offsets=offsets)
+    with pytest.raises(ValueError, match="entropy: got a sequence"):
         adaptive_clip(tokens, tokens.to(torch.int8), vocab_size=10)
 
 

@@ -1,6 +1,7 @@
 // importance_ratio, entropy_groups, adaptive_clip: their arguments and results, on every device.
 #include "ratios.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "arguments.h"
@@ -12,6 +13,20 @@ constexpr int64_t kMostTokens = int64_t{1} << 25;  // of a sequence: an ExactSum
 
 void require_float32(const char* argument, const Tensor& tensor) {
   require(tensor.scalar_type() == ScalarType::Float, argument, "got dtype ", dtype(tensor), "; takes float32");
+}
+
+// The length of the longest sequence, or 0 if only a GPU knows it.
+int64_t longest_known(Segments sequences, const OptionalTensor& offsets) {
+  if (!offsets) return sequences.length;
+  const OptionalTensor known = on_host(*offsets);
+  if (!known) return 0;
+  if (sequences.offsets32)
+    sequences.offsets32 = data<int32_t>(known);
+  else
+    sequences.offsets64 = data<int64_t>(known);
+  int64_t longest = 0;
+  for (int64_t i = 0; i < sequences.count; ++i) longest = std::max(longest, sequences.end(i) - sequences.begin(i));
+  return longest;
 }
 
 // The groups of tokens. Owns the tensors that `groups` points into.
@@ -32,8 +47,8 @@ class GroupsArgument {
 
   void set_sequences(const char* argument, const Tensor& tokens, const OptionalTensor& offsets) {
     groups.sequences = segments_of(tokens, offsets, argument);
-    require(groups.sequences.ragged() || groups.sequences.length <= kMostTokens, argument, "got sequences of ",
-            groups.sequences.length, " tokens; takes at most 2^25");
+    const int64_t longest = longest_known(groups.sequences, offsets);
+    require(longest <= kMostTokens, argument, "got a sequence of ", longest, " tokens; takes at most 2^25");
     const OptionalTensor known = ids_ ? on_host(*ids_) : ids_;
     if (!known) return;
     const int8_t* ids = data<int8_t>(known);

@@ -12,11 +12,14 @@ import torch
 _Op = Callable[..., Any]
 _op = torch.ops.d3s_kernels
 
-# The message of a compiled kernel about an argument that it refuses.
+# Messages of a compiled kernel: about an argument that it refuses, and about memory that it does not get.
 _REFUSAL = re.compile(r"[a-z_]+: .*\b(takes|must|call)\b", re.DOTALL)
+_NO_MEMORY = "d3s_kernels: out of memory"
 
 
-def _refusal_as_value_error(op: _Op) -> _Op:
+def _with_usual_errors(op: _Op) -> _Op:
+    """The op with ValueError for a refused argument, and torch.OutOfMemoryError, which trainers catch."""
+
     @wraps(op)
     def call(*arguments: Any) -> Any:
         try:
@@ -24,6 +27,8 @@ def _refusal_as_value_error(op: _Op) -> _Op:
         except RuntimeError as error:
             if type(error) is RuntimeError and _REFUSAL.match(str(error)):
                 raise ValueError(str(error)) from None
+            if str(error).startswith(_NO_MEMORY):
+                raise torch.OutOfMemoryError(str(error)) from None
             raise
 
     return call
@@ -40,7 +45,9 @@ def _refuses_by_value_error() -> bool:
     raise AssertionError("compact takes a capacity of -1")
 
 
-_public: Callable[[_Op], _Op] = (lambda op: op) if _refuses_by_value_error() else _refusal_as_value_error
+# On a CPU torch itself raises RuntimeError for want of memory.
+_as_raised = _refuses_by_value_error() and not torch.backends.cuda.is_built()
+_public: Callable[[_Op], _Op] = (lambda op: op) if _as_raised else _with_usual_errors
 
 
 def __getattr__(name: str) -> _Op:
