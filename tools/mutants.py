@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "cpu: long segments are sorted without their highest digit",
         "csrc/cpu/max_variance.cpp",
-        "shift < 64; shift += kDigit",
-        "shift < 54; shift += kDigit",
+        "pass < kPasses; ++pass) {",
+        "pass + 1 < kPasses; ++pass) {",
         "tests/test_max_variance.py",
     ),
     Mutant(

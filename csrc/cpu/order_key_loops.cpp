@@ -1,6 +1,8 @@
 // Compiled once for each SIMD level: plain loops that the compiler turns into vectors of the level's width.
 #include "order_key_loops.h"
 
+#include <algorithm>
+#include <cfloat>
 #include <cmath>
 
 #include "../core/order_key.h"
@@ -31,6 +33,22 @@ int64_t from_scores(const T* scores, const float* advantages, float advantage, c
   return mask ? keys_of(scores, one, masked, n, keys) : keys_of(scores, one, all, n, keys);
 }
 
+template <class T>
+int64_t finite_keys(const T* values, const bool* mask, int64_t n, uint32_t* keys) {
+  const auto* flags = reinterpret_cast<const uint8_t*>(mask);
+  const auto write = [=](const auto& present) {
+    uint32_t count = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const float value = to_float(values[i]);
+      const uint32_t usable = (0u - static_cast<uint32_t>(fabsf(value) <= FLT_MAX)) & present(i);
+      keys[i] = order_key(value) | ~usable;
+      count += usable & 1;
+    }
+    return int64_t{count};
+  };
+  return mask ? write([=](int64_t i) { return 0u - (flags[i] != 0); }) : write([](int64_t) { return ~0u; });
+}
+
 int64_t count_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
   // 32-bit counters, as wide as the keys, make this two instructions a vector; a block cannot overflow them.
   constexpr int64_t block = int64_t{1} << 30;
@@ -53,13 +71,23 @@ int64_t copy_between(const uint32_t* keys, int64_t n, uint32_t low, uint32_t hig
   return count;
 }
 
-void count_below(const uint32_t* __restrict keys, int64_t n, uint32_t* __restrict below) {
-  const int64_t whole = (n + kKeysPadding - 1) / kKeysPadding * kKeysPadding;
-  for (int64_t i = 0; i < whole; ++i) below[i] = 0;
+// Counts for kColumns keys, few enough that the counters stay in registers.
+template <int kColumns>
+void count_block_below(const uint32_t* keys, int64_t n, const uint32_t* columns, uint32_t* below) {
+  uint32_t counts[kColumns] = {}, own[kColumns];
+  std::copy_n(columns, kColumns, own);
   for (int64_t j = 0; j < n; ++j) {
     const uint32_t key = keys[j];
-    for (int64_t i = 0; i < whole; ++i) below[i] += key < keys[i];
+    for (int i = 0; i < kColumns; ++i) counts[i] += key < own[i];
   }
+  std::copy_n(counts, kColumns, below);
+}
+
+void count_below(const uint32_t* keys, int64_t n, uint32_t* below) {
+  constexpr int kMost = 4 * kKeysPadding;
+  int64_t i = 0;
+  for (; n - i > kMost - kKeysPadding; i += kMost) count_block_below<kMost>(keys, n, keys + i, below + i);
+  for (; i < n; i += kKeysPadding) count_block_below<kKeysPadding>(keys, n, keys + i, below + i);
 }
 
 void write_mask(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask) {
@@ -78,9 +106,17 @@ uint32_t lowest_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
 }  // namespace
 
 namespace D3S_LEVEL {
-extern const OrderKeyLoops order_key_loops = {
-    from_scores<float>, from_scores<bfloat16>, from_scores<float16>, count_from,
-    copy_between,       lowest_from,           count_below,          write_mask};
+extern const OrderKeyLoops order_key_loops = {from_scores<float>,
+                                              from_scores<bfloat16>,
+                                              from_scores<float16>,
+                                              finite_keys<float>,
+                                              finite_keys<bfloat16>,
+                                              finite_keys<float16>,
+                                              count_from,
+                                              copy_between,
+                                              lowest_from,
+                                              count_below,
+                                              write_mask};
 }
 
 }  // namespace d3s

@@ -20,6 +20,14 @@ struct OrderKeyLoops {
   FromScores<bfloat16> from_bf16;
   FromScores<float16> from_fp16;
 
+  // keys[i] = order_key(values[i]), UINT32_MAX where mask (may be null) is false or the value is not finite. Returns
+  // how many are not UINT32_MAX. n < 2^31.
+  template <class T>
+  using FiniteKeys = int64_t (*)(const T* values, const bool* mask, int64_t n, uint32_t* keys);
+  FiniteKeys<float> finite_float32;
+  FiniteKeys<bfloat16> finite_bf16;
+  FiniteKeys<float16> finite_fp16;
+
   // How many keys are at least `pivot`.
   int64_t (*count_from)(const uint32_t* keys, int64_t n, uint32_t pivot);
   // Copies the keys in [low, high] to `out`, in order, and returns how many. `out` holds n.
@@ -34,6 +42,9 @@ struct OrderKeyLoops {
   FromScores<float> from(Tag<float>) const { return from_float32; }
   FromScores<bfloat16> from(Tag<bfloat16>) const { return from_bf16; }
   FromScores<float16> from(Tag<float16>) const { return from_fp16; }
+  FiniteKeys<float> finite(Tag<float>) const { return finite_float32; }
+  FiniteKeys<bfloat16> finite(Tag<bfloat16>) const { return finite_bf16; }
+  FiniteKeys<float16> finite(Tag<float16>) const { return finite_fp16; }
 };
 
 D3S_DECLARE_VARIANTS(OrderKeyLoops, order_key_loops)

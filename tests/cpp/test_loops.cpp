@@ -85,6 +85,17 @@ void key_loops(const OrderKeyLoops& loops, std::mt19937& random) {
     CHECK(present == n - std::count(wanted.begin(), wanted.end(), kAbsent), "present of %lld",
           static_cast<long long>(n));
 
+    scores[n / 2] = n % 2 > 0 ? INFINITY : -INFINITY;
+    int64_t finite = 0;
+    const int64_t found = loops.finite_float32(scores.get(), n % 3 > 0 ? mask.get() : nullptr, n, copied.get());
+    for (int64_t i = 0; i < n; ++i) {
+      const bool usable = std::isfinite(scores[i]) && (n % 3 == 0 || mask[i]);
+      finite += usable;
+      CHECK(copied[i] == (usable ? order_key(scores[i]) : UINT32_MAX), "finite key %lld of %lld",
+            static_cast<long long>(i), static_cast<long long>(n));
+    }
+    CHECK(found == finite, "finite keys of %lld", static_cast<long long>(n));
+
     const uint32_t low = order_key(2.f), high = order_key(6.f);
     const auto inside = [&](uint32_t key) { return key >= low && key <= high; };
     const auto at_least = [&](uint32_t key) { return key >= low; };
