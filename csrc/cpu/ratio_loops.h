@@ -17,10 +17,10 @@ struct TokenStretch {
 };
 
 struct RatioLoops {
-  // Adds the terms a[i] - b[i], or a[i] where b is null, of the tokens of one group.
-  void (*sum)(const float* a, const float* b, const TokenStretch& tokens, int group, ExactSum& sum);
-  // out[i] = number for the tokens of one group.
-  void (*assign)(const TokenStretch& tokens, int group, float number, float* out);
+  // Adds the terms a[i] - b[i], or a[i] where b is null, of the tokens of each group to sums[group].
+  void (*sum)(const float* a, const float* b, const TokenStretch& tokens, int groups, ExactSum* sums);
+  // out[i] = numbers[group] for the tokens of each group, `none` for those of no group.
+  void (*assign)(const TokenStretch& tokens, int groups, const float* numbers, float none, float* out);
   // out[i] = e^(a[i] - b[i]) within the bounds, or e^(means[i] + a[i] - b[i]) if `means` is not null; kNoRatio for
   // tokens that do not count. `means` may be `out`.
   void (*exponentiate)(const float* a, const float* b, const TokenStretch& tokens, const float* means,

@@ -44,11 +44,9 @@ void add_shared(ExactSum& total, const ExactSum& part) {  // several threads may
 std::vector<ExactSum> group_sums(const float* a, const float* b, const TokenGroups& groups) {
   std::vector<ExactSum> sums(groups.each * groups.sequences.count);
   for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {
-    for (int group = 0; group < groups.each; ++group) {
-      ExactSum part;
-      loops().sum(a + begin, b ? b + begin : nullptr, stretch(groups, begin, end), group, part);
-      add_shared(sums[sequence * groups.each + group], part);
-    }
+    ExactSum parts[kMostGroups];
+    loops().sum(a + begin, b ? b + begin : nullptr, stretch(groups, begin, end), groups.each, parts);
+    for (int group = 0; group < groups.each; ++group) add_shared(sums[sequence * groups.each + group], parts[group]);
   });
   return sums;
 }
@@ -57,11 +55,10 @@ std::vector<ExactSum> group_sums(const float* a, const float* b, const TokenGrou
 template <class Number>
 void write_numbers(const std::vector<ExactSum>& sums, const TokenGroups& groups, int64_t sequence,
                    const TokenStretch& tokens, float none, const Number& number, float* out) {
-  std::fill_n(out, tokens.n, none);
-  for (int group = 0; group < groups.each; ++group) {
-    const ExactSum& sum = sums[sequence * groups.each + group];
-    if (sum.count > 0) loops().assign(tokens, group, number(mean_of(sum)), out);
-  }
+  float numbers[kMostGroups];
+  for (int group = 0; group < groups.each; ++group)
+    numbers[group] = number(mean_of(sums[sequence * groups.each + group]));
+  loops().assign(tokens, groups.each, numbers, none, out);
 }
 
 }  // namespace

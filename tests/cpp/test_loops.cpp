@@ -135,19 +135,23 @@ void ratio_loops_of(const RatioLoops& loops, int64_t n, bool masked, bool groupe
   const auto has = [&](int64_t i) { return (!masked || mask[i]) && (!grouped || ids[i] >= 0); };
   const auto in_group = [&](int64_t i, int group) { return has(i) && (!grouped || ids[i] == group); };
 
-  auto means = array_of<float>(n, [](int64_t) { return 0.f; });
-  for (int group = 0; group < (grouped ? 3 : 1); ++group) {
-    ExactSum of_differences, of_values, wanted, wanted_of_values;
-    loops.sum(a.get(), b.get(), tokens, group, of_differences);
-    loops.sum(a.get(), nullptr, tokens, group, of_values);
+  const int groups = grouped ? 3 : 1;
+  ExactSum of_differences[3], of_values[3];
+  loops.sum(a.get(), b.get(), tokens, groups, of_differences);
+  loops.sum(a.get(), nullptr, tokens, groups, of_values);
+  for (int group = 0; group < groups; ++group) {
+    ExactSum wanted, wanted_of_values;
     for (int64_t i = 0; i < n; ++i)
       if (in_group(i, group)) add_term(wanted, a[i] - b[i]), add_term(wanted_of_values, a[i]);
     const auto same = [](const ExactSum& x, const ExactSum& y) {
       return x.units == y.units && x.count == y.count && x.flags == y.flags;
     };
-    CHECK(same(of_differences, wanted) && same(of_values, wanted_of_values), "sums of %lld", static_cast<long long>(n));
-    loops.assign(tokens, group, 0.25f * static_cast<float>(group + 1), means.get());
+    CHECK(same(of_differences[group], wanted) && same(of_values[group], wanted_of_values), "sums of %lld",
+          static_cast<long long>(n));
   }
+  auto means = array_of<float>(n, [](int64_t) { return NAN; });
+  const float numbers[3] = {0.25f, 0.5f, 0.75f};
+  loops.assign(tokens, groups, numbers, 0.f, means.get());
   const LogBounds bounds = {-1.f, 2.f};
   const RatioLimits limits = limits_of(bounds);
   std::unique_ptr<float[]> plain(new float[n]), gradients(new float[n]), ratios(new float[n]);
