@@ -67,12 +67,12 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads)
 
 // Where only the device knows the lengths, segments of up to so many scores have a launch each: short ones would wait
 // for the memory that long ones need.
-constexpr int64_t kSizes[] = {2048, 16384, INT64_MAX};
+constexpr int64_t kSizes[] = {2048, 8192, INT64_MAX};
 
-// As many as leave room for all the blocks that shared memory has room for: four of 8,192 scores on an H100, with 64
-// registers for each thread. There are at least four warps, since the histograms are work for as many.
+// As many as leave room for all the blocks that shared memory has room for: five of 8,192 scores on an H100, with
+// 48 registers for each thread. There are at least four warps, since the histograms are work for as many.
 int threads_for(int64_t length) {
-  return length <= 1024 ? 128 : length <= 12288 ? 256 : length <= 24576 ? 512 : BlockGroup::kMostThreads;
+  return length <= 1024 ? 128 : length <= 16384 ? 256 : length <= 24576 ? 512 : BlockGroup::kMostThreads;
 }
 
 bool same(const Segments& a, const Segments& b) {

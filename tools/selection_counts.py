@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""What the selection kernels launch on an H100, counted without one: the table of docs/gpu.md.
+
+    .venv/bin/python tools/selection_counts.py EMULATED CUDA            writes it
+    .venv/bin/python tools/selection_counts.py EMULATED CUDA --check    says whether it is up to date
+
+EMULATED is the emulated library, whose launches are counted without running the kernels; CUDA is the CUDA library, for
+compute capability 9.0, whose machine code has the registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "gpu.md"
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "binaries")]
+
+MULTIPROCESSORS, THREADS, REGISTERS, SHARED, BLOCKS = 132, 2048, 65_536, 228 << 10, 32  # of an H100; of each of them
+
+# The kernel of a launch: a part of its mangled name, for float32.
+KERNELS = {
+    "topk_mask": "select_segmentsILb0",
+    "topk_mask, sequences": "select_segmentsILb1",
+    "topk_mask (first digit)": "count_first",
+    "topk_mask (second digit)": "split_pieces",
+    "topk_mask (third digit)": "count_last",
+    "topk_mask (rest)": "finish_pieces",
+    "compact": "list_piece",
+    "compact (flags)": "flag_piece",
+}
+
+
+class Launch(NamedTuple):
+    name: str
+    blocks: int
+    threads: int
+    shared: int
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """Selections of the sizes that people have. The kernels do not run, so the values do not matter."""
+    import torch
+
+    import d3s_kernels as d3s
+
+    scores, advantages = torch.zeros(512, 8192), torch.zeros(512)
+    offsets = torch.arange(513) * 8192
+    flat = scores.view(-1)
+    return {
+        "topk_mask, 512 x 8,192": lambda: d3s.topk_mask(scores, 0.2),
+        "topk_mask, 512 ragged segments, 4 M": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets),
+        "the same, max_segment=8192": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets, max_segment=8192),
+        "select_tokens, a batch of 4 M": lambda: d3s.select_tokens(scores, advantages, 0.2),
+        "compact, 4 M": lambda: d3s.compact(flat > 0, 1 << 20),
+    }
+
+
+def launches() -> dict[str, list[Launch]]:
+    """Runs in a process of its own, in which the emulated kernels replace the CPU's."""
+    import emulated_cuda  # noqa: F401
+
+    library = ctypes.CDLL(os.environ["D3S_EMULATED_LIBRARY"])
+    library.d3s_shim_launches.restype = ctypes.c_char_p
+    found = {}
+    for name, call in calls().items():
+        library.d3s_shim_launches()
+        call()
+        lines = library.d3s_shim_launches().decode().splitlines()
+        found[name] = [Launch(kind, *map(int, numbers)) for kind, *numbers in (line.split("\t") for line in lines)]
+    return found
+
+
+def counted(emulated: Path) -> dict[str, list[Launch]]:
+    environment = {**os.environ, "D3S_EMULATED_LIBRARY": str(emulated), "D3S_SHIM_DRY": "1"}
+    environment["D3S_SHIM_SMS"] = str(MULTIPROCESSORS)
+    code = "import selection_counts; print(repr({k: list(map(tuple, v)) for k, v in selection_counts.launches().items()}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "tools", env=environment, capture_output=True, text=True, check=True
+    )
+    found: dict[str, list[tuple]] = eval(done.stdout.splitlines()[-1])  # noqa: S307
+    return {name: [Launch(*each) for each in of] for name, of in found.items()}
+
+
+def resident(launch: Launch, registers: int) -> int:
+    """How many blocks share a multiprocessor."""
+    warps = launch.threads // 32
+    by_registers = REGISTERS // (warps * -(-registers * 32 // 256) * 256)
+    by_shared = SHARED // (-(-(launch.shared + 1024) // 128) * 128)
+    return min(THREADS // launch.threads, by_registers, by_shared, BLOCKS)
+
+
+def lines(emulated: Path, cuda: Path) -> Iterator[str]:
+    from disassembly import kernels, resources
+
+    used, code = resources(cuda, "sm_90"), kernels(cuda, "sm_90")
+    yield "| selection | launch | blocks x threads | on a multiprocessor; waves | registers; code |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name, of in counted(emulated).items():
+        for number, launch in enumerate(of):
+            first = name if number == 0 else ""
+            if launch.name == "memset":
+                yield f"| {first} | memset | | | |"
+                continue
+            (kernel,) = (key for key in used if re.search(KERNELS[launch.name], key))
+            registers, together = used[kernel].registers, resident(launch, used[kernel].registers)
+            waves = launch.blocks / (MULTIPROCESSORS * together)
+            yield (
+                f"| {first} | {launch.name} | {launch.blocks:,} x {launch.threads} | {together}; {waves:.2f} "
+                f"| {registers}; {len(code[kernel]) * 16 / 1024:.1f} KB |"
+            )
+
+
+def page(text: str, emulated: Path, cuda: Path) -> str:
+    begin, end = "<!-- selections -->\n", "<!-- end of selections -->"
+    table = "\n".join(lines(emulated, cuda))
+    return re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n{table}\n\n{end}", text, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("emulated", type=Path)
+    parser.add_argument("cuda", type=Path)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    text = PAGE.read_text(encoding="utf-8")
+    wanted = page(text, given.emulated.resolve(), given.cuda.resolve())
+    if not given.check:
+        PAGE.write_text(wanted, encoding="utf-8")
+    elif wanted != text:
+        print("docs/gpu.md is not what is counted: run tools/selection_counts.py")
+    return int(given.check and wanted != text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
