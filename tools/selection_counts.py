@@ -82,11 +82,13 @@ def launches() -> dict[str, list[Launch]]:
 def counted(emulated: Path) -> dict[str, list[Launch]]:
     environment = {**os.environ, "D3S_EMULATED_LIBRARY": str(emulated), "D3S_SHIM_DRY": "1"}
     environment["D3S_SHIM_SMS"] = str(MULTIPROCESSORS)
-    code = "import selection_counts; print(repr({k: list(map(tuple, v)) for k, v in selection_counts.launches().items()}))"
+    code = (
+        "import selection_counts; print(repr({k: list(map(tuple, v)) for k, v in selection_counts.launches().items()}))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT / "tools", env=environment, capture_output=True, text=True, check=True
     )
-    found: dict[str, list[tuple]] = eval(done.stdout.splitlines()[-1])  # noqa: S307
+    found: dict[str, list[tuple]] = eval(done.stdout.splitlines()[-1])
     return {name: [Launch(*each) for each in of] for name, of in found.items()}
 
 
