@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import re
 import subprocess
@@ -82,14 +83,11 @@ def launches() -> dict[str, list[Launch]]:
 def counted(emulated: Path) -> dict[str, list[Launch]]:
     environment = {**os.environ, "D3S_EMULATED_LIBRARY": str(emulated), "D3S_SHIM_DRY": "1"}
     environment["D3S_SHIM_SMS"] = str(MULTIPROCESSORS)
-    code = (
-        "import selection_counts; print(repr({k: list(map(tuple, v)) for k, v in selection_counts.launches().items()}))"
-    )
+    code = "import json, selection_counts; print(json.dumps(selection_counts.launches()))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT / "tools", env=environment, capture_output=True, text=True, check=True
     )
-    found: dict[str, list[tuple]] = eval(done.stdout.splitlines()[-1])
-    return {name: [Launch(*each) for each in of] for name, of in found.items()}
+    return {name: [Launch(*each) for each in of] for name, of in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 def resident(launch: Launch, registers: int) -> int:

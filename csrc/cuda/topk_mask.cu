@@ -84,7 +84,11 @@ bool same(const Segments& a, const Segments& b) {
 void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t values,
                 int64_t longest, const SelectionOutputs& outputs, Device& device) {
   require_places(values);
-  if (segments.ragged()) clear(outputs.mask, 0, values, device);  // values that bad offsets leave out are not selected
+  if (segments.ragged()) {  // what bad offsets leave out is not selected
+    clear(outputs.mask, 0, values, device);
+    if (outputs.count) clear(outputs.count, 0, segments.count * 4, device);
+    if (outputs.threshold) clear(outputs.threshold, 0xff, segments.count * 4, device);  // NaN
+  }
   const int64_t most_shared = device_attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const int64_t left = (most_shared - static_cast<int64_t>(sizeof(SearchRoom))) / 4 - Spill::kRoom;
   const int64_t capacity = left > kWarp ? left : kWarp;

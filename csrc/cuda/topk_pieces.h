@@ -61,7 +61,7 @@ struct Part {
   int64_t segment;
   int first_piece, last_piece;  // of the segment
   int begin, end;
-  int64_t number;  // among all parts: two for each piece
+  int64_t number;  // among all parts, two for each piece: the second if another part has the piece's first score
   Progress* progress;
 
   __device__ bool begins() const { return number / 2 == first_piece; }
@@ -81,7 +81,7 @@ __device__ void for_parts(const Pieces& pieces, const Body& body) {
   for (int64_t segment = first;; segment = last) {
     const int from = static_cast<int>(segments.begin(segment)), to = static_cast<int>(segments.end(segment));
     Part part = {segment,          from / pieces.length, (to - 1) / pieces.length,
-                 max(from, begin), min(to, end),         2 * int64_t{blockIdx.x} + (from > begin),
+                 max(from, begin), min(to, end),         2 * int64_t{blockIdx.x} + (segment != first),
                  nullptr};
     part.progress = pieces.progress + (pieces.slot_by_piece ? part.first_piece : segment);
     if (to - from > pieces.longer_than && part.begin < part.end) body(part);  // empty by unchecked offsets alone
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2) split_pieces(const __grid_co
         if (undecided) {
           const int at = next + __popc(lanes & ((1u << lane) - 1));
           pieces.rest.keys[at] = key;
-          pieces.rest.places[at] = static_cast<uint16_t>(position % pieces.length);
+          pieces.rest.places[at] = static_cast<uint16_t>(position - static_cast<int>(blockIdx.x) * pieces.length);
           count_key(room.histogram, key, digit_of(1), found.prefix);
         }
         next += __popc(lanes);

@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(kThreads)
       before += ties_of_pieces[i];
     before = block.reduce(before, Sum());
     const int64_t wanted = ties[segment] - before;
-    const Cut cut = {static_cast<uint32_t>(searches[segment].prefix), static_cast<int>(min(wanted, int64_t{count})),
-                     false};
+    const Cut cut = {static_cast<uint32_t>(searches[segment].prefix),
+                     static_cast<int>(max(int64_t{0}, min(wanted, int64_t{count}))), false};
     const KeyRow<false> row(keys.keys + begin, outputs.mask + begin, count);
     const Kept kept = sum_of(write_mask(row, cut, drop_zeros, block), block);
     if (block.rank > 0) return;

@@ -677,6 +677,7 @@ def test_bad_offsets_stay_within_bounds(offsets: list[int], monkeypatch: pytest.
     results = [
         d3s.topk_mask(values, 0.5, offsets=cuts),
         d3s.topk_mask(torch.randn(9000), 0.5, offsets=cuts * 450, max_segment=8000),
+        d3s.topk_mask(torch.rand(9000), 0.1, offsets=torch.tensor([0, 7000, 5000, 4000, 8500, 8500])),
         d3s.max_variance_select(values, 2, offsets=cuts),
         d3s.max_variance_select(torch.randn(9000), 2, offsets=cuts * 450, max_segment=8000),
         *(
