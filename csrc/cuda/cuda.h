@@ -105,8 +105,8 @@ __device__ __forceinline__ Pair fma(Pair a, Pair b, Pair c) {
   return unpacked(__ffma2_rn(packed(a), packed(b), packed(c)));
 }
 
-// 1, for any finite x. The compiler must not know that it is: it would move the constant beside each float that shares
-// a register pair with a 1, instead of keeping it there.
+// 1, for a finite x, and else NaN. The compiler must not know that it is 1: it would move the constant beside each
+// float that shares a register pair with a 1, instead of keeping it there.
 __device__ __forceinline__ float hidden_one(float x) { return fmaf(x, 0.f, 1.f); }
 
 // {sums.low + weight, sums.high + weight * value}, each rounded once. `one` must be a hidden_one().

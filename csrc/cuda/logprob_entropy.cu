@@ -41,11 +41,12 @@ D3S_HOST_DEVICE int slices_of(int columns) { return static_cast<int>(ceil_div(co
 template <class T, bool kAligned>
 __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int columns, int slice, float temperature) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int ahead = lane * kPerVector<T>;                           // of the warp's first lane
-  const int end = min((slice + 1) * kSlice, columns) + ahead;       // with it, all lanes leave the loop together
   constexpr int kShare = kStride<T> / kWarps;                       // 2 KB of neighbouring elements
   constexpr int kApart = kWarp * kPerVector<T>;                     // from one vector of a lane to its next
-  constexpr int kReach = kApart * (kInFlight - 1) + kPerVector<T>;  // from a lane's first element past its last
+  constexpr int kReach = kApart * (kInFlight - 1) + kPerVector<T>;  // from a lane's first element to past its last
+  // A lane counts its own place alone. The end is moved by as much as the place, so that a warp leaves the loop as one.
+  const int ahead = lane * kPerVector<T>;
+  const int end = min((slice + 1) * kSlice, columns) + ahead;
   const float scale = kLog2E / temperature;
   LaneState state;
   for (int own = slice * kSlice + warp * kShare + ahead; own < end; own += kStride<T>) {

@@ -51,6 +51,7 @@ struct LaneState {
     const Pair distance = (z - both(max)) * both(scale);
     const Pair e = {exp2_fast(distance.low), exp2_fast(distance.high)};
     const Pair d = {fmaxf(distance.low, kLowestDistance), fmaxf(distance.high, kLowestDistance)};
+    // The scale is finite, or NaN, for a temperature that is not valid, and then the sums are NaN anyway.
     sums = add_weighted(sums, e.low, d.low, hidden_one(scale));
     sums = add_weighted(sums, e.high, d.high, hidden_one(scale));
   }
