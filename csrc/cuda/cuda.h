@@ -94,6 +94,42 @@ D3S_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b;
 template <class T>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
+// Two floats that are computed alike. Machine code of 10.0 and 10.3 has one instruction for both, which rounds each as
+// the instruction for one float does. Elsewhere there are two instructions, with the same bits.
+struct alignas(8) Pair {
+  float low, high;
+};
+D3S_HOST_DEVICE Pair both(float x) { return {x, x}; }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1100
+__device__ __forceinline__ float2 packed(Pair a) { return make_float2(a.low, a.high); }
+__device__ __forceinline__ Pair unpacked(float2 a) { return {a.x, a.y}; }
+__device__ __forceinline__ Pair operator-(Pair a, Pair b) {
+  return unpacked(__fadd2_rn(packed(a), make_float2(-b.low, -b.high)));
+}
+__device__ __forceinline__ Pair operator*(Pair a, Pair b) { return unpacked(__fmul2_rn(packed(a), packed(b))); }
+__device__ __forceinline__ Pair fma(Pair a, Pair b, Pair c) {
+  return unpacked(__ffma2_rn(packed(a), packed(b), packed(c)));
+}
+
+// 1, for a finite x, and else NaN. The compiler must not know that it is 1: it would move the constant beside each
+// float that shares a register pair with a 1, instead of keeping it there.
+__device__ __forceinline__ float hidden_one(float x) { return fmaf(x, 0.f, 1.f); }
+
+// {sums.low + weight, sums.high + weight * value}, each rounded once. `one` must be a hidden_one().
+__device__ __forceinline__ Pair add_weighted(Pair sums, float weight, float value, float one) {
+  return fma(both(weight), Pair{one, value}, sums);
+}
+#else
+D3S_HOST_DEVICE Pair operator-(Pair a, Pair b) { return {a.low - b.low, a.high - b.high}; }
+D3S_HOST_DEVICE Pair operator*(Pair a, Pair b) { return {a.low * b.low, a.high * b.high}; }
+D3S_HOST_DEVICE Pair fma(Pair a, Pair b, Pair c) { return {fmaf(a.low, b.low, c.low), fmaf(a.high, b.high, c.high)}; }
+D3S_HOST_DEVICE float hidden_one(float) { return 1.f; }
+D3S_HOST_DEVICE Pair add_weighted(Pair sums, float weight, float value, float) {
+  return {sums.low + weight, fmaf(weight, value, sums.high)};
+}
+#endif
+
 #if defined(D3S_EMULATED)
 inline float exp2_fast(float x) { return exp2f(x); }
 inline uint4 load_streaming(const uint4* p) { return shim::counted(p); }
@@ -101,13 +137,9 @@ inline uint4 load_cached(const uint4* p) { return shim::counted(p); }
 inline uint4 load_plain(const uint4* p) { return shim::counted(p); }
 inline void store_streaming(uint4* p, uint4 v) { *p = v; }
 
-inline void unpack(uint32_t word, Tag<bfloat16>, float& low, float& high) {
-  low = to_float(bfloat16{static_cast<uint16_t>(word)});
-  high = to_float(bfloat16{static_cast<uint16_t>(word >> 16)});
-}
-inline void unpack(uint32_t word, Tag<float16>, float& low, float& high) {
-  low = to_float(float16{static_cast<uint16_t>(word)});
-  high = to_float(float16{static_cast<uint16_t>(word >> 16)});
+template <class T>
+Pair unpack(uint32_t word, Tag<T>) {
+  return {to_float(T{static_cast<uint16_t>(word)}), to_float(T{static_cast<uint16_t>(word >> 16)})};
 }
 template <class T>
 uint32_t pack(float low, float high) {
@@ -115,10 +147,8 @@ uint32_t pack(float low, float high) {
 }
 template <class T>
 uint32_t packed_max(uint32_t a, uint32_t b) {
-  float a0, a1, b0, b1;
-  unpack(a, Tag<T>(), a0, a1);
-  unpack(b, Tag<T>(), b0, b1);
-  return pack<T>(fmaxf(a0, b0), fmaxf(a1, b1));
+  const Pair x = unpack(a, Tag<T>()), y = unpack(b, Tag<T>());
+  return pack<T>(fmaxf(x.low, y.low), fmaxf(x.high, y.high));
 }
 #else
 // Within 2 units in the last place; results below the normal range are 0.
@@ -144,14 +174,15 @@ __device__ __forceinline__ uint4 load_cached(const uint4* p) { return __ldg(p); 
 __device__ __forceinline__ uint4 load_plain(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v); }
 
-__device__ __forceinline__ void unpack(uint32_t word, Tag<bfloat16>, float& low, float& high) {
-  low = __uint_as_float(word << 16);
-  high = __uint_as_float(word & 0xffff0000u);
+__device__ __forceinline__ Pair unpack(uint32_t word, Tag<bfloat16>) {
+  return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
 }
-__device__ __forceinline__ void unpack(uint32_t word, Tag<float16>, float& low, float& high) {
+__device__ __forceinline__ Pair unpack(uint32_t word, Tag<float16>) {
+  Pair z;
   asm("{ .reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-      : "=f"(low), "=f"(high)
+      : "=f"(z.low), "=f"(z.high)
       : "r"(word));
+  return z;
 }
 
 // The larger of each half; of a number and NaN, the number.

@@ -41,19 +41,22 @@ D3S_HOST_DEVICE int slices_of(int columns) { return static_cast<int>(ceil_div(co
 template <class T, bool kAligned>
 __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int columns, int slice, float temperature) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int end = min((slice + 1) * kSlice, columns);
-  constexpr int kShare = kStride<T> / kWarps;  // 2 KB of neighbouring elements
+  constexpr int kShare = kStride<T> / kWarps;                       // 2 KB of neighbouring elements
+  constexpr int kApart = kWarp * kPerVector<T>;                     // from one vector of a lane to its next
+  constexpr int kReach = kApart * (kInFlight - 1) + kPerVector<T>;  // from a lane's first element to past its last
+  // A lane counts its own place alone. The end is moved by as much as the place, so that a warp leaves the loop as one.
+  const int ahead = lane * kPerVector<T>;
+  const int end = min((slice + 1) * kSlice, columns) + ahead;
   const float scale = kLog2E / temperature;
   LaneState state;
-  for (int begin = slice * kSlice + warp * kShare; begin < end; begin += kStride<T>) {
+  for (int own = slice * kSlice + warp * kShare + ahead; own < end; own += kStride<T>) {
     uint4 vectors[kInFlight];
-    const int own = begin + lane * kPerVector<T>;
-    if (reader.inside(begin, begin + kShare)) {
+    if (reader.inside(own, kReach)) {
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) vectors[i] = reader.whole(own + i * kWarp * kPerVector<T>);
+      for (int i = 0; i < kInFlight; ++i) vectors[i] = reader.whole(own + i * kApart);
     } else {
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) vectors[i] = reader.edge(own + i * kWarp * kPerVector<T>);
+      for (int i = 0; i < kInFlight; ++i) vectors[i] = reader.edge(own + i * kApart);
     }
     state.template add<T>(vectors, scale);
   }
@@ -240,7 +243,11 @@ template <class T>
 __device__ uint4 gradient_of(const uint4& logits, const RowGradient& row) {
   float g[kPerVector<T>];
   int i = 0;
-  for_elements<T>(logits, [&](float z) { g[i++] = row(z); });
+  for_pairs<T>(logits, [&](Pair z) {
+    const Pair gradient = row(z);
+    g[i++] = gradient.low;
+    g[i++] = gradient.high;
+  });
   return vector_of<T>(g);
 }
 
@@ -355,9 +362,11 @@ __global__ void __launch_bounds__(kGradientThreads)
     }
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < kNarrowInFlight; ++j) {
-      const int place = begin + j * kGradientThreads;
-      if (place < columns) gradient[place] = from_float<T>(f(z[j]));
+    for (int j = 0; j < kNarrowInFlight; j += 2) {
+      const int place = begin + j * kGradientThreads, next = place + kGradientThreads;
+      const Pair g = f(Pair{z[j], z[j + 1]});
+      if (place < columns) gradient[place] = from_float<T>(g.low);
+      if (next < columns) gradient[next] = from_float<T>(g.high);
     }
   }
   __syncthreads();

@@ -20,12 +20,17 @@ struct RowGradient {
         scale(kLog2E / temperature),
         temperature(temperature) {}
 
-  __device__ float operator()(float z) const {
-    const float distance = z - max, e = exp2_fast(distance * scale);
-    const float gradient = e * fmaf(line.slope, distance, line.offset);
-    return e > 0.f ? gradient : e;  // 0 for a logit of -inf (0 * inf would be NaN); NaN stays
+  __device__ Pair operator()(Pair z) const {
+    const Pair distance = z - both(max), exponent = distance * both(scale);
+    const Pair on_line = fma(both(line.slope), distance, both(line.offset));
+    return {product(exp2_fast(exponent.low), on_line.low), product(exp2_fast(exponent.high), on_line.high)};
   }
+  __device__ float operator()(float z) const { return (*this)(both(z)).low; }
   __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
+
+ private:
+  // 0 for a logit of -inf (0 * inf would be NaN); NaN stays
+  __device__ static float product(float e, float on_line) { return e > 0.f ? e * on_line : e; }
 };
 
 // Writes one number to n places.

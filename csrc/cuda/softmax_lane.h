@@ -14,16 +14,18 @@ namespace d3s {
 // logit still reaches the sums, through e.
 constexpr float kLowestDistance = -200.f;
 
+// Both sums take one term of each element, in the order of the elements: even and odd elements never have sums of their
+// own. Packed arithmetic only does two of these operations with one instruction, each rounded by itself: the distances
+// of two neighbours, or an element's two terms. So the bits are the same with it and without.
 struct LaneState {
   float max = -FLT_MAX;
-  float sum = 0.f;
-  float scaled_dot = 0.f;  // T * scale, with scale = log2(e) / temperature: distances are exponents of 2
+  Pair sums = {0.f, 0.f};  // S and T * scale, with scale = log2(e) / temperature: distances are exponents of 2
 
   template <class T, int kCount>
   __device__ __forceinline__ void add(const uint4 (&vectors)[kCount], float scale) {
     raise(fmaxf(max, largest<T>(vectors)), scale);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) for_elements<T>(vectors[i], [&](float z) { add_below_max(z, scale); });
+    for (int i = 0; i < kCount; ++i) for_pairs<T>(vectors[i], [&](Pair z) { add_below_max(z, scale); });
   }
 
   template <int kCount>
@@ -36,19 +38,26 @@ struct LaneState {
     for (int i = 0; i < kCount; ++i) add_below_max(logits[i], scale);
   }
 
-  __device__ SoftmaxState state(float scale) const { return {max, sum, scaled_dot / scale}; }
+  __device__ SoftmaxState state(float scale) const { return {max, sums.low, sums.high / scale}; }
 
  private:
   __device__ __forceinline__ void raise(float new_max, float scale) {
     const float move = (max - new_max) * scale, factor = exp2_fast(move);
-    scaled_dot = factor * fmaf(factor > 0.f ? move : 0.f, sum, scaled_dot);  // -inf * 0 would be NaN
-    sum *= factor;
+    const float safe_move = factor > 0.f ? move : 0.f;  // -inf * 0 would be NaN
+    sums = both(factor) * Pair{sums.low, fmaf(safe_move, sums.low, sums.high)};
     max = new_max;
+  }
+  __device__ __forceinline__ void add_below_max(Pair z, float scale) {
+    const Pair distance = (z - both(max)) * both(scale);
+    const Pair e = {exp2_fast(distance.low), exp2_fast(distance.high)};
+    const Pair d = {fmaxf(distance.low, kLowestDistance), fmaxf(distance.high, kLowestDistance)};
+    // The scale is finite, or NaN, for a temperature that is not valid, and then the sums are NaN anyway.
+    sums = add_weighted(sums, e.low, d.low, hidden_one(scale));
+    sums = add_weighted(sums, e.high, d.high, hidden_one(scale));
   }
   __device__ __forceinline__ void add_below_max(float z, float scale) {
     const float distance = (z - max) * scale, e = exp2_fast(distance);
-    sum += e;
-    scaled_dot = fmaf(fmaxf(distance, kLowestDistance), e, scaled_dot);
+    sums = add_weighted(sums, e, fmaxf(distance, kLowestDistance), hidden_one(scale));
   }
 };
 

@@ -48,10 +48,11 @@ class RowReader {
   __device__ RowReader(const T* row, int columns)
       : row_(row), columns_(columns), shift_(kAligned ? 0 : misalignment(row)) {}
 
-  // Whether the row has the elements [begin, end) and, if it is misaligned, the neighbours that whole() reads too.
-  __device__ bool inside(int begin, int end) const {
+  // Whether the row has `count` elements from `begin` on and, if it is misaligned, the neighbours that whole() reads
+  // too. `begin` stands alone on its side of the comparison, for the other side to be computed before a loop.
+  __device__ bool inside(int begin, int count) const {
     constexpr int margin = kAligned ? 0 : kPerVector<T>;
-    return begin >= margin && end + margin <= columns_;
+    return (kAligned || begin >= margin) && begin <= columns_ - margin - count;
   }
 
   // The vector of elements from i on, which must be inside().
@@ -63,7 +64,7 @@ class RowReader {
 
   // The same near the ends of the row, where elements are read one by one; -inf past the end.
   __device__ uint4 edge(int i) const {
-    if (inside(i, i + kPerVector<T>)) return whole(i);
+    if (inside(i, kPerVector<T>)) return whole(i);
     constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
     uint32_t w[4];
 #pragma unroll
@@ -88,21 +89,27 @@ class RowReader {
   int shift_;
 };
 
+// body(z) for the pairs of neighbouring elements of a vector, in their order.
+template <class T, class Body>
+__device__ __forceinline__ void for_pairs(const uint4& v, const Body& body) {
+  if constexpr (sizeof(T) == 4) {
+    body(Pair{float_of_bits(v.x), float_of_bits(v.y)});
+    body(Pair{float_of_bits(v.z), float_of_bits(v.w)});
+  } else {
+    body(unpack(v.x, Tag<T>()));
+    body(unpack(v.y, Tag<T>()));
+    body(unpack(v.z, Tag<T>()));
+    body(unpack(v.w, Tag<T>()));
+  }
+}
+
 // body(z) for the elements of a vector, in their order.
 template <class T, class Body>
 __device__ __forceinline__ void for_elements(const uint4& v, const Body& body) {
-  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      body(float_of_bits(w[i]));
-    } else {
-      float low, high;
-      unpack(w[i], Tag<T>(), low, high);
-      body(low);
-      body(high);
-    }
-  }
+  for_pairs<T>(v, [&](Pair z) {
+    body(z.low);
+    body(z.high);
+  });
 }
 
 // The vector of these elements.
@@ -127,9 +134,8 @@ __device__ __forceinline__ float largest(const uint4 (&v)[kCount]) {
 #pragma unroll
     for (int i = 1; i < kCount; ++i)
       m = packed_max<T>(m, packed_max<T>(packed_max<T>(v[i].x, v[i].y), packed_max<T>(v[i].z, v[i].w)));
-    float low, high;
-    unpack(m, Tag<T>(), low, high);
-    return fmaxf(low, high);
+    const Pair of_halves = unpack(m, Tag<T>());
+    return fmaxf(of_halves.low, of_halves.high);
   }
 }
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -36,11 +37,13 @@ built = pytest.mark.skipif(
 IN_FLIGHT = 4  # vectors of 16 bytes: kInFlight in csrc/cuda/logprob_entropy.cu
 PER_VECTOR = {"bfloat16": 8, "float16": 8, "float": 4}
 
-# The loop over logits, for whole rows and for slices of rows, and its limits in instructions for an element. At 4.3
-# TB/s an H200 has time for some 13.8 instructions until the next bfloat16 arrives.
+# The loop over logits, for whole rows and for slices of rows, and its limits in instructions for an element. Until the
+# next bfloat16 arrives, an H200 has time for some 13.8 instructions, at 4.3 TB/s, and a B200 for some 9.0, at 8 TB/s.
 FORWARD = ("whole_rows", "single_slices")
-MOST_INSTRUCTIONS = {"bfloat16": 9.0, "float16": 9.5, "float": 10.0}
-
+MOST_INSTRUCTIONS = {
+    "sm_90": {"bfloat16": 9.0, "float16": 9.5, "float": 10.0},
+    "sm_100": {"bfloat16": 6.5, "float16": 6.5, "float": 7.0},
+}
 
 REGISTERS = 65_536  # of a multiprocessor: the most that a block can have
 # Kernels, as parts of mangled names, by the largest block they are launched with.
@@ -100,9 +103,11 @@ def test_nothing_spills(architecture: str) -> None:
     assert len(table) > 20
     for name, used in sorted(table.items()):
         print(f"{architecture}  {used.registers:3} registers  {plain(name)}")
-    # The loop with a limit of 40 registers has none to spare: on sm_120 one is spilled, outside of the loop.
-    allowed = 16 if architecture == "sm_120" else 0
-    assert {name: used for name, used in table.items() if used.stack > allowed or used.local} == {}
+    # The kernels for rows with a span of a sampling mask put a few registers aside, on two architectures.
+    allowed = {"sm_100": 8, "sm_120": 24}.get(architecture, 0)
+    spilled = {name: used for name, used in table.items() if used.stack or used.local}
+    assert {name: used for name, used in spilled.items() if used.local or used.stack > allowed} == {}
+    assert [name for name in spilled if "with_span" not in name] == []
 
 
 @built
@@ -147,11 +152,15 @@ def test_the_loop_over_logits(architecture: str, kernel: str, dtype: str) -> Non
     print(
         f"{architecture} {kernel} {dtype}: {len(way)} instructions for {elements} elements, {len(way) / elements:.2f}"
     )
-    assert len(way) <= MOST_INSTRUCTIONS[dtype] * elements
+    assert len(way) <= MOST_INSTRUCTIONS[architecture][dtype] * elements
     assert exponentials(way) == elements + 1  # one for each element, and one that moves the group to its maximum
     assert len(loads(way)) == IN_FLIGHT
     assert all(".128" in opcode for opcode in loads(way))
     assert not [instruction for instruction in way if re.match("BAR|SHFL|LDL|STL|ATOM|MEMBAR", instruction.opcode)]
+    # Two neighbours' distances, and an element's two terms, are one instruction each where there is packed arithmetic.
+    packed = Counter(instruction.opcode for instruction in way if instruction.opcode in ("FADD2", "FMUL2", "FFMA2"))
+    of_group = {"FADD2": elements // 2, "FMUL2": elements // 2 + 1, "FFMA2": elements}
+    assert packed == (of_group if architecture == "sm_100" else {})
 
 
 @built
