@@ -215,6 +215,20 @@ MUTANTS = (
         KERNELS,
     ),
     Mutant(
+        "cuda: a partner beyond its own lane is read from the lane before",
+        "csrc/cuda/max_variance_warp.h",
+        "rank + static_cast<int>((distance + r) / kPerLane)",
+        "rank + static_cast<int>(distance / kPerLane)",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: of equal rewards, those of higher index are taken first",
+        "csrc/cuda/max_variance_warp.h",
+        "__popc(equal[r] & before) < left",
+        "__popc(equal[r] & ~before) <= left",
+        KERNELS,
+    ),
+    Mutant(
         "cuda: the fifth group of tokens is not added up",
         "csrc/cuda/ratios.cu",
         "group[j] >= kOwn && group[j] < kMostGroups",

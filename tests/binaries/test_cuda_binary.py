@@ -46,7 +46,7 @@ REGISTERS = 65_536  # of a multiprocessor: the most that a block can have
 # Kernels, as parts of mangled names, by the largest block they are launched with.
 LARGEST_BLOCKS = {
     1024: ("topk_mask_cu.*select_segments", "find_sorted_ends", "write_indices", "batch_deviation"),
-    512: ("count_digit", "count_ties", "write_pieces", "max_variance_cu.*select_segments.*BlockGroup"),
+    512: ("count_digit", "count_ties", "write_pieces", "max_variance_cu.*select_segments"),
     256: ("write_gradients", "narrow_gradients", "place_logits", "sum_rows", "sum_tokens"),
 }
 
