@@ -209,9 +209,9 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: the split that takes nothing from the top is not tried",
-        "csrc/cuda/max_variance.cu",
-        "each = k / group.size + 1,",
-        "each = (k + group.size - 1) / group.size,",
+        "csrc/cuda/max_variance_memory.h",
+        "body(k, split_spread(start, Moments(), count));",
+        "",
         KERNELS,
     ),
     Mutant(

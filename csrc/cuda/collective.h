@@ -64,6 +64,13 @@ struct WarpGroup {
   __device__ T exclusive_sum(T value) const {
     return warp_exclusive_sum(value);
   }
+  // The same, and in `total` the sum over all threads.
+  template <class T>
+  __device__ T exclusive_sum(T value, T& total) const {
+    const T before = warp_exclusive_sum(value);
+    total = __shfl_sync(kAllLanes, value, kWarp - 1);
+    return before;
+  }
 };
 
 // The whole block. Its size must be a multiple of kWarp.
@@ -91,6 +98,12 @@ struct BlockGroup {
 
   template <class T>
   __device__ T exclusive_sum(T value) const {
+    T total;
+    return exclusive_sum(value, total);
+  }
+
+  template <class T>
+  __device__ T exclusive_sum(T value, T& total) const {
     T up_to = value;
     const T before = warp_exclusive_sum(up_to);
     T* of_warps = room<T>();
@@ -98,6 +111,8 @@ struct BlockGroup {
     __syncthreads();
     T earlier{};
     for (int warp = 0; warp < rank / kWarp; ++warp) earlier += of_warps[warp];
+    total = earlier;
+    for (int warp = rank / kWarp; warp < size / kWarp; ++warp) total += of_warps[warp];
     __syncthreads();
     return earlier + before;
   }

@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 
 // ---- long segments -----------------------------------------------------------------------------------------------
 
-// Writes for each value an entry, with its segment in the high bits and its key in the low ones, and its index.
+// Writes for each value an entry, with its segment in the high bits and its key in the low ones, and its index. If there
+// is one segment, CUB passes over the key's bits alone, in as many launches as it would take for keys of 32 bits.
 template <class T>
 __global__ void make_entries(const T* values, const bool* mask, int64_t n, const __grid_constant__ Segments segments,
                              uint64_t* entries, uint32_t* indices) {
@@ -126,7 +127,7 @@ __device__ int count_usable(const Keys& at, int n) {
   return low;
 }
 
-__global__ void __launch_bounds__(BlockGroup::kMostThreads)
+__global__ void __launch_bounds__(kBlockThreads, 1)
     find_sorted_ends(SortedEntries sorted, const __grid_constant__ Segments segments, const __grid_constant__ Keep keep,
                      Ends* ends) {
   const BlockGroup block(dynamic_shared<unsigned char>());
@@ -158,8 +159,8 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
   int bits = 32;
   while (segments.count > int64_t{1} << (bits - 32)) ++bits;
   const SortedEntries sorted = sort_entries(entries, entries + n, indices, indices + n, n, bits, device);
-  launch("max_variance_select (splits)", find_sorted_ends, segments.count, BlockGroup::kMostThreads,
-         BlockGroup::kSharedBytes, device, sorted, segments, keep, ends);
+  launch("max_variance_select (splits)", find_sorted_ends, segments.count, kBlockThreads, BlockGroup::kSharedBytes,
+         device, sorted, segments, keep, ends);
   launch("max_variance_select (mask)", write_sorted_mask, ceil_div(n, kThreads), kThreads, 0, device, sorted, n,
          segments, static_cast<const Ends*>(ends), out);
 }
@@ -167,7 +168,9 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
 // ---- which kernels, and how many threads -------------------------------------------------------------------------
 
 constexpr int64_t kWarpSegment = 32 * kPerLane;
-constexpr int64_t kBlockSegment = 4096;  // 32 KB of entries, which fit in the default shared memory
+// 32 KB of entries, which fit in the default shared memory. A block that sorts 16,384 of them would take 105 steps of
+// some 2,000 cycles each, for its accesses to shared memory: three times as long as CUB's sort.
+constexpr int64_t kBlockSegment = 4096;
 
 int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : kBlockThreads; }
 

@@ -18,37 +18,54 @@ constexpr int kUnrolled = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
 // ---- splits ------------------------------------------------------------------------------------------------------
 
+// Splits of a thread in a round.
+template <class Group>
+constexpr int kSplits = std::is_same_v<Group, WarpGroup> ? 1 : 4;
+
 // How many of the kept k come from the low end of n sorted keys, n > k > 1. `at(i)` is the i-th key.
 //
 // Split i has the first i and the last k - i keys; split i + 1 has key i in place of key n - k + i. So the moments of
-// all splits are a running sum of such exchanges. Each thread tries a stretch of the splits.
+// all splits are a running sum of such exchanges. The group takes them in rounds, in which each thread tries a few
+// neighbouring splits: then the loads of a warp are of neighbours too.
 template <class Keys, class Group>
 __device__ int best_split(const Keys& at, int n, int k, const Group& group) {
-  [[maybe_unused]] constexpr int kTurns = kUnrolled<Group>;
-  const double shift = order_key_value(at(n / 2)), count = k;
-  const auto value = [&](int i) { return static_cast<double>(order_key_value(at(i))) - shift; };
-  const auto exchange = [&](Moments& moments, int split) {
-    const double in = value(split), out = value(n - k + split);
+  [[maybe_unused]] constexpr int kTurns = kUnrolled<Group>, kEach = kSplits<Group>;
+  const float shift = order_key_value(at(n / 2));
+  const double count = k;
+  const auto shifted = [&](float value) { return static_cast<double>(value) - shift; };
+  const auto exchange = [&](Moments& moments, float to, float from) {
+    const double in = shifted(to), out = shifted(from);
     moments.sum += in - out;
     moments.square += in * in - out * out;
   };
-  const int each = k / group.size + 1, first = min(group.rank * each, k + 1), last = min(first + each, k + 1);
+  Moments high;
+#pragma unroll kTurns
+  for (int i = group.rank; i < k; i += group.size) high.add(shifted(order_key_value(at(n - k + i))));
+  const Moments last_k = {group.reduce(high.sum, Sum()), group.reduce(high.square, Sum())};
 
-  Moments high, own;
-#pragma unroll kTurns
-  for (int i = first; i < min(last, k); ++i) {
-    high.add(value(n - k + i));
-    exchange(own, i);
-  }
-  const Moments start = {group.reduce(high.sum, Sum()) + group.exclusive_sum(own.sum),
-                         group.reduce(high.square, Sum()) + group.exclusive_sum(own.square)};
   const auto for_splits = [&](const auto& body) {
-    Moments moments = start;
-#pragma unroll kTurns
-    for (int i = first; i < last; ++i) {
-      body(i, split_spread(moments, Moments(), count));
-      if (i < k) exchange(moments, i);
+    Moments start = last_k;  // of the round
+    for (int from = 0; from < k; from += group.size * kEach) {
+      const int first = from + group.rank * kEach;
+      float in[kEach], out[kEach];  // beyond k an exchange of the same values
+      Moments moved, all;
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) {
+        const bool exchanged = first + r < k;
+        in[r] = exchanged ? order_key_value(at(first + r)) : shift;
+        out[r] = exchanged ? order_key_value(at(n - k + first + r)) : shift;
+        exchange(moved, in[r], out[r]);
+      }
+      Moments own = {start.sum + group.exclusive_sum(moved.sum, all.sum),
+                     start.square + group.exclusive_sum(moved.square, all.square)};
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) {
+        if (first + r < k) body(first + r, split_spread(own, Moments(), count));
+        exchange(own, in[r], out[r]);
+      }
+      start = {start.sum + all.sum, start.square + all.square};
     }
+    body(k, split_spread(start, Moments(), count));
   };
   double best = -HUGE_VAL;
   for_splits([&](int, double spread) { best = spread > best ? spread : best; });

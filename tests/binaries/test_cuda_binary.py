@@ -45,8 +45,8 @@ MOST_INSTRUCTIONS = {"bfloat16": 9.0, "float16": 9.5, "float": 10.0}
 REGISTERS = 65_536  # of a multiprocessor: the most that a block can have
 # Kernels, as parts of mangled names, by the largest block they are launched with.
 LARGEST_BLOCKS = {
-    1024: ("topk_mask_cu.*select_segments", "find_sorted_ends", "write_indices", "batch_deviation"),
-    512: ("count_digit", "count_ties", "write_pieces", "max_variance_cu.*select_segments"),
+    1024: ("topk_mask_cu.*select_segments", "write_indices", "batch_deviation"),
+    512: ("count_digit", "count_ties", "write_pieces", "max_variance_cu.*select_segments", "find_sorted_ends"),
     256: ("write_gradients", "narrow_gradients", "place_logits", "sum_rows", "sum_tokens"),
 }
 

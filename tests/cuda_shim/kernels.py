@@ -357,9 +357,9 @@ def test_topk_of_segments_longer_than_said(
 
 @pytest.mark.parametrize("length", [1, 2, 31, 127, 128, 129, 512, 513, 1024, 1025, 2049, 4095, 4096, 4097, 9001])
 def test_max_variance_of_any_length(length: int) -> None:
-    # With equal values all splits tie, and the rule takes the one with no value from the top. If as many values are
-    # kept as a block has threads, the last thread computes the last split.
-    threads = [keep for keep in (32, 64, 128, 256, 512, 1024) if keep < length]
+    # With equal values all splits tie, and the rule takes the one with no value from the top. A block tries four for
+    # each of its 128, 256 or 512 threads in a round.
+    threads = [keep for keep in (32, 128, 512, 513, 2048, 2049, 4097) if keep < length]
     for values in (torch.randn(3, length), torch.randint(0, 3, (3, length)).float(), torch.zeros(1, length)):
         for keep in {1, 2, *threads, length // 3 + 1, length}:
             ours = d3s.max_variance_select(values, keep)
