@@ -237,9 +237,23 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: the split that takes nothing from the top is not tried",
-        "csrc/cuda/max_variance.cu",
-        "each = k / group.size + 1,",
-        "each = (k + group.size - 1) / group.size,",
+        "csrc/cuda/max_variance_memory.h",
+        "body(k, split_spread(start, Moments(), count));",
+        "",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: a partner beyond its own lane is read from the lane before",
+        "csrc/cuda/max_variance_warp.h",
+        "rank + static_cast<int>((distance + r) / kPerLane)",
+        "rank + static_cast<int>(distance / kPerLane)",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: of equal rewards, those of higher index are taken first",
+        "csrc/cuda/max_variance_warp.h",
+        "__popc(equal[r] & before) < left",
+        "__popc(equal[r] & ~before) <= left",
         KERNELS,
     ),
     Mutant(

@@ -64,6 +64,13 @@ struct WarpGroup {
   __device__ T exclusive_sum(T value) const {
     return warp_exclusive_sum(value);
   }
+  // The same, and in `total` the sum over all threads.
+  template <class T>
+  __device__ T exclusive_sum(T value, T& total) const {
+    const T before = warp_exclusive_sum(value);
+    total = __shfl_sync(kAllLanes, value, kWarp - 1);
+    return before;
+  }
 };
 
 // The whole block. Its size must be a power of two, and at least kWarp.

@@ -1,179 +1,109 @@
 // max_variance_select: of each segment the k values with the largest variance. Sort, try every split, mark both ends.
 //
-// A segment of up to 4,096 values takes one launch, in which a warp (small segments) or a block sorts it in shared
-// memory. Longer segments of known length are sorted together, by CUB; then a block finds the split of each.
+// A segment of up to 4,096 values takes one launch, in which some lanes of a warp (up to 128 values) sort it in
+// registers, or a block in shared memory. Longer segments of known length are sorted together, by CUB; then a block
+// finds the split of each.
 //
 //   launch                          kernel              reads               -> writes
-//   max_variance_select             select_segments     values, mask        -> out (small segments, then larger ones)
+//   max_variance_select (groups)    select_groups       values, mask        -> out
+//   max_variance_select             select_segments     values, mask        -> out (beyond 128 values)
 //   max_variance_select (keys)      make_entries        values, mask        -> entries, indices
 //   sort (CUB's own launches)       sort_entries        entries, indices    -> sorted
 //   max_variance_select (splits)    find_sorted_ends    sorted              -> ends
 //   max_variance_select (mask)      write_sorted_mask   sorted, ends        -> out
-#include <cfloat>
-
-#include "../core/order_key.h"
-#include "../core/split_scan.h"
 #include "../ops/rollouts.h"
-#include "collective.h"
+#include "max_variance_memory.h"
+#include "max_variance_warp.h"
 #include "segment_sort.h"
 #include "size_class.h"
 
 namespace d3s {
 namespace {
 
-// One integer to sort by: a value's order key in the high bits, its index in the low ones, so that ties go to the lower
-// index. Unusable values come last.
-using Entry = unsigned long long;
-constexpr uint32_t kUnusable = UINT32_MAX;
-
-D3S_HOST_DEVICE Entry entry(uint32_t key, int64_t index) { return Entry{key} << 32 | static_cast<uint32_t>(index); }
-D3S_HOST_DEVICE uint32_t key_of(Entry e) { return static_cast<uint32_t>(e >> 32); }
-
-template <class T>
-__device__ uint32_t usable_key(const T* values, const bool* mask, int64_t i) {
-  const float value = to_float(values[i]);
-  const bool finite = fabsf(value) <= FLT_MAX;
-  return finite && (!mask || mask[i]) ? order_key(value) : kUnusable;
-}
-
-// ---- splits ------------------------------------------------------------------------------------------------------
-
-// How many of the kept k come from the low end of n sorted keys, n > k > 1. `at(i)` is the i-th key.
-//
-// Split i has the first i and the last k - i keys; split i + 1 has key i in place of key n - k + i. So the moments of
-// all splits are a running sum of such exchanges. Each thread tries a stretch of the splits.
-template <class Keys, class Group>
-__device__ int best_split(const Keys& at, int n, int k, const Group& group) {
-  const double shift = order_key_value(at(n / 2)), count = k;
-  const auto value = [&](int i) { return static_cast<double>(order_key_value(at(i))) - shift; };
-  const auto exchange = [&](Moments& moments, int split) {
-    const double in = value(split), out = value(n - k + split);
-    moments.sum += in - out;
-    moments.square += in * in - out * out;
-  };
-  const int each = k / group.size + 1, first = min(group.rank * each, k + 1), last = min(first + each, k + 1);
-
-  Moments high, own;
-  for (int i = first; i < min(last, k); ++i) {
-    high.add(value(n - k + i));
-    exchange(own, i);
-  }
-  const Moments start = {group.reduce(high.sum, Sum()) + group.exclusive_sum(own.sum),
-                         group.reduce(high.square, Sum()) + group.exclusive_sum(own.square)};
-  const auto for_splits = [&](const auto& body) {
-    Moments moments = start;
-    for (int i = first; i < last; ++i) {
-      body(i, split_spread(moments, Moments(), count));
-      if (i < k) exchange(moments, i);
-    }
-  };
-  double best = -HUGE_VAL;
-  for_splits([&](int, double spread) { best = spread > best ? spread : best; });
-  const double equal = equal_spread(group.reduce(best, Max()));
-  int chosen = 0;
-  for_splits([&](int i, double spread) { chosen = spread >= equal ? i : chosen; });
-  return group.reduce(chosen, Max());
-}
-
-// Which of the sorted entries are kept: of the usable ones, which come first, the first `low` and the last `high`.
-struct Ends {
-  int64_t low, high, usable;
-
-  D3S_HOST_DEVICE bool keeps(int64_t rank) const { return rank < low || (rank >= usable - high && rank < usable); }
-};
-
-template <class Keys, class Group>
-__device__ Ends find_ends(const Keys& at, int usable, int64_t keep, const Group& group) {
-  if (usable <= keep) return {usable, 0, usable};
-  const int k = static_cast<int>(keep);
-  if (k <= 1) return {k, 0, usable};  // a single value has no variance: keep the lowest
-  const int low = best_split(at, usable, k, group);
-  return {low, k - low, usable};
-}
-
-// ---- in one launch -----------------------------------------------------------------------------------------------
-
-// Sorts n entries, for any n. Every exchange puts the smaller entry first, so that padding with the largest entry would
-// never move; it is left out.
-template <class Group>
-__device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
-  const auto order = [&](int a, int b) {
-    if (b >= n) return;
-    const Entry first = entries[a], second = entries[b];
-    if (second < first) entries[a] = second, entries[b] = first;
-  };
-  int log_padded = 0;
-  while (log_padded < 31 && int64_t{1} << log_padded < n) ++log_padded;
-  const int pairs = log_padded > 0 ? 1 << (log_padded - 1) : 0;
-  for (int log_half = 0; log_half < log_padded; ++log_half) {
-    for (int i = group.rank; i < pairs; i += group.size) {  // compares with the second half in reverse
-      const int begin = i >> log_half << log_half, place = i - begin;
-      order(2 * begin + place, 2 * begin + (2 << log_half) - 1 - place);
-    }
-    group.sync();
-    for (int log_stride = log_half - 1; log_stride >= 0; --log_stride) {
-      for (int i = group.rank; i < pairs; i += group.size) {
-        const int begin = i >> log_stride << log_stride, a = begin + i;
-        order(a, a + (1 << log_stride));
-      }
-      group.sync();
-    }
-  }
-}
-
-// Selects in one segment. `entries` has room for n.
-template <class T, class Group>
-__device__ void select_segment(const T* values, const bool* mask, int n, int64_t k, Entry* entries, const Group& group,
-                               bool* out) {
-  int usable = 0;
-  for (int i = group.rank; i < n; i += group.size) {
-    const uint32_t key = usable_key(values, mask, i);
-    entries[i] = entry(key, i);
-    usable += key != kUnusable;
-  }
-  usable = group.reduce(usable, Sum());
-  group.sync();
-  bitonic_sort(entries, n, group);
-  const auto at = [&](int i) { return key_of(entries[i]); };
-  const Ends ends = find_ends(at, usable, k, group);
-  for (int rank = group.rank; rank < n; rank += group.size) {
-    const auto index = static_cast<uint32_t>(entries[rank]);
-    // Unchecked offsets may let segments overlap, and so overwrite each other's entries in global memory.
-    if (index < static_cast<uint32_t>(n)) out[index] = ends.keeps(rank);
-  }
-}
+// ---- in shared memory --------------------------------------------------------------------------------------------
 
 constexpr int kBlockThreads = 512;  // eight of 4,096 entries each; more threads would have too few registers
 
-template <class Group>
-constexpr int kMostThreads = std::is_same_v<Group, BlockGroup> ? kBlockThreads : Group::kMostThreads;
-
-template <class T, class Group>
-__global__ void __launch_bounds__(kMostThreads<Group>, 1)
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads, 1)
     select_segments(const T* values, const bool* mask, const __grid_constant__ Segments segments,
                     const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, Entry* spill,
                     bool* out) {
   auto* shared = dynamic_shared<unsigned char>();
-  const Group group(shared);
-  const int place = static_cast<int>(threadIdx.x) / group.size;
-  const int64_t segment = int64_t{blockIdx.x} * (static_cast<int>(blockDim.x) / group.size) + place;
-  if (segment >= segments.count) return;
-  const int64_t begin = segments.begin(segment), n = segments.end(segment) - begin;
+  const BlockGroup block(shared);
+  const int64_t begin = segments.begin(blockIdx.x), n = segments.end(blockIdx.x) - begin;
   if (!sizes.has(n)) return;
   const auto select = [&](Entry* entries) {
-    select_segment(values + begin, mask ? mask + begin : nullptr, static_cast<int>(n), keep.of(n), entries, group,
+    select_segment(values + begin, mask ? mask + begin : nullptr, static_cast<int>(n), keep.of(n), entries, block,
                    out + begin);
   };
   // Two calls, so that the compiler knows in which one the entries are in shared memory.
   if (n <= sizes.capacity)
-    select(reinterpret_cast<Entry*>(shared + Group::kSharedBytes) + place * sizes.capacity);
+    select(reinterpret_cast<Entry*>(shared + BlockGroup::kSharedBytes));
   else
     select(spill + begin);
 }
 
+// ---- in registers ------------------------------------------------------------------------------------------------
+
+constexpr int kGroupThreads = 4 * kWarp;
+
+// Selects in those of a warp's groups that are longer than the caller said, one after the other.
+template <class T>
+__device__ void select_longer(const T* values, const bool* mask, int64_t begin, int64_t n, int64_t k, int lanes,
+                              int64_t capacity, Entry* spill, bool* out) {
+#pragma unroll 1
+  for (int lane = 0; lane < kWarp; lane += lanes) {
+    const int64_t from = __shfl_sync(kAllLanes, begin, lane), length = __shfl_sync(kAllLanes, n, lane);
+    const int64_t number = __shfl_sync(kAllLanes, k, lane);
+    if (length > capacity)
+      select_segment(values + from, mask ? mask + from : nullptr, static_cast<int>(length), number, spill + from,
+                     WarpGroup(nullptr), out + from);
+  }
+}
+
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kGroupThreads, 1)
+    select_groups(const T* values, const bool* mask, const __grid_constant__ Segments segments,
+                  const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, Entry* spill, bool* out) {
+  const Lanes<kLanes> lanes;
+  const int64_t group = (int64_t{blockIdx.x} * kGroupThreads + threadIdx.x) / kLanes;
+  const int64_t read = min(group, segments.count - 1), begin = segments.begin(read);
+  int64_t length = segments.end(read) - begin;
+  // A lane without a group takes part in the shuffles, with nothing usable.
+  if (group >= segments.count || !sizes.has(length)) length = 0;
+  const int64_t k = keep.of(length);
+  const int n = length <= lanes.kCapacity ? static_cast<int>(length) : 0;
+  T value[kPerLane] = {};
+  bool wanted[kPerLane], marks[kPerLane];
+  uint32_t keys[kPerLane];
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) {
+    const int index = lanes.rank + r * kLanes;
+    wanted[r] = index < n;
+    if (wanted[r]) value[r] = values[begin + index];
+  }
+  if (mask) {
+#pragma unroll
+    for (int r = 0; r < kPerLane; ++r)
+      if (wanted[r]) wanted[r] = mask[begin + lanes.rank + r * kLanes];
+  }
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) keys[r] = usable_key(to_float(value[r]), wanted[r]);
+  lanes.select(keys, k, marks);
+#pragma unroll
+  for (int r = 0; r < kPerLane; ++r) {
+    const int index = lanes.rank + r * kLanes;
+    if (index < n) out[begin + index] = marks[r];
+  }
+  if (spill && __any_sync(kAllLanes, length > lanes.kCapacity))
+    select_longer(values, mask, begin, length, k, kLanes, lanes.kCapacity, spill, out);
+}
+
 // ---- long segments -----------------------------------------------------------------------------------------------
 
-// Writes for each value an entry, with its segment in the high bits and its key in the low ones, and its index.
+// Writes for each value an entry, with its segment in the high bits and its key in the low ones, and its index. If there
+// is one segment, CUB passes over the key's bits alone, in as many launches as it would take for keys of 32 bits.
 template <class T>
 __global__ void make_entries(const T* values, const bool* mask, int64_t n, const __grid_constant__ Segments segments,
                              uint64_t* entries, uint32_t* indices) {
@@ -197,7 +127,7 @@ __device__ int count_usable(const Keys& at, int n) {
   return low;
 }
 
-__global__ void __launch_bounds__(BlockGroup::kMostThreads)
+__global__ void __launch_bounds__(kBlockThreads, 1)
     find_sorted_ends(SortedEntries sorted, const __grid_constant__ Segments segments, const __grid_constant__ Keep keep,
                      Ends* ends) {
   const BlockGroup block(dynamic_shared<unsigned char>());
@@ -229,18 +159,29 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
   int bits = 32;
   while (segments.count > int64_t{1} << (bits - 32)) ++bits;
   const SortedEntries sorted = sort_entries(entries, entries + n, indices, indices + n, n, bits, device);
-  launch("max_variance_select (splits)", find_sorted_ends, segments.count, BlockGroup::kMostThreads,
-         BlockGroup::kSharedBytes, device, sorted, segments, keep, ends);
+  launch("max_variance_select (splits)", find_sorted_ends, segments.count, kBlockThreads, BlockGroup::kSharedBytes,
+         device, sorted, segments, keep, ends);
   launch("max_variance_select (mask)", write_sorted_mask, ceil_div(n, kThreads), kThreads, 0, device, sorted, n,
          segments, static_cast<const Ends*>(ends), out);
 }
 
 // ---- which kernels, and how many threads -------------------------------------------------------------------------
 
-constexpr int64_t kWarpSegment = 128;    // up to this length a warp is faster than a block with its barriers
-constexpr int64_t kBlockSegment = 4096;  // 32 KB of entries, which fit in the default shared memory
+constexpr int64_t kWarpSegment = 32 * kPerLane;
+// 32 KB of entries, which fit in the default shared memory. A block that sorts 16,384 of them would take 105 steps of
+// some 2,000 cycles each, for its accesses to shared memory: three times as long as CUB's sort.
+constexpr int64_t kBlockSegment = 4096;
 
 int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : kBlockThreads; }
+
+// Calls `body` with the fewest lanes that hold `length` values.
+template <int kLanes = 2, class Body>
+void with_lanes_for(int64_t length, const Body& body) {
+  if constexpr (kLanes < kWarp) {
+    if (length > kLanes * kPerLane) return with_lanes_for<2 * kLanes>(length, body);
+  }
+  body(std::integral_constant<int, kLanes>());
+}
 
 }  // namespace
 
@@ -262,20 +203,23 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
     // correct.
     const bool may_spill = segments.ragged() && (longest < n || n > kBlockSegment);
     Entry* spill = may_spill ? device.scratch_of<Entry>(n) : nullptr;
-    const auto run = [&](auto kernel, int64_t per_block, int threads, size_t group_bytes, const SizeClass& sizes) {
-      launch("max_variance_select", kernel, ceil_div(segments.count, per_block), threads,
-             group_bytes + per_block * sizes.capacity * sizeof(Entry), device, static_cast<const T*>(values.values),
-             values.mask, segments, keep, sizes, spill, out);
+    const auto run = [&](const char* name, auto kernel, int64_t blocks, int threads, size_t shared_bytes,
+                         const SizeClass& sizes) {
+      launch(name, kernel, blocks, threads, shared_bytes, device, static_cast<const T*>(values.values), values.mask,
+             segments, keep, sizes, spill, out);
     };
-    const int64_t in_warp = longest < kWarpSegment ? longest : kWarpSegment;
-    const int64_t in_block = longest < kBlockSegment ? longest : kBlockSegment;
     const bool small_only = known && longest <= kWarpSegment;
-    if (longest <= kWarpSegment || !known)
-      run(select_segments<T, WarpGroup>, WarpGroup::kMostThreads / kWarp, WarpGroup::kMostThreads,
-          WarpGroup::kSharedBytes, {0, small_only ? INT64_MAX : kWarpSegment, in_warp});
-    if (longest > kWarpSegment)
-      run(select_segments<T, BlockGroup>, 1, threads_for(in_block), BlockGroup::kSharedBytes,
-          {known ? 0 : kWarpSegment + 1, INT64_MAX, in_block});
+    if (small_only || !known)
+      with_lanes_for(longest, [&](auto lanes) {
+        const int64_t per_block = kGroupThreads / lanes(), capacity = lanes() * kPerLane;
+        run("max_variance_select (groups)", select_groups<T, lanes()>, ceil_div(segments.count, per_block),
+            kGroupThreads, 0, {0, small_only ? INT64_MAX : kWarpSegment, capacity});
+      });
+    if (longest > kWarpSegment) {
+      const int64_t in_block = longest < kBlockSegment ? longest : kBlockSegment;
+      run("max_variance_select", select_segments<T>, segments.count, threads_for(in_block),
+          BlockGroup::kSharedBytes + in_block * sizeof(Entry), {known ? 0 : kWarpSegment + 1, INT64_MAX, in_block});
+    }
   });
 }
 

@@ -48,11 +48,11 @@ MOST_INSTRUCTIONS = {
 REGISTERS = 65_536  # of a multiprocessor: the most that a block can have
 # Kernels, as parts of mangled names, by the largest block they are launched with.
 LARGEST_BLOCKS = {
-    1024: ("topk_mask_cu.*select_segments", "find_sorted_ends", "batch_deviation"),
+    1024: ("topk_mask_cu.*select_segments", "batch_deviation"),
     512: (
         "topk_mask_cu.*(count_first|split|count_last|finish)",
         "topk_steps_cu.*of_piece",
-        "max_variance_cu.*select_segments.*BlockGroup",
+        "max_variance_cu.*(select_segments|find_sorted_ends)",
     ),
     256: ("write_gradients", "narrow_gradients", "place_logits", "sum_rows", "sum_tokens", "list_mask", "list_piece"),
 }

@@ -91,6 +91,7 @@ def cases() -> dict[str, Case]:
     ragged = torch.tensor([0, 3000, 3000, 3100, 9000])
     rewards = torch.randint(0, 6, (9000,), generator=generator).float()
     small = rewards[:640].view(10, 64)
+    uneven = torch.tensor([0, 3, 3, 11, 40, 45, 54, 62, 64])
     mask = torch.rand(200_001, generator=generator) < 0.3
     moved = rewards + torch.randn(9000, generator=generator)
     groups = torch.randint(-1, 16, (9000,), generator=generator, dtype=torch.int8)
@@ -116,7 +117,10 @@ def cases() -> dict[str, Case]:
         "select_tokens, pieces": Case(
             lambda: d3s.select_tokens(torch.cat([scores] * 5), torch.tensor(2.0), 0.5, drop_zeros=True)[::2], tight
         ),
-        "max_variance_select, warps": Case(lambda: d3s.max_variance_select(small, 16)),
+        "max_variance_select, groups": Case(lambda: d3s.max_variance_select(small, 16)),
+        "max_variance_select, groups longer than said": Case(
+            lambda: d3s.max_variance_select(small[0], 3, offsets=uneven, max_segment=8)
+        ),
         "max_variance_select, a block": Case(lambda: d3s.max_variance_select(rewards[:4000], 700)),
         "max_variance_select, ragged": Case(lambda: d3s.max_variance_select(rewards, 700, offsets=ragged)),
         "max_variance_select, sorted": Case(lambda: d3s.max_variance_select(rewards, 700)),
@@ -393,15 +397,66 @@ def test_how_often_scores_are_read(rows: int, reads: int, monkeypatch: pytest.Mo
     assert asked(lambda: d3s.topk_mask(scores, 0.2)).scores == reads * scores.numel()
 
 
-@pytest.mark.parametrize("length", [1, 2, 31, 64, 127, 128, 129, 512, 513, 1024, 1025, 2049, 4095, 4096, 4097, 9001])
+@pytest.mark.parametrize("length", [1, 2, 31, 127, 128, 129, 512, 513, 1024, 1025, 2049, 4095, 4096, 4097, 9001])
 def test_max_variance_of_any_length(length: int) -> None:
-    # With equal values all splits tie, and the rule takes the one with no value from the top. If as many values are
-    # kept as a block has threads, the last thread computes the last split.
-    threads = [keep for keep in (32, 64, 128, 256, 512, 1024) if keep < length]
+    # With equal values all splits tie, and the rule takes the one with no value from the top. A block tries four for
+    # each of its 128, 256 or 512 threads in a round.
+    threads = [keep for keep in (32, 128, 512, 513, 2048, 2049, 4097) if keep < length]
     for values in (torch.randn(3, length), torch.randint(0, 3, (3, length)).float(), torch.zeros(1, length)):
         for keep in {1, 2, *threads, length // 3 + 1, length}:
             ours = d3s.max_variance_select(values, keep)
             assert_identical(ours, reference.max_variance_select(values, keep))
+
+
+# Both sides of what 2, 4, 8, 16 and 32 lanes hold.
+GROUPS = (1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129)
+
+
+def hard_rewards(*shape: int) -> tuple[Tensor, Tensor]:
+    """Rows of few values, of equal ones, of both zeros and of any size, with NaN and infinities, and a mask."""
+    size = torch.tensor([1.0, 3e38, 1e-45])[torch.randint(3, shape[:1])][:, None]
+    values = torch.randint(-1, 2, shape) * size
+    values[::5] = torch.randn(shape)[::5]
+    values[1::5] = 0.7
+    values[2::5, ::3] = torch.tensor([torch.nan, torch.inf, -torch.inf])[torch.randint(3, (1,))]
+    return values, torch.rand(shape) < torch.tensor([0.0, 0.5, 1.0, 1.0])[torch.randint(4, shape[:1])][:, None]
+
+
+@pytest.mark.parametrize("length", GROUPS)
+def test_groups_in_the_lanes_of_a_warp(length: int) -> None:
+    """Several in a warp, which differ in how many values are usable; the last warp has lanes without a group."""
+    values, mask = hard_rewards(19, length)
+    for keep in {1, 2, length // 2 + 1, max(length - 1, 1), 2 * length}:
+        assert_identical(d3s.max_variance_select(values, keep), reference.max_variance_select(values, keep))
+    for half in (values.half(), values.bfloat16()):
+        ours = d3s.max_variance_select(half, torch.tensor(3), mask=mask)
+        assert_identical(ours, reference.max_variance_select(half, 3, mask=mask))
+    assert not d3s.max_variance_select(values, torch.tensor(0)).any()
+
+
+@pytest.mark.parametrize("said", [2, 8, 16, 32, 64, 128, None])
+def test_groups_of_any_lengths_in_a_warp(said: int | None) -> None:
+    """Up to the length that was said, and some longer ones, which a warp sorts outside of its registers."""
+    lengths = torch.randint((said or 130) + 1, (24,))
+    lengths[torch.tensor([4, 5, 17])] += torch.tensor([1, 40, 150])
+    lengths[-1] = 0
+    offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
+    values, mask = (flat.flatten() for flat in hard_rewards(1, int(offsets[-1])))
+    values = values.where(torch.rand(len(values)) < 0.9, torch.nan)
+    for given in (None, mask):
+        for keep in (1, 5, 16):
+            ours = d3s.max_variance_select(values, keep, offsets=offsets, max_segment=said, mask=given)
+            assert_identical(ours, reference.max_variance_select(values, keep, offsets=offsets, mask=given))
+
+
+@pytest.mark.slow("that no order of a thousand changes what a warp selects in registers")
+def test_groups_in_a_thousand_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    selections = [case for name, case in cases().items() if "select, groups" in name]
+    first = [tensors(case.run()) for case in selections]
+    for seed in range(1000):
+        monkeypatch.setenv("D3S_SHIM_SEED", str(seed))
+        for case, expected in zip(selections, first, strict=True):
+            assert_same_bits(tensors(case.run())[0], expected[0])
 
 
 @pytest.mark.parametrize("max_segment", [None, 1, 100, 3000, 8000])
