@@ -31,7 +31,9 @@ struct Problem {
 // The places of one row, by the threads of a warp or of a block. The label was looked for in the span.
 __device__ void write_row(const Problem& problem, int64_t row, const Span& span, bool label_found, int thread,
                           int threads) {
-  const auto& [rows, gradients, first_token, softcap, out] = problem;
+  const LogitsRows& rows = problem.rows;
+  const RowGradients& gradients = problem.gradients;
+  const KeptGradientOutput& out = problem.out;
   const int64_t label = rows.labels[row];
   const KeptSet set = rows.spans.set_of(span, label, gradients.vocabulary, label_found, false);
   const bool no_label = gradients.of_logprob(row, rows.labels) != 0.f && !set.has_label;
@@ -43,9 +45,9 @@ __device__ void write_row(const Problem& problem, int64_t row, const Span& span,
   const auto write = [&](int64_t place, int64_t token) {
     if (!problem.in_tile(token)) return;
     const float z = logits[place], gradient = token == label ? f.at_label(z) : f(z);
-    out.grad[place] = undefined ? NAN : gradient * softcap_slope(z, softcap);
+    out.grad[place] = undefined ? NAN : gradient * softcap_slope(z, problem.softcap);
     out.rows[place] = static_cast<int32_t>(row);
-    out.tokens[place] = static_cast<int32_t>(token - first_token);
+    out.tokens[place] = static_cast<int32_t>(token - problem.first_token);
   };
   for (int64_t i = thread; i < span.size; i += threads) write(rows.spans.place(span, i), span.tokens[i]);
   if (thread == 0 && set.label_joins) write(rows.spans.place_of_label(row), label);
