@@ -35,6 +35,11 @@ KERNELS = {
     "topk_mask (second digit)": "split_pieces",
     "topk_mask (third digit)": "count_last",
     "topk_mask (rest)": "finish_pieces",
+    "max_variance_select (groups)": "select_groupsIfLi16E",
+    "max_variance_select": "max_variance_cu.*select_segmentsIf",
+    "max_variance_select (keys)": "make_entriesIf",
+    "max_variance_select (splits)": "find_sorted_ends",
+    "max_variance_select (mask)": "write_sorted_mask",
     "compact": "list_piece",
     "compact (flags)": "flag_piece",
 }
@@ -55,12 +60,15 @@ def calls() -> dict[str, Callable[[], object]]:
 
     scores, advantages = torch.zeros(512, 8192), torch.zeros(512)
     offsets = torch.arange(513) * 8192
-    flat = scores.view(-1)
+    flat, rewards = scores.view(-1), torch.zeros(1 << 16)
     return {
         "topk_mask, 512 x 8,192": lambda: d3s.topk_mask(scores, 0.2),
         "topk_mask, 512 ragged segments, 4 M": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets),
         "the same, max_segment=8192": lambda: d3s.topk_mask(flat, 0.2, offsets=offsets, max_segment=8192),
         "select_tokens, a batch of 4 M": lambda: d3s.select_tokens(scores, advantages, 0.2),
+        "max_variance_select, 1,024 x 64": lambda: d3s.max_variance_select(rewards.view(-1, 64), 16),
+        "max_variance_select, 64 x 1,024": lambda: d3s.max_variance_select(rewards.view(64, -1), 256),
+        "max_variance_select, 65,536": lambda: d3s.max_variance_select(rewards, 16_384),
         "compact, 4 M": lambda: d3s.compact(flat > 0, 1 << 20),
     }
 

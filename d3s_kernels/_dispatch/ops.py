@@ -46,7 +46,7 @@ def _refuses_by_value_error() -> bool:
 
 
 # On a CPU torch itself raises RuntimeError for want of memory.
-_as_raised = _refuses_by_value_error() and not torch.backends.cuda.is_built()
+_as_raised = _refuses_by_value_error() and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 _public: Callable[[_Op], _Op] = (lambda op: op) if _as_raised else _with_usual_errors
 
 
