@@ -453,7 +453,7 @@ def _most_varied(values: Tensor, usable: Tensor, k: int) -> Tensor:
         shifted = values[kept] - values[kept[n // 2]]  # large values with small differences would cancel
         sum_low, sum_high = _first_sums(shifted, k), _first_sums(shifted.flip(0), k).flip(0)
         square_low, square_high = _first_sums(shifted**2, k), _first_sums(shifted.flip(0) ** 2, k).flip(0)
-        spread = (square_low + square_high) - (sum_low + sum_high) ** 2 / k  # k times the variance, for i = 0..k
+        spread = k * (square_low + square_high) - (sum_low + sum_high) ** 2  # k^2 times the variance, for i = 0..k
         low = int((spread >= spread.max() * (1 - 1e-12)).nonzero().max())
         kept = torch.cat([kept[:low], kept[n - (k - low) :]])
     return torch.zeros_like(usable).index_fill(0, kept, True)

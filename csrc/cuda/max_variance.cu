@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 
 // ---- long segments -----------------------------------------------------------------------------------------------
 
-// Writes for each value an entry, with its segment in the high bits and its key in the low ones, and its index. If there
-// is one segment, CUB passes over the key's bits alone, in as many launches as it would take for keys of 32 bits.
+// Writes for each value an entry, with its segment in the high bits and its key in the low ones, and its index. If
+// there is one segment, CUB passes over the key's bits alone, in as many launches as it would take for keys of 32 bits.
 template <class T>
 __global__ void make_entries(const T* values, const bool* mask, int64_t n, const __grid_constant__ Segments segments,
                              uint64_t* entries, uint32_t* indices) {

@@ -72,7 +72,7 @@ def _exchanges(in_order: Tensor, have: Tensor, each: Tensor, place: Tensor) -> T
 
     # Sets this close to the best count as equal; among them the one with the fewest from the top wins.
     kept, number = each * ranks, torch.arange(ranks * most + 1, device=chain.device)
-    spread = torch.where(number <= kept, square - total.square() / kept.clamp(min=1), -math.inf)
+    spread = torch.where(number <= kept, kept * square - total.square(), -math.inf)
     chosen = number.where(spread >= spread.max() * (1 - 1e-12), 0).max()
     chosen = torch.where(kept == 1, 1, chosen)  # a single value has variance 0; rounding must not choose
     made = torch.zeros_like(chain, dtype=torch.bool).scatter(0, chain, number[:-1] < chosen)

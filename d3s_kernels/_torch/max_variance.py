@@ -43,7 +43,7 @@ def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> T
     running sum of such exchanges, which starts from the moments of the last k values, gives the moments of all splits.
     """
     of, place = segments.of, segments.place
-    usable, exchanged, kept = place < n[of], place < k[of], k.clamp(min=1)[of]
+    usable, exchanged, kept = place < n[of], place < k[of], k[of]
     shift = pad(in_order, (0, 1))[segments.edges[:-1] + n // 2].double()
     value = torch.where(usable, in_order.double() - shift[of], 0)
     partner = torch.arange(len(value), device=value.device) + (n - k)[of]
@@ -53,7 +53,7 @@ def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> T
     running = segments.scan(torch.cat([exchanges * exchanged, highest * (usable & (place >= (n - k)[of]))]), torch.add)
     before = torch.where(place > 0, pad(running[:2, :-1], (1, 0)), 0)
     total, square = before + segments.last(running[2:])[:, of]
-    spread = torch.where(place <= k[of], square - total.square() / kept, -math.inf)
+    spread = torch.where(place <= k[of], kept * square - total.square(), -math.inf)
     # Splits this close to the best count as equal; among them the one with the fewest from the top wins.
     equal = segments.last(segments.scan(spread, torch.maximum)) * (1 - 1e-12)
     return segments.last(segments.scan(torch.where(spread >= equal[of], place, 0), torch.maximum))

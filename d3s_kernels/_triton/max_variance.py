@@ -72,7 +72,7 @@ def select_most_varied(
     sum_high = tl.where(high > 0, tl.gather(tl.cumsum(x, 0, reverse=True), from_last, 0), 0.0)
     square_high = tl.where(high > 0, tl.gather(tl.cumsum(x * x, 0, reverse=True), from_last, 0), 0.0)
     total = sum_low + sum_high
-    spread = (square_low + square_high) - total * total / k.to(tl.float64)
+    spread = k.to(tl.float64) * (square_low + square_high) - total * total
     best = tl.max(tl.where(candidate, spread, float("-inf")), 0)
     # Among splits that are equal up to rounding, take the one with the fewest from the top.
     good = candidate & (spread >= best * (1.0 - 1e-12))
