@@ -76,7 +76,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         (backward, "BLOCK", BLOCK),
         (backward, "EDGE_BLOCK", EDGE),
         (topk_mask, "SIZES", ((8, 1), (32, 1))),
-        (topk_mask, "LARGEST", 32),
+        (topk_mask, "PART", 16),
+        (topk_mask, "LARGEST", 64),
         (max_variance, "SIZES", ((8, 1), (32, 1))),
         (max_variance, "LARGEST", 32),
     ):
@@ -440,7 +441,7 @@ QUOTAS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("length", [1, 8, 9, 32, 33])
+@pytest.mark.parametrize("length", [1, 8, 9, 32, 33, 64, 65])
 @pytest.mark.parametrize("drop_zeros", [False, True])
 def test_the_highest(length: int, drop_zeros: bool) -> None:
     """The selection is that of plain PyTorch, however the number is given."""
@@ -456,7 +457,7 @@ def test_the_highest(length: int, drop_zeros: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(3, 2, 5), (2, 17), (5, 0), (0, 5), (2, 0, 3), slow((4, 7), shows="segments that fit")]
+    "shape", [(3, 2, 5), (2, 17), (2, 33), (5, 0), (0, 5), (2, 0, 3), slow((4, 7), shows="segments that fit")]
 )
 @pytest.mark.parametrize("drop_zeros", [False, True])
 @pytest.mark.parametrize("scope", ["batch", "sequence"])
@@ -515,9 +516,9 @@ def test_a_number_for_each_segment_pooled(k: int) -> None:
                 assert_identical(found, d3s.select_rollouts(scores, keep, rule=rule, scope="batch"))
 
 
-# 35 tokens are more than fit in one pooled segment.
+# 35 tokens are more than a program holds, and 66 more than it reads.
 @pytest.mark.parametrize(
-    "shape", [(2, 3), (2, 0), (0, 3), slow((3, 2, 2), shows="rows of rows"), slow((5, 7), shows="more than fit")]
+    "shape", [(2, 3), (2, 0), (0, 3), (5, 7), slow((3, 2, 2), shows="rows of rows"), slow((6, 11), shows="too many")]
 )
 @pytest.mark.parametrize("scope", ["batch", slow("sequence", shows="the same where nothing is pooled")])
 def test_the_tokens_of_logits(scope: str, shape: tuple[int, ...]) -> None:

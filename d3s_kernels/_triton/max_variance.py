@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .launch import EXACT, contiguous, smallest, warps
 from .order_key import order_key
-from .topk_mask import number
+from .token_keys import number
 
 # The longest group of a program, and its threads.
 SIZES = ((64, 32), (256, 64), (1024, 128))

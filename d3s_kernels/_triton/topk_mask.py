@@ -1,10 +1,11 @@
-"""topk_mask and the selection of tokens in Triton: a program for each segment, which it holds in registers.
+"""topk_mask and the selection of tokens in Triton: a program for each segment.
 
-The bound that the k largest order keys reach is found bit by bit, from the highest bit on: a bit is set if at least k
-keys reach the bound with it.
+It holds a segment of up to 16,384 values in registers, and finds the bound that the k largest order keys reach bit by
+bit, from the highest bit on: a bit is set if at least k keys reach the bound with it. It reads a longer segment five
+times, part by part, and finds the bound by histograms of 8 bits, as ``csrc/cuda/key_search.h`` does.
 
-A segment is a row that is short enough, or a whole batch that is. There is no kernel for longer segments, nor for
-those of offsets, since only the device knows how long they are: the ops then return NotImplemented.
+A segment is a row that is short enough, or a whole batch that is. For longer ones plain PyTorch is as fast, and those
+of offsets can be of any length, which only the device knows: the ops then return NotImplemented.
 """
 
 from __future__ import annotations
@@ -19,63 +20,13 @@ from torch import Tensor
 
 from .launch import EXACT, contiguous, smallest, warps
 from .logprob_entropy import row_statistics
-from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, order_key_value
+from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key_value
+from .token_keys import keys_of, quota_of
 
-# The longest segment of a program, and its threads. The registers of a thread hold up to 32 keys.
+# The longest segment that a program holds, and its threads. The registers of a thread hold up to 32 keys.
 SIZES = ((1024, 128), (4096, 256), (8192, 512), (16384, 512))
-LARGEST = SIZES[-1][0]
-DOUBLE_SLACK = tl.constexpr(1 - 2.0**-50)  # 1 - kDoubleSlack and kFloatSlack of csrc/core/quota.h
-FLOAT_SLACK = tl.constexpr(1 - 2.0**-21)
-
-
-@triton.jit
-def share(ratio, slack, present):
-    """ceil(ratio * present), at least 1 and at most all; 0 for an unchecked ratio that is not valid."""
-    wanted = tl.ceil(ratio.to(tl.float64) * present.to(tl.float64) * slack)
-    k = tl.where(wanted < present.to(tl.float64), wanted, present.to(tl.float64)).to(tl.int64)
-    return tl.where((ratio > 0) & (ratio <= 1), tl.maximum(k, tl.minimum(present, 1)), 0)
-
-
-@triton.jit
-def number(k, present, times):
-    """k for each of ``times`` segments, at most all; 0 for an unchecked k below 1."""
-    return tl.where(k < 1, 0, tl.minimum(tl.minimum(k, present) * times, present))
-
-
-@triton.jit
-def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
-    """How many of a segment's ``present`` values are kept."""
-    present = present.to(tl.int64)
-    if k_tensor is not None:
-        return number(tl.load(k_tensor).to(tl.int64), present, times)
-    elif k is not None:
-        return number(k + 0 * present, present, times)
-    elif ratio is None:
-        return share((ratio_bits + 0 * present).to(tl.float64, bitcast=True), DOUBLE_SLACK, present)
-    elif ratio.dtype.element_ty == tl.float64:
-        return share(tl.load(ratio), DOUBLE_SLACK, present)
-    else:
-        return share(tl.load(ratio), FLOAT_SLACK, present)
-
-
-@triton.jit
-def keys_of(scores, advantages, mask, index, inside, PER_TOKEN: tl.constexpr):
-    """The order keys of a segment's scores, or of |A| * H. Scores in int32 are keys already."""
-    value = tl.load(scores + index, mask=inside, other=0)
-    if scores.dtype.element_ty == tl.int32:
-        key = value.to(tl.uint32, bitcast=True)
-    else:
-        value = value.to(tl.float32)
-        if advantages is not None:
-            if PER_TOKEN:
-                advantage = tl.load(advantages + index, mask=inside, other=0.0)
-            else:
-                advantage = tl.load(advantages)
-            value = tl.abs(advantage) * value
-        key = order_key(value)
-    if mask is not None:
-        inside = inside & (tl.load(mask + index, mask=inside, other=0) != 0)
-    return tl.where(inside, key, ABSENT)
+PART, THREADS = 4096, 512  # of a longer segment
+LARGEST = 131_072
 
 
 @triton.jit(do_not_specialize=["ratio_bits", "k", "times"])
@@ -96,23 +47,28 @@ def select_top(
     present = tl.sum((keys != ABSENT).to(tl.int32), 0)
     kept = quota_of(present, ratio_bits, ratio, k, k_tensor, times).to(tl.int32)
     bound = lower_bound(keys, present, kept)
-    if counts is not None:
-        reaching = keys >= tl.maximum(bound, 1)  # without absent values
-        if DROP_ZEROS:
-            reaching = reaching & (keys != ZERO_KEY)
-        lowest = order_key_value(tl.min(tl.where(reaching, keys, NO_KEY), 0))
-    # All keys above the bound are kept, and the first ones of those that equal it.
-    above = keys > bound
-    ties = (keys == bound).to(tl.int32)
-    wanted = kept - tl.sum(above.to(tl.int32), 0)
-    chosen = above | ((ties == 1) & (tl.cumsum(ties, 0) <= wanted))
-    if DROP_ZEROS:
-        chosen = chosen & (keys != ZERO_KEY)
-        kept = tl.sum(chosen.to(tl.int32), 0)
+    wanted = kept - tl.sum((keys > bound).to(tl.int32), 0)
+    chosen = choose(keys, bound, wanted, DROP_ZEROS)
     tl.store(out + index, chosen, mask=inside)
     if counts is not None:
-        tl.store(counts + segment, kept)
-        tl.store(thresholds + segment, tl.where(kept > 0, lowest, float("inf")))
+        tl.store(counts + segment, tl.sum(chosen.to(tl.int32), 0))
+        tl.store(thresholds + segment, threshold_of(tl.min(tl.where(chosen, keys, NO_KEY), 0)))
+
+
+@triton.jit
+def choose(keys, bound, wanted, DROP_ZEROS: tl.constexpr):
+    """All keys above the bound, and the first ``wanted`` of those that equal it."""
+    ties = (keys == bound).to(tl.int32)
+    chosen = (keys > bound) | ((ties == 1) & (tl.cumsum(ties, 0) <= wanted))
+    if DROP_ZEROS:
+        chosen = chosen & (keys != ZERO_KEY)
+    return chosen
+
+
+@triton.jit
+def threshold_of(lowest):
+    """The lowest score that is kept, by its key; infinite if none is."""
+    return tl.where(lowest == NO_KEY, float("inf"), order_key_value(lowest))
 
 
 @triton.jit
@@ -137,6 +93,52 @@ def lower_bound(keys, present, kept):
     return bound
 
 
+@triton.jit(do_not_specialize=["ratio_bits", "k", "times"])
+def select_top_in_parts(
+    scores, advantages, mask, length, ratio_bits, ratio, k, k_tensor, times, out, counts, thresholds,
+    PER_TOKEN: tl.constexpr, DROP_ZEROS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0).to(tl.int64)
+    scores += segment * length
+    out += segment * length
+    if advantages is not None:
+        advantages += segment * (length if PER_TOKEN else 1)
+    if mask is not None:
+        mask += segment * length
+    digits = tl.arange(0, 256)
+    bound = tl.zeros((), tl.uint32)
+    wanted = tl.zeros((), tl.int32)  # of the keys that share the digits found so far
+    for shift in tl.static_range(24, -1, -8):
+        histogram = tl.zeros((256,), tl.int32)
+        for begin in range(0, length, SIZE):
+            index = begin + tl.arange(0, SIZE)
+            keys = keys_of(scores, advantages, mask, index, index < length, PER_TOKEN)
+            digit = (keys ^ bound) >> shift  # 256 or more if an earlier digit differs
+            histogram += tl.histogram(digit.to(tl.int32), 256, mask=(keys != ABSENT) & (digit < 256))
+        if shift == 24:
+            present = tl.sum(histogram, 0)
+            wanted += quota_of(present, ratio_bits, ratio, k, k_tensor, times).to(tl.int32)
+        reaching = tl.cumsum(histogram, 0, reverse=True)
+        found = tl.sum((reaching >= tl.maximum(wanted, 1)).to(tl.int32), 0) - 1  # -1 if nothing is present
+        wanted -= tl.sum(tl.where(digits > found, histogram, 0), 0)
+        bound |= tl.maximum(found, 0).to(tl.uint32) << shift
+    kept = tl.zeros((), tl.int32)
+    lowest = tl.full((), NO_KEY, tl.uint32)
+    for begin in range(0, length, SIZE):
+        index = begin + tl.arange(0, SIZE)
+        inside = index < length
+        keys = keys_of(scores, advantages, mask, index, inside, PER_TOKEN)
+        chosen = choose(keys, bound, wanted, DROP_ZEROS)
+        wanted -= tl.sum((keys == bound).to(tl.int32), 0)
+        tl.store(out + index, chosen, mask=inside)
+        if counts is not None:
+            kept += tl.sum(chosen.to(tl.int32), 0)
+            lowest = tl.minimum(lowest, tl.min(tl.where(chosen, keys, NO_KEY), 0))
+    if counts is not None:
+        tl.store(counts + segment, kept)
+        tl.store(thresholds + segment, threshold_of(lowest))
+
+
 def _fits(shape: torch.Size, pooled: bool, offsets: Tensor | None) -> bool:
     return offsets is None and (shape.numel() if pooled else shape[-1]) <= LARGEST
 
@@ -158,11 +160,12 @@ def _select(
     thresholds = torch.empty(segments, dtype=torch.float32, device=device) if with_counts else None
     if segments.numel():
         length = shape.numel() // segments.numel()
-        size, threads = smallest(SIZES, length)
+        held = length <= SIZES[-1][0]
+        size, threads = smallest(SIZES, length) if held else (PART, THREADS)
         per_token = advantages is not None and advantages.dim() > 0 and advantages.shape != segments
         if advantages is not None:
             advantages = _spread(advantages, shape if per_token else segments)
-        select_top[(segments.numel(),)](
+        (select_top if held else select_top_in_parts)[(segments.numel(),)](
             scores, advantages, contiguous(mask), length, out=out, counts=counts, thresholds=thresholds, **quota,
             PER_TOKEN=per_token, DROP_ZEROS=drop_zeros, SIZE=size, num_warps=warps(threads), **EXACT,
         )  # fmt: skip

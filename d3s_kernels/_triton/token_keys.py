@@ -1,0 +1,61 @@
+"""The order keys of tokens, and how many of a segment's are kept, in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .order_key import ABSENT, order_key
+
+DOUBLE_SLACK = tl.constexpr(1 - 2.0**-50)  # 1 - kDoubleSlack and kFloatSlack of csrc/core/quota.h
+FLOAT_SLACK = tl.constexpr(1 - 2.0**-21)
+
+
+@triton.jit
+def share(ratio, slack, present):
+    """ceil(ratio * present), at least 1 and at most all; 0 for an unchecked ratio that is not valid."""
+    wanted = tl.ceil(ratio.to(tl.float64) * present.to(tl.float64) * slack)
+    k = tl.where(wanted < present.to(tl.float64), wanted, present.to(tl.float64)).to(tl.int64)
+    return tl.where((ratio > 0) & (ratio <= 1), tl.maximum(k, tl.minimum(present, 1)), 0)
+
+
+@triton.jit
+def number(k, present, times):
+    """k for each of ``times`` segments, at most all; 0 for an unchecked k below 1."""
+    return tl.where(k < 1, 0, tl.minimum(tl.minimum(k, present) * times, present))
+
+
+@triton.jit
+def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
+    """How many of a segment's ``present`` values are kept."""
+    present = present.to(tl.int64)
+    if k_tensor is not None:
+        return number(tl.load(k_tensor).to(tl.int64), present, times)
+    elif k is not None:
+        return number(k + 0 * present, present, times)
+    elif ratio is None:
+        return share((ratio_bits + 0 * present).to(tl.float64, bitcast=True), DOUBLE_SLACK, present)
+    elif ratio.dtype.element_ty == tl.float64:
+        return share(tl.load(ratio), DOUBLE_SLACK, present)
+    else:
+        return share(tl.load(ratio), FLOAT_SLACK, present)
+
+
+@triton.jit
+def keys_of(scores, advantages, mask, index, inside, PER_TOKEN: tl.constexpr):
+    """The order keys of a segment's scores, or of |A| * H. Scores in int32 are keys already."""
+    value = tl.load(scores + index, mask=inside, other=0)
+    if scores.dtype.element_ty == tl.int32:
+        key = value.to(tl.uint32, bitcast=True)
+    else:
+        value = value.to(tl.float32)
+        if advantages is not None:
+            if PER_TOKEN:
+                advantage = tl.load(advantages + index, mask=inside, other=0.0)
+            else:
+                advantage = tl.load(advantages)
+            value = tl.abs(advantage) * value
+        key = order_key(value)
+    if mask is not None:
+        inside = inside & (tl.load(mask + index, mask=inside, other=0) != 0)
+    return tl.where(inside, key, ABSENT)
