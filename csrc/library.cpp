@@ -22,7 +22,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
       "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
       "Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
-      "bool include_label=False, SymInt? max_dense_rows=None) -> Tensor");
+      "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)");
   // The same for a tile, whose first column is token first_token: it is merged into states [rows, 4], and its gradient
   // is written in place (or by the op above). With a grad_dtype of half the size, it takes the front half of each row.
   // States [shards, rows, 4], of the shards of each row, are merged in order.
@@ -135,10 +135,10 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   m.def(
       "importance_ratio(Tensor logprob, Tensor old_logprob, Tensor? mask=None, Tensor? groups=None, "
       "Tensor? offsets=None, str level=\"token\", str denominator=\"self\", float low=-20.0, float high=20.0) "
-      "-> Tensor");
+      "-> (Tensor ratio)");
   m.def(
-      "importance_ratio_backward(Tensor grad, Tensor ratio, Tensor? mask=None, Tensor? groups=None, "
-      "float low=-20.0, float high=20.0) -> Tensor");
+      "importance_ratio_backward(Tensor grad_ratio, Tensor ratio, Tensor? mask=None, Tensor? groups=None, "
+      "float low=-20.0, float high=20.0) -> (Tensor grad_logprob)");
   m.def(
       "entropy_groups(Tensor entropy, float[] quantiles, Tensor? mask=None, Tensor? offsets=None, "
       "SymInt? max_segment=None, bool pooled=False) -> Tensor");

@@ -423,8 +423,8 @@ MUTANTS = (
     Mutant(
         "ranks: the backward takes a shard's span for the whole one",
         "d3s_kernels/_dispatch/autograd.py",
-        "ctx.shard[0] if ctx.shard else None,",
-        "None,",
+        'if value.name in takes and "Tensor" not in str(value.type)]',
+        'if value.name in takes and "Tensor" not in str(value.type) and value.name != "first_token"]',
         "tests/test_vocab_parallel.py",
     ),
     # ---- rules, the LM head, the schedule ----------------------------------------------------------------------------

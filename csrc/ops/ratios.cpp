@@ -97,12 +97,12 @@ Tensor importance_ratio(const Tensor& logprob, const Tensor& old_logprob, const 
   return out;
 }
 
-Tensor importance_ratio_backward(const Tensor& grad, const Tensor& ratio, const OptionalTensor& mask,
+Tensor importance_ratio_backward(const Tensor& grad_ratio, const Tensor& ratio, const OptionalTensor& mask,
                                  const OptionalTensor& groups, double low, double high) {
-  require_float32("grad", grad);
+  require_float32("grad_ratio", grad_ratio);
   require_float32("ratio", ratio);
   const GroupsArgument argument("ratio", ratio, mask, groups);
-  const Tensor from = require_per_row("grad", grad, ratio, ratio.dim()), by = packed(ratio);
+  const Tensor from = require_per_row("grad_ratio", grad_ratio, ratio, ratio.dim()), by = packed(ratio);
   const Tensor out = empty(leading_sizes(ratio, ratio.dim()), ScalarType::Float, ratio);
   TorchDevice device(ratio);
   importance_ratio_gradients({data<float>(from), data<float>(by), argument.groups, limits_of(bounds_of(low, high))},

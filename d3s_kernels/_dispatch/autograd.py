@@ -1,6 +1,9 @@
 """Registers the gradient of each op, or that it has none.
 
-Incoming gradients that are missing stay None, so that an entropy used as a score costs nothing in the backward.
+An op and the op that computes its gradient are bound by the names in their schemas. The backward takes arguments of the
+forward, results of it (``entropy``) and incoming gradients (``grad_entropy``). It returns gradients (``grad_hidden``);
+``wanted`` says which of them are needed. Incoming gradients that are missing stay None, so that an entropy used as a
+score costs nothing in the backward.
 
 Where ranks share the vocabulary, two more arguments give the rank's first token and the group. Incoming gradients are
 the same on all ranks, so each rank computes the gradient of its logits without communication. (The LM head sums the
@@ -10,12 +13,13 @@ gradient of the hidden states over the ranks: ``_head/backward.py``.)
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .libraries import registered
+from .libraries import argument_names, registered, schema_of
 
 _op = torch.ops.d3s_kernels
 
@@ -27,96 +31,70 @@ def of_known_labels(grad_logprob: Tensor | None, logprob: Tensor | None) -> Tens
     return torch.where(logprob.isnan() & (grad_logprob != 0), torch.nan, grad_logprob)
 
 
-def _save(ctx: Any, output: tuple[Tensor, ...], *inputs: Tensor | None) -> None:
-    logprob, entropy, row_max, log_sum = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(row_max, log_sum)
-    ctx.save_for_backward(*inputs, logprob if ctx.shard else None, entropy, row_max, log_sum)
+def _bound(op: str, backward: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The backward and the setup of the op's gradient, which the op ``backward`` computes.
 
+    What the two share is found here, once. A call only picks values by their places.
+    """
+    names, results = argument_names(op), [result.name for result in schema_of(op).returns]
+    takes, defaults = argument_names(backward), [argument.default_value for argument in schema_of(backward).arguments]
+    gradient_of = [names.index(result.name.removeprefix("grad_")) for result in schema_of(backward).returns]
+    constants = [place for place, name in enumerate(results) if f"grad_{name}" not in takes]
 
-def _save_logprob_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, labels, *ctx.shard, ctx.temperature, temperature_tensor, mask = inputs[:-4]
-    ids, offsets, ctx.include_label, ctx.max_dense_rows = inputs[-4:]
-    _save(ctx, output, logits, labels, temperature_tensor, mask, ids, offsets)
+    forward = [*schema_of(op).arguments, *schema_of(op).returns]
+    tensors = [value.name for value in forward if value.name in takes and "Tensor" in str(value.type)]
+    others = [value.name for value in forward if value.name in takes and "Tensor" not in str(value.type)]
+    shared = "group_name" in names  # the vocabulary, by ranks
+    if shared:
+        tensors.append("logprob")
+    pick = itemgetter(*map([*names, *results].index, (*tensors, *others)))
+    known = [*(f"grad_{name}" for name in results), *tensors, *others, "wanted", *takes]  # the last have their defaults
+    order = itemgetter(*map(known.index, takes))
+    compute = getattr(_op, backward).default
 
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        outputs = (output,) if isinstance(output, Tensor) else output
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[outputs[place] for place in constants])
+        needed = pick((*inputs, *outputs))
+        ctx.others = needed[len(tensors) :]
+        ctx.save_for_backward(*needed[: len(tensors)])
 
-def _logprob_entropy_backward(
-    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    logits, labels, temperature_tensor, mask, ids, offsets, logprob, entropy, row_max, log_sum = ctx.saved_tensors
-    grad = None
-    if grad_logprob is not None or grad_entropy is not None:
-        grad = _op.logprob_entropy_backward.default(
-            of_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, entropy, row_max, log_sum,
-            ctx.temperature, temperature_tensor, mask, ctx.shard[0] if ctx.shard else None,
-            ids, offsets, ctx.include_label, ctx.max_dense_rows,
-        )  # fmt: skip
-    return grad, *[None] * (8 + len(ctx.shard))
+    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        results: list[Tensor | None] = [None] * len(names)
+        if all(grad is None for grad in grads):
+            return tuple(results)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        if shared:
+            grads = of_known_labels(grads[0], saved[-1]), *grads[1:]
+        # needs_input_grad leaves out arguments at the end that have their default value.
+        wanted = [place < len(needs) and needs[place] for place in gradient_of]
+        found = compute(*order((*grads, *saved, *ctx.others, wanted, *defaults)))
+        gradients = (found,) if isinstance(found, Tensor) else found
+        for place, grad, want in zip(gradient_of, gradients, wanted, strict=True):
+            results[place] = grad if want else None
+        return tuple(results)
 
-
-def _save_without_kept_of(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    # Logits of kept tokens alone are an inner step of the LM head: no gradient is asked for.
-    _save_logprob_entropy(ctx, inputs[:-1], output)
-
-
-def _backward_without_kept_of(
-    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    return *_logprob_entropy_backward(ctx, grad_logprob, grad_entropy), None
-
-
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, labels, *ctx.shard, bias, ctx.temperature, temperature_tensor = inputs[:-10]
-    ctx.logit_softcap, mask, _, ctx.max_grad_rows, ctx.logits_dtype, ctx.workspace_bytes = inputs[-10:-4]
-    ids, offsets, ctx.include_label, ctx.max_dense_rows = inputs[-4:]
-    _save(ctx, output, hidden, weight, labels, bias, temperature_tensor, mask, ids, offsets)
-
-
-def _linear_backward(
-    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    hidden, weight, labels, bias, temperature_tensor, mask, ids, offsets, *saved = ctx.saved_tensors
-    logprob, entropy, row_max, log_sum = saved
-    backward = _op.vocab_parallel_linear_logprob_entropy_backward if ctx.shard else _op.linear_logprob_entropy_backward
-    needs, place_of_bias = ctx.needs_input_grad, 3 + len(ctx.shard)
-    # needs_input_grad leaves out arguments at the end that have their default value.
-    wanted = [needs[0], needs[1], len(needs) > place_of_bias and needs[place_of_bias]]
-    grads: list[Tensor | None] = [None, None, None]
-    if grad_logprob is not None or grad_entropy is not None:
-        found = backward.default(
-            of_known_labels(grad_logprob, logprob), grad_entropy, hidden, weight, labels, *ctx.shard, bias, entropy,
-            row_max, log_sum, ctx.temperature, temperature_tensor, ctx.logit_softcap, mask, ctx.max_grad_rows,
-            ctx.logits_dtype, ctx.workspace_bytes, wanted, ids, offsets, ctx.include_label, ctx.max_dense_rows,
-        )  # fmt: skip
-        grads = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-    return grads[0], grads[1], *[None] * (1 + len(ctx.shard)), grads[2], *[None] * 12
-
-
-def _save_ratio(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, mask, groups, _, _, _, ctx.low, ctx.high = inputs
-    ctx.save_for_backward(output, mask, groups)
-
-
-def _ratio_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _op.importance_ratio_backward.default(grad, *ctx.saved_tensors, ctx.low, ctx.high), *[None] * 8
+    return run, setup
 
 
 def _no_second_derivative(*_: Any) -> None:
     raise RuntimeError("d3s_kernels: its ops can be differentiated once, not twice")
 
 
-_GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "logprob_entropy": (_backward_without_kept_of, _save_without_kept_of),
-    "vocab_parallel_logprob_entropy": (_logprob_entropy_backward, _save_logprob_entropy),
-    "linear_logprob_entropy": (_linear_backward, _save_linear),
-    "vocab_parallel_linear_logprob_entropy": (_linear_backward, _save_linear),
-    "importance_ratio": (_ratio_backward, _save_ratio),
+# The ops that have a gradient, and the op that computes it.
+GRADIENTS = {
+    "logprob_entropy": "logprob_entropy_backward",
+    "vocab_parallel_logprob_entropy": "logprob_entropy_backward",
+    "linear_logprob_entropy": "linear_logprob_entropy_backward",
+    "vocab_parallel_linear_logprob_entropy": "vocab_parallel_linear_logprob_entropy_backward",
+    "importance_ratio": "importance_ratio_backward",
 }
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 for _name in registered():
-    if _name in _GRADIENTS:
-        _backward, _save_inputs = _GRADIENTS[_name]
-        torch.library.register_autograd(f"d3s_kernels::{_name}", _backward, setup_context=_save_inputs)
+    if _name in GRADIENTS:
+        _backward, _setup = _bound(_name, GRADIENTS[_name])
+        torch.library.register_autograd(f"d3s_kernels::{_name}", _backward, setup_context=_setup)
     elif _name.endswith("_backward"):
         torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)
     else:  # no gradient; without this, torch would attach a "not implemented" node to float outputs

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .libraries import by_name
+from .libraries import by_name, schema_of
 
 
 def _fake(*names: str) -> Callable[[Callable[..., Any]], None]:
     def register(kernel: Callable[..., Any]) -> None:
         for name in names:
-            takes = getattr(torch.ops.d3s_kernels, name).default._schema.arguments
-            defaults = {argument.name: argument.default_value for argument in takes}
+            defaults = {argument.name: argument.default_value for argument in schema_of(name).arguments}
             torch.library.register_fake(f"d3s_kernels::{name}")(by_name(name, partial(kernel, **defaults)))
 
     return register

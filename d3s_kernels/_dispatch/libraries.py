@@ -49,9 +49,14 @@ def how_to_get_cuda(cuda: str) -> str:
     return f"this brings it: pip install --no-deps --index-url {site}/simple 'd3s_kernels=={version}+{wheel}'"
 
 
+def schema_of(op: str) -> Any:
+    """The op's line of ``csrc/library.cpp``, parsed."""
+    return getattr(torch.ops.d3s_kernels, op).default._schema
+
+
 def argument_names(op: str) -> list[str]:
     """The names of an op's arguments, in the order of its schema."""
-    return [argument.name for argument in getattr(torch.ops.d3s_kernels, op).default._schema.arguments]
+    return [argument.name for argument in schema_of(op).arguments]
 
 
 def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .autograd import GRADIENTS
+
 _Op = Callable[..., Any]
 _op = torch.ops.d3s_kernels
 
@@ -34,6 +36,21 @@ def _with_usual_errors(op: _Op) -> _Op:
     return call
 
 
+def _below_autograd(op: _Op) -> _Op:
+    """The op, without torch's kernel for its gradient where none is asked for: it is Python, and takes 4 us a call."""
+
+    @wraps(op)
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return op(*arguments)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return op(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments)
+
+    return call
+
+
 def _refuses_by_value_error() -> bool:
     """Up to torch 2.14 a kernel's std::invalid_argument reaches Python as ValueError, later as RuntimeError."""
     try:
@@ -54,7 +71,8 @@ def __getattr__(name: str) -> _Op:
     """The op of that name. It becomes a global of this module, so that the next access does not come here."""
     if name.startswith("__") or not hasattr(_op, name):
         raise AttributeError(f"d3s_kernels has no op {name!r}")
-    globals()[name] = op = _public(getattr(_op, name).default)
+    op = _public(getattr(_op, name).default)
+    globals()[name] = op = _below_autograd(op) if name in GRADIENTS else op
     return op
 
 

@@ -521,7 +521,7 @@ def topk_mask_from_key(
 
 
 def importance_ratio_backward(
-    grad: Tensor,
+    grad_ratio: Tensor,
     ratio: Tensor,
     mask: Tensor | None = None,
     groups: Tensor | None = None,
@@ -535,4 +535,4 @@ def importance_ratio_backward(
         inside &= by > math.exp(low)
     if high < math.inf:
         inside &= by < math.exp(high)
-    return (grad.double() * by).masked_fill(~inside, 0)
+    return (grad_ratio.double() * by).masked_fill(~inside, 0)

@@ -510,7 +510,7 @@ def importance_ratio_backward(draw: Draw) -> Arguments:
     given = importance_ratio(draw)
     shape = tuple(given["logprob"].shape)
     return {
-        "grad": draw.values(shape, dtypes=(torch.float32,), special=()),
+        "grad_ratio": draw.values(shape, dtypes=(torch.float32,), special=()),
         "ratio": (given["logprob"].detach() - given["old_logprob"]).exp(),
         **{name: given[name] for name in ("mask", "groups", "low", "high")},
     }

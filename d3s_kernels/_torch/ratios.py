@@ -40,7 +40,7 @@ def importance_ratio(
 
 
 def importance_ratio_backward(
-    grad: Tensor,
+    grad_ratio: Tensor,
     ratio: Tensor,
     mask: Tensor | None = None,
     groups: Tensor | None = None,
@@ -55,7 +55,7 @@ def importance_ratio_backward(
         limited |= by <= _limit(low)
     if _float32(high) < math.inf:
         limited |= by >= _limit(high)
-    return (grad.flatten() * by).masked_fill(limited, 0).view(ratio.shape)
+    return (grad_ratio.flatten() * by).masked_fill(limited, 0).view(ratio.shape)
 
 
 def entropy_groups(
