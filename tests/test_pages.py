@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,14 @@ def test_the_front_page_has_measured_numbers() -> None:
     page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     missing = [sentence for sentence in sentences_on_the_front_page(newest) if sentence not in page]
     assert not missing, "README.md should say: " + "; ".join(missing)
+
+
+def test_the_first_code_prints_what_the_front_page_shows() -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    code, shown = re.findall(r"```python\n(.*?)\n((?:# [^\n]*\n)+)```", page, re.DOTALL)[0]
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(code, {})
+    assert printed.getvalue() == re.sub("^# ", "", shown, flags=re.MULTILINE)
 
 
 def test_every_environment_variable_is_listed() -> None:
