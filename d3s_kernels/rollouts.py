@@ -15,8 +15,8 @@ from ._selection.rollouts import (
     check_advantages,
     check_rule,
     checked_number,
-    select_by_rule,
 )
+from ._selection.rules import ROLLOUTS, Rollouts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -227,4 +227,4 @@ def select_rollouts(
     require_tensors(advantages=advantages)
     checked_number(advantages, keep, offsets, mask, None)
     check_rule(advantages, keep, rule, scope, generator, equal_rows)
-    return select_by_rule(rule, advantages, keep, mask, offsets, None, scope == "batch", generator)
+    return ROLLOUTS[rule].select(Rollouts(advantages, keep, mask, offsets, None, scope == "batch", generator))

@@ -1,4 +1,4 @@
-"""group_advantages, max_variance_select, select_rollouts: their checked arguments, and the rules that have no op."""
+"""group_advantages, max_variance_select, select_rollouts: their checked arguments."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from .._arguments import (
     require_whole,
     whole_or_tensor,
 )
-from .._dispatch import ops
-from .rules import ROLLOUT_RULES, ROLLOUTS, percentile
+from .rules import ROLLOUT_RULES, ROLLOUTS, Rollouts
 
-_ALL = 2**62  # more than any segment has
 Number = tuple[int | None, Tensor | None]
 """A number and the tensor that replaces it, as the ops take them: one of the two is None."""
 
@@ -70,10 +68,10 @@ class RolloutArguments(NamedTuple):
 
     def select(self) -> Tensor:
         """The selection on one process."""
-        return select_by_rule(
-            self.rule, self.values, self.keep, self.mask, self.offsets, self.max_segment, self.scope == "batch",
-            self.generator,
-        )  # fmt: skip
+        given = Rollouts(
+            self.values, self.keep, self.mask, self.offsets, self.max_segment, self.scope == "batch", self.generator
+        )
+        return ROLLOUTS[self.rule].select(given)
 
 
 def checked_number(
@@ -100,28 +98,3 @@ def check_rule(
             f"equal_rows: got True with rule {rule!r} and scope {scope!r}; takes rule 'max_variance' and scope "
             "'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
         )
-
-
-def select_by_rule(
-    rule: str,
-    values: Tensor,
-    keep: int | Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    max_segment: int | None,
-    pooled: bool,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """The selection by any rule, on one process. Only max_variance is an op, and only it makes use of max_segment."""
-    number = (None, keep) if isinstance(keep, Tensor) else (keep, None)
-    if rule == "max_variance":
-        kept: Tensor = ops.max_variance_select(values, *number, mask, offsets, max_segment, pooled)
-        return kept
-    # With so large a `keep` this op marks all usable values. It also refuses bad arguments.
-    usable = ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
-    if rule == "percentile":
-        return percentile(values, keep, usable, offsets, pooled)
-    score = ROLLOUTS[rule].score
-    assert score is not None, rule
-    highest: Tensor = ops.topk_mask(score(values, generator), None, None, *number, usable, offsets, None, pooled, False)
-    return highest

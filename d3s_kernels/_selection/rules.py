@@ -1,4 +1,4 @@
-"""The rules: the score that each gives a value, or how it chooses without a score.
+"""The rules: one row each. That of rollouts has the function that chooses, that of tokens what makes a score.
 
 Except for :func:`entropy_quantile`, nothing here waits for a device or loops over segments.
 """
@@ -12,18 +12,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._dispatch import ops
 from .._segments.ranking import lowest_first
 from .._segments.segments import pool, segments_of
 
 _LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
 _GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF
+_ALL = 2**62  # more than any segment has
 
 
-class RolloutScoring(NamedTuple):
-    """How a rule chooses the rollouts of a segment."""
+class Rollouts(NamedTuple):
+    """What a rule chooses from, on one process: checked arguments of :func:`d3s_kernels.select_rollouts`."""
 
-    score: Callable[[Tensor, torch.Generator | None], Tensor] | None = None
-    """Maps values and a generator to scores, of which the highest are kept. None if the rule has no score."""
+    values: Tensor
+    keep: int | Tensor
+    mask: Tensor | None
+    offsets: Tensor | None
+    max_segment: int | None
+    pooled: bool
+    generator: torch.Generator | None
+
+    def number(self) -> tuple[int | None, Tensor | None]:
+        return (None, self.keep) if isinstance(self.keep, Tensor) else (self.keep, None)
+
+    def usable(self) -> Tensor:
+        """With so large a number the op marks all usable values. It also refuses bad arguments."""
+        marked: Tensor = ops.max_variance_select(self.values, _ALL, None, self.mask, self.offsets, None, False)
+        return marked
+
+
+class RolloutRow(NamedTuple):
+    select: Callable[[Rollouts], Tensor]
+    """Marks the rollouts that the rule keeps."""
     draws: bool = False
     """Whether it takes a generator."""
 
@@ -37,13 +57,6 @@ class TokenScoring(NamedTuple):
     """Whether it takes a generator; the score is then a random number."""
 
 
-ROLLOUTS = {
-    "max_variance": RolloutScoring(),
-    "highest": RolloutScoring(lambda values, _: values),
-    "largest_abs": RolloutScoring(lambda values, _: values.abs()),
-    "percentile": RolloutScoring(),
-    "random": RolloutScoring(lambda values, generator: random_scores(values, generator), draws=True),
-}
 TOKENS = {
     "advantage_entropy": TokenScoring(reads_advantages=True),
     "entropy": TokenScoring(),
@@ -51,7 +64,7 @@ TOKENS = {
     "random": TokenScoring(reads_entropy=False, draws=True),
     "entropy_quantile": TokenScoring(),
 }
-ROLLOUT_RULES, TOKEN_RULES = tuple(ROLLOUTS), tuple(TOKENS)
+TOKEN_RULES = tuple(TOKENS)
 
 
 def token_factors(
@@ -90,14 +103,36 @@ def _of_rank(bits: Tensor, rank: int) -> Tensor:
     return (_LOWEST_NORMAL + ((mixed * (_INFINITY - _LOWEST_NORMAL)) >> 32)).int()
 
 
-def percentile(values: Tensor, keep: int | Tensor, usable: Tensor, offsets: Tensor | None, pooled: bool) -> Tensor:
+def most_varied(given: Rollouts) -> Tensor:
+    """The one rule that is an op, which also makes use of ``max_segment``."""
+    kept: Tensor = ops.max_variance_select(
+        given.values, *given.number(), given.mask, given.offsets, given.max_segment, given.pooled
+    )
+    return kept
+
+
+def highest_by(score: Callable[[Rollouts], Tensor]) -> Callable[[Rollouts], Tensor]:
+    """The rule that keeps the values of the highest scores."""
+
+    def select(given: Rollouts) -> Tensor:
+        usable = given.usable()
+        kept: Tensor = ops.topk_mask(
+            score(given), None, None, *given.number(), usable, given.offsets, None, given.pooled, False
+        )
+        return kept
+
+    return select
+
+
+def percentile(given: Rollouts) -> Tensor:
     """Marks those of a segment's n usable values whose ranks are nearest to (i + 0.5) / k (n - 1), half down.
 
     The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. This counts the kept ranks up to r without
     listing them: r itself is kept if the count increases from r - 1 to r.
     """
-    most = _no_more_than(keep, values.numel())
-    if pooled:
+    values, offsets, usable = given.values, given.offsets, given.usable()
+    most = _no_more_than(given.keep, values.numel())
+    if given.pooled:
         groups = math.prod(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1
         segments, most = pool(values), most * groups
     else:
@@ -119,6 +154,19 @@ def _no_more_than(keep: int | Tensor, most: int) -> int | Tensor:
         return keep.reshape(()).long().clamp(max=most)
     smaller: int = torch.sym_min(keep, most)  # type: ignore[no-untyped-call]
     return smaller
+
+
+ROLLOUTS = {
+    "max_variance": RolloutRow(most_varied),
+    "highest": RolloutRow(highest_by(lambda given: given.values)),
+    "largest_abs": RolloutRow(highest_by(lambda given: given.values.abs())),
+    "percentile": RolloutRow(percentile),
+    "random": RolloutRow(highest_by(lambda given: random_scores(given.values, given.generator)), draws=True),
+}
+ROLLOUT_RULES = tuple(ROLLOUTS)
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
 def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
