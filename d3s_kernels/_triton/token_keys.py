@@ -42,20 +42,21 @@ def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
 
 
 @triton.jit
-def keys_of(scores, advantages, mask, index, inside, PER_TOKEN: tl.constexpr):
-    """The order keys of a segment's scores, or of |A| * H. Scores in int32 are keys already."""
-    value = tl.load(scores + index, mask=inside, other=0)
+def keys_of(scores, advantages, mask, segment, length, index, PER_TOKEN: tl.constexpr):
+    """The order keys of a segment's scores, or of |A| * H, at ``index``. Scores in int32 are keys already."""
+    inside = index < length
+    value = tl.load(scores + segment * length + index, mask=inside, other=0)
     if scores.dtype.element_ty == tl.int32:
         key = value.to(tl.uint32, bitcast=True)
     else:
         value = value.to(tl.float32)
         if advantages is not None:
             if PER_TOKEN:
-                advantage = tl.load(advantages + index, mask=inside, other=0.0)
+                advantage = tl.load(advantages + segment * length + index, mask=inside, other=0.0)
             else:
-                advantage = tl.load(advantages)
+                advantage = tl.load(advantages + segment)
             value = tl.abs(advantage) * value
         key = order_key(value)
     if mask is not None:
-        inside = inside & (tl.load(mask + index, mask=inside, other=0) != 0)
+        inside = inside & (tl.load(mask + segment * length + index, mask=inside, other=0) != 0)
     return tl.where(inside, key, ABSENT)

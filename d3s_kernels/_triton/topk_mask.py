@@ -35,21 +35,15 @@ def select_top(
     PER_TOKEN: tl.constexpr, DROP_ZEROS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0).to(tl.int64)
-    scores += segment * length
     out += segment * length
-    if advantages is not None:
-        advantages += segment * (length if PER_TOKEN else 1)
-    if mask is not None:
-        mask += segment * length
     index = tl.arange(0, SIZE)
-    inside = index < length
-    keys = keys_of(scores, advantages, mask, index, inside, PER_TOKEN)
+    keys = keys_of(scores, advantages, mask, segment, length, index, PER_TOKEN)
     present = tl.sum((keys != ABSENT).to(tl.int32), 0)
     kept = quota_of(present, ratio_bits, ratio, k, k_tensor, times).to(tl.int32)
     bound = lower_bound(keys, present, kept)
     wanted = kept - tl.sum((keys > bound).to(tl.int32), 0)
     chosen = choose(keys, bound, wanted, DROP_ZEROS)
-    tl.store(out + index, chosen, mask=inside)
+    tl.store(out + index, chosen, mask=index < length)
     if counts is not None:
         tl.store(counts + segment, tl.sum(chosen.to(tl.int32), 0))
         tl.store(thresholds + segment, threshold_of(tl.min(tl.where(chosen, keys, NO_KEY), 0)))
@@ -99,12 +93,7 @@ def select_top_in_parts(
     PER_TOKEN: tl.constexpr, DROP_ZEROS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0).to(tl.int64)
-    scores += segment * length
     out += segment * length
-    if advantages is not None:
-        advantages += segment * (length if PER_TOKEN else 1)
-    if mask is not None:
-        mask += segment * length
     digits = tl.arange(0, 256)
     bound = tl.zeros((), tl.uint32)
     wanted = tl.zeros((), tl.int32)  # of the keys that share the digits found so far
@@ -112,7 +101,7 @@ def select_top_in_parts(
         histogram = tl.zeros((256,), tl.int32)
         for begin in range(0, length, SIZE):
             index = begin + tl.arange(0, SIZE)
-            keys = keys_of(scores, advantages, mask, index, index < length, PER_TOKEN)
+            keys = keys_of(scores, advantages, mask, segment, length, index, PER_TOKEN)
             digit = (keys ^ bound) >> shift  # 256 or more if an earlier digit differs
             histogram += tl.histogram(digit.to(tl.int32), 256, mask=(keys != ABSENT) & (digit < 256))
         if shift == 24:
@@ -126,11 +115,10 @@ def select_top_in_parts(
     lowest = tl.full((), NO_KEY, tl.uint32)
     for begin in range(0, length, SIZE):
         index = begin + tl.arange(0, SIZE)
-        inside = index < length
-        keys = keys_of(scores, advantages, mask, index, inside, PER_TOKEN)
+        keys = keys_of(scores, advantages, mask, segment, length, index, PER_TOKEN)
         chosen = choose(keys, bound, wanted, DROP_ZEROS)
         wanted -= tl.sum((keys == bound).to(tl.int32), 0)
-        tl.store(out + index, chosen, mask=inside)
+        tl.store(out + index, chosen, mask=index < length)
         if counts is not None:
             kept += tl.sum(chosen.to(tl.int32), 0)
             lowest = tl.minimum(lowest, tl.min(tl.where(chosen, keys, NO_KEY), 0))
