@@ -88,11 +88,10 @@ def importance_ratio(
         log_bounds = _LOG_BOUNDS_OF_TOKENS if level == "token" else _LOG_BOUNDS_OF_MEANS
     low, high = _pair(log_bounds)
     old = old_logprob.detach() if old_logprob.requires_grad else old_logprob
-    result: Tensor = ops.importance_ratio(
+    return ops.importance_ratio(
         _float32("logprob", logprob), _float32("old_logprob", old), mask, groups, offsets, level,
         denominator, low, high,
     )  # fmt: skip
-    return result
 
 
 def entropy_groups(
@@ -138,10 +137,9 @@ def entropy_groups(
         raise TypeError(f"quantiles: got {type(quantiles).__name__}; takes a sequence of numbers")
     for quantile in quantiles:
         require_number(quantiles=quantile)
-    result: Tensor = ops.entropy_groups(
+    return ops.entropy_groups(
         _float32("entropy", entropy), list(quantiles), mask, offsets, max_segment, require_scope(scope, "sequence")
     )
-    return result
 
 
 def adaptive_clip(
@@ -186,8 +184,7 @@ def adaptive_clip(
         raise TypeError("vocab_size: got None; takes a whole number")
     require_whole(vocab_size=vocab_size)
     require_number(alpha=alpha)
-    result: Tensor = ops.adaptive_clip(_float32("entropy", entropy), groups, mask, offsets, vocab_size, alpha)
-    return result
+    return ops.adaptive_clip(_float32("entropy", entropy), groups, mask, offsets, vocab_size, alpha)
 
 
 def _float32(name: str, values: Tensor) -> Tensor:

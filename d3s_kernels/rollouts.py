@@ -81,8 +81,7 @@ def group_advantages(
         arguments = AdvantageArguments(rewards, offsets, scale, eps, ddof)
         return across_ranks.group_advantages(arguments, across_ranks.Across(process_group, placement, max_rollouts))
     check_advantages(rewards, offsets, scale, eps, ddof)
-    result: Tensor = ops.group_advantages(rewards, offsets, scale, eps, ddof)
-    return result
+    return ops.group_advantages(rewards, offsets, scale, eps, ddof)
 
 
 def max_variance_select(
@@ -132,8 +131,7 @@ def max_variance_select(
         return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
     require_tensors(values=values)
     number = checked_number(values, keep, offsets, mask, max_segment)
-    result: Tensor = ops.max_variance_select(values, *number, mask, offsets, max_segment, False)
-    return result
+    return ops.max_variance_select(values, *number, mask, offsets, max_segment, False)
 
 
 def select_rollouts(

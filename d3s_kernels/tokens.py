@@ -95,8 +95,7 @@ def topk_mask(
         arguments = TopkArguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
         return across_ranks.topk_mask(arguments, process_group, placement)
     quota = checked_quota(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
-    result: Tensor = ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
-    return result
+    return ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
 
 
 def select_tokens(
@@ -179,13 +178,15 @@ def select_tokens(
     if process_group is not None:
         from ._across_ranks import tokens as across_ranks
 
-        _, found = across_ranks.select_tokens(arguments, process_group, placement)
+        _, (chosen, count, threshold) = across_ranks.select_tokens(arguments, process_group, placement)
     elif rule == "entropy_quantile":
-        found = _entropy_quantile(arguments)
+        chosen, count, threshold = _entropy_quantile(arguments)
     else:
         values, weights, number = arguments.checked_factors()
-        found = ops.select_tokens(values, weights, *number, mask, offsets, max_segment, scope == "batch", drop_zeros)
-    return TokenSelection(found[0], entropy, found[1], found[2])
+        chosen, count, threshold = ops.select_tokens(
+            values, weights, *number, mask, offsets, max_segment, scope == "batch", drop_zeros
+        )
+    return TokenSelection(chosen, entropy, count, threshold)
 
 
 def _entropy_quantile(arguments: TokenArguments) -> Selection:
@@ -246,14 +247,14 @@ def select_tokens_from_logits(
             None, advantages, ratio, "advantage_entropy", mask, offsets, max_segment, scope, drop_zeros,
             logits=logits, temperature=temperature, sampling_mask=sampling_mask, max_dense_rows=max_dense_rows,
         )  # fmt: skip
-        entropy, found = across_ranks.select_tokens(arguments, process_group, placement)
-        return TokenSelection(found[0], entropy, found[1], found[2])
+        entropy, (chosen, count, threshold) = across_ranks.select_tokens(arguments, process_group, placement)
+        return TokenSelection(chosen, entropy, count, threshold)
     require_tensors(logits=logits, advantages=advantages)
-    number, tensor = checked_ratio(logits, ratio, mask, offsets, max_segment, drop_zeros)
-    heat = temperature_argument(temperature, logits, logits.shape[:-1])
+    share, share_tensor = checked_ratio(logits, ratio, mask, offsets, max_segment, drop_zeros)
+    number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
     ids, ids_offsets, _, bound = op_arguments(sampling_mask, max_dense_rows, logits)
     chosen, entropy, count, threshold = ops.select_tokens_from_logits(
-        logits, as_float32(advantages), number, tensor, mask, offsets, max_segment, *heat,
+        logits, as_float32(advantages), share, share_tensor, mask, offsets, max_segment, number, tensor,
         require_scope(scope, "sequence"), drop_zeros, ids, ids_offsets, bound,
     )  # fmt: skip
     return TokenSelection(chosen, entropy, count, threshold)

@@ -53,8 +53,7 @@ def entropy(
     require_optional_tensors(logits, mask=mask)
     number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
     spans = op_arguments(sampling_mask, max_dense_rows, logits)
-    result: Tensor = ops.logprob_entropy(logits, None, number, tensor, mask, *spans)[1]
-    return result
+    return ops.logprob_entropy(logits, None, number, tensor, mask, *spans)[1]
 
 
 def logprob_entropy(

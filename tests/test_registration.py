@@ -1,9 +1,11 @@
 """torch sees every op: fake kernels, autograd, torch.compile, and numbers that change between steps. For whole losses
 see test_compiled_losses.py."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from d3s_kernels._table.coverage import served_by
 from d3s_kernels._table.draw import Draw
 from d3s_kernels._table.outcomes import called
 from d3s_kernels._table.table import OPS as OPS_TABLE
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import op_stubs
 
 OPS = torch.ops.d3s_kernels
 # ---- opcheck ---------------------------------------------------------------------------------------------------------
@@ -32,6 +37,11 @@ def test_opcheck(name: str) -> None:
         # opcheck treats NaN as different from NaN.
         seed = next(i for i in seeds if not any(map(has_nan, called(op, row.draw(Draw(i))).results)))
         torch.library.opcheck(op, (), row.draw(Draw(seed)))
+
+
+def test_the_types_of_the_ops_are_those_of_their_schemas() -> None:
+    """Type checkers and editors read the stub. `python tools/op_stubs.py` writes it."""
+    assert op_stubs.STUB.read_text(encoding="utf-8") == op_stubs.stub()
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------

@@ -73,8 +73,7 @@ def group_advantages(arguments: AdvantageArguments, across: Across) -> Tensor:
     agree(ranks, "group_advantages", check, lambda _: across.alike(rewards, offsets) | same)
     whole = is_whole(across.placement, rewards, offsets)
     if ranks.size == 1 or (whole and scale != "batch"):
-        alone: Tensor = ops.group_advantages(*arguments)
-        return alone
+        return ops.group_advantages(*arguments)
     everyones = gather(ranks, rewards.reshape(-1).float(), 0, across.max_rollouts)
     together = concatenate(everyones, ranks.rank, rewards.numel())
     groups = _own_groups(rewards, offsets, together) if whole else _groups_of_all("rewards", offsets, together)

@@ -29,8 +29,7 @@ def topk_mask(arguments: TopkArguments, process_group: ProcessGroup | DeviceMesh
     same = {"ratio": ratio, "k": k, "drop_zeros": drop_zeros}
     quota = agree(ranks, "topk_mask", check, lambda _: same | alike(placement, scores, offsets))
     if ranks.size == 1 or is_whole(placement, scores, offsets):
-        whole: Tensor = ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
-        return whole
+        return ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
     pieces = offsets
     if placement == "global":
         assert offsets is not None

@@ -37,8 +37,7 @@ class Rollouts(NamedTuple):
 
     def usable(self) -> Tensor:
         """With so large a number the op marks all usable values. It also refuses bad arguments."""
-        marked: Tensor = ops.max_variance_select(self.values, _ALL, None, self.mask, self.offsets, None, False)
-        return marked
+        return ops.max_variance_select(self.values, _ALL, None, self.mask, self.offsets, None, False)
 
 
 class RolloutRow(NamedTuple):
@@ -105,10 +104,9 @@ def _of_rank(bits: Tensor, rank: int) -> Tensor:
 
 def most_varied(given: Rollouts) -> Tensor:
     """The one rule that is an op, which also makes use of ``max_segment``."""
-    kept: Tensor = ops.max_variance_select(
+    return ops.max_variance_select(
         given.values, *given.number(), given.mask, given.offsets, given.max_segment, given.pooled
     )
-    return kept
 
 
 def highest_by(score: Callable[[Rollouts], Tensor]) -> Callable[[Rollouts], Tensor]:
@@ -116,10 +114,9 @@ def highest_by(score: Callable[[Rollouts], Tensor]) -> Callable[[Rollouts], Tens
 
     def select(given: Rollouts) -> Tensor:
         usable = given.usable()
-        kept: Tensor = ops.topk_mask(
+        return ops.topk_mask(
             score(given), None, None, *given.number(), usable, given.offsets, None, given.pooled, False
         )
-        return kept
 
     return select
 

@@ -95,22 +95,23 @@ class TokenArguments(NamedTuple):
 
         A token's score is ``|weight| * value``. Weights are float32: one for all, for each sequence, or for each token.
         """
-        entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator, logits = self[:11]
+        rule, generator = self.rule, self.generator
         require_rule(rule, TOKEN_RULES)
-        require_scope(scope, "sequence")
-        if logits is not None:
-            entropy = self._entropy_of_logits(logits)
+        require_scope(self.scope, "sequence")
+        entropy = self.entropy if self.logits is None else self._entropy_of_logits(self.logits)
         if TOKENS[rule].reads_advantages:
-            require_tensors(entropy=entropy, advantages=advantages)
+            require_tensors(entropy=entropy, advantages=self.advantages)
         else:
             require_tensors(entropy=entropy)
         assert entropy is not None
-        number = checked_ratio(entropy, ratio, mask, offsets, max_segment, drop_zeros)
+        number = checked_ratio(entropy, self.ratio, self.mask, self.offsets, self.max_segment, self.drop_zeros)
         require_generator(generator, rule, TOKENS[rule].draws, entropy)
-        values, weights = token_factors(rule, entropy, advantages, generator, rank)
+        values, weights = token_factors(rule, entropy, self.advantages, generator, rank)
         return values, as_float32(weights), number
 
-    def of_op(self, values: Tensor, weights: Tensor, ratio: Ratio) -> tuple[object, ...]:
+    def of_op(
+        self, values: Tensor, weights: Tensor, ratio: Ratio
+    ) -> tuple[Tensor, Tensor, float | None, Tensor | None, Tensor | None, Tensor | None, int | None, bool, bool]:
         """The arguments of the op ``select_tokens``."""
         pooled = self.scope == "batch"
         return values, weights, *ratio, self.mask, self.offsets, self.max_segment, pooled, self.drop_zeros
@@ -119,10 +120,9 @@ class TokenArguments(NamedTuple):
     def _entropy_of_logits(self, logits: Tensor) -> Tensor:
         require_tensors(logits=logits)
         require_optional_tensors(logits, mask=self.mask)
-        temperature = temperature_argument(self.temperature, logits, logits.shape[:-1])
+        number, tensor = temperature_argument(self.temperature, logits, logits.shape[:-1])
         spans = op_arguments(self.sampling_mask, self.max_dense_rows, logits)
-        entropy: Tensor = ops.logprob_entropy(logits, None, *temperature, self.mask, *spans)[1]
-        return entropy
+        return ops.logprob_entropy(logits, None, number, tensor, self.mask, *spans)[1]
 
 
 def as_float32(advantages: Tensor) -> Tensor:

@@ -55,10 +55,10 @@ def states(exact: Tensor, arguments: Arguments) -> Tensor:
     return torch.stack([unknown, 3e-6 * (1 + most) + unknown, 3e-6 * (1 + most), torch.zeros_like(most)], -1)
 
 
-def _heat(arguments: Arguments) -> Tensor:
+def _temperature(arguments: Arguments) -> Tensor:
     tensor = arguments.get("temperature_tensor")
-    heat = arguments.get("temperature", 1.0) if tensor is None else tensor
-    return torch.as_tensor(heat, dtype=torch.float64)
+    temperature = arguments.get("temperature", 1.0) if tensor is None else tensor
+    return torch.as_tensor(temperature, dtype=torch.float64)
 
 
 def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
@@ -68,7 +68,7 @@ def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
     given = [arguments[name] for name in ("grad_logprob", "grad_entropy") if arguments.get(name) is not None]
     size = torch.zeros(exact.shape[:-1], dtype=torch.float64)
     for grad in given:
-        size = size + grad.double().abs() / _heat(arguments)
+        size = size + grad.double().abs() / _temperature(arguments)
     limit: Tensor = step * exact.double().nan_to_num().norm(dim=-1, keepdim=True)
     return limit + 4e-6 * size.unsqueeze(-1).nan_to_num()
 
@@ -111,7 +111,7 @@ def head(arguments: Arguments) -> dict[str, Tensor]:
     hidden, weight = (arguments[name].detach().double() for name in ("hidden", "weight"))
     bias = None if bias is None else bias.detach().double()
     assert isinstance(labels, Tensor)
-    heat = _heat(arguments)
+    temperature = _temperature(arguments)
     logits = reference._head_logits(hidden, weight, bias, softcap).requires_grad_()
 
     rounding = arguments.get("logits_dtype") or torch.float32
@@ -121,28 +121,30 @@ def head(arguments: Arguments) -> dict[str, Tensor]:
     if rounding != torch.float32:
         terms = (hidden @ weight.T).abs() + logits.detach().abs()
         shift = shift + 4 * torch.finfo(rounding).eps * terms.nan_to_num(posinf=0)  # 4 covers more than first order
-    shift = shift / heat.unsqueeze(-1)
+    shift = shift / temperature.unsqueeze(-1)
 
     spans = _spans(arguments)
     with torch.enable_grad():
-        results = reference.logprob_entropy(logits, labels, temperature=heat, mask=arguments.get("mask"), **spans)
+        results = reference.logprob_entropy(
+            logits, labels, temperature=temperature, mask=arguments.get("mask"), **spans
+        )
     counted = logits.detach()
     if spans:
         kept, _ = reference._kept(counted, labels, spans["sampling_mask"], spans["label_outside"])
         single = kept & (kept.sum(-1, keepdim=True) == 1)  # its logit is not read
         counted = counted.masked_fill(~kept, -torch.inf).masked_fill(single, 0)
-    p = torch.softmax(counted / heat.unsqueeze(-1), -1)
+    p = torch.softmax(counted / temperature.unsqueeze(-1), -1)
     slope = p * results[1].detach().unsqueeze(-1) - torch.special.entr(p)  # p (log p + H), minus the entropy's gradient
     at_label = shift.gather(-1, labels.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
     found = {
         "logprob": 1e-5 + 2**-22 * results[0].detach().abs() + at_label + (p * shift).norm(dim=-1),
         "entropy": 1e-5 + (slope * shift).norm(dim=-1),
-        "row_max": (shift * heat.unsqueeze(-1)).amax(-1),
+        "row_max": (shift * temperature.unsqueeze(-1)).amax(-1),
         "log_sum": 1e-5 + 2 * shift.amax(-1),
     }
     cotangents = [arguments.get(f"grad_{name}") for name in ("logprob", "entropy")]
     if any(given is not None for given in cotangents):
-        found |= _head_gradients(arguments, logits, results, cotangents, p, shift, heat)
+        found |= _head_gradients(arguments, logits, results, cotangents, p, shift, temperature)
     return found
 
 
@@ -163,7 +165,7 @@ def _head_gradients(
     cotangents: list[Tensor | None],
     p: Tensor,
     shift: Tensor,
-    heat: Tensor,
+    temperature: Tensor,
 ) -> dict[str, Tensor]:
     """The allowed error, in norm, of the gradients of the hidden states, the weight and the bias."""
     hidden, weight = (arguments[name].detach().double() for name in ("hidden", "weight"))
@@ -176,7 +178,7 @@ def _head_gradients(
     dtype = arguments["hidden"].dtype
     step = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
     total = torch.stack([cotangent.abs() for _, cotangent in given]).sum(0)
-    size = p * total.unsqueeze(-1) / heat.unsqueeze(-1)
+    size = p * total.unsqueeze(-1) / temperature.unsqueeze(-1)
     square = (size * (1e-6 + shift) + step * gradient.abs()).square().reshape(-1, logits.shape[-1])
     sums = square @ weight.square(), square.T @ hidden.square().reshape(-1, hidden.shape[-1]), square.sum(0)
     return {name: part.sum().sqrt() for name, part in zip(_HEAD_TENSORS, sums, strict=True)}
@@ -208,8 +210,10 @@ def kept_product(exact: Tensor, arguments: Arguments) -> Tensor:
 
 def gradient_of_places(exact: Tensor, arguments: Arguments) -> Tensor:
     """As of the logits, and some rounding steps of a soft cap's slope."""
-    heat = arguments.get("temperature", 1.0), arguments.get("temperature_tensor")
-    coldest = heat[0] if heat[1] is None else float(heat[1].min()) if heat[1].numel() else 1.0
+    temperature = arguments.get("temperature", 1.0), arguments.get("temperature_tensor")
+    coldest = (
+        temperature[0] if temperature[1] is None else float(temperature[1].min()) if temperature[1].numel() else 1.0
+    )
     given = [arguments.get(f"grad_{name}") for name in ("logprob", "entropy")]
     most = sum(float(part.abs().max()) for part in given if part is not None and part.numel())
     return torch.full(exact.shape, 2**-16 * most / coldest)

@@ -55,7 +55,7 @@ def softmax_state_(
     if kept_of is not None and sampling_ids is not None and sampling_offsets is not None:
         logits = spread(logits, labels, sampling_ids, sampling_offsets, include_label, first_token, kept_of)
     after, tile = state.double(), logits.double().reshape(len(state), logits.shape[-1])
-    heat = temperatures(temperature, temperature_tensor, len(state))
+    row_temperature = temperatures(temperature, temperature_tensor, len(state))
     targets = [NO_TARGET] * len(state) if labels is None else labels.flatten().tolist()
     kept = kept_tokens(targets, sampling_ids, sampling_offsets, include_label)
     counted = [mask is None or bool(mask.reshape(-1)[row]) for row in range(len(state))]
@@ -72,7 +72,7 @@ def softmax_state_(
         of_tile = range(first_token, first_token + tile.shape[1])
         own = [token - first_token for token in (of_tile if tokens is None else tokens) if token in of_tile]
         values = torch.zeros(len(own), dtype=torch.float64) if single else tile[row, own]
-        after[row, :3] = _merged(after[row, :3], _state_of(values, heat[row]), heat[row])
+        after[row, :3] = _merged(after[row, :3], _state_of(values, row_temperature[row]), row_temperature[row])
         if targets[row] - first_token in own:
             after[row, 3] = values[own.index(targets[row] - first_token)]
     return after
@@ -122,19 +122,19 @@ def softmax_state_finish(
     state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pieces = state.double() if state.dim() == 3 else state.double().unsqueeze(0)
-    heat = temperatures(temperature, temperature_tensor, state.shape[-2])
+    row_temperature = temperatures(temperature, temperature_tensor, state.shape[-2])
     results = []
     for row in range(state.shape[-2]):
         merged = pieces[0, row, :3]
         for piece in pieces[1:, row, :3]:
-            merged = _merged(merged, piece, heat[row])
+            merged = _merged(merged, piece, row_temperature[row])
         known = pieces[:, row, 3][~pieces[:, row, 3].isnan()]
         top, total, dot = merged
         undefined = total < 0.5 or dot.isnan()  # only -inf; or NaN or inf
         log_sum = torch.tensor(math.nan).double() if undefined else total.log()
-        entropy = log_sum - dot / (heat[row] * total)
+        entropy = log_sum - dot / (row_temperature[row] * total)
         logit = known[0] if len(known) else torch.tensor(math.nan)
-        results.append(torch.stack([(logit - top) / heat[row] - log_sum, entropy, top, log_sum]))
+        results.append(torch.stack([(logit - top) / row_temperature[row] - log_sum, entropy, top, log_sum]))
     found = torch.stack(results) if results else torch.empty(0, 4, dtype=torch.float64)
     logprob, entropy, top, log_sum = found.unbind(1)
     return logprob, entropy, top, log_sum
@@ -152,18 +152,20 @@ def row_statistics(
     max_dense_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logprob_entropy with the two numbers that its backward needs: the maximum, and log S."""
-    heat = temperature if temperature_tensor is None else temperature_tensor
+    row_temperature = temperature if temperature_tensor is None else temperature_tensor
     targets = torch.full(logits.shape[:-1], NO_TARGET, device=logits.device) if labels is None else labels
     spans = None if sampling_ids is None or sampling_offsets is None else SamplingMask(sampling_ids, sampling_offsets)
     logprob, entropy = reference.logprob_entropy(
-        logits, targets, temperature=heat, mask=mask, sampling_mask=spans,
+        logits, targets, temperature=row_temperature, mask=mask, sampling_mask=spans,
         label_outside="include" if include_label else "nan", max_dense_rows=max_dense_rows,
     )  # fmt: skip
     read = logits.detach() if mask is None else logits.detach().masked_fill(~mask.unsqueeze(-1), 0)
     kept = kept_tokens(targets.flatten().tolist(), sampling_ids, sampling_offsets, include_label)
     read = _only_kept(read, kept)
     top = read.double().amax(-1)
-    scaled = (read.double() - top.unsqueeze(-1)) / torch.as_tensor(heat, device=logits.device).double().unsqueeze(-1)
+    scaled = (read.double() - top.unsqueeze(-1)) / torch.as_tensor(
+        row_temperature, device=logits.device
+    ).double().unsqueeze(-1)
     undefined = entropy.detach().isnan()  # then the maximum may be anything
     statistics = top.masked_fill(undefined, math.nan), scaled.exp().sum(-1).log().masked_fill(undefined, math.nan)
     top, log_sum = (part if mask is None else part.masked_fill(~mask, 0) for part in statistics)
@@ -204,18 +206,18 @@ def logprob_entropy_backward(
     kept = kept_tokens(tokens, sampling_ids, sampling_offsets, include_label)
     single = torch.tensor([own is not None and len(own) == 1 for own in kept], dtype=torch.bool)
     z = _only_kept(logits, kept, first_token or 0).double().reshape(rows, shape[-1])
-    heat = temperatures(temperature, temperature_tensor, rows).unsqueeze(1)
+    row_temperature = temperatures(temperature, temperature_tensor, rows).unsqueeze(1)
     top, log_total, h = (part.double().reshape(rows, 1) for part in (row_max, log_sum, entropy))
     targets = torch.tensor(tokens, dtype=torch.int64)
     nothing = torch.zeros(rows, 1, dtype=torch.float64)
     of_logprob = nothing if grad_logprob is None else grad_logprob.double().reshape(rows, 1)
     of_logprob = of_logprob.masked_fill((targets == NO_TARGET).unsqueeze(1), 0)
     of_entropy = nothing if grad_entropy is None else grad_entropy.double().reshape(rows, 1)
-    log_p = (z - top) / heat - log_total
+    log_p = (z - top) / row_temperature - log_total
     p = log_p.exp()
     at_label = (torch.arange(shape[-1]) + (first_token or 0)).unsqueeze(0) == targets.unsqueeze(1)
     of_terms = torch.where(p > 0, p * (log_p + h), p)
-    gradient = (of_logprob * (at_label.double() - p) - of_entropy * of_terms) / heat
+    gradient = (of_logprob * (at_label.double() - p) - of_entropy * of_terms) / row_temperature
     still = (of_logprob == 0) & (of_entropy == 0)
     still |= single.unsqueeze(1) & ~(log_total + of_logprob + of_entropy).isnan()
     if mask is not None:
@@ -377,10 +379,10 @@ def head_statistics(
     max_dense_rows: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    heat = temperature if temperature_tensor is None else temperature_tensor
+    row_temperature = temperature if temperature_tensor is None else temperature_tensor
     spans = None if sampling_ids is None or sampling_offsets is None else SamplingMask(sampling_ids, sampling_offsets)
     logprob, entropy = reference.linear_logprob_entropy(
-        hidden, weight, labels, bias=bias, temperature=heat,
+        hidden, weight, labels, bias=bias, temperature=row_temperature,
         logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=max_grad_rows, sampling_mask=spans,
         label_outside="include" if include_label else "nan", max_dense_rows=max_dense_rows,
     )  # fmt: skip

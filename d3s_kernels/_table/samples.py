@@ -102,11 +102,11 @@ def softmax_state(draw: Draw) -> Arguments:
     logits = given["logits"]
     vocabulary, rows = logits.shape[-1], logits.shape[:-1].numel()
     first = draw.integer(0, vocabulary - 1)
-    heat = given.get("temperature", 1.0), given.get("temperature_tensor")
+    temperature = given.get("temperature", 1.0), given.get("temperature_tensor")
     state = meaning.no_logits(rows)
     if draw.flag():
         spans = _spans(given) | {"max_dense_rows": None}
-        state = meaning.softmax_state_(state, logits[..., :first], given["labels"], 0, *heat, **spans).float()
+        state = meaning.softmax_state_(state, logits[..., :first], given["labels"], 0, *temperature, **spans).float()
     return given | {"state": state, "logits": logits[..., first:], "first_token": first}
 
 
@@ -114,19 +114,19 @@ def softmax_state_finish(draw: Draw) -> Arguments:
     given = _detached(logprob_entropy(draw))
     logits, labels = given["logits"], given["labels"]
     rows = logits.shape[:-1].numel()
-    heat: Arguments = {name: given[name] for name in ("temperature", "temperature_tensor") if name in given}
-    if "temperature_tensor" in heat and heat["temperature_tensor"].dim() > 0:
-        heat["temperature_tensor"] = heat["temperature_tensor"].reshape(-1)
+    temperature: Arguments = {name: given[name] for name in ("temperature", "temperature_tensor") if name in given}
+    if "temperature_tensor" in temperature and temperature["temperature_tensor"].dim() > 0:
+        temperature["temperature_tensor"] = temperature["temperature_tensor"].reshape(-1)
     pieces, first = [], 0
     for tile in logits.split(-(-logits.shape[-1] // draw.integer(1, 3)), -1):
-        pieces.append(meaning.softmax_state_(meaning.no_logits(rows), tile, labels, first, *_pair(heat)).float())
+        pieces.append(meaning.softmax_state_(meaning.no_logits(rows), tile, labels, first, *_pair(temperature)).float())
         first += tile.shape[-1]
     state = torch.stack(pieces) if len(pieces) > 1 or draw.flag() else pieces[0]
-    return {"state": state, **heat}
+    return {"state": state, **temperature}
 
 
-def _pair(heat: Arguments) -> tuple[float, Tensor | None]:
-    return heat.get("temperature", 1.0), heat.get("temperature_tensor")
+def _pair(temperature: Arguments) -> tuple[float, Tensor | None]:
+    return temperature.get("temperature", 1.0), temperature.get("temperature_tensor")
 
 
 def head(draw: Draw) -> Arguments:

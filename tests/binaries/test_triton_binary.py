@@ -123,8 +123,8 @@ def test_nothing_spills(architecture: str, case: str, tmp_path: Path) -> None:
         _, used, shared = machine_code(launch, architecture, tmp_path)
         warps = launch.options["num_warps"]
         print(f"{architecture} {launch.name}: {used.registers} registers, {warps} warps, {shared} bytes shared")
-        # On sm_80 Triton 3.6 spills two words before the loop, where 32 keys in a thread leave no register to spare, and
-        # six in parts, for which it takes no more than 64 registers.
+        # On sm_80 Triton 3.6 spills two words before the loop, where 32 keys in a thread leave no register to spare.
+        # In parts it spills six, since it takes no more than 64 registers.
         held = 8 if launch.arguments.get("SIZE") == topk_mask.SIZES[-1][0] else 0
         allowed = 24 if launch.name == "select_top_in_parts" else held
         assert used.stack <= allowed, launch

@@ -22,7 +22,7 @@ from ..._dispatch.backends import DEVICES
 from ..._head.at_backward import AtBackward, asking_at_backward
 from ...sampling import op_arguments
 from .host_number import HostNumber
-from .sets import scores_from_logits, told
+from .sets import scores_from_logits, sets_of_rows
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,7 +74,7 @@ class _Head:
     ) -> tuple[Tensor | None, ...]:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        reason, sets = _why_not(hidden, weight, dtype, logit_scale, outputs), told(len(targets))
+        reason, sets = _why_not(hidden, weight, dtype, logit_scale, outputs), sets_of_rows(len(targets))
         if reason is not None and sets is not None:
             return scores_from_logits(
                 sets, hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale, outputs, reason

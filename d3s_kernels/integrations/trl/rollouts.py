@@ -63,7 +63,7 @@ def total_rewards(of_each_function: Tensor, weights: Tensor) -> Tensor:
     return total.masked_fill(of_each_function.isnan().all(dim=1), torch.nan)
 
 
-def worths(advantages: Tensor, has_tokens: Tensor, rule: str) -> Tensor:
+def ranked_by(advantages: Tensor, has_tokens: Tensor, rule: str) -> Tensor:
     """What rollouts are ranked by: their advantages. A rollout without a token in the loss (truncated, with
     mask_truncated_completions) teaches nothing: it counts as one whose advantage is 0, or for "highest" as the lowest.
     """

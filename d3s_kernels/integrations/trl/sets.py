@@ -19,7 +19,7 @@ SETS = "d3s_sets"  # a batch's field: int32 [rows, tokens, width], the set of ea
 NO_TOKEN = -1  # fills up the sets
 
 # Of the forward that runs now: the sets of all its tokens, and which tokens have a label. None: over the vocabulary.
-_told: list[tuple[Tensor, Tensor] | None] = [None]
+_sets_of_forwards: list[tuple[Tensor, Tensor] | None] = [None]
 
 
 class OverSets:
@@ -35,7 +35,7 @@ class OverSets:
     def __call__(self, *, labels: Tensor, **inputs: Any) -> Any:
         own = self._sets[self._begin : self._begin + len(labels)]
         self._begin += len(labels)
-        with _telling(own.flatten(0, 1), (labels[:, -own.shape[1] :] != -100).flatten()):
+        with _scoring_over(own.flatten(0, 1), (labels[:, -own.shape[1] :] != -100).flatten()):
             return self.model(labels=labels, **inputs)
 
 
@@ -50,21 +50,21 @@ def over_sets(model: Callable[..., Any], sets: Tensor | None) -> Callable[..., A
 
 
 @contextmanager
-def _telling(sets: Tensor, labelled: Tensor) -> Iterator[None]:
-    _told.append((sets, labelled))
+def _scoring_over(sets: Tensor, labelled: Tensor) -> Iterator[None]:
+    _sets_of_forwards.append((sets, labelled))
     try:
         yield
     finally:
-        _told.pop()
+        _sets_of_forwards.pop()
 
 
-def told(rows: int) -> SamplingMask | None:
+def sets_of_rows(rows: int) -> SamplingMask | None:
     """The sets of the rows that the head was given; None where scores are over the whole vocabulary. Nothing waits for
     the device, since the head's caller knows the number of labelled tokens.
     """
-    if _told[-1] is None:
+    if _sets_of_forwards[-1] is None:
         return None
-    sets, labelled = _told[-1]
+    sets, labelled = _sets_of_forwards[-1]
     places, _ = ops.compact(labelled, rows)
     return SamplingMask.from_padded(sets.index_select(0, places.clamp(min=0)))
 

@@ -37,11 +37,11 @@ from .rollouts import (
     choose_rollouts,
     keep_rollouts,
     last_column,
+    ranked_by,
     rows_to_keep,
     take,
     total_rewards,
     trimmed,
-    worths,
 )
 from .sampling_options import require_one_turn
 from .sets import SETS, OverSets, over_sets
@@ -314,7 +314,7 @@ class D3STrainer(GRPOTrainer):  # type: ignore[misc]
         advantages, lengths = (part.reshape(-1, self.num_generations) for part in everyones[:, :-1].chunk(2, dim=1))
         images = bool(everyones[:, -1].any())  # rows with images do not move between ranks
         kept = choose_rollouts(
-            worths(advantages, lengths > 0, self.args.rollout_rule),
+            ranked_by(advantages, lengths > 0, self.args.rollout_rule),
             budget.rollouts,
             self.args.rollout_scope,
             self._multiple,
