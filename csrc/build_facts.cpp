@@ -16,7 +16,7 @@ std::string build_facts() {
 #if defined(D3S_X86_LEVELS)
   const std::string levels = R"(["baseline", "avx2", "avx512", "avx512_bf16"])";
 #else
-  const std::string levels = R"(["baseline"])";
+  const std::string levels = std::string("[\"") + simd_level_name(simd_level()) + "\"]";
 #endif
   return "{\"version\": " + text(D3S_VERSION) + ", \"compiler\": " + text(D3S_COMPILER) +
          ", \"torch_target\": " + text(D3S_TORCH_TARGET) +

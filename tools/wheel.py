@@ -10,6 +10,9 @@ The wheel is built against the torch of the Python that runs this script, and ru
 Python: it holds a compiled module for each Python from 3.10 on that is found here (on PATH, or named by --pythons), and
 on others the same facts come from the CPU library. The installed packages do not change. auditwheel computes the
 platform tag. It depends on this machine's glibc, which limits how old a system the wheel runs on.
+
+With --aarch64 FOLDER the wheel is for aarch64, compiled by g++-aarch64-linux-gnu against an unpacked torch for it. It
+has no module for a Python, and so far no CUDA library.
 """
 
 from __future__ import annotations
@@ -118,9 +121,11 @@ LOCAL = {"none": "cpu", "plain": "plain", "set-up": "set-up"}  # the builds with
 WITHOUT_LOCAL_VERSION = ("plain", "set-up")
 
 
-def build(cuda: str, out: Path, named: list[str]) -> Path:
+def build(cuda: str, out: Path, named: list[str], arm_torch: Path | None = None) -> Path:
+    if arm_torch and (cuda not in LOCAL or not (arm_torch / "version.py").exists()):
+        raise Wrong(f"--aarch64: got {arm_torch} with CUDA={cuda}; takes the folder torch/ of a wheel, and CUDA=none")
     if cuda in LOCAL:
-        nvcc, local, toolkit = None, LOCAL[cuda], cuda
+        nvcc, local, toolkit = None, LOCAL[cuda], f"{cuda} {arm_torch or ''}"
     else:
         nvcc, said = check_toolkit(cuda)
         local, toolkit = "cu" + cuda.replace(".", ""), f"{nvcc}\n{said}"
@@ -128,13 +133,13 @@ def build(cuda: str, out: Path, named: list[str]) -> Path:
     locks.mkdir(exist_ok=True)
     with (locks / f"wheel-{local}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time in each folder
-        others = {} if local == "set-up" else pythons(named)
-        wheel = build_in(build_folder(local, toolkit), local, nvcc, others)
+        others = {} if local == "set-up" or arm_torch else pythons(named)
+        wheel = build_in(build_folder(local, toolkit), local, nvcc, others, arm_torch)
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.copy2(wheel, out))
 
 
-def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str]) -> Path:
+def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str], arm_torch: Path | None) -> Path:
     plain, repaired = work / "plain", work / "repaired"
     settings = [
         f"build-dir={work.relative_to(ROOT).as_posix()}/{{wheel_tag}}",  # not the folder of an editable install
@@ -150,6 +155,10 @@ def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str]) 
     }
     if nvcc:
         environment["CUDACXX"] = str(nvcc)
+    if arm_torch:
+        settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'tools' / 'aarch64.cmake'}")
+        settings.append(f"cmake.define.D3S_TORCH_ROOT={arm_torch.resolve()}")
+        environment["_PYTHON_HOST_PLATFORM"] = "linux-aarch64"  # for the name of the wheel
     options = [part for setting in settings for part in ("--config-settings", setting)]
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
     subprocess.run([*pip, *options, "--wheel-dir", str(plain), str(ROOT)], check=True, env=environment)
@@ -177,7 +186,8 @@ def contents(wheel: Path) -> list[str]:
         if "_build_info" not in file.filename
     ]
     versions = re.findall(r"_build_info\.cpython-3(\d+)", " ".join(file.filename for file in libraries))
-    return [*lines, f"modules for Python {', '.join(f'3.{minor}' for minor in sorted(versions, key=int))}"]
+    names = ", ".join(f"3.{minor}" for minor in sorted(versions, key=int))
+    return [*lines, f"modules for Python {names}" if names else "no module for a Python"]
 
 
 FAT_BINARY = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes of the entries that follow
@@ -209,9 +219,10 @@ def main() -> int:
     parser.add_argument("cuda", help="the toolkit's version, as in 13.0, or none, plain, set-up")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheel (dist)")
     parser.add_argument("--pythons", nargs="*", default=[], help="further interpreters: a path, or a name on PATH")
+    parser.add_argument("--aarch64", type=Path, help="build for aarch64, against the torch in this folder")
     arguments = parser.parse_args()
     try:
-        wheel = build(arguments.cuda, arguments.out, arguments.pythons)
+        wheel = build(arguments.cuda, arguments.out, arguments.pythons, arguments.aarch64)
     except Wrong as wrong:
         print(wrong, file=sys.stderr)
         return 1

@@ -8,6 +8,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__) && !defined(D3S_GENERIC)  // the tests compile what other machines get as well
+#include <arm_neon.h>
+#define D3S_NEON
 #endif
 
 #include "../core/float_bits.h"
@@ -37,21 +40,34 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(D3S_NEON)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
 }
 
-// The larger; `b` where either is NaN.
-inline Floats maximum(Floats a, Floats b) {
+// The larger; `number`, which is not NaN, where x is.
+inline Floats max_number(Floats x, Floats number) {
 #if defined(__AVX512F__)
-  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+  return (Floats)_mm512_max_ps((__m512)x, (__m512)number);
 #elif defined(__AVX2__)
-  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+  return (Floats)_mm256_max_ps((__m256)x, (__m256)number);
 #elif defined(__SSE2__)
-  return (Floats)_mm_max_ps((__m128)a, (__m128)b);
+  return (Floats)_mm_max_ps((__m128)x, (__m128)number);
+#elif defined(D3S_NEON)
+  return (Floats)vmaxnmq_f32((float32x4_t)x, (float32x4_t)number);
 #else
-  return a > b ? a : b;
+  return x > number ? x : number;
+#endif
+}
+
+// The larger; NaN where x is. `number` is not NaN.
+inline Floats max_or_nan(Floats x, Floats number) {
+#if defined(D3S_NEON)
+  return (Floats)vmaxq_f32((float32x4_t)x, (float32x4_t)number);
+#else
+  return max_number(number, x);  // gives its second argument where one is NaN
 #endif
 }
 
@@ -97,7 +113,7 @@ inline float sum_lanes(Floats v) {
 }
 
 inline float max_lanes(Floats v) {
-  return fold_lanes(v, [](Floats a, Floats b) { return maximum(a, b); });
+  return fold_lanes(v, [](Floats a, Floats b) { return max_number(a, b); });
 }
 
 // ---- 2 * kLanes elements of a type as floats. Each type has its own order of the lanes, the same in load and store.
@@ -157,6 +173,17 @@ inline FloatPair load_pair(const float16* p) {
 inline void store_pair(float16* p, const FloatPair& pair) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)pair.a, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128((__m128i*)(p + kLanes), _mm256_cvtps_ph((__m256)pair.b, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(D3S_NEON)
+inline FloatPair load_pair(const float16* p) {
+  const auto* halves = reinterpret_cast<const float16_t*>(p);
+  return {(Floats)vcvt_f32_f16(vld1_f16(halves)), (Floats)vcvt_f32_f16(vld1_f16(halves + kLanes))};
+}
+
+inline void store_pair(float16* p, const FloatPair& pair) {
+  auto* halves = reinterpret_cast<float16_t*>(p);
+  vst1_f16(halves, vcvt_f16_f32((float32x4_t)pair.a));
+  vst1_f16(halves + kLanes, vcvt_f16_f32((float32x4_t)pair.b));
 }
 #else
 // As to_float does it.

@@ -16,14 +16,14 @@ SimdLevel best_level() {
   if (avx512 && __builtin_cpu_supports("avx512bf16")) return SimdLevel::avx512_bf16;
   return avx512 ? SimdLevel::avx512 : avx2 ? SimdLevel::avx2 : SimdLevel::baseline;
 #else
-  return SimdLevel::baseline;
+  return SimdLevel::D3S_ONLY_LEVEL;
 #endif
 }
 
 SimdLevel chosen_level() {
   const SimdLevel best = best_level();
   const char* asked = std::getenv("D3S_KERNELS_SIMD");
-  if (!asked) return best;
+  if (!asked || best == SimdLevel::neon) return best;
   for (SimdLevel level : {SimdLevel::baseline, SimdLevel::avx2, SimdLevel::avx512, SimdLevel::avx512_bf16})
     if (std::strcmp(asked, simd_level_name(level)) == 0) return level < best ? level : best;
   return best;
@@ -37,7 +37,7 @@ SimdLevel simd_level() {
 }
 
 const char* simd_level_name(SimdLevel level) {
-  static const char* const names[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
+  static const char* const names[] = {"baseline", "avx2", "avx512", "avx512_bf16", "neon"};
   return names[static_cast<int>(level)];
 }
 

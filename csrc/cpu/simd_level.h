@@ -8,9 +8,10 @@
 
 namespace d3s {
 
-enum class SimdLevel { baseline, avx2, avx512, avx512_bf16 };
+enum class SimdLevel { baseline, avx2, avx512, avx512_bf16, neon };
 
 // The best level that was built and that the machine runs; D3S_KERNELS_SIMD=baseline|avx2|avx512 asks for a lower one.
+// On aarch64 there is neon alone, which every such machine runs.
 // avx512_bf16 is avx512 with a dot product of bfloat16; only wide_product_loops.cpp has a variant for it.
 SimdLevel simd_level();
 
@@ -34,9 +35,14 @@ const char* simd_level_name(SimdLevel level);
    : ::d3s::simd_level() == ::d3s::SimdLevel::avx2 ? ::d3s::avx2::name   \
                                                    : ::d3s::baseline::name)
 #else
+#if defined(__aarch64__) && !defined(D3S_GENERIC)
+#define D3S_ONLY_LEVEL neon
+#else
+#define D3S_ONLY_LEVEL baseline
+#endif
 #define D3S_DECLARE_VARIANTS(type, name) \
-  namespace baseline {                   \
+  namespace D3S_ONLY_LEVEL {             \
   extern const type name;                \
   }
-#define D3S_PICK_VARIANT(name) (::d3s::baseline::name)
+#define D3S_PICK_VARIANT(name) (::d3s::D3S_ONLY_LEVEL::name)
 #endif

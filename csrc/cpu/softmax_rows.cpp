@@ -30,8 +30,8 @@ struct Maximum {
   Floats a = all(-FLT_MAX), b = all(-FLT_MAX);
 
   void add(const FloatPair& x) {
-    a = maximum(x.a, a);  // this order of arguments skips NaN, which still reaches the dot
-    b = maximum(x.b, b);
+    a = max_number(x.a, a);  // NaN still reaches the dot
+    b = max_number(x.b, b);
   }
 };
 
@@ -39,7 +39,7 @@ struct Sums {
   Floats sum_a = {}, sum_b = {}, dot_a = {}, dot_b = {};
 
   void add(const FloatPair& x, Floats max, Floats floor, Floats scale) {
-    const Floats d_a = maximum(floor, x.a - max), d_b = maximum(floor, x.b - max);  // this order keeps NaN
+    const Floats d_a = max_or_nan(x.a - max, floor), d_b = max_or_nan(x.b - max, floor);
     const Floats e_a = exp2_nonpositive(d_a, scale), e_b = exp2_nonpositive(d_b, scale);
     sum_a += e_a;
     sum_b += e_b;
@@ -64,7 +64,7 @@ SoftmaxSums slice(const T* logits, int64_t n, float scale, const T* next) {
     second.add(load_pair(logits + i + kPair));
   }
   if (i < whole) first.add(load_pair(logits + i));
-  const float max = max_lanes(maximum(maximum(first.a, first.b), maximum(second.a, second.b)));
+  const float max = max_lanes(max_number(max_number(first.a, first.b), max_number(second.a, second.b)));
 
   const Floats maxima = all(max), floors = all(floor_distance(scale)), scales = all(scale);
   Floats sum = {}, dot = {};
@@ -101,7 +101,7 @@ struct Gradient {
 
   Floats of(Floats x) const {
     const Floats raw = x - max;
-    const Floats d = maximum(floor, raw);
+    const Floats d = max_or_nan(raw, floor);
     const Floats gradient = exp2_nonpositive(d, scale) * multiply_add(d, slope, offset);
     return raw < floor ? Floats{} : gradient;
   }

@@ -8,7 +8,7 @@
 namespace d3s {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(D3S_NEON)
 constexpr int kRows = 8, kVectors = 3;  // 24 of 32 registers accumulate
 #else
 constexpr int kRows = 4, kVectors = 2;  // 8 of 16

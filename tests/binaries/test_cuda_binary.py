@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -70,9 +71,12 @@ def compiled_anew() -> Path:
     configure = ["cmake", "-S", str(ROOT), "-B", str(folder), *generator, "-DD3S_WERROR=ON", "-DD3S_CUDA=ON"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}"]
     build = ["cmake", "--build", str(folder), "--target", "d3s_kernels_cuda", "--parallel", "2"]
-    for command in (configure, build):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:  # another worker of pytest waits for the library
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (configure, build):
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return folder / "_cuda.so"
 
 
@@ -103,11 +107,12 @@ def test_nothing_spills(architecture: str) -> None:
     assert len(table) > 20
     for name, used in sorted(table.items()):
         print(f"{architecture}  {used.registers:3} registers  {plain(name)}")
-    # The kernels for rows with a span of a sampling mask put a few registers aside, on two architectures.
+    # The kernels for rows with a span of a sampling mask put a few registers aside, on two architectures, and on one of
+    # them that which counts a digit of keys.
     allowed = {"sm_100": 8, "sm_120": 24}.get(architecture, 0)
     spilled = {name: used for name, used in table.items() if used.stack or used.local}
     assert {name: used for name, used in spilled.items() if used.local or used.stack > allowed} == {}
-    assert [name for name in spilled if "with_span" not in name] == []
+    assert [name for name in spilled if not re.search("with_span|count_digit", name)] == []
 
 
 @built

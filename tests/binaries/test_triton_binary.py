@@ -124,9 +124,13 @@ def test_nothing_spills(architecture: str, case: str, tmp_path: Path) -> None:
         warps = launch.options["num_warps"]
         print(f"{architecture} {launch.name}: {used.registers} registers, {warps} warps, {shared} bytes shared")
         # On sm_80 Triton 3.6 spills two words before the loop, where 32 keys in a thread leave no register to spare.
-        # In parts it spills six, since it takes no more than 64 registers.
-        held = 8 if launch.arguments.get("SIZE") == topk_mask.SIZES[-1][0] else 0
-        allowed = 24 if launch.name == "select_top_in_parts" else held
+        # In parts it spills six, since it takes no more than 64 registers; with 256 rollouts, 3.9 spills two.
+        spilling = {
+            "select_top of 16384": 8,
+            f"select_top_in_parts of {topk_mask.PART}": 24,
+            "select_most_varied of 256": 8,
+        }
+        allowed = spilling.get(f"{launch.name} of {launch.arguments.get('SIZE')}", 0)
         assert used.stack <= allowed, launch
         assert used.local == 0, launch
         assert used.registers * warps * 32 <= 65_536  # registers of a multiprocessor

@@ -13,6 +13,7 @@
 #include "../../csrc/cpu/order_key_loops.h"
 #include "../../csrc/cpu/ratio_loops.h"
 #include "../../csrc/cpu/softmax_rows.h"
+#include "../../csrc/cpu/wide_product.h"
 #include "check.h"
 
 using namespace d3s;
@@ -200,8 +201,40 @@ void kept_product_loops(const KeptProductLoops<T>& loops, double rounding, std::
   }
 }
 
+void wide_products(const WideProduct& loops, int64_t rows, int64_t columns, int64_t inner, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  const auto number = [&](int64_t) { return from_float<bfloat16>(normal(random)); };
+  const int64_t words = (inner + 1) / 2;
+  const auto hidden = array_of<bfloat16>(rows * inner, number), weight = array_of<bfloat16>(columns * inner, number);
+  const auto padded = array_of<uint32_t>(rows * words, [](int64_t) { return 0u; });
+  for (int64_t r = 0; r < rows; ++r)
+    memcpy(padded.get() + r * words, hidden.get() + r * inner, inner * sizeof(bfloat16));
+  std::unique_ptr<uint32_t[]> panel(new uint32_t[loops.panel_words(inner)]);
+  std::unique_ptr<float[]> out(new float[rows * columns]);
+  loops.pack(weight.get(), inner, columns, inner, panel.get());
+  loops.multiply(padded.get(), rows, panel.get(), inner, out.get(), columns, columns);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; ++c) {
+      double product = 0, size = 0;
+      for (int64_t i = 0; i < inner; ++i) {
+        const double term = 1. * to_float(hidden[r * inner + i]) * to_float(weight[c * inner + i]);
+        product += term, size += std::fabs(term);
+      }
+      CHECK(std::fabs(out[r * columns + c] - product) <= 1e-6 * size, "%lld, %lld of %lld x %lld x %lld",
+            static_cast<long long>(r), static_cast<long long>(c), static_cast<long long>(rows),
+            static_cast<long long>(columns), static_cast<long long>(inner));
+    }
+}
+
+void wide_products(const WideProduct& loops, std::mt19937& random) {
+  for (const int64_t inner : {1, 2, 3, 31, 32, 63, 200})
+    for (const int64_t rows : {1, 7, 8, 9, 17})
+      for (const int64_t columns : {int64_t{1}, loops.columns - 1, loops.columns})
+        wide_products(loops, rows, columns, inner, random);
+}
+
 void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys, const RatioLoops& ratios,
-           const KeptProducts& products) {
+           const KeptProducts& products, const WideProduct& wide) {
   std::mt19937 random(std::random_device{}());
   softmax_loops(rows.float32, 1e-6, random);
   softmax_loops(rows.bf16, 0x1p-8, random);
@@ -212,18 +245,29 @@ void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys,
   kept_product_loops(products.fp16, 0x1p-10, random);
   for (int64_t n = 1; n <= 3000; n = n < 100 ? n + 1 : n * 2)
     for (int form = 0; form < 8; ++form) ratio_loops_of(ratios, n, form & 1, form & 2, form & 4, random);
+  wide_products(wide, random);
   std::printf("%s done\n", name);
 }
 
 }  // namespace
 
 int main() {
-  level("baseline", baseline::softmax_rows, baseline::order_key_loops, baseline::ratio_loops, baseline::kept_products);
 #if defined(D3S_X86_LEVELS)
+  level("baseline", baseline::softmax_rows, baseline::order_key_loops, baseline::ratio_loops, baseline::kept_products,
+        baseline::wide_product);
   if (simd_level() >= SimdLevel::avx2)
-    level("avx2", avx2::softmax_rows, avx2::order_key_loops, avx2::ratio_loops, avx2::kept_products);
+    level("avx2", avx2::softmax_rows, avx2::order_key_loops, avx2::ratio_loops, avx2::kept_products,
+          avx2::wide_product);
   if (simd_level() >= SimdLevel::avx512)
-    level("avx512", avx512::softmax_rows, avx512::order_key_loops, avx512::ratio_loops, avx512::kept_products);
+    level("avx512", avx512::softmax_rows, avx512::order_key_loops, avx512::ratio_loops, avx512::kept_products,
+          avx512::wide_product);
+  if (simd_level() >= SimdLevel::avx512_bf16) {
+    std::mt19937 random(std::random_device{}());
+    wide_products(avx512_bf16::wide_product, random);
+  }
+#else
+  level(simd_level_name(simd_level()), D3S_PICK_VARIANT(softmax_rows), D3S_PICK_VARIANT(order_key_loops),
+        D3S_PICK_VARIANT(ratio_loops), D3S_PICK_VARIANT(kept_products), D3S_PICK_VARIANT(wide_product));
 #endif
   return report("loops");
 }
