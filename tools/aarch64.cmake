@@ -3,3 +3,4 @@ set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
 set(CMAKE_CUDA_HOST_COMPILER aarch64-linux-gnu-g++)
+set(CMAKE_CUDA_FLAGS_INIT "-target-dir=sbsa-linux") # of the toolkit: its libraries for aarch64

@@ -12,7 +12,7 @@ on others the same facts come from the CPU library. The installed packages do no
 platform tag. It depends on this machine's glibc, which limits how old a system the wheel runs on.
 
 With --aarch64 FOLDER the wheel is for aarch64, compiled by g++-aarch64-linux-gnu against an unpacked torch for it. It
-has no module for a Python, and so far no CUDA library.
+has no module for a Python. With CUDA, the toolkit needs its part for aarch64, targets/sbsa-linux.
 """
 
 from __future__ import annotations
@@ -122,13 +122,16 @@ WITHOUT_LOCAL_VERSION = ("plain", "set-up")
 
 
 def build(cuda: str, out: Path, named: list[str], arm_torch: Path | None = None) -> Path:
-    if arm_torch and (cuda not in LOCAL or not (arm_torch / "version.py").exists()):
-        raise Wrong(f"--aarch64: got {arm_torch} with CUDA={cuda}; takes the folder torch/ of a wheel, and CUDA=none")
+    if arm_torch and not (arm_torch / "version.py").exists():
+        raise Wrong(f"--aarch64: got {arm_torch}; takes the folder torch/ of an unpacked wheel")
     if cuda in LOCAL:
         nvcc, local, toolkit = None, LOCAL[cuda], f"{cuda} {arm_torch or ''}"
     else:
         nvcc, said = check_toolkit(cuda)
-        local, toolkit = "cu" + cuda.replace(".", ""), f"{nvcc}\n{said}"
+        local, toolkit = "cu" + cuda.replace(".", ""), f"{nvcc}\n{said}{arm_torch or ''}"
+        libraries = nvcc.parents[1] / "targets" / "sbsa-linux" / "lib"
+        if arm_torch and not (libraries / "libcudart_static.a").exists():
+            raise Wrong(f"--aarch64: CUDA={cuda}, but {libraries} has no libcudart_static.a: install cuda-cross-sbsa")
     locks = ROOT / "build"
     locks.mkdir(exist_ok=True)
     with (locks / f"wheel-{local}.lock").open("w") as lock:
@@ -158,6 +161,7 @@ def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str], 
     if arm_torch:
         settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'tools' / 'aarch64.cmake'}")
         settings.append(f"cmake.define.D3S_TORCH_ROOT={arm_torch.resolve()}")
+        settings.append("cmake.define.CMAKE_CUDA_ARCHITECTURES=90-real;100-real;120")  # there is no older aarch64
         environment["_PYTHON_HOST_PLATFORM"] = "linux-aarch64"  # for the name of the wheel
     options = [part for setting in settings for part in ("--config-settings", setting)]
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
