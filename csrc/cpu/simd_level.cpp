@@ -4,13 +4,25 @@
 #include <cstring>
 #include <initializer_list>
 
+#if defined(D3S_X86_LEVELS)
+#include <cpuid.h>
+#endif
+
 namespace d3s {
 namespace {
+
+#if defined(D3S_X86_LEVELS)
+// Clang's __builtin_cpu_supports does not know this feature.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
 
 SimdLevel best_level() {
 #if defined(D3S_X86_LEVELS)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx512 && __builtin_cpu_supports("avx512bf16")) return SimdLevel::avx512_bf16;
