@@ -33,7 +33,7 @@ class Examined(NamedTuple):
 
 def devices() -> Iterator[tuple[torch.device, str]]:
     """Yields each device of this machine with a description."""
-    yield torch.device("cpu"), f"{torch.get_num_threads()} threads"
+    yield torch.device("cpu"), f"{platform.machine()}, {torch.get_num_threads()} threads"
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         yield torch.device("cuda", index), f"{facts.name}, compute capability {facts.major}.{facts.minor}"
