@@ -48,11 +48,15 @@ def group_advantages(
 
     Args:
         rewards: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
-        offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
         scale: "group" divides by the group's standard deviation, "batch" by that of all rewards (Lite-PPO),
             "none" by nothing (Dr. GRPO); TRL's ``scale_rewards``.
         eps: added to the standard deviation.
         ddof: 1 for the sample's standard deviation (TRL, verl), 0 for the population's.
+
+    Ragged batches:
+        offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
+
+    Across ranks:
         process_group: a ``torch.distributed`` process group, or a device mesh of one dimension. ``rewards`` are then
             this rank's piece of one tensor, which concatenates the pieces of all ranks along the first dimension in
             rank order. The result is this rank's piece of that tensor's result, to the bit. Ranks may hold different
@@ -106,9 +110,13 @@ def max_variance_select(
     Args:
         values: ``[..., n]``, a segment for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         keep: at least 1: a number, or a 0-d int64 or int32 tensor, which is read on the device.
+        mask: bool, the shape of ``values``; False is never kept. Neither is a value that is NaN or infinite.
+
+    Ragged batches:
         offsets: int32 or int64 ``[segments + 1]``, from 0 to N.
         max_segment: the caller's bound on a segment's length: a hint for GPUs, never needed.
-        mask: bool, the shape of ``values``; False is never kept. Neither is a value that is NaN or infinite.
+
+    Across ranks:
         process_group, placement, max_rollouts: as in :func:`group_advantages`.
 
     Returns:
@@ -176,9 +184,6 @@ def select_rollouts(
     found here has a sum of squared deviations within ``d^2 / (4 k)`` of the best, where k is the number kept on all
     ranks and d the difference of two values of one rank: see ``d3s_kernels/_across_ranks/equal_rows.py``. It sends no
     more than the choice without ``equal_rows``.
-    With 8 prompts of 16 rollouts on each of 64 ranks and half of them kept, equal numbers in themselves cost 1.9 % of
-    the variance of advantages for 0-1 rewards, and 0.2 % for normal rewards. A choice by each rank alone would cost
-    2.3 % and 0.6 % (``python -m benchmarks.equal_rows``).
 
     Args:
         advantages: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. They
@@ -186,12 +191,16 @@ def select_rollouts(
         keep: rollouts kept for each group, at least 1: a number, or a 0-d int64 or int32 tensor, which is read on the
             device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; PODS, 2504.13818; GFPO, 2508.09726; CPPO, 2503.22342.
-        offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
         scope: "batch" pools all groups and keeps ``keep`` times their number, so that groups with equal advantages
             leave their places to others (D3S); "group" keeps ``keep`` of each (D3S-I; PODS, GFPO).
         mask: bool, the shape of ``advantages``; False is never kept. Neither is a value that is NaN or infinite.
         generator: for "random": a generator on the device of ``advantages``, or None for torch's default one.
             ``torch.compile(fullgraph=True)`` requires None.
+
+    Ragged batches:
+        offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
+
+    Across ranks:
         process_group, placement, max_rollouts: as in :func:`group_advantages`. For "random" each rank draws with its
             own generator. All subsets are equally likely, even if the ranks use the same seed.
         equal_rows: keep the same number on every rank, for "max_variance" and "batch": ``keep`` times the number of

@@ -63,9 +63,13 @@ def topk_mask(
         k: how many to mark in each segment, instead of ``ratio``; all if a segment has fewer. A number, or a 0-d
             int64 or int32 tensor, which is read on the device.
         mask: bool, the shape of ``scores``; False is left out, and not counted in n.
+        drop_zeros: leave scores of 0 out as well; then fewer than k may remain.
+
+    Ragged batches:
         offsets: int32 or int64 ``[segments + 1]``, from 0 to n (flash-attention's ``cu_seqlens``).
         max_segment: the caller's bound on a segment's length: a hint for GPUs, never needed.
-        drop_zeros: leave scores of 0 out as well; then fewer than k may remain.
+
+    Across ranks:
         process_group: the ranks that hold scores: a process group, or a mesh of one dimension. The scores of all ranks,
             concatenated along the first dimension in rank order, count as one tensor, and each rank gets its piece of
             that tensor's mask. So a 1-D tensor without offsets is one segment over all ranks, with one k. A rank may
@@ -142,12 +146,16 @@ def select_tokens(
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; 80/20, 2506.01939; S-GRPO, 2504.20834.
         mask: bool, the shape of ``entropy``: the completion's tokens.
-        offsets: int32 or int64 ``[S + 1]``, from 0 to N.
-        max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
         scope: "batch" pools all tokens, "sequence" keeps the share of each sequence.
         drop_zeros: leave scores of 0 out as well (where all rewards of a group are equal, all its scores are 0).
         generator: for "random": a generator on the device of ``entropy``, or None for torch's default one.
             ``torch.compile(fullgraph=True)`` requires None. Ranks may use the same seed.
+
+    Ragged batches:
+        offsets: int32 or int64 ``[S + 1]``, from 0 to N.
+        max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
+
+    Across ranks:
         process_group: the ranks that hold tokens, as in :func:`topk_mask`: "batch" pools the tokens of all ranks and
             keeps one exact share of them; count and threshold are of all ranks.
         placement: as in :func:`topk_mask`. If sequences are "whole", scope "sequence" needs no communication, and
@@ -222,11 +230,20 @@ def select_tokens_from_logits(
 
     Args:
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
+        advantages: ``[...]``, one for each sequence; or as in :func:`select_tokens`.
+        ratio: the share of the tokens to keep, in (0, 1].
         mask: bool, the shape of the rows; rows where it is False are not read and have entropy 0.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows.
+        scope, drop_zeros: as in :func:`select_tokens`.
+
+    Sampling masks:
         sampling_mask, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`; of this rank's rows.
-        advantages, ratio, offsets, max_segment, scope, drop_zeros, process_group, placement: as in
-            :func:`select_tokens`.
+
+    Ragged batches:
+        offsets, max_segment: as in :func:`select_tokens`.
+
+    Across ranks:
+        process_group, placement: as in :func:`select_tokens`.
 
     Returns:
         :class:`TokenSelection`, without gradients.

@@ -147,12 +147,20 @@ def linear_logprob_entropy(
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
         mask: bool ``[...]``; rows where it is False cost nothing and give 0 and 0.
+        logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``, which is faster
+            and moves an entropy by some hundredths of a nat in bfloat16.
+
+    Sampling masks:
+        sampling_mask, label_outside, max_dense_rows: as in :func:`logprob_entropy`. Without ``max_dense_rows`` the op
+            waits for a GPU once.
+
+    On GPUs:
         max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host synchronisation;
             if it is exceeded, all outputs are NaN.
         max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host
             synchronisation; if it is exceeded, all gradients are NaN.
-        logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``, which is faster
-            and moves an entropy by some hundredths of a nat in bfloat16.
+
+    Memory:
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU. The backward takes
             8 to 12 bytes x H more for each row with a gradient. If these rows do not fit into one tile beside 32,768
             tokens (on a CPU 8,192), the gradient of a weight in half precision takes 4 bytes x H for each token of a
@@ -162,8 +170,6 @@ def linear_logprob_entropy(
             zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
             requires no gradient, nothing is added. Not under ``torch.compile``. With a sampling mask and
             ``max_dense_rows=0``, only the rows of kept tokens are written.
-        sampling_mask, label_outside, max_dense_rows: as in :func:`logprob_entropy`. Without ``max_dense_rows`` the op
-            waits for a GPU once.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.

@@ -19,6 +19,10 @@ project = "d3s_kernels"
 release = dynamic_metadata("version", {})
 extensions = ["myst_parser", "autoapi.extension", "sphinx.ext.napoleon", "sphinx_copybutton", "references"]
 
+# Groups of arguments in a docstring, after those that most callers need.
+_GROUPS = ("Ragged batches", "Sampling masks", "Across ranks", "On GPUs", "Memory")
+napoleon_custom_sections = [(group, "params_style") for group in _GROUPS]
+
 # Every link, anchor and role has to lead somewhere; `make docs` turns warnings into errors.
 nitpicky = True
 suppress_warnings = ["autoapi.python_import_resolution"]  # of private names that are not shown
