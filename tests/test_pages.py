@@ -91,6 +91,7 @@ def sentences_on_the_front_page(run: dict[str, Any]) -> list[str]:
     update = "TRL's update, half of the rollouts and 10% of their tokens"
     return [
         f"log-probability and entropy: {rounded(1e3 * seconds(forward))} ms, {times(forward, 'TRL')} as fast as TRL's",
+        f"{times(forward, 'torch.compile')} torch.compile",
         f"scores takes {rounded(1e3 * seconds(mask))} ms, {times(mask, 'topk + scatter')} as fast as `topk`",
         f"takes {rounded(seconds(update))} s instead of {rounded(seconds(update, 'GRPOTrainer'))} s",
     ]
