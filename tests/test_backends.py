@@ -166,9 +166,14 @@ def test_a_gpu_without_its_library_says_so_once(there: dict[str, str | None], re
     )
 
 
-@pytest.mark.parametrize(("cuda", "wheel"), [("12.6", "cu128"), ("13.2", "cu130")])
-def test_the_line_that_brings_the_cuda_library(cuda: str, wheel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries.platform, "machine", lambda: "x86_64")
+@pytest.mark.parametrize(
+    ("cuda", "machine", "wheel"),
+    [("12.6", "x86_64", "cu128"), ("13.2", "x86_64", "cu130"), ("13.0", "aarch64", "cu130")],
+)
+def test_the_line_that_brings_the_cuda_library(
+    cuda: str, machine: str, wheel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries.platform, "machine", lambda: machine)
     line = libraries.how_to_get_cuda(cuda).removeprefix("this brings it: ")
     *command, site, wanted = shlex.split(line)
     assert command == ["pip", "install", "--no-deps", "--index-url"]
@@ -176,7 +181,9 @@ def test_the_line_that_brings_the_cuda_library(cuda: str, wheel: str, monkeypatc
     assert wanted == f"d3s_kernels=={d3s.__version__.partition('+')[0]}+{wheel}"
 
 
-@pytest.mark.parametrize(("cuda", "machine"), [("11.8", "x86_64"), ("14.0", "x86_64"), ("13.0", "aarch64")])
+@pytest.mark.parametrize(
+    ("cuda", "machine"), [("11.8", "x86_64"), ("14.0", "x86_64"), ("12.8", "aarch64"), ("13.0", "arm64")]
+)
 def test_where_no_wheel_has_it(cuda: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries.platform, "machine", lambda: machine)
     assert libraries.how_to_get_cuda(cuda).startswith(f"no wheel has one for CUDA {cuda} on this platform")

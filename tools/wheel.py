@@ -161,7 +161,6 @@ def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str], 
     if arm_torch:
         settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'tools' / 'aarch64.cmake'}")
         settings.append(f"cmake.define.D3S_TORCH_ROOT={arm_torch.resolve()}")
-        settings.append("cmake.define.CMAKE_CUDA_ARCHITECTURES=90-real;100-real;120")  # there is no older aarch64
         environment["_PYTHON_HOST_PLATFORM"] = "linux-aarch64"  # for the name of the wheel
     options = [part for setting in settings for part in ("--config-settings", setting)]
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]

@@ -32,13 +32,14 @@ def why_not_cuda() -> str | None:
     return None
 
 
-WHEELS = {"12": "cu128", "13": "cu130"}  # for a major version of CUDA: its runtime works with all of its versions
+# For a major version of CUDA: its runtime works with all of its versions.
+WHEELS = {"x86_64": {"12": "cu128", "13": "cu130"}, "aarch64": {"13": "cu130"}}
 
 
 def how_to_get_cuda(cuda: str) -> str:
     """The line that installs the wheel with the CUDA library, for a torch of this version of CUDA."""
-    wheel = WHEELS.get(cuda.partition(".")[0])
-    if wheel is None or (sys.platform, platform.machine()) != ("linux", "x86_64"):
+    wheel = WHEELS.get(platform.machine(), {}).get(cuda.partition(".")[0])
+    if wheel is None or sys.platform != "linux":
         return f"no wheel has one for CUDA {cuda} on this platform: build from source where there is nvcc"
     try:
         urls = metadata("d3s_kernels").get_all("Project-URL") or []
