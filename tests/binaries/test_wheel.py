@@ -11,6 +11,7 @@ import importlib.resources
 import importlib.util
 import json
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -48,7 +49,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from links import SITE, is_external, links  # noqa: E402
 
 TOOL = ROOT / "tools" / "wheel.py"
-MACHINE_CODE = {80, 86, 89, 90, 100, 120}
+MACHINE_CODE = {90, 100, 120} | ({80, 86, 89} if platform.machine() == "x86_64" else set())
 PTX = {120}
 PACKED = not EVERYTHING and "D3S_TEST_WHEEL" not in os.environ  # whether it is packed from what set-up has built
 # Libraries that every system with this tag has (PEP 600), and libraries that torch brings.
