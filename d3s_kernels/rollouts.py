@@ -16,7 +16,7 @@ from ._selection.rollouts import (
     check_rule,
     checked_number,
 )
-from ._selection.rules import ROLLOUTS, Rollouts
+from ._selection.rules import ROLLOUTS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -232,6 +232,6 @@ def select_rollouts(
         )
         return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
     require_tensors(advantages=advantages)
-    checked_number(advantages, keep, offsets, mask, None)
+    number = checked_number(advantages, keep, offsets, mask, None)
     check_rule(advantages, keep, rule, scope, generator, equal_rows)
-    return ROLLOUTS[rule].select(Rollouts(advantages, keep, mask, offsets, None, scope == "batch", generator))
+    return ROLLOUTS[rule].select(advantages, number, mask, offsets, None, scope == "batch", generator)

@@ -19,10 +19,7 @@ from .._arguments import (
     require_whole,
     whole_or_tensor,
 )
-from .rules import ROLLOUT_RULES, ROLLOUTS, Rollouts
-
-Number = tuple[int | None, Tensor | None]
-"""A number and the tensor that replaces it, as the ops take them: one of the two is None."""
+from .rules import ROLLOUT_RULES, ROLLOUTS, Number
 
 
 class AdvantageArguments(NamedTuple):
@@ -68,10 +65,10 @@ class RolloutArguments(NamedTuple):
 
     def select(self) -> Tensor:
         """The selection on one process."""
-        given = Rollouts(
-            self.values, self.keep, self.mask, self.offsets, self.max_segment, self.scope == "batch", self.generator
+        number = (None, self.keep) if isinstance(self.keep, Tensor) else (self.keep, None)
+        return ROLLOUTS[self.rule].select(
+            self.values, number, self.mask, self.offsets, self.max_segment, self.scope == "batch", self.generator
         )
-        return ROLLOUTS[self.rule].select(given)
 
 
 def checked_number(

@@ -21,28 +21,15 @@ _GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF
 _ALL = 2**62  # more than any segment has
 
 
-class Rollouts(NamedTuple):
-    """What a rule chooses from, on one process: checked arguments of :func:`d3s_kernels.select_rollouts`."""
-
-    values: Tensor
-    keep: int | Tensor
-    mask: Tensor | None
-    offsets: Tensor | None
-    max_segment: int | None
-    pooled: bool
-    generator: torch.Generator | None
-
-    def number(self) -> tuple[int | None, Tensor | None]:
-        return (None, self.keep) if isinstance(self.keep, Tensor) else (self.keep, None)
-
-    def usable(self) -> Tensor:
-        """With so large a number the op marks all usable values. It also refuses bad arguments."""
-        return ops.max_variance_select(self.values, _ALL, None, self.mask, self.offsets, None, False)
+Number = tuple[int | None, Tensor | None]
+"""A number and the tensor that replaces it, as the ops take them: one of the two is None."""
 
 
 class RolloutRow(NamedTuple):
-    select: Callable[[Rollouts], Tensor]
-    """Marks the rollouts that the rule keeps."""
+    select: Callable[..., Tensor]
+    """Marks the rollouts that the rule keeps, from checked arguments: ``values, number, mask, offsets, max_segment,
+    pooled, generator``. They are no tuple of their own, which would take a tenth of the smallest call.
+    """
     draws: bool = False
     """Whether it takes a generator."""
 
@@ -102,39 +89,51 @@ def _of_rank(bits: Tensor, rank: int) -> Tensor:
     return (_LOWEST_NORMAL + ((mixed * (_INFINITY - _LOWEST_NORMAL)) >> 32)).int()
 
 
-def most_varied(given: Rollouts) -> Tensor:
+def most_varied(
+    values: Tensor,
+    number: Number,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    max_segment: int | None,
+    pooled: bool,
+    _: Any,
+) -> Tensor:
     """The one rule that is an op, which also makes use of ``max_segment``."""
-    return ops.max_variance_select(
-        given.values, *given.number(), given.mask, given.offsets, given.max_segment, given.pooled
-    )
+    return ops.max_variance_select(values, *number, mask, offsets, max_segment, pooled)
 
 
-def highest_by(score: Callable[[Rollouts], Tensor]) -> Callable[[Rollouts], Tensor]:
+def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """With so large a number the op marks all usable values. It also refuses bad arguments."""
+    return ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
+
+
+def highest_by(score: Callable[[Tensor, torch.Generator | None], Tensor]) -> Callable[..., Tensor]:
     """The rule that keeps the values of the highest scores."""
 
-    def select(given: Rollouts) -> Tensor:
-        usable = given.usable()
-        return ops.topk_mask(
-            score(given), None, None, *given.number(), usable, given.offsets, None, given.pooled, False
-        )
+    def select(
+        values: Tensor, number: Number, mask: Tensor | None, offsets: Tensor | None, _: Any, pooled: bool,
+        generator: torch.Generator | None,
+    ) -> Tensor:  # fmt: skip
+        present = usable(values, mask, offsets)
+        return ops.topk_mask(score(values, generator), None, None, *number, present, offsets, None, pooled, False)
 
     return select
 
 
-def percentile(given: Rollouts) -> Tensor:
+def percentile(
+    values: Tensor, number: Number, mask: Tensor | None, offsets: Tensor | None, _: Any, pooled: bool, __: Any
+) -> Tensor:
     """Marks those of a segment's n usable values whose ranks are nearest to (i + 0.5) / k (n - 1), half down.
 
     The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. This counts the kept ranks up to r without
     listing them: r itself is kept if the count increases from r - 1 to r.
     """
-    values, offsets, usable = given.values, given.offsets, given.usable()
-    most = _no_more_than(given.keep, values.numel())
-    if given.pooled:
+    present, most = usable(values, mask, offsets).reshape(-1), _no_more_than(number, values.numel())
+    if pooled:
         groups = math.prod(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1
         segments, most = pool(values), most * groups
     else:
         segments = segments_of(values, offsets)
-    present = usable.reshape(-1)
     rank = lowest_first(values.reshape(-1).float(), present, segments).rank
     n = segments.total(present)[segments.of]
     k, span = n.clamp(max=most), (n - 1).clamp(min=1)
@@ -145,20 +144,21 @@ def percentile(given: Rollouts) -> Tensor:
     return ((up_to(rank) != up_to(rank - 1)) & present).view(values.shape)
 
 
-def _no_more_than(keep: int | Tensor, most: int) -> int | Tensor:
-    """``keep``, but at most ``most``, so that products with it do not overflow."""
-    if isinstance(keep, Tensor):
-        return keep.reshape(()).long().clamp(max=most)
+def _no_more_than(number: Number, most: int) -> int | Tensor:
+    """The number, but at most ``most``, so that products with it do not overflow."""
+    keep, tensor = number
+    if tensor is not None:
+        return tensor.reshape(()).long().clamp(max=most)
     smaller: int = torch.sym_min(keep, most)  # type: ignore[no-untyped-call]
     return smaller
 
 
 ROLLOUTS = {
     "max_variance": RolloutRow(most_varied),
-    "highest": RolloutRow(highest_by(lambda given: given.values)),
-    "largest_abs": RolloutRow(highest_by(lambda given: given.values.abs())),
+    "highest": RolloutRow(highest_by(lambda values, _: values)),
+    "largest_abs": RolloutRow(highest_by(lambda values, _: values.abs())),
     "percentile": RolloutRow(percentile),
-    "random": RolloutRow(highest_by(lambda given: random_scores(given.values, given.generator)), draws=True),
+    "random": RolloutRow(highest_by(lambda values, generator: random_scores(values, generator)), draws=True),
 }
 ROLLOUT_RULES = tuple(ROLLOUTS)
 
