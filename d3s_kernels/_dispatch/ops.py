@@ -39,13 +39,14 @@ def _with_usual_errors(op: _Op) -> _Op:
 def _below_autograd(op: _Op) -> _Op:
     """The op, without torch's kernel for its gradient where none is asked for: it is Python, and takes 4 us a call."""
 
+    is_compiling, transforms = torch.compiler.is_compiling, torch._C._functorch.peek_interpreter_stack
+    any_requires_grad, below_autograd = torch._C._any_requires_grad, torch._C._AutoDispatchBelowAutograd
+
     @wraps(op)
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_compiling() or transforms() is not None or (torch.is_grad_enabled() and any_requires_grad(*arguments)):
             return op(*arguments)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            return op(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return op(*arguments)
 
     return call
