@@ -279,7 +279,7 @@ define TEST_UNDER
 	$(1)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
 	cd build && ../$(1)/bin/python $(PYTEST) ../tests -p no:cacheprovider \
 	  --ignore ../tests/test_cuda_emulated.py --ignore ../tests/binaries/test_cuda_binary.py \
-	  --ignore ../tests/binaries/test_wheel.py --ignore ../tests/verl
+	  --ignore ../tests/binaries/test_wheel.py --ignore ../tests/binaries/test_aarch64.py --ignore ../tests/verl
 endef
 
 test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the library built here; a build against it
