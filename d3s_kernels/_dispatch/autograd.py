@@ -37,7 +37,7 @@ def _bound(op: str, backward: str) -> tuple[Callable[..., Any], Callable[..., An
     What the two share is found here, once. A call only picks values by their places.
     """
     names, results = argument_names(op), [result.name for result in schema_of(op).returns]
-    takes, defaults = argument_names(backward), [argument.default_value for argument in schema_of(backward).arguments]
+    takes, optional = argument_names(backward), [a for a in schema_of(backward).arguments if a.has_default_value()]
     gradient_of = [names.index(result.name.removeprefix("grad_")) for result in schema_of(backward).returns]
     constants = [place for place, name in enumerate(results) if f"grad_{name}" not in takes]
 
@@ -48,8 +48,9 @@ def _bound(op: str, backward: str) -> tuple[Callable[..., Any], Callable[..., An
     if shared:
         tensors.append("logprob")
     pick = itemgetter(*map([*names, *results].index, (*tensors, *others)))
-    known = [*(f"grad_{name}" for name in results), *tensors, *others, "wanted", *takes]  # the last have their defaults
-    order = itemgetter(*map(known.index, takes))
+    known = [*(f"grad_{name}" for name in results), *tensors, *others, "wanted", *(a.name for a in optional)]
+    order = itemgetter(*map(known.index, takes))  # an error here: the backward takes what nobody gives it
+    defaults = [a.default_value for a in optional]
     compute = getattr(_op, backward).default
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
