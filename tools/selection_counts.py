@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """What the selection kernels launch on an H100, counted without one: the table of docs/gpu.md.
 
-    .venv/bin/python tools/selection_counts.py EMULATED CUDA            writes it
-    .venv/bin/python tools/selection_counts.py EMULATED CUDA --check    says whether it is up to date
+    .venv/bin/python tools/selection_counts.py EMULATED CUDA    writes it; a test compares
 
 EMULATED is the emulated library, whose launches are counted without running the kernels; CUDA is the CUDA library, for
 compute capability 9.0, whose machine code has the registers.
@@ -127,26 +126,20 @@ def lines(emulated: Path, cuda: Path) -> Iterator[str]:
             )
 
 
-def page(text: str, emulated: Path, cuda: Path) -> str:
+def page(text: str, counted: list[str]) -> str:
     begin, end = "<!-- selections -->\n", "<!-- end of selections -->"
-    table = "\n".join(lines(emulated, cuda))
+    table = "\n".join(counted)
     return re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n{table}\n\n{end}", text, flags=re.DOTALL)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("emulated", type=Path)
     parser.add_argument("cuda", type=Path)
-    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
     text = PAGE.read_text(encoding="utf-8")
-    wanted = page(text, given.emulated.resolve(), given.cuda.resolve())
-    if not given.check:
-        PAGE.write_text(wanted, encoding="utf-8")
-    elif wanted != text:
-        print("docs/gpu.md is not what is counted: run tools/selection_counts.py")
-    return int(given.check and wanted != text)
+    PAGE.write_text(page(text, list(lines(given.emulated.resolve(), given.cuda.resolve()))), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
