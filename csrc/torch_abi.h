@@ -173,7 +173,11 @@ inline OptionalTensor on_host(const Tensor& tensor) {
 // The device of `like`. It is the current device as long as this object lives.
 class TorchDevice : public Device {
  public:
-  explicit TorchDevice(const Tensor& like) : like_(like) {
+  // With an op, its kernels note faults.
+  explicit TorchDevice(const Tensor& like, [[maybe_unused]] std::optional<PublicOp> op = std::nullopt) : like_(like) {
+#if defined(D3S_CUDA)
+    if (op) faults = faults_of(*op);
+#endif
 #if defined(D3S_ON_GPU)
     index = like.get_device_index();
     guard_.emplace(index);

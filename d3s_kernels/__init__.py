@@ -2,6 +2,7 @@
 
 from ._build import build_info
 from ._dispatch.backends import backends
+from ._dispatch.faults import synchronize_checks
 from .compare import Comparison, Difference, compare
 from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
@@ -45,5 +46,6 @@ __all__ = [
     "select_tokens",
     "select_tokens_from_logits",
     "selection_page",
+    "synchronize_checks",
     "topk_mask",
 ]

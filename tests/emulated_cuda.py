@@ -7,12 +7,13 @@ import os
 
 import torch
 
-from d3s_kernels._dispatch import backends  # imported first: it loads the CPU kernels, which are then replaced
+from d3s_kernels._dispatch import backends, faults  # imported first: it loads the CPU kernels, which are then replaced
 from d3s_kernels._table.coverage import replaced, require_all, served_by
 
 # New memory is filled with NaN and the largest integers, so that a kernel that reads what none has written shows.
 # This function imports no compiler, as torch.use_deterministic_algorithms does.
 torch.set_deterministic_debug_mode("warn")
 torch.ops.load_library(os.environ["D3S_EMULATED_LIBRARY"])
+faults.watch(os.environ["D3S_EMULATED_LIBRARY"])
 backends.SLICES["cpu"] = backends.GPU_SLICE
 require_all("the emulated CUDA library replaces the CPU's kernels", replaced(), served_by("kernels"))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(CMAKE is None or CXX is None, reason="needs cmak
 ABOVE_THE_KERNELS = ("test_registration.py", "test_compiled_losses.py")
 # The tests of the ops run on the emulated kernels too, except tests of code that does not depend on the kernels.
 SUITES = (
-    ("test_table.py", "test_logprob_entropy.py", "test_sampling_masks.py", "test_compact.py"),
+    ("test_table.py", "test_logprob_entropy.py", "test_sampling_masks.py", "test_compact.py", "test_faults.py"),
     ("test_group_advantages.py", "test_topk_mask.py", "test_errors.py", "test_weight_grad_into.py"),
     ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
     ("test_head.py", "test_ratios.py", "test_topk_steps.py", "test_softmax_state.py", *ABOVE_THE_KERNELS),

@@ -18,12 +18,16 @@ struct Segments {
   // Offsets on a GPU may be unchecked. They are clamped, so bad ones give wrong segments but no access out of bounds.
   D3S_HOST_DEVICE int64_t begin(int64_t i) const {
     if (!ragged()) return i * length;
-    const int64_t offset = offsets32 ? offsets32[i] : offsets64[i];
-    return offset < 0 ? 0 : offset < limit ? offset : limit;
+    const int64_t at = offset(i);
+    return at < 0 ? 0 : at < limit ? at : limit;
   }
   D3S_HOST_DEVICE int64_t end(int64_t i) const {
     const int64_t first = begin(i), last = begin(i + 1);
     return last < first ? first : last;
+  }
+  // Whether the offsets around segment i are as they must be.
+  D3S_HOST_DEVICE bool good(int64_t i) const {
+    return offset(i) <= offset(i + 1) && (i > 0 || offset(0) == 0) && (i + 1 < count || offset(count) == limit);
   }
   D3S_HOST_DEVICE bool ragged() const { return offsets32 || offsets64; }
 
@@ -46,6 +50,9 @@ struct Segments {
     const int64_t next = first_from(position + 1);
     return next > 0 ? next - 1 : 0;
   }
+
+ private:
+  D3S_HOST_DEVICE int64_t offset(int64_t i) const { return offsets32 ? offsets32[i] : offsets64[i]; }
 };
 
 }  // namespace d3s

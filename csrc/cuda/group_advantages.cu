@@ -8,6 +8,7 @@
 //   group_advantages            write_advantages   rewards, batch    -> out     (small groups, then large ones)
 #include "../ops/rollouts.h"
 #include "collective.h"
+#include "note_faults.h"
 #include "size_class.h"
 
 namespace d3s {
@@ -57,7 +58,9 @@ __global__ void __launch_bounds__(kBatchThreads)
 template <class T, class Group>
 __global__ void __launch_bounds__(kThreads)
     write_advantages(const T* rewards, const __grid_constant__ Segments groups, const __grid_constant__ SizeClass sizes,
-                     const __grid_constant__ AdvantageOptions options, const double* batch, float* out) {
+                     const __grid_constant__ AdvantageOptions options, const double* batch, float* out,
+                     const __grid_constant__ Faults faults) {
+  note_offsets(groups, faults);
   const Group group(dynamic_shared<unsigned char>());
   const int64_t each = blockDim.x / group.size, number = blockIdx.x * each + threadIdx.x / group.size;
   if (number >= groups.count) return;
@@ -87,7 +90,7 @@ void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions&
     }
     const auto run = [&](auto kernel, int64_t per_block, size_t shared, const SizeClass& sizes) {
       launch("group_advantages", kernel, ceil_div(groups.count, per_block), kThreads, shared, device, p, groups, sizes,
-             options, static_cast<const double*>(batch), out);
+             options, static_cast<const double*>(batch), out, device.faults);
     };
     // With offsets, only the device knows the lengths: both launches are needed, unless no group can be large.
     const int64_t shortest = groups.ragged() ? 0 : groups.length;

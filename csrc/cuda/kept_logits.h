@@ -81,6 +81,8 @@ __device__ void finish_span(const LogitsRows& rows, int64_t row, const Span& spa
       rows.spans.set_of(span, label, tile.whole ? tile.columns : INT64_MAX, share.label_at >= 0, share.bad_token);
   const bool label_in_tile = set.has_label && tile.has(label);
   const float temperature = rows.temperatures[row];
+  if (set.bad) sink.faults.note(Fault::kSamplingMask);
+  if (!sink.states) note_row(temperature, label != kNoTarget && !set.has_label && !set.bad, sink.faults);
   if (set.single()) {
     if (sink.states && tile.has(span.tokens[0])) sink.states[row] = RowState::of_single(label_in_tile);
     const float zero = 0.f * temperature;  // NaN for a temperature that is not valid
@@ -150,6 +152,7 @@ __global__ void enforce_bound(const __grid_constant__ LogitsRows rows, const __g
                               const int* dense_rows) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (row >= rows.layout.count || *dense_rows <= rows.spans.max_dense_rows || rows.masked_out(row)) return;
+  sink.faults.note(Fault::kDenseRows);
   if (sink.states)
     sink.states[row].dot = NAN;
   else

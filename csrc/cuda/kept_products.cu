@@ -49,16 +49,19 @@ bool is_aligned(const Matrix& matrix) {
 constexpr int kCheckers = 1024;
 
 // Whether offsets are bad. One block: offsets are few.
-__global__ void check_offsets(const __grid_constant__ Spans spans, int64_t rows, int* bad) {
+__global__ void check_offsets(const __grid_constant__ Spans spans, int64_t rows, int* bad,
+                              const __grid_constant__ Faults faults) {
   int any = 0;
   for (int64_t row = threadIdx.x; row < rows; row += kCheckers) any |= !spans.good(row);
   any = __syncthreads_or(any);
-  if (threadIdx.x == 0) *bad = any != 0;
+  if (threadIdx.x > 0) return;
+  *bad = any != 0;
+  if (any) faults.note(Fault::kSamplingMask);
 }
 
 const int* any_bad(const Spans& spans, int64_t rows, const char* name, Device& device) {
   int* bad = device.scratch_of<int>(1);
-  launch(name, check_offsets, 1, kCheckers, 0, device, spans, rows, bad);
+  launch(name, check_offsets, 1, kCheckers, 0, device, spans, rows, bad, device.faults);
   return bad;
 }
 

@@ -82,9 +82,11 @@ __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxSta
   const float temperature = rows.temperatures[row];
   const RowStatistics statistics = finish(state, temperature);
   // An unchecked label that is no token gives NaN.
-  const float logprob = label >= 0 ? log_probability(to_float(p[label]), statistics, temperature)
-                                   : (rows.labels.bad(row, rows.layout.columns) ? NAN : 0.f);
+  const bool bad_label = label < 0 && rows.labels.bad(row, rows.layout.columns);
+  const float logprob =
+      label >= 0 ? log_probability(to_float(p[label]), statistics, temperature) : (bad_label ? NAN : 0.f);
   write_row(row, statistics, logprob, sink);
+  note_row(temperature, bad_label, sink.faults);
 }
 
 template <class T, bool kAligned>
@@ -223,12 +225,13 @@ void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
 }
 
 __global__ void finish_all(const __grid_constant__ RowStates states, const __grid_constant__ Temperatures temperatures,
-                           const __grid_constant__ RowOutputs outputs) {
+                           const __grid_constant__ RowOutputs outputs, const __grid_constant__ Faults faults) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (row >= states.count) return;
   const RowState state = states.merged(row, temperatures[row]);
   const RowStatistics statistics = finish(state.get(), temperatures[row]);
   outputs.write(row, statistics, log_probability(state.label_logit, statistics, temperatures[row]));
+  note_row(temperatures[row], false, faults);
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------
@@ -381,6 +384,7 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
   RowSink sink;
   sink.outputs = outputs;
   sink.keys = keys;
+  sink.faults = device.faults;
   reduce_rows(rows, sink, device);
 }
 
@@ -388,6 +392,7 @@ void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, D
   RowSink sink;
   sink.states = states;
   sink.first_token = first_token;
+  sink.faults = device.faults;
   reduce_rows(rows, sink, device);
 }
 
@@ -395,7 +400,7 @@ void finish_states(const RowStates& states, const Temperatures& temperatures, co
                    Device& device) {
   constexpr int kFinishers = 128;
   launch("softmax_state_finish", finish_all, ceil_div(states.count, kFinishers), kFinishers, 0, device, states,
-         temperatures, outputs);
+         temperatures, outputs, device.faults);
 }
 
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,

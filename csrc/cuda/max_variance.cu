@@ -14,6 +14,7 @@
 #include "../ops/rollouts.h"
 #include "max_variance_memory.h"
 #include "max_variance_warp.h"
+#include "note_faults.h"
 #include "segment_sort.h"
 #include "size_class.h"
 
@@ -27,8 +28,10 @@ constexpr int kBlockThreads = 512;  // eight of 4,096 entries each; more threads
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     select_segments(const T* values, const bool* mask, const __grid_constant__ Segments segments,
-                    const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, Entry* spill,
-                    bool* out) {
+                    const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, Entry* spill, bool* out,
+                    const __grid_constant__ Faults faults) {
+  note_keep(keep, faults);
+  note_offsets(segments, faults);
   auto* shared = dynamic_shared<unsigned char>();
   const BlockGroup block(shared);
   const int64_t begin = segments.begin(blockIdx.x), n = segments.end(blockIdx.x) - begin;
@@ -65,7 +68,10 @@ __device__ void select_longer(const T* values, const bool* mask, int64_t begin, 
 template <class T, int kLanes>
 __global__ void __launch_bounds__(kGroupThreads, 1)
     select_groups(const T* values, const bool* mask, const __grid_constant__ Segments segments,
-                  const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, Entry* spill, bool* out) {
+                  const __grid_constant__ Keep keep, const __grid_constant__ SizeClass sizes, Entry* spill, bool* out,
+                  const __grid_constant__ Faults faults) {
+  note_keep(keep, faults);
+  note_offsets(segments, faults);
   const Lanes<kLanes> lanes;
   const int64_t group = (int64_t{blockIdx.x} * kGroupThreads + threadIdx.x) / kLanes;
   const int64_t read = min(group, segments.count - 1), begin = segments.begin(read);
@@ -129,7 +135,9 @@ __device__ int count_usable(const Keys& at, int n) {
 
 __global__ void __launch_bounds__(kBlockThreads, 1)
     find_sorted_ends(SortedEntries sorted, const __grid_constant__ Segments segments, const __grid_constant__ Keep keep,
-                     Ends* ends) {
+                     Ends* ends, const __grid_constant__ Faults faults) {
+  note_keep(keep, faults);
+  note_offsets(segments, faults);
   const BlockGroup block(dynamic_shared<unsigned char>());
   const int64_t begin = segments.begin(blockIdx.x);
   const int n = static_cast<int>(segments.end(blockIdx.x) - begin);
@@ -160,7 +168,7 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
   while (segments.count > int64_t{1} << (bits - 32)) ++bits;
   const SortedEntries sorted = sort_entries(entries, entries + n, indices, indices + n, n, bits, device);
   launch("max_variance_select (splits)", find_sorted_ends, segments.count, kBlockThreads, BlockGroup::kSharedBytes,
-         device, sorted, segments, keep, ends);
+         device, sorted, segments, keep, ends, device.faults);
   launch("max_variance_select (mask)", write_sorted_mask, ceil_div(n, kThreads), kThreads, 0, device, sorted, n,
          segments, static_cast<const Ends*>(ends), out);
 }
@@ -206,7 +214,7 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
     const auto run = [&](const char* name, auto kernel, int64_t blocks, int threads, size_t shared_bytes,
                          const SizeClass& sizes) {
       launch(name, kernel, blocks, threads, shared_bytes, device, static_cast<const T*>(values.values), values.mask,
-             segments, keep, sizes, spill, out);
+             segments, keep, sizes, spill, out, device.faults);
     };
     const bool small_only = known && longest <= kWarpSegment;
     if (small_only || !known)

@@ -12,6 +12,7 @@
 //   entropy_groups              write_each           entropy, above (from topk_mask.cu)        -> out
 #include "../ops/ratios.h"
 #include "collective.h"
+#include "note_faults.h"
 
 namespace d3s {
 namespace {
@@ -53,7 +54,9 @@ __device__ void add_shared(ExactSum* total, const ExactSum& part) {
 // The sums of a[i] - b[i], or of a[i] where b is null, over each group of each sequence.
 template <bool kGroups>
 __global__ void __launch_bounds__(kThreads)
-    add_terms(const float* a, const float* b, const __grid_constant__ TokenGroups groups, ExactSum* sums) {
+    add_terms(const float* a, const float* b, const __grid_constant__ TokenGroups groups, ExactSum* sums,
+              const __grid_constant__ Faults faults) {
+  note_offsets(groups.sequences, faults);
   constexpr int kOwn = kGroups ? kOwnGroups : 1;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {
@@ -80,7 +83,12 @@ __global__ void __launch_bounds__(kThreads)
           own[g].count += here;
           own[g].flags |= here ? one.flags : 0;
         }
-        if (kGroups && group[j] >= kOwn && group[j] < kMostGroups) add_shared(of_sequence + group[j], one);
+        if (kGroups && group[j] >= kOwn) {
+          if (group[j] == TokenGroups::kBad)
+            faults.note(Fault::kGroups);
+          else
+            add_shared(of_sequence + group[j], one);
+        }
       }
     }
 #pragma unroll
@@ -99,7 +107,7 @@ ExactSum* group_sums(const float* a, const float* b, const TokenGroups& groups, 
   auto* sums = device.scratch_of<ExactSum>(count);
   clear(sums, 0, count * sizeof(ExactSum), device);
   launch("group sums", groups.ids ? add_terms<true> : add_terms<false>, blocks_for(groups.tokens), kThreads, 0, device,
-         a, b, groups, sums);
+         a, b, groups, sums, device.faults);
   return sums;
 }
 

@@ -11,6 +11,7 @@ struct RowSink {
   KeyOutput keys;
   RowState* states = nullptr;  // if set, a tile is merged into these; else outputs are written
   int64_t first_token = 0;
+  Faults faults;
 };
 
 __device__ inline void write_row(int64_t row, const RowStatistics& statistics, float logprob, const RowSink& sink) {
@@ -21,6 +22,12 @@ __device__ inline void write_row(int64_t row, const RowStatistics& statistics, f
 __device__ inline void write_masked_row(int64_t row, const RowSink& sink) {
   sink.outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
   if (sink.keys.keys) sink.keys.keys[row] = kAbsent;
+}
+
+// Notes what has made a row's results NaN.
+__device__ inline void note_row(float temperature, bool bad_label, const Faults& faults) {
+  if (temperature != temperature) faults.note(Fault::kTemperature);
+  if (bad_label) faults.note(Fault::kLabels);
 }
 
 template <class T>

@@ -8,6 +8,7 @@
 //   launch       kernel            reads     -> writes
 //   topk_mask    select_segments   scores    -> mask, count, threshold
 #include "key_mask.h"
+#include "note_faults.h"
 #include "score_keys.h"
 #include "size_class.h"
 #include "topk_pieces.h"
@@ -29,7 +30,10 @@ template <bool kLookUp>
 __global__ void __launch_bounds__(BlockGroup::kMostThreads)
     select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros,
                     const __grid_constant__ Segments segments, const __grid_constant__ SizeClass sizes, Spill spill,
-                    const __grid_constant__ SelectionOutputs outputs) {
+                    const __grid_constant__ SelectionOutputs outputs, const __grid_constant__ Faults faults) {
+  note_quota(quota, faults);
+  note_offsets(segments, faults);
+  if (kLookUp) note_offsets(scores.sequences, faults);
   SearchRoom& room = *dynamic_shared<SearchRoom>();
   const BlockGroup block(room.group);
   const int segment = static_cast<int>(blockIdx.x);
@@ -96,7 +100,7 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
   const auto select_blocks = [&](int64_t shortest, int64_t most, int64_t end, const Spill& spill) {
     launch("topk_mask", look_up ? select_segments<true> : select_segments<false>, segments.count, threads_for(most),
            sizeof(SearchRoom) + (most + Spill::kRoom) * sizeof(uint32_t), device, scores, quota, drop_zeros, segments,
-           SizeClass{shortest, end, most}, spill, outputs);
+           SizeClass{shortest, end, most}, spill, outputs, device.faults);
   };
   if (longest > capacity) select_in_pieces({scores, quota, drop_zeros, segments, outputs}, capacity, values, device);
   if (longest > capacity && !segments.ragged()) return;  // all segments are long

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "key_mask.h"
+#include "note_faults.h"
 #include "score_keys.h"
 
 namespace d3s {
@@ -122,7 +123,11 @@ __device__ __forceinline__ bool keep_taken(bool taken, uint32_t key, bool drop_z
   return taken;
 }
 
-__global__ void __launch_bounds__(kPieceThreads, 2) count_first(const __grid_constant__ Pieces pieces) {
+__global__ void __launch_bounds__(kPieceThreads, 2)
+    count_first(const __grid_constant__ Pieces pieces, const __grid_constant__ Faults faults) {
+  note_quota(pieces.selection.quota, faults);
+  note_offsets(pieces.selection.segments, faults);
+  note_offsets(pieces.selection.scores.sequences, faults);
   SearchRoom& room = *dynamic_shared<SearchRoom>();
   const BlockGroup block(room.group);
   for_parts(pieces, [&](const Part& part) {
@@ -279,10 +284,10 @@ void select_in_pieces(const Selection& selection, int64_t longer_than, int64_t v
                          {device.scratch_of<uint32_t>(values), device.scratch_of<uint16_t>(values),
                           device.scratch_of<uint32_t>(2 * blocks * kPieceWarps)},
                          device.scratch_of<uint32_t>(2 * blocks * digit_of(2).bins())};
-  const auto pass = [&](const char* name, auto kernel) {
-    launch(name, kernel, blocks, kPieceThreads, sizeof(SearchRoom), device, pieces);
+  const auto pass = [&](const char* name, auto kernel, const auto&... more) {
+    launch(name, kernel, blocks, kPieceThreads, sizeof(SearchRoom), device, pieces, more...);
   };
-  pass("topk_mask (first digit)", count_first);
+  pass("topk_mask (first digit)", count_first, device.faults);
   pass("topk_mask (second digit)", split_pieces);
   pass("topk_mask (third digit)", count_last);
   pass("topk_mask (rest)", finish_pieces);

@@ -12,6 +12,7 @@
 #include "../ops/topk_steps.h"
 
 #include "key_mask.h"
+#include "note_faults.h"
 #include "score_keys.h"
 
 namespace d3s {
@@ -53,7 +54,9 @@ __device__ void for_stored(const uint32_t* keys, int64_t begin, int64_t end, con
 }
 
 __global__ void __launch_bounds__(kThreads, 2)
-    order_keys_of_piece(const __grid_constant__ Scores scores, int64_t total, uint32_t* keys) {
+    order_keys_of_piece(const __grid_constant__ Scores scores, int64_t total, uint32_t* keys,
+                        const __grid_constant__ Faults faults) {
+  note_offsets(scores.sequences, faults);
   const BlockGroup block(dynamic_shared<unsigned char>());
   const Piece piece(total);
   for_scores(ScoreKeys<true>(scores), static_cast<int>(piece.begin), static_cast<int>(piece.end), block,
@@ -62,7 +65,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 __global__ void __launch_bounds__(kThreads)
     count_digit_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches,
-                         const __grid_constant__ Digit digit, Count* counts) {
+                         const __grid_constant__ Digit digit, Count* counts, const __grid_constant__ Faults faults) {
+  if (digit.is_first()) note_offsets(keys.segments, faults);
   SearchRoom& room = *dynamic_shared<SearchRoom>();
   const BlockGroup block(room.group);
   const int bins = digit.bins();
@@ -86,7 +90,8 @@ struct ChooseRoom {
 // A block for each segment.
 __global__ void __launch_bounds__(kChooseThreads)
     choose_digit_of_segment(KeySearch* searches, const int64_t* counts, const __grid_constant__ Digit digit,
-                            const __grid_constant__ Quota quota) {
+                            const __grid_constant__ Quota quota, const __grid_constant__ Faults faults) {
+  if (digit.is_first()) note_quota(quota, faults);
   ChooseRoom& room = *dynamic_shared<ChooseRoom>();
   const BlockGroup block(room.group);
   counts += int64_t{blockIdx.x} * digit.bins();
@@ -150,20 +155,20 @@ __global__ void __launch_bounds__(kThreads)
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device) {
   require_places(total);
   launch("topk_order_keys", order_keys_of_piece, ceil_div(total, kPiece), kThreads, BlockGroup::kSharedBytes, device,
-         scores, total, keys);
+         scores, total, keys, device.faults);
 }
 
 void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
                  Device& device) {
   clear(counts, 0, keys.segments.count * digit.bins() * static_cast<int64_t>(sizeof(int64_t)), device);
   launch("topk_count_digit", count_digit_of_piece, ceil_div(keys.total, kPiece), kThreads, sizeof(SearchRoom), device,
-         keys, searches, digit, reinterpret_cast<Count*>(counts));
+         keys, searches, digit, reinterpret_cast<Count*>(counts), device.faults);
 }
 
 void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
                   Device& device) {
   launch("topk_choose_digit_", choose_digit_of_segment, segments, kChooseThreads, sizeof(ChooseRoom), device, searches,
-         counts, digit, quota);
+         counts, digit, quota, device.faults);
 }
 
 void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,

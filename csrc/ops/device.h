@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../core/macros.h"
+#include "faults.h"
 
 namespace d3s {
 
@@ -20,6 +21,7 @@ class Device {
 
   int index = 0;
   void* stream = nullptr;  // a GPU's current stream
+  Faults faults;           // where the kernels of the op note what they meet
 };
 
 }  // namespace d3s

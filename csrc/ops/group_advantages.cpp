@@ -23,7 +23,7 @@ Tensor group_advantages(const Tensor& rewards, const OptionalTensor& offsets, co
   groups.segments = segments_of(rewards, offsets, "rewards");
   groups.total = rewards.numel();
   const Tensor advantages = empty(leading_sizes(rewards, rewards.dim()), ScalarType::Float, rewards);
-  TorchDevice device(rewards);
+  TorchDevice device(rewards, PublicOp::kGroupAdvantages);
   group_advantages_of(groups, {by, eps, ddof}, mutable_data<float>(advantages), device);
   return advantages;
 }

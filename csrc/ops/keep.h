@@ -13,9 +13,11 @@ struct Keep {
   const int64_t* on_device64 = nullptr;
   int64_t times = 1;  // how many segments are pooled: the number is kept once for each
 
+  D3S_HOST_DEVICE int64_t value() const { return on_device32 ? *on_device32 : on_device64 ? *on_device64 : number; }
+
   // A number on the device may be unchecked: below 1, it keeps nothing.
   D3S_HOST_DEVICE int64_t of(int64_t values) const {
-    const int64_t each = on_device32 ? *on_device32 : on_device64 ? *on_device64 : number;
+    const int64_t each = value();
     return each < 1 ? 0 : each < values ? each * times : values * times;
   }
 };

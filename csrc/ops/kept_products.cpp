@@ -57,7 +57,7 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
   head.mask = argument.rows.mask;
   head.spans = argument.rows.spans;
   const Tensor out = empty({head.places()}, ScalarType::Float, hidden);
-  TorchDevice device(hidden);
+  TorchDevice device(hidden, PublicOp::kLinearLogprobEntropy);
   kept_logits(head, mutable_data<float>(out), device);
   return out;
 }

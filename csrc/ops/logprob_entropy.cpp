@@ -120,7 +120,9 @@ FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, 
   argument.set_mask(mask);
   argument.set_spans(sampling_mask, vocabulary);
   FourTensors outputs = new_outputs(leading_sizes(logits, argument.dims), logits);
-  TorchDevice device(logits);
+  TorchDevice device(logits, kept_of  ? PublicOp::kLinearLogprobEntropy
+                             : labels ? PublicOp::kLogprobEntropy
+                                      : PublicOp::kEntropy);
   row_statistics(argument.rows, pointers(outputs), {}, device);
   return outputs;
 }
@@ -201,7 +203,7 @@ void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTen
   argument.set_labels(labels, INT64_MAX);
   argument.set_mask(mask);
   argument.set_spans(sampling_mask, INT64_MAX);
-  TorchDevice device(logits);
+  TorchDevice device(logits, PublicOp::kLinearLogprobEntropy);
   merge_tile(argument.rows, first_token, mutable_data<RowState>(state), device);
 }
 
@@ -211,7 +213,7 @@ FourTensors softmax_state_finish(const Tensor& state, double temperature, const 
   FourTensors outputs = new_outputs({count}, state);
   OptionalTensor owner;
   const Temperatures temperatures = temperatures_of(temperature, temperature_tensor, std::get<0>(outputs), 1, owner);
-  TorchDevice device(state);
+  TorchDevice device(state, PublicOp::kLinearLogprobEntropy);
   finish_states({data<RowState>(state), state.dim() == 3 ? state.size(0) : 1, count}, temperatures, pointers(outputs),
                 device);
   return outputs;

@@ -49,7 +49,7 @@ Tensor max_variance_select(const Tensor& values, const OptionalInt& keep, const 
   segmented.values = source.const_data_ptr();
   segmented.type = float_type(source);
   segmented.mask = data<bool>(usable);
-  TorchDevice device(values);
+  TorchDevice device(values, PublicOp::kMaxVarianceSelect);
   max_variance_mask(segmented, number, mutable_data<bool>(out), device);
   return out;
 }

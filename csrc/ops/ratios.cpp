@@ -91,7 +91,7 @@ Tensor importance_ratio(const Tensor& logprob, const Tensor& old_logprob, const 
   argument.set_sequences("logprob", logprob, offsets);
   const Tensor now = packed(logprob), then = require_per_row("old_logprob", old_logprob, logprob, logprob.dim());
   const Tensor out = empty(leading_sizes(logprob, logprob.dim()), ScalarType::Float, logprob);
-  TorchDevice device(logprob);
+  TorchDevice device(logprob, PublicOp::kImportanceRatio);
   importance_ratios(data<float>(now), data<float>(then), argument.groups, form, bounds, mutable_data<float>(out),
                     device);
   return out;
@@ -129,7 +129,7 @@ Tensor entropy_groups(const Tensor& entropy, const std::vector<double>& quantile
   }
   const Tensor source = packed(entropy);
   const Tensor out = empty(leading_sizes(entropy, entropy.dim()), ScalarType::Char, entropy);
-  TorchDevice device(entropy);
+  TorchDevice device(entropy, PublicOp::kEntropyGroups);
   Scores scores;
   scores.values = source.const_data_ptr();
   scores.mask = data<bool>(usable);
@@ -157,7 +157,7 @@ Tensor adaptive_clip(const Tensor& entropy, const Tensor& groups, const Optional
   const Tensor source = packed(entropy);
   const Tensor out = empty(leading_sizes(entropy, entropy.dim()), ScalarType::Float, entropy);
   const float scale = static_cast<float>(alpha / std::log(static_cast<double>(vocab_size)));
-  TorchDevice device(entropy);
+  TorchDevice device(entropy, PublicOp::kAdaptiveClip);
   scaled_group_means(data<float>(source), argument.groups, scale, mutable_data<float>(out), device);
   return out;
 }

@@ -70,7 +70,7 @@ Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const Optiona
     segments = pool(scores);
     longest = scores.numel();
   }
-  TorchDevice device(scores);
+  TorchDevice device(scores, PublicOp::kTopkMask);
   select_top(source, quota, drop_zeros, segments, scores.numel(), longest, {mutable_data<bool>(out)}, device);
   return out;
 }
@@ -136,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor> select_tokens(const Tensor& entropy, const Te
   require_float("entropy", entropy);
   TokenSelection selection(entropy, "entropy",
                            {advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros});
-  TorchDevice device(entropy);
+  TorchDevice device(entropy, PublicOp::kSelectTokens);
   selection.run(packed(entropy), device);
   return {selection.mask, selection.count, selection.threshold};
 }
@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
   argument.set_spans({sampling_ids, sampling_offsets, false, max_dense_rows}, argument.rows.layout.columns);
   RowOutputs outputs;
   outputs.entropy = mutable_data<float>(entropy);
-  TorchDevice device(logits);
+  TorchDevice device(logits, PublicOp::kSelectTokensFromLogits);
   KeyOutput keys;
   if (kMakesKeys) {
     keys = {selection.scores, device.scratch_of<uint32_t>(entropy.numel())};

@@ -34,13 +34,15 @@ struct Quota {
   const float* ratio32 = nullptr;  // instead: the ratio is on the device
   const double* ratio64 = nullptr;
 
+  D3S_HOST_DEVICE double value() const { return ratio32 ? *ratio32 : ratio64 ? *ratio64 : ratio; }
+
   // A ratio on the device may be unchecked: outside of (0, 1], it keeps nothing.
   D3S_HOST_DEVICE int64_t of(int64_t present) const {
     if (is_number) {
       const int64_t wanted = number.of(present);
       return wanted < present ? wanted : present;
     }
-    const double share = ratio32 ? *ratio32 : ratio64 ? *ratio64 : ratio;
+    const double share = value();
     return share > 0 && share <= 1 && present > 0 ? keep_from_ratio(share, present, slack) : 0;
   }
 };

@@ -23,7 +23,7 @@ Tensor topk_order_keys(const Tensor& scores, const OptionalTensor& advantages, c
   if (each) source.kind = kind_of(*each, scores, source.sequences);
   source.advantages = data<float>(each);
   const Tensor keys = empty(leading_sizes(scores, scores.dim()), ScalarType::Int, scores);
-  TorchDevice device(scores);
+  TorchDevice device(scores, PublicOp::kTopkMask);
   make_order_keys(source, scores.numel(), mutable_data<uint32_t>(keys), device);
   return keys;
 }
@@ -56,7 +56,7 @@ Tensor topk_count_digit(const Tensor& keys, const Tensor& search, int64_t shift,
   const Digit digit = digit_of(shift, bits);
   const KeySearch* searches = searches_of(search, source.segments.count, keys);
   const Tensor counts = empty({source.segments.count, digit.bins()}, ScalarType::Long, keys);
-  TorchDevice device(keys);
+  TorchDevice device(keys, PublicOp::kTopkMask);
   count_digit(source, searches, digit, mutable_data<int64_t>(counts), device);
   return counts;
 }
@@ -71,7 +71,7 @@ void topk_choose_digit_(const Tensor& search, const Tensor& counts, int64_t shif
   const Digit digit = digit_of(shift, bits);
   KeySearch* searches = searches_of(search, counts.size(0), counts);
   const Quota quota = quota_of(ratio, ratio_tensor, k, k_tensor, search);
-  TorchDevice device(search);
+  TorchDevice device(search, PublicOp::kTopkMask);
   choose_digit(searches, counts.size(0), data<int64_t>(counts), digit, quota, device);
 }
 

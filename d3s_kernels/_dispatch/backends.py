@@ -22,7 +22,8 @@ import torch
 
 from .. import _torch
 from .._build import build_info
-from .libraries import why_not_cuda
+from .faults import look
+from .libraries import argument_names, why_not_cuda
 
 _Kernel = Callable[..., Any]
 
@@ -128,12 +129,14 @@ def _python_kernel(op: str, backend: str, device: str, forced: str | None) -> _K
     NotImplemented for what it cannot take, and then plain PyTorch computes the op.
     """
     check, kernel, in_torch = getattr(torch.ops.d3s_checks, op).default, _kernels(backend)[op], _torch.KERNELS[op]
+    names = argument_names(op)
 
     def run(*arguments: Any, **options: Any) -> Any:
         if forced is None:
             _say_once(device)
         with torch.no_grad():
             check(*arguments, **options)
+            look(op, dict(zip(names, arguments, strict=False)) | options)
             result = kernel(*arguments, **options)
             return in_torch(*arguments, **options) if result is NotImplemented else result
 

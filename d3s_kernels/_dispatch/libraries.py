@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._build import FOLDER, build_info
+from .faults import watch
 
 torch.ops.load_library(str(FOLDER / "_cpu.so"))  # type: ignore[no-untyped-call]
 torch.ops.load_library(str(FOLDER / "_checks.so"))  # type: ignore[no-untyped-call]
@@ -29,6 +30,7 @@ def why_not_cuda() -> str | None:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"the CUDA library does not load: {error}"
+    watch(str(library))
     return None
 
 

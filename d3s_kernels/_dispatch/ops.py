@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import faults
 from .autograd import GRADIENTS
 
 _Op = Callable[..., Any]
@@ -20,10 +21,13 @@ _NO_MEMORY = "d3s_kernels: out of memory"
 
 
 def _with_usual_errors(op: _Op) -> _Op:
-    """The op with ValueError for a refused argument, and torch.OutOfMemoryError, which trainers catch."""
+    """The op with ValueError for a refused argument, and torch.OutOfMemoryError, which trainers catch. Before it runs,
+    it tells what earlier ops have met on a GPU.
+    """
 
     @wraps(op)
     def call(*arguments: Any) -> Any:
+        faults.tell(stacklevel=5)
         try:
             return op(*arguments)
         except RuntimeError as error:
@@ -63,9 +67,13 @@ def _refuses_by_value_error() -> bool:
     raise AssertionError("compact takes a capacity of -1")
 
 
-# On a CPU torch itself raises RuntimeError for want of memory.
-_as_raised = _refuses_by_value_error() and not torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-_public: Callable[[_Op], _Op] = (lambda op: op) if _as_raised else _with_usual_errors
+# On a CPU torch itself raises RuntimeError for want of memory, and values are checked.
+_on_cpus_alone = not (torch.backends.cuda.is_built() or torch.xpu._is_compiled())  # type: ignore[no-untyped-call]
+_as_raised = _refuses_by_value_error() and _on_cpus_alone
+
+
+def _public(op: _Op) -> _Op:
+    return op if _as_raised and not faults.watches() else _with_usual_errors(op)
 
 
 def __getattr__(name: str) -> _Op:

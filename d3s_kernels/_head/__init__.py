@@ -12,15 +12,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._dispatch.backends import DEVICES
+from .._dispatch.faults import look
 from .._dispatch.libraries import by_name
 from . import vocab_parallel
 from .backward import backward_op
 from .forward import forward_op
 
+
+def _looked_at(**given: Any) -> tuple[Tensor, ...]:
+    if not given["hidden"].is_cpu:  # on a CPU the arguments are checked
+        look("linear_logprob_entropy", given)
+    return forward_op(**given)
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
-    "linear_logprob_entropy": forward_op,
+    "linear_logprob_entropy": _looked_at,
     "linear_logprob_entropy_backward": backward_op,
     "vocab_parallel_logprob_entropy": vocab_parallel.forward_op,
     "vocab_parallel_linear_logprob_entropy": forward_op,

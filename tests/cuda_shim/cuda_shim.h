@@ -279,6 +279,17 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  static thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+  std::swap(*mode, current);
+  return cudaSuccess;
+}
+constexpr unsigned cudaHostAllocPortable = 1, cudaHostAllocMapped = 2;
+inline cudaError_t cudaHostAlloc(void** at, size_t bytes, unsigned) {
+  *at = std::malloc(bytes);
+  return cudaSuccess;
+}
 cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t = nullptr);
 
 namespace d3s::shim {

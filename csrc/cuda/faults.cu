@@ -1,0 +1,38 @@
+// The host memory in which kernels note faults.
+#include "../ops/faults.h"
+
+#include <cstring>
+
+#include "cuda.h"
+
+namespace d3s {
+namespace {
+
+constexpr int kBytes = kPublicOps * kFaultKinds;
+
+// Null until the first op has run. Python looks here before each op, so that it needs no call.
+unsigned char* memory = nullptr;
+
+// Pinned memory, which kernels can write. Allocating is allowed while a graph is captured, but only in this mode.
+unsigned char* allocate() {
+  auto mode = cudaStreamCaptureModeRelaxed;
+  require_success(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  void* at = nullptr;
+  const cudaError_t error = cudaHostAlloc(&at, kBytes, cudaHostAllocPortable | cudaHostAllocMapped);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  require_success(error, "cudaHostAlloc, for the faults that kernels note");
+  std::memset(at, 0, kBytes);
+  return memory = static_cast<unsigned char*>(at);
+}
+
+}  // namespace
+
+Faults faults_of(PublicOp op) {
+  static unsigned char* const bytes = allocate();
+  return {bytes + static_cast<int>(op) * kFaultKinds};
+}
+
+}  // namespace d3s
+
+// Where d3s_kernels/_dispatch/faults.py finds the memory: [ops][faults], in the order of their enumerations.
+extern "C" __attribute__((visibility("default"))) unsigned char* const* d3s_kernels_faults() { return &d3s::memory; }

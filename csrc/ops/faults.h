@@ -1,0 +1,42 @@
+// What kernels on a GPU say about values that nobody has checked: the host would have to wait for them. A kernel that
+// meets one gives NaN or selects nothing there, and sets a byte in host memory. d3s_kernels/_dispatch/faults.py reads
+// the bytes before the next op, and warns. Nothing here knows torch.
+#pragma once
+
+#include "../core/macros.h"
+
+namespace d3s {
+
+// d3s_kernels/_dispatch/faults.py has the words, in this order.
+enum class Fault { kRatio, kKeep, kOffsets, kGroups, kLabels, kTemperature, kSamplingMask, kDenseRows };
+constexpr int kFaultKinds = static_cast<int>(Fault::kDenseRows) + 1;
+
+// What users call the ops that note faults; also in that order there.
+enum class PublicOp {
+  kEntropy,
+  kLogprobEntropy,
+  kLinearLogprobEntropy,
+  kTopkMask,
+  kSelectTokens,
+  kSelectTokensFromLogits,
+  kMaxVarianceSelect,
+  kGroupAdvantages,
+  kImportanceRatio,
+  kEntropyGroups,
+  kAdaptiveClip
+};
+constexpr int kPublicOps = static_cast<int>(PublicOp::kAdaptiveClip) + 1;
+
+// The bytes of one op; null on a CPU, where values are checked.
+struct Faults {
+  unsigned char* of_op = nullptr;
+
+  D3S_HOST_DEVICE void note(Fault fault) const {
+    if (of_op) of_op[static_cast<int>(fault)] = 1;
+  }
+};
+
+// The bytes of an op, in memory that all GPUs of the process can write (cuda/faults.cu).
+Faults faults_of(PublicOp op);
+
+}  // namespace d3s

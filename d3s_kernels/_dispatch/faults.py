@@ -1,0 +1,224 @@
+"""Warns of values on a GPU that nobody has checked, such as a ratio of 0 or a label that is no token.
+
+The host would have to wait for the device to check them, so an op gives NaN or selects nothing there, and the next op
+warns. Compiled kernels note what they meet in host memory (``csrc/ops/faults.h``), which costs nothing while there is
+no fault. For Triton and plain PyTorch, ``D3S_KERNELS_CHECK=late`` has the arguments looked at on the device, and the
+answers copied to the host while it goes on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# What an op met, and what it gave: in the order of Fault in csrc/ops/faults.h.
+FAULTS = {
+    "ratio": "a ratio outside of (0, 1], and selected nothing",
+    "keep": "a number to keep below 1, and selected nothing",
+    "offsets": "offsets that start after 0, decrease, or do not end at the number of values; values that they leave "
+    "out are not selected, or NaN",
+    "groups": "a group of 16 or more, which gave NaN",
+    "labels": "a label that is neither -100 nor a token that its row has, which gave NaN",
+    "temperature": "a temperature outside of [1e-15, 1e15], which gave NaN",
+    "sampling_mask": "a sampling mask whose offsets are no offsets or whose ids are no tokens, which gave NaN",
+    "dense_rows": "more rows without a span than max_dense_rows, which made all rows NaN",
+}
+PUBLIC_OPS = (  # in the order of PublicOp there
+    "entropy",
+    "logprob_entropy",
+    "linear_logprob_entropy",
+    "topk_mask",
+    "select_tokens",
+    "select_tokens_from_logits",
+    "max_variance_select",
+    "group_advantages",
+    "importance_ratio",
+    "entropy_groups",
+    "adaptive_clip",
+)
+_ADVICE = (
+    "D3S_KERNELS_CHECK=1 has values checked before each op, which names the place, and waits for the device; "
+    "D3S_KERNELS_CHECK=error makes this warning an error"
+)
+Met = tuple[str, str]
+"""An op, and a key of FAULTS."""
+
+_told: set[Met] = set()
+
+
+def tell(stacklevel: int = 3) -> None:
+    """Warns of each op and fault once, or raises under ``D3S_KERNELS_CHECK=error``. Waits for nothing."""
+    if torch.compiler.is_compiling() or (_noted is None and not _looks):
+        return
+    for met in [*(_noted.take() if _noted else ()), *_arrived()]:
+        message = f"d3s_kernels: {met[0]} met, on a GPU, {FAULTS[met[1]]}. {_ADVICE}"
+        if _setting() == "error":
+            raise RuntimeError(message)
+        if met not in _told:
+            _told.add(met)
+            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+
+
+def synchronize_checks() -> None:
+    """Waits for the GPUs, and then warns of bad values that the ops so far have met.
+
+    On a GPU an op cannot refuse the value of a tensor, such as a ratio outside of (0, 1], offsets that decrease or a
+    label that is no token, without waiting for the device: it selects nothing or gives NaN, and the next call of any
+    op warns. This function is for the end of a program, and for tests. On a CPU values are checked at once.
+
+    Warns:
+        RuntimeWarning: once for each op and kind of fault.
+
+    Raises:
+        RuntimeError: instead of the warning, under ``D3S_KERNELS_CHECK=error``.
+
+    Example:
+        >>> import d3s_kernels as d3s
+        >>> d3s.synchronize_checks()
+    """
+    for devices in (torch.cuda, torch.xpu):
+        if devices.is_initialized():
+            for index in range(devices.device_count()):
+                devices.synchronize(index)
+    tell()
+
+
+def _setting() -> str | None:
+    return os.environ.get("D3S_KERNELS_CHECK")
+
+
+# ---- noted by compiled kernels --------------------------------------------------------------------------------------
+
+
+class _Noted:
+    """The memory in which the kernels of a library note faults: a byte for each op and fault."""
+
+    def __init__(self, path: str) -> None:
+        library = ctypes.CDLL(path)
+        self.meanings = [(op, fault) for op in PUBLIC_OPS for fault in FAULTS]
+        self.nothing = bytes(len(self.meanings))
+        library.d3s_kernels_faults.restype = ctypes.POINTER(ctypes.c_void_p)
+        self.address = library.d3s_kernels_faults()  # of a pointer that is null until an op has run on a GPU
+
+    def take(self) -> list[Met]:
+        """What was noted since the last call."""
+        at = self.address[0]
+        if at is None or (bytes_now := ctypes.string_at(at, len(self.nothing))) == self.nothing:
+            return []
+        found = [i for i, byte in enumerate(bytes_now) if byte]
+        for i in found:
+            ctypes.memset(at + i, 0, 1)
+        return [self.meanings[i] for i in found]
+
+
+_noted: _Noted | None = None
+
+
+def watch(library: str) -> None:
+    """Has :func:`tell` read what the kernels of this library note."""
+    global _noted
+    _noted = _Noted(library)
+
+
+def watches() -> bool:
+    """Whether ops may leave something to tell."""
+    return _noted is not None
+
+
+# ---- looked for, where the kernels note nothing ---------------------------------------------------------------------
+
+
+class _Look(NamedTuple):
+    """Answers on their way to the host."""
+
+    op: str
+    faults: tuple[str, ...]
+    answers: Tensor
+    arrived: torch.Event | None  # None: they are there
+
+
+_looks: list[_Look] = []
+
+# The ops with values from users, and what users call them.
+_LOOKED_AT = {op: op for op in PUBLIC_OPS} | dict.fromkeys(("topk_order_keys", "topk_choose_digit_"), "topk_mask")
+
+
+def public_name(op: str, arguments: Mapping[str, Any]) -> str:
+    return "entropy" if op == "logprob_entropy" and arguments.get("labels") is None else _LOOKED_AT[op]
+
+
+def look(op: str, arguments: Mapping[str, Any]) -> None:
+    """Under ``D3S_KERNELS_CHECK=late`` or ``error``: looks at the values of an op's arguments, on their device."""
+    if op not in _LOOKED_AT or _setting() not in ("late", "error"):
+        return
+    bad = dict(_bad_values(arguments))
+    if not bad:
+        return
+    op = public_name(op, arguments)
+    flags = torch.stack([flag.reshape(()) for flag in bad.values()])
+    if flags.is_cpu:
+        _looks.append(_Look(op, tuple(bad), flags, None))
+        return
+    if flags.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # the answers would be those of each replay, which nobody waits for
+    answers = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
+    answers.copy_(flags, non_blocking=True)
+    event = torch.Event(flags.device)
+    event.record()
+    _looks.append(_Look(op, tuple(bad), answers, event))
+
+
+def _arrived() -> Iterator[Met]:
+    """What the looks have found that have come back since the last call."""
+    back = [look for look in _looks if look.arrived is None or look.arrived.query()]
+    _looks[:] = [look for look in _looks if look not in back]
+    for each in back:
+        yield from (
+            (each.op, fault) for fault, is_bad in zip(each.faults, each.answers.tolist(), strict=True) if is_bad
+        )
+
+
+def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """For each argument with values, whether one is bad: a bool tensor on the argument's device."""
+    given = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    first = next(iter(given.values()))
+    if (ratio := given.get("ratio_tensor")) is not None:
+        yield "ratio", ~((ratio > 0) & (ratio <= 1))
+    for name in ("k_tensor", "keep_tensor"):
+        if name in given:
+            yield "keep", given[name] < 1
+    if (offsets := given.get("offsets")) is not None:
+        values = first.shape[0]
+        yield "offsets", (offsets[0] != 0) | (offsets.diff() < 0).any() | (offsets[-1] != values)
+    if (groups := given.get("groups")) is not None:
+        yield "groups", (groups >= 16).any()
+    if (temperature := given.get("temperature_tensor")) is not None:
+        yield "temperature", ~((temperature > 0.999e-15) & (temperature < 1.001e15)).all()
+    vocabulary = _vocabulary(arguments)
+    if vocabulary is None:
+        return
+    if (labels := given.get("labels")) is not None:
+        yield "labels", ((labels != -100) & ((labels < 0) | (labels >= vocabulary))).any()
+    if (ids := given.get("sampling_ids")) is not None:
+        cuts = given["sampling_offsets"]
+        bad_cuts = (cuts[0] != 0) | (cuts.diff() < 0).any() | (cuts[-1] > len(ids))
+        yield "sampling_mask", bad_cuts | ((ids < 0) | (ids >= vocabulary)).any()
+        if (most := arguments.get("max_dense_rows")) is not None:
+            mask = given.get("mask")
+            dense = cuts.diff() == 0 if mask is None else (cuts.diff() == 0) & mask.reshape(-1)
+            yield "dense_rows", dense.sum() > most
+
+
+def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
+    """How many tokens the labels are of; None for a tile, and for a rank's part."""
+    if arguments.get("first_token") is not None or arguments.get("kept_of") is not None:
+        return None
+    if "weight" in arguments:
+        return int(arguments["weight"].shape[0])
+    return int(arguments["logits"].shape[-1]) if "logits" in arguments else None
