@@ -18,7 +18,7 @@ from heads import MODELS, SHAPE, needs_trls
 from tiny_trl import micro_batch, trainer
 
 from d3s_kernels.integrations.trl.head import d3s_head
-from d3s_kernels.integrations.trl.head_module import UnsupportedHead, check_head
+from d3s_kernels.integrations.trl.surface import UnsupportedHead, check_head
 
 TEMPERATURE = 0.7
 Scores = tuple[Tensor, Tensor, Tensor]

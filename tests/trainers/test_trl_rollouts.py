@@ -14,7 +14,8 @@ pytest.importorskip("trl")
 from tiny_trl import GROUP, PAD, generation_batch, trainer
 
 from d3s_kernels import max_variance_select
-from d3s_kernels.integrations.trl.rollouts import choose_rollouts, rows_to_keep, take, trimmed
+from d3s_kernels.integrations.trl.batch import take, trimmed
+from d3s_kernels.integrations.trl.rollouts import choose_rollouts, rows_to_keep
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,28 +20,22 @@ import trl.trainer.utils as trl_utils
 from tiny_trl import GROUP, PlainTrainer, trainer
 from trl_changes import IN_THE_FIRST_STEP, WHEN_MADE, other_order
 
-from d3s_kernels.integrations.trl import D3STrainer, surface
+from d3s_kernels.integrations.trl import D3STrainer, UnknownTRL
 from d3s_kernels.integrations.trl.gradient import DENOMINATORS
-from d3s_kernels.integrations.trl.loss_probe import check_loss
-from d3s_kernels.integrations.trl.surface import (
-    ATTRIBUTES,
-    FUNCTIONS,
-    HEAD,
-    LOSS_MAY_READ,
-    LOSS_READS,
-    METHODS,
-    UnknownTRL,
-)
-from d3s_kernels.integrations.trl.surface_check import _read_by, check_class
+from d3s_kernels.integrations.trl.run import Run
+from d3s_kernels.integrations.trl.surface import check_class
+from d3s_kernels.integrations.trl.surface.loss import check_loss
+from d3s_kernels.integrations.trl.surface.names import _read_by
+from d3s_kernels.integrations.trl.surface.table import ATTRIBUTES, FUNCTIONS, HEAD, LOSS_MAY_READ, LOSS_READS, METHODS
 
 SOURCE = Path(trls.__file__).read_text(encoding="utf-8")
-INTEGRATION = Path(surface.__file__).parent
+LAYERS = D3STrainer.__mro__[: D3STrainer.__mro__.index(trls.GRPOTrainer)]  # the classes of ours, down to Run
 
 
 @pytest.fixture
 def with_trls(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], None]]:
     """Puts a changed copy of TRL's trainer in the place of the class that ours overrides."""
-    bases, name = D3STrainer.__bases__, "trl.trainer.grpo_trainer_changed"
+    bases, name = Run.__bases__, "trl.trainer.grpo_trainer_changed"
 
     def changed(replaced: dict[str, str]) -> None:
         source = SOURCE
@@ -52,10 +47,10 @@ def with_trls(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], None]]:
         module = sys.modules[name] = ModuleType(name)  # inspect finds a class's source through its module
         vars(module).update(__file__=str(file), __package__="trl.trainer")
         exec(compile(source, file, "exec"), vars(module))
-        D3STrainer.__bases__ = (module.GRPOTrainer,)
+        Run.__bases__ = (module.GRPOTrainer,)
 
     yield changed
-    D3STrainer.__bases__ = bases
+    Run.__bases__ = bases
     sys.modules.pop(name, None)
 
 
@@ -133,7 +128,7 @@ def test_every_loss_of_trl_is_taken(loss: str) -> None:
 
 def test_the_table_is_of_this_trl() -> None:
     """Every name of the table is there, and none is left over. If this fails, TRL has changed: see CONTRIBUTING."""
-    check_class(D3STrainer, D3STrainer)
+    check_class(D3STrainer, Run, "grpo")
     assert _read_by(trls.GRPOTrainer._compute_loss) == LOSS_READS.keys() | set(LOSS_MAY_READ.split())
     ours = trainer()
     assert [name for name in ATTRIBUTES if not hasattr(ours, name)] == []
@@ -144,14 +139,14 @@ def test_the_table_is_of_this_trl() -> None:
 def test_private_names_of_trl_are_all_in_the_table() -> None:
     """What the integration uses of TRL's trainer and modules beyond their public names."""
     listed = {entry.name.rpartition(".")[2] for entry in METHODS} | ATTRIBUTES.keys()
-    own = {name for name in vars(D3STrainer) if name not in vars(trls.GRPOTrainer)}
-    tree = ast.parse((INTEGRATION / "trainer.py").read_text(encoding="utf-8"))
+    own = {name for layer in LAYERS for name in vars(layer) if name not in vars(trls.GRPOTrainer)}
     used = {
-        node.attr for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()", "super(D3STrainer, self)")
+        node.attr for layer in LAYERS for node in ast.walk(ast.parse(inspect.getsource(layer)))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()")
     }  # fmt: skip
     own |= vars(trainer()).keys() - vars(trainer(PlainTrainer)).keys()
     of_transformers = {"args", "model", "state", "train", "__init__"}
+    assert listed & used
     assert used - own - of_transformers <= listed
 
 
@@ -165,14 +160,14 @@ def test_a_function_that_changed_is_refused(function: Any, monkeypatch: pytest.M
     if function.name.endswith(".forward"):
         monkeypatch.setattr(holder, name, type("Renamed", (), {}))
     with pytest.raises(UnknownTRL, match=function.name.replace(".", r"\.")) as error:
-        check_class(D3STrainer, D3STrainer)
+        check_class(D3STrainer, Run, "grpo")
     print(f"{function.name}: {error.value}")
 
 
 def test_a_head_that_models_do_not_look_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl_utils, "add_fused_lm_head", lambda model: None)
     with pytest.raises(UnknownTRL, match=r"_ChunkedLogProbFunction.forward: .* does not look it up; it is replaced"):
-        check_class(D3STrainer, D3STrainer)
+        check_class(D3STrainer, Run, "grpo")
 
 
 # ---- the selection is seen to act ------------------------------------------------------------------------------------
@@ -212,7 +207,7 @@ def stand_in(base: type, folder: Path, name: str, source: str) -> type:
 def test_unsloths_trainer_below_ours_is_refused_when_ours_is_made(tmp_path: Path, with_trls: Callable) -> None:
     with_trls({})  # brings the bases back afterwards
     source = STAND_IN.format(name="_UnslothGRPOTrainer", scores=ASKS) + ITS_SCORES
-    D3STrainer.__bases__ = (stand_in(trls.GRPOTrainer, tmp_path, "_UnslothGRPOTrainer", source),)
+    Run.__bases__ = (stand_in(trls.GRPOTrainer, tmp_path, "_UnslothGRPOTrainer", source),)
     message = r"got _UnslothGRPOTrainer\._get_per.*UnslothGRPOTrainer\.py:\d+\) with the parameters .*compute_efficient"
     with pytest.raises(UnknownTRL, match=message):
         trainer()
@@ -227,7 +222,7 @@ def test_a_loss_that_is_overridden_alone_is_refused_in_the_first_step(
     if above:  # a class of the user's, derived from ours
         ours = trainer(stand_in(D3STrainer, tmp_path, name, source))
     else:
-        D3STrainer.__bases__ = (stand_in(trls.GRPOTrainer, tmp_path, name, source),)
+        Run.__bases__ = (stand_in(trls.GRPOTrainer, tmp_path, name, source),)
         ours = trainer()
     message = rf"asked for none\. compute_loss is {name}\.compute_loss \(.*UnslothGRPOTrainer\.py:5\)"
     with pytest.raises(UnknownTRL, match=message):

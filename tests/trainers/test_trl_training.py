@@ -337,7 +337,7 @@ def test_vllms_correction_needs_the_old_policy_at_once() -> None:
     made.use_vllm = True
     assert made.vllm_importance_sampling_correction
     assert made._pass_names() == ["old_per_token_logps"]
-    from d3s_kernels.integrations.trl.passes import Passes
+    from d3s_kernels.integrations.trl.surface import Passes
 
     made._passes = passes = Passes(made._pass_names())
     batch = generation_batch(4)

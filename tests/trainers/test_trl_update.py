@@ -19,8 +19,7 @@ from tiny_trl import generation_batch, micro_batch, model, trainer, with_sets
 from d3s_kernels import sampling
 from d3s_kernels._head import problem
 from d3s_kernels._head.at_backward import AtBackward
-from d3s_kernels.integrations.trl.head import Update
-from d3s_kernels.integrations.trl.host_number import HostNumber
+from d3s_kernels.integrations.trl.head import HostNumber, Update
 
 OURS = str(Path(sys.modules[Update.__module__].__file__ or "").parents[2])  # the package
 TORCH = str(Path(torch.__file__).parent)

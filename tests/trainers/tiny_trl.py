@@ -143,10 +143,10 @@ class Seen:
         self.batches: list[dict[str, Any]] = []
         score, add = made._score_for_loss, made._add_sets
 
-        def scoring(update: Any, call: Any, inputs: dict[str, Any], *more: Any) -> Any:
+        def scoring(update: Any, call: Any, inputs: dict[str, Any]) -> Any:
             with torch.no_grad():
-                over_all = call(*more)[0]  # log-probabilities over the whole vocabulary
-            found = score(update, call, inputs, *more)
+                over_all = call.scores()[0]  # log-probabilities over the whole vocabulary
+            found = score(update, call, inputs)
             own = dict(zip(("logprob", "entropy"), (part.detach().clone() for part in found[:2]), strict=True))
             self.batches.append({**inputs, **own, "over_all": over_all})
             return found

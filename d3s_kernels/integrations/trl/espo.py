@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from .._espo import espo_terms
+from .batch import Batch, loss_mask
 from .config import D3SConfig
-from .gradient import loss_mask
-from .rollouts import Batch
 
 
 def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:
