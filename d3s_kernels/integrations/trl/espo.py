@@ -32,7 +32,7 @@ def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, voc
         loss_mask(batch).bool(),
         quantiles=args.espo_quantiles,
         alpha=args.espo_alpha,
-        denominator=args.espo_denominator,  # type: ignore[arg-type]  # D3SConfig has checked it
+        denominator=args.espo_denominator,
         vocab_size=vocab_size,
     )
     moved: dict[str, Any] = {"old_per_token_logps": logprob - terms.ratio.log()}

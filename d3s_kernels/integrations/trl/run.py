@@ -11,6 +11,7 @@ from trl import GRPOTrainer
 
 from ...schedule import Budget, DownSamplingSchedule
 from ..metrics import token_metrics, token_sums
+from .config import D3SConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class Run(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
     """TRL's trainer with a budget that follows the run, and a log of our metrics that waits for no device."""
 
-    args: Any  # a D3SConfig
+    args: D3SConfig
     _schedule: DownSamplingSchedule
     _num_tokens_kept: Tensor | None = None  # None until the first micro-batch
 
