@@ -14,8 +14,9 @@ from torch import Tensor, nn
 pytest.importorskip("trl")
 import tiny_trl
 import trl.trainer.utils as trl_utils
+from batches import micro_batch
 from heads import MODELS, SHAPE, needs_trls
-from tiny_trl import micro_batch, trainer
+from tiny_trl import trainer
 
 from d3s_kernels.integrations.trl.head import d3s_head
 from d3s_kernels.integrations.trl.surface import UnsupportedHead, check_head

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("trl")
-from tiny_trl import GROUP, PAD, generation_batch, trainer
+from batches import generation_batch
+from tiny_trl import GROUP, PAD, trainer
 
 from d3s_kernels import max_variance_select
 from d3s_kernels.integrations.trl.batch import take, trimmed

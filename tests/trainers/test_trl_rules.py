@@ -11,8 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-from tiny_trl import GROUP, PlainTrainer, generation_batch, loss_and_gradients, micro_batch, trainer
+from batches import generation_batch, micro_batch
+from tiny_trl import GROUP, PlainTrainer, trainer
 from trl import GRPOTrainer
+from updates import loss_and_gradients
 
 from d3s_kernels import TokenSelection, group_advantages, select_rollouts, select_tokens
 from d3s_kernels.integrations.metrics import selection_metrics

@@ -10,20 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("trl")
 import trl.trainer.utils as trl_utils
+from batches import generation_batch, with_sets
 from peft import LoraConfig
-from tiny_trl import (
-    GROUP,
-    VOCABULARY,
-    Seen,
-    arguments,
-    generation_batch,
-    loss_and_gradients,
-    model,
-    share_of_even,
-    tokenizer,
-    trainer,
-    with_sets,
-)
+from tiny_trl import GROUP, VOCABULARY, arguments, model, share_of_even, tokenizer, trainer
+from updates import Seen, loss_and_gradients
 
 from d3s_kernels.integrations.metrics import NAMES
 from d3s_kernels.integrations.sampling_metrics import SAMPLING_NAMES

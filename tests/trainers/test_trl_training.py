@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
+from batches import generation_batch
 from datasets import Dataset
-from tiny_trl import GROUP, PlainTrainer, generation_batch, model, share_of_even, trainer
+from tiny_trl import GROUP, PlainTrainer, model, share_of_even, trainer
 
 from d3s_kernels._head import backward
 from d3s_kernels.integrations.metrics import NAMES

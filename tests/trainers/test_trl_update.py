@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("trl")
 from accelerate import DistributedType
-from tiny_trl import generation_batch, micro_batch, model, trainer, with_sets
+from batches import generation_batch, micro_batch, with_sets
+from tiny_trl import model, trainer
 
 from d3s_kernels import sampling
 from d3s_kernels._head import problem

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_trl import Seen, generation_batch, gradients, model, trainer, with_sets
+from batches import generation_batch, with_sets
+from tiny_trl import model, trainer
 from torch import Tensor
 from traffic import counted
+from updates import Seen, gradients
 
 from d3s_kernels import select_tokens
 from d3s_kernels.integrations.trl.sets import SETS
