@@ -151,7 +151,7 @@ def test_trimmed_keeps_one_column_of_nothing() -> None:
 
 
 def test_kept_rows_are_whole_and_in_their_order() -> None:
-    made = trainer(rollouts_start=3, rollouts_end=3)
+    made = trainer(rollouts=3)
     batch = generation_batch(5)
     expected = choose_rollouts(batch["advantages"].view(-1, GROUP), 3, "batch", multiple=2)
     kept = made._keep_rollouts(dict(batch))
@@ -178,7 +178,7 @@ def test_widths_are_multiples_where_trl_pads_to_them() -> None:
 def test_rows_are_a_multiple_of_the_steps() -> None:
     with pytest.warns(UserWarning, match=r"rollouts_start: got 3, asking for 3 of 8 rollouts, but 4 are kept"):
         made = trainer(
-            rollouts_start=3, rollouts_end=3, per_device_train_batch_size=2, gradient_accumulation_steps=4
+            rollouts=3, per_device_train_batch_size=2, gradient_accumulation_steps=4
         )  # fmt: skip
     kept = made._keep_rollouts(generation_batch(1, rows=GROUP))
     assert len(kept["advantages"]) == 4

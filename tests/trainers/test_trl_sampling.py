@@ -42,7 +42,7 @@ def by_hand(policy: Any, batch: dict[str, Tensor], temperature: float) -> tuple[
 
 
 def first_update(**options: Any) -> tuple[Seen, Any]:
-    made = trainer(max_steps=1, max_completion_length=24, rollouts_start=1, rollouts_end=1, **options)
+    made = trainer(max_steps=1, max_completion_length=24, rollouts=1, **options)
     seen = Seen(made)
     made.train()
     return seen, made
@@ -117,7 +117,7 @@ def test_an_evaluation_is_trls_own() -> None:
 
 
 def test_gradients_are_those_of_the_sets() -> None:
-    made = trainer(token_ratio_start=1.0, token_ratio_end=1.0, loss_type="grpo", **ON)
+    made = trainer(tokens=1.0, loss_type="grpo", **ON)
     batch = with_sets(generation_batch(3, GROUP))
     _, found = loss_and_gradients(made, batch)
     mask = batch["completion_mask"]

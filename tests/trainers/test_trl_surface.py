@@ -17,7 +17,7 @@ import tiny_trl
 import torch
 import trl.trainer.grpo_trainer as trls
 import trl.trainer.utils as trl_utils
-from tiny_trl import GROUP, PlainTrainer, trainer
+from tiny_trl import PlainTrainer, generated, trainer
 from trl_changes import IN_THE_FIRST_STEP, WHEN_MADE, other_order
 
 from d3s_kernels.integrations.trl import D3STrainer, UnknownTRL
@@ -98,8 +98,7 @@ def test_passes_in_another_order_give_the_same_batch(adapters: bool, with_trls: 
     for replaced in ({}, other_order(SOURCE)):
         with_trls(replaced)
         torch.manual_seed(3)
-        inputs = [{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)]
-        batches.append(made(saved, **options)._generate_and_score_completions(inputs))
+        batches.append(generated(made(saved, **options)))
     expected, found = batches
     assert found.keys() == expected.keys() >= {"old_per_token_logps", "ref_per_token_logps"}
     for name, value in expected.items():

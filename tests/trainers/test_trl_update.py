@@ -103,7 +103,7 @@ def test_the_meter_sees_our_waits(waits: Waits) -> None:
 
 
 def test_a_log_has_numbers_and_leaves_out_what_there_is_not() -> None:
-    made = trainer(token_ratio_start=1.0, token_ratio_end=1.0)
+    made = trainer(tokens=1.0)
     for seed in (1, 2):
         made.compute_loss(made.model, micro_batch(seed))
     valid = [int(micro_batch(seed)["completion_mask"].sum()) for seed in (1, 2)]
