@@ -80,14 +80,13 @@ def test_bad_values_are_named(name: str, value: Any, takes: str) -> None:
         tiny_trl.arguments(**{name: value})
 
 
-QUANTILE = {"token_rule": "entropy_quantile"}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({**QUANTILE, "token_scope": "sequence"}, "token_scope: got 'sequence' with token_rule 'entropy_quant.*'batch'"),
-        ({**QUANTILE, "drop_zeros": True}, r"drop_zeros: got True with token_rule .*; takes False"),
+        *(
+            ({"token_rule": "entropy_quantile", name: value}, f"{name}: got {value!r} with token_rule .* {takes!r}")
+            for name, value, takes in (("token_scope", "sequence", "batch"), ("drop_zeros", True, False))
+        ),
         (
             {"importance_sampling_level": "entropy_group", "loss_type": "cispo"},
             r"loss_type: got 'cispo' with importance_sampling_level 'entropy_group'; takes 'grpo' or 'bnpo'",

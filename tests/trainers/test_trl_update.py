@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("trl")
 from accelerate import DistributedType
-from batches import generation_batch, micro_batch, with_sets
+from batches import generation_batch, micro_batch, texts, with_sets
 from tiny_trl import model, trainer
 
 from d3s_kernels import sampling
@@ -132,9 +132,7 @@ def test_scores_beside_the_loss_are_bounded_by_no_other_micro_batch() -> None:
     """A subclass may score once more, with a gradient: after the loss, or other tokens within it."""
     made, batch = trainer(), micro_batch(1)
     loss = made.compute_loss(made.model, batch)
-    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    logprob, *_ = made._get_per_token_logps_and_entropies(made.model, tokens, attention, 10, compute_entropy=True)
+    logprob, *_ = made._get_per_token_logps_and_entropies(made.model, *texts(batch).values(), 10, compute_entropy=True)
     (loss + (logprob * batch["completion_mask"]).sum()).backward()
     assert made.model.get_output_embeddings().weight.grad.isfinite().all()
 
