@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("trl")
-import tiny_trl
 import torch
 import trl.trainer.grpo_trainer as trls
 import trl.trainer.utils as trl_utils
@@ -58,13 +57,6 @@ def made(saved: str, **options: Any) -> Any:
     return trainer(policy=saved, max_steps=1, max_completion_length=3, **{"loss_type": "grpo", **options})
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = str(tmp_path_factory.mktemp("policy"))
-    tiny_trl.model().save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("change", WHEN_MADE)
 def test_a_change_is_refused_when_the_trainer_is_made(change: str, with_trls: Callable, saved: str) -> None:
     replaced, message, options = WHEN_MADE[change]
@@ -91,9 +83,7 @@ def test_passes_in_another_order_give_the_same_batch(adapters: bool, with_trls: 
     options: dict[str, Any] = {"num_iterations": 2, "beta": 0.1}
     if adapters:
         peft = pytest.importorskip("peft")
-        options["peft_config"] = peft.LoraConfig(
-            target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", init_lora_weights=False
-        )
+        options["peft_config"] = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
     batches = []
     for replaced in ({}, other_order(SOURCE)):
         with_trls(replaced)
@@ -239,23 +229,23 @@ def test_a_batch_that_is_not_ours_is_refused() -> None:
         trainer(Theirs).train()
 
 
-def test_a_loss_that_calls_ours_and_takes_another_is_refused() -> None:
-    ours = trainer()
-    theirs = ours.compute_loss
-    ours.compute_loss = lambda model, inputs, **more: (
-        theirs(model, inputs).detach() + model.get_output_embeddings().weight.sum()
-    )
-    with pytest.raises(
-        UnknownTRL, match=r"it asked for them, but has no gradient through them\. compute_loss is test_"
-    ):
-        ours.train()
-
-
-def test_a_loss_that_adds_to_ours_is_taken() -> None:
+def calling_ours(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A trainer whose loss is what ``change`` makes of ours, and a term of its own."""
     ours = trainer(max_steps=1)
     theirs = ours.compute_loss
     ours.compute_loss = lambda model, inputs, **more: (
-        theirs(model, inputs) + 1e-3 * model.get_output_embeddings().weight.square().sum()
+        change(theirs(model, inputs)) + 1e-3 * model.get_output_embeddings().weight.square().sum()
     )
+    return ours
+
+
+def test_a_loss_that_calls_ours_and_takes_another_is_refused() -> None:
+    message = r"it asked for them, but has no gradient through them\. compute_loss is calling_ours"
+    with pytest.raises(UnknownTRL, match=message):
+        calling_ours(torch.Tensor.detach).train()
+
+
+def test_a_loss_that_adds_to_ours_is_taken() -> None:
+    ours = calling_ours(lambda loss: loss)
     ours.train()
     assert ours.state.global_step == 1

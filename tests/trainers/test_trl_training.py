@@ -39,13 +39,6 @@ def trained(policy: Any = None, **options: Any) -> list[dict[str, float]]:
     return history
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> str:
-    """A folder with the policy, from which TRL also loads the reference policy."""
-    model().save_pretrained(tmp_path)
-    return str(tmp_path)
-
-
 def test_logs_what_it_kept() -> None:
     for row in trained(max_steps=3):
         assert {name for name in row if name.startswith("d3s/")} == LOGGED
