@@ -1,4 +1,4 @@
-"""The passes that score the tokens of a generation batch without gradient, before the update."""
+"""A call for scores of tokens, and the passes without gradient that make such calls before the update."""
 
 from __future__ import annotations
 
@@ -34,10 +34,6 @@ class Scoring(Run):
     """Makes TRL's passes, and postpones those that only the update needs until the rollouts are chosen."""
 
     _passes: Passes | None = None  # set only while TRL makes a generation batch
-
-    @property
-    def _espo(self) -> bool:
-        return bool(self.args.importance_sampling_level == "entropy_group")
 
     @property
     def _corrects_sampling(self) -> bool:

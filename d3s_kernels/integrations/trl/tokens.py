@@ -29,6 +29,10 @@ class ChoosesTokens(Scoring):
     _loss_inputs: Batch | None = None  # set only while TRL computes a training loss
     _page: PageOfBatch | None = None  # set while a generation batch is trained on of which a page is written
 
+    @property
+    def _espo(self) -> bool:
+        return self.args.importance_sampling_level == "entropy_group"
+
     def _choose_tokens_of_batch(self, batch: Batch) -> None:
         """Marks the tokens of a whole generation batch."""
         advantages, mask = batch["advantages"], loss_mask(batch).bool()

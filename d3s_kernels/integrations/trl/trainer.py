@@ -21,7 +21,7 @@ from .run import Run
 from .sampling_options import require_one_turn
 from .scoring import Call, Scores
 from .sets import OverSets
-from .surface import Watch, check_class, check_head, check_trainer
+from .surface import Watch, check_attributes, check_class, check_head, check_loss, inherited
 
 
 class D3STrainer(ChoosesRollouts):
@@ -72,11 +72,13 @@ class D3STrainer(ChoosesRollouts):
             args = D3SConfig(f"{name.split('/')[-1]}-D3S")
         check_class(type(self), Run, args.loss_type)
         super().__init__(model, reward_funcs, args, *more, **options)
+        check_attributes(self)
+        check_head(self.accelerator.unwrap_model(self.model))
         if args.sampling_mask:
             require_one_turn(self)
         if self._espo:
             self.importance_sampling_level = "token"  # what TRL sees: as_espo turns its token ratios into ESPO's
-        check_trainer(self, Run)
+        check_loss(self, inherited(type(self), Run, "_compute_loss"))
         self._schedule, self._watch = args.schedule(), Watch()
         self._warn_of_little_to_drop()
 

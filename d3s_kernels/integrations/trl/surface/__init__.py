@@ -6,8 +6,6 @@ the optimizer has made a step. :mod:`.table` says what is relied on, and :mod:`.
 :mod:`.passes` sees what TRL makes of a generation batch, and :mod:`.step` that the selection acts in each step.
 """
 
-from typing import Any
-
 from .lm_head import UnsupportedHead, check_head
 from .loss import check_loss
 from .names import check_attributes, check_class, inherited
@@ -16,22 +14,6 @@ from .step import Watch
 from .table import UnknownTRL
 
 __all__ = [
-    "OLD", "REFERENCE", "Passes", "UnknownTRL", "UnsupportedHead", "Watch", "check_class", "check_head",
-    "check_trainer",
+    "OLD", "REFERENCE", "Passes", "UnknownTRL", "UnsupportedHead", "Watch", "check_attributes", "check_class",
+    "check_head", "check_loss", "inherited",
 ]  # fmt: skip
-
-
-def check_trainer(trainer: Any, ours: type) -> None:
-    """Checks a trainer that was made: what it has, its LM head, and its loss. All processes take part.
-
-    Args:
-        trainer: of a class that :func:`check_class` has taken.
-        ours: the class among its bases whose own bases are TRL's.
-
-    Raises:
-        UnknownTRL: an attribute is not there, or the loss is not one that the selection of tokens covers.
-        UnsupportedHead: the LM head computes more than a linear layer of its weight and bias.
-    """
-    check_attributes(trainer)
-    check_head(trainer.accelerator.unwrap_model(trainer.model))
-    check_loss(trainer, inherited(type(trainer), ours, "_compute_loss"))
