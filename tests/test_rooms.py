@@ -116,6 +116,13 @@ def test_a_room_imports_what_its_row_says(room: str) -> None:
     assert allowed == {other for other, _ in found if other}
 
 
+@pytest.mark.parametrize("door", ["integrations.trl.surface"])
+def test_a_folder_with_a_door_is_imported_through_it(door: str) -> None:
+    users = {module: set(imported(path)) for module, path in MODULES.items() if not f"{module}.".startswith(f"{door}.")}
+    assert [module for module, names in users.items() if door in names]
+    assert not [module for module, names in users.items() if any(name.startswith(f"{door}.") for name in names)]
+
+
 def test_contributing_names_files_that_are_there() -> None:
     text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = re.findall(r"(?:csrc|d3s_kernels|tests|tools|docs|_[a-z_]+)/[\w/.]+\.(?:py|cpp|cu|h|md)", text)

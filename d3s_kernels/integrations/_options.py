@@ -11,9 +11,6 @@ from ..rollouts import RolloutRule
 from ..schedule import Budget, DownSamplingSchedule
 from ..tokens import TokenRule
 
-ROLLOUT_RULES: tuple[str, ...] = get_args(RolloutRule)
-TOKEN_RULES: tuple[str, ...] = get_args(TokenRule)
-
 
 def is_whole_number(value: Any) -> bool:
     return type(value) is int and value >= 1
@@ -46,9 +43,9 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "token_ratio_end": (_is_ratio, "a number in (0, 1]"),
     "token_ratio": (_is_ratio, "a number in (0, 1]"),
     "schedule_shape": _one_of("linear", "cosine", "exponential"),
-    "rollout_rule": _one_of(*ROLLOUT_RULES),
+    "rollout_rule": _one_of(*get_args(RolloutRule)),
     "rollout_scope": _one_of("batch", "group"),
-    "token_rule": _one_of(*TOKEN_RULES),
+    "token_rule": _one_of(*get_args(TokenRule)),
     "token_scope": _one_of("batch", "sequence"),
     "entropy_from": _one_of("auto", "update", "rollout"),
     "loss_denominator": _one_of("kept", "all"),

@@ -6,6 +6,7 @@ import dataclasses
 import doctest
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,71 +45,61 @@ def test_defaults_are_the_papers() -> None:
     assert (config.sampling_mask, config.max_kept) == (False, 512)
 
 
+SHARE = "a share in (0, 1] of a group's rollouts, or their number, which is whole and above 1"
+RISING = "rising numbers in (0, 1), at most 15"
+BAD: list[tuple[str, Any, str]] = [
+    ("rollout_scope", "sequence", "'batch' or 'group'"),
+    ("token_scope", "group", "'batch' or 'sequence'"),
+    ("entropy_from", "old", "'auto' or 'update' or 'rollout'"),
+    ("loss_denominator", "none", "'kept' or 'all'"),
+    ("advantages_from", "group", "'all' or 'kept'"),
+    ("rollouts_start", 0, SHARE),
+    ("rollouts_start", 4.5, SHARE),
+    *(("rollouts_end", value, SHARE) for value in (math.inf, math.nan, None)),
+    ("rollout_rule", "variance", "'max_variance' or 'highest' or 'largest_abs' or 'percentile' or 'random'"),
+    ("token_rule", "top", "'advantage_entropy' or 'entropy' or 'advantage' or 'random' or 'entropy_quantile'"),
+    ("token_ratio_end", 1.5, "a number in (0, 1]"),
+    ("token_ratio_start", "0.1", "a number in (0, 1]"),
+    ("schedule_shape", "step", "'linear' or 'cosine' or 'exponential'"),
+    ("drop_zeros", "false", "true or false"),
+    ("sampling_mask", "yes", "true or false"),
+    ("max_kept", 0, "a whole number of at least 1"),
+    *(("selection_page_steps", value, "a whole number of at least 0") for value in (-1, 0.5, True, None)),
+    *(("espo_quantiles", value, RISING) for value in ([0.8, 0.2], 0.8, [0.5, 1.0], [0.0, 0.5])),
+    ("espo_quantiles", [i / 20 for i in range(1, 17)], RISING),
+    *(("espo_alpha", value, "a number above 0") for value in (0.0, math.inf)),
+    ("espo_denominator", "new", "'self' or 'old'"),
+    ("importance_sampling_level", "group", "'token' or 'sequence' or 'entropy_group'"),
+    ("top_entropy_quantile", 0.0, "a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "takes"), BAD)
+def test_bad_values_are_named(name: str, value: Any, takes: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name}: got {value!r}; takes {takes}")):
+        tiny_trl.arguments(**{name: value})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollout_scope": "sequence"}, r"rollout_scope: got 'sequence'; takes 'batch' or 'group'"),
-        ({"token_scope": "group"}, r"token_scope: got 'group'; takes 'batch' or 'sequence'"),
-        ({"entropy_from": "old"}, r"entropy_from: got 'old'; takes 'auto' or 'update' or 'rollout'"),
-        ({"loss_denominator": "none"}, r"loss_denominator: got 'none'; takes 'kept' or 'all'"),
-        ({"advantages_from": "group"}, r"advantages_from: got 'group'; takes 'all' or 'kept'"),
-        (
-            {"rollouts_start": 0},
-            r"rollouts_start: got 0; takes a share in \(0, 1\] of a group's rollouts, or their numb",
-        ),
-        ({"rollouts_start": 4.5}, r"rollouts_start: got 4.5; takes a share .* whole and above 1"),
-        ({"rollouts_end": math.inf}, r"rollouts_end: got inf; takes a share"),
-        ({"rollouts_end": math.nan}, r"rollouts_end: got nan; takes a share"),
-        ({"rollouts_end": None}, r"rollouts_end: got None; takes a share"),
-        ({"rollout_rule": "variance"}, r"rollout_rule: got 'variance'; takes 'max_variance' or 'highest' or 'largest_"),
-        ({"token_rule": "top"}, r"token_rule: got 'top'; takes 'advantage_entropy' or 'entropy' or 'advantage' or 'ra"),
-        (
-            {"token_rule": "entropy_quantile", "token_scope": "sequence"},
-            r"token_scope: got 'sequence' with token_rule 'entropy_quantile'; takes 'batch'",
-        ),
-        (
-            {"token_rule": "entropy_quantile", "drop_zeros": True},
-            r"drop_zeros: got True with token_rule .*; takes False",
-        ),
-        ({"token_ratio_end": 1.5}, r"token_ratio_end: got 1.5; takes a number in \(0, 1\]"),
-        ({"token_ratio_start": "0.1"}, r"token_ratio_start: got '0.1'; takes a number in \(0, 1\]"),
-        ({"schedule_shape": "step"}, r"schedule_shape: got 'step'; takes 'linear' or 'cosine' or 'exponential'"),
-        ({"drop_zeros": "false"}, r"drop_zeros: got 'false'; takes true or false"),
-        (
-            {"espo_quantiles": [0.8, 0.2]},
-            r"espo_quantiles: got \[0.8, 0.2\]; takes rising numbers in",
-        ),
-        ({"espo_quantiles": 0.8}, r"espo_quantiles: got 0.8; takes rising numbers"),
-        ({"espo_quantiles": [i / 20 for i in range(1, 17)]}, r"espo_quantiles: got .*; takes rising numbers"),
-        ({"espo_quantiles": [0.5, 1.0]}, r"espo_quantiles: got \[0.5, 1.0\]; takes rising numbers"),
-        ({"espo_quantiles": [0.0, 0.5]}, r"espo_quantiles: got \[0.0, 0.5\]; takes rising numbers"),
-        ({"espo_alpha": 0.0}, r"espo_alpha: got 0.0; takes a number above 0"),
-        ({"espo_alpha": math.inf}, r"espo_alpha: got inf; takes a number above 0"),
-        ({"espo_denominator": "new"}, r"espo_denominator: got 'new'; takes 'self' or 'old'"),
-        (
-            {"importance_sampling_level": "group"},
-            r"importance_sampling_level: got 'group'; takes 'token' or",
+        *(
+            ({"token_rule": "entropy_quantile", name: value}, f"{name}: got {value!r} with token_rule .* {takes!r}")
+            for name, value, takes in (("token_scope", "sequence", "batch"), ("drop_zeros", True, False))
         ),
         (
             {"importance_sampling_level": "entropy_group", "loss_type": "cispo"},
             r"loss_type: got 'cispo' with importance_sampling_level 'entropy_group'; takes 'grpo' or 'bnpo'",
         ),
-        ({"top_entropy_quantile": 0.0}, r"top_entropy_quantile: got 0.0; takes a number above 0"),
         *(
-            (
-                {"top_entropy_quantile": 0.25, name: value},
-                rf"{name}: got {value!r} beside top_entropy_quantile 0.25, which",
-            )
+            ({"top_entropy_quantile": 0.25, name: value}, f"{name}: got {value!r} beside top_entropy_quantile 0.25, w")
             for name, value in {
-                "token_rule": "advantage",
-                "token_ratio_start": 0.5,
-                "token_scope": "sequence",
-                "drop_zeros": True,
+                "token_rule": "advantage", "token_ratio_start": 0.5, "token_scope": "sequence", "drop_zeros": True,
             }.items()
         ),
     ],
-)
-def test_bad_options_are_named(options: dict, message: str) -> None:
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny_trl.arguments(**options)
 
@@ -122,26 +113,28 @@ CHANGED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def as_words(options: dict[str, Any]) -> list[str]:
-    """The options as on a command line."""
-    words = []
-    for name, value in options.items():
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return words
-
-
-@pytest.mark.parametrize("way", ["python", "command line", "yaml"])
-def test_every_option_can_be_set_in_three_ways(way: str, tmp_path: Path) -> None:
-    assert OURS | {"importance_sampling_level"} == CHANGED.keys()
-    everything = {"output_dir": "out", "use_cpu": True, "bf16": False, "num_generations": 8, "top_k": 50} | CHANGED
+def configured(way: str, folder: Path, options: dict[str, Any]) -> D3SConfig:
+    """The configuration of options that are given in one of three ways."""
+    options = {"output_dir": "out", "use_cpu": True, "bf16": False} | options
     if way == "python":
-        config = D3SConfig(**everything)
+        return D3SConfig(**options)
+    words = ["--config", str(folder / "options.yaml")]
+    if way == "yaml":
+        (folder / "options.yaml").write_text(yaml.safe_dump(options), "utf-8")
     else:
-        words = as_words(everything)
-        if way == "yaml":
-            (tmp_path / "options.yaml").write_text(yaml.safe_dump(everything), "utf-8")
-            words = ["--config", str(tmp_path / "options.yaml")]
-        (config,) = TrlParser([D3SConfig]).parse_args_and_config(words)
+        given = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
+        words = [word for name, values in given.items() for word in (f"--{name}", *map(str, values))]
+    (config,) = TrlParser([D3SConfig]).parse_args_and_config(words)
+    return config
+
+
+three_ways = pytest.mark.parametrize("way", ["python", "command line", "yaml"])
+
+
+@three_ways
+def test_every_option_can_be_set(way: str, tmp_path: Path) -> None:
+    assert OURS | {"importance_sampling_level"} == CHANGED.keys()
+    config = configured(way, tmp_path, {"num_generations": 8, "top_k": 50} | CHANGED)
     assert {name: getattr(config, name) for name in CHANGED} == CHANGED
     assert (config.schedule().start, config.schedule().end) == (Budget(2, 0.1), Budget(5, 0.3))
 
@@ -155,16 +148,10 @@ def test_every_option_has_help() -> None:
             assert f'"{rule}"' in signature.__doc__
 
 
-@pytest.mark.parametrize("way", ["python", "command line", "yaml"])
+@three_ways
 def test_trls_share_of_high_entropy_is_taken_for_what_it_means(way: str, tmp_path: Path) -> None:
-    options = {"output_dir": "out", "use_cpu": True, "bf16": False, "top_entropy_quantile": 0.2}
-    if way == "python":
-        config = D3SConfig(**options, loss_denominator="all")  # as it is implied
-    elif way == "yaml":
-        (tmp_path / "options.yaml").write_text(yaml.safe_dump(options), "utf-8")
-        (config,) = TrlParser([D3SConfig]).parse_args_and_config(["--config", str(tmp_path / "options.yaml")])
-    else:
-        (config,) = TrlParser([D3SConfig]).parse_args_and_config(as_words(options))
+    implied = {"loss_denominator": "all"} if way == "python" else {}
+    config = configured(way, tmp_path, {"top_entropy_quantile": 0.2} | implied)
     assert (config.token_rule, config.loss_denominator, config.top_entropy_quantile) == ("entropy", "all", 0.2)
     assert (config.schedule().start, config.schedule().end) == (Budget(2, 0.2), Budget(8, 0.2))
 
@@ -217,13 +204,9 @@ def test_examples(documented: type, tmp_path: Any, monkeypatch: pytest.MonkeyPat
         "prompts": Dataset.from_dict({"prompt": ["w2 w3", "w4"] * 8}),
         "tokenizer": tiny_trl.tokenizer(),
         "elsewhere": {
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-            "max_completion_length": 4,
-            "disable_tqdm": True,
+            "use_cpu": True, "bf16": False, "report_to": [], "max_completion_length": 4, "disable_tqdm": True,
         },
-    }
+    }  # fmt: skip
     (test,) = doctest.DocTestFinder(recurse=False).find(documented, globs=given)
     assert test.examples
     report: list[str] = []

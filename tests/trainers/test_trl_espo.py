@@ -10,25 +10,32 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
+from batches import micro_batch
 from test_trl_gradient import chosen, with_old_policy
 from test_trl_training import trained
-from tiny_trl import GROUP, VOCABULARY, PlainTrainer, gradients, loss_and_gradients, micro_batch, model, trainer
+from tiny_trl import GROUP, VOCABULARY, PlainTrainer, model, trainer
 from transformers import Qwen2Config
+from updates import assert_same_gradient, gradients, logits_of, loss_and_gradients
 
 from d3s_kernels.integrations._espo import espo_terms
 from d3s_kernels.integrations.trl.espo import as_espo
 
 ALPHA = 0.1  # so wide that only some ratios are out of range
 ESPO = {"importance_sampling_level": "entropy_group", "espo_alpha": ALPHA, "loss_type": "grpo"}
+WHOLE: dict[str, Any] = {**ESPO, "tokens": 1.0, "loss_denominator": "all"}  # every token has its gradient
 
 
 def scores(policy: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of the completion in float64, with an autograd graph."""
-    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    logits = policy(tokens, attention_mask=attention).logits[:, -batch["completion_ids"].shape[1] - 1 : -1].double()
-    distribution = torch.distributions.Categorical(logits=logits)
+    distribution = torch.distributions.Categorical(logits=logits_of(policy, batch))
     return distribution.log_prob(batch["completion_ids"]), distribution.entropy()
+
+
+def old_batch(seed: int, **more: Any) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """A micro-batch with an older policy's log-probabilities; the model's own, and its entropies, as constants."""
+    batch = with_old_policy(micro_batch(seed), model(), **more)
+    logprob, entropy = scores(model(), batch)
+    return batch, logprob.detach(), entropy.detach()
 
 
 def groups_of(entropy: list[float], quantile: float) -> list[list[int]]:
@@ -65,9 +72,7 @@ def espo_loss(
 @pytest.mark.parametrize("denominator", ["self", "old"])
 def test_value_and_gradient_are_the_papers(denominator: str) -> None:
     batch = with_old_policy(micro_batch(1), model())
-    made = trainer(
-        **ESPO, espo_denominator=denominator, loss_denominator="all", token_ratio_start=1.0, token_ratio_end=1.0
-    )
+    made = trainer(**WHOLE, espo_denominator=denominator)
     value, gradient = loss_and_gradients(made, batch)
     policy = model()
     logprob, entropy = scores(policy, batch)
@@ -78,7 +83,7 @@ def test_value_and_gradient_are_the_papers(denominator: str) -> None:
     (loss / steps).backward()
     made.model = policy
     assert value == pytest.approx(loss.item() / steps, rel=1e-4)
-    torch.testing.assert_close(gradient, gradients(made), rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
+    assert_same_gradient(gradients(made), gradient)
 
 
 @pytest.mark.parametrize("denominator", ["all", "kept"])
@@ -95,52 +100,40 @@ def test_gradient_flows_through_the_kept_tokens(denominator: str) -> None:
     weight = mask.sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1) if denominator == "kept" else 1.0
     logprob.backward(torch.where(kept, of_token * weight, 0.0))
     assert value == pytest.approx(loss.item() / made.current_gradient_accumulation_steps, rel=1e-4)
-    torch.testing.assert_close(gradient, gradients(made), rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
+    assert_same_gradient(gradients(made), gradient)
 
 
 def test_the_old_policys_entropy_where_there_is_one() -> None:
-    batch = with_old_policy(micro_batch(3), model())
-    old_entropy = torch.rand(batch["old_per_token_logps"].shape, generator=torch.Generator().manual_seed(1))
-    everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
-    value, _ = loss_and_gradients(trainer(**ESPO, **everything), batch | {"d3s_entropy": old_entropy})
-    logprob, entropy = (score.detach() for score in scores(model(), batch))
+    batch, logprob, entropy = old_batch(3)
+    old_entropy = torch.rand(entropy.shape, generator=torch.Generator().manual_seed(1))
+    made = trainer(**WHOLE)
+    value, _ = loss_and_gradients(made, batch | {"d3s_entropy": old_entropy})
     old = batch["old_per_token_logps"].double()
     expected, others = (espo_loss(logprob, old, of, batch)[0].item() for of in (old_entropy.double(), entropy))
-    steps = trainer(**ESPO).current_gradient_accumulation_steps
-    assert value == pytest.approx(expected / steps, rel=1e-4)
+    assert value == pytest.approx(expected / made.current_gradient_accumulation_steps, rel=1e-4)
     assert abs(expected - others) > 1e-3
 
 
+@pytest.mark.parametrize("one_group", [True, False])
 @pytest.mark.parametrize("loss", ["bnpo", "dr_grpo", "dapo"])
-def test_losses_over_all_tokens_count_every_token_alike(loss: str) -> None:
-    """With one group and a wide range, every token has GSPO's ratio, as TRL computes it for whole sequences."""
-    batch = with_old_policy(micro_batch(4), model())
-    everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all", "espo_quantiles": []}
-    options = {**ESPO, **everything, "loss_type": loss, "espo_alpha": 1e6}
-    value, gradient = loss_and_gradients(trainer(**options), batch)
-    plain = trainer(PlainTrainer, loss_type=loss, importance_sampling_level="sequence", epsilon=1e3)
-    expected, expected_gradient = loss_and_gradients(plain, batch)
+def test_losses_over_all_tokens_count_every_token_alike(loss: str, one_group: bool) -> None:
+    """With one group and a wide range, every token has GSPO's ratio, as TRL computes it for whole sequences. Before the
+    policy moves they equal TRL's own losses for any groups; a mean over groups would not.
+    """
+    batch = with_old_policy(micro_batch(4), model()) if one_group else micro_batch(11)
+    ours = {"espo_quantiles": [], "espo_alpha": 1e6} if one_group else {}
+    theirs = {"importance_sampling_level": "sequence", "epsilon": 1e3} if one_group else {}
+    value, gradient = loss_and_gradients(trainer(**{**WHOLE, "loss_type": loss, **ours}), batch)
+    expected, expected_gradient = loss_and_gradients(trainer(PlainTrainer, loss_type=loss, **theirs), batch)
     assert value == pytest.approx(expected, rel=1e-4)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
-
-
-@pytest.mark.parametrize("loss", ["bnpo", "dr_grpo", "dapo"])
-def test_losses_over_all_tokens_weigh_no_group(loss: str) -> None:
-    """Before the policy moves they equal TRL's own losses for any groups. A mean over groups would not."""
-    batch = micro_batch(11)
-    options = {**ESPO, "token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all", "loss_type": loss}
-    value, gradient = loss_and_gradients(trainer(**options), batch)
-    expected, expected_gradient = loss_and_gradients(trainer(PlainTrainer, loss_type=loss), batch)
-    assert value == pytest.approx(expected, rel=1e-4)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
+    assert_same_gradient(expected_gradient, gradient)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_off_policy_mask_is_of_the_log_probabilities(sampled: bool) -> None:
     """The mask uses log-probabilities of the sampler, or else the old policy, not the values inside TRL's ratios."""
-    batch = with_old_policy(micro_batch(7), model())
+    batch, logprob, entropy = old_batch(7)
     batch["advantages"] = torch.linspace(-1, 0.5, GROUP)
-    logprob, entropy = (score.detach() for score in scores(model(), batch))
     old = sampler = batch["old_per_token_logps"]
     if sampled:
         sampler = old + 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(2))
@@ -151,9 +144,8 @@ def test_the_off_policy_mask_is_of_the_log_probabilities(sampled: bool) -> None:
     threshold = float(ranked[len(ranked) // 2 - 1 : len(ranked) // 2 + 1].mean())
     dropped = against & (divergence > threshold)
     assert 0 < dropped.sum() < against.sum()
-    everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
-    options = {**everything, "espo_denominator": "old"}  # with "self" the mean over a sequence would be the same
-    made = trainer(**ESPO, **options, off_policy_mask_threshold=threshold)
+    # With the denominator "self" the mean over a sequence would be the same.
+    made = trainer(**WHOLE, espo_denominator="old", off_policy_mask_threshold=threshold)
     value, _ = loss_and_gradients(made, batch)
     kept = batch | {"advantages": batch["advantages"].masked_fill(dropped, 0)}
     expected = espo_loss(logprob, old.double(), entropy, kept, "old")[0].item()
@@ -169,8 +161,7 @@ def test_a_tools_tokens_are_in_no_group() -> None:
     expected = espo_loss(logprob, batch["old_per_token_logps"][:, 1:].double(), entropy, rest)[0].item()
     tools = torch.ones_like(batch["completion_mask"])
     tools[:, 0] = 0
-    everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
-    made = trainer(**ESPO, **everything)
+    made = trainer(**WHOLE)
     value, _ = loss_and_gradients(made, batch | {"tool_mask": tools})
     assert value == pytest.approx(expected / made.current_gradient_accumulation_steps, rel=1e-4)
 
@@ -181,7 +172,7 @@ def test_the_vocabulary_is_that_of_the_text() -> None:
     wide = model()
     values = []
     for vocabulary in (VOCABULARY, VOCABULARY**2):
-        made = trainer(policy=wide, **ESPO, token_ratio_start=1.0, token_ratio_end=1.0)
+        made = trainer(policy=wide, **ESPO, tokens=1.0)
         text = Qwen2Config(vocab_size=vocabulary)
         made.model.config.get_text_config = lambda *_, text=text, **__: text
         loss_and_gradients(made, batch)
@@ -191,14 +182,12 @@ def test_the_vocabulary_is_that_of_the_text() -> None:
 
 def test_kl_is_weighted_by_the_groups_ratio() -> None:
     """With TRL's bias correction, the divergence of a token is multiplied by its ratio."""
-    batch = with_old_policy(micro_batch(7), model(), reference=True)
-    everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
+    batch, logprob, entropy = old_batch(7, reference=True)
     values = []
     for beta in (0.0, 0.3):
-        made = trainer(**ESPO, **everything)
+        made = trainer(**WHOLE)
         made.beta = beta  # the batch has the reference's scores
         values.append(loss_and_gradients(made, batch)[0])
-    logprob, entropy = (score.detach() for score in scores(model(), batch))
     mask, shift = batch["completion_mask"].bool(), batch["ref_per_token_logps"].double() - logprob
     terms = espo_terms(
         logprob.float(), batch["old_per_token_logps"], entropy.float(), mask,
@@ -214,8 +203,7 @@ def test_a_token_without_an_entropy_is_in_no_group(loss: str) -> None:
     batch = with_old_policy(micro_batch(8), model())
     entropy = torch.rand(batch["old_per_token_logps"].shape)
     entropy[:, 0] = torch.nan
-    everything = {"token_ratio_start": 1.0, "token_ratio_end": 1.0, "loss_denominator": "all"}
-    made = trainer(**{**ESPO, **everything, "loss_type": loss})
+    made = trainer(**{**WHOLE, "loss_type": loss})
     moved, epsilon = as_espo(batch | {"d3s_entropy": entropy}, batch["old_per_token_logps"], entropy, made.args, 61)
     assert not moved["advantages"][:, 0].any()
     assert not epsilon[:, 0].any()
@@ -223,10 +211,9 @@ def test_a_token_without_an_entropy_is_in_no_group(loss: str) -> None:
 
 
 def test_clip_metrics_are_of_the_tokens_own_ranges() -> None:
-    batch = with_old_policy(micro_batch(5), model())
-    made = trainer(**ESPO, token_ratio_start=1.0, token_ratio_end=1.0)
+    batch, logprob, entropy = old_batch(5)
+    made = trainer(**ESPO, tokens=1.0)
     loss_and_gradients(made, batch)
-    logprob, entropy = (score.detach() for score in scores(model(), batch))
     logged = made._metrics["train"]
     clipped = espo_loss(logprob, batch["old_per_token_logps"].double(), entropy, batch)[1]
     assert 0 < logged["clip_ratio/region_mean"][0] <= clipped.sum() / batch["completion_mask"].sum()

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
-from tiny_trl import GROUP, PlainTrainer, generation_batch, gradients, loss_and_gradients, micro_batch, model, trainer
+from batches import generation_batch, micro_batch, rows_of
+from tiny_trl import GROUP, PlainTrainer, model, trainer
+from updates import assert_same_gradient, forwards, gradients, logits_of, loss_and_gradients
 
 import d3s_kernels as d3s
 
@@ -21,10 +23,8 @@ CLIPPED = {"epsilon": 0.05, "epsilon_high": 0.1}  # so narrow that some ratios a
 
 def with_old_policy(batch: dict[str, Tensor], policy: Any, reference: bool = False) -> dict[str, Tensor]:
     """Adds log-probabilities of an older policy close to this one, and, if asked for, of a reference."""
-    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     with torch.no_grad():
-        logits = policy(tokens).logits[:, -batch["completion_ids"].shape[1] - 1 : -1]
-        logprob = d3s.logprob_entropy(logits, batch["completion_ids"])[0]
+        logprob = d3s.logprob_entropy(logits_of(policy, batch).float(), batch["completion_ids"])[0]
     random = torch.Generator().manual_seed(9)
     names = ["old_per_token_logps"] + ["ref_per_token_logps"] * reference
     return batch | {name: logprob + 0.2 * torch.randn(logprob.shape, generator=random) for name in names}
@@ -60,11 +60,8 @@ def expected_gradient(batch: dict[str, Tensor], options: dict[str, Any], kept: T
 
 def chosen(batch: dict[str, Tensor]) -> Tensor:
     """The tokens of the micro-batch with the largest |A| * H, by the plain definition."""
-    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     with torch.no_grad():
-        logits = model()(tokens, attention_mask=attention).logits[:, -batch["completion_ids"].shape[1] - 1 : -1]
-    entropy = torch.distributions.Categorical(logits=logits.double()).entropy()
+        entropy = torch.distributions.Categorical(logits=logits_of(model(), batch)).entropy()
     score = (batch["advantages"].abs()[:, None] * entropy).masked_fill(batch["completion_mask"] == 0, -1)
     k = -(-int(batch["completion_mask"].sum()) * RATIO // 1)
     return torch.zeros_like(score, dtype=torch.bool).flatten().index_fill(
@@ -89,7 +86,7 @@ def test_value_is_trls_and_gradient_that_of_the_kept_tokens(loss: str, level: st
     assert 0 < kept.sum() < mask.sum()
     weight = weight_of(loss, kept, mask) if denominator == "kept" else torch.tensor(1.0)
     value, _ = loss_and_gradients(trainer(PlainTrainer, **options), batch)
-    ours = trainer(**options, loss_denominator=denominator, token_ratio_start=RATIO, token_ratio_end=RATIO)
+    ours = trainer(**options, loss_denominator=denominator, tokens=RATIO)
     our_value, gradient = loss_and_gradients(ours, batch)
     assert our_value == pytest.approx(value, rel=1e-5)
     expected = expected_gradient(batch, options, kept, weight)
@@ -107,7 +104,7 @@ def test_kept_denominator_is_trls_own_with_the_mask_as_tool_mask(loss: str) -> N
     if loss == "dr_grpo":  # its denominator is a constant; D3S scales it as the others
         expected = expected * batch["completion_mask"].sum() / kept.sum()
     _, gradient = loss_and_gradients(trainer(loss_type=loss, **CLIPPED), batch)
-    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+    assert_same_gradient(gradient, expected)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -150,20 +147,15 @@ def test_entropy_bonus_is_a_mean_over_the_kept_tokens(loss: str) -> None:
     assert mask.sum() > kept.sum()
 
 
-def test_by_sequence_every_sequence_has_its_share() -> None:
+@pytest.mark.parametrize("drop_zeros", [False, True])
+def test_by_sequence_every_sequence_has_its_share(drop_zeros: bool) -> None:
     batch = micro_batch(5)
-    made = trainer(token_scope="sequence")
+    if drop_zeros:
+        batch["advantages"][2] = 0
+    made = trainer(token_scope="sequence", drop_zeros=drop_zeros)
     made.compute_loss(made.model, batch)
-    expected = sum(-(-int(n) * RATIO // 1) for n in batch["completion_mask"].sum(1))
-    assert made._metrics["train"]["d3s/tokens_kept"] == [expected]
-
-
-def test_by_sequence_zeros_can_be_dropped_too() -> None:
-    batch = micro_batch(5)
-    batch["advantages"][2] = 0
-    made = trainer(token_scope="sequence", drop_zeros=True)
-    made.compute_loss(made.model, batch)
-    lengths = torch.cat([batch["completion_mask"].sum(1)[:2], batch["completion_mask"].sum(1)[3:]])
+    lengths = batch["completion_mask"].sum(1)[batch["advantages"] != 0]
+    assert len(lengths) == GROUP - drop_zeros
     assert made._metrics["train"]["d3s/tokens_kept"] == [sum(-(-int(n) * RATIO // 1) for n in lengths)]
 
 
@@ -185,7 +177,7 @@ def test_tool_tokens_are_neither_counted_nor_kept() -> None:
     tools = batch["completion_mask"].clone()
     tools[:, 0] = 0
     batch["tool_mask"] = tools
-    made = trainer(token_ratio_start=0.5, token_ratio_end=0.5)
+    made = trainer(tokens=0.5)
     made.compute_loss(made.model, batch)
     valid = int((batch["completion_mask"] * tools).sum())
     assert made._metrics["train"]["d3s/tokens_kept"] == [-(-valid // 2)]
@@ -194,11 +186,8 @@ def test_tool_tokens_are_neither_counted_nor_kept() -> None:
 def test_without_advantages_nothing_moves() -> None:
     batch = micro_batch(7)
     batch["advantages"] = torch.zeros(GROUP)
-    _, gradient = loss_and_gradients(trainer(), batch)
-    assert (gradient == 0).all()
-    made = trainer(drop_zeros=True)
-    _, gradient = loss_and_gradients(made, batch)
-    assert (gradient == 0).all()
+    for made in (trainer(), trainer(drop_zeros=True)):
+        assert (loss_and_gradients(made, batch)[1] == 0).all()
     assert made._metrics["train"]["d3s/tokens_kept"] == [0]
 
 
@@ -207,9 +196,8 @@ def test_evaluation_is_trls() -> None:
     ours, theirs = trainer(), trainer(PlainTrainer)
     for made in (ours, theirs):
         made.model.eval()
-    assert ours.compute_loss(ours.model, batch).item() == pytest.approx(
-        theirs.compute_loss(theirs.model, batch).item(), rel=1e-5
-    )
+    found, expected = (made.compute_loss(made.model, batch).item() for made in (ours, theirs))
+    assert found == pytest.approx(expected, rel=1e-5)
     for mode in ("train", "eval"):
         assert not [name for name in ours._metrics[mode] if "d3s" in name]
 
@@ -226,15 +214,13 @@ def known_before(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"])
 def test_the_cut_update_has_the_same_gradient(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = with_old_policy(micro_batch(9), model())
-    options = {"loss_type": loss, "entropy_from": "rollout", "token_ratio_start": 0.1, "token_ratio_end": 0.1}
-    cut = trainer(**options, **CLIPPED)
+    options = {"loss_type": loss, "entropy_from": "rollout", "tokens": 0.1, **CLIPPED}
+    cut, whole = trainer(**options), trainer(**options)
     known = known_before(cut, batch)
     assert cut._tokens_are_independent(known)
-    whole = trainer(**options, **CLIPPED)
     monkeypatch.setattr(whole, "_tokens_are_independent", lambda inputs: False)
     (_, gradient), (_, expected) = loss_and_gradients(cut, known), loss_and_gradients(whole, known)
-    assert expected.norm() > 0
-    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+    assert_same_gradient(gradient, expected)
     for name in ("entropy", "d3s/tokens_kept", "d3s/entropy_kept", "d3s/entropy_dropped"):
         found, wanted = ([float(value) for value in made._metrics["train"][name]] for made in (cut, whole))
         assert found == pytest.approx(wanted, rel=1e-4), name
@@ -242,20 +228,14 @@ def test_the_cut_update_has_the_same_gradient(loss: str, monkeypatch: pytest.Mon
 
 def test_the_cut_update_forwards_what_is_kept_only() -> None:
     batch = micro_batch(10)
-    made = trainer(entropy_from="rollout", token_ratio_start=0.05, token_ratio_end=0.05)
+    made = trainer(entropy_from="rollout", tokens=0.05)
     known = known_before(made, batch)
     kept = known["d3s_kept"]
-    seen: list[tuple[tuple[int, ...], int]] = []
-    forward = made.model.forward
-
-    def watched(input_ids: Tensor, labels: Tensor, **more: Any) -> Any:
-        seen.append((tuple(input_ids.shape), int((labels != -100).sum())))
-        return forward(input_ids=input_ids, labels=labels, **more)
-
-    made.model.forward = watched
-    made.compute_loss(made.model, known).backward()
+    with forwards(made.model) as seen:
+        made.compute_loss(made.model, known).backward()
     last = int(kept.any(0).nonzero().max()) + 1
-    assert seen == [((int(kept.any(1).sum()), 4 + last), int(kept.sum()))]
+    found = [(list(inputs["input_ids"].shape), int((inputs["labels"] != -100).sum())) for _, inputs in seen]
+    assert found == [([int(kept.any(1).sum()), 4 + last], int(kept.sum()))]
     assert last < 10
     assert kept.any(1).sum() < GROUP
 
@@ -296,17 +276,14 @@ def test_counts_of_the_generation_batch_make_micro_batches_one_mean(loss: str) -
     options = {"loss_type": loss, "entropy_from": "rollout", "steps_per_generation": 2, **CLIPPED}
     made = trainer(**options)
     known = known_before(made, whole)
-    parts = [
-        {name: value[part] if value.dim() else value for name, value in known.items()}
-        for part in (slice(0, GROUP), slice(GROUP, None))
-    ]
+    parts = [rows_of(known, part) for part in (slice(0, GROUP), slice(GROUP, None))]
     counts = [int(part["d3s_kept"].sum()) for part in parts]
     assert counts[0] != counts[1]
     gradient = sum(loss_and_gradients(made, part)[1] for part in parts)
     del options["entropy_from"]
     masked = whole | {"tool_mask": known["d3s_kept"].long(), "num_items_in_batch": known["d3s_kept"].sum()}
     _, expected = loss_and_gradients(trainer(PlainTrainer, **options), masked)
-    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+    assert_same_gradient(gradient, expected)
 
 
 def test_in_the_cut_update_dropped_tokens_have_a_ratio_of_1() -> None:
@@ -327,28 +304,18 @@ def test_the_cut_update_keeps_to_the_widths_that_trl_pads_to() -> None:
     made = trainer(entropy_from="rollout", pad_to_multiple_of=4)
     known = known_before(made, generation_batch(10, GROUP, prompt=4, completion=16))
     known["d3s_kept"][:, 9:] = False
-    widths = []
-    forward = made.model.forward
-
-    def watched(**more: Any) -> Any:
-        widths.append(more["input_ids"].shape[1])
-        return forward(**more)
-
-    made.model.forward = watched
-    made.compute_loss(made.model, known)
+    with forwards(made.model) as seen:
+        made.compute_loss(made.model, known)
     last = int(known["d3s_kept"].any(0).nonzero().max()) + 1
-    assert widths == [4 + -(-last // 4) * 4]
+    assert [inputs["input_ids"].shape[1] for _, inputs in seen] == [4 + -(-last // 4) * 4]
 
 
 def test_a_micro_batch_without_advantages_logs_numbers() -> None:
     made = trainer(entropy_from="rollout")
     known = known_before(made, generation_batch(3))
-    useless = {name: value[GROUP:] if value.dim() else value for name, value in known.items()}
-    made.compute_loss(made.model, useless)
+    made.compute_loss(made.model, rows_of(known, slice(GROUP, None)))
     logged = made._metrics["train"]
-    scored = made._score(made.model, {n: v[:GROUP] if v.dim() else v for n, v in known.items()}, compute_entropy=True)[
-        1
-    ]
+    scored = made._score(made.model, rows_of(known, slice(GROUP)), compute_entropy=True)[1]
     mean = scored[known["completion_mask"][:GROUP].bool()].mean().item()
     assert logged["entropy"][-1] == pytest.approx(mean, rel=1e-4)
     assert logged["d3s/entropy_dropped"][-1] == pytest.approx(mean, rel=1e-4)

@@ -8,35 +8,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("trl")
 import trl.trainer.utils as trl_utils
-from heads import MODELS, SHAPE, needs_trls
+from heads import SHAPE, draw_labels, fused, needs_trls, with_fused_head, with_gradient
 
 from d3s_kernels.integrations.trl import head as our_head
 from d3s_kernels.integrations.trl.head import d3s_head
-
-
-@pytest.fixture
-def labels() -> Tensor:
-    labels = torch.randint(2, SHAPE["vocab_size"], (3, 9))
-    labels[:, :4] = labels[0, 6:] = -100
-    return labels
-
-
-def scored(model: torch.nn.Module, labels: Tensor, ours: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies and the gradient of a loss of both."""
-    tokens = labels.clamp(min=0)
-    if ours:
-        with d3s_head():
-            output = model(tokens, labels=labels, fused_lm_head=True)
-    else:
-        output = model(tokens, labels=labels, fused_lm_head=True)
-    (output.log_probs * 2 - output.entropy).sum().backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    model.zero_grad()
-    return output.log_probs.detach(), output.entropy.detach(), gradient
 
 
 @needs_trls
@@ -54,14 +32,10 @@ def test_a_scale_comes_before_the_cap() -> None:
 
 @needs_trls
 def test_autocast_gives_the_precision_that_trl_takes() -> None:
-    model = MODELS["Qwen2, untied"]()
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(10)
-    trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    labels = torch.randint(2, SHAPE["vocab_size"], (16, 65))
-    exact = scored(model, labels, False)
+    model, labels = with_fused_head("Qwen2, untied"), torch.randint(2, SHAPE["vocab_size"], (16, 65))
+    exact = with_gradient(model, fused(model, labels, False))
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = scored(model, labels, True), scored(model, labels, False)
+        ours, theirs = (with_gradient(model, fused(model, labels, ours)) for ours in (True, False))
     # It does round to bfloat16, and its scores are closer to the exact ones than TRL's. Like torch's own linear under
     # autocast, it rounds the weight's gradient, which TRL keeps in float32.
     for mine, other, best, worse in zip(ours, theirs, exact, (1, 1, 1.5), strict=True):
@@ -69,32 +43,31 @@ def test_autocast_gives_the_precision_that_trl_takes() -> None:
         assert 0 < (mine - best).norm() <= worse * (other - best).norm()
 
 
-def test_no_label_at_all_stays_connected(labels: Tensor) -> None:
-    model = MODELS["Qwen2, untied"]()
-    trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    logprob, _, gradient = scored(model, torch.full_like(labels, -100), ours=True)
+def test_no_label_at_all_stays_connected() -> None:
+    model = with_fused_head("Qwen2, untied")
+    logprob, entropy = fused(model, torch.full((3, 9), -100), ours=True)
     assert (logprob == 0).all()
+    (logprob * 2 - entropy).sum().backward()
+    gradient = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert len(gradient) > 0
-    assert (gradient == 0).all()
+    assert all((grad == 0).all() for grad in gradient)
 
 
 @needs_trls
-def test_falls_back_to_trls_head_and_says_so_once(labels: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falls_back_to_trls_head_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(our_head, "_said", set())
-    double = MODELS["Qwen2, untied"]().double()
-    sharded = MODELS["Qwen2, tied"]()
+    double, sharded, labels = with_fused_head("Qwen2, untied").double(), with_fused_head("Qwen2, tied"), draw_labels()
     sharded.get_output_embeddings().weight.ds_id = 0  # as ZeRO-3 marks a parameter, which TRL then gathers
     monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", lambda *_: nullcontext())
     reasons = {"ZeRO-3 takes the head's weight away": sharded, "the head's weight is torch.float64": double}
     for reason, model in reasons.items():
-        trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         with pytest.warns(UserWarning, match=f"TRL's own LM head is used, because {reason}"):
-            fallen_back = scored(model, labels, True)
-        for mine, other in zip(fallen_back, scored(model, labels, False), strict=True):
+            fallen_back = with_gradient(model, fused(model, labels, True))
+        for mine, other in zip(fallen_back, with_gradient(model, fused(model, labels, False)), strict=True):
             torch.testing.assert_close(mine, other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scored(double, labels, True)
+        fused(double, labels, True)
 
 
 def test_without_triton_and_without_our_kernels_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

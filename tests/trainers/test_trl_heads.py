@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,26 +13,11 @@ from torch import Tensor, nn
 pytest.importorskip("trl")
 import tiny_trl
 import trl.trainer.utils as trl_utils
-from heads import MODELS, SHAPE, needs_trls
-from tiny_trl import micro_batch, trainer
+from batches import micro_batch
+from heads import MODELS, TEMPERATURE, draw_labels, fused, needs_trls, with_fused_head, with_gradient
+from tiny_trl import trainer
 
-from d3s_kernels.integrations.trl.head import d3s_head
-from d3s_kernels.integrations.trl.head_module import UnsupportedHead, check_head
-
-TEMPERATURE = 0.7
-Scores = tuple[Tensor, Tensor, Tensor]
-
-
-def with_fused_head(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    model = MODELS[name]()
-    with torch.no_grad():  # spreads the logits so that entropies differ
-        model.get_output_embeddings().weight.mul_(10)
-        if model.get_output_embeddings().bias is not None:
-            model.get_output_embeddings().bias.normal_()
-    trl_utils.add_fused_lm_head(
-        model.to(dtype), temperature=TEMPERATURE, outputs=("log_probs", "entropy"), **options
-    )  # fmt: skip
-    return model
+from d3s_kernels.integrations.trl.surface import UnsupportedHead, check_head
 
 
 def with_peft(name: str, **config: Any) -> Any:
@@ -68,19 +52,6 @@ ROUNDED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture
-def labels() -> Tensor:
-    labels = torch.randint(2, SHAPE["vocab_size"], (3, 9))
-    labels[:, :4] = labels[0, 6:] = -100
-    return labels
-
-
-def fused(model: Any, labels: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
-    with d3s_head() if ours else nullcontext():
-        output = model(labels.clamp(min=0), labels=labels, fused_lm_head=True)
-    return output.log_probs, output.entropy
-
-
 def of_logits(model: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     """By the model's own forward."""
     logprob = (model(labels.clamp(min=0)).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
@@ -89,17 +60,9 @@ def of_logits(model: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logprob.gather(-1, targets)[..., 0] * valid, entropy * valid
 
 
-def with_gradient(model: Any, scores: tuple[Tensor, Tensor]) -> Scores:
-    """Log-probabilities, entropies and the gradient of a loss of both."""
-    logprob, entropy = scores
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = torch.autograd.grad((logprob * 2 - entropy).sum(), parameters, allow_unused=True, materialize_grads=True)
-    return logprob.detach(), entropy.detach(), torch.cat([grad.flatten().float() for grad in found])
-
-
 @pytest.mark.parametrize("name", EXACT)
-def test_a_head_is_that_of_the_models_own_logits(name: str, labels: Tensor) -> None:
-    model = EXACT[name]()
+def test_a_head_is_that_of_the_models_own_logits(name: str) -> None:
+    model, labels = EXACT[name](), draw_labels()
     check_head(model)
     ours, expected = (with_gradient(model, scores) for scores in (fused(model, labels, True), of_logits(model, labels)))
     theirs = with_gradient(model, fused(model, labels, False)) if hasattr(trl_utils, "_use_triton") else ours
@@ -116,8 +79,8 @@ def test_a_head_is_that_of_the_models_own_logits(name: str, labels: Tensor) -> N
 
 @needs_trls
 @pytest.mark.parametrize("name", ROUNDED)
-def test_a_rounded_head_is_as_close_as_trls(name: str, labels: Tensor) -> None:
-    model = ROUNDED[name]()
+def test_a_rounded_head_is_as_close_as_trls(name: str) -> None:
+    model, labels = ROUNDED[name](), draw_labels()
     check_head(model)
     exact = copy.deepcopy(model).float()
     exact.forward = type(exact).forward.__get__(exact)
@@ -219,10 +182,10 @@ def test_a_linear_layer_by_another_name_is_taken(head: Callable[[nn.Linear], nn.
 def test_an_adapter_that_trl_does_not_see_is_refused() -> None:
     """TRL refuses adapters of a PeftModel when its trainer is made; not those that were put into a model."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["lm_head"], r=2)
-    with pytest.raises(UnsupportedHead, match=r"lm_head: got a peft\.tuners\.lora\.layer\.Linear"):
+    config, message = peft.LoraConfig(target_modules=["lm_head"], r=2), r"lm_head: got a peft\.tuners\.lora\.layer\.Lin"
+    with pytest.raises(UnsupportedHead, match=message):
         trainer(policy=peft.inject_adapter_in_model(config, tiny_trl.model()))
     made = trainer()
     peft.inject_adapter_in_model(config, made.model)
-    with pytest.raises(UnsupportedHead, match=r"lm_head: got a peft\.tuners\.lora\.layer\.Linear"):
+    with pytest.raises(UnsupportedHead, match=message):
         made.compute_loss(made.model, micro_batch(1))

@@ -99,6 +99,7 @@ def test_the_same_rollouts_and_as_many_on_each_process(together: tuple) -> None:
     ranks, options, outcomes, _ = together
     single = alone(ranks, options)
     assert len({len(one["advantages"]) for one in outcomes}) == 1
+    assert outcomes[0]["forwards"] > 0
     assert len({int(one["forwards"]) for one in outcomes}) == 1  # the forwards of a sharded model are joint
     assert sum(len(one["advantages"]) for one in outcomes) == len(single["advantages"])
     ours = merged(outcomes, "advantages")

@@ -17,16 +17,16 @@ from d3s_kernels.integrations.trl.recorder import Recorder, recording
 ROWS, STEPS = 4, 70  # more steps than are held at once
 
 
+PROMPTS = torch.tensor([[PAD, 3], [4, 5], [6, 7], [8, 9]])
+INPUTS = {"input_ids": PROMPTS, "attention_mask": (PROMPTS != PAD).long()}
+
+
 def generated(policy: Any = None, max_kept: int = 512, **options: Any) -> tuple[Recorder, list[list[int]], Any]:
     """The recorder, the completions up to their end as TRL cuts them, and all that transformers returns."""
     policy = model() if policy is None else policy
-    prompts = torch.tensor([[PAD, 3], [4, 5], [6, 7], [8, 9]])
     everything = {"do_sample": True, "max_new_tokens": STEPS, "output_scores": True, "output_logits": True}
     with recording(policy, max_kept) as recorder:
-        found = policy.generate(
-            input_ids=prompts, attention_mask=(prompts != PAD).long(), return_dict_in_generate=True,
-            **everything | options,
-        )  # fmt: skip
+        found = policy.generate(**INPUTS, return_dict_in_generate=True, **everything | options)
     rows = found.sequences[:, 2:].tolist()
     return recorder, [row[: row.index(EOS) + 1] if EOS in row else row for row in rows], found
 
@@ -72,11 +72,7 @@ def test_recording_draws_the_same_tokens_and_leaves_the_model_as_it_was() -> Non
     _, ours, _ = generated(policy, top_p=0.9)
     assert "_get_logits_processor" not in vars(policy)
     torch.manual_seed(3)
-    tokens = policy.generate(
-        input_ids=torch.tensor([[PAD, 3], [4, 5], [6, 7], [8, 9]]),
-        attention_mask=torch.tensor([[0, 1], [1, 1], [1, 1], [1, 1]]),
-        do_sample=True, max_new_tokens=STEPS, top_p=0.9,
-    )[:, 2:]  # fmt: skip
+    tokens = policy.generate(**INPUTS, do_sample=True, max_new_tokens=STEPS, top_p=0.9)[:, 2:]
     assert [row[: len(own)] for row, own in zip(tokens.tolist(), ours, strict=True)] == ours
 
 

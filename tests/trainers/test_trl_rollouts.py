@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("trl")
-from tiny_trl import GROUP, PAD, generation_batch, trainer
+from batches import generation_batch
+from tiny_trl import GROUP, PAD, trainer
 
 from d3s_kernels import max_variance_select
-from d3s_kernels.integrations.trl.rollouts import choose_rollouts, rows_to_keep, take, trimmed
+from d3s_kernels.integrations.trl.batch import take, trimmed
+from d3s_kernels.integrations.trl.rollouts import choose_rollouts, rows_to_keep
 
 
 @st.composite
@@ -149,7 +151,7 @@ def test_trimmed_keeps_one_column_of_nothing() -> None:
 
 
 def test_kept_rows_are_whole_and_in_their_order() -> None:
-    made = trainer(rollouts_start=3, rollouts_end=3)
+    made = trainer(rollouts=3)
     batch = generation_batch(5)
     expected = choose_rollouts(batch["advantages"].view(-1, GROUP), 3, "batch", multiple=2)
     kept = made._keep_rollouts(dict(batch))
@@ -175,9 +177,7 @@ def test_widths_are_multiples_where_trl_pads_to_them() -> None:
 
 def test_rows_are_a_multiple_of_the_steps() -> None:
     with pytest.warns(UserWarning, match=r"rollouts_start: got 3, asking for 3 of 8 rollouts, but 4 are kept"):
-        made = trainer(
-            rollouts_start=3, rollouts_end=3, per_device_train_batch_size=2, gradient_accumulation_steps=4
-        )  # fmt: skip
+        made = trainer(rollouts=3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
     kept = made._keep_rollouts(generation_batch(1, rows=GROUP))
     assert len(kept["advantages"]) == 4
 
@@ -185,10 +185,7 @@ def test_rows_are_a_multiple_of_the_steps() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"rollouts_start": 12, "rollouts_end": 32},
-            "rollouts_start: got 12, num_generations is 8, so that no rollout is",
-        ),
+        ({"rollouts": 12}, "rollouts_start: got 12, num_generations is 8, so that no rollout is"),
         (
             {"rollouts_end": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
             "rollouts_end: got 5, asking for 5 of 8 rollouts, but 8 are kept",
@@ -235,21 +232,16 @@ def test_advantages_of_tokens_are_refused() -> None:
 
 def test_podss_advantages_are_those_of_the_kept() -> None:
     batch = generation_batch(6)
-    kept = trainer(rollout_scope="group", advantages_from="kept")._keep_rollouts(dict(batch))
-    marked = choose_rollouts(batch["advantages"].view(-1, GROUP), 4, "group", multiple=2).view(-1, GROUP)
-    for group, chosen, ours in zip(
-        batch["advantages"].view(-1, GROUP), marked, kept["advantages"].view(-1, 4), strict=True
-    ):
-        left = group[chosen]
-        torch.testing.assert_close(ours, (left - left.mean()) / (left.std() + 1e-4))
-    for scale in ("batch", "none"):  # TRL has divided already, or does not divide
-        kept = trainer(rollout_scope="group", advantages_from="kept", scale_rewards=scale)._keep_rollouts(dict(batch))
-        for group, chosen, ours in zip(
-            batch["advantages"].view(-1, GROUP), marked, kept["advantages"].view(-1, 4), strict=True
-        ):
-            torch.testing.assert_close(ours, group[chosen] - group[chosen].mean())
+    marked = choose_rollouts(batch["advantages"].view(-1, GROUP), 4, "group", multiple=2)
+    left = batch["advantages"][marked].view(-1, 4)
+    centred = left - left.mean(dim=1, keepdim=True)
+    scaled = centred / (left.std(dim=1, keepdim=True) + 1e-4)
+    # With "batch" TRL has divided already, and with "none" it does not divide.
+    for scale, expected in {"group": scaled, "batch": centred, "none": centred}.items():
+        made = trainer(rollout_scope="group", advantages_from="kept", scale_rewards=scale)
+        torch.testing.assert_close(made._keep_rollouts(dict(batch))["advantages"].view(-1, 4), expected)
     whole = trainer(rollout_scope="group")._keep_rollouts(dict(batch))["advantages"]
-    assert torch.equal(whole, batch["advantages"][marked.flatten()])
+    assert torch.equal(whole, batch["advantages"][marked])
 
 
 def test_the_schedule_moves_the_budget() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,35 +13,28 @@ from typing import Any
 import pytest
 
 pytest.importorskip("trl")
-import tiny_trl
 import torch
 import trl.trainer.grpo_trainer as trls
 import trl.trainer.utils as trl_utils
-from tiny_trl import GROUP, PlainTrainer, trainer
+from tiny_trl import PlainTrainer, generated, trainer
 from trl_changes import IN_THE_FIRST_STEP, WHEN_MADE, other_order
 
-from d3s_kernels.integrations.trl import D3STrainer, surface
+from d3s_kernels.integrations.trl import D3STrainer, UnknownTRL
 from d3s_kernels.integrations.trl.gradient import DENOMINATORS
-from d3s_kernels.integrations.trl.loss_probe import check_loss
-from d3s_kernels.integrations.trl.surface import (
-    ATTRIBUTES,
-    FUNCTIONS,
-    HEAD,
-    LOSS_MAY_READ,
-    LOSS_READS,
-    METHODS,
-    UnknownTRL,
-)
-from d3s_kernels.integrations.trl.surface_check import _read_by, check_class
+from d3s_kernels.integrations.trl.run import Run
+from d3s_kernels.integrations.trl.surface import check_class
+from d3s_kernels.integrations.trl.surface.loss import check_loss
+from d3s_kernels.integrations.trl.surface.names import _read_by
+from d3s_kernels.integrations.trl.surface.table import ATTRIBUTES, FUNCTIONS, HEAD, LOSS_MAY_READ, LOSS_READS, METHODS
 
 SOURCE = Path(trls.__file__).read_text(encoding="utf-8")
-INTEGRATION = Path(surface.__file__).parent
+LAYERS = D3STrainer.__mro__[: D3STrainer.__mro__.index(trls.GRPOTrainer)]  # the classes of ours, down to Run
 
 
 @pytest.fixture
 def with_trls(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], None]]:
     """Puts a changed copy of TRL's trainer in the place of the class that ours overrides."""
-    bases, name = D3STrainer.__bases__, "trl.trainer.grpo_trainer_changed"
+    bases, name = Run.__bases__, "trl.trainer.grpo_trainer_changed"
 
     def changed(replaced: dict[str, str]) -> None:
         source = SOURCE
@@ -52,22 +46,15 @@ def with_trls(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], None]]:
         module = sys.modules[name] = ModuleType(name)  # inspect finds a class's source through its module
         vars(module).update(__file__=str(file), __package__="trl.trainer")
         exec(compile(source, file, "exec"), vars(module))
-        D3STrainer.__bases__ = (module.GRPOTrainer,)
+        Run.__bases__ = (module.GRPOTrainer,)
 
     yield changed
-    D3STrainer.__bases__ = bases
+    Run.__bases__ = bases
     sys.modules.pop(name, None)
 
 
 def made(saved: str, **options: Any) -> Any:
     return trainer(policy=saved, max_steps=1, max_completion_length=3, **{"loss_type": "grpo", **options})
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = str(tmp_path_factory.mktemp("policy"))
-    tiny_trl.model().save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("change", WHEN_MADE)
@@ -96,15 +83,12 @@ def test_passes_in_another_order_give_the_same_batch(adapters: bool, with_trls: 
     options: dict[str, Any] = {"num_iterations": 2, "beta": 0.1}
     if adapters:
         peft = pytest.importorskip("peft")
-        options["peft_config"] = peft.LoraConfig(
-            target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", init_lora_weights=False
-        )
+        options["peft_config"] = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
     batches = []
     for replaced in ({}, other_order(SOURCE)):
         with_trls(replaced)
         torch.manual_seed(3)
-        inputs = [{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)]
-        batches.append(made(saved, **options)._generate_and_score_completions(inputs))
+        batches.append(generated(made(saved, **options)))
     expected, found = batches
     assert found.keys() == expected.keys() >= {"old_per_token_logps", "ref_per_token_logps"}
     for name, value in expected.items():
@@ -133,7 +117,7 @@ def test_every_loss_of_trl_is_taken(loss: str) -> None:
 
 def test_the_table_is_of_this_trl() -> None:
     """Every name of the table is there, and none is left over. If this fails, TRL has changed: see CONTRIBUTING."""
-    check_class(D3STrainer, D3STrainer)
+    check_class(D3STrainer, Run, "grpo")
     assert _read_by(trls.GRPOTrainer._compute_loss) == LOSS_READS.keys() | set(LOSS_MAY_READ.split())
     ours = trainer()
     assert [name for name in ATTRIBUTES if not hasattr(ours, name)] == []
@@ -144,14 +128,14 @@ def test_the_table_is_of_this_trl() -> None:
 def test_private_names_of_trl_are_all_in_the_table() -> None:
     """What the integration uses of TRL's trainer and modules beyond their public names."""
     listed = {entry.name.rpartition(".")[2] for entry in METHODS} | ATTRIBUTES.keys()
-    own = {name for name in vars(D3STrainer) if name not in vars(trls.GRPOTrainer)}
-    tree = ast.parse((INTEGRATION / "trainer.py").read_text(encoding="utf-8"))
+    own = {name for layer in LAYERS for name in vars(layer) if name not in vars(trls.GRPOTrainer)}
     used = {
-        node.attr for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()", "super(D3STrainer, self)")
+        node.attr for layer in LAYERS for node in ast.walk(ast.parse(inspect.getsource(layer)))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "super()")
     }  # fmt: skip
     own |= vars(trainer()).keys() - vars(trainer(PlainTrainer)).keys()
     of_transformers = {"args", "model", "state", "train", "__init__"}
+    assert listed & used
     assert used - own - of_transformers <= listed
 
 
@@ -165,14 +149,14 @@ def test_a_function_that_changed_is_refused(function: Any, monkeypatch: pytest.M
     if function.name.endswith(".forward"):
         monkeypatch.setattr(holder, name, type("Renamed", (), {}))
     with pytest.raises(UnknownTRL, match=function.name.replace(".", r"\.")) as error:
-        check_class(D3STrainer, D3STrainer)
+        check_class(D3STrainer, Run, "grpo")
     print(f"{function.name}: {error.value}")
 
 
 def test_a_head_that_models_do_not_look_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl_utils, "add_fused_lm_head", lambda model: None)
     with pytest.raises(UnknownTRL, match=r"_ChunkedLogProbFunction.forward: .* does not look it up; it is replaced"):
-        check_class(D3STrainer, D3STrainer)
+        check_class(D3STrainer, Run, "grpo")
 
 
 # ---- the selection is seen to act ------------------------------------------------------------------------------------
@@ -212,7 +196,7 @@ def stand_in(base: type, folder: Path, name: str, source: str) -> type:
 def test_unsloths_trainer_below_ours_is_refused_when_ours_is_made(tmp_path: Path, with_trls: Callable) -> None:
     with_trls({})  # brings the bases back afterwards
     source = STAND_IN.format(name="_UnslothGRPOTrainer", scores=ASKS) + ITS_SCORES
-    D3STrainer.__bases__ = (stand_in(trls.GRPOTrainer, tmp_path, "_UnslothGRPOTrainer", source),)
+    Run.__bases__ = (stand_in(trls.GRPOTrainer, tmp_path, "_UnslothGRPOTrainer", source),)
     message = r"got _UnslothGRPOTrainer\._get_per.*UnslothGRPOTrainer\.py:\d+\) with the parameters .*compute_efficient"
     with pytest.raises(UnknownTRL, match=message):
         trainer()
@@ -227,7 +211,7 @@ def test_a_loss_that_is_overridden_alone_is_refused_in_the_first_step(
     if above:  # a class of the user's, derived from ours
         ours = trainer(stand_in(D3STrainer, tmp_path, name, source))
     else:
-        D3STrainer.__bases__ = (stand_in(trls.GRPOTrainer, tmp_path, name, source),)
+        Run.__bases__ = (stand_in(trls.GRPOTrainer, tmp_path, name, source),)
         ours = trainer()
     message = rf"asked for none\. compute_loss is {name}\.compute_loss \(.*UnslothGRPOTrainer\.py:5\)"
     with pytest.raises(UnknownTRL, match=message):
@@ -245,23 +229,23 @@ def test_a_batch_that_is_not_ours_is_refused() -> None:
         trainer(Theirs).train()
 
 
-def test_a_loss_that_calls_ours_and_takes_another_is_refused() -> None:
-    ours = trainer()
-    theirs = ours.compute_loss
-    ours.compute_loss = lambda model, inputs, **more: (
-        theirs(model, inputs).detach() + model.get_output_embeddings().weight.sum()
-    )
-    with pytest.raises(
-        UnknownTRL, match=r"it asked for them, but has no gradient through them\. compute_loss is test_"
-    ):
-        ours.train()
-
-
-def test_a_loss_that_adds_to_ours_is_taken() -> None:
+def calling_ours(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A trainer whose loss is what ``change`` makes of ours, and a term of its own."""
     ours = trainer(max_steps=1)
     theirs = ours.compute_loss
     ours.compute_loss = lambda model, inputs, **more: (
-        theirs(model, inputs) + 1e-3 * model.get_output_embeddings().weight.square().sum()
+        change(theirs(model, inputs)) + 1e-3 * model.get_output_embeddings().weight.square().sum()
     )
+    return ours
+
+
+def test_a_loss_that_calls_ours_and_takes_another_is_refused() -> None:
+    message = r"it asked for them, but has no gradient through them\. compute_loss is calling_ours"
+    with pytest.raises(UnknownTRL, match=message):
+        calling_ours(torch.Tensor.detach).train()
+
+
+def test_a_loss_that_adds_to_ours_is_taken() -> None:
+    ours = calling_ours(lambda loss: loss)
     ours.train()
     assert ours.state.global_step == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,17 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
+from batches import generation_batch, texts
 from datasets import Dataset
-from tiny_trl import GROUP, PlainTrainer, generation_batch, model, share_of_even, trainer
+from tiny_trl import GROUP, PlainTrainer, generated, model, share_of_even, trainer
+from updates import forwards
 
 from d3s_kernels._head import backward
+from d3s_kernels.integrations import trl as integration
 from d3s_kernels.integrations.metrics import NAMES
+from d3s_kernels.integrations.trl import D3STrainer
+from d3s_kernels.integrations.trl import trainer as module
+from d3s_kernels.integrations.trl.surface import Passes
 
 LOGGED = {*NAMES, "d3s/num_tokens_kept"} - {"d3s/flops_saved"}
 
@@ -24,22 +28,15 @@ LOGGED = {*NAMES, "d3s/num_tokens_kept"} - {"d3s/flops_saved"}
 def trained(policy: Any = None, **options: Any) -> list[dict[str, float]]:
     """Trains a model and returns what TRL logged at each step. Checks that the model has moved."""
     made = trainer(policy=policy, **options)
-    before = [parameter.detach().clone() for parameter in made.model.parameters() if parameter.requires_grad]
-    made.train()
     after = [parameter for parameter in made.model.parameters() if parameter.requires_grad]
+    before = [parameter.detach().clone() for parameter in after]
+    made.train()
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     history = [row for row in made.state.log_history if "loss" in row]
     assert len(history) == made.args.max_steps
     for row in history:
         assert 0 < row["grad_norm"] < float("inf")
     return history
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> str:
-    """A folder with the policy, from which TRL also loads the reference policy."""
-    model().save_pretrained(tmp_path)
-    return str(tmp_path)
 
 
 def test_logs_what_it_kept() -> None:
@@ -79,7 +76,7 @@ def test_a_resumed_run_goes_on_where_it_was(saved: str, tmp_path: Path) -> None:
         {"entropy_from": "rollout"},
         {"entropy_from": "update", "num_iterations": 2},
         {"rollout_scope": "group", "token_scope": "sequence"},
-        {"advantages_from": "kept", "rollout_scope": "group", "token_ratio_start": 1.0, "token_ratio_end": 1.0},
+        {"advantages_from": "kept", "rollout_scope": "group", "tokens": 1.0},
         {"gradient_checkpointing": True},
         {"bf16": True},
         {"scale_rewards": "batch"},
@@ -119,68 +116,48 @@ def test_evaluates_as_trl_does() -> None:
 def test_evaluation_drops_nothing() -> None:
     made = trainer()
     made.model.eval()
-    inputs = [{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)]
-    batch = made._generate_and_score_completions(inputs)
-    assert len(batch["advantages"]) == len(inputs)
+    batch = generated(made)
+    assert len(batch["advantages"]) == 2 * GROUP
     assert not [name for name in (*batch, *made._metrics["train"]) if "d3s" in name]
 
 
 def test_without_arguments_it_is_d3s(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from d3s_kernels.integrations import trl as integration
-    from d3s_kernels.integrations.trl import trainer as module
-
     class OnCpu(integration.D3SConfig):
         def __init__(self, output_dir: str) -> None:
             super().__init__(str(tmp_path / output_dir), use_cpu=True, bf16=False, num_generations=2)
 
     monkeypatch.setattr(module, "D3SConfig", OnCpu)
-    made = integration.D3STrainer(saved, share_of_even, train_dataset=Dataset.from_dict({"prompt": ["w2"] * 8}))
+    made = D3STrainer(saved, share_of_even, train_dataset=Dataset.from_dict({"prompt": ["w2"] * 8}))
     assert made.args.output_dir.endswith("-D3S")
 
 
 # ---- which forwards it makes -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def rows_forwarded(policy: Any) -> Iterator[list[tuple[bool, int]]]:
-    """For each forward of the fused head: whether it has a gradient, and the number of rows."""
-    seen: list[tuple[bool, int]] = []
-    forward = policy.forward
-
-    def watched(*arguments: Any, **more: Any) -> Any:
-        if more.get("fused_lm_head"):
-            seen.append((torch.is_grad_enabled(), len(more["input_ids"])))
-        return forward(*arguments, **more)
-
-    policy.forward = watched
-    yield seen
-    policy.forward = forward
+def rows(seen: list[tuple[bool, dict[str, Any]]]) -> list[tuple[bool, int]]:
+    """Of each forward: whether it has a gradient, and the number of rows."""
+    return [(has_gradient, len(inputs["input_ids"])) for has_gradient, inputs in seen]
 
 
-def texts(tokens: Tensor, mask: Tensor) -> list[list[int]]:
-    """The tokens of each row, without padding."""
-    return [row[present.bool()].tolist() for row, present in zip(tokens, mask, strict=True)]
-
-
-def rollouts(batch: dict[str, Tensor]) -> list[list[int]]:
-    return texts(
-        *(torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
-    )
+def without_padding(inputs: dict[str, Tensor]) -> list[list[int]]:
+    """The tokens of each row."""
+    parts = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    return [row[present.bool()].tolist() for row, present in parts]
 
 
 class Meter:
-    """What a trainer computes: the rows of each forward, and the rows of the head's backward in each micro-batch."""
+    """The rollouts that a trainer makes and keeps, and the rows of the head's backward in each micro-batch."""
 
     def __init__(self, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.forwarded: list[list[list[int]]] = []
         self.in_backward: list[list[int]] = []  # the targets of these rows
         self.kept_tokens: list[list[int]] = []  # what they should be
         self.valid = 0
         keep, log, gradient = made._keep_rollouts, made._log_tokens, backward._gradient_of_tile
 
         def keep_rollouts(batch: Any) -> Any:
-            self.generated, self.kept = rollouts(batch), keep(batch)
-            return self.kept
+            kept = keep(batch)
+            self.generated, self.kept = (without_padding(texts(whole)) for whole in (batch, kept))
+            return kept
 
         def log_tokens(kept: Tensor, mask: Tensor, *more: Any) -> Any:
             self.kept_tokens.append(made._loss_inputs["completion_ids"][kept].tolist())
@@ -194,16 +171,6 @@ class Meter:
         monkeypatch.setattr(made, "_keep_rollouts", keep_rollouts)
         monkeypatch.setattr(made, "_log_tokens", log_tokens)
         monkeypatch.setattr(backward, "_gradient_of_tile", gradient_of_tile)
-        for scored in filter(None, (made.model, made.ref_model)):
-            monkeypatch.setattr(scored, "forward", self._watched(scored.forward))
-
-    def _watched(self, forward: Any) -> Any:
-        def watched(*arguments: Any, **more: Any) -> Any:
-            if more.get("fused_lm_head"):
-                self.forwarded.append(texts(more["input_ids"], more["attention_mask"]))
-            return forward(*arguments, **more)
-
-        return watched
 
 
 @pytest.mark.parametrize(
@@ -221,14 +188,14 @@ def test_what_is_dropped_is_never_computed(
     """From rewards to the optimizer: dropped rollouts are in no forward, dropped tokens not in the head's backward."""
     made = trainer(policy=saved, max_steps=1, **options)
     meter = Meter(made, monkeypatch)
-    made.train()
-    kept = rollouts(meter.kept)
-    dropped = [rollout for rollout in meter.generated if rollout not in kept]
-    assert (len(kept), len(dropped)) == (8, 8)
-    rows = [row for forward in meter.forwarded for row in forward]
-    assert len(rows) <= passes * len(kept)
-    assert len(rows) == passes * len(kept) or "entropy_from" in options
-    assert all(any(rollout[: len(row)] == row for rollout in kept) for row in rows)
+    with forwards(made.model) as of_policy, forwards(made.ref_model or model()) as of_reference:
+        made.train()
+    dropped = [rollout for rollout in meter.generated if rollout not in meter.kept]
+    assert (len(meter.kept), len(dropped)) == (8, 8)
+    scored = [row for _, inputs in of_policy + of_reference for row in without_padding(inputs)]
+    assert len(scored) <= passes * len(meter.kept)
+    assert len(scored) == passes * len(meter.kept) or "entropy_from" in options
+    assert all(any(rollout[: len(row)] == row for rollout in meter.kept) for row in scored)
     assert meter.in_backward == [tokens for tokens in meter.kept_tokens if tokens]
     assert 0 < sum(map(len, meter.kept_tokens)) < 0.35 * meter.valid
 
@@ -244,11 +211,11 @@ def test_what_was_dropped_was_neither_forwarded_nor_in_the_heads_backward(monkey
 
     monkeypatch.setattr(backward, "_sum_over_tiles", counting)
     made = trainer(max_steps=3, rollouts_start=0.25, rollouts_end=1.0)
-    with rows_forwarded(made.model) as policy:
+    with forwards(made.model) as policy:
         made.train()
     history = [row for row in made.state.log_history if "loss" in row]
     assert [row["d3s/rollouts_kept"] for row in history] == [4, 8, 12]
-    assert policy == [(True, rows // 2) for rows in (4, 4, 8, 8, 12, 12)]  # two micro-batches for each step
+    assert rows(policy) == [(True, kept // 2) for kept in (4, 4, 8, 8, 12, 12)]  # two micro-batches for each step
     assert sum(in_backward) == history[-1]["d3s/num_tokens_kept"]
     for row in history:
         of_kept = 2 * (row["d3s/tokens_kept"] + row["d3s/head_rows_not_computed"])  # these are means of two
@@ -261,9 +228,9 @@ def test_nor_does_it_with_an_adapter_switched_off_as_the_reference(saved: str) -
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM", init_lora_weights=False)
     made = trainer(policy=saved, peft_config=config, max_steps=1, beta=0.1)
-    with rows_forwarded(made.model.get_base_model()) as policy:
-        batch = made._generate_and_score_completions([{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)])
-    assert [rows for _, rows in policy] == [GROUP]
+    with forwards(made.model.get_base_model()) as policy:
+        batch = generated(made)
+    assert rows(policy) == [(False, GROUP)]
     with made.model.disable_adapter():
         without = made._score(made.model, batch)[0]
     mask = batch["completion_mask"].bool()
@@ -284,22 +251,22 @@ def test_images_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_by_default_there_is_no_pass_beside_the_update() -> None:
     made = trainer(max_steps=1)
-    with rows_forwarded(made.model) as policy:
+    with forwards(made.model) as policy:
         made.train()
-    assert policy == [(True, 4), (True, 4)]
+    assert rows(policy) == [(True, 4), (True, 4)]
 
 
 def test_rollouts_without_advantage_are_not_scored_for_their_entropy() -> None:
     made = trainer(entropy_from="rollout")
     batch = generation_batch(3)
-    with rows_forwarded(made.model) as policy:
+    with forwards(made.model) as policy:
         made._choose_tokens_of_batch(batch)
-    assert policy == [(False, GROUP)]  # the other group has advantages of 0
+    assert rows(policy) == [(False, GROUP)]  # the other group has advantages of 0
     # The tokens of that group still count.
     assert batch["d3s_tokens_kept"] == -(-int(batch["completion_mask"].sum()) // 4)
     batch["advantages"] = torch.zeros(2 * GROUP)
     del batch["d3s_entropy"]
-    with rows_forwarded(made.model) as policy:
+    with forwards(made.model) as policy:
         made._choose_tokens_of_batch(batch)
     assert policy == []
 
@@ -307,13 +274,11 @@ def test_rollouts_without_advantage_are_not_scored_for_their_entropy() -> None:
 @pytest.mark.parametrize("options", [{"num_iterations": 2}, {"beta": 0.1}, {"num_iterations": 2, "beta": 0.1}])
 def test_postponed_passes_give_what_trls_do(saved: str, options: dict[str, Any]) -> None:
     """With all rollouts kept, the batch is TRL's own, including its old and reference log-probabilities."""
-    everything = {"rollouts_start": GROUP, "rollouts_end": GROUP}
     batches: list[dict[str, Tensor]] = []
-    for kind, more in ((PlainTrainer, {}), (type(trainer()), everything)):
-        made = trainer(kind, policy=saved, **options, **more)
+    for kind in (PlainTrainer, D3STrainer):
+        made = trainer(kind, policy=saved, **options, rollouts=GROUP)
         torch.manual_seed(5)
-        inputs = [{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)]
-        batches.append(made._generate_and_score_completions(inputs))
+        batches.append(generated(made))
     theirs, ours = batches
     assert {"old_per_token_logps", "ref_per_token_logps"} & set(theirs)
     for name, value in theirs.items():
@@ -323,9 +288,9 @@ def test_postponed_passes_give_what_trls_do(saved: str, options: dict[str, Any])
 
 def test_auto_takes_the_entropy_of_the_old_policys_pass(saved: str) -> None:
     made = trainer(policy=saved, num_iterations=2)
-    with rows_forwarded(made.model) as policy:
-        batch = made._generate_and_score_completions([{"prompt": f"w{i} w7"} for i in (3, 5) for _ in range(GROUP)])
-    assert sum(rows for _, rows in policy) == len(batch["advantages"])  # one pass serves both
+    with forwards(made.model) as policy:
+        batch = generated(made)
+    assert sum(count for _, count in rows(policy)) == len(batch["advantages"])  # one pass serves both
     valid = int(batch["completion_mask"].sum())
     assert int(batch["d3s_kept"].sum()) == -(-valid // 4)
     assert batch["d3s_threshold"] > 0
@@ -337,8 +302,6 @@ def test_vllms_correction_needs_the_old_policy_at_once() -> None:
     made.use_vllm = True
     assert made.vllm_importance_sampling_correction
     assert made._pass_names() == ["old_per_token_logps"]
-    from d3s_kernels.integrations.trl.passes import Passes
-
     made._passes = passes = Passes(made._pass_names())
     batch = generation_batch(4)
     logprob = made._score(made.model, batch)[0]

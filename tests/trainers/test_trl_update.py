@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("trl")
 from accelerate import DistributedType
-from tiny_trl import generation_batch, micro_batch, model, trainer, with_sets
+from batches import generation_batch, micro_batch, texts, with_sets
+from tiny_trl import model, trainer
 
 from d3s_kernels import sampling
 from d3s_kernels._head import problem
 from d3s_kernels._head.at_backward import AtBackward
-from d3s_kernels.integrations.trl.head import Update
-from d3s_kernels.integrations.trl.host_number import HostNumber
+from d3s_kernels.integrations.trl.head import HostNumber, Update
 
 OURS = str(Path(sys.modules[Update.__module__].__file__ or "").parents[2])  # the package
 TORCH = str(Path(torch.__file__).parent)
@@ -103,7 +103,7 @@ def test_the_meter_sees_our_waits(waits: Waits) -> None:
 
 
 def test_a_log_has_numbers_and_leaves_out_what_there_is_not() -> None:
-    made = trainer(token_ratio_start=1.0, token_ratio_end=1.0)
+    made = trainer(tokens=1.0)
     for seed in (1, 2):
         made.compute_loss(made.model, micro_batch(seed))
     valid = [int(micro_batch(seed)["completion_mask"].sum()) for seed in (1, 2)]
@@ -132,9 +132,7 @@ def test_scores_beside_the_loss_are_bounded_by_no_other_micro_batch() -> None:
     """A subclass may score once more, with a gradient: after the loss, or other tokens within it."""
     made, batch = trainer(), micro_batch(1)
     loss = made.compute_loss(made.model, batch)
-    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    logprob, *_ = made._get_per_token_logps_and_entropies(made.model, tokens, attention, 10, compute_entropy=True)
+    logprob, *_ = made._get_per_token_logps_and_entropies(made.model, *texts(batch).values(), 10, compute_entropy=True)
     (loss + (logprob * batch["completion_mask"]).sum()).backward()
     assert made.model.get_output_embeddings().weight.grad.isfinite().all()
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_trl import Seen, generation_batch, gradients, model, trainer, with_sets
+from batches import generation_batch, with_sets
+from tiny_trl import model, trainer
 from torch import Tensor
 from traffic import counted
+from updates import Seen, forwards, gradients
 
 from d3s_kernels import select_tokens
 from d3s_kernels.integrations.trl.sets import SETS
@@ -78,24 +80,16 @@ def main(folder: str, options: str) -> None:
     )  # fmt: skip
     here, ranks = made.accelerator.process_index, made.accelerator.num_processes
     assert ranks > 1
-    forwards = 0
-    score = made.model.forward
-
-    def counting(*arguments: Any, **options: Any) -> Any:
-        nonlocal forwards
-        forwards += 1
-        return score(*arguments, **options)
-
-    made.model.forward = counting
     sent: dict[str, list[tuple[str, int]]] = {"_keep_rollouts": [], "_choose_tokens": []}
     for name, calls in sent.items():
         watched(made, name, calls)
-    found = outcome(made, batch_of_rank(1, here, ranks, made.args.sampling_mask))
+    with forwards(made.model) as seen_forwards:
+        found = outcome(made, batch_of_rank(1, here, ranks, made.args.sampling_mask))
+    found["forwards"] = torch.tensor(len(seen_forwards))
     with counted() as sent["one token"]:
         one = torch.ones(1, 1), torch.ones(1)
         select_tokens(*one, 1.0, drop_zeros=made.args.drop_zeros, process_group=torch.distributed.group.WORLD)
-    torch.save(found | {"forwards": torch.tensor(forwards), "sent": sent}, Path(folder) / f"{here}.pt")
-    made.model.forward = score
+    torch.save(found | {"sent": sent}, Path(folder) / f"{here}.pt")
     made._metrics["train"].clear()
     seen = Seen(made)
     made.train()  # whole steps, with generation; DDP averages the gradients

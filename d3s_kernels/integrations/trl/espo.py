@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from .._espo import espo_terms
+from .batch import Batch, loss_mask
 from .config import D3SConfig
-from .gradient import loss_mask
-from .rollouts import Batch
 
 
 def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:
@@ -33,7 +32,7 @@ def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, voc
         loss_mask(batch).bool(),
         quantiles=args.espo_quantiles,
         alpha=args.espo_alpha,
-        denominator=args.espo_denominator,  # type: ignore[arg-type]  # D3SConfig has checked it
+        denominator=args.espo_denominator,
         vocab_size=vocab_size,
     )
     moved: dict[str, Any] = {"old_per_token_logps": logprob - terms.ratio.log()}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .rollouts import Batch
+from .batch import Batch
 
 # What TRL's loss of each type divides the sum over its tokens by.
 DENOMINATORS = {
@@ -20,12 +20,6 @@ DENOMINATORS = {
     "vespo": "generation",
     "luspo": "sequences",  # their number, whatever their lengths
 }
-
-
-def loss_mask(batch: Batch) -> Tensor:
-    """The mask of TRL's loss: the completion's tokens, without those of tools."""
-    mask: Tensor = batch["completion_mask"]
-    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 def only_through(kept: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -21,12 +21,29 @@ from ..._dispatch import ops
 from ..._dispatch.backends import DEVICES
 from ..._head.at_backward import AtBackward, asking_at_backward
 from ...sampling import op_arguments
-from .host_number import HostNumber
 from .sets import scores_from_logits, sets_of_rows
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _said: set[str] = set()
+
+
+class HostNumber:
+    """A 0-d integer tensor on its way to the host, which reads it later, when it waits for the device anyway.
+    ``value`` waits only if the copy is not done by then.
+    """
+
+    def __init__(self, number: Tensor) -> None:
+        self._copy, self._done = number, None
+        if number.is_cuda:
+            pinned = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._copy, self._done = pinned.copy_(number, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(number.device))
+
+    def value(self) -> int:
+        if self._done is not None:
+            self._done.synchronize()
+        return int(self._copy)
 
 
 @dataclass

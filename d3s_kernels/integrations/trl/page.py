@@ -13,8 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..._page.text import decoder, token_texts
 from ...page import selection_page
-from .gradient import loss_mask
-from .rollouts import Batch
+from .batch import Batch, loss_mask
 
 SHOWN = 64  # rollouts on a page: whole groups, the first ones of the generation batch
 ROLLOUT = "d3s_rollout"  # a batch's field: the place of each row in the generation batch of all processes

@@ -1,4 +1,4 @@
-"""The passes without gradient that TRL makes over a generation batch, before its rewards are known."""
+"""What TRL makes of a generation batch: its passes without gradient, before rewards are known, and its fields."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rollouts import Batch
-from .surface import UnknownTRL
+from ..batch import FIELDS, Batch
+from .table import UnknownTRL
 
 OLD, REFERENCE = "old_per_token_logps", "ref_per_token_logps"  # the batch fields that they fill
 
@@ -33,10 +33,11 @@ class Passes:
         return self.postponed[name]
 
     def without_postponed(self, batch: Batch) -> Batch:
-        """The batch without the fields whose passes still have to be made.
+        """TRL's batch without the fields whose passes still have to be made.
 
         Raises:
-            UnknownTRL: a pass did not come, or TRL put its result into another field.
+            UnknownTRL: a pass did not come, or TRL put its result into another field; or the batch has a field of which
+                it is not known on which side it is padded, and so how rows move.
         """
         if self.names:
             raise UnknownTRL(
@@ -49,6 +50,11 @@ class Passes:
                     f"{name}: the batch of _generate_and_score_completions does not have there what the pass for it "
                     "returned"
                 )
+        if unknown := sorted(batch.keys() - FIELDS):
+            raise UnknownTRL(
+                f"_generate_and_score_completions: its batch has {', '.join(unknown)}, which is not known; rows of it "
+                "cannot be chosen, since nothing says on which side it is padded"
+            )
         return {name: value for name, value in batch.items() if name not in self.postponed}
 
 

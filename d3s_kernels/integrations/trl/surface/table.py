@@ -1,9 +1,4 @@
-"""What this integration relies on in TRL beyond its public interface, in one table.
-
-TRL changes these names and methods without notice. :mod:`.surface_check` compares them when a trainer is made, so that
-a change is refused by its name before it can turn into a wrong gradient. What a loss computes cannot be seen from
-names: :mod:`.loss_probe` tries it.
-"""
+"""What this integration relies on in TRL beyond its public interface, in one table."""
 
 from __future__ import annotations
 

@@ -14,19 +14,21 @@ import trl
 import trl.trainer.utils as trl_utils
 from packaging.version import Version
 
-from .gradient import DENOMINATORS
-from .surface import ATTRIBUTES, FUNCTIONS, HEAD, LOSS_MAY_READ, LOSS_READS, METHODS, Relied, UnknownTRL
+from ..gradient import DENOMINATORS
+from .table import ATTRIBUTES, FUNCTIONS, HEAD, LOSS_MAY_READ, LOSS_READS, METHODS, Relied, UnknownTRL
 
 
-def check_class(trainer: type, ours: type) -> None:
-    """Checks methods and functions, and what the loss reads.
+def check_class(trainer: type, ours: type, loss_type: str) -> None:
+    """Checks methods and functions, what the loss reads, and that the denominator of its type is known.
 
     Args:
         trainer: the class of the trainer that is made.
         ours: the class among its bases whose own bases are checked.
+        loss_type: the option.
 
     Raises:
         UnknownTRL: one is not there, has other parameters, or the loss reads a name that is not in the table.
+        ValueError: the type of the loss is none of ``gradient.DENOMINATORS``.
     """
     for relied in METHODS:
         found = inherited(trainer, ours, relied.name)
@@ -37,9 +39,11 @@ def check_class(trainer: type, ours: type) -> None:
         _check_parameters(relied, _function(relied))
     _check_head()
     _check_what_is_read(inherited(trainer, ours, "_compute_loss"))
+    if loss_type not in DENOMINATORS:
+        raise ValueError(f"loss_type: got {loss_type!r}; takes {' or '.join(map(repr, sorted(DENOMINATORS)))}")
 
 
-def check_object(trainer: Any) -> None:
+def check_attributes(trainer: Any) -> None:
     """Checks the attributes of a trainer that was made.
 
     Raises:
@@ -48,16 +52,6 @@ def check_object(trainer: Any) -> None:
     for name, why in ATTRIBUTES.items():
         if not hasattr(trainer, name):
             raise UnknownTRL(f"GRPOTrainer.{name}: a trainer of TRL {trl.__version__} has no such attribute; {why}")
-
-
-def check_loss_type(loss_type: str) -> None:
-    """Refuses a loss whose denominator is not known.
-
-    Raises:
-        ValueError: the loss is none of ``gradient.DENOMINATORS``.
-    """
-    if loss_type not in DENOMINATORS:
-        raise ValueError(f"loss_type: got {loss_type!r}; takes {' or '.join(map(repr, sorted(DENOMINATORS)))}")
 
 
 def inherited(trainer: type, ours: type, name: str) -> Callable[..., Any] | None:

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .surface import UnknownTRL
-from .surface_check import place
+from .names import place
+from .table import UnknownTRL
 
 # The methods by which a step reaches the selection, in the order of their calls.
 _TO_ROLLOUTS = ("_prepare_inputs", "_generate_and_score_completions")
 _TO_TOKENS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
-_KNOWN = ("trl.", "transformers.", __name__.rpartition(".")[0])
+_KNOWN = ("trl.", "transformers.", "d3s_kernels.")
 
 
 class Watch:

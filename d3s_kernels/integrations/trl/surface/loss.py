@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradient import DENOMINATORS, loss_mask
-from .rollouts import Batch
-from .surface import UnknownTRL
-from .surface_check import place
+from ..batch import Batch, loss_mask
+from ..gradient import DENOMINATORS
+from .names import place
+from .table import UnknownTRL
 
 _APART = 0.05  # a log-ratio that no loss clips here
 

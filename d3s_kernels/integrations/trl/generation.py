@@ -1,0 +1,144 @@
+"""What happens to TRL's generation batch before it is trained on: its rollouts are chosen, and shared out evenly."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...rollouts import group_advantages
+from ..metrics import groups_without_spread, rollout_metrics
+from ..sampling_metrics import set_metrics, set_sums
+from .batch import Batch, keep_rollouts, loss_mask, trimmed
+from .page import PageOfBatch
+from .recorder import Recorded, recording
+from .rollouts import choose_rollouts, ranked_by, total_rewards
+from .sets import SETS
+from .surface import Passes
+from .tokens import ChoosesTokens
+
+
+class ChoosesRollouts(ChoosesTokens):
+    """Chooses rollouts over all processes, of each batch that TRL has generated and scored for training."""
+
+    _recorded: Recorded | None = None  # the sets of a generation batch, until they are in the batch
+    _rewards: Tensor | None = None  # of all processes' rollouts, by function; set until rollouts are chosen
+    _draws: tuple[int, torch.Generator] | None = None  # the step, and its generator for the rule "random"
+    _last_page: int | None = None  # the step of this run's last page
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        self._last_page = None  # each run has its own pages
+        return super().train(*arguments, **options)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        if not self.model.training:
+            evaluated: Batch = super()._generate_and_score_completions(inputs)
+            return evaluated
+        self._passes = passes = Passes(self._pass_names())
+        self._page = self._page_if_due()
+        try:
+            batch: Batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self._passes = None
+        batch = passes.without_postponed(batch)
+        if passes.entropy is not None:
+            batch["d3s_entropy"] = passes.entropy
+        if self.args.sampling_mask:
+            self._add_sets(batch)
+        if self._page is not None:
+            self._page.add_generated(batch, self.accelerator.process_index, self._tokenizer.pad_token_id)
+        batch = self._keep_rollouts(batch)
+        self._watch.rollouts_are_chosen()
+        for name in passes.postponed:
+            batch |= self._postponed(name, batch)
+        if self._tokens_before_update:
+            self._choose_tokens_of_batch(batch)
+        return batch
+
+    def _page_if_due(self) -> PageOfBatch | None:
+        every, step, last = self.args.selection_page_steps, self.state.global_step, self._last_page
+        if every == 0 or (last is not None and last // every == step // every):
+            return None
+        self._last_page = step
+        return PageOfBatch(step, self.num_generations, self.args.steps_per_generation)
+
+    def _generate_single_turn(self, *arguments: Any, **options: Any) -> tuple[list[list[int]], Any]:
+        generate = super()._generate_single_turn
+        if not (self.args.sampling_mask and self.model.training):
+            completions, logprobs = generate(*arguments, **options)
+            return completions, logprobs
+        with recording(self.accelerator.unwrap_model(self.model), self.args.max_kept) as recorder:
+            completions, _ = generate(*arguments, **options)
+        self._recorded = recorded = recorder.recorded(completions)
+        rows = zip(recorded.logprob.tolist(), completions, strict=True)
+        return completions, [row[: len(tokens)] for row, tokens in rows]
+
+    def _add_sets(self, batch: Batch) -> None:
+        """Adds the sets that the tokens were drawn from to a generation batch, and logs what they are like."""
+        if self._recorded is None:
+            raise RuntimeError("sampling_mask: no sets were recorded; takes completions of _generate_single_turn")
+        mask = loss_mask(batch).bool()
+        recorded, self._recorded = self._recorded.in_columns(mask.shape[1]), None
+        batch[SETS] = recorded.sets
+        sums = set_sums((recorded.sets >= 0).sum(2), mask, self.args.max_kept, recorded.log_mass)
+        self._log(set_metrics(self.accelerator.reduce(sums, reduction="sum"), self._vocabulary))
+
+    def _calculate_rewards(self, *arguments: Any, **options: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(*arguments, **options)
+        if self.model.training:
+            self._rewards = rewards
+            if self._page is not None:
+                self._page.add_rewards(total_rewards(rewards, self.reward_weights))
+        return rewards
+
+    def _without_spread(self, advantages: Tensor) -> Tensor:
+        """Marks the groups whose rewards are all equal. Only where a subclass computes no rewards, advantages tell."""
+        rewards, self._rewards = self._rewards, None
+        if rewards is None:
+            return groups_without_spread(advantages)
+        if self.multi_objective_aggregation == "normalize_then_sum":  # each function's rewards teach something
+            of_functions = rewards.view(*advantages.shape, -1).transpose(1, 2)
+            return groups_without_spread(of_functions).all(dim=1)
+        return groups_without_spread(total_rewards(rewards, self.reward_weights).view_as(advantages))
+
+    def _keep_rollouts(self, batch: Batch) -> Batch:
+        accelerator, own = self.accelerator, batch["advantages"]
+        if own.dim() != 1:
+            raise TypeError(f"advantages: got shape {list(own.shape)}; takes one for each rollout, [{len(own)}]")
+        here, ranks, budget = accelerator.process_index, accelerator.num_processes, self._budget()
+        with_images = own.new_tensor([float("num_images" in batch)])
+        of_rows = torch.cat([own.float(), loss_mask(batch).sum(dim=1).float(), with_images])
+        everyones = accelerator.gather(of_rows).view(ranks, -1)
+        advantages, lengths = (part.reshape(-1, self.num_generations) for part in everyones[:, :-1].chunk(2, dim=1))
+        images = bool(everyones[:, -1].any())  # rows with images do not move between ranks
+        kept = choose_rollouts(
+            ranked_by(advantages, lengths > 0, self.args.rollout_rule),
+            budget.rollouts,
+            self.args.rollout_scope,
+            self._multiple,
+            rule=self.args.rollout_rule,
+            ranks=ranks if images and ranks > 1 else None,
+            generator=self._draws_of_step(own.device),
+        )
+        share = budget.rollouts / self.num_generations
+        self._log(rollout_metrics(kept, lengths.flatten(), self._without_spread(advantages), share))
+        if self.args.advantages_from == "kept":
+            survivors = advantages.masked_fill(~kept.view_as(advantages), torch.nan)  # NaN is ignored
+            # With scale_rewards="batch" TRL has already divided by the standard deviation of the batch.
+            scale: Literal["group", "none"] = "group" if self.scale_rewards == "group" else "none"
+            batch["advantages"] = group_advantages(survivors, scale=scale).view(ranks, -1)[here]
+        own_kept = kept.view(ranks, -1)[here]
+        batch = keep_rollouts(batch, own_kept, self._tokenizer.pad_token_id, self._process_group)
+        batch = trimmed(batch, self.pad_to_multiple_of)
+        batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
+        return batch
+
+    def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
+        """For the rule "random": the same numbers on every process, others in each step, also after a checkpoint."""
+        step = self.state.global_step
+        if self.args.rollout_rule != "random":
+            return None
+        if self._draws is None or self._draws[0] != step:
+            self._draws = step, torch.Generator(device).manual_seed(self.args.seed + 1_000_003 * step)
+        return self._draws[1]

@@ -1,0 +1,94 @@
+"""A call for scores of tokens, and the passes without gradient that make such calls before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
+
+from .batch import IMAGES, Batch
+from .run import Run
+from .sets import SETS, over_sets
+from .surface import OLD, REFERENCE, Passes
+
+Scores = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities, entropies, the loss of a router
+
+
+class Call(NamedTuple):
+    """A call of TRL's method that scores tokens."""
+
+    method: Callable[..., Scores]
+    model: Any
+    tokens: Tensor
+    attention: Tensor
+    columns: int  # so many are scored, the last ones
+
+    def scores(self, **options: Any) -> Scores:
+        return self.method(self.model, self.tokens, self.attention, self.columns, **options)
+
+
+class Scoring(Run):
+    """Makes TRL's passes, and postpones those that only the update needs until the rollouts are chosen."""
+
+    _passes: Passes | None = None  # set only while TRL makes a generation batch
+
+    @property
+    def _corrects_sampling(self) -> bool:
+        return bool(self.use_vllm and self.vllm_importance_sampling_correction)
+
+    @property
+    def _tokens_before_update(self) -> bool:
+        source = self.args.entropy_from
+        return bool(source == "rollout" or (source == "auto" and OLD in self._pass_names()))
+
+    def _pass_names(self) -> list[str]:
+        """The passes without gradient that TRL makes over a generation batch, by TRL's own conditions."""
+        aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
+        names = [] if aligned and not self._corrects_sampling else [OLD]
+        return names if self.beta == 0 else [*names, REFERENCE]
+
+    def _is_reference(self, model: Any) -> bool:
+        """Whether a model that TRL scores with is the reference: its own model, or the policy with other adapters."""
+        if self.ref_model is not None:
+            return bool(model is self.ref_model)
+        policy = self.accelerator.unwrap_model(self.model)
+        if getattr(policy, "peft_config", None) is None:
+            return False
+        # Layers have a property of this name, models of transformers a method.
+        switched_off = any(getattr(module, "disable_adapters", None) is True for module in policy.modules())
+        return switched_off or bool(policy.active_adapter == "ref")
+
+    def _score_before_rewards(self, call: Call, passes: Passes) -> Scores:
+        """Postpones TRL's passes for log-probabilities that only the update needs, until the rollouts are chosen."""
+        name = passes.next(self._is_reference(call.model))
+        needed_at_once = name == OLD and self._corrects_sampling
+        if not needed_at_once:
+            return passes.postpone(name, len(call.tokens), call.columns), None, None
+        logprob, passes.entropy, aux = call.scores(compute_entropy=self._tokens_before_update)
+        return logprob, None, aux
+
+    def _postponed(self, name: str, batch: Batch) -> Batch:
+        """Makes a pass that TRL asked for before the rollouts were chosen; the batch fields it fills."""
+        if name == OLD:
+            logprob, entropy, _ = self._score(self.model, batch, compute_entropy=self._tokens_before_update)
+            return {name: logprob} if entropy is None else {name: logprob, "d3s_entropy": entropy}
+        if self.ref_model is not None:
+            return {name: self._score(self.ref_model, batch)[0]}
+        policy = self.accelerator.unwrap_model(self.model)  # the reference is the policy with another adapter
+        with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+            return {name: self._score(self.model, batch)[0]}
+
+    def _score(self, model: Any, batch: Batch, **options: Any) -> Scores:
+        """TRL's scoring pass without gradient, over the rows of a batch."""
+        tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        images = {name: batch[name] for name in IMAGES if name in batch}
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            scores: Scores = self._get_per_token_logps_and_entropies(
+                over_sets(model, batch.get(SETS)), tokens, attention, batch["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size, **images, **options,
+            )  # fmt: skip
+        return scores

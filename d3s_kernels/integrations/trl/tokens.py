@@ -1,0 +1,168 @@
+"""Which tokens have a gradient: chosen before the update, for a generation batch, or as TRL scores a micro-batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...tokens import TokenSelection, select_tokens
+from .batch import Batch, last_column, loss_mask, take
+from .espo import as_espo
+from .gradient import gradient_weights, only_through
+from .head import HostNumber, Update
+from .page import UNMEASURED, PageOfBatch
+from .scoring import Call, Scores, Scoring
+from .sets import SETS, over_sets
+from .surface import Watch
+
+
+class ChoosesTokens(Scoring):
+    """Chooses tokens. TRL's loss gets scores of all tokens, and gradient flows only through the kept ones."""
+
+    epsilon_low: Any  # TRL's numbers; while TRL computes ESPO's loss, tensors with a value for each token
+    epsilon_high: Any
+    _watch: Watch
+    _loss_inputs: Batch | None = None  # set only while TRL computes a training loss
+    _page: PageOfBatch | None = None  # set while a generation batch is trained on of which a page is written
+
+    @property
+    def _espo(self) -> bool:
+        return self.args.importance_sampling_level == "entropy_group"
+
+    def _choose_tokens_of_batch(self, batch: Batch) -> None:
+        """Marks the tokens of a whole generation batch."""
+        advantages, mask = batch["advantages"], loss_mask(batch).bool()
+        if "d3s_entropy" not in batch:
+            batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
+        # Rollouts that the pass skipped have advantage 0, so their scores are 0. Their tokens still count as valid.
+        chosen = self._choose_tokens(batch["d3s_entropy"], advantages, mask)
+        batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
+        batch["d3s_tokens_kept"] = self.accelerator.gather(batch["d3s_kept"].sum()).sum()
+
+    def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The entropy of each token that may be kept for it, from an extra pass, and elsewhere the mean; and which rows
+        have the mean: those without a token, and where tokens are not ranked by their entropy alone, those without an
+        advantage.
+        """
+        mask = loss_mask(batch).bool()
+        useful = mask.any(dim=1)
+        if self.args.token_rule not in ("entropy", "entropy_quantile"):
+            useful &= batch["advantages"] != 0
+        # Every process scores the same number of rows, since all take part in the forward of a sharded model.
+        rows = int(self.accelerator.gather(useful.sum()).max())
+        unmeasured = torch.ones_like(useful)
+        if rows == 0:
+            return torch.zeros(mask.shape, device=mask.device), unmeasured
+        first = useful.long().argsort(descending=True, stable=True)[:rows]
+        scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
+        assert scored is not None  # it was asked for
+        mean = torch.where(mask[first], scored, 0.0).sum() / mask[first].sum().clamp(min=1)
+        return mean.expand(mask.shape).index_copy(0, first, scored), unmeasured.index_fill(0, first, False)
+
+    def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> TokenSelection:
+        """This process's kept tokens: exactly the budget's share, of all processes' tokens or of each row."""
+        return select_tokens(
+            entropy, advantages, self._budget().token_ratio, rule=self.args.token_rule,
+            mask=mask, scope=self.args.token_scope, drop_zeros=self.args.drop_zeros, process_group=self._process_group,
+        )  # fmt: skip
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """TRL's mask for ``top_entropy_quantile``, which is off in training: the choice of tokens stands for it."""
+        if self._loss_inputs is not None:
+            return mask.bool()
+        theirs: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
+        return theirs
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
+        if not self.model.training:
+            evaluated: Tensor = super()._compute_loss(model, inputs)
+            return evaluated
+        self._loss_inputs = inputs = dict(inputs)  # a copy, since ESPO changes it and TRL may use the batch again
+        ranges = self.epsilon_low, self.epsilon_high
+        try:
+            loss: Tensor = super()._compute_loss(model, inputs)
+        finally:
+            self._loss_inputs = None
+            self.epsilon_low, self.epsilon_high = ranges
+        return loss
+
+    def _score_for_loss(self, update: Update, call: Call, inputs: Batch) -> Scores:
+        """The scores for TRL's loss, with hooks that let gradient flow only through the kept tokens."""
+        mask, kept = loss_mask(inputs).bool(), inputs.get("d3s_kept")
+        threshold: Any = inputs.get("d3s_threshold")
+        if kept is not None and self._tokens_are_independent(inputs):
+            logprob, entropy, aux = self._score_kept(call, inputs, kept)
+        else:
+            logprob, entropy, aux = call._replace(model=over_sets(call.model, inputs.get(SETS))).scores()
+        assert entropy is not None  # TRL's loss always asks for it
+        constant = entropy.detach()
+        if kept is None:
+            chosen = self._choose_tokens(constant, inputs["advantages"], mask)
+            kept, threshold = chosen.mask, chosen.threshold
+        update.kept = HostNumber(kept.sum())
+        totals = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold)
+        if self._page is not None and self._page.add_trained(inputs, kept, constant):
+            page, self._page = self._page, None
+            page.write(Path(self.args.output_dir, "selection"), self._tokenizer, self.accelerator.is_main_process)
+        if self._espo:
+            moved, epsilon = as_espo(inputs, logprob.detach(), constant, self.args, self._vocabulary)
+            inputs |= moved
+            self.epsilon_low = self.epsilon_high = epsilon
+        if logprob.requires_grad:
+            policy = bonus = torch.ones((), device=kept.device)
+            if self.args.loss_denominator == "kept":
+                policy, bonus = gradient_weights(self.loss_type, kept, mask, inputs, totals)
+            logprob.register_hook(self._watch.seen(only_through(kept, policy)))  # type: ignore[no-untyped-call]
+            if entropy.requires_grad:
+                entropy.register_hook(only_through(kept, bonus))  # type: ignore[no-untyped-call]
+        return logprob, entropy, aux
+
+    def _tokens_are_independent(self, inputs: Batch) -> bool:
+        """Whether each token's gradient depends only on its own log-probability: then dropped tokens need no score."""
+        return bool(
+            self.importance_sampling_level == "token"
+            and not self._espo
+            and self.loss_type != "vespo"
+            and self.beta == 0
+            and self.off_policy_mask_threshold is None
+            and not self._entropy_bonus_enabled
+            and not self.aux_loss_enabled
+            and "num_images" not in inputs
+        )
+
+    def _score_kept(self, call: Call, inputs: Batch, kept: Tensor) -> Scores:
+        """Scores only rows with a kept token, up to the last kept column; other tokens get the values known before.
+
+        If no token is kept, the first row is still forwarded: all processes take part in a sharded model's forward.
+        """
+        rows = kept.any(dim=1)
+        rows[0] |= ~rows.any()
+        place = rows.nonzero()[:, 0]
+        prompt, used = call.tokens.shape[1] - call.columns, last_column(kept)
+        if self.pad_to_multiple_of is not None:
+            used = min(call.columns, -(-(prompt + used) // self.pad_to_multiple_of) * self.pad_to_multiple_of - prompt)
+        needed, sets = kept[place, :used], inputs.get(SETS)
+        model = over_sets(call.model, None if sets is None else sets[place, :used])
+
+        def of_kept(labels: Tensor, **model_inputs: Any) -> Any:
+            """The model, with labels only at kept tokens, so that the head computes only those."""
+            labels = labels.clone()
+            labels[:, prompt:].masked_fill_(~needed, -100)
+            return model(labels=labels, **model_inputs)
+
+        tokens, attention = (part[place, : prompt + used] for part in (call.tokens, call.attention))
+        logprob, entropy, aux = Call(call.method, of_kept, tokens, attention, used).scores()
+        assert entropy is not None
+        known = inputs.get("old_per_token_logps")  # makes the ratio of a dropped token 1
+        if known is None:
+            known = torch.zeros(kept.shape, device=kept.device)
+
+        def everywhere(of_kept: Tensor, known: Tensor) -> Tensor:
+            known = torch.where(kept, 0.0, known).to(of_kept.dtype)
+            return known.index_add(0, place, pad(of_kept, (0, call.columns - used)))
+
+        return everywhere(logprob, known), everywhere(entropy, inputs["d3s_entropy"]), aux

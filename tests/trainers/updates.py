@@ -1,0 +1,82 @@
+"""What a trainer's update computes: scores, forwards and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from batches import texts
+from torch import Tensor
+from trl import GRPOTrainer
+
+from d3s_kernels.integrations.trl import D3STrainer
+
+
+def logits_of(policy: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The logits that predict the completions, in float64."""
+    return policy(**texts(batch)).logits[:, -batch["completion_ids"].shape[1] - 1 : -1].double()
+
+
+@contextmanager
+def forwards(policy: Any) -> Iterator[list[tuple[bool, dict[str, Any]]]]:
+    """For each forward of the fused head: whether it has a gradient, and its inputs."""
+    seen: list[tuple[bool, dict[str, Any]]] = []
+    forward = policy.forward
+
+    def watched(*arguments: Any, **more: Any) -> Any:
+        if more.get("fused_lm_head"):
+            seen.append((torch.is_grad_enabled(), more))
+        return forward(*arguments, **more)
+
+    policy.forward = watched
+    yield seen
+    policy.forward = forward
+
+
+def gradients(made: GRPOTrainer) -> Tensor:
+    """The gradients of all parameters as one vector. They are cleared afterwards."""
+    found = [parameter.grad for parameter in made.model.parameters() if parameter.requires_grad]
+    vector = torch.cat([torch.zeros(0) if grad is None else grad.flatten() for grad in found])
+    made.model.zero_grad(set_to_none=True)
+    return vector
+
+
+def loss_and_gradients(made: GRPOTrainer, batch: dict[str, Tensor]) -> tuple[float, Tensor]:
+    loss = made.compute_loss(made.model, batch)
+    loss.backward()
+    return loss.item(), gradients(made)
+
+
+def assert_same_gradient(found: Tensor, expected: Tensor) -> None:
+    assert expected.norm() > 0
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+class Seen:
+    """What a trainer's updates saw: their batches, with TRL's scores of them."""
+
+    def __init__(self, made: D3STrainer) -> None:
+        self.batches: list[dict[str, Any]] = []
+        score, add = made._score_for_loss, made._add_sets
+
+        def scoring(update: Any, call: Any, inputs: dict[str, Any]) -> Any:
+            with torch.no_grad():
+                over_all = call.scores()[0]  # log-probabilities over the whole vocabulary
+            found = score(update, call, inputs)
+            own = dict(zip(("logprob", "entropy"), (part.detach().clone() for part in found[:2]), strict=True))
+            self.batches.append({**inputs, **own, "over_all": over_all})
+            return found
+
+        def adding(batch: dict[str, Any]) -> None:
+            # The mass that the sampler measured goes where its rows go, as one more field of the batch.
+            batch["log_mass"] = made._recorded.in_columns(batch["completion_ids"].shape[1]).log_mass
+            add(batch)
+
+        made._score_for_loss, made._add_sets = scoring, adding
+
+    def tokens(self, name: str) -> Tensor:
+        """A field's values at all tokens."""
+        fields = [(batch[name], batch["completion_mask"].bool()) for batch in self.batches]
+        return torch.cat([field[:, : mask.shape[1]][mask] for field, mask in fields])
