@@ -259,8 +259,8 @@ MUTANTS = (
     Mutant(
         "cuda: the fifth group of tokens is not added up",
         "csrc/cuda/ratios.cu",
-        "group[j] >= kOwn && group[j] < kMostGroups",
-        "group[j] > kOwn && group[j] < kMostGroups",
+        "if (kGroups && group[j] >= kOwn) {",
+        "if (kGroups && group[j] > kOwn) {",
         KERNELS,
     ),
     Mutant(

@@ -176,8 +176,11 @@ def look(op: str, arguments: Mapping[str, Any]) -> None:
 
 def _arrived() -> Iterator[Met]:
     """What the looks have found that have come back since the last call."""
-    back = [look for look in _looks if look.arrived is None or look.arrived.query()]
-    _looks[:] = [look for look in _looks if look not in back]
+    back: list[_Look] = []
+    waiting: list[_Look] = []  # not `not in back`, which compares tensors
+    for each in _looks:
+        (back if each.arrived is None or each.arrived.query() else waiting).append(each)
+    _looks[:] = waiting
     for each in back:
         yield from (
             (each.op, fault) for fault, is_bad in zip(each.faults, each.answers.tolist(), strict=True) if is_bad
