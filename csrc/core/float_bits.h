@@ -1,4 +1,6 @@
 // bfloat16 and float16 as bits, and their conversion to and from float, rounded to nearest even.
+// These are not torch's types: the kernels' sources know no torch, and functions here have internal linkage, since each
+// SIMD level compiles its own.
 #pragma once
 
 #include <cstdint>

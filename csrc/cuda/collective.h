@@ -1,4 +1,5 @@
 // Sums, maxima and scans over the threads of a warp or of a block, in an order that is always the same.
+// CUB does not promise an order of its sums, and the emulation (tests/cuda_shim) would need one of its own.
 #pragma once
 
 #include "cuda.h"

@@ -180,10 +180,6 @@ def forced(backend: str) -> Iterator[None]:
 # ---- reports --------------------------------------------------------------------------------------------------------
 
 
-# The steps of topk_mask across ranks, and of the LM head with a sampling mask.
-_STEPS = ("topk_order_keys", "topk_count_digit", "topk_mask_from_key", "kept_logits", "kept_hidden_grad")
-
-
 def backends() -> dict[str, dict[str, str]]:
     """The back-end of each op on each kind of device that this torch supports, for users and bug reports.
 
@@ -199,7 +195,8 @@ def backends() -> dict[str, dict[str, str]]:
         >>> d3s.backends()["topk_mask"]["cpu"]
         'cpu'
     """
-    ops = {op: op for op in _torch.KERNELS if not op.endswith(("_", "_backward", "_finish")) and op not in _STEPS}
+    public = importlib.import_module("d3s_kernels").__all__  # the other ops are steps of these
+    ops = {op: op for op in _torch.KERNELS if op in public}
     ops["linear_logprob_entropy"] = "softmax_state_"  # it loops over this op and torch's matrix products
     return {op: {device: served[by] for device, served in _serving.items()} for op, by in sorted(ops.items())}
 

@@ -2,26 +2,46 @@
 
 As in ``d3s_kernels/reference.py``, the code has the ops' own names and arguments, and takes one row or segment after
 the other in plain PyTorch and float64. A tensor that an op writes is passed with its old values, and returned with the
-new ones.
+new ones. The arguments of an op that has many are one object, with the defaults of its schema.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import reference
+from .._dispatch.libraries import schema_of
 from ..sampling import SamplingMask
 
 NO_TARGET = -100
 LOWEST = torch.finfo(torch.float32).min  # the maximum of no logits
 KEY_BITS = 32
 NONE_KEPT = 2**32 - 1  # instead of the lowest kept key, if none is kept
+
+
+class Given(SimpleNamespace):
+    """The arguments of an op, by their names in its schema."""
+
+    def but(self, **others: Any) -> Given:
+        return Given(**(vars(self) | others))
+
+
+def of_op(op: str) -> Callable[[Callable[[Given], Any]], Callable[..., Any]]:
+    """Lets a meaning be called by the names of the op's arguments; those not given have the default of the schema."""
+
+    def decorate(meaning: Callable[[Given], Any]) -> Callable[..., Any]:
+        defaults = {argument.name: argument.default_value for argument in schema_of(op).arguments}
+        return lambda **given: meaning(Given(**(defaults | given)))
+
+    return decorate
+
 
 # ---- softmax states -------------------------------------------------------------------------------------------------
 
@@ -31,70 +51,61 @@ def no_logits(rows: int) -> Tensor:
     return torch.tensor([[LOWEST, 0.0, 0.0, math.nan]]).repeat(rows, 1)
 
 
-def temperatures(temperature: float, temperature_tensor: Tensor | None, rows: int) -> Tensor:
+def temperatures(of: Given, rows: int) -> Tensor:
     """One temperature for each row, float64 [rows]."""
-    if temperature_tensor is None:
-        return torch.full((rows,), temperature, dtype=torch.float64)
-    return temperature_tensor.double().reshape(-1).expand(rows)
+    if of.temperature_tensor is None:
+        return torch.full((rows,), of.temperature, dtype=torch.float64)
+    temperature: Tensor = of.temperature_tensor.double().reshape(-1).expand(rows)
+    return temperature
 
 
-def softmax_state_(
-    state: Tensor,
-    logits: Tensor,
-    labels: Tensor | None,
-    first_token: int,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
-    mask: Tensor | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
-    kept_of: int | None = None,
-) -> Tensor:
-    if kept_of is not None and sampling_ids is not None and sampling_offsets is not None:
-        logits = spread(logits, labels, sampling_ids, sampling_offsets, include_label, first_token, kept_of)
-    after, tile = state.double(), logits.double().reshape(len(state), logits.shape[-1])
-    row_temperature = temperatures(temperature, temperature_tensor, len(state))
-    targets = [NO_TARGET] * len(state) if labels is None else labels.flatten().tolist()
-    kept = kept_tokens(targets, sampling_ids, sampling_offsets, include_label)
-    counted = [mask is None or bool(mask.reshape(-1)[row]) for row in range(len(state))]
-    exceeded = exceeds_bound(sampling_offsets, max_dense_rows, mask)
+@of_op("softmax_state_")
+def softmax_state_(of: Given) -> Tensor:
+    logits, rows = of.logits, len(of.state)
+    if of.kept_of is not None and of.sampling_ids is not None:
+        logits = spread(of, of.first_token)
+    after, tile = of.state.double(), logits.double().reshape(rows, logits.shape[-1])
+    row_temperature, kept = temperatures(of, rows), kept_tokens(of, rows)
+    targets = targets_of(of.labels, rows).tolist()
+    counted = [of.mask is None or bool(of.mask.reshape(-1)[row]) for row in range(rows)]
+    exceeded = exceeds_bound(of)
     for row, tokens in enumerate(kept):
         if not counted[row]:
             continue
         if exceeded:
             after[row, 2] = math.nan
             continue
-        if kept_of is not None and tokens is None:  # its logits are not there
+        if of.kept_of is not None and tokens is None:  # its logits are not there
             continue
         single = tokens is not None and len(tokens) == 1  # its logit is not read
-        of_tile = range(first_token, first_token + tile.shape[1])
-        own = [token - first_token for token in (of_tile if tokens is None else tokens) if token in of_tile]
+        of_tile = range(of.first_token, of.first_token + tile.shape[1])
+        own = [token - of.first_token for token in (of_tile if tokens is None else tokens) if token in of_tile]
         values = torch.zeros(len(own), dtype=torch.float64) if single else tile[row, own]
         after[row, :3] = _merged(after[row, :3], _state_of(values, row_temperature[row]), row_temperature[row])
-        if targets[row] - first_token in own:
-            after[row, 3] = values[own.index(targets[row] - first_token)]
-    return after
+        if targets[row] - of.first_token in own:
+            after[row, 3] = values[own.index(targets[row] - of.first_token)]
+    return after  # type: ignore[no-any-return]
 
 
-def exceeds_bound(sampling_offsets: Tensor | None, max_dense_rows: int | None, mask: Tensor | None, **_: Any) -> bool:
+def exceeds_bound(of: Given) -> bool:
     """Whether more unmasked rows than the bound have an empty span."""
-    if sampling_offsets is None or max_dense_rows is None:
+    if of.sampling_offsets is None or of.max_dense_rows is None:
         return False
-    dense = sampling_offsets.diff() == 0
-    return int((dense if mask is None else dense & mask.reshape(-1)).sum()) > max_dense_rows
+    dense = of.sampling_offsets.diff() == 0
+    return bool((dense if of.mask is None else dense & of.mask.reshape(-1)).sum() > of.max_dense_rows)
 
 
-def kept_tokens(
-    targets: Sequence[int], ids: Tensor | None, offsets: Tensor | None, include_label: bool
-) -> list[list[int] | None]:
+def targets_of(labels: Tensor | None, rows: int) -> Tensor:
+    return torch.full((rows,), NO_TARGET) if labels is None else labels.flatten().long()
+
+
+def kept_tokens(of: Given, rows: int) -> list[list[int] | None]:
     """The tokens of each row's set; None for all tokens."""
-    if ids is None or offsets is None:
-        return [None] * len(targets)
-    spans = [ids[begin:end].tolist() for begin, end in pairwise(offsets.tolist())]
-    for span, target in zip(spans, targets, strict=True):
-        if span and include_label and target != NO_TARGET and target not in span:
+    if of.sampling_ids is None:
+        return [None] * rows
+    spans = [of.sampling_ids[begin:end].tolist() for begin, end in pairwise(of.sampling_offsets.tolist())]
+    for span, target in zip(spans, targets_of(of.labels, rows).tolist(), strict=True):
+        if span and of.include_label and target != NO_TARGET and target not in span:
             span.append(target)
     return [span or None for span in spans]
 
@@ -118,11 +129,11 @@ def _merged(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
     return torch.stack([top, total, dot])
 
 
-def softmax_state_finish(
-    state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@of_op("softmax_state_finish")
+def softmax_state_finish(of: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    state = of.state
     pieces = state.double() if state.dim() == 3 else state.double().unsqueeze(0)
-    row_temperature = temperatures(temperature, temperature_tensor, state.shape[-2])
+    row_temperature = temperatures(of, state.shape[-2])
     results = []
     for row in range(state.shape[-2]):
         merged = pieces[0, row, :3]
@@ -140,28 +151,21 @@ def softmax_state_finish(
     return logprob, entropy, top, log_sum
 
 
-def row_statistics(
-    logits: Tensor,
-    labels: Tensor | None,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
-    mask: Tensor | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logprob_entropy with the two numbers that its backward needs: the maximum, and log S."""
-    row_temperature = temperature if temperature_tensor is None else temperature_tensor
-    targets = torch.full(logits.shape[:-1], NO_TARGET, device=logits.device) if labels is None else labels
-    spans = None if sampling_ids is None or sampling_offsets is None else SamplingMask(sampling_ids, sampling_offsets)
+def _sampling_mask(of: Given) -> SamplingMask | None:
+    return None if of.sampling_ids is None else SamplingMask(of.sampling_ids, of.sampling_offsets)
+
+
+def _row_statistics(of: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The public logprob_entropy, with the two numbers that its backward needs: the maximum, and log S."""
+    logits, mask = of.logits, of.mask
+    row_temperature = of.temperature if of.temperature_tensor is None else of.temperature_tensor
+    targets = torch.full(logits.shape[:-1], NO_TARGET, device=logits.device) if of.labels is None else of.labels
     logprob, entropy = reference.logprob_entropy(
-        logits, targets, temperature=row_temperature, mask=mask, sampling_mask=spans,
-        label_outside="include" if include_label else "nan", max_dense_rows=max_dense_rows,
+        logits, targets, temperature=row_temperature, mask=mask, sampling_mask=_sampling_mask(of),
+        label_outside="include" if of.include_label else "nan", max_dense_rows=of.max_dense_rows,
     )  # fmt: skip
     read = logits.detach() if mask is None else logits.detach().masked_fill(~mask.unsqueeze(-1), 0)
-    kept = kept_tokens(targets.flatten().tolist(), sampling_ids, sampling_offsets, include_label)
-    read = _only_kept(read, kept)
+    read = _only_kept(read, kept_tokens(of, targets.numel()))
     top = read.double().amax(-1)
     scaled = (read.double() - top.unsqueeze(-1)) / torch.as_tensor(
         row_temperature, device=logits.device
@@ -183,49 +187,58 @@ def _only_kept(logits: Tensor, kept: Sequence[list[int] | None], first_token: in
     return only.view(logits.shape)
 
 
-def logprob_entropy_backward(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    labels: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
-    mask: Tensor | None = None,
-    first_token: int | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
-) -> Tensor:
+row_statistics = of_op("logprob_entropy")(_row_statistics)
+
+
+@of_op("logprob_entropy")
+def logprob_entropy(of: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of logits of all tokens; or of kept tokens alone, where a row with an empty span gives 0."""
+    if of.kept_of is None:
+        return _row_statistics(of)
+    found = _row_statistics(of.but(logits=spread(of)))
+    if exceeds_bound(of):
+        return found
+    dense = of.sampling_offsets.diff() == 0
+    logprob, entropy, top, log_sum = (part.masked_fill(dense, 0) for part in found)
+    return logprob, entropy, top, log_sum
+
+
+def _logprob_entropy_backward(of: Given) -> Tensor:
     """dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t, for the tokens from first_token on."""
-    shape, rows = logits.shape, math.prod(logits.shape[:-1])
-    tokens = [NO_TARGET] * rows if labels is None else labels.flatten().tolist()
-    kept = kept_tokens(tokens, sampling_ids, sampling_offsets, include_label)
+    shape, rows, first_token = of.logits.shape, math.prod(of.logits.shape[:-1]), of.first_token or 0
+    kept = kept_tokens(of, rows)
     single = torch.tensor([own is not None and len(own) == 1 for own in kept], dtype=torch.bool)
-    z = _only_kept(logits, kept, first_token or 0).double().reshape(rows, shape[-1])
-    row_temperature = temperatures(temperature, temperature_tensor, rows).unsqueeze(1)
-    top, log_total, h = (part.double().reshape(rows, 1) for part in (row_max, log_sum, entropy))
-    targets = torch.tensor(tokens, dtype=torch.int64)
-    nothing = torch.zeros(rows, 1, dtype=torch.float64)
-    of_logprob = nothing if grad_logprob is None else grad_logprob.double().reshape(rows, 1)
-    of_logprob = of_logprob.masked_fill((targets == NO_TARGET).unsqueeze(1), 0)
-    of_entropy = nothing if grad_entropy is None else grad_entropy.double().reshape(rows, 1)
+    z = _only_kept(of.logits, kept, first_token).double().reshape(rows, shape[-1])
+    row_temperature = temperatures(of, rows).unsqueeze(1)
+    top, log_total, h = (part.double().reshape(rows, 1) for part in (of.row_max, of.log_sum, of.entropy))
+    targets = targets_of(of.labels, rows)
+    of_logprob, of_entropy = (part.double().unsqueeze(1) for part in _incoming(of, targets))
     log_p = (z - top) / row_temperature - log_total
     p = log_p.exp()
-    at_label = (torch.arange(shape[-1]) + (first_token or 0)).unsqueeze(0) == targets.unsqueeze(1)
+    at_label = (torch.arange(shape[-1]) + first_token).unsqueeze(0) == targets.unsqueeze(1)
     of_terms = torch.where(p > 0, p * (log_p + h), p)
     gradient = (of_logprob * (at_label.double() - p) - of_entropy * of_terms) / row_temperature
     still = (of_logprob == 0) & (of_entropy == 0)
     still |= single.unsqueeze(1) & ~(log_total + of_logprob + of_entropy).isnan()
-    if mask is not None:
-        still |= ~mask.reshape(-1, 1)
-    return gradient.masked_fill(still, 0).view(shape)
+    if of.mask is not None:
+        still |= ~of.mask.reshape(-1, 1)
+    return gradient.masked_fill(still, 0).view(shape)  # type: ignore[no-any-return]
 
 
-logprob_entropy_backward_ = logprob_entropy_backward  # takes the logits before they are overwritten
+def _incoming(of: Given, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the log-probability of rows with a label and of the entropy, [rows]."""
+    none = torch.zeros(targets.shape)
+    of_logprob = none if of.grad_logprob is None else of.grad_logprob.reshape(-1).masked_fill(targets == NO_TARGET, 0)
+    return of_logprob, none if of.grad_entropy is None else of.grad_entropy.reshape(-1)
+
+
+logprob_entropy_backward = of_op("logprob_entropy_backward")(_logprob_entropy_backward)
+
+
+@of_op("logprob_entropy_backward_")
+def logprob_entropy_backward_(of: Given) -> Tensor:
+    """Takes the logits before they are overwritten."""
+    return _logprob_entropy_backward(of.but(mask=None, sampling_ids=None))
 
 
 # ---- the LM head ----------------------------------------------------------------------------------------------------
@@ -235,106 +248,50 @@ def wide_product_(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return hidden.double() @ weight.double().T
 
 
-def kept_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    sampling_ids: Tensor,
-    sampling_offsets: Tensor,
-    bias: Tensor | None = None,
-    logit_softcap: float | None = None,
-    mask: Tensor | None = None,
-    first_token: int = 0,
-    include_label: bool = False,
-    logits_dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    logits = reference._head_logits(hidden, weight, bias, logit_softcap).double()
-    out = torch.full((len(sampling_ids) + len(labels),), -math.inf, dtype=torch.float64)
-    for row, places in enumerate(places_of_rows(labels, sampling_ids, sampling_offsets, include_label)):
-        for place, token in places.items() if len(places) > 1 and (mask is None or mask[row]) else ():
-            if 0 <= token - first_token < len(weight):
-                out[place] = logits[row, token - first_token]
+@of_op("kept_logits")
+def kept_logits(of: Given) -> Tensor:
+    logits = reference._head_logits(of.hidden, of.weight, of.bias, of.logit_softcap).double()
+    out = torch.full((len(of.sampling_ids) + len(of.labels),), -math.inf, dtype=torch.float64)
+    for row, places in enumerate(places_of_rows(of)):
+        for place, token in places.items() if len(places) > 1 and (of.mask is None or of.mask[row]) else ():
+            if 0 <= token - of.first_token < len(of.weight):
+                out[place] = logits[row, token - of.first_token]
     return out
 
 
-def places_of_rows(labels: Tensor | None, ids: Tensor, offsets: Tensor, include_label: bool) -> list[dict[int, int]]:
+def places_of_rows(of: Given) -> list[dict[int, int]]:
     """The token at each place of a row: those of its span, and then that of its label, if that joins."""
-    spans = list(pairwise(offsets.tolist()))
-    targets = [NO_TARGET] * len(spans) if labels is None else labels.flatten().tolist()
-    found = []
-    for row, tokens in enumerate(kept_tokens(targets, ids, offsets, include_label)):
+    found, spans = [], list(pairwise(of.sampling_offsets.tolist()))
+    for row, tokens in enumerate(kept_tokens(of, len(spans))):
         begin, end = spans[row]
-        found.append(dict(zip([*range(begin, end), len(ids) + row], tokens or [], strict=False)))
+        found.append(dict(zip([*range(begin, end), len(of.sampling_ids) + row], tokens or [], strict=False)))
     return found
 
 
-def spread(
-    logits: Tensor, labels: Tensor | None, ids: Tensor, offsets: Tensor, include_label: bool, first_token: int,
-    kept_of: int,
-) -> Tensor:  # fmt: skip
+def spread(of: Given, first_token: int = 0) -> Tensor:
     """Rows of ``kept_of`` logits, from those of kept tokens alone; 0 for other tokens and for a row's only one."""
-    rows = torch.zeros(len(logits), kept_of, dtype=torch.float64)
-    for row, places in enumerate(places_of_rows(labels, ids, offsets, include_label)):
+    rows = torch.zeros(len(of.logits), of.kept_of, dtype=torch.float64)
+    for row, places in enumerate(places_of_rows(of)):
         for place, token in places.items() if len(places) > 1 else ():
-            if 0 <= token - first_token < kept_of:
-                rows[row, token - first_token] = logits[row, place]
+            if 0 <= token - first_token < of.kept_of:
+                rows[row, token - first_token] = of.logits[row, place]
     return rows
 
 
-def kept_statistics(
-    logits: Tensor, labels: Tensor | None, kept_of: int | None = None, **given: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of logits of all tokens; or of kept tokens alone, where a row with an empty span gives 0."""
-    if kept_of is None:
-        return row_statistics(logits, labels, **given)
-    spans = given["sampling_ids"], given["sampling_offsets"], given.get("include_label", False)
-    found = row_statistics(spread(logits, labels, *spans, 0, kept_of), labels, **given)
-    if exceeds_bound(**given):
-        return found
-    dense = given["sampling_offsets"].diff() == 0
-    logprob, entropy, top, log_sum = (part.masked_fill(dense, 0) for part in found)
-    return logprob, entropy, top, log_sum
-
-
-def kept_logits_backward(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    labels: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    kept_of: int,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
-    logit_softcap: float | None = None,
-    mask: Tensor | None = None,
-    first_token: int | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    assert sampling_ids is not None
-    assert sampling_offsets is not None
-    spans, first = (sampling_ids, sampling_offsets, include_label), first_token or 0
-    gradients = logprob_entropy_backward(
-        grad_logprob, grad_entropy, spread(logits, labels, *spans, first, kept_of), labels, entropy, row_max, log_sum,
-        temperature, temperature_tensor, mask, first_token, *spans,
-    )  # fmt: skip
-    none = torch.zeros(len(entropy))
-    targets = torch.full(entropy.shape, NO_TARGET) if labels is None else labels
-    of_logprob = none if grad_logprob is None else grad_logprob.masked_fill(targets == NO_TARGET, 0)
-    of_entropy = none if grad_entropy is None else grad_entropy
-    active = ((of_logprob != 0) | (of_entropy != 0)) & (sampling_offsets.diff() > 0)
-    active = active if mask is None else active & mask
-    undefined = active & (log_sum + of_logprob + of_entropy).isnan()
-    places = logits.shape[1]
+@of_op("kept_logits_backward")
+def kept_logits_backward(of: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    first, places = of.first_token or 0, of.logits.shape[1]
+    gradients = _logprob_entropy_backward(of.but(logits=spread(of, first)))
+    of_logprob, of_entropy = _incoming(of, targets_of(of.labels, len(of.entropy)))
+    active = ((of_logprob != 0) | (of_entropy != 0)) & (of.sampling_offsets.diff() > 0)
+    active = active if of.mask is None else active & of.mask
+    undefined = active & (of.log_sum + of_logprob + of_entropy).isnan()
     grad, rows, tokens = torch.zeros(places).double(), torch.full((places,), -1), torch.zeros(places).long()
-    for row, of_row in enumerate(places_of_rows(labels, *spans)):
+    for row, of_row in enumerate(places_of_rows(of)):
         for place, token in of_row.items() if active[row] and (undefined[row] or len(of_row) > 1) else ():
-            if 0 <= token - first < kept_of:
-                z = logits[row, place].double()
-                slope = 1.0 if logit_softcap is None else 1 - (z / logit_softcap) ** 2
+            if 0 <= token - first < of.kept_of:
+                z = of.logits[row, place].double()
+                slope = 1.0 if of.logit_softcap is None else 1 - (z / of.logit_softcap) ** 2
                 rows[place], tokens[place] = row, token - first
                 grad[place] = math.nan if undefined[row] else gradients[row, token - first] * slope
     return grad, rows.int(), tokens.int(), undefined
@@ -362,78 +319,41 @@ def kept_weight_grad_(
     return after, of_bias
 
 
-def head_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
-    logit_softcap: float | None = None,
-    mask: Tensor | None = None,
-    max_rows: int | None = None,
-    max_grad_rows: int | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    row_temperature = temperature if temperature_tensor is None else temperature_tensor
-    spans = None if sampling_ids is None or sampling_offsets is None else SamplingMask(sampling_ids, sampling_offsets)
+def _head_statistics(of: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logprob, entropy = reference.linear_logprob_entropy(
-        hidden, weight, labels, bias=bias, temperature=row_temperature,
-        logit_softcap=logit_softcap, mask=mask, max_rows=max_rows, max_grad_rows=max_grad_rows, sampling_mask=spans,
-        label_outside="include" if include_label else "nan", max_dense_rows=max_dense_rows,
+        of.hidden, of.weight, of.labels, bias=of.bias,
+        temperature=of.temperature if of.temperature_tensor is None else of.temperature_tensor,
+        logit_softcap=of.logit_softcap, mask=of.mask, max_rows=of.max_rows, max_grad_rows=of.max_grad_rows,
+        sampling_mask=_sampling_mask(of), label_outside="include" if of.include_label else "nan",
+        max_dense_rows=of.max_dense_rows,
     )  # fmt: skip
-    logits = reference._head_logits(hidden.detach(), weight.detach(), bias, logit_softcap)
-    of_spans = sampling_ids, sampling_offsets, include_label, max_dense_rows
-    top, log_sum = row_statistics(logits, labels, temperature, temperature_tensor, mask, *of_spans)[2:]
+    logits = reference._head_logits(of.hidden.detach(), of.weight.detach(), of.bias, of.logit_softcap)
+    top, log_sum = _row_statistics(of.but(logits=logits))[2:]
     exceeded = logprob.detach().isnan() & entropy.detach().isnan()
     return logprob, entropy, top.masked_fill(exceeded, math.nan), log_sum.masked_fill(exceeded, math.nan)
 
 
-def linear_logprob_entropy_backward(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    temperature: float,
-    temperature_tensor: Tensor | None,
-    logit_softcap: float | None,
-    mask: Tensor | None,
-    max_grad_rows: int | None,
-    logits_dtype: torch.dtype,
-    workspace_bytes: int | None,
-    wanted: Sequence[bool],
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
-) -> tuple[Tensor | None, ...]:
+head_statistics = of_op("linear_logprob_entropy")(_head_statistics)
+
+
+@of_op("linear_logprob_entropy_backward")
+def linear_logprob_entropy_backward(of: Given) -> tuple[Tensor | None, ...]:
     """Computed from the head's arguments alone, without the forward's results. None for a gradient not wanted."""
-    leaves = [None if part is None else part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
-    assert leaves[0] is not None
-    assert leaves[1] is not None
+    leaves = {name: getattr(of, name) for name in ("hidden", "weight", "bias")}
+    leaves = {name: None if leaf is None else leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
     with torch.enable_grad():
-        results = head_statistics(
-            leaves[0], leaves[1], labels, leaves[2], temperature, temperature_tensor, logit_softcap, mask,
-            max_grad_rows=max_grad_rows, sampling_ids=sampling_ids, sampling_offsets=sampling_offsets,
-            include_label=include_label, max_dense_rows=max_dense_rows,
-        )  # fmt: skip
+        results = _head_statistics(of.but(**leaves, max_rows=None))
         given = [
             (result, grad.double())
-            for result, grad in zip(results, (grad_logprob, grad_entropy), strict=False)
+            for result, grad in zip(results, (of.grad_logprob, of.grad_entropy), strict=False)
             if grad is not None
         ]
-        asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want and leaf is not None]
+        wanted = [
+            leaf if want and leaf is not None else None for leaf, want in zip(leaves.values(), of.wanted, strict=True)
+        ]
+        asked = [leaf for leaf in wanted if leaf is not None]
         found = iter(torch.autograd.grad([result for result, _ in given], asked, [grad for _, grad in given]))
-    return tuple(next(found) if want and leaf is not None else None for leaf, want in zip(leaves, wanted, strict=True))
+    return tuple(None if leaf is None else next(found) for leaf in wanted)
 
 
 # ---- the steps of a top-K search ------------------------------------------------------------------------------------

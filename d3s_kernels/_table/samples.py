@@ -15,7 +15,6 @@ from . import meaning
 from .draw import FLOATS, Draw
 
 Arguments = dict[str, Any]
-SPANS = ("sampling_ids", "sampling_offsets", "include_label", "max_dense_rows")
 RATIOS = (0.3, 1.0, 0.1, 0.07, 1e-6, 0.999)
 _DIGITS = (((24, 8), (16, 8), (8, 8), (0, 8)), ((21, 11), (10, 11), (0, 10)))
 
@@ -42,10 +41,6 @@ def logprob_entropy(draw: Draw, bound: bool = True) -> Arguments:
     return _differentiable(draw, given, "logits")
 
 
-def _spans(given: Arguments) -> Arguments:
-    return {name: given[name] for name in SPANS if name in given}
-
-
 def with_labels(draw: Draw, given: Arguments) -> Arguments:
     """Adds labels where they are missing, for calls that require them."""
     logits, rows = given["logits"], tuple(given["logits"].shape[:-1])
@@ -60,10 +55,7 @@ def with_labels(draw: Draw, given: Arguments) -> Arguments:
 
 def _with_statistics(draw: Draw, given: Arguments) -> Arguments:
     """Adds a forward's results, and random incoming gradients, of which one may be missing and some are 0."""
-    _, *found = meaning.row_statistics(
-        given["logits"], given["labels"], given.get("temperature", 1.0), given.get("temperature_tensor"),
-        given.get("mask"), **_spans(given),
-    )  # fmt: skip
+    _, *found = meaning.row_statistics(**given)
     given |= {name: part.float() for name, part in zip(("entropy", "row_max", "log_sum"), found, strict=True)}
     rows = given["entropy"].shape
     generator = draw.generator()
@@ -77,7 +69,7 @@ def _with_statistics(draw: Draw, given: Arguments) -> Arguments:
 def logprob_entropy_backward(draw: Draw, masked: bool = True) -> Arguments:
     given = _detached(logprob_entropy(draw))
     if not masked:
-        for name in ("mask", *SPANS):
+        for name in ("mask", "sampling_ids", "sampling_offsets", "include_label", "max_dense_rows"):
             given.pop(name, None)
     given = _with_statistics(draw, given)
     if draw.flag():  # a shard of the vocabulary: the tokens from first_token on
@@ -102,11 +94,10 @@ def softmax_state(draw: Draw) -> Arguments:
     logits = given["logits"]
     vocabulary, rows = logits.shape[-1], logits.shape[:-1].numel()
     first = draw.integer(0, vocabulary - 1)
-    temperature = given.get("temperature", 1.0), given.get("temperature_tensor")
     state = meaning.no_logits(rows)
     if draw.flag():
-        spans = _spans(given) | {"max_dense_rows": None}
-        state = meaning.softmax_state_(state, logits[..., :first], given["labels"], 0, *temperature, **spans).float()
+        before = {"state": state, "logits": logits[..., :first], "first_token": 0, "mask": None, "max_dense_rows": None}
+        state = meaning.softmax_state_(**given | before).float()
     return given | {"state": state, "logits": logits[..., first:], "first_token": first}
 
 
@@ -119,14 +110,11 @@ def softmax_state_finish(draw: Draw) -> Arguments:
         temperature["temperature_tensor"] = temperature["temperature_tensor"].reshape(-1)
     pieces, first = [], 0
     for tile in logits.split(-(-logits.shape[-1] // draw.integer(1, 3)), -1):
-        pieces.append(meaning.softmax_state_(meaning.no_logits(rows), tile, labels, first, *_pair(temperature)).float())
+        of_tile = {"state": meaning.no_logits(rows), "logits": tile, "labels": labels, "first_token": first}
+        pieces.append(meaning.softmax_state_(**of_tile, **temperature).float())
         first += tile.shape[-1]
     state = torch.stack(pieces) if len(pieces) > 1 or draw.flag() else pieces[0]
     return {"state": state, **temperature}
-
-
-def _pair(temperature: Arguments) -> tuple[float, Tensor | None]:
-    return temperature.get("temperature", 1.0), temperature.get("temperature_tensor")
 
 
 def head(draw: Draw) -> Arguments:
@@ -218,8 +206,8 @@ def _alone(given: Arguments, logits: Tensor, first: int) -> Arguments:
     """The logits of kept tokens alone, from first on, out of rows of logits. NaN for what is not read."""
     ids, rows = given["sampling_ids"], len(logits)
     flat = torch.full((len(ids) + rows,), math.nan)
-    spans = given["labels"], ids, given["sampling_offsets"], given.get("include_label", False)
-    for row, places in enumerate(meaning.places_of_rows(*spans)):
+    include = given.get("include_label", False)
+    for row, places in enumerate(meaning.places_of_rows(meaning.Given(**given | {"include_label": include}))):
         for place, token in places.items() if len(places) > 1 else ():
             if token >= first:
                 flat[place] = logits[row, token]

@@ -133,7 +133,7 @@ def _selection(found: reference.TokenSelection) -> tuple[Tensor, ...]:
 
 OPS: dict[str, Row] = {
     # vocabulary
-    "logprob_entropy": Row(samples.logprob_entropy_or_kept, meaning.kept_statistics, _STATISTICS, _LOGITS),
+    "logprob_entropy": Row(samples.logprob_entropy_or_kept, meaning.logprob_entropy, _STATISTICS, _LOGITS),
     "logprob_entropy_backward": Row(
         samples.logprob_entropy_backward, meaning.logprob_entropy_backward, _one("grad", allowed.gradient_of_logits)
     ),

@@ -138,7 +138,7 @@ def cases() -> dict[str, Case]:
     }
 
 
-STRETCH = 512  # kStretch in csrc/cuda/kept_products.cu
+STRETCH = 512  # kStretch in csrc/cuda/kept_sums.h
 
 
 def shared_runs(width: int, dtype: torch.dtype = torch.float32) -> HeadCase:

@@ -1,0 +1,68 @@
+// kept_hidden_grad_: for each row, the sum over the places of its span.
+#pragma once
+
+#include "kept_sums.h"
+
+namespace d3s {
+namespace {
+
+// Stretches of all rows are numbered so that no scan is needed: a row may leave numbers out, and shares none.
+__device__ inline int64_t first_stretch(const Segments& spans, int64_t row) {
+  return spans.begin(row) / kStretch + row;
+}
+__device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch) {
+  int64_t low = 0, high = spans.count;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (first_stretch(spans, middle) <= stretch)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low - 1;  // below 0 if offsets are bad
+}
+
+// A block for each stretch of a row's span, or for each piece of its columns.
+template <class T, class To>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    sum_rows(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix weight,
+             const __grid_constant__ Segments spans, uint32_t pieces, bool aligned, bool out_aligned,
+             const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
+  const int64_t stretch = blockIdx.x / pieces, row = row_of_stretch(spans, stretch);
+  if (row < 0) return;
+  const int64_t n = stretch - first_stretch(spans, row), first = spans.begin(row), last = spans.end(row);
+  const int64_t begin = first + n * kStretch, end = begin + kStretch < last ? begin + kStretch : last;
+  if (begin >= end) return;
+  ColumnSums<T> total(blockIdx.x % pieces, weight.columns);
+  const auto term_at = [&](int64_t place) {
+    const bool counts = gradient.rows[place] == row && gradient.has(place, spans.count, weight.rows);
+    return counts ? Term{gradient.tokens[place], gradient.grad[place]} : Term();
+  };
+  total.add_terms(weight, aligned, begin, end, term_at);
+  if (end == last) total.add_terms(weight, aligned, spans.limit + row, spans.limit + row + 1, term_at);
+  if (last - first > kStretch)
+    stretches.keep(stretches.at(first, n), total);
+  else
+    total.write(row_of<To>(out, row), false, out_aligned);
+}
+
+// Rows that are undefined, wherever bad offsets have put them; and rows of several stretches. Where offsets are bad,
+// some stretches belong to no row and are not summed. All rows with a gradient are undefined then.
+template <class T, class To>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    finish_rows(const __grid_constant__ Segments spans, const int* bad, const bool* undefined, uint32_t pieces,
+                bool out_aligned, const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out) {
+  const int64_t row = blockIdx.x / pieces, piece = blockIdx.x % pieces, places = spans.end(row) - spans.begin(row);
+  if (!undefined[row] && places <= kStretch) return;
+  ColumnSums<T> total(piece, out.columns);
+  if (undefined[row]) {
+    for (float& sum : total.sums) sum = NAN;
+  } else if (!*bad) {
+    total = stretches.joined<T>(spans.begin(row), places, piece);
+  }
+  total.write(row_of<To>(out, row), false, out_aligned);
+}
+
+}  // namespace
+
+}  // namespace d3s

@@ -1,0 +1,166 @@
+// Sums over places, of the kernels of kept_products.cu: the rows of a matrix that the places name, each times a factor.
+//
+// A sum over more than kStretch places, of a long span or a frequent token, is shared between blocks. It is cut from
+// its own first place on, so that its bits depend on nothing else.
+#pragma once
+
+#include "../ops/kept_products.h"
+
+#include "collective.h"
+#include "vectors.h"
+
+namespace d3s {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocks = 3;     // that share a multiprocessor. Without the bound, nvcc spills to fit a fourth
+constexpr int kBatch = 8;      // rows that a thread loads before it adds the first; divides kWarp
+constexpr int kStretch = 512;  // places that a block adds: 64 batches, some 50 us; a multiple of kWarp
+
+template <class T>
+bool is_aligned(const Matrix& matrix) {
+  return misalignment(matrix.values) == 0 && matrix.stride % kPerVector<T> == 0;
+}
+
+// A row of a matrix that counts some times; -1 for none.
+struct Term {
+  int32_t row = -1;
+  float factor = 0.f;
+};
+
+// What a thread adds up: the same columns of several rows of a matrix.
+template <class T>
+struct ColumnSums {
+  float sums[kPerVector<T>] = {};
+  float of_factors = 0.f;
+  int64_t first, columns;
+
+  __device__ ColumnSums(int64_t piece, int64_t columns)
+      : first((piece * blockDim.x + threadIdx.x) * kPerVector<T>), columns(columns) {}
+
+  // Adds term_at(begin), term_at(begin + 1), ... before `end`, in this order. All lanes of a warp call this: each looks
+  // up another term, so that what leads to 32 rows is read at the same time.
+  template <class TermAt>
+  __device__ void add_terms(const Matrix& matrix, bool aligned, int64_t begin, int64_t end, const TermAt& term_at) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const bool wide = aligned && first + kPerVector<T> <= columns;
+    for (int64_t i = begin; i < end; i += kWarp) {
+      const Term own = i + lane < end ? term_at(i + lane) : Term();
+      const int count = kWarp - __clz(static_cast<int>(__ballot_sync(kAllLanes, own.row >= 0)));
+      for (int of_lane = 0; of_lane < count; of_lane += kBatch) add_batch(matrix, wide, own, of_lane);
+    }
+  }
+  // The terms of a lane and of those after it.
+  __device__ void add_batch(const Matrix& matrix, bool wide, const Term& own, int of_lane) {
+    Term terms[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      terms[j].row = __shfl_sync(kAllLanes, own.row, of_lane + j);
+      terms[j].factor = __shfl_sync(kAllLanes, own.factor, of_lane + j);
+      of_factors += terms[j].factor;
+    }
+    if (wide)
+      add_vectors(matrix, terms);
+    else
+      add_elements(matrix, terms);
+  }
+  __device__ void add_vectors(const Matrix& matrix, const Term (&terms)[kBatch]) {
+    uint4 x[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const auto* from = reinterpret_cast<const uint4*>(row_of<T>(matrix, terms[j].row) + first);
+      x[j] = terms[j].row >= 0 ? load_cached(from) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      int i = 0;
+      for_elements<T>(x[j], [&](float value) { sums[i] = fmaf(terms[j].factor, value, sums[i]), ++i; });
+    }
+  }
+  __device__ void add_elements(const Matrix& matrix, const Term (&terms)[kBatch]) {
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (terms[j].row < 0) continue;
+      const T* row = row_of<T>(matrix, terms[j].row);
+#pragma unroll
+      for (int i = 0; i < kPerVector<T>; ++i)
+        if (first + i < columns) sums[i] = fmaf(terms[j].factor, to_float(row[first + i]), sums[i]);
+    }
+  }
+  __device__ void add_sums(const float* row) {
+#pragma unroll
+    for (int i = 0; i < kPerVector<T>; ++i)
+      if (first + i < columns) sums[i] += row[first + i];
+  }
+
+  // Writes the sums, or adds them to what is there.
+  template <class To>
+  __device__ void write(To* row, bool add, bool aligned) const {
+    constexpr int kVector = kPerVector<To>;
+    if (aligned && first + kPerVector<T> <= columns) {
+#pragma unroll
+      for (int begin = 0; begin < kPerVector<T>; begin += kVector) {
+        auto* to = reinterpret_cast<uint4*>(row + first + begin);
+        float values[kVector];
+        for (int i = 0; i < kVector; ++i) values[i] = sums[begin + i];
+        int i = 0;
+        if (add) for_elements<To>(load_plain(to), [&](float old) { values[i++] += old; });
+        *to = vector_of<To>(values);
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kPerVector<T>; ++i)
+      if (first + i < columns) row[first + i] = from_float<To>(sums[i] + (add ? to_float(row[first + i]) : 0.f));
+  }
+};
+
+// Threads of a block, and blocks of a row, of which each thread has one vector.
+template <class T>
+int threads_for(int64_t columns) {
+  const int64_t warps = ceil_div(ceil_div(columns, kPerVector<T>), kWarp);
+  return static_cast<int>(warps < 1 ? 1 : warps < kThreads / kWarp ? warps : kThreads / kWarp) * kWarp;
+}
+template <class T>
+uint32_t pieces_of(int64_t columns) {
+  const auto pieces = static_cast<uint32_t>(ceil_div(columns, int64_t{threads_for<T>(columns)} * kPerVector<T>));
+  return pieces > 0 ? pieces : 1;
+}
+
+// The sums of those runs of places, each longer than a stretch, that are shared between blocks: `columns` floats and
+// the sum of the factors for each stretch. A run has at most one stretch for each half stretch that it covers, so runs
+// never meet.
+struct StretchSums {
+  float *sums = nullptr, *of_factors = nullptr;
+  int64_t columns = 0;
+
+  StretchSums(int64_t places, int64_t columns, Device& device) : columns(columns) {
+    if (places <= kStretch) return;
+    const int64_t stretches = places / (kStretch / 2) + 1;
+    sums = device.scratch_of<float>(stretches * columns);
+    of_factors = device.scratch_of<float>(stretches);
+  }
+  // Of the n-th stretch of the run that begins at a place.
+  __device__ int64_t at(int64_t run, int64_t n) const { return run / (kStretch / 2) + n; }
+
+  template <class T>
+  __device__ void keep(int64_t stretch, const ColumnSums<T>& total) const {
+    total.template write<float>(sums + stretch * columns, false, false);
+    if (total.first == 0) of_factors[stretch] = total.of_factors;
+  }
+  template <class T>
+  __device__ ColumnSums<T> joined(int64_t run, int64_t places, int64_t piece) const {
+    ColumnSums<T> total(piece, columns);
+    const int64_t count = ceil_div(places, kStretch);
+#pragma unroll 2
+    for (int64_t n = 0; n < count; ++n) {
+      total.add_sums(sums + at(run, n) * columns);
+      total.of_factors += of_factors[at(run, n)];
+    }
+    return total;
+  }
+};
+
+}  // namespace
+
+}  // namespace d3s
