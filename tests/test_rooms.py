@@ -42,7 +42,7 @@ ROOMS = {
     "sampling": "_arguments _dispatch",
     "_groups": "",
     "_page": "",
-    "_dispatch": "_build _torch _triton",
+    "_dispatch": "_build _torch _triton reference",
     "_torch": "_segments",
     "_triton": "",
     # what is alike everywhere

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .. import _torch
+from .. import _torch, reference
 from .._build import build_info
 from .faults import look
 from .libraries import argument_names, why_not_cuda
@@ -195,8 +195,7 @@ def backends() -> dict[str, dict[str, str]]:
         >>> d3s.backends()["topk_mask"]["cpu"]
         'cpu'
     """
-    public = importlib.import_module("d3s_kernels").__all__  # the other ops are steps of these
-    ops = {op: op for op in _torch.KERNELS if op in public}
+    ops = {op: op for op in _torch.KERNELS if hasattr(reference, op)}  # the others are steps of these
     ops["linear_logprob_entropy"] = "softmax_state_"  # it loops over this op and torch's matrix products
     return {op: {device: served[by] for device, served in _serving.items()} for op, by in sorted(ops.items())}
 
