@@ -17,12 +17,12 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
 
 import transfer_queue as tq
+from head_ranks import VOCABULARY, bare_engine
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto, pad_dataproto_to_divisor
 from verl.utils import tensordict_utils as tu
-from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding, response_from_nested
@@ -30,11 +30,11 @@ from verl_world import Workers, compose_config, make_trainer, put_rollouts, rows
 
 from d3s_kernels.integrations.verl import engine as engine_of_ours
 from d3s_kernels.integrations.verl import select
+from d3s_kernels.integrations.verl.checks import require_config, require_sets
 from d3s_kernels.integrations.verl.rows import choose_rows
 from d3s_kernels.integrations.verl.sampling_mask import NOTE, sampling_mask_of
-from d3s_kernels.integrations.verl.sampling_mask_checks import require_config, require_sets
 
-VOCABULARY, PROMPT, RESPONSE, TEMPERATURE = 30, 4, 6, 0.8
+PROMPT, RESPONSE, TEMPERATURE = 4, 6, 0.8
 FIELD = "kept_tokens"
 OPTION = f"+trainer.v1.d3s_sync.sampling_mask_field={FIELD}"
 ACTOR = "actor_rollout_ref.actor"
@@ -79,15 +79,6 @@ def filled(sets: list[Sets]) -> Tensor:
         for place, of_token in enumerate(of_row):
             ids[row, place, : len(of_token)] = torch.tensor(of_token, dtype=torch.int64)
     return ids
-
-
-def bare_engine() -> Any:
-    """verl's engine without a model; its packed rows are filled up to a multiple of 16."""
-    engine = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
-    engine.pad_to_length, engine.pad_to_length_bucket, engine.use_ulysses_sp = True, 16, False
-    engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
-    engine.compute_entropy_from_logits = entropy_from_logits
-    return engine
 
 
 def micro_batch_of(batch: Any, **notes: Any) -> TensorDict:

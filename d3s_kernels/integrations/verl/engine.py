@@ -1,8 +1,8 @@
-"""Lets verl's FSDP engine compute log-probabilities and entropies over the sets that tokens were drawn from.
+"""Tells our LM head what verl's FSDP engine will read, and computes over the sets that tokens were drawn from.
 
-verl's engines have the logits in ``prepare_model_outputs``, which makes log-probability and entropy of them and knows
-nothing of sets. Importing this module wraps that method of the engine for FSDP. The wrapper does the work where the
-micro-batch has a note that names the field with the sets, and calls verl's method everywhere else.
+Importing this module wraps two methods of the engine. ``prepare_model_inputs`` is followed by a look at the micro-batch
+where our head (:mod:`.head`) computes it. ``prepare_model_outputs`` has the logits and knows nothing of sets; where the
+micro-batch has a note that names the field with the sets, and verl has logits, the wrapper does its work.
 """
 
 from __future__ import annotations
@@ -18,15 +18,21 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ...vocabulary import logprob_entropy
+from .head import OPTION as HEAD
+from .head import read_positions, serves, with_old_log_probs
 from .sampling_mask import NOTE, sampling_mask_of
 
-_TAKES = ["self", "output", "output_args", "micro_batch", "logits_processor_func"]
-_REFUSED = ("use_fused_kernels", "calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
+_TAKES = {
+    "prepare_model_inputs": ["self", "micro_batch"],
+    "prepare_model_outputs": ["self", "output", "output_args", "micro_batch", "logits_processor_func"],
+}
+_REFUSED = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 
 
-def _of_sets(engine: Any, output: Any, output_args: Any, data: Any, field: str) -> dict[str, Tensor]:
+def _of_sets(output: Any, output_args: Any, data: Any, field: str) -> dict[str, Tensor]:
     """What verl's method returns: nested tensors over prompts and responses. Positions that no loss reads are 0."""
-    _require(engine, data)
+    if tu.get_non_tensor_data(data, "use_fused_kernels", False):
+        raise ValueError(f"use_fused_kernels: got True in a micro-batch with {NOTE}; takes False, or {HEAD}=d3s")
     logits = output.logits
     if isinstance(logits, DTensor):  # as in verl: tensor parallelism divides the vocabulary
         logits = logits.full_tensor()
@@ -63,20 +69,33 @@ def _require(engine: Any, data: Any) -> None:
 
 
 def _wrap() -> None:
-    original = FSDPEngineWithLMHead.prepare_model_outputs
-    parameters = list(inspect.signature(original).parameters)
-    if parameters != _TAKES:
-        raise RuntimeError(f"verl's prepare_model_outputs takes {parameters}; expected {_TAKES}, as in verl 0.9.1")
+    for name, takes in _TAKES.items():
+        parameters = list(inspect.signature(getattr(FSDPEngineWithLMHead, name)).parameters)
+        if parameters != takes:
+            raise RuntimeError(f"verl's {name} takes {parameters}; expected {takes}, as in verl 0.9.1")
+    their_inputs, their_outputs = (getattr(FSDPEngineWithLMHead, name) for name in _TAKES)
 
-    @functools.wraps(original)
+    @functools.wraps(their_inputs)
+    def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
+        inputs, output_args = their_inputs(self, micro_batch)
+        if serves(self, micro_batch):
+            if tu.get_non_tensor_data(micro_batch, NOTE, None) is not None:
+                _require(self, micro_batch)
+            read_positions(self, micro_batch, output_args["input_ids_rmpad_rolled"])
+        return inputs, output_args
+
+    @functools.wraps(their_outputs)
     def prepare_model_outputs(
         self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> Any:
-        field = tu.get_non_tensor_data(micro_batch, NOTE, None)
-        if field is None:
-            return original(self, output, output_args, micro_batch, logits_processor_func)
-        return _of_sets(self, output, output_args, micro_batch, field)
+        ours, field = serves(self, micro_batch), tu.get_non_tensor_data(micro_batch, NOTE, None)
+        if field is not None and not ours:
+            _require(self, micro_batch)
+            return _of_sets(output, output_args, micro_batch, field)
+        found = their_outputs(self, output, output_args, micro_batch, logits_processor_func)
+        return with_old_log_probs(found, micro_batch) if ours else found
 
+    FSDPEngineWithLMHead.prepare_model_inputs = prepare_model_inputs
     FSDPEngineWithLMHead.prepare_model_outputs = prepare_model_outputs
 
 

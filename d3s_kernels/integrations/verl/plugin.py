@@ -11,6 +11,7 @@ def _register() -> None:
     names = {
         "loss": "actor.policy_loss.loss_mode=d3s",
         "espo": "actor.policy_loss.loss_mode=espo",
+        "head": "model.fused_kernel_options.impl_backend=d3s",
         "engine": "trainer.v1.d3s_sync.sampling_mask_field",
     }
     if importlib.util.find_spec("transfer_queue"):  # verl's V1 trainers cannot be imported without it

@@ -7,7 +7,6 @@ trainers) or into ``non_tensor_batch`` or ``batch`` of a ``DataProto`` (its olde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,15 +43,10 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
         >>> kept, mask = sampling_mask_of(micro_batch, "sampling_mask")  # doctest: +SKIP
         >>> d3s.logprob_entropy(logits, labels, mask=mask, sampling_mask=kept)  # doctest: +SKIP
     """
-    offsets, device = data["input_ids"].offsets().tolist(), data["input_ids"].device
-    lengths, counted = _response_lengths(data), _counted_rows(data)
-    sets = _sets(data, field, lengths, counted).to(device)
-    starts = offsets if width is None else [row * width for row in range(len(lengths))]
-    ends = [start + last - first for start, (first, last) in zip(starts, pairwise(offsets), strict=False)]
-    places = torch.cat([torch.arange(end - length - 1, end - 1) for end, length in zip(ends, lengths, strict=True)]).to(
-        device
-    )
-    rows = offsets[-1] if width is None else width * len(lengths)
+    device = data["input_ids"].device
+    lengths, counted = response_lengths(data).tolist(), _counted_rows(data)
+    sets, places = _sets(data, field, lengths, counted).to(device), places_of_responses(data, width)
+    rows = len(data["input_ids"].values()) if width is None else width * len(lengths)
     counts = torch.zeros(rows, dtype=torch.int64, device=device).index_copy(0, places, sets.offsets.diff().long())
     in_response = torch.tensor(counted).repeat_interleave(torch.tensor(lengths)).to(device)
     mask = torch.zeros(rows, dtype=torch.bool, device=device).index_copy(0, places, in_response)
@@ -69,14 +63,42 @@ def field_of(data: Any, field: str) -> Any:
     raise ValueError(f"{field}: is no field of the rows, which have {', '.join(sorted(data.keys()))}")
 
 
-def _response_lengths(data: Any) -> list[int]:
-    """As verl's ``no_padding_2_padding`` finds them."""
+def response_lengths(data: Any) -> Tensor:
+    """As verl's ``no_padding_2_padding`` finds them: ``[rows]``."""
     if data["responses"].is_nested:
-        lengths = data["responses"].offsets().diff()
+        lengths: Tensor = data["responses"].offsets().diff()
     else:
         lengths = data["attention_mask"][:, data["prompts"].shape[1] :].sum(dim=1)
-    found: list[int] = lengths.tolist()
-    return found
+    return lengths
+
+
+def flat_responses(data: Any, values: Tensor) -> Tensor:
+    """A number for each token of all responses, one after the other, from a nested tensor or from ``[B, T]``."""
+    if values.is_nested:
+        flat: Tensor = values.values()
+    else:
+        flat = values[torch.arange(values.shape[1], device=values.device) < response_lengths(data).unsqueeze(1)]
+    return flat
+
+
+def places_of_responses(data: Any, width: int | None = None) -> Tensor:
+    """For each token of all responses, the position that predicts it: the one before. It waits for no device where
+    responses are nested tensors.
+
+    Args:
+        data, width: as in :func:`sampling_mask_of`.
+
+    Returns:
+        int64, indices into the rows of logits.
+    """
+    offsets, lengths = data["input_ids"].offsets(), response_lengths(data)
+    starts = offsets[:-1] if width is None else torch.arange(len(lengths), device=offsets.device) * width
+    before = lengths.cumsum(0) - lengths  # tokens of the responses before
+    known = data["responses"].is_nested
+    tokens = len(data["responses"].values()) if known else int(lengths.sum())
+    shift = starts + offsets.diff() - lengths - 1 - before
+    places: Tensor = torch.arange(tokens, device=offsets.device) + shift.repeat_interleave(lengths, output_size=tokens)
+    return places
 
 
 def _counted_rows(data: Any) -> list[bool]:

@@ -27,10 +27,10 @@ from ...schedule import Budget
 from ...tokens import select_tokens
 from ..metrics import groups_without_spread, rollout_metrics, token_metrics, token_sums
 from ..sampling_metrics import set_metrics, set_sums
+from .checks import require_config, require_head, require_sets, require_used
 from .options import D3SOptions
 from .rows import by_group, choose_rows, rollout_advantages, rows_of_an_update, sessions
 from .sampling_mask import NOTE, field_of
-from .sampling_mask_checks import require_config, require_sets, require_used
 
 TESTED_WITH = "0.9.1"
 MODE = "d3s_sync"
@@ -225,6 +225,7 @@ def _require(config: Any, options: D3SOptions) -> None:
                 f"algorithm.use_kl_in_reward: got True; takes False, or {SECTION}.advantages_from=kept: the divergence "
                 "of dropped rollouts is not computed"
             )
+    require_head(config)
     if options.sampling_mask_field is not None:
         from . import engine  # noqa: F401  # registered without it, the mode lacks this option alone
 

@@ -1,4 +1,4 @@
-"""Checks where sampling masks are asked for: verl's configuration, the rows, and what the workers gave back."""
+"""Checks of verl's configuration; and where sampling masks are asked for, of rows and of what the workers gave back."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from .sampling_mask import wrong_number
 
 OPTION = "trainer.v1.d3s_sync.sampling_mask_field"
+FUSED = "actor_rollout_ref.model.fused_kernel_options"
 
 
 def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:
@@ -65,7 +66,7 @@ def require_config(config: Any) -> None:
         config: verl's whole configuration.
     """
     ref, actor = "actor_rollout_ref.ref", "actor_rollout_ref.actor"
-    engines = ("fsdp", "fsdp2")
+    engines, backend = ("fsdp", "fsdp2"), OmegaConf.select(config, f"{FUSED}.impl_backend")
     takes: list[tuple[str, Sequence[Any]]] = [
         (f"{actor}.strategy", engines),
         (f"{ref}.strategy", engines),
@@ -73,19 +74,39 @@ def require_config(config: Any) -> None:
         (f"{actor}.fsdp_config.ulysses_sequence_parallel_size", (None, 1)),
         (f"{ref}.ulysses_sequence_parallel_size", (None, 1)),
         (f"{ref}.fsdp_config.ulysses_sequence_parallel_size", (None, 1)),
-        ("actor_rollout_ref.model.use_fused_kernels", (None, False)),
+        *([] if backend == "d3s" else [("actor_rollout_ref.model.use_fused_kernels", (None, False))]),
         (f"{actor}.calculate_sum_pi_squared", (None, False)),
         ("actor_rollout_ref.rollout.multi_turn.enable", (None, False)),
         ("distillation.enabled", (None, False)),
     ]
-    for key, values in takes:
-        given = OmegaConf.select(config, key)
-        if given not in values:
-            accepted = " or ".join(repr(value) for value in values if value is not None)
-            raise ValueError(f"{key}: got {given!r}; takes {accepted} with sampling masks")
+    _require_values(config, takes, "sampling masks")
     rollout = config.actor_rollout_ref.rollout
     if rollout.top_p >= 1 and rollout.top_k <= 0:
         raise ValueError(
             f"actor_rollout_ref.rollout.top_p: got {rollout.top_p} with top_k={rollout.top_k}, which cut nothing off; "
             "takes top_p below 1 or top_k above 0 with sampling masks"
         )
+
+
+def require_head(config: Any) -> None:
+    """Raises a ValueError for a configuration of verl that asks for our LM head where it cannot be."""
+    if OmegaConf.select(config, f"{FUSED}.impl_backend") != "d3s":
+        return
+    actor, off = "actor_rollout_ref.actor", (None, False)
+    takes: list[tuple[str, Sequence[Any]]] = [
+        ("actor_rollout_ref.model.use_fused_kernels", (True,)),
+        (f"{actor}.strategy", ("fsdp", "fsdp2")),
+        ("actor_rollout_ref.ref.strategy", ("fsdp", "fsdp2")),
+        ("actor_rollout_ref.model.mtp.enable", off),
+        (f"{actor}.calculate_sum_pi_squared", off),
+        ("distillation.enabled", off),
+    ]
+    _require_values(config, takes, f"{FUSED}.impl_backend=d3s")
+
+
+def _require_values(config: Any, takes: Sequence[tuple[str, Sequence[Any]]], beside: str) -> None:
+    for key, values in takes:
+        given = OmegaConf.select(config, key)
+        if given not in values:
+            accepted = " or ".join(repr(value) for value in values if value is not None)
+            raise ValueError(f"{key}: got {given!r}; takes {accepted} with {beside}")

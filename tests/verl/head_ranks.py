@@ -1,0 +1,69 @@
+"""A small model with verl's fused head, and a step of it in the processes of FSDP2."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from ranks import Ranks
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+from verl.models.transformers.monkey_patch import patch_forward_with_backends
+from verl.utils.torch_functional import entropy_from_logits
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.padding import no_padding_2_padding
+
+VOCABULARY = 30
+
+
+def make_model(backend: str | None, **options: Any) -> Any:
+    """A model of a class of its own: verl changes the class's forward."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, **options,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(5)
+    model = type("Model", (LlamaForCausalLM,), {})(config)
+    model.lm_head.weight.data.mul_(20)  # else all entropies are nearly alike
+    patch_forward_with_backends(model, use_fused_kernels=backend is not None, fused_kernels_backend=backend)
+    return model
+
+
+def bare_engine(backend: str = "torch") -> Any:
+    """verl's engine without a model; its packed rows are filled up to a multiple of 16."""
+    engine = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
+    engine.pad_to_length, engine.pad_to_length_bucket, engine.use_ulysses_sp = True, 16, False
+    engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
+    engine.compute_entropy_from_logits = entropy_from_logits
+    engine.model_config = SimpleNamespace(fused_kernel_options={"impl_backend": backend})
+    return engine
+
+
+def outputs_of(backend: str, model: Any, data: TensorDict) -> dict[str, Tensor]:
+    """What the engine makes of the model's output, ``[B, T]``."""
+    engine = bare_engine(backend)
+    inputs, arguments = engine.prepare_model_inputs(data)
+    found = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, data, None)
+    return {name: no_padding_2_padding(values, data) for name, values in found.items()}
+
+
+def sharded_step(ranks: Ranks, backend: str, batches: list[TensorDict], weights: list[Tensor]) -> dict[str, Tensor]:
+    """Log-probabilities of this rank's batch, and all gradients. The root frees its weights, the head's among them,
+    after the forward; verl's own does so where it has no other module to gather.
+    """
+    import d3s_kernels.integrations.verl.plugin  # noqa: F401
+
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    model = make_model(backend)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    found = outputs_of(backend, model, batches[ranks.rank])
+    (found["log_probs"] * weights[ranks.rank]).sum().backward()
+    gradients = {name: value.grad.full_tensor() for name, value in model.named_parameters()}
+    return {"log_probs": found["log_probs"].detach(), **gradients}

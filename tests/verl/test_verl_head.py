@@ -1,0 +1,257 @@
+"""verl's fused LM head on ours: ``fused_kernel_options.impl_backend=d3s``, beside verl's own ``torch``.
+
+Real: a small Llama with verl's patches, ``prepare_model_inputs`` and ``prepare_model_outputs`` of its FSDP engine, its
+losses, and FSDP2 in two processes.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
+
+from head_ranks import VOCABULARY, bare_engine, make_model, outputs_of, sharded_step
+from ranks import world
+from tensordict import TensorDict
+from test_verl_sampling_masks import FIELD, NOTE, Sets, make_batch, micro_batch_of
+from verl.models.transformers.monkey_patch import patch_forward_with_backends
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import Metric
+from verl.workers.utils.losses import ppo_loss
+from verl_losses import actor_config
+from verl_world import compose_config, make_trainer
+
+from d3s_kernels.integrations.verl import head
+from d3s_kernels.vocabulary import linear_logprob_entropy
+
+PACKED = pytest.mark.parametrize("packed", [True, False])
+
+
+class Calls:
+    """Counts the rows that our head computes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        monkeypatch.setattr(head, "linear_logprob_entropy", self)
+
+    def __call__(self, *arguments: Any, mask: Tensor | None = None, **options: Any) -> Any:
+        self.rows.append(-1 if mask is None else int(mask.sum()))
+        return linear_logprob_entropy(*arguments, mask=mask, **options)
+
+
+def a_micro_batch(packed: bool, update: bool = False, **notes: Any) -> tuple[TensorDict, Any, list[Sets]]:
+    """In an update some tokens are dropped; a row of padding has no tokens in the loss."""
+    batch, sets = make_batch()
+    mask = batch.batch["response_mask"]
+    if update:
+        mask *= torch.rand(mask.shape) < 0.5
+        batch.batch["old_log_probs"] = -3 * torch.rand(mask.shape)
+        batch.batch["advantages"] = torch.randn(mask.shape) * mask
+        batch.batch["ref_log_prob"] = -3 * torch.rand(mask.shape)
+    data = micro_batch_of(batch, use_remove_padding=packed, use_fused_kernels=True, **notes)
+    return data, batch, sets
+
+
+def of_both(data: TensorDict, loss: Any, **options: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Results and gradients with verl's back-end and with ours."""
+    found = []
+    for backend in ("torch", "d3s"):
+        model = make_model(backend, **options)
+        results = outputs_of(backend, model, data)
+        loss(results).backward()
+        found.append((results, {name: value.grad for name, value in model.named_parameters()}))
+    return found
+
+
+@PACKED
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_same_as_verls_torch(packed: bool, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities, entropies and gradients, where the responses are; prompts and padding are not computed."""
+    calls = Calls(monkeypatch)
+    data, batch, _ = a_micro_batch(packed)
+    lengths = batch.batch["attention_mask"][:, 4:].sum(1)
+    mask = batch.batch["response_mask"].bool()
+    weights = torch.randn(2, *mask.shape) * mask
+    (theirs, of_theirs), (ours, of_ours) = of_both(
+        data,
+        lambda found: (weights[0] * found["log_probs"] + weights[1] * found["entropy"]).sum(),
+        tie_word_embeddings=tied,
+    )
+    assert calls.rows == [int(lengths[:-1].sum())], "the last row is one of padding"
+    for name in theirs:
+        torch.testing.assert_close(ours[name] * mask, theirs[name] * mask, rtol=0, atol=1e-5)
+        assert not ours[name][-1].any()
+    for name, gradient in of_theirs.items():
+        torch.testing.assert_close(of_ours[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+LOSSES = ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro"]
+
+
+@pytest.mark.parametrize("loss_mode", LOSSES)
+def test_an_update_computes_the_tokens_of_the_loss(loss_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss, metrics and gradients are verl's, for every loss of verl's, with its KL loss and entropy bonus."""
+    calls = Calls(monkeypatch)
+    data, batch, _ = a_micro_batch(packed=loss_mode != "vanilla", update=True, dp_size=1, global_batch_size=8)
+    mask = batch.batch["response_mask"].bool()
+    tu.assign_non_tensor(data, batch_num_tokens=int(mask.sum()))
+    actor = "actor_rollout_ref.actor"
+    config = actor_config(
+        f"{actor}.policy_loss.loss_mode={loss_mode}", f"{actor}.use_kl_loss=true", f"{actor}.entropy_coeff=0.1",
+        f"{actor}.policy_loss.dro_beta=0.1",
+    )  # fmt: skip
+    metrics = []
+
+    def loss(found: dict[str, Tensor]) -> Tensor:
+        nested = {name: _as_nested(values, data) for name, values in found.items()}
+        torch.manual_seed(0)  # clip_cov draws
+        value, of_loss = ppo_loss(config, nested, data)
+        numbers = {
+            name: metric.aggregate() if isinstance(metric, Metric) else metric for name, metric in of_loss.items()
+        }
+        metrics.append(numbers | {"loss": float(value.detach())})
+        return value
+
+    (_, of_theirs), (ours, of_ours) = of_both(data, loss)
+    assert calls.rows == [int(mask.sum())]
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+    for name, gradient in of_theirs.items():
+        torch.testing.assert_close(of_ours[name], gradient, rtol=1e-4, atol=1e-6)
+    inside = batch.batch["attention_mask"][:, 4:].bool()
+    torch.testing.assert_close(ours["log_probs"][inside & ~mask], batch.batch["old_log_probs"][inside & ~mask])
+
+
+def _as_nested(values: Tensor, data: TensorDict) -> Tensor:
+    """Back into the engine's form: zeros at the prompts."""
+    offsets = data["input_ids"].offsets()
+    lengths = data["attention_mask"][:, 4:].sum(1).tolist()
+    rows = [
+        torch.cat([values.new_zeros(total - length - 1), values[row, :length], values.new_zeros(1)])
+        for row, (total, length) in enumerate(zip(offsets.diff().tolist(), lengths, strict=True))
+    ]
+    return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets)
+
+
+@PACKED
+@pytest.mark.parametrize("field", [FIELD, "padded"])
+def test_sampling_masks_through_the_head(packed: bool, field: str) -> None:
+    """As through the logits, which the engine takes where verl does not fuse its head."""
+    data, batch, _ = a_micro_batch(packed, **{NOTE: field})
+    mask = batch.batch["response_mask"].bool()
+    weights = torch.randn(2, *mask.shape) * mask
+    found = []
+    for backend in (None, "d3s"):
+        model = make_model(backend)
+        plain = micro_batch_of(batch, use_remove_padding=packed, use_fused_kernels=backend is not None, **{NOTE: field})
+        results = outputs_of(backend or "torch", model, plain)
+        (weights[0] * results["log_probs"] + weights[1] * results["entropy"]).sum().backward()
+        found.append((results, model.lm_head.weight.grad, model.model.embed_tokens.weight.grad))
+    for name in ("log_probs", "entropy"):
+        torch.testing.assert_close(found[1][0][name] * mask, found[0][0][name] * mask, rtol=0, atol=1e-5)
+    for ours, theirs in zip(found[1][1:], found[0][1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert data is not None
+
+
+def test_where_no_policy_is_trained_everything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Supervised fine-tuning goes through the same engine, without responses."""
+    calls = Calls(monkeypatch)
+    data, _, _ = a_micro_batch(packed=True)
+    results = []
+    for backend in ("torch", "d3s"):
+        engine, model = bare_engine(backend), make_model(backend)
+        rows = data.exclude("responses")
+        inputs, arguments = engine.prepare_model_inputs(rows)
+        found = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, rows, None)
+        results.append(found["log_probs"].values())
+    assert calls.rows == [-1]
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
+def test_an_update_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may have some: there is a backward, with gradients of 0."""
+    calls = Calls(monkeypatch)
+    data, _, _ = a_micro_batch(packed=True, update=True)
+    data["response_mask"].zero_()
+    model = make_model("d3s")
+    outputs_of("d3s", model, data)["log_probs"].sum().backward()
+    assert calls.rows == [0]
+    assert not any(value.grad.any() for value in model.parameters())
+
+
+def test_under_autocast_the_products_have_its_dtype() -> None:
+    data, batch, _ = a_micro_batch(packed=True)
+    mask = batch.batch["response_mask"].bool()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = (outputs_of(backend, make_model(backend), data) for backend in ("d3s", "torch"))
+    torch.testing.assert_close(ours["log_probs"] * mask, theirs["log_probs"] * mask, rtol=0, atol=0.1)
+    assert ours["log_probs"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sequence_parallel_ranks_have_parts_of_the_mask(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, rows = torch.rand(21) < 0.5, 24 // ranks
+    parts = []
+    for rank in range(ranks):
+        monkeypatch.setattr(head, "get_ulysses_sequence_parallel_rank", lambda rank=rank: rank)
+        engine = SimpleNamespace(use_ulysses_sp=ranks > 1, ulysses_sequence_parallel_size=ranks)
+        parts.append(head._of_this_rank(mask, rows, engine))
+    assert torch.cat(parts).tolist() == [*mask.tolist(), False, False, False]
+
+
+def test_two_processes_that_share_the_weights() -> None:
+    """FSDP2 frees the gathered weight of the head after the forward; the backward takes it as it is gathered again."""
+    made = [a_micro_batch(packed=True, update=update) for update in (True, False)]
+    batches = [data for data, _, _ in made]
+    weights = [torch.randn(8, 6) * batch.batch["response_mask"] for _, batch, _ in made]
+    theirs, ours = (world(2).run(sharded_step, backend, batches, weights) for backend in ("torch", "d3s"))
+    for rank, weight in enumerate(weights):
+        inside = weight != 0
+        for name, expected in theirs[rank].items():
+            found = ours[rank][name]
+            found, expected = (found[inside], expected[inside]) if name == "log_probs" else (found, expected)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_models_that_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' for Model with logit_scale=0\.5; takes a model"):
+        make_model("d3s", logit_scale=0.5)
+    model = make_model(None)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
+    with pytest.raises(ValueError, match="impl_backend: got 'd3s' for Model, whose lm_head has a bias; takes one"):
+        patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
+    del model.lm_head
+    with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' for Model, which has no lm_head\.weight; takes a"):
+        patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
+
+
+def test_micro_batches_that_are_refused() -> None:
+    data, _, _ = a_micro_batch(packed=True, distillation_use_topk=True)
+    engine = bare_engine("d3s")
+    engine.pad_to_length = False
+    with pytest.raises(ValueError, match="distillation_use_topk: got True; takes False with actor_rollout_ref"):
+        engine.prepare_model_inputs(data)
+
+
+REFUSED = {
+    "actor_rollout_ref.model.use_fused_kernels=false": "use_fused_kernels: got False; takes True with",
+    "actor_rollout_ref.actor.strategy=megatron": r"actor\.strategy: got 'megatron'; takes 'fsdp' or 'fsdp2' with",
+    "actor_rollout_ref.model.mtp.enable=true": r"mtp\.enable: got True; takes False with",
+    "actor_rollout_ref.actor.calculate_sum_pi_squared=true": "calculate_sum_pi_squared: got True; takes False with",
+    "distillation.enabled=true": r"distillation\.enabled: got True; takes False with",
+}
+OURS = (
+    "actor_rollout_ref.model.use_fused_kernels=true",
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend=d3s",
+)
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_configurations_that_are_refused(override: str) -> None:
+    pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
+    compose_config(*OURS)
+    with pytest.raises(ValueError, match=REFUSED[override]):
+        make_trainer(*OURS, override)
