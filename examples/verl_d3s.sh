@@ -18,6 +18,8 @@ options=(
   +trainer.v1.d3s_sync.rollouts_end=1.0
   +trainer.v1.d3s_sync.token_ratio_start=0.05
   +trainer.v1.d3s_sync.token_ratio_end=0.20
+  actor_rollout_ref.model.use_fused_kernels=true  # the head computes the tokens that are read, and no others
+  actor_rollout_ref.model.fused_kernel_options.impl_backend=d3s
   # all the rest is verl's
   algorithm.adv_estimator=grpo
   data.train_files="$DATA/train.parquet"

@@ -16,7 +16,7 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 from head_ranks import VOCABULARY, bare_engine, make_model, outputs_of, sharded_step
 from ranks import world
 from tensordict import TensorDict
-from test_verl_sampling_masks import FIELD, NOTE, Sets, make_batch, micro_batch_of
+from test_verl_sampling_masks import CUT, FIELD, NOTE, Sets, make_batch, micro_batch_of
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
@@ -24,7 +24,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_losses import actor_config
 from verl_world import compose_config, make_trainer
 
-from d3s_kernels.integrations.verl import head
+from d3s_kernels.integrations.verl import checks, head
 from d3s_kernels.vocabulary import linear_logprob_entropy
 
 PACKED = pytest.mark.parametrize("packed", [True, False])
@@ -249,9 +249,14 @@ OURS = (
 )
 
 
+def test_sampling_masks_may_be_asked_for_with_this_head() -> None:
+    checks.require_config(compose_config(*OURS, CUT))
+    with pytest.raises(ValueError, match="use_fused_kernels: got True; takes False with sampling masks"):
+        checks.require_config(compose_config(OURS[0], CUT))
+
+
 @pytest.mark.parametrize("override", REFUSED)
 def test_configurations_that_are_refused(override: str) -> None:
     pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
-    compose_config(*OURS)
     with pytest.raises(ValueError, match=REFUSED[override]):
         make_trainer(*OURS, override)
