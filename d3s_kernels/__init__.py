@@ -7,7 +7,7 @@ from .compare import Comparison, Difference, compare
 from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
-from .rollouts import group_advantages, max_variance_select, select_rollouts
+from .rollouts import group_advantages, groups_without_spread, max_variance_select, select_rollouts
 from .sampling import SamplingMask
 from .sampling_rules import sampling_mask_from_logits
 from .schedule import Budget, DownSamplingSchedule
@@ -35,6 +35,7 @@ __all__ = [
     "entropy",
     "entropy_groups",
     "group_advantages",
+    "groups_without_spread",
     "importance_ratio",
     "linear_logprob_entropy",
     "load_profile",

@@ -376,6 +376,19 @@ def group_advantages(
     return advantages.float().view(rewards.shape)
 
 
+def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tolerance: float | None = None) -> Tensor:
+    """Marks the groups whose finite rewards differ by no more than rounding."""
+    if tolerance is None:
+        tolerance = max(1e-6, torch.finfo(rewards.dtype).eps)
+    flat, found = rewards.float().flatten(), []
+    for begin, end in _segments(rewards, offsets):
+        group = flat[begin:end]
+        group = group[group.isfinite()]
+        same = len(group) < 2 or group.max() - group.min() <= tolerance * group.abs().max().clamp(min=1)
+        found.append(bool(same))
+    return torch.tensor(found, dtype=torch.bool).view(rewards.shape[:-1] if offsets is None else -1)
+
+
 def max_variance_select(
     values: Tensor,
     keep: int | Tensor,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ._arguments import require_tensors
+from ._arguments import require_optional_tensors, require_tensors
 from ._dispatch import ops
 from ._selection.rollouts import (
     AdvantageArguments,
@@ -15,6 +15,7 @@ from ._selection.rollouts import (
     check_advantages,
     check_rule,
     checked_number,
+    without_spread,
 )
 from ._selection.rules import ROLLOUTS
 
@@ -86,6 +87,40 @@ def group_advantages(
         return across_ranks.group_advantages(arguments, across_ranks.Across(process_group, placement, max_rollouts))
     check_advantages(rewards, offsets, scale, eps, ddof)
     return ops.group_advantages(rewards, offsets, scale, eps, ddof)
+
+
+def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tolerance: float | None = None) -> Tensor:
+    """Marks the groups whose rewards are all equal, up to rounding: they teach nothing (DAPO leaves them out).
+
+    The same rewards, added in another order, differ in their last bits, and even the standard deviation of equal
+    numbers may be above 0 in float32. Divided by such a deviation, rounding errors become advantages. So a group counts
+    as equal where ``max - min <= tolerance * max(1, largest |reward|)``. Values that are not finite are left out.
+
+    Args:
+        rewards: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        tolerance: at least 0. None is 1e-6, some eight rounding steps of float32, or one step of ``rewards`` if they
+            are in half precision.
+
+    Ragged batches:
+        offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
+
+    Returns:
+        bool ``[...]``, or ``[groups]`` with offsets; True also for a group with fewer than two finite rewards. Nothing
+        waits for the device.
+
+    Raises:
+        ValueError, TypeError: a wrong shape, dtype, device or offsets, or a tolerance below 0.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> a, b, c = torch.tensor([0.1, 0.2, 0.35])
+        >>> rewards = torch.stack([a + b + c, c + b + a, torch.tensor(0.0), torch.tensor(1.0)]).view(2, 2)
+        >>> rewards.std(dim=1) == 0, d3s.groups_without_spread(rewards)
+        (tensor([False, False]), tensor([ True, False]))
+    """
+    require_tensors(rewards=rewards)
+    require_optional_tensors(rewards, offsets=offsets)
+    return without_spread(rewards, offsets, tolerance)
 
 
 def max_variance_select(

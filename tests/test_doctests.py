@@ -25,7 +25,7 @@ def public(name: str) -> object:
     return attrgetter(name)(d3s_kernels)
 
 
-FOR_TRAINERS = [metrics.selection_metrics, metrics.groups_without_spread, _options.rollouts_of]
+FOR_TRAINERS = [metrics.selection_metrics, _options.rollouts_of]
 
 
 @pytest.mark.parametrize("documented", FOR_TRAINERS, ids=lambda function: function.__name__)

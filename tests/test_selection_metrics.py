@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import d3s_kernels as d3s
-from d3s_kernels.integrations.metrics import NAMES, groups_without_spread, selection_metrics
+from d3s_kernels import groups_without_spread
+from d3s_kernels.integrations.metrics import NAMES, selection_metrics
 from d3s_kernels.integrations.sampling_metrics import SAMPLING_NAMES
 
 GROUPS, SIZE, WIDTH = 3, 4, 7
@@ -146,7 +147,7 @@ def test_rewards_that_differ_by_rounding_alone_have_no_spread() -> None:
 
 
 def test_the_tolerance_is_what_it_says() -> None:
-    edge = torch.tensor([[0.0, 1e-6], [0.0, 2e-6], [10.0, 10.0 + 9e-6], [10.0, 10.0 + 2e-5]], dtype=torch.float64)
+    edge = torch.tensor([[0.0, 1e-6], [0.0, 2e-6], [10.0, 10.0 + 9e-6], [10.0, 10.0 + 2e-5]])
     assert groups_without_spread(edge).tolist() == [True, False, True, False]
     assert groups_without_spread(edge, tolerance=0).tolist() == [False] * 4
     assert groups_without_spread(edge, tolerance=0.1).all()
@@ -155,10 +156,22 @@ def test_the_tolerance_is_what_it_says() -> None:
             groups_without_spread(edge, tolerance=bad)
 
 
+def test_rewards_in_half_precision() -> None:
+    """One step of the dtype is rounding; two are not."""
+    for dtype, step in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+        rewards = torch.tensor([[1.0, 1.0 + step], [1.0, 1.0 + 2 * step]], dtype=dtype)
+        assert groups_without_spread(rewards).tolist() == [True, False]
+
+
 def test_rewards_that_are_missing_are_left_out() -> None:
     nan = math.nan
     rewards = torch.tensor([[1.0, nan, 1.0], [nan, nan, 0.5], [nan, nan, nan], [0.0, nan, 1.0], [math.inf, 2.0, 2.0]])
-    assert groups_without_spread(rewards).tolist() == [True, True, True, False, True]
+    expected = [True, True, True, False, True]
+    assert groups_without_spread(rewards).tolist() == expected
+    offsets = torch.arange(0, 16, 3)
+    assert groups_without_spread(rewards.flatten(), offsets=offsets).tolist() == expected
+    with pytest.raises(ValueError, match="offsets"):
+        groups_without_spread(rewards.flatten(), offsets=offsets.flip(0))
 
 
 def test_the_page_has_the_same_table() -> None:

@@ -1,7 +1,8 @@
-"""group_advantages, max_variance_select, select_rollouts: their checked arguments."""
+"""group_advantages, max_variance_select, select_rollouts: their checked arguments; groups_without_spread."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,10 @@ from .._arguments import (
     require_whole,
     whole_or_tensor,
 )
-from .rules import ROLLOUT_RULES, ROLLOUTS, Number
+from .._segments.segments import segments_of
+from .rules import ROLLOUT_RULES, ROLLOUTS, Number, usable
+
+_EIGHT_STEPS = 1e-6  # of float32
 
 
 class AdvantageArguments(NamedTuple):
@@ -95,3 +99,23 @@ def check_rule(
             f"equal_rows: got True with rule {rule!r} and scope {scope!r}; takes rule 'max_variance' and scope "
             "'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
         )
+
+
+def without_spread(rewards: Tensor, offsets: Tensor | None, tolerance: float | None) -> Tensor:
+    """:func:`d3s_kernels.groups_without_spread`."""
+    if tolerance is None:
+        tolerance = max(_EIGHT_STEPS, torch.finfo(rewards.dtype).eps)
+    require_number(tolerance=tolerance)
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance: got {tolerance}; takes at least 0")
+    present, segments = usable(rewards, None, offsets).flatten(), segments_of(rewards, offsets)
+    values = rewards.flatten().float()
+
+    def most(of: Tensor, absent: float) -> Tensor:
+        """The largest of each segment."""
+        start = values.new_full((segments.edges.shape[0] - 1,), absent)
+        return segments.own(start.scatter_reduce(0, segments.of, of.masked_fill(~present, absent), "amax"))
+
+    highest, lowest, size = most(values, -math.inf), -most(-values, -math.inf), most(values.abs(), 0)
+    same: Tensor = ~(highest - lowest > tolerance * size.clamp(min=1))
+    return same if offsets is not None else same.view(rewards.shape[:-1])

@@ -444,6 +444,11 @@ def group_advantages(draw: Draw) -> Arguments:
     }
 
 
+def groups_without_spread(draw: Draw) -> Arguments:
+    given = _segmented(draw, "rewards")
+    return {name: given[name] for name in ("rewards", "offsets")} | {"tolerance": draw.choice((None, 0.0, 0.3))}
+
+
 def max_variance_select(draw: Draw) -> Arguments:
     given = _segmented(draw, "values")
     return given | draw.number_or_tensor(draw.length(1), "keep", (torch.int64, torch.int32)) | {"pooled": draw.flag()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..rollouts import groups_without_spread
 from ..schedule import Budget
 from ..tokens import TokenSelection
-
-SPREAD_TOLERANCE = 1e-6  # some 8 rounding steps of float32
 
 NAMES = {
     "d3s/rollouts_kept": "rollouts that are trained on",
@@ -27,40 +26,6 @@ NAMES = {
     "d3s/flops_saved": "estimated share of the update's FLOPs that is saved",
 }
 """Every metric, and what it is."""
-
-
-def groups_without_spread(rewards: Tensor, *, tolerance: float = SPREAD_TOLERANCE) -> Tensor:
-    """Marks the groups whose rewards are all equal, up to rounding: they teach nothing.
-
-    A reward that is summed in another order may differ in its last bits, and even the standard deviation of equal
-    numbers may be above 0 in float32. Divided by such a deviation, rounding errors become advantages. So a group counts
-    as equal where ``max - min <= tolerance * max(1, largest |reward|)``.
-
-    Args:
-        rewards: ``[..., n]``, a group for each row, any float dtype. Values that are not finite are left out.
-        tolerance: at least 0. The default suits rewards that were computed in float32.
-
-    Returns:
-        bool ``[...]``; True also for a group with fewer than two finite rewards. Nothing waits for the device.
-
-    Raises:
-        ValueError: a tolerance below 0.
-
-    Example:
-        >>> import torch
-        >>> from d3s_kernels.integrations.metrics import groups_without_spread
-        >>> a, b, c = torch.tensor([0.1, 0.2, 0.35])
-        >>> rewards = torch.stack([a + b + c, c + b + a, torch.tensor(0.0), torch.tensor(1.0)]).view(2, 2)
-        >>> rewards.std(dim=1) == 0, groups_without_spread(rewards)
-        (tensor([False, False]), tensor([ True, False]))
-    """
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance: got {tolerance}; takes at least 0")
-    usable = rewards.isfinite()
-    lowest = rewards.masked_fill(~usable, torch.inf).amin(dim=-1)
-    highest = rewards.masked_fill(~usable, -torch.inf).amax(dim=-1)
-    size = rewards.masked_fill(~usable, 0).abs().amax(dim=-1)
-    return ~(highest - lowest > tolerance * size.clamp(min=1))
 
 
 def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked: float) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...rollouts import group_advantages
-from ..metrics import groups_without_spread, rollout_metrics
+from ...rollouts import group_advantages, groups_without_spread
+from ..metrics import rollout_metrics
 from ..sampling_metrics import set_metrics, set_sums
 from .batch import Batch, keep_rollouts, loss_mask, trimmed
 from .page import PageOfBatch

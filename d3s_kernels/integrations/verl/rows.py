@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from ...rollouts import RolloutRule, group_advantages, select_rollouts
+from ...rollouts import RolloutRule, group_advantages, groups_without_spread, select_rollouts
 from .._options import is_whole_number
 
 if TYPE_CHECKING:
@@ -159,19 +158,17 @@ def select(
     return choose_rows(advantages, uids, keep, rule=rule, scope=scope, multiple_of=multiple_of)
 
 
-def by_group(values: Tensor, groups: Iterable[Hashable]) -> Tensor:
-    """``[N]`` to ``[groups, most]``: the values of each group, in order, and NaN behind those of smaller groups.
+def without_spread(rewards: Tensor, groups: Iterable[Hashable]) -> Tensor:
+    """bool ``[groups]``: which of them have rewards that are all equal, see :func:`d3s_kernels.groups_without_spread`.
 
     Example:
         >>> import torch
-        >>> from d3s_kernels.integrations.verl.rows import by_group
-        >>> by_group(torch.tensor([1.0, 5.0, 0.0]), ["a", "b", "a"])
-        tensor([[1., 0.],
-                [5., nan]])
+        >>> from d3s_kernels.integrations.verl.rows import without_spread
+        >>> without_spread(torch.tensor([1.0, 5.0, 0.0]), ["a", "b", "a"])
+        tensor([False,  True])
     """
     order, offsets = _by_group(groups)
-    of_groups = torch.split(values[order], offsets.diff().tolist())
-    return pad_sequence(list(of_groups), batch_first=True, padding_value=math.nan)
+    return groups_without_spread(rewards[order], offsets=offsets)
 
 
 def sessions(keys: Sequence[str]) -> list[list[int]]:

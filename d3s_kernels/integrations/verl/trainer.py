@@ -25,11 +25,11 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from ...schedule import Budget
 from ...tokens import select_tokens
-from ..metrics import groups_without_spread, rollout_metrics, token_metrics, token_sums
+from ..metrics import rollout_metrics, token_metrics, token_sums
 from ..sampling_metrics import set_metrics, set_sums
 from .checks import require_config, require_head, require_sets, require_used
 from .options import D3SOptions
-from .rows import by_group, choose_rows, rollout_advantages, rows_of_an_update, sessions
+from .rows import choose_rows, rollout_advantages, rows_of_an_update, sessions, without_spread
 from .sampling_mask import NOTE, field_of
 
 TESTED_WITH = "0.9.1"
@@ -192,7 +192,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         kept = torch.zeros(len(rollouts), dtype=torch.bool).index_fill(0, torch.tensor(chosen), True)
         lengths = torch.tensor([sum(tokens[row] for row in rows) for rows in rollouts])
         asked = budget.rollouts / self.config.actor_rollout_ref.rollout.n
-        same = groups_without_spread(by_group(rewards, groups))
+        same = without_spread(rewards, groups)
         metrics.update(_numbers(rollout_metrics(kept, lengths, same, asked)))
         # verl's own metrics cover only the kept rollouts, whose scores are extreme by choice.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
