@@ -57,7 +57,7 @@ class MicroBatch:
 
     def _outputs(self, backend: str, mask: Tensor) -> tuple[Tensor, Tensor]:
         ours = backend == head.BACKEND
-        token = head._READ.set(head.Read(mask, None, None, None) if ours else None)
+        token = head._READ.set(head.Read(mask) if ours else None)
         outputs: tuple[Tensor, Tensor] = FusedLinearForPPO(impl_backend=backend)(
             self.hidden, self.weight, self.labels, temperature=0.8
         )

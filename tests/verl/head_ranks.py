@@ -10,9 +10,9 @@ from ranks import Ranks
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
+from verl.utils.fsdp_utils import apply_fsdp2
 from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
@@ -52,18 +52,15 @@ def outputs_of(backend: str, model: Any, data: TensorDict) -> dict[str, Tensor]:
     return {name: no_padding_2_padding(values, data) for name, values in found.items()}
 
 
-def sharded_step(ranks: Ranks, backend: str, batches: list[TensorDict], weights: list[Tensor]) -> dict[str, Tensor]:
-    """Log-probabilities of this rank's batch, and all gradients. The root frees its weights, the head's among them,
-    after the forward; verl's own does so where it has no other module to gather.
-    """
+def sharded_step(
+    ranks: Ranks, batches: list[TensorDict], weights: list[Tensor], tied: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """With our head: log-probabilities of this rank's batch, and all gradients, in the modules that verl shards."""
     import d3s_kernels.integrations.verl.plugin  # noqa: F401
 
     mesh = init_device_mesh("cpu", (ranks.size,))
-    model = make_model(backend)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    found = outputs_of(backend, model, batches[ranks.rank])
-    (found["log_probs"] * weights[ranks.rank]).sum().backward()
-    gradients = {name: value.grad.full_tensor() for name, value in model.named_parameters()}
-    return {"log_probs": found["log_probs"].detach(), **gradients}
+    model = make_model("d3s", tie_word_embeddings=tied)
+    apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {})
+    found = outputs_of("d3s", model, batches[ranks.rank])["log_probs"]
+    (found * weights[ranks.rank]).sum().backward()
+    return found.detach(), {name: value.grad.full_tensor() for name, value in model.named_parameters()}

@@ -68,24 +68,34 @@ def of_both(data: TensorDict, loss: Any, **options: Any) -> list[tuple[dict[str,
 
 @PACKED
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_same_as_verls_torch(packed: bool, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities, entropies and gradients, where the responses are; prompts and padding are not computed."""
-    calls = Calls(monkeypatch)
+def test_the_same_as_verls_torch(packed: bool, tied: bool) -> None:
+    """Log-probabilities, entropies and gradients."""
     data, batch, _ = a_micro_batch(packed)
-    lengths = batch.batch["attention_mask"][:, 4:].sum(1)
-    mask = batch.batch["response_mask"].bool()
-    weights = torch.randn(2, *mask.shape) * mask
+    inside = batch.batch["attention_mask"][:, 4:].bool()
+    weights = torch.randn(2, *inside.shape) * inside
     (theirs, of_theirs), (ours, of_ours) = of_both(
         data,
         lambda found: (weights[0] * found["log_probs"] + weights[1] * found["entropy"]).sum(),
         tie_word_embeddings=tied,
     )
-    assert calls.rows == [int(lengths[:-1].sum())], "the last row is one of padding"
-    for name in theirs:
-        torch.testing.assert_close(ours[name] * mask, theirs[name] * mask, rtol=0, atol=1e-5)
-        assert not ours[name][-1].any()
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name] * inside, values * inside, rtol=0, atol=1e-5)
     for name, gradient in of_theirs.items():
         torch.testing.assert_close(of_ours[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@PACKED
+def test_without_a_gradient_the_responses_are_computed(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old and reference log-probabilities: no prompts, and no rows of padding."""
+    calls = Calls(monkeypatch)
+    data, batch, _ = a_micro_batch(packed)
+    inside = batch.batch["attention_mask"][:, 4:].bool()
+    inside[-1] = False  # the row of padding
+    with torch.no_grad():
+        theirs, ours = (outputs_of(backend, make_model(backend), data) for backend in ("torch", "d3s"))
+    assert calls.rows == [int(inside.sum())]
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name], values * inside, rtol=0, atol=1e-5)
 
 
 LOSSES = ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro"]
@@ -156,14 +166,22 @@ def test_sampling_masks_through_the_head(packed: bool, field: str) -> None:
     assert data is not None
 
 
-def test_where_no_policy_is_trained_everything_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Supervised fine-tuning goes through the same engine, without responses."""
+OTHER_LOSSES: dict[str, Any] = {
+    "supervised fine-tuning, without responses": lambda data: data.exclude("responses"),
+    "a loss without old log-probabilities": lambda data: data.exclude("old_log_probs"),
+    "a caller that wants the outputs": lambda data: tu.assign_non_tensor(data, return_model_output=True),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_LOSSES)
+def test_where_no_policy_is_trained_everything_is_computed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
-    data, _, _ = a_micro_batch(packed=True)
+    data, _, _ = a_micro_batch(packed=True, update=True)
     results = []
     for backend in ("torch", "d3s"):
         engine, model = bare_engine(backend), make_model(backend)
-        rows = data.exclude("responses")
+        rows = OTHER_LOSSES[what](data)
+        rows = data if rows is None else rows
         inputs, arguments = engine.prepare_model_inputs(rows)
         found = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, rows, None)
         results.append(found["log_probs"].values())
@@ -186,9 +204,11 @@ def test_under_autocast_the_products_have_its_dtype() -> None:
     data, batch, _ = a_micro_batch(packed=True)
     mask = batch.batch["response_mask"].bool()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours, theirs = (outputs_of(backend, make_model(backend), data) for backend in ("d3s", "torch"))
+        (theirs, of_theirs), (ours, of_ours) = of_both(data, lambda found: (found["log_probs"] * mask).sum())
     torch.testing.assert_close(ours["log_probs"] * mask, theirs["log_probs"] * mask, rtol=0, atol=0.1)
-    assert ours["log_probs"].dtype == torch.float32
+    assert ours["log_probs"].dtype == of_ours["lm_head.weight"].dtype == torch.float32
+    for name, gradient in of_theirs.items():
+        assert (of_ours[name] - gradient).norm() <= 0.02 * gradient.norm()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -202,18 +222,21 @@ def test_sequence_parallel_ranks_have_parts_of_the_mask(ranks: int, monkeypatch:
     assert torch.cat(parts).tolist() == [*mask.tolist(), False, False, False]
 
 
-def test_two_processes_that_share_the_weights() -> None:
-    """FSDP2 frees the gathered weight of the head after the forward; the backward takes it as it is gathered again."""
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_processes_that_share_the_weights(tied: bool) -> None:
+    """As verl shards the model with FSDP2. A gradient is the mean of those of the two batches."""
     made = [a_micro_batch(packed=True, update=update) for update in (True, False)]
     batches = [data for data, _, _ in made]
     weights = [torch.randn(8, 6) * batch.batch["response_mask"] for _, batch, _ in made]
-    theirs, ours = (world(2).run(sharded_step, backend, batches, weights) for backend in ("torch", "d3s"))
-    for rank, weight in enumerate(weights):
-        inside = weight != 0
-        for name, expected in theirs[rank].items():
-            found = ours[rank][name]
-            found, expected = (found[inside], expected[inside]) if name == "log_probs" else (found, expected)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    ours = world(2).run(sharded_step, batches, weights, tied)
+    model = make_model("torch", tie_word_embeddings=tied)
+    for data, weight, (found, _) in zip(batches, weights, ours, strict=True):
+        expected = outputs_of("torch", model, data)["log_probs"]
+        (expected * weight).sum().backward()
+        torch.testing.assert_close(found[weight != 0], expected[weight != 0], rtol=0, atol=1e-5)
+    for name, value in model.named_parameters():
+        for _, gradients in ours:
+            torch.testing.assert_close(gradients[name], value.grad / 2, rtol=1e-4, atol=1e-5)
 
 
 def test_models_that_are_refused() -> None:
@@ -226,6 +249,32 @@ def test_models_that_are_refused() -> None:
     del model.lm_head
     with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' for Model, which has no lm_head\.weight; takes a"):
         patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
+
+
+@pytest.mark.parametrize("key", ["final_logit_softcapping", "logits_soft_cap", "lm_head_multiplier"])
+def test_models_that_change_their_logits_are_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"for Model with {key}=30; takes a model without"):
+        make_model("d3s", **{key: 30})
+
+
+def test_an_adapter_of_the_head_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    engine = bare_engine("d3s")
+    of_verl = {"lora_rank": 2, "lora_alpha": 4, "target_parameters": None, "exclude_modules": None}
+    for targets, refused in ((["q_proj"], False), (["q_proj", "lm_head"], True)):
+        engine.model_config = SimpleNamespace(**vars(engine.model_config) | of_verl | {"target_modules": targets})
+        if refused:
+            with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' with a LoRA adapter of .*lm_head; takes"):
+                engine._build_lora_module(make_model("d3s"))
+        else:
+            assert isinstance(engine._build_lora_module(make_model("d3s")), peft.PeftModel)
+
+
+def test_an_engine_whose_model_does_not_call_the_head() -> None:
+    data, _, _ = a_micro_batch(packed=True)
+    with pytest.raises(RuntimeError, match="impl_backend: got 'd3s', but the model has not called this head"):
+        outputs_of("d3s", make_model("torch"), data)
+    assert head._READ.get() is None
 
 
 def test_micro_batches_that_are_refused() -> None:

@@ -1,14 +1,14 @@
 """Tells our LM head what verl's FSDP engine will read, and computes over the sets that tokens were drawn from.
 
-Importing this module wraps two methods of the engine. ``prepare_model_inputs`` is followed by a look at the micro-batch
-where our head (:mod:`.head`) computes it. ``prepare_model_outputs`` has the logits and knows nothing of sets; where the
-micro-batch has a note that names the field with the sets, and verl has logits, the wrapper does its work.
+Importing this module wraps three methods of the engine. After ``prepare_model_inputs`` our head (:mod:`.head`) learns
+what is read of the micro-batch, and after ``prepare_model_outputs`` it adds the old log-probabilities of tokens that it
+has not computed. Where verl has logits and the micro-batch has a note that names the field with the sets, the wrapper
+of ``prepare_model_outputs`` computes in verl's place. ``_build_lora_module`` may not adapt the head.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ...vocabulary import logprob_entropy
 from .head import OPTION as HEAD
-from .head import read_positions, serves, with_old_log_probs
+from .head import asked_for, forget, original_of, read_positions, require_no_adapter, serves, with_old_log_probs
 from .sampling_mask import NOTE, sampling_mask_of
 
 _TAKES = {
     "prepare_model_inputs": ["self", "micro_batch"],
     "prepare_model_outputs": ["self", "output", "output_args", "micro_batch", "logits_processor_func"],
+    "_build_lora_module": ["self", "module"],
 }
 _REFUSED = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 
@@ -69,14 +70,13 @@ def _require(engine: Any, data: Any) -> None:
 
 
 def _wrap() -> None:
-    for name, takes in _TAKES.items():
-        parameters = list(inspect.signature(getattr(FSDPEngineWithLMHead, name)).parameters)
-        if parameters != takes:
-            raise RuntimeError(f"verl's {name} takes {parameters}; expected {takes}, as in verl 0.9.1")
-    their_inputs, their_outputs = (getattr(FSDPEngineWithLMHead, name) for name in _TAKES)
+    their_inputs, their_outputs, their_lora = (
+        original_of(FSDPEngineWithLMHead, name, takes) for name, takes in _TAKES.items()
+    )
 
     @functools.wraps(their_inputs)
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
+        forget()
         inputs, output_args = their_inputs(self, micro_batch)
         if serves(self, micro_batch):
             if tu.get_non_tensor_data(micro_batch, NOTE, None) is not None:
@@ -88,15 +88,26 @@ def _wrap() -> None:
     def prepare_model_outputs(
         self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> Any:
-        ours, field = serves(self, micro_batch), tu.get_non_tensor_data(micro_batch, NOTE, None)
-        if field is not None and not ours:
-            _require(self, micro_batch)
-            return _of_sets(output, output_args, micro_batch, field)
-        found = their_outputs(self, output, output_args, micro_batch, logits_processor_func)
-        return with_old_log_probs(found, micro_batch) if ours else found
+        try:
+            ours, field = serves(self, micro_batch), tu.get_non_tensor_data(micro_batch, NOTE, None)
+            if field is not None and not ours:
+                _require(self, micro_batch)
+                return _of_sets(output, output_args, micro_batch, field)
+            found = their_outputs(self, output, output_args, micro_batch, logits_processor_func)
+            return with_old_log_probs(found, micro_batch) if ours else found
+        finally:
+            forget()
+
+    @functools.wraps(their_lora)
+    def build_lora_module(self: Any, module: Any) -> Any:
+        adapted = their_lora(self, module)
+        if asked_for(self):
+            require_no_adapter(adapted)
+        return adapted
 
     FSDPEngineWithLMHead.prepare_model_inputs = prepare_model_inputs
     FSDPEngineWithLMHead.prepare_model_outputs = prepare_model_outputs
+    FSDPEngineWithLMHead._build_lora_module = build_lora_module
 
 
 _wrap()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from verl.models.transformers import monkey_patch
+from verl.utils import fsdp_utils
 from verl.utils import tensordict_utils as tu
 from verl.utils.experimental import torch_functional
 from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
@@ -27,36 +29,56 @@ from .sampling_mask import NOTE, flat_responses, places_of_responses, response_l
 BACKEND = "d3s"
 OPTION = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
 _POLICY_UPDATE = ("response_mask", "old_log_probs", "advantages")
-_CHANGES_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "output_multiplier": 1.0}
+_CHANGES_LOGITS = {  # names in transformers' configurations, and the value that changes nothing
+    "final_logit_softcapping": None,
+    "logits_soft_cap": None,
+    "output_logit_soft_cap": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}
 
 
-class Read(NamedTuple):
+@dataclass
+class Read:
     """What is read of a micro-batch's log-probabilities."""
 
-    mask: Tensor
-    """bool, for each row of the hidden states of this process."""
-    at_most: int | None
+    mask: Tensor | None = None
+    """bool, for each row of the hidden states of this process. None: everything is read."""
+    at_most: int | None = None
     """How many rows of the mask are true at most, as far as the host knows."""
-    sets: SamplingMask | None
-    constant: tuple[Tensor, Tensor] | None
+    sets: SamplingMask | None = None
+    in_loss_and_old: tuple[Tensor, Tensor] | None = None
     """In an update: for each packed position whether it is in the loss, and the old log-probability."""
+    used: bool = False
+    """Whether our head has computed the micro-batch."""
 
 
 _READ: ContextVar[Read | None] = ContextVar("what is read of this micro-batch", default=None)
 
 
+def forget() -> None:
+    """Whatever was said of the last micro-batch holds no longer."""
+    _READ.set(None)
+
+
+def asked_for(engine: Any) -> bool:
+    """Whether the engine's configuration asks for our head."""
+    options = getattr(getattr(engine, "model_config", None), "fused_kernel_options", None) or {}
+    return bool(options.get("impl_backend") == BACKEND)
+
+
 def serves(engine: Any, data: Any) -> bool:
     """Whether the micro-batch goes through our head."""
-    options = getattr(getattr(engine, "model_config", None), "fused_kernel_options", None) or {}
-    ours: bool = options.get("impl_backend") == BACKEND and tu.get_non_tensor_data(data, "use_fused_kernels", False)
-    return ours
+    return asked_for(engine) and bool(tu.get_non_tensor_data(data, "use_fused_kernels", False))
 
 
 def read_positions(engine: Any, data: Any, labels: Tensor) -> None:
     """Says what will be read of the model's next output.
 
-    In an update these are the tokens of ``response_mask``, which the losses read. Elsewhere they are all tokens of the
-    responses, except in rows of padding.
+    In the update of a policy these are the tokens of ``response_mask``, which the losses read. Where there is no
+    gradient they are all tokens of the responses, except in rows of padding. Any other loss may read everything, and
+    so may a caller that wants the model's output.
 
     Args:
         engine: verl's engine.
@@ -65,18 +87,20 @@ def read_positions(engine: Any, data: Any, labels: Tensor) -> None:
     """
     if tu.get_non_tensor_data(data, "distillation_use_topk", False):
         raise ValueError(f"distillation_use_topk: got True; takes False with {OPTION}={BACKEND}, which has no logits")
-    if "responses" not in data or "response_mask" not in data:  # no trainer of policies: everything is read
-        _READ.set(None)
+    field = tu.get_non_tensor_data(data, NOTE, None)
+    in_loss = torch.is_grad_enabled() and all(name in data for name in _POLICY_UPDATE)
+    everything = "responses" not in data or "response_mask" not in data or (torch.is_grad_enabled() and not in_loss)
+    if field is None and (everything or tu.get_non_tensor_data(data, "return_model_output", False)):
+        _READ.set(Read())
         return
-    packed, field = tu.get_non_tensor_data(data, "use_remove_padding", True), tu.get_non_tensor_data(data, NOTE, None)
-    offsets = data["input_ids"].offsets()
+    packed, offsets = tu.get_non_tensor_data(data, "use_remove_padding", True), data["input_ids"].offsets()
     width = None if packed else int(offsets.diff().max())
-    read, in_loss = _tokens_read(data)
+    read = _tokens_read(data, in_loss)
     total, places = len(data["input_ids"].values()), places_of_responses(data)
-    constant = None
+    in_loss_and_old = None
     if in_loss:
         old = flat_responses(data, data["old_log_probs"])
-        constant = _at(total, places, read), _at(total, places, old)
+        in_loss_and_old = _at(total, places, read), _at(total, places, old)
     rows = total if width is None else width * (len(offsets) - 1)
     mask = _at(rows, places if width is None else places_of_responses(data, width), read)
     sets = None
@@ -85,17 +109,17 @@ def read_positions(engine: Any, data: Any, labels: Tensor) -> None:
         mask, sets = _padded(mask, sets, len(labels) if packed else rows)
     elif packed:
         mask = _of_this_rank(mask, len(labels), engine)
-    _READ.set(Read(mask, None if in_loss else min(len(read), len(mask)), sets, constant))
+    _READ.set(Read(mask, None if in_loss else min(len(read), len(mask)), sets, in_loss_and_old))
 
 
-def _tokens_read(data: Any) -> tuple[Tensor, bool]:
-    """For each token of all responses whether it is read, and whether this is because a loss reads it."""
+def _tokens_read(data: Any, in_loss: bool) -> Tensor:
+    """For each token of all responses whether it is read."""
     counts, lengths = flat_responses(data, data["response_mask"]).bool(), response_lengths(data)
-    if torch.is_grad_enabled() and all(name in data for name in _POLICY_UPDATE):
-        return counts, True
+    if in_loss:
+        return counts
     row = torch.arange(len(lengths), device=counts.device).repeat_interleave(lengths, output_size=len(counts))
     counting = torch.zeros_like(lengths).index_add(0, row, counts.to(lengths.dtype)) > 0  # rows of padding do not
-    return counting[row], False
+    return counting[row]
 
 
 def _at(rows: int, places: Tensor, values: Tensor) -> Tensor:
@@ -117,12 +141,16 @@ def _of_this_rank(mask: Tensor, rows: int, engine: Any) -> Tensor:
 
 
 def with_old_log_probs(found: dict[str, Any], data: Any) -> dict[str, Any]:
-    """The engine's outputs, with the old log-probabilities at the positions that no loss reads: a ratio of 1 there."""
+    """The engine's outputs, with the old log-probabilities at the tokens that no loss reads: a ratio of 1 there."""
     read = _READ.get()
-    _READ.set(None)
-    if read is None or read.constant is None:
+    if read is None or not read.used:
+        raise RuntimeError(
+            f"{OPTION}: got {BACKEND!r}, but the model has not called this head; takes an engine whose model verl's "
+            "patch_forward_with_backends has patched (FSDP)"
+        )
+    if read.in_loss_and_old is None or "log_probs" not in found:
         return found
-    in_loss, old = read.constant
+    in_loss, old = read.in_loss_and_old
     values = found["log_probs"].values()
     values = torch.where(in_loss, values, old.to(values.dtype))
     return found | {"log_probs": torch.nested.nested_tensor_from_jagged(values, data["input_ids"].offsets())}
@@ -142,12 +170,17 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
             theirs: tuple[Tensor, Tensor] = super().forward(hidden_states, vocab_weights, input_ids, temperature)
             return theirs
         if isinstance(vocab_weights, DTensor):
-            raise ValueError(f"lm_head.weight: got a DTensor; {OPTION}={BACKEND} takes a whole weight in each process")
+            raise ValueError(
+                f"lm_head.weight: got a DTensor; {OPTION}={BACKEND} takes the whole weight, as FSDP gathers it with "
+                "the model's root, and no tensor parallelism"
+            )
         device = hidden_states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
         given: dict[str, Any] = {}
         if (read := _READ.get()) is not None:
-            given = {"mask": read.mask.view(input_ids.shape), "max_rows": read.at_most, "sampling_mask": read.sets}
+            read.used = True
+            if read.mask is not None:
+                given = {"mask": read.mask.view(input_ids.shape), "max_rows": read.at_most, "sampling_mask": read.sets}
         return linear_logprob_entropy(
             hidden_states.to(dtype), vocab_weights.to(dtype), input_ids, temperature=temperature, **given
         )
@@ -166,11 +199,27 @@ def _require_plain_head(model: Any) -> None:
             raise ValueError(f"{OPTION}: got {BACKEND!r} for {name} with {key}={value}; takes a model without")
 
 
-def _wrap() -> None:
-    original = monkey_patch.patch_forward_with_backends
-    takes = ["model", "use_fused_kernels", "fused_kernels_backend"]
+def require_no_adapter(model: Any) -> None:
+    """Raises where LoRA adapts the head: verl hands on its weight without the adapter."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "lm_head" and hasattr(module, "lora_A"):
+            raise ValueError(
+                f"{OPTION}: got {BACKEND!r} with a LoRA adapter of {name}; takes target_modules without it"
+            )
+
+
+def original_of(module: Any, name: str, takes: list[str]) -> Any:
+    """A function of verl's that is about to be replaced; it has to have the parameters of verl 0.9.1."""
+    original = getattr(module, name)
     if (parameters := list(inspect.signature(original).parameters)) != takes:
-        raise RuntimeError(f"verl's patch_forward_with_backends takes {parameters}; expected {takes}, as in verl 0.9.1")
+        raise RuntimeError(f"verl's {name} takes {parameters}; expected {takes}, as in verl 0.9.1")
+    return original
+
+
+def _wrap() -> None:
+    takes = ["model", "use_fused_kernels", "fused_kernels_backend"]
+    original = original_of(monkey_patch, "patch_forward_with_backends", takes)
+    targets = original_of(fsdp_utils, "_select_fsdp2_wrap_targets", ["model", "fsdp_transformer_layer_cls_to_wrap"])
 
     @functools.wraps(original)
     def patch_forward_with_backends(
@@ -182,7 +231,16 @@ def _wrap() -> None:
         _require_plain_head(model)
         original(model, use_fused_kernels, "torch")  # its forward makes the class below with the name that follows
         model._verl_fused_kernels_backend = BACKEND
+        print(f"d3s_kernels: the fused LM head of {type(model).__name__} is ours, not verl's torch back-end")
 
+    @functools.wraps(targets)
+    def select_fsdp2_wrap_targets(model: Any, fsdp_transformer_layer_cls_to_wrap: Any) -> list[Any]:
+        """Leaves the head to the root: FSDP2 gathers a module where it is called, and nobody calls the head."""
+        found: list[Any] = targets(model, fsdp_transformer_layer_cls_to_wrap)
+        ours = getattr(model, "_verl_fused_kernels_backend", None) == BACKEND
+        return [module for module in found if module is not model.lm_head] if ours else found
+
+    fsdp_utils._select_fsdp2_wrap_targets = select_fsdp2_wrap_targets
     monkey_patch.patch_forward_with_backends = patch_forward_with_backends
     torch_functional.FusedLinearForPPO = FusedLinearForPPO
 
