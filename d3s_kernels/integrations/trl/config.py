@@ -1,31 +1,23 @@
 """The options of D3S, added to TRL's own."""
-# ruff: noqa: RUF009  # _option() makes a field
+# ruff: noqa: RUF009  # option() makes a field
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
 from trl import GRPOConfig
 
-from ...rollouts import RolloutRule
 from ...schedule import DownSamplingSchedule
-from ...tokens import TokenRule
 from .._options import check_options, check_token_rule, schedule_of
+from ..selection_options import SelectionOptions, option
 from .sampling_options import require_sampled_sets
 
 ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # with PPO's clipping; its range may differ by token
 
 
-def _option(default: Any, help: str) -> Any:
-    """A field with its help. On the command line it takes the words of its type, where that is a Literal."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass
-class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
+class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has no types
     """``GRPOConfig`` with the options of D3S (arXiv 2509.22115). They can also be set on the command line and in YAML,
     like ``GRPOConfig``'s own.
 
@@ -45,85 +37,38 @@ class D3SConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types
         (Budget(rollouts=2, token_ratio=0.05), Budget(rollouts=6, token_ratio=0.2))
     """
 
-    rollouts_start: float = _option(
-        0.25,
-        "Rollouts of each group that are trained on at the start: at most 1 is a share of num_generations, rounded "
-        "half up; above 1 it is their number. Clamped to [2, num_generations]. Altogether they are rounded up to a "
-        "multiple of processes x steps per generation, so that a small per_device_train_batch_size leaves little to "
-        "drop.",
-    )
-    rollouts_end: float = _option(
-        1.0, "Rollouts of each group that are trained on at the end: a share or a number, likewise."
-    )
-    token_ratio_start: float = _option(0.05, "Share of the kept rollouts' tokens that gets a gradient at the start.")
-    token_ratio_end: float = _option(0.20, "Share of the kept rollouts' tokens that gets a gradient at the end.")
-    schedule_shape: Literal["linear", "cosine", "exponential"] = _option(
-        "linear", "The way from start to end; 'linear' is the paper's."
-    )
-    rollout_rule: RolloutRule = _option(
-        "max_variance",
-        "Which rollouts are kept, by their advantages: those that vary most (D3S, PODS), the 'highest', those with the "
-        "'largest_abs' (CPPO), some of each 'percentile', or 'random' ones; see d3s_kernels.select_rollouts.",
-    )
-    rollout_scope: Literal["batch", "group"] = _option(
-        "batch",
-        "'batch' chooses from all groups together (D3S); 'group' keeps the same number of each group (D3S-I, and the "
-        "subset that PODS picks).",
-    )
-    token_rule: TokenRule = _option(
-        "advantage_entropy",
-        "By what tokens are ranked: |advantage| x entropy (D3S), 'entropy' (80/20), |'advantage'|, or at 'random' "
-        "(S-GRPO). 'entropy_quantile' keeps all at or above a quantile, as TRL's top_entropy_quantile on a single "
-        "process; see d3s_kernels.select_tokens.",
-    )
-    token_scope: Literal["batch", "sequence"] = _option(
-        "batch",
-        "'batch' ranks the tokens of all sequences of all processes together; 'sequence' keeps the share of each "
-        "sequence.",
-    )
-    entropy_from: Literal["auto", "update", "rollout"] = _option(
+    entropy_from: Literal["auto", "update", "rollout"] = option(
         "auto",
         "Whose entropy chooses tokens. 'update': that of the training forward, micro-batch by micro-batch; no extra "
         "pass. 'rollout': that of a pass without gradient over the kept rollouts, for the whole generation batch; the "
         "training forward then skips what was dropped, where that leaves the gradient as it is. 'auto': as 'rollout' "
         "where the trainer makes such a pass anyway, for old log-probabilities, else 'update'.",
     )
-    loss_denominator: Literal["kept", "all"] = _option(
-        "kept",
-        "What gradients are averaged over: 'kept' tokens, which makes them larger by about 1 / the share kept "
-        "(gradient clipping sees that, AdamW does not: mind max_grad_norm), or 'all' valid ones.",
-    )
-    drop_zeros: bool = _option(False, "Leave tokens of score 0 out as well, even if fewer than the share remain.")
-    advantages_from: Literal["all", "kept"] = _option(
-        "all",
-        "'all': advantages are those of the whole group (D3S). 'kept': normalised anew over the kept rollouts of each "
-        "group (PODS, with rollout_scope='group' and token ratios of 1).",
-    )
-    selection_page_steps: int = _option(
+    selection_page_steps: int = option(
         0,
         "Every so many steps, write a page that shows the rollouts of a generation batch (at most 64), their tokens "
         "and which were kept, to output_dir/selection/, as soon as the whole batch was trained on. 0: never.",
     )
 
-    importance_sampling_level: Literal["token", "sequence", "entropy_group"] = _option(
+    importance_sampling_level: Literal["token", "sequence", "entropy_group"] = option(
         "token",
         "What an importance ratio is taken over: a 'token', a 'sequence' (GSPO), or an 'entropy_group' of a sequence's "
         "tokens (ESPO), whose clip range is its own and replaces epsilon; for the losses grpo, bnpo, dr_grpo and dapo.",
     )
-    espo_quantiles: list[float] = _option(
+    espo_quantiles: list[float] = option(
         [0.8], "Where 'entropy_group' cuts a sequence's tokens into groups: 0.8 sets the top 20% apart."
     )
-    espo_alpha: float = _option(0.02, "The clip range of a group of the largest entropy there can be.")
-    espo_denominator: Literal["self", "old"] = _option(
+    espo_alpha: float = option(0.02, "The clip range of a group of the largest entropy there can be.")
+    espo_denominator: Literal["self", "old"] = option(
         "self", "'self': a token's ratio is its group's. 'old': times the token's own, as ESPO prints it."
     )
 
-    sampling_mask: bool = _option(
+    sampling_mask: bool = option(
         False,
         "Record which tokens top_p, top_k or min_p left when each token was sampled, and take log-probabilities and "
         "entropies over these tokens alone: those of the distribution that was sampled.",
     )
-    max_kept: int = _option(
+    max_kept: int = option(
         512,
         "With sampling_mask, the most tokens that a token may be sampled from. One that was sampled from more is an "
         "error; top_k bounds their number.",

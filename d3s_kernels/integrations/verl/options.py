@@ -6,16 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ...rollouts import RolloutRule
 from ...schedule import Budget
-from ...tokens import TokenRule
 from .._options import check_options, check_token_rule, schedule_of
+from ..selection_options import SelectionOptions
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 
 
-@dataclasses.dataclass(frozen=True)
-class D3SOptions:
+@dataclasses.dataclass
+class D3SOptions(SelectionOptions):
     """The options of ``trainer.v1.d3s_sync``. ``docs/verl.md`` says what each means.
 
     Raises:
@@ -29,18 +28,6 @@ class D3SOptions:
         (Budget(rollouts=4, token_ratio=0.05), Budget(rollouts=12, token_ratio=0.2))
     """
 
-    rollouts_start: float = 0.25
-    rollouts_end: float = 1.0
-    token_ratio_start: float = 0.05
-    token_ratio_end: float = 0.20
-    schedule_shape: Literal["linear", "cosine", "exponential"] = "linear"
-    rollout_rule: RolloutRule = "max_variance"
-    rollout_scope: Literal["batch", "group"] = "batch"
-    token_rule: TokenRule = "advantage_entropy"
-    token_scope: Literal["batch", "sequence"] = "batch"
-    loss_denominator: Literal["kept", "all"] = "kept"
-    drop_zeros: bool = False
-    advantages_from: Literal["all", "kept"] = "all"
     sampling_mask_field: str | None = None
 
     @classmethod
