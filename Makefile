@@ -70,7 +70,7 @@ $(EXTRAS:%=$(VENV)/.with-%): $(VENV)/.torch
 # The workflows are checked without torch.
 $(VENV)/.with-workflows: | $(BIN)/python
 $(EXTRAS:%=$(VENV)/.with-%) $(VENV)/.with-workflows: pyproject.toml
-	@$(BIN)/python tools/extras.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
+	@$(BIN)/python tools/pyproject.py $(subst +, ,$(@:$(VENV)/.with-%=%)) > $@.txt
 	$(STAGE) 'packages of $(@:$(VENV)/.with-%=%)' $(PIP) -r $@.txt
 	@mv $@.txt $@
 
@@ -143,7 +143,7 @@ $(VERL)/.packages:
 	@$(BIN)/python -m venv --without-pip $(VERL)
 	@$(BIN)/python -c 'from sysconfig import get_path; print("import site; site.addsitedir(%r)" % get_path("purelib"))' \
 	  > "$$($(VERL)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')/look_into.pth"
-	@$(BIN)/python tools/extras.py test-verl > $@.txt
+	@$(BIN)/python tools/pyproject.py test-verl > $@.txt
 	@$(BIN)/pip --python $(VERL)/bin/python install --no-compile $(QUIET) -r $@.txt
 	@$(BIN)/pip --python $(VERL)/bin/python install --no-compile -q --no-deps \
 	  $(if $(filter newest,$(VERL_RELEASE)),verl,'verl==$(VERL_RELEASE)')
@@ -200,7 +200,7 @@ DOCS := $(VENV)/docs
 
 $(DOCS)/.set-up: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv --without-pip $(DOCS)
-	$(BIN)/python tools/extras.py docs > $@.txt
+	$(BIN)/python tools/pyproject.py docs > $@.txt
 	$(BIN)/pip --python $(DOCS)/bin/python install -q -r $@.txt
 	mv $@.txt $@
 

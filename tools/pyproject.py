@@ -1,4 +1,9 @@
-"""The table [project] of pyproject.toml, for the other tools. Before Python 3.11 it needs tomli, or pip beside it."""
+"""The table [project] of pyproject.toml, for the other tools. Before Python 3.11 it needs tomli, or pip beside it.
+
+    python tools/pyproject.py test demo
+
+prints the requirements of these extras, one per line, so that `make` can install them without building the library.
+"""
 
 from __future__ import annotations
 
@@ -23,3 +28,12 @@ def project_in(root: Path) -> dict[str, Any]:
 def address_in(root: Path, of: str = "Repository") -> str:
     """The project's address on a code host, or that of its documentation; empty if pyproject.toml has none."""
     return str(project_in(root).get("urls", {}).get(of, "")).rstrip("/")
+
+
+def requirements_in(root: Path, extras: list[str]) -> list[str]:
+    named = project_in(root)["optional-dependencies"]
+    return sorted({requirement for extra in extras for requirement in named[extra]})
+
+
+if __name__ == "__main__":
+    print(*requirements_in(Path(__file__).resolve().parents[1], sys.argv[1:]), sep="\n")
