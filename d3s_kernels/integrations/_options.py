@@ -51,6 +51,7 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss_denominator": _one_of("kept", "all"),
     "advantages_from": _one_of("all", "kept"),
     "selection_page_steps": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
+    "refill": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
     "drop_zeros": _FLAG,
     "sampling_mask": _FLAG,
     "max_kept": (is_whole_number, "a whole number of at least 1"),

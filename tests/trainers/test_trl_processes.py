@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +11,10 @@ from helpers import slow
 from torch import Tensor
 
 pytest.importorskip("trl")
+from processes import run_processes
 from tiny_trl import model, trainer
 from trl_ranks import ROWS, batch_of_rank, outcome
 
-HERE = Path(__file__).parent
 PER_RANK = {2: 12, 3: 8}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tokens in the update": (2, {}),
@@ -41,21 +37,8 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """The number of processes, the options, each process's outcome, and what each has after training."""
     ranks, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("ranks")
-    # By number, because not every container knows a name of its own or `localhost`, which --standalone relies on.
-    here = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *here, f"--nproc_per_node={ranks}"]
     own = options | {"per_device_train_batch_size": PER_RANK[ranks]}
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    }
-    done = subprocess.run(
-        [*command, str(HERE / "trl_ranks.py"), str(folder), json.dumps(own)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_processes("trl_ranks.py", ranks, folder, json.dumps(own))
     outcomes = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
     trained = [torch.load(folder / f"trained-{rank}.pt") for rank in range(ranks)]
     pages = [path.read_text("utf-8") for path in sorted((folder / "selection").iterdir())]

@@ -65,6 +65,13 @@ def share_of_even(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
 
 
+def none_for_even_prompts(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The same reward for all rollouts of a prompt whose first word is even, another for each rollout of the others."""
+    even = [int(prompt.split()[0][1:]) % 2 == 0 for prompt in prompts]
+    seen = [float(sum(tokens) % 97 + place) for place, tokens in enumerate(completion_ids)]
+    return [1.0 if is_even else reward for is_even, reward in zip(even, seen, strict=True)]
+
+
 def arguments(
     kind: type[GRPOConfig] = D3SConfig, rollouts: float = 4, tokens: float = 0.25, **changed: Any
 ) -> GRPOConfig:

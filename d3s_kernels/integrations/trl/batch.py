@@ -6,6 +6,7 @@ rows of the whole batch, and each group is consecutive rows too; a group may lie
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +69,7 @@ def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: Pro
     plan = plan_rows(kept, process_group)
     if plan.moved == 0:
         return take(batch, plan.staying)
-    rows = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
+    rows = {name: value for name, value in batch.items() if _has_rows(value)}
     return batch | exchange_rows(_widened(rows, pad_token, process_group), plan, process_group)
 
 
@@ -76,18 +77,42 @@ def _widened(rows: dict[str, Tensor], pad_token: int, process_group: ProcessGrou
     """Pads each tensor to its largest width over all ranks; the sets also in the number of their tokens."""
     from ..._groups import ranks_of
 
-    names = sorted(name for name, value in rows.items() if value.dim() > 1)
-    sizes = torch.tensor([size for name in names for size in rows[name].shape[1:]], device=rows["prompt_ids"].device)
-    largest = iter(ranks_of(process_group).gather(sizes).amax(dim=0).tolist())
+    sizes = torch.tensor(_sizes(rows), device=rows["prompt_ids"].device)
+    return _at_sizes(rows, ranks_of(process_group).gather(sizes).amax(dim=0).tolist(), pad_token)
+
+
+def _wide(rows: dict[str, Tensor]) -> list[str]:
+    return sorted(name for name, value in rows.items() if value.dim() > 1)
+
+
+def _sizes(rows: dict[str, Tensor]) -> list[int]:
+    return [size for name in _wide(rows) for size in rows[name].shape[1:]]
+
+
+def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> dict[str, Tensor]:
+    """Pads the tensors to these sizes, on the side on which TRL pads them."""
+    wanted = iter(sizes)
     fillers = {"prompt_ids": pad_token, "completion_ids": pad_token, "importance_sampling_ratio": 1, SETS: NO_TOKEN}
 
-    def widened(name: str) -> Tensor:
-        missing = [next(largest) - size for size in rows[name].shape[1:]]
+    def padded(name: str) -> Tensor:
+        missing = [next(wanted) - size for size in rows[name].shape[1:]]
         # torch pads the last dimension first, each in front and behind.
         around = [side for n in reversed(missing) for side in ((n, 0) if name in _PROMPT else (0, n))]
         return pad(rows[name], around, value=fillers.get(name, 0))
 
-    return rows | {name: widened(name) for name in names}
+    return rows | {name: padded(name) for name in _wide(rows)}
+
+
+def joined(batch: Batch, more: Batch, pad_token: int) -> Batch:
+    """The rows of two batches without images, those of ``more`` behind."""
+    both = [{name: part for name, part in of.items() if _has_rows(part)} for of in (batch, more)]
+    sizes = [max(pair) for pair in zip(*map(_sizes, both), strict=True)]
+    first, second = (_at_sizes(rows, sizes, pad_token) for rows in both)
+    return batch | {name: torch.cat([first[name], second[name]]) for name in first}
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:

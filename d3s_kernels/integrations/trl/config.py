@@ -50,6 +50,12 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
         "and which were kept, to output_dir/selection/, as soon as the whole batch was trained on. 0: never.",
     )
 
+    refill: int = option(
+        0,
+        "DAPO's dynamic sampling: at most so many times, generate for further prompts in place of those whose rewards "
+        "are all equal. A group has to be whole on its process.",
+    )
+
     importance_sampling_level: Literal["token", "sequence", "entropy_group"] = option(
         "token",
         "What an importance ratio is taken over: a 'token', a 'sequence' (GSPO), or an 'entropy_group' of a sequence's "
@@ -93,8 +99,25 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
                 "exact share of the tokens of all processes"
             )
 
+        if self.refill:
+            self._require_refillable()
         if self.sampling_mask:
             require_sampled_sets(self)
+
+    def _require_refillable(self) -> None:
+        """Raises where further groups cannot take the place of others."""
+        rows = self.per_device_train_batch_size * self.steps_per_generation
+        for name, given, takes in (
+            ("scale_rewards", self.scale_rewards, ("group", "none")),  # else advantages depend on the other groups
+            ("multi_objective_aggregation", self.multi_objective_aggregation, ("sum_then_normalize",)),
+        ):
+            if given not in takes:
+                raise ValueError(f"{name}: got {given!r} with refill; takes {' or '.join(map(repr, takes))}")
+        if self.world_size > 1 and rows % self.num_generations:
+            raise ValueError(
+                f"per_device_train_batch_size: got {self.per_device_train_batch_size} with {self.steps_per_generation} "
+                f"steps per generation and refill; takes whole groups of {self.num_generations} on each process"
+            )
 
     def _choose_by_entropy(self, share: float) -> None:
         """Sets the options that ``top_entropy_quantile`` stands for, and refuses others beside it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 from ...rollouts import group_advantages, groups_without_spread
 from ..metrics import rollout_metrics
 from ..sampling_metrics import set_metrics, set_sums
-from .batch import Batch, keep_rollouts, loss_mask, trimmed
+from .batch import Batch, joined, keep_rollouts, loss_mask, take, trimmed
 from .page import PageOfBatch
 from .recorder import Recorded, recording
+from .refill import other_prompts, replacements, rows_of
 from .rollouts import choose_rollouts, ranked_by, total_rewards
 from .sets import SETS
 from .surface import Passes
@@ -35,8 +37,25 @@ class ChoosesRollouts(ChoosesTokens):
         if not self.model.training:
             evaluated: Batch = super()._generate_and_score_completions(inputs)
             return evaluated
-        self._passes = passes = Passes(self._pass_names())
         self._page = self._page_if_due()
+        batch, postponed = self._scored(inputs)
+        if self.args.refill:
+            batch = self._refilled(batch, inputs)
+        if self._page is not None:
+            if self._rewards is not None:
+                self._page.add_rewards(total_rewards(self._rewards, self.reward_weights))
+            self._page.add_generated(batch, self.accelerator.process_index, self._tokenizer.pad_token_id)
+        batch = self._keep_rollouts(batch)
+        self._watch.rollouts_are_chosen()
+        for name in postponed:
+            batch |= self._postponed(name, batch)
+        if self._tokens_before_update:
+            self._choose_tokens_of_batch(batch)
+        return batch
+
+    def _scored(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Iterable[str]]:
+        """TRL's generation batch of these prompts, and the passes that wait until the rollouts are chosen."""
+        self._passes = passes = Passes(self._pass_names())
         try:
             batch: Batch = super()._generate_and_score_completions(inputs)
         finally:
@@ -46,14 +65,30 @@ class ChoosesRollouts(ChoosesTokens):
             batch["d3s_entropy"] = passes.entropy
         if self.args.sampling_mask:
             self._add_sets(batch)
-        if self._page is not None:
-            self._page.add_generated(batch, self.accelerator.process_index, self._tokenizer.pad_token_id)
-        batch = self._keep_rollouts(batch)
-        self._watch.rollouts_are_chosen()
-        for name in passes.postponed:
-            batch |= self._postponed(name, batch)
-        if self._tokens_before_update:
-            self._choose_tokens_of_batch(batch)
+        return batch, passes.postponed
+
+    def _refilled(self, batch: Batch, inputs: list[dict[str, Any]]) -> Batch:
+        """Replaces groups without a spread, at most ``refill`` times. Each rank's groups are whole and stay its own, so
+        that all ranks, which know all rewards, agree without another message.
+        """
+        accelerator, n, dataset = self.accelerator, self.num_generations, self.train_dataset
+        if "num_images" in batch or not hasattr(dataset, "__len__") or self._rewards is None:
+            raise ValueError(
+                "refill: takes prompts without images, a data set with a length, and rewards of TRL's reward functions"
+            )
+        ranks, here, times, before = accelerator.num_processes, accelerator.process_index, 0, self._same(self._rewards)
+        same = before
+        while times < self.args.refill and bool(same.any()):
+            rewards, missing = self._rewards, int(same.view(ranks, -1).sum(dim=1).amax())
+            seeds = self.args.seed, self.state.global_step, times
+            more, _ = self._scored(other_prompts(dataset, inputs[0], missing, n, ranks, here, *seeds))
+            groups = replacements(same.view(ranks, -1), self._same(self._rewards).view(ranks, -1))
+            rows = rows_of(groups, n)
+            batch = take(joined(batch, more, self._tokenizer.pad_token_id), rows[here])
+            everyones = torch.cat([part.view(ranks, -1, part.shape[1]) for part in (rewards, self._rewards)], dim=1)
+            self._rewards = everyones[torch.arange(ranks, device=rows.device).unsqueeze(1), rows].flatten(0, 1)
+            same, times = self._same(self._rewards), times + 1
+        self._log({"d3s/refills": torch.tensor(float(times)), "d3s/groups_refilled": (before & ~same).sum().double()})
         return batch
 
     def _page_if_due(self) -> PageOfBatch | None:
@@ -88,19 +123,19 @@ class ChoosesRollouts(ChoosesTokens):
         rewards: Tensor = super()._calculate_rewards(*arguments, **options)
         if self.model.training:
             self._rewards = rewards
-            if self._page is not None:
-                self._page.add_rewards(total_rewards(rewards, self.reward_weights))
         return rewards
 
     def _without_spread(self, advantages: Tensor) -> Tensor:
         """Marks the groups whose rewards are all equal. Only where a subclass computes no rewards, advantages tell."""
         rewards, self._rewards = self._rewards, None
-        if rewards is None:
-            return groups_without_spread(advantages)
+        return groups_without_spread(advantages) if rewards is None else self._same(rewards)
+
+    def _same(self, rewards: Tensor) -> Tensor:
+        """Which groups have rewards that are all equal, from those of all functions: bool ``[groups]``."""
         if self.multi_objective_aggregation == "normalize_then_sum":  # each function's rewards teach something
-            of_functions = rewards.view(*advantages.shape, -1).transpose(1, 2)
+            of_functions = rewards.view(-1, self.num_generations, rewards.shape[1]).transpose(1, 2)
             return groups_without_spread(of_functions).all(dim=1)
-        return groups_without_spread(total_rewards(rewards, self.reward_weights).view_as(advantages))
+        return groups_without_spread(total_rewards(rewards, self.reward_weights).view(-1, self.num_generations))
 
     def _keep_rollouts(self, batch: Batch) -> Batch:
         accelerator, own = self.accelerator, batch["advantages"]

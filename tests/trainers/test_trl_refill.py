@@ -1,0 +1,127 @@
+"""DAPO's dynamic sampling in D3STrainer: groups without a spread give way to groups of other prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+from processes import run_processes
+from tiny_trl import GROUP, generated, none_for_even_prompts, trainer
+
+from d3s_kernels.integrations.trl.refill import other_prompts, replacements, rows_of
+
+
+def made_with(refill: int, **options: Any) -> Any:
+    options = {"rollouts": GROUP, "tokens": 1.0, "reward_funcs": none_for_even_prompts, "refill": refill, **options}
+    return trainer(**options)
+
+
+def first_words(batch: dict[str, Any]) -> list[int]:
+    """The number of each row's first word: the prompt's is the first that is no padding."""
+    rows = zip(batch["prompt_ids"].tolist(), batch["prompt_mask"].tolist(), strict=True)
+    return [next(token for token, there in zip(ids, mask, strict=True) if there) for ids, mask in rows]
+
+
+def test_groups_without_a_spread_are_replaced() -> None:
+    made = made_with(8)
+    batch = generated(made, prompts=(3, 4, 6, 5))  # of 4 and 6 all rewards are equal
+    words = torch.tensor(first_words(batch)).view(-1, GROUP)
+    assert (words == words[:, :1]).all(), "a group's rows are one prompt's, and stay together"
+    assert words[:, 0].tolist()[::3] == [3, 5]
+    assert (words % 2 == 1).all()
+    advantages = batch["advantages"].view(-1, GROUP)
+    assert (advantages.std(dim=1) > 0.5).all(), "scaled by their own group's deviation"
+    logged = made._metrics["train"]
+    assert logged["d3s/groups_refilled"] == [2]
+    assert 1 <= logged["d3s/refills"][0] <= 8
+    assert logged["d3s/groups_without_spread"] == [0]
+
+
+@pytest.mark.parametrize("options", [{"selection_page_steps": 1}, {"entropy_from": "rollout", "beta": 0.1}])
+def test_the_new_rows_are_scored_as_if_they_had_always_been_there(options: dict[str, Any], saved: str) -> None:
+    made = made_with(8, policy=saved, **options)
+    batch = generated(made, prompts=(4, 3))
+    fields = {name: value for name, value in batch.items() if torch.is_tensor(value) and value.dim() > 0}
+    assert {len(value) for value in fields.values()} == {2 * GROUP}
+    mask = batch["completion_mask"].bool()
+    assert int(batch["num_items_in_batch"]) == int(mask.sum())
+    for name in fields.keys() & {"completion_ids", "d3s_entropy", "ref_per_token_logps"}:
+        assert fields[name].shape == mask.shape
+    if "ref_per_token_logps" in fields:
+        assert (fields["ref_per_token_logps"][mask] < 0).all()
+    made.train()
+
+
+def test_nothing_is_generated_again_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, sizes = made_with(3), []
+    generate = made._generate
+    monkeypatch.setattr(made, "_generate", lambda prompts: sizes.append(len(prompts)) or generate(prompts))
+    generated(made, prompts=(3, 5))
+    assert sizes == [2 * GROUP]
+    generated(made, prompts=(3, 4))
+    assert set(sizes[2:]) == {GROUP}, "only as many prompts as are missing"
+
+
+def test_it_gives_up_after_so_many_times() -> None:
+    made = made_with(2, reward_funcs=lambda completions, **_: [1.0] * len(completions))
+    batch = generated(made, prompts=(3, 5))
+    assert first_words(batch) == [3] * GROUP + [5] * GROUP
+    assert made._metrics["train"]["d3s/refills"] == [2]
+    assert made._metrics["train"]["d3s/groups_refilled"] == [0]
+
+
+def test_ranks_draw_other_prompts_of_one_order() -> None:
+    data = [{"prompt": f"w{i}", "answer": i} for i in range(12)]
+    drawn = [other_prompts(data, {"prompt": ""}, 2, 3, 2, rank, 7, 5, 0) for rank in range(2)]
+    assert all(list(example) == ["prompt"] for of_rank in drawn for example in of_rank)
+    names = [example["prompt"] for of_rank in drawn for example in of_rank]
+    assert len(set(names)) == 4
+    assert names == [name for name in dict.fromkeys(names) for _ in range(3)]
+    assert other_prompts(data, {"prompt": ""}, 2, 3, 2, 0, 7, 5, 0) == drawn[0]
+    assert other_prompts(data, {"prompt": ""}, 2, 3, 2, 0, 7, 5, 1) != drawn[0]
+
+
+def test_every_rank_knows_what_replaces_what() -> None:
+    same = torch.tensor([[True, False, True], [False, True, False]])
+    groups = replacements(same, torch.tensor([[True, False], [False, False]]))
+    assert groups.tolist() == [[4, 1, 2], [0, 3, 2]]
+    assert rows_of(groups, 2).tolist() == [[8, 9, 2, 3, 4, 5], [0, 1, 6, 7, 4, 5]]
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "refill: got -1; takes a whole number of at least 0": {"refill": -1},
+    "scale_rewards: got 'batch' with refill; takes 'group' or 'none'": {"scale_rewards": "batch"},
+    "multi_objective_aggregation: got 'normalize_then_sum'": {"multi_objective_aggregation": "normalize_then_sum"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_options_that_do_not_go_together(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made_with(**{"refill": 1, **REFUSED[message]})
+
+
+def test_a_data_set_without_a_length() -> None:
+    made = made_with(1)
+    made.train_dataset = iter([])
+    with pytest.raises(ValueError, match="refill: takes prompts without images, a data set with a length"):
+        generated(made, prompts=(3, 4))
+
+
+@pytest.mark.slow("that processes which need different numbers of further prompts agree")
+def test_two_processes(tmp_path: Path) -> None:
+    run_processes("refill_ranks.py", 2, tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert torch.equal(first["weights"], second["weights"])
+    assert {name: first["logged"][name] for name in ("d3s/refills", "d3s/groups_refilled")} == {
+        name: second["logged"][name] for name in ("d3s/refills", "d3s/groups_refilled")
+    }
+    words = [torch.tensor(first_words(found["batch"])).view(-1, GROUP) for found in (first, second)]
+    assert all((of_rank == of_rank[:, :1]).all() for of_rank in words)
+    assert words[0][0, 0] == 3
+    replaced = sum(int(word % 2) for of_rank in words for word in of_rank[:, 0]) - 1
+    assert first["logged"]["d3s/groups_refilled"] == [replaced]
