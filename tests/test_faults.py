@@ -112,6 +112,7 @@ def test_noted_by_kernels(name: str) -> None:
     with pytest.warns(RuntimeWarning) as told:
         d3s.synchronize_checks()
     (message,) = (str(warning.message) for warning in told)
+    assert told[0].filename == __file__
     assert message.startswith(
         f"d3s_kernels: {faults.public_name(case.op, case.arguments)} met, on a GPU, {faults.FAULTS[case.fault]}"
     )
@@ -165,8 +166,9 @@ def test_nothing_is_said_of_good_values(name: str, monkeypatch: pytest.MonkeyPat
 def test_the_next_call_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = torch.tensor(0.0)
     assert not d3s.topk_mask(VALUES, bad).any()
-    with pytest.warns(RuntimeWarning, match="topk_mask met, on a GPU, a ratio"):
+    with pytest.warns(RuntimeWarning, match="topk_mask met, on a GPU, a ratio") as told:
         d3s.compact(torch.ones(3, dtype=torch.bool), 2)
+    assert told[0].filename == __file__  # the user's line, at any depth of ours
     d3s.topk_mask(VALUES, bad)
     assert not say_nothing()  # once for each op and fault
     monkeypatch.setenv("D3S_KERNELS_CHECK", "error")

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +52,10 @@ Met = tuple[str, str]
 """An op, and a key of FAULTS."""
 
 _told: set[Met] = set()
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
-def tell(stacklevel: int = 3) -> None:
+def tell() -> None:
     """Warns of each op and fault once, or raises under ``D3S_KERNELS_CHECK=error``. Waits for nothing."""
     if torch.compiler.is_compiling() or (_noted is None and not _looks):
         return
@@ -62,7 +65,15 @@ def tell(stacklevel: int = 3) -> None:
             raise RuntimeError(message)
         if met not in _told:
             _told.add(met)
-            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+            warnings.warn(message, RuntimeWarning, stacklevel=_level_of_the_caller())
+
+
+def _level_of_the_caller() -> int:
+    """Of the first frame outside of this package, as ``warnings.warn`` in :func:`tell` counts."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def synchronize_checks() -> None:

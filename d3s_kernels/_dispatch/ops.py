@@ -27,7 +27,7 @@ def _with_usual_errors(op: _Op) -> _Op:
 
     @wraps(op)
     def call(*arguments: Any) -> Any:
-        faults.tell(stacklevel=5)
+        faults.tell()
         try:
             return op(*arguments)
         except RuntimeError as error:
