@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,8 +23,8 @@ class Assumption(NamedTuple):
 
     Args:
         needed_by: the functions of ours that rely on it, separated by spaces.
-        place: the dotted name of a function, class or module. If newer versions have moved it, both names with " or "
-            between them; the first that exists counts.
+        place: a module, or ``module:name`` for a function, class or method in it. If newer versions have moved it, both
+            places with " or " between them; the first that exists counts.
         kind: "takes": a function with these parameters, in order. "calls": it calls exactly this. "defines": a class or
             module has these names. "reads": these names, fields or keys of dictionaries occur in it.
         expected: what the kind says; names are separated by spaces.
@@ -92,10 +93,9 @@ def require(table: Table, hook: str) -> None:
 
 
 def load(place: str) -> Any:
-    """The object that the first existing name of a place stands for, imported."""
-    name = next(name for name in place.split(" or ") if _find(name) is not None)
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    """The object at the first place that exists, imported."""
+    module, _, name = next(one for one in place.split(" or ") if _find(one) is not None).partition(":")
+    return attrgetter(name)(importlib.import_module(module))
 
 
 def _folders(package: str) -> list[Path]:
@@ -108,16 +108,13 @@ def _parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _find(name: str) -> ast.AST | None:
-    """The module, class or function of a dotted name, parsed."""
-    package, *parts = name.split(".")
-    for folder in _folders(package):
-        for depth in range(len(parts), -1, -1):  # the longest part of the name that is a module
-            path = folder.joinpath(*parts[:depth])
-            for file in (path / "__init__.py", path.with_suffix(".py")):
-                if file.is_file():
-                    return _inside(_parsed(file), parts[depth:])
-    return None
+def _find(place: str) -> ast.AST | None:
+    """The module, class or function at a place, parsed."""
+    module, _, name = place.partition(":")
+    package, *parts = module.split(".")
+    paths = [folder.joinpath(*parts) for folder in _folders(package)]
+    files = [file for path in paths for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()]
+    return _inside(_parsed(files[0]), name.split(".") if name else []) if files else None
 
 
 def _inside(node: ast.AST, names: list[str]) -> ast.AST | None:

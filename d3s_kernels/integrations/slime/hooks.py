@@ -89,7 +89,7 @@ class Hooks:
         require(self._trainer.table, "has_spread")
         flat = [one for sample in samples for one in (sample if isinstance(sample, list) else [sample])]
         keep = not bool(groups_without_spread(_rewards(args, flat)))
-        output = load(f"{self._trainer.table.package}.rollout.filter_hub.base_types.DynamicFilterOutput")
+        output = load(f"{self._trainer.table.package}.rollout.filter_hub.base_types:DynamicFilterOutput")
         return output(keep=keep, reason=None if keep else "no_spread")
 
     def token_loss(
@@ -114,7 +114,7 @@ class Hooks:
         """
         require(self._trainer.table, "token_loss")
         options, ranks = D3SOptions.from_args(args), self._trainer.ranks()
-        require_layout(args, logits, ranks)
+        require_layout(args, logits, options, ranks)
         kept = chosen_tokens(args, batch, logits, options, self._token_ratio(options, args), ranks)
         chosen = torch.split(torch.cat(batch["advantages"]) * kept, batch["response_lengths"])
         policy_loss = load(self._trainer.policy_loss)

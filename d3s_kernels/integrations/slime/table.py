@@ -17,8 +17,8 @@ def _in_both(package: str, rewards: str, estimators: str, loss: str, policy_loss
         estimators: the function that normalises rewards.
         loss, policy_loss: the function that calls the loss hook, and the loss that our hook calls.
     """
-    generate = f"{package}.rollout.sglang_rollout.generate_rollout_async"
-    sample, options = f"{package}.utils.types.Sample", f"{package}.utils.arguments"
+    generate = f"{package}.rollout.sglang_rollout:generate_rollout_async"
+    sample, options = f"{package}.utils.types:Sample", f"{package}.utils.arguments"
     rewards_place, rewards_call = rewards.split(": ")
     filtered = "call_dynamic_filter(dynamic_filter, args, group)"
     before_step = "custom_before_train_step_hook(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)"
@@ -39,7 +39,7 @@ def _in_both(package: str, rewards: str, estimators: str, loss: str, policy_loss
             "keep_rollouts", options, "reads", "--n-samples-per-prompt --global-batch-size", "how many are kept",
         ),
         Assumption(
-            "has_spread", f"{package}.rollout.filter_hub.base_types.DynamicFilterOutput", "defines", "keep reason",
+            "has_spread", f"{package}.rollout.filter_hub.base_types:DynamicFilterOutput", "defines", "keep reason",
             "what the hook returns",
         ),
         Assumption("token_loss", policy_loss, "takes", _LOSS, "the trainer's loss, which our hook calls"),
@@ -57,11 +57,11 @@ SLIME = Table(
     (
         *_in_both(
             "slime",
-            "slime.ray.rollout.RolloutManager._post_process_rewards: "
+            "slime.ray.rollout:RolloutManager._post_process_rewards: "
             "self.custom_reward_post_process_func(self.args, samples)",
-            "slime.ray.rollout.RolloutManager._post_process_rewards",
-            "slime.backends.megatron_utils.loss.loss_function",
-            "slime.backends.megatron_utils.loss.policy_loss_function",
+            "slime.ray.rollout:RolloutManager._post_process_rewards",
+            "slime.backends.megatron_utils.loss:loss_function",
+            "slime.backends.megatron_utils.loss:policy_loss_function",
         ),
         Assumption(
             "token_loss", "megatron.core.parallel_state", "defines",
@@ -77,27 +77,27 @@ MILES = Table(
     (
         *_in_both(
             "miles",
-            "miles.ray.rollout.train_data_conversion._post_process_rewards: f(args, samples)",
+            "miles.ray.rollout.train_data_conversion:_post_process_rewards: f(args, samples)",
             "miles.ray.rollout.train_data_conversion",
-            "miles.backends.training_utils.loss.loss_function or "
-            "miles.backends.training_utils.loss.objective.loss_function",
-            "miles.backends.training_utils.loss_hub.losses.policy_loss_function or "
-            "miles.backends.training_utils.loss.hub.losses.policy_loss_function",
+            "miles.backends.training_utils.loss:loss_function or "
+            "miles.backends.training_utils.loss.objective:loss_function",
+            "miles.backends.training_utils.loss_hub.losses:policy_loss_function or "
+            "miles.backends.training_utils.loss.hub.losses:policy_loss_function",
         ),
         Assumption(
             "keep_rollouts", "miles.rollout.inference_rollout.inference_rollout_train", "calls", "f(args, data)",
             "the call of the hook in its newer rollouts",
         ),
         Assumption(
-            "token_loss", "miles.backends.training_utils.parallel.ParallelState", "defines", "cp tp intra_dp",
+            "token_loss", "miles.backends.training_utils.parallel:ParallelState", "defines", "cp tp intra_dp",
             "the groups of ranks",
         ),
         Assumption(
-            "token_loss", "miles.backends.training_utils.parallel.get_parallel_state", "takes", "()",
+            "token_loss", "miles.backends.training_utils.parallel:get_parallel_state", "takes", "()",
             "the groups of ranks",
         ),
         Assumption(
-            "token_loss", "miles.utils.ft_utils.process_group_utils.GroupInfo", "defines", "rank size group",
+            "token_loss", "miles.utils.ft_utils.process_group_utils:GroupInfo", "defines", "rank size group",
             "the groups of ranks",
         ),
         Assumption("token_loss", "miles.utils.arguments", "reads", "--qkv-format", "the layout of the logits"),

@@ -14,7 +14,7 @@ from .options import D3SOptions
 from .trainers import Ranks
 
 
-def require_layout(args: Any, logits: Tensor, ranks: Ranks) -> None:
+def require_layout(args: Any, logits: Tensor, options: D3SOptions, ranks: Ranks) -> None:
     """Raises a ValueError for a run whose tokens cannot be chosen; the message names the option."""
     if args.advantage_estimator == "gspo":
         raise ValueError(
@@ -24,6 +24,11 @@ def require_layout(args: Any, logits: Tensor, ranks: Ranks) -> None:
     if ranks.context_parallel > 1:
         raise ValueError(
             f"context_parallel_size: got {ranks.context_parallel}; takes 1, because a rank has parts of responses"
+        )
+    if ranks.tensor_parallel is not None and options.token_rule == "random":
+        raise ValueError(
+            "d3s_token_rule: got 'random' with tensor parallelism; takes another rule, because ranks that share the "
+            "vocabulary would draw different tokens"
         )
     layout = getattr(args, "qkv_format", "thd")  # an option of miles
     if layout != "thd" or logits.dim() != 3 or len(logits) != 1:
