@@ -1,11 +1,9 @@
 """The snippets of docs/trainers.md do what the page says, on inputs with the layout that each trainer's hook passes."""
 
 import re
-import sys
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
