@@ -67,6 +67,7 @@ def arguments(**options: Any) -> Namespace:
     given = {
         "advantage_estimator": "grpo", "rewards_normalization": True, "grpo_std_normalization": True,
         "n_samples_per_prompt": GROUP, "global_batch_size": GROUPS, "rollout_temperature": 0.7, "num_rollout": 10,
+        "log_passrate": False,
         "d3s_token_pool": "micro_batch", "d3s_token_ratio_start": RATIO, "d3s_token_ratio_end": RATIO,
     }  # fmt: skip
     return Namespace(**given | options)
@@ -136,6 +137,7 @@ def test_dynamic_sampling(trainer: str, rewards: list[float]) -> None:
         ({"d3s_rolouts": 8}, "d3s_rolouts: got 8, but it is no option; the options are d3s_rollouts, "),
         ({"advantage_estimator": "ppo"}, "advantage_estimator: got 'ppo'; takes 'grpo', 'gspo'"),
         ({"rewards_normalization": False}, "disable_rewards_normalization: got True; takes False"),
+        ({"log_passrate": True}, "log_passrate: got True; takes False"),
         ({"global_batch_size": 5}, "global_batch_size: got 5, but 12 rollouts are kept; takes a divisor of 12"),
     ],
 )

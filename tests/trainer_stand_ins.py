@@ -80,8 +80,8 @@ def installed(folder: Path, rows: Sequence[Assumption], moved: bool = False) -> 
     def forget() -> None:
         for name in [name for name in sys.modules if name.split(".")[0] in packages]:
             del sys.modules[name]
-        _assumptions.require.cache_clear()
-        _assumptions._parsed.cache_clear()
+        for cached in (_assumptions.require, _assumptions.load, _assumptions._parsed):
+            cached.cache_clear()
 
     with pytest.MonkeyPatch.context() as patch:
         forget()

@@ -44,6 +44,8 @@ class Hooks:
         """
         require(self._trainer.table, "keep_rollouts")
         options, scale = D3SOptions.from_args(args), _scale(args)
+        if args.log_passrate:  # slime stops with an assertion, miles takes the whole groups alone
+            raise ValueError("log_passrate: got True; takes False, because pass rates need all rollouts of a group")
         if any(isinstance(sample, list) for group in data for sample in group):
             raise ValueError(
                 "rollouts: got one of several samples (a list in place of a sample); takes one sample each"

@@ -36,7 +36,8 @@ def _in_both(package: str, rewards: str, estimators: str, loss: str, policy_loss
             "how the trainer would normalise rewards",
         ),
         Assumption(
-            "keep_rollouts", options, "reads", "--n-samples-per-prompt --global-batch-size", "how many are kept",
+            "keep_rollouts", options, "reads", "--n-samples-per-prompt --global-batch-size --log-passrate",
+            "what the number of kept rollouts has to fit to",
         ),
         Assumption(
             "has_spread", f"{package}.rollout.filter_hub.base_types:DynamicFilterOutput", "defines", "keep reason",
