@@ -109,11 +109,13 @@ def test_rollouts(trainer: str, scale: str) -> None:
     torch.testing.assert_close(torch.tensor(normalised), advantages.flatten()[kept].float(), rtol=1e-5, atol=1e-5)
 
 
-def test_groups_of_other_sizes(trainer: str) -> None:
+@pytest.mark.parametrize(("rollouts", "sizes"), [(0.2, [3, 1]), (1, [3, 2])])
+def test_groups_of_other_sizes(trainer: str, rollouts: float, sizes: list[int]) -> None:
+    """2 rollouts of a group are the fewest, and 4 of all; or 6 and 12 are asked for, and there are 5."""
     sample = part(trainer, ":Sample")
     data = [*groups_of(torch.tensor([[0.0, 1.0, 2.0]]), sample), *groups_of(torch.tensor([[5.0, 5.0]]), sample)]
-    HOOKS[trainer].keep_rollouts(arguments(d3s_rollouts=0.2, global_batch_size=2), data)  # 2 are the fewest: 4 of 5
-    assert [len(group) for group in data] == [3, 1]
+    HOOKS[trainer].keep_rollouts(arguments(d3s_rollouts=rollouts, global_batch_size=sum(sizes)), data)
+    assert [len(group) for group in data] == sizes
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.1 + 0.2, 0.3, 0.3], [0.0, 1.0, 0.0]])
@@ -285,7 +287,7 @@ def tokens_rank(ranks: World, seed: int) -> None:
 
 
 def test_tokens_of_several_ranks() -> None:
-    world(2).run(tokens_rank, int(torch.randint(2**31, ())))
+    world(2).run(tokens_rank, int(torch.randint(2**31, ())), D3S_KERNELS_CHECK="1")  # shards must not overlap
 
 
 def test_random_tokens_of_a_shared_vocabulary_are_refused() -> None:
