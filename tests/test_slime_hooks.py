@@ -77,8 +77,8 @@ def arguments(**options: Any) -> Namespace:
 
 
 def groups_of(rewards: Tensor, sample: Callable[..., Any]) -> list[list[Any]]:
-    numbers = iter(range(rewards.numel()))
-    return [[sample(index=next(numbers), reward=r, metadata={"source": "a"}) for r in row] for row in rewards.tolist()]
+    numbers, metadata = iter(range(rewards.numel())), {"source": "a"}  # copies of a prompt may share it
+    return [[sample(index=next(numbers), reward=r, metadata=metadata) for r in row] for row in rewards.tolist()]
 
 
 def spread_rewards() -> Tensor:

@@ -75,7 +75,7 @@ class Hooks:
             if _ADVANTAGE not in sample.metadata:
                 raise ValueError(
                     f"custom_reward_post_process_path: sample {sample.index} has no advantage; takes samples that "
-                    "keep_rollouts has seen: set rollout_sample_filter_path too"
+                    "keep_rollouts has seen: set rollout_sample_filter_path, with a rollout function that calls it"
                 )
         raw = [sample.get_reward_value(args) for sample in samples]
         return raw, [sample.metadata[_ADVANTAGE] for sample in samples]
@@ -171,7 +171,8 @@ def _kept_of(group: list[Any], marks: Iterator[tuple[bool, float]]) -> list[Any]
     """The kept samples of the next group, with their advantages."""
     kept = []
     for sample in group:
-        keep, sample.metadata[_ADVANTAGE] = next(marks)
+        keep, advantage = next(marks)
+        sample.metadata = {**sample.metadata, _ADVANTAGE: advantage}  # a new one, since samples may share theirs
         if keep:
             kept.append(sample)
     return kept
