@@ -9,23 +9,24 @@ _ALL = f"{_ROLLOUTS} has_spread token_loss start_step"
 _LOSS = "(args, batch, logits, sum_of_sample_mean)"
 
 
-def _in_both(package: str, rewards: str, estimators: str, loss: str, policy_loss: str) -> tuple[Assumption, ...]:
+def _in_both(
+    package: str, rewards: str, rewards_call: str, estimators: str, loss: str, policy_loss: str
+) -> tuple[Assumption, ...]:
     """The lines that both trainers share.
 
     Args:
-        rewards: the function that calls the reward hook, and the call.
-        estimators: the function that normalises rewards.
+        rewards, rewards_call: the function that calls the reward hook, and the call.
+        estimators: where rewards are normalised.
         loss, policy_loss: the function that calls the loss hook, and the loss that our hook calls.
     """
     generate = f"{package}.rollout.sglang_rollout:generate_rollout_async"
     sample, options = f"{package}.utils.types:Sample", f"{package}.utils.arguments"
-    rewards_place, rewards_call = rewards.split(": ")
     filtered = "call_dynamic_filter(dynamic_filter, args, group)"
     before_step = "custom_before_train_step_hook(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)"
     return (
         Assumption(_ALL, options, "calls", "setattr(args, k, v)", "our options, from the file of --custom-config-path"),
         Assumption("keep_rollouts", generate, "calls", "filter_func(args, data)", "the call of the hook"),
-        Assumption("post_process_rewards", rewards_place, "calls", rewards_call, "the call of the hook"),
+        Assumption("post_process_rewards", rewards, "calls", rewards_call, "the call of the hook"),
         Assumption("has_spread", generate, "calls", filtered, "the call of the hook"),
         Assumption("token_loss", loss, "calls", f"func{_LOSS}", "the call of the hook"),
         Assumption("start_step", f"{package}.backends.megatron_utils.model", "calls", before_step, "the hook's call"),
@@ -58,7 +59,7 @@ SLIME = Table(
     (
         *_in_both(
             "slime",
-            "slime.ray.rollout:RolloutManager._post_process_rewards: "
+            "slime.ray.rollout:RolloutManager._post_process_rewards",
             "self.custom_reward_post_process_func(self.args, samples)",
             "slime.ray.rollout:RolloutManager._post_process_rewards",
             "slime.backends.megatron_utils.loss:loss_function",
@@ -78,7 +79,8 @@ MILES = Table(
     (
         *_in_both(
             "miles",
-            "miles.ray.rollout.train_data_conversion:_post_process_rewards: f(args, samples)",
+            "miles.ray.rollout.train_data_conversion:_post_process_rewards",
+            "f(args, samples)",
             "miles.ray.rollout.train_data_conversion",
             "miles.backends.training_utils.loss:loss_function or "
             "miles.backends.training_utils.loss.objective:loss_function",
