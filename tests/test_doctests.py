@@ -8,7 +8,7 @@ import pytest
 
 import d3s_kernels
 from d3s_kernels import distributed
-from d3s_kernels.integrations import _options, metrics
+from d3s_kernels.integrations import _options, metrics, slime
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 DOCUMENTED = [
@@ -25,7 +25,7 @@ def public(name: str) -> object:
     return attrgetter(name)(d3s_kernels)
 
 
-FOR_TRAINERS = [metrics.selection_metrics, _options.rollouts_of]
+FOR_TRAINERS = [metrics.selection_metrics, _options.rollouts_of, slime.D3SOptions]
 
 
 @pytest.mark.parametrize("documented", FOR_TRAINERS, ids=lambda function: function.__name__)

@@ -1,11 +1,9 @@
 """The snippets of docs/trainers.md do what the page says, on inputs with the layout that each trainer's hook passes."""
 
 import re
-import sys
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -111,97 +109,6 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
 
 def test_tokens_of_all_ranks() -> None:
     world(2).run(tokens_rank, int(torch.randint(2**31, ())))
-
-
-# ---- slime -----------------------------------------------------------------------------------------------------------
-
-
-class Sample:
-    """The parts of slime.utils.types.Sample that the snippets use."""
-
-    def __init__(self, index: int, reward: Any) -> None:
-        self.index, self.reward, self.metadata = index, reward, {"source": index}
-
-    def get_reward_value(self, args: Any) -> float:
-        return self.reward if not args.reward_key else self.reward[args.reward_key]
-
-
-@pytest.mark.parametrize("reward_key", [None, "score"])
-def test_slime_rollouts(reward_key: str | None) -> None:
-    rewards = rewards_of_groups()
-    if reward_key:
-        rewards = rewards.sign()  # whole numbers, as a verifier gives them
-    advantages, kept = expected_rollouts(rewards)
-    values = [[int(r) if reward_key else r for r in row] for row in rewards.tolist()]
-    groups = [
-        [Sample(g * GROUP + i, {reward_key: r, "other": 7} if reward_key else r) for i, r in enumerate(row)]
-        for g, row in enumerate(values)
-    ]
-    everything, data = [sample for group in groups for sample in group], groups
-    args = SimpleNamespace(reward_key=reward_key)
-    assert SNIPPETS["slime_drop_rollouts"](args, data, KEEP) is None  # slime continues with the list that it passed
-
-    survivors = [sample for group in data for sample in group]
-    assert survivors == [s for s, k in zip(everything, kept.flatten().tolist(), strict=True) if k]
-    assert [s.metadata["source"] for s in survivors] == [s.index for s in survivors]
-
-    raw, normalised = SNIPPETS["slime_rewards"](args, survivors)
-    assert raw == [v for v, k in zip(chain.from_iterable(values), kept.flatten().tolist(), strict=True) if k]
-    torch.testing.assert_close(torch.tensor(normalised), advantages[kept], rtol=1e-6, atol=1e-6)
-
-
-def test_slime_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-
-    def policy_loss_function(*arguments: Any) -> str:
-        calls.append(arguments)
-        return "its result"
-
-    for name in ("slime", "slime.backends", "slime.backends.megatron_utils", "slime.backends.megatron_utils.loss"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(
-        sys.modules["slime.backends.megatron_utils.loss"], "policy_loss_function", policy_loss_function, raising=False
-    )
-
-    totals, responses, vocabulary, temperature = [9, 7, 14], [4, 3, 9], 50, 0.7
-    logits = torch.full((1, sum(totals) + 6, vocabulary), torch.nan)  # prompts and padding must not be read
-    clean, end = [], 0
-    for total, response in zip(totals, responses, strict=True):
-        end += total
-        clean.append(torch.randn(response, vocabulary) * 0.01)
-        clean[-1][::2, 2:] -= 40  # entropy is ln 2 at any temperature
-        clean[-1][1::2, 0] += 6  # entropy above ln 2 at temperature 1, below it at 0.7
-        if response == 9:
-            clean[-1][3:6] = torch.randn(3, vocabulary) * 0.01  # masked below, with the highest entropy
-        logits[0, end - response - 1 : end - 1] = clean[-1]  # the row before a token predicts it
-    logits.requires_grad_()
-    masks = [torch.ones(n, dtype=torch.int32) for n in responses]
-    masks[2][3:6] = 0  # a tool's output
-    advantages = [torch.full((n,), a) for n, a in zip(responses, (0.5, -1.5, 1.0), strict=True)]
-    batch = {
-        "total_lengths": totals,
-        "response_lengths": responses,
-        "loss_masks": masks,
-        "advantages": [a.clone() for a in advantages],
-        "log_probs": object(),
-    }
-    before = dict(batch)
-    args, reducer = SimpleNamespace(rollout_temperature=temperature), object()
-    assert SNIPPETS["slime_token_loss"](args, batch, logits, reducer, RATIO) == "its result"
-
-    ((got_args, got_batch, got_logits, got_reducer),) = calls
-    assert got_args is args
-    assert got_logits is logits
-    assert got_reducer is reducer
-    assert all(batch[name] is before[name] for name in before)  # a recomputed loss starts from the same batch
-    assert all(got_batch[name] is before[name] for name in before if name != "advantages")
-    entropy = reference.entropy(torch.cat(clean), temperature=temperature).float()
-    kept = expected_tokens(entropy, torch.cat(advantages), torch.cat(masks))
-    unscaled = reference.entropy(torch.cat(clean)).float()
-    assert not torch.equal(kept, expected_tokens(unscaled, torch.cat(advantages), torch.cat(masks)))
-    assert [len(a) for a in got_batch["advantages"]] == responses
-    assert torch.equal(torch.cat(got_batch["advantages"]), torch.cat(advantages) * kept)
-    assert all(torch.equal(a, b) for a, b in zip(batch["advantages"], advantages, strict=True))
 
 
 # ---- OpenRLHF --------------------------------------------------------------------------------------------------------

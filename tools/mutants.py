@@ -520,4 +520,25 @@ MUTANTS = (
         "advantages[:] = group_advantages(",
         "tests/verl/test_verl_rows.py",
     ),
+    Mutant(
+        "slime: a token's entropy is that of the row it is in",
+        "d3s_kernels/integrations/slime/tokens.py",
+        "(end - length - 1, end - 1)",
+        "(end - length, end)",
+        "tests/test_slime_hooks.py",
+    ),
+    Mutant(
+        "slime: groups without a kept rollout stay",
+        "d3s_kernels/integrations/slime/hooks.py",
+        "for group in data) if group]",
+        "for group in data)]",
+        "tests/test_slime_hooks.py",
+    ),
+    Mutant(
+        "slime: any call of the hook's name will do",
+        "d3s_kernels/integrations/_assumptions.py",
+        "if assumption.expected in calls:",
+        'if any(call.startswith(assumption.expected.partition("(")[0]) for call in calls):',
+        "tests/test_trainer_check.py",
+    ),
 )

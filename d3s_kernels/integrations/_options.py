@@ -37,6 +37,7 @@ def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
 _ROLLOUTS = (_is_rollouts, "a share in (0, 1] of a group's rollouts, or their number, which is whole and above 1")
 _FLAG = (lambda value: isinstance(value, bool), "true or false")
 _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "rollouts": _ROLLOUTS,
     "rollouts_start": _ROLLOUTS,
     "rollouts_end": _ROLLOUTS,
     "token_ratio_start": (_is_ratio, "a number in (0, 1]"),
@@ -47,6 +48,7 @@ _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rollout_scope": _one_of("batch", "group"),
     "token_rule": _one_of(*get_args(TokenRule)),
     "token_scope": _one_of("batch", "sequence"),
+    "token_pool": _one_of("data_parallel", "micro_batch"),
     "entropy_from": _one_of("auto", "update", "rollout"),
     "loss_denominator": _one_of("kept", "all"),
     "advantages_from": _one_of("all", "kept"),

@@ -1,0 +1,56 @@
+"""Where slime and miles differ: the names of what the hooks call, and how ranks are found."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.distributed import ProcessGroup
+
+from .._assumptions import Table
+from .table import MILES, SLIME
+
+
+class Ranks(NamedTuple):
+    """The ranks that work with this one; a group is None where it is this rank alone."""
+
+    context_parallel: int
+    tensor_parallel: ProcessGroup | None
+    tensor_rank: int
+    data_parallel: ProcessGroup | None
+
+
+class Trainer(NamedTuple):
+    """A trainer: its table, and what its ranks are."""
+
+    table: Table
+    ranks: Callable[[], Ranks]
+
+    @property
+    def policy_loss(self) -> str:
+        """The place of the trainer's own loss."""
+        return next(row.place for row in self.table.assumptions if "policy_loss_function" in row.place)
+
+
+def _of_megatron() -> Ranks:
+    state = importlib.import_module("megatron.core.parallel_state")
+    split = state.get_tensor_model_parallel_world_size() > 1
+    return Ranks(
+        state.get_context_parallel_world_size(),
+        state.get_tensor_model_parallel_group() if split else None,
+        state.get_tensor_model_parallel_rank(),
+        state.get_data_parallel_group(),
+    )
+
+
+def _of_miles() -> Ranks:
+    state = importlib.import_module("miles.backends.training_utils.parallel").get_parallel_state()
+
+    def group(info: Any) -> ProcessGroup | None:
+        return info.group if info.size > 1 else None
+
+    return Ranks(state.cp.size, group(state.tp), state.tp.rank, group(state.intra_dp))
+
+
+TRAINERS = {"slime": Trainer(SLIME, _of_megatron), "miles": Trainer(MILES, _of_miles)}
