@@ -84,7 +84,7 @@ def command(folder: Path, **changed: Any) -> list[str]:
         "max_completion_length": 12, "max_steps": 2, "logging_steps": 1, "learning_rate": 1e-3, "beta": 0.0,
         "save_strategy": "no", "report_to": "none", "output_dir": folder / "out", "use_cpu": True,
         "dataloader_num_workers": 0, "dataset_num_proc": 1, "attn_impl": "sdpa", "gradient_checkpointing": False,
-        "split_dataset_ratio": 0,
+        "split_dataset_ratio": 0, "check_model": False,
     }  # fmt: skip
     return [part for name, value in (options | changed).items() for part in (f"--{name}", str(value))]
 

@@ -15,8 +15,7 @@ from .._options import check_one_process, check_options, check_token_rule, choos
 from ..selection_options import SelectionOptions
 
 PREFIX = "d3s_"
-# What ms-swift's loss of each type divides by, as the type of the same denominator in ``_gradient.DENOMINATORS``.
-LOSSES = {name: name for name in ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")} | {"fipo": "dapo"}
+LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # all are in _gradient.DENOMINATORS
 
 
 @dataclass

@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 from ...tokens import select_tokens
 from .._gradient import gradient_weights, only_through
 from ..metrics import token_metrics, token_sums
-from .config import LOSSES
 from .rollouts import ChoosesRollouts, Samples
 
 Scores = tuple[Tensor, Tensor | None]  # log-probabilities and entropies, [rows, tokens]
@@ -91,7 +90,7 @@ class D3STrainer(ChoosesRollouts):
             weight = torch.ones((), device=tokens.device)
             if self.args.loss_denominator == "kept":
                 whole = {"num_items_in_batch": part.num_items_in_batch, "d3s_tokens_kept": sums[0].float()}
-                weight, _ = gradient_weights(LOSSES[self.loss_type], tokens, own, whole, of_processes)
+                weight, _ = gradient_weights(self.loss_type, tokens, own, whole, of_processes)
             part.d3s_kept = Kept(tokens, weight)
 
     def _loss_mask(self, part: Any) -> Tensor:
