@@ -40,8 +40,8 @@ INSTALL := $(BIN)/pip install -q --no-build-isolation --no-deps -e .
 
 .DEFAULT_GOAL := help
 .PHONY: help setup library test test-in-bounds test-all test-binaries test-demo test-trl test-verl test-swift \
-        test-oldest test-matrix mutations fuzz gpu demo learn bench bench-short docs docs-serve lint format sanitize wheel \
-        wheel-index release clean
+        test-oldest test-matrix mutations fuzz gpu demo learn bench bench-short docs docs-serve lint format sanitize \
+        wheel wheel-index release clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -300,7 +300,8 @@ define TEST_UNDER
 	$(1)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
 	cd build && ../$(1)/bin/python $(PYTEST) ../tests -p no:cacheprovider \
 	  --ignore ../tests/test_cuda_emulated.py --ignore ../tests/binaries/test_cuda_binary.py \
-	  --ignore ../tests/binaries/test_wheel.py --ignore ../tests/binaries/test_aarch64.py --ignore ../tests/verl --ignore ../tests/swift
+	  --ignore ../tests/binaries/test_wheel.py --ignore ../tests/binaries/test_aarch64.py \
+	  --ignore ../tests/verl --ignore ../tests/swift
 endef
 
 test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the library built here; a build against it
