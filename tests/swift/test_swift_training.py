@@ -63,8 +63,9 @@ def assert_equal(one: Run, other: Run, tolerance: float = 2e-5) -> None:
     [
         {"loss_type": "grpo"},
         {"loss_type": "dapo", "beta": 0.1},
-        {"loss_type": "sapo", "importance_sampling_level": "sequence_token"},
+        {"loss_type": "sapo", "importance_sampling_level": "sequence_token", "num_iterations": 2},
         {"loss_type": "bnpo", "padding_free": True},
+        {"loss_type": "dr_grpo", "tuner_type": "lora", "beta": 0.1},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
