@@ -92,6 +92,7 @@ def test_dropped_rollouts_are_never_forwarded(folder: Path, padding_free: bool) 
     assert rows[0.5] == {"policy": everything, "reference": everything // 2}
     assert run.logged("d3s/rollouts_kept") == [GROUP * STEPS / 2] * 2
     assert all(number > 0 for number in run.logged("d3s/tokens_not_forwarded"))
+    assert run.logged("d3s/head_rows_not_computed") == []  # ms-swift's head computes every row
 
 
 def test_top_entropy_quantile_of_one_micro_batch_is_ms_swifts(folder: Path) -> None:

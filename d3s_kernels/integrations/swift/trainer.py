@@ -82,7 +82,9 @@ class D3STrainer(ChoosesRollouts):
         )  # fmt: skip
         sums = token_sums(chosen.mask, mask, entropy, advantages.unsqueeze(1))
         sums = self.accelerator.reduce(sums, reduction="sum")
-        self._log(token_metrics(sums, chosen.threshold, budget.token_ratio))
+        metrics = token_metrics(sums, chosen.threshold, budget.token_ratio)
+        del metrics["d3s/head_rows_not_computed"]  # ms-swift's head computes them all
+        self._log(metrics)
         kept = [of[:, widest - own.shape[1] :] for of, own in zip(torch.split(chosen.mask, rows), masks, strict=True)]
         counts = torch.stack([torch.stack([of.sum(), own.sum()]) for of, own in zip(kept, masks, strict=True)])
         counts = self.accelerator.reduce(counts.float(), reduction="sum")  # [micro-batches, kept and all]
