@@ -17,6 +17,7 @@ pytest.importorskip("swift.rlhf_trainers", reason="needs ms-swift (make test-swi
 from swift.rlhf_trainers import GRPOTrainer
 from tiny_swift import GROUP, STEPS, Run, make_model, train
 
+from d3s_kernels import max_variance_select
 from d3s_kernels.integrations.swift.trainer import Kept
 
 ALL = {"rollouts_start": 1, "rollouts_end": 1, "token_ratio_start": 1, "token_ratio_end": 1}
@@ -168,6 +169,32 @@ def test_the_loss_is_the_mean_over_kept_tokens(folder: Path, loss_type: str) -> 
     assert_equal(ours, train(folder, HALF, before=only_kept, **options))
     other = {"loss_denominator": "all"} if loss_type != "sapo" else {"token_rule": "advantage"}
     assert ours.logged("grad_norm") != train(folder, HALF | other, **options).logged("grad_norm")
+
+
+def test_a_rollout_that_ms_swift_filters_takes_no_place(folder: Path) -> None:
+    """overlong_filter leaves no token of a truncated rollout in the loss: its advantage counts as 0 in the choice."""
+    steps = []
+
+    def watch(trainer: Any) -> None:
+        keep = trainer._keep_rollouts
+
+        def kept(samples: Any) -> Any:
+            remaining = keep(samples)
+            truncated = torch.tensor([one.is_truncated for one in samples])
+            ranked = trainer._advantages.masked_fill(truncated, 0)
+            expected = max_variance_select(ranked, len(samples) // 2).tolist()
+            steps.append(truncated.any() and not truncated.all())
+            assert remaining == [one for one, stays in zip(samples, expected, strict=True) if stays]
+            assert expected != max_variance_select(trainer._advantages, len(samples) // 2).tolist()
+            return remaining
+
+        trainer._keep_rollouts = kept
+
+    run = train(folder, HALF, before=watch, overlong_filter=True)
+    assert steps == [True, True]
+    for batch in run.trainer._buffered_inputs:
+        part = batch["grpo_batch"]
+        assert not part.d3s_kept.tokens[part.truncated_mask].any()
 
 
 def test_rollouts_that_ms_swift_sampled_again(folder: Path) -> None:

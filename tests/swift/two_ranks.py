@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ KEPT, SHARE, RANKS = 3, 0.3, 2
 
 
 def main(folder: Path) -> None:
-    found: list[tuple[list[int], int, int]] = []
+    found: list[tuple[list[int], list[float], list[float]]] = []  # rows, entropies of kept and of dropped tokens
 
     def watch(trainer: Any) -> None:
         choose = trainer._choose_tokens
@@ -25,8 +26,9 @@ def main(folder: Path) -> None:
             everyone = torch.stack([one.advantages for one in samples]).tolist()
             assert everyone == trainer._kept_here
             rows = [len(part.completion_mask) for part in parts]
-            tokens = sum(int(part.d3s_kept.tokens.sum()) for part in parts)
-            found.append((rows, tokens, sum(int(part.completion_mask.sum()) for part in parts)))
+            kept = torch.cat([part.d3s_entropy[part.d3s_kept.tokens] for part in parts])
+            dropped = [part.d3s_entropy[part.completion_mask.bool() & ~part.d3s_kept.tokens] for part in parts]
+            found.append((rows, kept.tolist(), torch.cat(dropped).tolist()))
 
         keep = trainer._keep_rollouts
 
@@ -45,9 +47,12 @@ def main(folder: Path) -> None:
     expected = -(-KEPT * groups // multiple) * multiple
     everyone = gather_object([found])
     for step in range(2):
-        rows, kept, tokens = zip(*(of_rank[step] for of_rank in everyone), strict=True)
+        rows, kept, dropped = zip(*(of_rank[step] for of_rank in everyone), strict=True)
+        of_both, left = list(chain(*kept)), list(chain(*dropped))
         assert rows[0] == rows[1] == [expected // multiple] * STEPS
-        assert sum(kept) == math.ceil(SHARE * sum(tokens))
+        assert len(of_both) == math.ceil(SHARE * len(of_both + left))
+        assert min(of_both) >= max(left)
+        assert max(map(min, kept)) > min(of_both)  # the bound is not each rank's own
     for value in run.weights.values():
         of_ranks = run.trainer.accelerator.gather(value.flatten()).view(RANKS, -1)
         assert torch.equal(of_ranks[0], of_ranks[1])
