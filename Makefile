@@ -39,9 +39,9 @@ BUILD_OPTIONS = $(SETTING).D3S_CUDA=$(D3S_CUDA) \
 INSTALL := $(BIN)/pip install -q --no-build-isolation --no-deps -e .
 
 .DEFAULT_GOAL := help
-.PHONY: help setup library test test-in-bounds test-all test-binaries test-demo test-trl test-verl test-oldest \
-        test-matrix mutations fuzz gpu demo learn bench bench-short docs docs-serve lint format sanitize wheel \
-        wheel-index release clean
+.PHONY: help setup library test test-in-bounds test-all test-binaries test-demo test-trl test-verl test-swift \
+        test-oldest test-matrix mutations fuzz gpu demo learn bench bench-short docs docs-serve lint format sanitize \
+        wheel wheel-index release clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -88,7 +88,7 @@ PYTEST := -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 # Tests that other targets run.
 OF_DEMO := test_demo.py test_learning.py test_methods_pictures.py
-ELSEWHERE := binaries verl $(OF_DEMO) $(if $(HAS_GPU),,cuda)
+ELSEWHERE := binaries verl swift $(OF_DEMO) $(if $(HAS_GPU),,cuda)
 
 test: setup  ## what shows that the library works on this machine: every op on every back-end, ranks, TRL
 	$(BIN)/python $(PYTEST) tests $(ELSEWHERE:%=--ignore tests/%)
@@ -111,7 +111,7 @@ test-demo: setup $(VENV)/.with-demo  ## the demo, the experiment and the picture
 
 test-all: export D3S_TEST_ALL = 1
 test-all: setup $(VENV)/.with-bench  ## all tests at full strength, with TRL's and torch's oldest
-	@$(MAKE) --no-print-directory test test-binaries test-demo test-trl test-verl test-oldest
+	@$(MAKE) --no-print-directory test test-binaries test-demo test-trl test-verl test-swift test-oldest
 
 # The oldest TRL that the integration accepts. The newest TRL is in $(VENV), with the dependencies of both.
 OLDEST_TRL := 1.15.0
@@ -156,6 +156,27 @@ else
 test-verl:
 	@echo 'Left out: verl, which needs a Python below 3.13; this is 3.$(MINOR).'
 endif
+
+# ms-swift takes no TRL from 1.0 on, so it has an environment of its own too, made in the same way.
+SWIFT_RELEASE ?= 4.6.0
+SWIFT := $(VENV)/ms-swift-$(SWIFT_RELEASE)
+
+$(SWIFT)/.set-up: $(VENV)/.with-test
+	$(STAGE) 'packages of ms-swift $(SWIFT_RELEASE)' $(MAKE) --no-print-directory $(SWIFT)/.packages
+	@touch $@
+
+$(SWIFT)/.packages:
+	@$(BIN)/python -m venv --without-pip $(SWIFT)
+	@$(BIN)/python -c 'from sysconfig import get_path; print("import site; site.addsitedir(%r)" % get_path("purelib"))' \
+	  > "$$($(SWIFT)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')/look_into.pth"
+	@$(BIN)/python tools/pyproject.py test-swift > $@.txt
+	@$(BIN)/pip --python $(SWIFT)/bin/python install --no-compile $(QUIET) -r $@.txt
+	@$(BIN)/pip --python $(SWIFT)/bin/python install --no-compile -q --no-deps \
+	  $(if $(filter newest,$(SWIFT_RELEASE)),ms-swift,'ms-swift==$(SWIFT_RELEASE)')
+	@mv $@.txt $@
+
+test-swift: setup $(SWIFT)/.set-up  ## the integration with ms-swift
+	$(SWIFT)/bin/python -m pytest $(PYTEST_ARGS) tests/swift
 
 mutations: setup $(if $(HAS_VERL),$(VERL)/.set-up)  ## faults put into the library on purpose, and which layer of the tests finds them
 	$(BIN)/python tools/mutations.py $(MUTATIONS_ARGS)
@@ -279,7 +300,8 @@ define TEST_UNDER
 	$(1)/bin/pip install -q --no-deps --force-reinstall build/wheel/*.whl
 	cd build && ../$(1)/bin/python $(PYTEST) ../tests -p no:cacheprovider \
 	  --ignore ../tests/test_cuda_emulated.py --ignore ../tests/binaries/test_cuda_binary.py \
-	  --ignore ../tests/binaries/test_wheel.py --ignore ../tests/binaries/test_aarch64.py --ignore ../tests/verl
+	  --ignore ../tests/binaries/test_wheel.py --ignore ../tests/binaries/test_aarch64.py \
+	  --ignore ../tests/verl --ignore ../tests/swift
 endef
 
 test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the library built here; a build against it

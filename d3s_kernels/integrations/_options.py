@@ -93,6 +93,33 @@ def check_token_rule(options: Any, section: str = "") -> None:
             raise ValueError(f"{section}{key}: got {given!r} with token_rule 'entropy_quantile'; takes {takes!r}")
 
 
+def check_one_process(options: Any, section: str = "") -> None:
+    """Raises a ValueError for a rule that has its quantile of a single process only."""
+    if options.token_rule == "entropy_quantile" and options.world_size > 1:
+        raise ValueError(
+            f"{section}token_rule: got 'entropy_quantile' with {options.world_size} processes; takes 'entropy', which "
+            "keeps an exact share of the tokens of all processes"
+        )
+
+
+def choose_by_entropy(options: Any, share: float) -> None:
+    """Sets the options that a trainer's ``top_entropy_quantile`` stands for, and refuses others beside it."""
+    if not share > 0:
+        raise ValueError(f"top_entropy_quantile: got {share}; takes a number above 0")
+    implied = {
+        "token_rule": "entropy", "token_ratio_start": share, "token_ratio_end": share, "token_scope": "batch",
+        "drop_zeros": False, "loss_denominator": "all",
+    }  # fmt: skip
+    for name, value in implied.items():
+        given = getattr(options, name)
+        if given not in (getattr(type(options), name), value):
+            raise ValueError(
+                f"{name}: got {given!r} beside top_entropy_quantile {share}, which takes {value!r}; for another "
+                "choice of tokens leave top_entropy_quantile at 1.0"
+            )
+        setattr(options, name, value)
+
+
 def rollouts_of(given: float, group_size: int) -> int:
     """How many rollouts of a group an option asks for: at most 1 is a share, which is rounded half up; above 1 it is
     their number. Clamped to [2, group_size], since a single rollout has no advantage.

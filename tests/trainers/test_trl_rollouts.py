@@ -15,8 +15,8 @@ from batches import generation_batch
 from tiny_trl import GROUP, PAD, trainer
 
 from d3s_kernels import max_variance_select
+from d3s_kernels.integrations._rollouts import choose_rollouts, rows_to_keep
 from d3s_kernels.integrations.trl.batch import take, trimmed
-from d3s_kernels.integrations.trl.rollouts import choose_rollouts, rows_to_keep
 
 
 @st.composite

@@ -17,8 +17,8 @@ from trl import GRPOTrainer
 from updates import assert_same_gradient, loss_and_gradients
 
 from d3s_kernels import TokenSelection, group_advantages, select_rollouts, select_tokens
+from d3s_kernels.integrations._rollouts import choose_rollouts
 from d3s_kernels.integrations.metrics import selection_metrics
-from d3s_kernels.integrations.trl.rollouts import choose_rollouts
 from d3s_kernels.rollouts import RolloutRule
 from d3s_kernels.tokens import TokenRule
 

@@ -19,8 +19,8 @@ import trl.trainer.utils as trl_utils
 from tiny_trl import PlainTrainer, generated, trainer
 from trl_changes import IN_THE_FIRST_STEP, WHEN_MADE, other_order
 
+from d3s_kernels.integrations._gradient import DENOMINATORS
 from d3s_kernels.integrations.trl import D3STrainer, UnknownTRL
-from d3s_kernels.integrations.trl.gradient import DENOMINATORS
 from d3s_kernels.integrations.trl.run import Run
 from d3s_kernels.integrations.trl.surface import check_class
 from d3s_kernels.integrations.trl.surface.loss import check_loss

@@ -9,7 +9,7 @@ from typing import Literal
 from trl import GRPOConfig
 
 from ...schedule import DownSamplingSchedule
-from .._options import check_options, check_token_rule, schedule_of
+from .._options import check_one_process, check_options, check_token_rule, choose_by_entropy, schedule_of
 from ..selection_options import SelectionOptions, option
 from .sampling_options import require_sampled_sets
 
@@ -91,14 +91,9 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
                 f"{' or '.join(map(repr, ESPO_LOSSES))}"
             )
         if self.top_entropy_quantile < 1:
-            self._choose_by_entropy(self.top_entropy_quantile)
+            choose_by_entropy(self, self.top_entropy_quantile)
         check_token_rule(self)
-        if self.token_rule == "entropy_quantile" and self.world_size > 1:
-            raise ValueError(
-                f"token_rule: got 'entropy_quantile' with {self.world_size} processes; takes 'entropy', which keeps an "
-                "exact share of the tokens of all processes"
-            )
-
+        check_one_process(self)
         if self.refill:
             self._require_refillable()
         if self.sampling_mask:
@@ -118,23 +113,6 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
                 f"per_device_train_batch_size: got {self.per_device_train_batch_size} with {self.steps_per_generation} "
                 f"steps per generation and refill; takes whole groups of {self.num_generations} on each process"
             )
-
-    def _choose_by_entropy(self, share: float) -> None:
-        """Sets the options that ``top_entropy_quantile`` stands for, and refuses others beside it."""
-        if not share > 0:
-            raise ValueError(f"top_entropy_quantile: got {share}; takes a number above 0")
-        implied = {
-            "token_rule": "entropy", "token_ratio_start": share, "token_ratio_end": share, "token_scope": "batch",
-            "drop_zeros": False, "loss_denominator": "all",
-        }  # fmt: skip
-        for name, value in implied.items():
-            given = getattr(self, name)
-            if given not in (getattr(D3SConfig, name), value):
-                raise ValueError(
-                    f"{name}: got {given!r} beside top_entropy_quantile {share}, which takes {value!r}; for another "
-                    "choice of tokens leave top_entropy_quantile at 1.0"
-                )
-            setattr(self, name, value)
 
     def schedule(self) -> DownSamplingSchedule:
         """The schedule of the budget of rollouts and tokens, for the trainer. Its rollouts are numbers, not shares."""

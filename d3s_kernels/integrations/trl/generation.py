@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ...rollouts import group_advantages, groups_without_spread
+from .._rollouts import choose_rollouts, ranked_by, total_rewards
 from ..metrics import rollout_metrics
 from ..sampling_metrics import set_metrics, set_sums
 from .batch import Batch, joined, keep_rollouts, loss_mask, take, trimmed
 from .page import PageOfBatch
 from .recorder import Recorded, recording
 from .refill import other_prompts, replacements, rows_of
-from .rollouts import choose_rollouts, ranked_by, total_rewards
 from .sets import SETS
 from .surface import Passes
 from .tokens import ChoosesTokens

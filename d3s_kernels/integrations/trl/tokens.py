@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...tokens import TokenSelection, select_tokens
+from .._gradient import gradient_weights, only_through
 from .batch import Batch, last_column, loss_mask, take
 from .espo import as_espo
-from .gradient import gradient_weights, only_through
 from .head import HostNumber, Update
 from .page import UNMEASURED, PageOfBatch
 from .scoring import Call, Scores, Scoring

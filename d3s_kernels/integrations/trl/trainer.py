@@ -13,10 +13,10 @@ from typing import Any
 from accelerate import DistributedType
 from torch import Tensor
 
+from .._rollouts import rows_to_keep
 from .config import D3SConfig
 from .generation import ChoosesRollouts
 from .head import Update, d3s_head
-from .rollouts import rows_to_keep
 from .run import Run
 from .sampling_options import require_one_turn
 from .scoring import Call, Scores

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._gradient import DENOMINATORS
 from ..batch import Batch, loss_mask
-from ..gradient import DENOMINATORS
 from .names import place
 from .table import UnknownTRL
 

@@ -14,7 +14,7 @@ import trl
 import trl.trainer.utils as trl_utils
 from packaging.version import Version
 
-from ..gradient import DENOMINATORS
+from ..._gradient import DENOMINATORS
 from .table import ATTRIBUTES, FUNCTIONS, HEAD, LOSS_MAY_READ, LOSS_READS, METHODS, Relied, UnknownTRL
 
 
@@ -28,7 +28,7 @@ def check_class(trainer: type, ours: type, loss_type: str) -> None:
 
     Raises:
         UnknownTRL: one is not there, has other parameters, or the loss reads a name that is not in the table.
-        ValueError: the type of the loss is none of ``gradient.DENOMINATORS``.
+        ValueError: the type of the loss is none of ``_gradient.DENOMINATORS``.
     """
     for relied in METHODS:
         found = inherited(trainer, ours, relied.name)

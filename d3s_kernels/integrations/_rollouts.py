@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._across_ranks.equal_rows import most_varied
-from ...rollouts import RolloutRule, select_rollouts
-from ...tokens import topk_mask
+from .._across_ranks.equal_rows import most_varied
+from ..rollouts import RolloutRule, select_rollouts
+from ..tokens import topk_mask
 
 
 def rows_to_keep(groups: int, n: int, keep: int, multiple: int) -> tuple[int, int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from .batch import Batch
 
 # What TRL's loss of each type divides the sum over its tokens by.
 DENOMINATORS = {
@@ -27,7 +26,9 @@ def only_through(kept: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda gradient: torch.where(kept, gradient * weight, 0.0)
 
 
-def gradient_weights(loss_type: str, kept: Tensor, mask: Tensor, batch: Batch, totals: Tensor) -> tuple[Tensor, Tensor]:
+def gradient_weights(
+    loss_type: str, kept: Tensor, mask: Tensor, batch: Mapping[str, Any], totals: Tensor
+) -> tuple[Tensor, Tensor]:
     """The factors that turn TRL's means over all tokens into means over the kept tokens, by loss type.
 
     Args:

@@ -1,0 +1,11 @@
+"""D3S in ms-swift's GRPO: a file for its ``--external_plugins``.
+
+:data:`PLUGIN` is the path of that file; ``python -m d3s_kernels.integrations.swift`` prints it. Importing this package
+does not import ms-swift.
+"""
+
+from pathlib import Path
+
+# It is alone in its folder, which ms-swift puts at the front of sys.path.
+PLUGIN = str(Path(__file__).resolve().parent / "plugin" / "d3s_plugin.py")
+"""The path of the plug-in."""

@@ -1,0 +1,69 @@
+"""The options of D3S, added to those of ms-swift's GRPO, and what cannot be combined with them.
+
+ms-swift parses its command line before it imports plug-ins, so a plug-in cannot add an option to the line. The entries
+of ``--model_kwargs`` whose names begin with ``d3s_`` are D3S's options.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from swift.rlhf_trainers import GRPOConfig
+
+from .._options import check_one_process, check_options, check_token_rule, choose_by_entropy
+from ..selection_options import SelectionOptions
+
+PREFIX = "d3s_"
+LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # all are in _gradient.DENOMINATORS
+
+
+@dataclass
+class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift has no types
+    """ms-swift's ``GRPOConfig`` with the options of D3S (arXiv 2509.22115), which it reads from ``model_kwargs``."""
+
+    model_kwargs: dict[str, Any] | None = None  # ms-swift fills in the value of its own option of this name
+    top_entropy_quantile: float = 1.0  # the same as ms-swift's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = [field.name for field in fields(SelectionOptions)]
+        for key, value in (self.model_kwargs or {}).items():
+            name = key.removeprefix(PREFIX)
+            if name != key and name in known:
+                setattr(self, name, value)
+            elif key.lower().startswith("d3s"):
+                takes = ", ".join(PREFIX + name for name in known)
+                raise ValueError(f"model_kwargs: got {key!r}, which is no option of D3S; takes {takes}")
+        check_options({name: getattr(self, name) for name in known}, PREFIX)
+        if self.top_entropy_quantile < 1:
+            choose_by_entropy(self, self.top_entropy_quantile)
+            self.top_entropy_quantile = 1.0  # ms-swift would leave out tokens on its own
+        check_token_rule(self, PREFIX)
+        check_one_process(self, PREFIX)
+        self._refuse_what_is_not_covered()
+
+    def _refuse_what_is_not_covered(self) -> None:
+        if self.loss_type not in LOSSES:
+            raise ValueError(f"loss_type: got {self.loss_type!r}; takes {' or '.join(map(repr, LOSSES))}")
+        if self.num_generations < 2:
+            raise ValueError(f"num_generations: got {self.num_generations}; takes at least 2")
+        refused = {
+            "use_liger_kernel": (self.use_liger_kernel, "its loss hands out no log-probabilities of tokens"),
+            "kl_in_reward": (self.kl_in_reward and self.beta != 0, "advantages would need a forward of all rollouts"),
+            "chord_sft_dataset": (self.chord_sft_dataset, "the choice covers no loss of other data"),
+            "sdar_loss_coef": (self.sdar_loss_coef > 0, "the choice covers no loss of a teacher"),
+            "advantage_reweight": (self.advantage_reweight, "advantages of tokens come after the choice of rollouts"),
+            "off_policy_sequence_mask_delta": (
+                self.off_policy_sequence_mask_delta is not None, "it leaves out rollouts after the choice",
+            ),
+            "log_entropy": (self.log_entropy and self.log_completions, "log_completions has dropped rollouts too"),
+        }  # fmt: skip
+        for name, (given, reason) in refused.items():
+            if given:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, which D3S does not take: {reason}")
+        if self.advantages_from == "kept" and (self.advantage_estimator != "grpo" or self.scale_rewards == "gdpo"):
+            raise ValueError(
+                f"{PREFIX}advantages_from: got 'kept' with advantage_estimator {self.advantage_estimator!r} and "
+                f"scale_rewards {self.scale_rewards!r}; takes 'all', or 'grpo' without 'gdpo'"
+            )

@@ -1,0 +1,212 @@
+"""Two steps of ms-swift's GRPO with the plug-in, compared with ms-swift's own."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("swift.rlhf_trainers", reason="needs ms-swift (make test-swift)")
+
+from swift.rlhf_trainers import GRPOTrainer
+from tiny_swift import GROUP, STEPS, Run, make_model, train
+
+from d3s_kernels import max_variance_select
+from d3s_kernels.integrations.swift.trainer import Kept
+
+ALL = {"rollouts_start": 1, "rollouts_end": 1, "token_ratio_start": 1, "token_ratio_end": 1}
+HALF = {"rollouts_start": 4, "rollouts_end": 4, "token_ratio_start": 0.25, "token_ratio_end": 0.25}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("swift")
+    make_model(made)
+    return made
+
+
+class Forwarded:
+    """Counts the rows of the forwards that score tokens, and the tokens of their completions. Generation uses a cache,
+    so it is not counted.
+    """
+
+    def __init__(self) -> None:
+        self.rows = {"policy": 0, "reference": 0}
+
+    def watch(self, trainer: GRPOTrainer) -> None:
+        for name, model in (("policy", trainer.model), ("reference", trainer.ref_model)):
+            if model is not None:
+                model.register_forward_pre_hook(self._counter(name), with_kwargs=True)
+
+    def _counter(self, name: str) -> Any:
+        def count(module: Any, arguments: Any, inputs: dict[str, Any]) -> None:
+            if inputs.get("use_cache") is False:
+                positions = inputs.get("position_ids")
+                packed = inputs.get("attention_mask") is None and positions is not None
+                self.rows[name] += int((positions == 0).sum()) if packed else len(inputs["input_ids"])
+
+        return count
+
+
+def assert_equal(one: Run, other: Run, tolerance: float = 2e-5) -> None:
+    for name, value in one.weights.items():
+        torch.testing.assert_close(value, other.weights[name], atol=tolerance, rtol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "dapo", "beta": 0.1},
+        {"loss_type": "sapo", "importance_sampling_level": "sequence_token", "num_iterations": 2},
+        {"loss_type": "bnpo", "padding_free": True},
+        {"loss_type": "dr_grpo", "tuner_type": "lora", "beta": 0.1},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_nothing_dropped_is_ms_swift(folder: Path, options: dict[str, Any]) -> None:
+    plain, ours = train(folder, **options), train(folder, ALL, **options)
+    assert type(plain.trainer) is GRPOTrainer
+    assert type(ours.trainer).__name__ == "D3STrainer"
+    assert_equal(plain, ours)
+    before = train(folder, ALL, **options, max_steps=1)
+    with pytest.raises(AssertionError):  # the steps change the weights by more than the tolerance
+        assert_equal(ours, before)
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_dropped_rollouts_are_never_forwarded(folder: Path, padding_free: bool) -> None:
+    rows = {}
+    for kept, options in ((1, None), (0.5, HALF)):
+        forwarded = Forwarded()
+        run = train(folder, options, before=forwarded.watch, beta=0.1, padding_free=padding_free)
+        rows[kept] = forwarded.rows
+    everything = GROUP * STEPS * 2  # rollouts of both steps
+    # The policy scores each rollout for its old log-probabilities and for the loss, the reference once.
+    assert rows[1] == {"policy": 2 * everything, "reference": everything}
+    assert rows[0.5] == {"policy": everything, "reference": everything // 2}
+    assert run.logged("d3s/rollouts_kept") == [GROUP * STEPS / 2] * 2
+    assert all(number > 0 for number in run.logged("d3s/tokens_not_forwarded"))
+    assert run.logged("d3s/head_rows_not_computed") == []  # ms-swift's head computes every row
+
+
+def test_top_entropy_quantile_of_one_micro_batch_is_ms_swifts(folder: Path) -> None:
+    """Of one micro-batch of one process, ms-swift's quantile is over all tokens: with our rule "entropy_quantile" the
+    same tokens are kept.
+    """
+    one = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 2 * GROUP}
+    quantile = ALL | {
+        "token_rule": "entropy_quantile", "token_ratio_start": 0.25, "token_ratio_end": 0.25, "loss_denominator": "all",
+    }  # fmt: skip
+    plain, ours = train(folder, top_entropy_quantile=0.25, **one), train(folder, quantile, **one)
+    assert_equal(plain, ours)
+    with pytest.raises(AssertionError):
+        assert_equal(plain, train(folder, ALL, **one))
+
+
+def test_top_entropy_quantile_is_exact_over_micro_batches(folder: Path) -> None:
+    rollouts = {name: value for name, value in HALF.items() if name.startswith("rollouts")}
+    by_part: list[list[int]] = []
+
+    def watch(trainer: Any) -> None:
+        choose = trainer._choose_tokens
+
+        def chosen(samples: Any, parts: list[Any]) -> None:
+            choose(samples, parts)
+            by_part.append([int(part.d3s_kept.tokens.sum()) for part in parts])
+
+        trainer._choose_tokens = chosen
+
+    run = train(folder, rollouts, before=watch, top_entropy_quantile=0.3)
+    kept, shares = run.logged("d3s/tokens_kept"), run.logged("d3s/token_share")
+    assert [sum(parts) for parts in by_part] == kept
+    for number, share in zip(kept, shares, strict=True):
+        everything = round(number / share)
+        assert number == math.ceil(0.3 * everything)
+    assert run.trainer.args.loss_denominator == "all"
+
+
+def test_the_table_of_completions_has_all_rollouts(folder: Path, tmp_path: Path) -> None:
+    run = train(folder, HALF, log_completions=True, output_dir=tmp_path)
+    (written,) = tmp_path.rglob("completions.jsonl")
+    tables = [json.loads(line) for line in written.read_text().splitlines()][:2]  # the last one comes twice
+    for table in tables:
+        assert {len(column) for column in table.values()} == {GROUP * STEPS}
+        rewards = torch.tensor(table["Vowels"]).view(-1, GROUP)
+        expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        torch.testing.assert_close(torch.tensor(table["advantages"]).view_as(expected), expected)
+        texts = [sum(one in "aeiouAEIOU02468" for one in text) / max(len(text), 1) for text in table["completion"]]
+        assert table["Vowels"] == pytest.approx(texts)
+    assert run.logged("d3s/rollouts_kept") == [GROUP] * 2
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "cispo", "sapo"])
+def test_the_loss_is_the_mean_over_kept_tokens(folder: Path, loss_type: str) -> None:
+    """The same as ms-swift's loss of a batch that has the kept tokens alone. Ratios are 1 in the first step."""
+
+    def only_kept(trainer: Any) -> None:
+        choose = trainer._choose_tokens
+
+        def chosen(samples: Any, parts: list[Any]) -> None:
+            choose(samples, parts)
+            for part in parts:
+                part.completion_mask = part.d3s_kept.tokens
+                part.d3s_kept = Kept(torch.ones_like(part.completion_mask), torch.ones(()))
+            number = sum(part.completion_mask.sum() for part in parts)
+            for part in parts:
+                part.num_items_in_batch = number
+
+        trainer._choose_tokens = chosen
+
+    options = {"loss_type": loss_type, "beta": 0.1, "max_steps": 1}
+    ours = train(folder, HALF, **options)
+    assert_equal(ours, train(folder, HALF, before=only_kept, **options))
+    other = {"loss_denominator": "all"} if loss_type != "sapo" else {"token_rule": "advantage"}
+    assert ours.logged("grad_norm") != train(folder, HALF | other, **options).logged("grad_norm")
+
+
+def test_a_rollout_that_ms_swift_filters_takes_no_place(folder: Path) -> None:
+    """overlong_filter leaves no token of a truncated rollout in the loss: its advantage counts as 0 in the choice."""
+    steps = []
+
+    def watch(trainer: Any) -> None:
+        keep = trainer._keep_rollouts
+
+        def kept(samples: Any) -> Any:
+            remaining = keep(samples)
+            truncated = torch.tensor([one.is_truncated for one in samples])
+            ranked = trainer._advantages.masked_fill(truncated, 0)
+            expected = max_variance_select(ranked, len(samples) // 2).tolist()
+            steps.append(truncated.any() and not truncated.all())
+            assert remaining == [one for one, stays in zip(samples, expected, strict=True) if stays]
+            assert expected != max_variance_select(trainer._advantages, len(samples) // 2).tolist()
+            return remaining
+
+        trainer._keep_rollouts = kept
+
+    run = train(folder, HALF, before=watch, overlong_filter=True)
+    assert steps == [True, True]
+    for batch in run.trainer._buffered_inputs:
+        part = batch["grpo_batch"]
+        assert not part.d3s_kept.tokens[part.truncated_mask].any()
+
+
+def test_rollouts_that_ms_swift_sampled_again(folder: Path) -> None:
+    run = train(folder, HALF | {"rollout_scope": "group", "advantages_from": "kept"}, dynamic_sample=True)
+    assert run.logged("d3s/groups_without_spread") == [0, 0]
+    assert run.logged("d3s/rollouts_kept") == [GROUP] * 2
+
+
+def test_processes_choose_together(folder: Path) -> None:
+    """In each of two processes, as `swift rlhf` starts them; the checks are in two_ranks.py."""
+    script = Path(__file__).with_name("two_ranks.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    result = subprocess.run([*launcher, script, folder], capture_output=True, text=True, timeout=170)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    assert result.stdout.count("both ranks agree") == 2
