@@ -37,7 +37,10 @@ def test_nothing_is_unpickled_but_what_the_page_names() -> None:
         for path in (ROOT / "d3s_kernels").rglob("*.py")
         if (names := found_in(path))
     }
-    assert found == {"d3s_kernels/integrations/trl/page.py": {"gather_object"}}
+    assert found == {
+        "d3s_kernels/integrations/trl/page.py": {"gather_object"},
+        "d3s_kernels/integrations/swift/rollouts.py": {"gather_object"},
+    }
 
 
 def test_no_model_brings_its_code() -> None:
