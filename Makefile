@@ -129,9 +129,21 @@ test-trl:
 	@echo 'Left out: TRL $(OLDEST_TRL), which needs Python 3.11 or newer; this is 3.$(MINOR).'
 endif
 
-# verl and the packages that its trainers import. The environment uses $(VENV) for everything else, so torch and the
-# library are not installed again. verl has many dependencies; those that no test imports are not installed.
-# VERL_RELEASE=newest takes the newest release.
+# $(call ENVIRONMENT_OF,trainer,folder,release,prefix of its name): an environment with a trainer and the packages that the
+# tests of its integration import. Everything else is that of $(VENV), so torch and the library are not installed again.
+# The release "newest" takes the newest one.
+define ENVIRONMENT_OF
+	@$(BIN)/python -m venv --without-pip $(2)
+	@$(BIN)/python -c 'from sysconfig import get_path; print("import site; site.addsitedir(%r)" % get_path("purelib"))' \
+	  > "$$($(2)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')/look_into.pth"
+	@$(BIN)/python tools/pyproject.py test-$(1) > $@.txt
+	@$(BIN)/pip --python $(2)/bin/python install --no-compile $(QUIET) -r $@.txt
+	@$(BIN)/pip --python $(2)/bin/python install --no-compile -q --no-deps \
+	  $(if $(filter newest,$(3)),$(4)$(1),'$(4)$(1)==$(3)')
+	@mv $@.txt $@
+endef
+
+# verl has many dependencies; those that no test imports are not installed.
 VERL_RELEASE ?= 0.9.1
 VERL := $(VENV)/verl-$(VERL_RELEASE)
 
@@ -140,14 +152,7 @@ $(VERL)/.set-up: $(VENV)/.with-test
 	@touch $@
 
 $(VERL)/.packages:
-	@$(BIN)/python -m venv --without-pip $(VERL)
-	@$(BIN)/python -c 'from sysconfig import get_path; print("import site; site.addsitedir(%r)" % get_path("purelib"))' \
-	  > "$$($(VERL)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')/look_into.pth"
-	@$(BIN)/python tools/pyproject.py test-verl > $@.txt
-	@$(BIN)/pip --python $(VERL)/bin/python install --no-compile $(QUIET) -r $@.txt
-	@$(BIN)/pip --python $(VERL)/bin/python install --no-compile -q --no-deps \
-	  $(if $(filter newest,$(VERL_RELEASE)),verl,'verl==$(VERL_RELEASE)')
-	@mv $@.txt $@
+	$(call ENVIRONMENT_OF,verl,$(VERL),$(VERL_RELEASE))
 
 ifneq ($(HAS_VERL),)
 test-verl: setup $(VERL)/.set-up  ## the integration with verl
@@ -157,7 +162,7 @@ test-verl:
 	@echo 'Left out: verl, which needs a Python below 3.13; this is 3.$(MINOR).'
 endif
 
-# ms-swift takes no TRL from 1.0 on, so it has an environment of its own too, made in the same way.
+# ms-swift takes no TRL from 1.0 on, so it has an environment of its own too.
 SWIFT_RELEASE ?= 4.6.0
 SWIFT := $(VENV)/ms-swift-$(SWIFT_RELEASE)
 
@@ -166,14 +171,7 @@ $(SWIFT)/.set-up: $(VENV)/.with-test
 	@touch $@
 
 $(SWIFT)/.packages:
-	@$(BIN)/python -m venv --without-pip $(SWIFT)
-	@$(BIN)/python -c 'from sysconfig import get_path; print("import site; site.addsitedir(%r)" % get_path("purelib"))' \
-	  > "$$($(SWIFT)/bin/python -c 'from sysconfig import get_path; print(get_path("purelib"))')/look_into.pth"
-	@$(BIN)/python tools/pyproject.py test-swift > $@.txt
-	@$(BIN)/pip --python $(SWIFT)/bin/python install --no-compile $(QUIET) -r $@.txt
-	@$(BIN)/pip --python $(SWIFT)/bin/python install --no-compile -q --no-deps \
-	  $(if $(filter newest,$(SWIFT_RELEASE)),ms-swift,'ms-swift==$(SWIFT_RELEASE)')
-	@mv $@.txt $@
+	$(call ENVIRONMENT_OF,swift,$(SWIFT),$(SWIFT_RELEASE),ms-)
 
 test-swift: setup $(SWIFT)/.set-up  ## the integration with ms-swift
 	$(SWIFT)/bin/python -m pytest $(PYTEST_ARGS) tests/swift
