@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 pytest.importorskip("swift.rlhf_trainers", reason="needs ms-swift (make test-swift)")
 
+from processes import run_processes
 from swift.rlhf_trainers import GRPOTrainer
 from tiny_swift import GROUP, STEPS, Run, make_model, train
 
@@ -205,8 +204,5 @@ def test_rollouts_that_ms_swift_sampled_again(folder: Path) -> None:
 
 def test_processes_choose_together(folder: Path) -> None:
     """In each of two processes, as `swift rlhf` starts them; the checks are in two_ranks.py."""
-    script = Path(__file__).with_name("two_ranks.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run([*launcher, script, folder], capture_output=True, text=True, timeout=170)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
-    assert result.stdout.count("both ranks agree") == 2
+    printed = run_processes(Path(__file__).with_name("two_ranks.py"), 2, folder)
+    assert printed.count("both ranks agree") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     ranks, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("ranks")
     own = options | {"per_device_train_batch_size": PER_RANK[ranks]}
-    run_processes("trl_ranks.py", ranks, folder, json.dumps(own))
+    run_processes(Path(__file__).with_name("trl_ranks.py"), ranks, folder, json.dumps(own))
     outcomes = [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
     trained = [torch.load(folder / f"trained-{rank}.pt") for rank in range(ranks)]
     pages = [path.read_text("utf-8") for path in sorted((folder / "selection").iterdir())]

@@ -114,7 +114,7 @@ def test_a_data_set_without_a_length() -> None:
 
 @pytest.mark.slow("that processes which need different numbers of further prompts agree")
 def test_two_processes(tmp_path: Path) -> None:
-    run_processes("refill_ranks.py", 2, tmp_path)
+    run_processes(Path(__file__).with_name("refill_ranks.py"), 2, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert torch.equal(first["weights"], second["weights"])
     assert {name: first["logged"][name] for name in ("d3s/refills", "d3s/groups_refilled")} == {
