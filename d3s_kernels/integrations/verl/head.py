@@ -103,12 +103,9 @@ def read_positions(engine: Any, data: Any, labels: Tensor) -> None:
         in_loss_and_old = _at(total, places, read), _at(total, places, old)
     rows = total if width is None else width * (len(offsets) - 1)
     mask = _at(rows, places if width is None else places_of_responses(data, width), read)
-    sets = None
-    if field is not None:
-        sets, _ = sampling_mask_of(data, field, width=width)
-        mask, sets = _padded(mask, sets, len(labels) if packed else rows)
-    elif packed:
+    if packed:
         mask = _of_this_rank(mask, len(labels), engine)
+    sets = None if field is None else _of_rows(sampling_mask_of(data, field, width=width)[0], len(mask))
     _READ.set(Read(mask, None if in_loss else min(len(read), len(mask)), sets, in_loss_and_old))
 
 
@@ -126,11 +123,10 @@ def _at(rows: int, places: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(rows).index_copy(0, places, values)
 
 
-def _padded(mask: Tensor, sets: SamplingMask, rows: int) -> tuple[Tensor, SamplingMask]:
+def _of_rows(sets: SamplingMask, rows: int) -> SamplingMask:
     """With rows behind that are not read. (With sets there is no sequence parallelism.)"""
-    more = rows - len(mask)
-    offsets = torch.cat([sets.offsets, sets.offsets[-1:].expand(more)])
-    return torch.cat([mask, mask.new_zeros(more)]), SamplingMask(sets.token_ids, offsets)
+    more = rows + 1 - len(sets.offsets)
+    return SamplingMask(sets.token_ids, torch.cat([sets.offsets, sets.offsets[-1:].expand(more)]))
 
 
 def _of_this_rank(mask: Tensor, rows: int, engine: Any) -> Tensor:
