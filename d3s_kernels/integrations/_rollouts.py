@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._across_ranks.equal_rows import most_varied
-from ..rollouts import RolloutRule, select_rollouts
+from ..rollouts import RolloutRule, group_advantages, groups_without_spread, select_rollouts
 from ..tokens import topk_mask
 
 
@@ -20,6 +20,22 @@ def total_rewards(of_each_function: Tensor, weights: Tensor) -> Tensor:
     """``[rollouts, functions]``, NaN where a function gave no reward, to the weighted sum; NaN where none gave one."""
     total = (of_each_function * weights.to(of_each_function.device)).nansum(dim=1)
     return total.masked_fill(of_each_function.isnan().all(dim=1), torch.nan)
+
+
+def without_spread(of_each_function: Tensor, weights: Tensor, n: int, separately: bool) -> Tensor:
+    """Marks the groups of ``n`` rollouts whose rewards are all equal: bool ``[groups]``. Where advantages are made of
+    each function's rewards ``separately``, each of them has to be, since each teaches something.
+    """
+    if separately:
+        return groups_without_spread(of_each_function.view(-1, n, of_each_function.shape[1]).transpose(1, 2)).all(dim=1)
+    return groups_without_spread(total_rewards(of_each_function, weights).view(-1, n))
+
+
+def of_survivors(advantages: Tensor, kept: Tensor, scale_rewards: str) -> Tensor:
+    """The advantages ``[groups, n]``, normalised anew over the kept rollouts of each group (PODS)."""
+    survivors = advantages.masked_fill(~kept, torch.nan)  # NaN is ignored
+    # With scale_rewards="batch" the trainer has already divided by the standard deviation of the batch.
+    return group_advantages(survivors, scale="group" if scale_rewards == "group" else "none")
 
 
 def ranked_by(advantages: Tensor, has_tokens: Tensor, rule: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The options of a selection, which every trainer has under the same names, with the same defaults."""
+"""The options of a selection, which TRL, verl and ms-swift have under the same names, with the same defaults."""
 # ruff: noqa: RUF009  # option() makes a field
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def with_trls(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], None]]:
         module = sys.modules[name] = ModuleType(name)  # inspect finds a class's source through its module
         vars(module).update(__file__=str(file), __package__="trl.trainer")
         exec(compile(source, file, "exec"), vars(module))
-        Run.__bases__ = (module.GRPOTrainer,)
+        Run.__bases__ = (*bases[:-1], module.GRPOTrainer)
 
     yield changed
     Run.__bases__ = bases
@@ -196,7 +196,7 @@ def stand_in(base: type, folder: Path, name: str, source: str) -> type:
 def test_unsloths_trainer_below_ours_is_refused_when_ours_is_made(tmp_path: Path, with_trls: Callable) -> None:
     with_trls({})  # brings the bases back afterwards
     source = STAND_IN.format(name="_UnslothGRPOTrainer", scores=ASKS) + ITS_SCORES
-    Run.__bases__ = (stand_in(trls.GRPOTrainer, tmp_path, "_UnslothGRPOTrainer", source),)
+    Run.__bases__ = (*Run.__bases__[:-1], stand_in(trls.GRPOTrainer, tmp_path, "_UnslothGRPOTrainer", source))
     message = r"got _UnslothGRPOTrainer\._get_per.*UnslothGRPOTrainer\.py:\d+\) with the parameters .*compute_efficient"
     with pytest.raises(UnknownTRL, match=message):
         trainer()
@@ -211,7 +211,7 @@ def test_a_loss_that_is_overridden_alone_is_refused_in_the_first_step(
     if above:  # a class of the user's, derived from ours
         ours = trainer(stand_in(D3STrainer, tmp_path, name, source))
     else:
-        Run.__bases__ = (stand_in(trls.GRPOTrainer, tmp_path, name, source),)
+        Run.__bases__ = (*Run.__bases__[:-1], stand_in(trls.GRPOTrainer, tmp_path, name, source))
         ours = trainer()
     message = rf"asked for none\. compute_loss is {name}\.compute_loss \(.*UnslothGRPOTrainer\.py:5\)"
     with pytest.raises(UnknownTRL, match=message):

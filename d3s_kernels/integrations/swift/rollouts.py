@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from swift.rlhf_trainers.utils import get_even_process_data
 from torch import Tensor
 
-from ...rollouts import group_advantages, groups_without_spread
-from .._rollouts import choose_rollouts, ranked_by, total_rewards
+from .._rollouts import choose_rollouts, of_survivors, ranked_by, without_spread
 from ..metrics import rollout_metrics
 from .run import NO_TEACHER, Run
 
@@ -55,7 +54,8 @@ class ChoosesRollouts(Run):
             rule=self.args.rollout_rule,
             generator=self._draws_of_step(advantages.device),
         )
-        self._log(rollout_metrics(kept, lengths, self._without_spread(n), budget.rollouts / n))
+        same = without_spread(self._rewards_per_func, self.reward_weights, n, self.scale_rewards == "gdpo")
+        self._log(rollout_metrics(kept, lengths, same, budget.rollouts / n))
         self._kept_advantages = self._advantages_of(kept.view(-1, n))
         here = kept.view(accelerator.num_processes, -1)[accelerator.process_index].tolist()
         remaining = [sample for sample, stays in zip(samples, here, strict=True) if stays]
@@ -64,21 +64,11 @@ class ChoosesRollouts(Run):
         evenly: Samples = get_even_process_data(self, gather_object(remaining))
         return evenly
 
-    def _without_spread(self, n: int) -> Tensor:
-        """Marks the groups whose rewards are all equal; with "gdpo" each function's rewards teach something."""
-        rewards = self._rewards_per_func
-        if self.scale_rewards == "gdpo":
-            return groups_without_spread(rewards.view(-1, n, rewards.shape[1]).transpose(1, 2)).all(dim=1)
-        return groups_without_spread(total_rewards(rewards, self.reward_weights).view(-1, n))
-
     def _advantages_of(self, kept: Tensor) -> Tensor:
         """The advantages of the kept rollouts, in their order."""
         advantages = self._advantages.view_as(kept)
         if self.args.advantages_from == "kept":
-            survivors = advantages.masked_fill(~kept, torch.nan)  # NaN is ignored
-            # With scale_rewards="batch" ms-swift has already divided by the standard deviation of the batch.
-            scale: Literal["group", "none"] = "group" if self.scale_rewards == "group" else "none"
-            advantages = group_advantages(survivors, scale=scale)
+            advantages = of_survivors(advantages, kept, self.scale_rewards)
         return advantages[kept]
 
     def _draws_of_step(self, device: torch.device) -> torch.Generator | None:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from swift.rlhf_trainers import GRPOTrainer
 from torch import Tensor
 
-from ...schedule import Budget
 from .._options import schedule_of
+from .._run import RunWithBudget
 from .config import D3SConfig
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 NO_TEACHER = "D3S takes none, since advantages of tokens come after the choice of rollouts"
 
 
-class Run(GRPOTrainer):  # type: ignore[misc]  # ms-swift has no types
+class Run(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift has no types
     """ms-swift's trainer with a budget that follows the run.
 
     Raises:
@@ -39,20 +36,6 @@ class Run(GRPOTrainer):  # type: ignore[misc]  # ms-swift has no types
         if self._has_teacher_explicit():
             raise ValueError(f"teacher_model, teacher_model_server: got a teacher; {NO_TEACHER}")
         self._schedule = schedule_of(self.args, self.num_generations)
-
-    @property
-    def _process_group(self) -> ProcessGroup | None:
-        """The group of all processes; None for a single process, which does not use torch.distributed."""
-        return torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
-
-    @property
-    def _multiple(self) -> int:
-        """The number of kept rollouts is a multiple of this, so that all micro-batches have equal size."""
-        return int(self.accelerator.num_processes * self.args.steps_per_generation)
-
-    def _budget(self) -> Budget:
-        steps = self.state.max_steps
-        return self._schedule(min(1.0, self.state.global_step / steps) if steps > 0 else 0.0)
 
     def _log(self, metrics: dict[str, Tensor]) -> None:
         """Keeps 0-d tensors for the next log, as numbers, which ms-swift's log takes. NaN: there is nothing to log."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...rollouts import group_advantages, groups_without_spread
-from .._rollouts import choose_rollouts, ranked_by, total_rewards
+from ...rollouts import groups_without_spread
+from .._rollouts import choose_rollouts, of_survivors, ranked_by, total_rewards, without_spread
 from ..metrics import rollout_metrics
 from ..sampling_metrics import set_metrics, set_sums
 from .batch import Batch, joined, keep_rollouts, loss_mask, take, trimmed
@@ -132,10 +132,8 @@ class ChoosesRollouts(ChoosesTokens):
 
     def _same(self, rewards: Tensor) -> Tensor:
         """Which groups have rewards that are all equal, from those of all functions: bool ``[groups]``."""
-        if self.multi_objective_aggregation == "normalize_then_sum":  # each function's rewards teach something
-            of_functions = rewards.view(-1, self.num_generations, rewards.shape[1]).transpose(1, 2)
-            return groups_without_spread(of_functions).all(dim=1)
-        return groups_without_spread(total_rewards(rewards, self.reward_weights).view(-1, self.num_generations))
+        separately = self.multi_objective_aggregation == "normalize_then_sum"
+        return without_spread(rewards, self.reward_weights, self.num_generations, separately)
 
     def _keep_rollouts(self, batch: Batch) -> Batch:
         accelerator, own = self.accelerator, batch["advantages"]
@@ -159,10 +157,8 @@ class ChoosesRollouts(ChoosesTokens):
         share = budget.rollouts / self.num_generations
         self._log(rollout_metrics(kept, lengths.flatten(), self._without_spread(advantages), share))
         if self.args.advantages_from == "kept":
-            survivors = advantages.masked_fill(~kept.view_as(advantages), torch.nan)  # NaN is ignored
-            # With scale_rewards="batch" TRL has already divided by the standard deviation of the batch.
-            scale: Literal["group", "none"] = "group" if self.scale_rewards == "group" else "none"
-            batch["advantages"] = group_advantages(survivors, scale=scale).view(ranks, -1)[here]
+            anew = of_survivors(advantages, kept.view_as(advantages), self.scale_rewards)
+            batch["advantages"] = anew.view(ranks, -1)[here]
         own_kept = kept.view(ranks, -1)[here]
         batch = keep_rollouts(batch, own_kept, self._tokenizer.pad_token_id, self._process_group)
         batch = trimmed(batch, self.pad_to_multiple_of)

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from ...schedule import Budget, DownSamplingSchedule
+from .._run import RunWithBudget
 from ..metrics import token_metrics, token_sums
 from .config import D3SConfig
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
-
-class Run(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
+class Run(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
     """TRL's trainer with a budget that follows the run, and a log of our metrics that waits for no device."""
 
     args: D3SConfig
-    _schedule: DownSamplingSchedule
     _num_tokens_kept: Tensor | None = None  # None until the first micro-batch
-
-    @property
-    def _process_group(self) -> ProcessGroup | None:
-        """The group of all processes; None for a single process, which does not use torch.distributed."""
-        return torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
-
-    @property
-    def _multiple(self) -> int:
-        """The number of kept rows is a multiple of this, so that all micro-batches of all processes have equal size."""
-        return int(self.accelerator.num_processes * self.args.steps_per_generation)
 
     @property
     def _vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
-
-    def _budget(self) -> Budget:
-        steps = self.state.max_steps
-        return self._schedule(min(1.0, self.state.global_step / steps) if steps > 0 else 0.0)
 
     def _log(self, metrics: dict[str, Tensor]) -> None:
         """Keeps 0-d tensors for the next log, which alone waits for the device. NaN stands for nothing to log."""
