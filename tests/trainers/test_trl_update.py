@@ -102,6 +102,15 @@ def test_the_meter_sees_our_waits(waits: Waits) -> None:
     assert waits.lines
 
 
+def test_where_all_rollouts_are_kept_their_choice_waits_for_nothing(waits: Waits) -> None:
+    made, batch = trainer(rollouts=1.0), generation_batch(1)
+    with waits:
+        kept = made._keep_rollouts(dict(batch))
+    assert waits.lines == []
+    assert list(kept) == list(batch)
+    assert all(torch.equal(kept[name], value) for name, value in batch.items())
+
+
 def test_a_log_has_numbers_and_leaves_out_what_there_is_not() -> None:
     made = trainer(tokens=1.0)
     for seed in (1, 2):

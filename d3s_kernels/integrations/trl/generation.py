@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...rollouts import groups_without_spread
-from .._rollouts import choose_rollouts, of_survivors, ranked_by, total_rewards, without_spread
+from .._rollouts import choose_rollouts, of_survivors, ranked_by, rows_to_keep, total_rewards, without_spread
 from ..metrics import rollout_metrics
 from ..sampling_metrics import set_metrics, set_sums
 from .batch import Batch, joined, keep_rollouts, loss_mask, take, trimmed
@@ -139,31 +139,45 @@ class ChoosesRollouts(ChoosesTokens):
         accelerator, own = self.accelerator, batch["advantages"]
         if own.dim() != 1:
             raise TypeError(f"advantages: got shape {list(own.shape)}; takes one for each rollout, [{len(own)}]")
-        here, ranks, budget = accelerator.process_index, accelerator.num_processes, self._budget()
+        ranks, n, budget = accelerator.num_processes, self.num_generations, self._budget()
         with_images = own.new_tensor([float("num_images" in batch)])
         of_rows = torch.cat([own.float(), loss_mask(batch).sum(dim=1).float(), with_images])
         everyones = accelerator.gather(of_rows).view(ranks, -1)
-        advantages, lengths = (part.reshape(-1, self.num_generations) for part in everyones[:, :-1].chunk(2, dim=1))
-        images = bool(everyones[:, -1].any())  # rows with images do not move between ranks
-        kept = choose_rollouts(
+        advantages, lengths = (part.reshape(-1, n) for part in everyones[:, :-1].chunk(2, dim=1))
+        everything = rows_to_keep(len(advantages), n, budget.rollouts, self._multiple)[1] == advantages.numel()
+        kept = torch.ones_like(lengths, dtype=torch.bool)
+        if not everything:
+            kept = self._chosen(advantages, lengths, everyones[:, -1]).view_as(advantages)
+        same = self._without_spread(advantages)
+        self._log(rollout_metrics(kept.flatten(), lengths.flatten(), same, budget.rollouts / n))
+        if not everything:  # else no row moves, and nothing waits for the device
+            batch = self._rows_of(batch, kept, advantages)
+        if not everything or self.args.refill:
+            batch = trimmed(batch, self.pad_to_multiple_of)
+        batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
+        return batch
+
+    def _chosen(self, advantages: Tensor, lengths: Tensor, with_images: Tensor) -> Tensor:
+        """Marks the rollouts that all processes keep: bool ``[rollouts]``, the same on each of them."""
+        ranks = self.accelerator.num_processes
+        images = bool(with_images.any())  # rows with images do not move between ranks
+        return choose_rollouts(
             ranked_by(advantages, lengths > 0, self.args.rollout_rule),
-            budget.rollouts,
+            self._budget().rollouts,
             self.args.rollout_scope,
             self._multiple,
             rule=self.args.rollout_rule,
             ranks=ranks if images and ranks > 1 else None,
-            generator=self._draws_of_step(own.device),
+            generator=self._draws_of_step(advantages.device),
         )
-        share = budget.rollouts / self.num_generations
-        self._log(rollout_metrics(kept, lengths.flatten(), self._without_spread(advantages), share))
+
+    def _rows_of(self, batch: Batch, kept: Tensor, advantages: Tensor) -> Batch:
+        """The kept rows, as many on each process, from this process's rows and everyone's advantages."""
+        ranks, here = self.accelerator.num_processes, self.accelerator.process_index
         if self.args.advantages_from == "kept":
-            anew = of_survivors(advantages, kept.view_as(advantages), self.scale_rewards)
+            anew = of_survivors(advantages, kept, self.scale_rewards)
             batch["advantages"] = anew.view(ranks, -1)[here]
-        own_kept = kept.view(ranks, -1)[here]
-        batch = keep_rollouts(batch, own_kept, self._tokenizer.pad_token_id, self._process_group)
-        batch = trimmed(batch, self.pad_to_multiple_of)
-        batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
-        return batch
+        return keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)
 
     def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
         """For the rule "random": the same numbers on every process, others in each step, also after a checkpoint."""
