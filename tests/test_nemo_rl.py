@@ -229,6 +229,21 @@ def test_packed_sequences(scope: Any) -> None:
         assert not any("d3s/token_share" in one for one in metrics)
 
 
+def test_each_packed_micro_batch_is_a_pool() -> None:
+    """Also if two forward passes come before their backward passes, and if the next logits have the same place."""
+    loss_fn = D3SLoss(PolicyLoss(), policy(packed=True), token_ratio=RATIO)
+    batches = [micro_batch() for _ in range(2)]
+    batches[1][0]["advantages"] = batches[1][0]["advantages"].sign() * 9  # they would be most of a common pool
+    leaves = [pack(data, logits).requires_grad_() for data, logits in batches]
+    losses = [call_packed(loss_fn, data, leaf)[0] for (data, _), leaf in zip(batches, leaves, strict=True)]
+    gradients = [torch.autograd.grad(loss, leaf)[0] for loss, leaf in zip(losses, leaves, strict=True)]
+    again, _ = call_packed(loss_fn, batches[1][0], leaves[1])
+    gradients.append(torch.autograd.grad(again, leaves[1])[0])
+    for gradient, (data, logits) in zip(gradients, [*batches, batches[1]], strict=True):
+        _, expected = in_plain_torch(data, logits, chosen(data, logits))
+        torch.testing.assert_close(gradient, pack(data, expected))
+
+
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
@@ -309,8 +324,8 @@ class Batch(dict[str, Tensor]):
 
 def batch_of(groups: int, size: int) -> Batch:
     advantages = torch.randn(groups, size) * torch.arange(1, groups + 1).unsqueeze(1)
-    mask = (torch.arange(LENGTH) >= 3).float().expand(groups * size, -1)
-    fields = {"advantages": advantages.view(-1, 1).expand(-1, LENGTH), "token_mask": mask}
+    answers = (torch.arange(LENGTH) >= 3).expand(groups * size, -1)
+    fields = {"advantages": torch.where(answers, advantages.view(-1, 1), 99.0), "token_mask": answers.float()}
     return Batch(fields, sample_mask=torch.ones(groups * size), input_ids=torch.arange(groups * size))
 
 
@@ -319,7 +334,7 @@ def batch_of(groups: int, size: int) -> Batch:
 def test_rollouts(rollouts: float, multiple: int, kept: int, scope: Any) -> None:
     data = batch_of(3, 6)
     smaller = keep_rollouts(data, 6, multiple, rollouts=rollouts, rollout_scope=scope)
-    advantages = data["advantages"][:, 0].view(3, 6)
+    advantages = data["advantages"][:, -1].view(3, 6)
     expected = reference.select_rollouts(advantages, kept // 3, scope=scope).flatten()
     assert type(smaller) is Batch
     assert torch.equal(smaller["input_ids"], data["input_ids"][expected])
