@@ -55,7 +55,7 @@ class D3SLoss:
         options = {"token_rule": token_rule, "token_scope": token_scope, "drop_zeros": drop_zeros}
         check_options({**options, "token_ratio": token_ratio, "token_pool": token_pool})
         check_token_rule(SimpleNamespace(**options, token_pool=token_pool))
-        self._megatron = bool(policy.get("megatron_cfg", {}).get("enabled", False))
+        self._megatron = bool((policy.get("megatron_cfg") or {}).get("enabled", False))
         _require_run(loss_fn, policy, self._megatron, token_rule, token_pool)
         self._loss_fn, self._packed, self._token_pool = loss_fn, policy["sequence_packing"]["enabled"], token_pool
         self._choose = partial(
@@ -147,9 +147,10 @@ class _Pool:
         """bool ``[B, T]`` for each of the tokens added; no more can be added then."""
         self.storage = None
         masks = [mask for *_, mask in self.tokens]
-        lengths = torch.tensor([0, *(len(row) for mask in masks for row in mask)], device=masks[0].device)
+        lengths = [length for sequences, length in (mask.shape for mask in masks) for _ in range(sequences)]
+        offsets = torch.tensor([0, *lengths], device=masks[0].device).cumsum(0)
         flat = [torch.cat([part.flatten() for part in parts]) for parts in zip(*self.tokens, strict=True)]
-        kept = self._choose(*flat[:2], mask=flat[2], offsets=lengths.cumsum(0)).mask
+        kept = self._choose(*flat[:2], mask=flat[2], offsets=offsets).mask
         parts = torch.split(kept, [mask.numel() for mask in masks])
         return [part.view_as(mask) for part, mask in zip(parts, masks, strict=True)]
 

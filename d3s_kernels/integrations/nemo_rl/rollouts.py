@@ -36,11 +36,11 @@ def keep_rollouts(
     """
     require(NEMO_RL, "keep_rollouts")
     check_options({"rollouts": rollouts, "rollout_rule": rollout_rule, "rollout_scope": rollout_scope})
-    rows = len(data["advantages"])
+    advantages, mask = data["advantages"], (data["token_mask"] * data["sample_mask"].unsqueeze(-1)).bool()
+    rows = len(advantages)
     for name, size in (("group_size", group_size), ("multiple", multiple)):
         if size < 1 or rows % size:
             raise ValueError(f"{name}: got {size} with {rows} rows; takes a divisor of {rows}")
-    advantages, mask = data["advantages"], (data["token_mask"] * data["sample_mask"].unsqueeze(-1)).bool()
     of_rollouts = advantages.gather(1, mask.int().argmax(dim=1, keepdim=True))  # at the first token
     if ((advantages != of_rollouts) & mask).any():
         raise ValueError("advantages: got different ones for the tokens of a rollout; takes one for each rollout")
