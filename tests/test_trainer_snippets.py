@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trainer_stand_ins
 from ranks import Ranks, world
 from torch import Tensor
 
 from d3s_kernels import reference
 from d3s_kernels._across_ranks.equal_rows import most_varied
+from d3s_kernels.integrations.nemo_rl.table import NEMO_RL
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -152,6 +154,30 @@ def test_openrlhf_tokens() -> None:
     experience = SimpleNamespace(advantages=t["advantages"], action_mask=t["mask"].long())
     result = SNIPPETS["openrlhf_tokens"](t["logprob"], output, experience, RATIO)
     check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))
+
+
+# ---- NeMo-RL ---------------------------------------------------------------------------------------------------------
+
+
+def test_nemo_rl_rollouts(tmp_path: Path) -> None:
+    class Rows(dict[str, Tensor]):
+        def select_indices(self, indices: Tensor) -> "Rows":
+            return Rows({name: values[indices] for name, values in self.items()})
+
+    class Policy(SimpleNamespace):
+        def train(self, data: Rows, loss_fn: str, timer: str) -> tuple[Any, ...]:
+            return data, loss_fn, timer
+
+    advantages, kept = expected_rollouts(rewards_of_groups())
+    mask = torch.ones(GROUPS * GROUP, 5)
+    data = Rows(advantages=advantages.float().view(-1, 1) * mask, token_mask=mask, sample_mask=mask[:, 0])
+    with trainer_stand_ins.installed(tmp_path, NEMO_RL.assumptions):
+        policy = SNIPPETS["nemo_rl_policy"](Policy, GROUP, rollouts=KEEP)(
+            cfg={"train_global_batch_size": KEEP * GROUPS}
+        )
+        smaller, *others = policy.train(data, "loss", timer="timer")
+    assert torch.equal(smaller["advantages"], data["advantages"][kept.flatten()])
+    assert others == ["loss", "timer"]
 
 
 # ---- AReaL -----------------------------------------------------------------------------------------------------------

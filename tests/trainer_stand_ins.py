@@ -45,9 +45,11 @@ def write(folder: Path, rows: Sequence[Assumption], moved: bool = False) -> None
 
 def _lines(rows_of: dict[str, list[Assumption]]) -> Iterator[str]:
     """The lines of a module."""
+    begun = set(rows_of)
     for name, rows in sorted(rows_of.items()):  # a class comes before its methods
         owner, _, method = name.rpartition(".")
-        if owner and owner not in rows_of:
+        if owner and owner not in begun:
+            begun.add(owner)
             yield f"class {owner}:"
         if name == "":
             yield from (

@@ -15,6 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+Kind = Literal["takes", "calls", "defines", "reads"]
 _SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -33,7 +34,7 @@ class Assumption(NamedTuple):
 
     needed_by: str
     place: str
-    kind: Literal["takes", "calls", "defines", "reads"]
+    kind: Kind
     expected: str
     why: str
 

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 
 from ._assumptions import Assumption, difference, is_installed
+from .nemo_rl.table import NEMO_RL
 from .slime.table import MILES, SLIME
 
-TABLES = {table.package: table for table in (SLIME, MILES)}
+TABLES = {table.package: table for table in (SLIME, MILES, NEMO_RL)}
 
 
 def main(arguments: Sequence[str]) -> int:

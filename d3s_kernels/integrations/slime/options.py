@@ -54,11 +54,6 @@ class D3SOptions:
         check_options(values, _PREFIX)
         options = cls(**values)
         check_token_rule(options, _PREFIX)
-        if options.token_rule == "entropy_quantile" and options.token_pool != "micro_batch":
-            raise ValueError(
-                f"{_PREFIX}token_pool: got {options.token_pool!r} with token_rule 'entropy_quantile'; "
-                "takes 'micro_batch'"
-            )
         return options
 
     @property

@@ -54,6 +54,13 @@ def _in_both(
     )  # fmt: skip
 
 
+MEGATRON = Assumption(
+    "token_loss", "megatron.core.parallel_state", "defines",
+    "get_context_parallel_world_size get_tensor_model_parallel_world_size get_tensor_model_parallel_rank "
+    "get_tensor_model_parallel_group get_data_parallel_group",
+    "the groups of ranks",
+)  # fmt: skip
+
 SLIME = Table(
     "slime", "THUDM/slime", "624b824", "2026-08-21",
     (
@@ -65,12 +72,7 @@ SLIME = Table(
             "slime.backends.megatron_utils.loss:loss_function",
             "slime.backends.megatron_utils.loss:policy_loss_function",
         ),
-        Assumption(
-            "token_loss", "megatron.core.parallel_state", "defines",
-            "get_context_parallel_world_size get_tensor_model_parallel_world_size get_tensor_model_parallel_rank "
-            "get_tensor_model_parallel_group get_data_parallel_group",
-            "the groups of ranks",
-        ),
+        MEGATRON,
     ),
 )  # fmt: skip
 

@@ -33,7 +33,7 @@ class Trainer(NamedTuple):
         return next(row.place for row in self.table.assumptions if "policy_loss_function" in row.place)
 
 
-def _of_megatron() -> Ranks:
+def of_megatron() -> Ranks:
     state = importlib.import_module("megatron.core.parallel_state")
     split = state.get_tensor_model_parallel_world_size() > 1
     return Ranks(
@@ -53,4 +53,4 @@ def _of_miles() -> Ranks:
     return Ranks(state.cp.size, group(state.tp), state.tp.rank, group(state.intra_dp))
 
 
-TRAINERS = {"slime": Trainer(SLIME, _of_megatron), "miles": Trainer(MILES, _of_miles)}
+TRAINERS = {"slime": Trainer(SLIME, of_megatron), "miles": Trainer(MILES, _of_miles)}
