@@ -20,10 +20,11 @@ from torch import Tensor
 from d3s_kernels import reference
 from d3s_kernels.integrations import miles, slime
 from d3s_kernels.integrations._assumptions import Table, load
+from d3s_kernels.integrations._megatron import Ranks
 from d3s_kernels.integrations.slime.hooks import Hooks
 from d3s_kernels.integrations.slime.options import D3SOptions
 from d3s_kernels.integrations.slime.tokens import chosen_tokens, require_layout
-from d3s_kernels.integrations.slime.trainers import TRAINERS, Ranks
+from d3s_kernels.integrations.slime.trainers import TRAINERS
 
 GROUPS, GROUP, RATIO = 4, 6, 0.25
 HOOKS = {"slime": slime, "miles": miles}

@@ -16,8 +16,8 @@ from ...distributed import vocab_parallel_logprob_entropy
 from ...tokens import TokenRule, TokenSelection, select_tokens
 from ...vocabulary import logprob_entropy
 from .._assumptions import require
+from .._megatron import Ranks, of_megatron
 from .._options import check_options, check_token_rule
-from ..slime.trainers import Ranks, of_megatron
 from .table import NEMO_RL
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._assumptions import Assumption, Kind, Table
-from ..slime.table import MEGATRON
+from .._megatron import MEGATRON
 
 _LOSSES, _TRAIN = "nemo_rl.algorithms.loss", "nemo_rl.models.automodel.train"
 _MEGATRON, _POLICY = "nemo_rl.models.megatron.train", "nemo_rl.models.policy.lm_policy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .._assumptions import Assumption, Table
+from .._megatron import MEGATRON
 
 _ROLLOUTS = "keep_rollouts post_process_rewards"
 _ALL = f"{_ROLLOUTS} has_spread token_loss start_step"
@@ -54,13 +55,6 @@ def _in_both(
     )  # fmt: skip
 
 
-MEGATRON = Assumption(
-    "token_loss", "megatron.core.parallel_state", "defines",
-    "get_context_parallel_world_size get_tensor_model_parallel_world_size get_tensor_model_parallel_rank "
-    "get_tensor_model_parallel_group get_data_parallel_group",
-    "the groups of ranks",
-)  # fmt: skip
-
 SLIME = Table(
     "slime", "THUDM/slime", "624b824", "2026-08-21",
     (
@@ -72,7 +66,7 @@ SLIME = Table(
             "slime.backends.megatron_utils.loss:loss_function",
             "slime.backends.megatron_utils.loss:policy_loss_function",
         ),
-        MEGATRON,
+        MEGATRON._replace(needed_by="token_loss"),
     ),
 )  # fmt: skip
 

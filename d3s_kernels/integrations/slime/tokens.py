@@ -10,8 +10,8 @@ from torch import Tensor
 from ...distributed import vocab_parallel_logprob_entropy
 from ...tokens import select_tokens
 from ...vocabulary import entropy
+from .._megatron import Ranks
 from .options import D3SOptions
-from .trainers import Ranks
 
 
 def require_layout(args: Any, logits: Tensor, options: D3SOptions, ranks: Ranks) -> None:

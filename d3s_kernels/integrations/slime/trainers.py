@@ -9,16 +9,8 @@ from typing import Any, NamedTuple
 from torch.distributed import ProcessGroup
 
 from .._assumptions import Table
+from .._megatron import Ranks, of_megatron
 from .table import MILES, SLIME
-
-
-class Ranks(NamedTuple):
-    """The ranks that work with this one; a group is None where it is this rank alone."""
-
-    context_parallel: int
-    tensor_parallel: ProcessGroup | None
-    tensor_rank: int
-    data_parallel: ProcessGroup | None
 
 
 class Trainer(NamedTuple):
@@ -31,17 +23,6 @@ class Trainer(NamedTuple):
     def policy_loss(self) -> str:
         """The place of the trainer's own loss."""
         return next(row.place for row in self.table.assumptions if "policy_loss_function" in row.place)
-
-
-def of_megatron() -> Ranks:
-    state = importlib.import_module("megatron.core.parallel_state")
-    split = state.get_tensor_model_parallel_world_size() > 1
-    return Ranks(
-        state.get_context_parallel_world_size(),
-        state.get_tensor_model_parallel_group() if split else None,
-        state.get_tensor_model_parallel_rank(),
-        state.get_data_parallel_group(),
-    )
 
 
 def _of_miles() -> Ranks:
