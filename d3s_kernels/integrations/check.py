@@ -11,9 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from ._assumptions import Assumption, difference, is_installed
+from .openrlhf import TABLE as OPENRLHF
+from .prime_rl import TABLE as PRIME_RL
 from .slime.table import MILES, SLIME
 
-TABLES = {table.package: table for table in (SLIME, MILES)}
+TABLES = {table.package: table for table in (SLIME, MILES, OPENRLHF, PRIME_RL)}
 
 
 def main(arguments: Sequence[str]) -> int:
