@@ -126,9 +126,9 @@ def train(micro_batch: dict[str, Any], *options: str, cp: int = 1) -> tuple[tupl
     shifts, main, results = trainer.train, trainer.main, []
 
     def step(shift_tensor_right: Any, compute_loss: Any) -> Any:
-        logprob = shift_tensor_right(micro_batch["logprobs"], pad_value=-math.log(VOCABULARY))
         names = {"torch": torch, "float": float, "vocab_size": VOCABULARY, "shift_tensor_right": shift_tensor_right}
         shifts(out={"entropy": micro_batch["entropy"]}, **names)
+        logprob = shift_tensor_right(micro_batch["logprobs"], pad_value=-math.log(VOCABULARY))  # in any order
         per_token = {"trainer_logprobs": logprob} | micro_batch["streams"]
         split = {n: v if v is None else v.squeeze().split(micro_batch["lengths"]) for n, v in per_token.items()}
         return compute_loss(**split, **dict.fromkeys(("rl_loss_fn", "rl_scale", "ce_scale", "ref_kl_scale"), 7))
