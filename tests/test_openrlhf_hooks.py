@@ -92,17 +92,18 @@ def made(args: Any, rewards: Tensor) -> tuple[list[Any], list[Any]]:
 def test_rollouts(stand_in: Any, monkeypatch: pytest.MonkeyPatch, estimator: str, scale: str, scope: str) -> None:
     options = [f"--d3s.rollout_scope={scope}"]
     args = started(stand_in, monkeypatch, *options, **{"algo.advantage.estimator": estimator})
-    rewards = torch.randn(GROUPS, GROUP) * torch.arange(1, 1 + GROUPS).unsqueeze(1)
+    rewards = torch.randn(GROUPS, GROUP) * 10.0 ** torch.arange(GROUPS).unsqueeze(1)
     given, kept = made(args, rewards)
     chosen = reference.select_rollouts(reference.group_advantages(rewards, scale=scale), 2, scope=scope).flatten()
     assert kept == [one for one, keep in zip(given, chosen.tolist(), strict=True) if keep]
     assert all(torch.equal(one.advantages, one.rewards * 2) for one in kept)  # the stand-in's, as it set them
 
 
-def test_every_rank_gets_equally_many(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ring", "number"), [(1, 8), (2, 6)])
+def test_every_rank_gets_equally_many(stand_in: Any, monkeypatch: pytest.MonkeyPatch, ring: int, number: int) -> None:
     """The last batch of an epoch may have fewer prompts: of 3, with 2 rollouts each, 8 are kept on 4 ranks."""
-    args = started(stand_in, monkeypatch, **{"ds.ring_attn_size": 1})
-    assert len(made(args, torch.randn(3, GROUP))[1]) == 8
+    args = started(stand_in, monkeypatch, **{"ds.ring_attn_size": ring})
+    assert len(made(args, torch.randn(3, GROUP))[1]) == number
 
 
 def test_all_rollouts(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:

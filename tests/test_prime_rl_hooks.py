@@ -96,7 +96,7 @@ def group_of(rewards: Tensor) -> list[Any]:
     return [SimpleNamespace(traces=[trace(reward)]) for reward in rewards.tolist()]
 
 
-@pytest.mark.parametrize("rule", ["max_variance", "largest_abs"])
+@pytest.mark.parametrize("rule", ["max_variance", "highest"])
 def test_rollouts(rule: str) -> None:
     rewards = torch.randn(8)
     episodes = group_of(rewards)
@@ -155,7 +155,7 @@ def micro_batch_of(components: bool) -> dict[str, Any]:
         "logprobs": torch.randn(1, total, requires_grad=True),
         "entropy": torch.rand(1, total) + 0.1,
         "streams": {
-            "advantages": torch.randn(1, total),
+            "advantages": torch.randn(1, total) * (torch.rand(1, total) < 0.7),
             "loss_mask": torch.rand(1, total) < 0.8,
             "rl_weights": weights,
             **dict.fromkeys(("inference_logprobs", "ref_logprobs", "ce_weights", "ref_kl_weights")),
@@ -163,19 +163,28 @@ def micro_batch_of(components: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("scope", ["batch", "sequence"])
 @pytest.mark.parametrize("components", [False, True])
-def test_tokens(components: bool, scope: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], {}),
+        (["--d3s.token_scope=sequence"], {"scope": "sequence"}),
+        (["--d3s.token_rule=entropy"], {"rule": "entropy"}),
+        (["--d3s.drop_zeros=true", "--d3s.token_ratio=0.9"], {"drop_zeros": True, "ratio": 0.9}),
+    ],
+)
+def test_tokens(components: bool, options: list[str], named: dict[str, Any]) -> None:
     batch = micro_batch_of(components)
     streams, lengths = batch["streams"], batch["lengths"]
-    (loss, metrics), plain = train(batch, f"--d3s.token_scope={scope}")
+    (loss, metrics), plain = train(batch, *options)
     (gradient,) = torch.autograd.grad(loss, batch["logprobs"])
 
     advantages, mask = (streams[name].flatten() for name in ("advantages", "loss_mask"))
     of_loss = mask & (streams["rl_weights"].flatten() != 0) if components else mask
     entropy = torch.cat([torch.tensor([math.log(VOCABULARY)]), batch["entropy"][0, :-1]])
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    kept = reference.select_tokens(entropy, advantages, RATIO, mask=of_loss, offsets=offsets, scope=scope).mask
+    named = {"ratio": RATIO, "mask": of_loss, "offsets": offsets} | named
+    kept = reference.select_tokens(entropy, advantages, **named).mask
     assert 0 < kept.sum() < of_loss.sum()
     assert metrics["d3s/token_share"].tolist() == [float(kept.sum() / of_loss.sum())]
 
