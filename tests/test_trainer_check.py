@@ -17,6 +17,11 @@ from d3s_kernels.integrations.check import TABLES
 HOOKS = {"slime": slime, "miles": miles}
 
 
+def test_every_table_can_be_checked() -> None:
+    sources = Path(check.__file__).parent.rglob("*.py")
+    assert sum(source.read_text(encoding="utf-8").count(" = Table(\n") for source in sources) == len(TABLES)
+
+
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("name", TABLES)
 def test_the_check_of_a_stand_in_holds(
