@@ -113,49 +113,6 @@ def test_tokens_of_all_ranks() -> None:
     world(2).run(tokens_rank, int(torch.randint(2**31, ())))
 
 
-# ---- OpenRLHF --------------------------------------------------------------------------------------------------------
-
-
-class ExperienceMaker:
-    """Stands in for RemoteExperienceMaker: it computes advantages for all experiences and returns them."""
-
-    def __init__(self) -> None:
-        self.args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=GROUP))
-        self.seen = 0
-
-    def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
-        self.seen = len(experiences)
-        for experience in experiences:
-            experience.advantages = experience.rewards.unsqueeze(1) * 2
-        return experiences
-
-
-def test_openrlhf_rollouts() -> None:
-    rewards = rewards_of_groups()
-    _, kept = expected_rollouts(rewards)
-    experiences = [SimpleNamespace(rewards=reward.view(1), index=[i]) for i, reward in enumerate(rewards.flatten())]
-    maker = SNIPPETS["openrlhf_maker"](ExperienceMaker, KEEP)()
-    chosen = maker.compute_advantages_and_returns(list(experiences))
-    assert maker.seen == GROUPS * GROUP
-    assert chosen == [e for e, k in zip(experiences, kept.flatten().tolist(), strict=True) if k]
-    assert all(torch.equal(e.advantages, e.rewards.view(1, 1) * 2) for e in chosen)
-
-
-def test_openrlhf_refuses_experiences_of_several_rows() -> None:
-    experiences = [SimpleNamespace(rewards=pair) for pair in rewards_of_groups().view(-1, 2)]
-    with pytest.raises(ValueError, match="zip"):
-        SNIPPETS["openrlhf_maker"](ExperienceMaker, KEEP)().compute_advantages_and_returns(experiences)
-
-
-def test_openrlhf_tokens() -> None:
-    t = padded(3, 12)
-    prompt = torch.full((3, 7), 50.0)  # prompts have a high entropy
-    output = SimpleNamespace(entropy=torch.cat([prompt, t["entropy"]], 1))
-    experience = SimpleNamespace(advantages=t["advantages"], action_mask=t["mask"].long())
-    result = SNIPPETS["openrlhf_tokens"](t["logprob"], output, experience, RATIO)
-    check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))
-
-
 # ---- NeMo-RL ---------------------------------------------------------------------------------------------------------
 
 
@@ -263,42 +220,6 @@ def test_areal_tokens(scope: str, tree: bool) -> None:
     assert kwargs == {"eps_clip": 0.2, "vocab_min_logits": None}
     kept = expected_tokens(entropy, advantages, mask, offsets=None if tree else offsets, scope=scope)
     check_gradient(got, logprob, kept)
-
-
-# ---- prime-rl --------------------------------------------------------------------------------------------------------
-
-
-def test_prime_rl_rollouts() -> None:
-    rewards = torch.randn(GROUP)
-    traces = [SimpleNamespace(reward=float(reward)) for reward in rewards]
-    assigned: list[tuple[Any, float]] = []
-
-    def assign_advantages(trace: Any, values: float) -> None:
-        assert isinstance(values, float)
-        assigned.append((trace, values))
-
-    pairs = ((SimpleNamespace(), trace) for trace in traces)  # iter_trainable_traces is a generator
-    SNIPPETS["prime_rl_score"](pairs, assign_advantages, KEEP)
-    assert [trace for trace, _ in assigned] == traces  # each once, in order
-    values = torch.tensor([value for _, value in assigned])
-    kept = reference.max_variance_select(rewards, KEEP)
-    torch.testing.assert_close(values, (rewards - rewards.mean()) * kept, rtol=1e-5, atol=1e-6)
-    assert (values != 0).sum() == KEEP
-
-
-@pytest.mark.parametrize("components", [False, True])
-def test_prime_rl_tokens(components: bool) -> None:
-    total = 40
-    mask = torch.rand(1, total) < 0.8
-    weights = (torch.rand(1, total) < 0.7).float() if components else None
-    logprob = torch.randn(1, total, requires_grad=True)
-    out = {"logprobs": logprob, "entropy": torch.rand(1, total) + 0.1}
-    advantages = torch.randn(1, total)
-    chosen_from = mask & (weights != 0) if components else mask
-    result = SNIPPETS["prime_rl_tokens"](out, advantages, mask, weights, RATIO)
-    assert out["logprobs"] is logprob
-    kept = expected_tokens(out["entropy"], advantages, chosen_from)
-    check_gradient(result, logprob, kept | ~chosen_from)
 
 
 # ---- SkyRL -----------------------------------------------------------------------------------------------------------

@@ -19,11 +19,23 @@ import pytest
 from d3s_kernels.integrations import _assumptions
 from d3s_kernels.integrations._assumptions import Assumption
 
-# What functions return that our hooks call.
+# What functions return that our hooks call; {calls} stands for a tuple of the calls of the table.
 RETURNED = {
     "get_reward_value": "self.reward",
     "policy_loss_function": "(sum_of_sample_mean(__import__('torch').cat(batch['advantages'])), {'seen': batch})",
     "get_parallel_state": "STATE",
+    # OpenRLHF
+    "get_strategy": "args",
+    "compute_advantages_and_returns": "[setattr(e, 'advantages', e.rewards * 2) for e in experiences] and experiences",
+    "training_step": "(lambda action_log_probs, old_action_log_probs, advantages: "
+    "{'metrics': {'loss': {calls}[0]}, 'weights': {}})"
+    "(self.actor(experience)[0], experience.action_log_probs, experience.advantages)",
+    # prime-rl
+    "iter_trainable_traces": "((episode, trace) for episode in episodes for trace in episode.traces)",
+    "assign_advantages": "[setattr(node, 'advantages', [values] * node.size) for node in trace.nodes]",
+    "shift_tensor_right": "__import__('torch').cat([t.new_full((1, 1), pad_value), t[:, :-1]], 1)",
+    "compute_loss": "(sum((t * a)[m].sum() for t, a, m in zip(trainer_logprobs, advantages, loss_mask)) / rl_scale, "
+    "{'seen': trainer_logprobs})",
 }
 INITIALISER = "def __init__(self, **fields): self.__dict__ |= fields"
 
@@ -68,7 +80,7 @@ def _function(name: str, rows: Sequence[Assumption]) -> str:
     calls = [row.expected for row in rows if row.kind == "calls"]
     used = {part.id for call in calls for part in ast.walk(ast.parse(call)) if isinstance(part, ast.Name)}
     takes = next((row.expected for row in rows if row.kind == "takes"), f"({', '.join(sorted(used))})")
-    results = RETURNED.get(name, f"({''.join(f'{call}, ' for call in calls)})")
+    results = RETURNED.get(name, "{calls}").replace("{calls}", f"({''.join(f'{call}, ' for call in calls)})")
     words = [f"{row.expected.split()}; " for row in rows if row.kind == "reads"]
     return f"def {name}{takes}: {''.join(words)}return {results}"
 

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 
 from ._assumptions import Assumption, difference, is_installed
 from .nemo_rl.table import NEMO_RL
+from .openrlhf import TABLE as OPENRLHF
+from .prime_rl import TABLE as PRIME_RL
 from .slime.table import MILES, SLIME
 
-TABLES = {table.package: table for table in (SLIME, MILES, NEMO_RL)}
+TABLES = {table.package: table for table in (SLIME, MILES, NEMO_RL, OPENRLHF, PRIME_RL)}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,16 +6,15 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from ...rollouts import RolloutRule
 from ...schedule import Budget
-from ...tokens import TokenRule
-from .._options import check_options, check_token_rule, schedule_of
+from .._hook_options import HookOptions
+from .._options import schedule_of
 
 _PREFIX = "d3s_"
 
 
 @dataclasses.dataclass(frozen=True)
-class D3SOptions:
+class D3SOptions(HookOptions):
     """The options, without their prefix ``d3s_``; ``docs/trainers.md`` says what each means.
 
     Raises:
@@ -30,31 +29,15 @@ class D3SOptions:
         (Budget(rollouts=4, token_ratio=0.1), Budget(rollouts=4, token_ratio=0.2))
     """
 
-    rollouts: float = 0.5
-    rollout_rule: RolloutRule = "max_variance"
-    rollout_scope: Literal["batch", "group"] = "batch"
     token_ratio_start: float = 0.2
     token_ratio_end: float = 0.2
     schedule_shape: Literal["linear", "cosine", "exponential"] = "linear"
-    token_rule: TokenRule = "advantage_entropy"
-    token_scope: Literal["batch", "sequence"] = "batch"
-    token_pool: Literal["data_parallel", "micro_batch"] = "data_parallel"
-    drop_zeros: bool = False
 
     @classmethod
     def from_args(cls, args: Any) -> D3SOptions:
         """The options among a trainer's arguments; missing ones have their defaults."""
         given = {name: value for name, value in vars(args).items() if name.startswith(_PREFIX)}
-        values = {name.removeprefix(_PREFIX): value for name, value in given.items()}
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name, value in values.items():
-            if name not in known:
-                takes = ", ".join(f"{_PREFIX}{option}" for option in known)
-                raise ValueError(f"{_PREFIX}{name}: got {value!r}, but it is no option; the options are {takes}")
-        check_options(values, _PREFIX)
-        options = cls(**values)
-        check_token_rule(options, _PREFIX)
-        return options
+        return cls.from_values({name.removeprefix(_PREFIX): value for name, value in given.items()}, _PREFIX)
 
     @property
     def follows_schedule(self) -> bool:

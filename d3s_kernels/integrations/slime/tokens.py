@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...distributed import vocab_parallel_logprob_entropy
-from ...tokens import select_tokens
 from ...vocabulary import entropy
 from .._megatron import Ranks
 from .options import D3SOptions
@@ -66,14 +65,11 @@ def chosen_tokens(
     """bool ``[response tokens]``: the tokens that keep their advantage."""
     temperature = args.rollout_temperature or 1.0  # both trainers take 0, greedy sampling, in evaluation alone
     lengths = torch.tensor([0, *batch["response_lengths"]], device=logits.device)
-    return select_tokens(
+    return options.chosen_tokens(
         response_entropies(logits[0], batch, temperature, ranks),
         torch.cat(batch["advantages"]),
         ratio,
-        rule=options.token_rule,
-        mask=torch.cat(batch["loss_masks"]).bool(),
+        torch.cat(batch["loss_masks"]),
         offsets=lengths.cumsum(0),
-        scope=options.token_scope,
-        drop_zeros=options.drop_zeros,
-        process_group=ranks.data_parallel if options.token_pool == "data_parallel" else None,
-    ).mask
+        data_parallel=ranks.data_parallel,
+    )
