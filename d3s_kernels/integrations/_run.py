@@ -19,6 +19,7 @@ class RunWithBudget:
     args: Any
     state: Any
     _schedule: DownSamplingSchedule
+    _draws: tuple[int, torch.Generator] | None = None  # the step, and its generator for the rule "random"
 
     @property
     def _process_group(self) -> ProcessGroup | None:
@@ -33,3 +34,12 @@ class RunWithBudget:
     def _budget(self) -> Budget:
         steps = self.state.max_steps
         return self._schedule(min(1.0, self.state.global_step / steps) if steps > 0 else 0.0)
+
+    def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
+        """For the rule "random": the same numbers on every process, others in each step, also after a checkpoint."""
+        step = self.state.global_step
+        if self.args.rollout_rule != "random":
+            return None
+        if self._draws is None or self._draws[0] != step:
+            self._draws = step, torch.Generator(device).manual_seed(self.args.seed + 1_000_003 * step)
+        return self._draws[1]

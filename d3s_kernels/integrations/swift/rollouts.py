@@ -71,12 +71,6 @@ class ChoosesRollouts(Run):
             advantages = of_survivors(advantages, kept, self.scale_rewards)
         return advantages[kept]
 
-    def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
-        """For the rule "random": the same numbers on every process, others in each step, also after a checkpoint."""
-        if self.args.rollout_rule != "random":
-            return None
-        return torch.Generator(device).manual_seed(self.args.seed + 1_000_003 * self.state.global_step)
-
     def _compute_advantages(self, samples: Samples, *arguments: Any) -> Tensor:
         """What ms-swift asks for once its batches are made: the advantages of the rollouts that are left."""
         if self._kept_advantages is not None:

@@ -26,7 +26,6 @@ class ChoosesRollouts(ChoosesTokens):
 
     _recorded: Recorded | None = None  # the sets of a generation batch, until they are in the batch
     _rewards: Tensor | None = None  # of all processes' rollouts, by function; set until rollouts are chosen
-    _draws: tuple[int, torch.Generator] | None = None  # the step, and its generator for the rule "random"
     _last_page: int | None = None  # the step of this run's last page
 
     def train(self, *arguments: Any, **options: Any) -> Any:
@@ -178,12 +177,3 @@ class ChoosesRollouts(ChoosesTokens):
             anew = of_survivors(advantages, kept, self.scale_rewards)
             batch["advantages"] = anew.view(ranks, -1)[here]
         return keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)
-
-    def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
-        """For the rule "random": the same numbers on every process, others in each step, also after a checkpoint."""
-        step = self.state.global_step
-        if self.args.rollout_rule != "random":
-            return None
-        if self._draws is None or self._draws[0] != step:
-            self._draws = step, torch.Generator(device).manual_seed(self.args.seed + 1_000_003 * step)
-        return self._draws[1]
