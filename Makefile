@@ -327,7 +327,7 @@ test-wheel: library $(VENV)/.with-test+binaries  ## what a wheel promises, read 
 # $(call TEST_OPS,python): in an environment that has torch, with a wheel.
 OPS := logprob_entropy topk_mask max_variance head sampling_masks sampling_masks_head
 define TEST_OPS
-	$(1) -m pip install -q $(2) --no-deps --force-reinstall $(WHEEL)
+	$(1) -m pip install -qq $(2) --no-deps --force-reinstall $(WHEEL)
 	cd build && ../$(1) -m d3s_kernels
 	cd build && ../$(1) $(PYTEST) -p no:cacheprovider $(OPS:%=../tests/test_%.py)
 endef
@@ -341,12 +341,12 @@ test-ops: $(VENV)/.torch  ## the ops as a wheel has them, for what is not Linux:
 ARM := build/aarch64
 ifneq ($(word 4,$(shell command -v qemu-aarch64-static aarch64-linux-gnu-g++ apt-get dpkg-deb)),)
 $(ARM)/.set-up: tools/aarch64_python.sh $(VENV)/.torch
-	$(STAGE) 'Python and torch for aarch64, 4.5 GB' sh tools/aarch64_python.sh $(ARM) $(BIN)/pip \
+	$(STAGE) 'Python and torch for aarch64' sh tools/aarch64_python.sh $(ARM) $(BIN)/pip \
 	  $(TORCH_INDEX) "$(TORCH_RELEASE)" pip numpy $(TEST_PACKAGES)
 	@touch $@
 
 test-aarch64: WHEEL := dist/*+cpu-*aarch64.whl
-test-aarch64: $(ARM)/.set-up  ## the ops as a cross-compiled wheel has them, in qemu: an hour
+test-aarch64: $(ARM)/.set-up  ## the ops as a cross-compiled wheel has them, in qemu: half an hour
 	rm -f $(WHEEL)
 	$(MAKE) --no-print-directory wheel CUDA=none ARCH=aarch64
 	$(call TEST_OPS,$(ARM)/usr/bin/python,--break-system-packages)

@@ -5,7 +5,7 @@
 #
 # Nothing is installed on this system. The interpreter and what it needs are Debian's packages for aarch64: apt finds and
 # downloads them with its state in FOLDER. The Python packages come from pip, with all that they need: torch's wheel for
-# aarch64 needs the libraries of CUDA. 4.5 GB in all.
+# aarch64 needs the libraries of CUDA. 4.5 GB on disk.
 set -eu
 mkdir -p "$1/apt/state/lists/partial" "$1/apt/cache/archives/partial"
 root=$(cd "$1" && pwd) pip=$2
@@ -21,8 +21,8 @@ debian --yes --no-install-recommends --download-only install python3-minimal lib
 for package in "$root"/apt/cache/archives/*.deb; do dpkg-deb -x "$package" "$root"; done
 test -e "$root/lib" || ln -s usr/lib "$root/lib" # where all of Debian's packages name usr/lib
 
-# A program sees the files of FOLDER in the place of this system's. Without these torch's library for the processor's
-# features crashes: it would read those of this processor.
+# A program sees the files of FOLDER in the place of this system's. Without these, torch would look for an aarch64
+# processor among those of this machine, and crash.
 cpu=$root/sys/devices/system/cpu
 mkdir -p "$root/proc" "$cpu/cpu0/regs/identification"
 echo 0-1 | tee "$cpu/possible" > "$cpu/present"
