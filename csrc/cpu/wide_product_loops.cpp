@@ -19,6 +19,8 @@ constexpr int64_t kColumns = kVectors * kLanes;
 inline Floats dot(Floats sum, Words a, Words b) {
 #if defined(__AVX512BF16__)
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#elif defined(D3S_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
   sum = multiply_add((Floats)(a & 0xffff0000u), (Floats)(b & 0xffff0000u), sum);
   return multiply_add((Floats)(a << 16), (Floats)(b << 16), sum);

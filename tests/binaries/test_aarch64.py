@@ -20,8 +20,9 @@ CMAKE, NINJA = shutil.which("cmake", path=TOOLS), shutil.which("ninja", path=TOO
 @pytest.mark.skipif(
     None in (COMPILER, EMULATOR, CMAKE, NINJA), reason="needs g++-aarch64-linux-gnu and qemu-user-static"
 )
-@pytest.mark.parametrize("level", ["neon", "baseline"])
-def test_the_loops(level: str) -> None:
+@pytest.mark.parametrize("names", [("neon", "neon_bf16"), ("baseline",)], ids=lambda names: names[0])
+def test_the_loops(names: tuple[str, ...]) -> None:
+    level = names[0]
     folder = build_folder(f"aarch64-{level}")
     configure = [CMAKE, "-S", ROOT, "-B", folder, "-G", "Ninja", "-DD3S_CPP_TESTS=ON", "-DD3S_CUDA=OFF"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={NINJA}", f"-DPython_EXECUTABLE={sys.executable}", "-DD3S_WERROR=ON"]
@@ -34,4 +35,4 @@ def test_the_loops(level: str) -> None:
             [EMULATOR, "-L", "/usr/aarch64-linux-gnu", folder / program], capture_output=True, text=True
         )
         assert run.returncode == 0, run.stdout + run.stderr
-    assert f"{level} done" in run.stdout
+    assert [f"{name} done" for name in names] == run.stdout.splitlines()[:-1]

@@ -261,13 +261,16 @@ int main() {
   if (simd_level() >= SimdLevel::avx512)
     level("avx512", avx512::softmax_rows, avx512::order_key_loops, avx512::ratio_loops, avx512::kept_products,
           avx512::wide_product);
-  if (simd_level() >= SimdLevel::avx512_bf16) {
-    std::mt19937 random(std::random_device{}());
-    wide_products(avx512_bf16::wide_product, random);
-  }
 #else
-  level(simd_level_name(simd_level()), D3S_PICK_VARIANT(softmax_rows), D3S_PICK_VARIANT(order_key_loops),
+  level(simd_level_name(SimdLevel::D3S_LOWEST_LEVEL), D3S_PICK_VARIANT(softmax_rows), D3S_PICK_VARIANT(order_key_loops),
         D3S_PICK_VARIANT(ratio_loops), D3S_PICK_VARIANT(kept_products), D3S_PICK_VARIANT(wide_product));
+#endif
+#if defined(D3S_BF16_LEVEL)
+  if (simd_level() == SimdLevel::D3S_BF16_LEVEL) {
+    std::mt19937 random(std::random_device{}());
+    wide_products(D3S_BF16_LEVEL::wide_product, random);
+    std::printf("%s done\n", simd_level_name(SimdLevel::D3S_BF16_LEVEL));
+  }
 #endif
   return report("loops");
 }
