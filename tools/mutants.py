@@ -421,10 +421,10 @@ MUTANTS = (
         "tests/test_vocab_parallel.py",
     ),
     Mutant(
-        "ranks: the backward takes a shard's span for the whole one",
-        "d3s_kernels/_dispatch/autograd.py",
-        'if value.name in takes and "Tensor" not in str(value.type)]',
-        'if value.name in takes and "Tensor" not in str(value.type) and value.name != "first_token"]',
+        "ranks: the head's backward takes a shard for the whole vocabulary",
+        "d3s_kernels/_head/backward.py",
+        "*statistics, problem.shard.first_token + tokens.start,",
+        "*statistics, tokens.start,",
         "tests/test_vocab_parallel.py",
     ),
     # ---- rules, the LM head, the schedule ----------------------------------------------------------------------------
@@ -540,5 +540,26 @@ MUTANTS = (
         "if assumption.expected in calls:",
         'if any(call.startswith(assumption.expected.partition("(")[0]) for call in calls):',
         "tests/test_trainer_check.py",
+    ),
+    Mutant(
+        "nemo_rl: each packed sequence is a pool of its own",
+        "d3s_kernels/integrations/nemo_rl/loss.py",
+        "if not (self._packed and self._pool.storage == storage):",
+        "if True:",
+        "tests/test_nemo_rl.py",
+    ),
+    Mutant(
+        "openrlhf: the prompt's entropies choose the tokens",
+        "d3s_kernels/integrations/openrlhf.py",
+        "entropy[:, -mask.shape[1] :]",
+        "entropy[:, : mask.shape[1]]",
+        "tests/test_openrlhf_hooks.py",
+    ),
+    Mutant(
+        "prime_rl: tokens of other components lose their gradient",
+        "d3s_kernels/integrations/prime_rl.py",
+        "torch.where(kept | ~mask, logprob",
+        "torch.where(kept, logprob",
+        "tests/test_prime_rl_hooks.py",
     ),
 )
