@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import runpy
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,10 +187,11 @@ def test_all_tokens(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(status["metrics"]) == ["loss"]
 
 
-def tokens_rank(ranks: Ranks, folder: str, seed: int) -> None:
+def tokens_rank(ranks: Ranks, seed: int) -> None:
     """The ranks choose one exact share of their micro-batches together."""
     torch.manual_seed(seed)  # the same on all ranks
-    with trainer_stand_ins.installed(Path(folder), openrlhf.TABLE.assumptions):
+    rows = openrlhf.TABLE.assumptions
+    with tempfile.TemporaryDirectory() as folder, trainer_stand_ins.installed(Path(folder), rows):
         openrlhf._set_hooks()
         parts = [experience_of() for _ in range(ranks.size)]
         names = ("entropy", "advantages", "action_mask")
@@ -200,9 +202,8 @@ def tokens_rank(ranks: Ranks, folder: str, seed: int) -> None:
         assert torch.equal(gradient, expected(parts[ranks.rank], kept[ranks.rank])[1])
 
 
-def test_tokens_of_all_ranks(tmp_path: Path) -> None:
-    trainer_stand_ins.write(tmp_path, openrlhf.TABLE.assumptions)
-    world(2).run(tokens_rank, str(tmp_path), int(torch.randint(2**31, ())))
+def test_tokens_of_all_ranks() -> None:
+    world(2).run(tokens_rank, int(torch.randint(2**31, ())))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
