@@ -324,7 +324,7 @@ test-wheel: library $(VENV)/.with-test+binaries  ## what a wheel promises, read 
 	D3S_TEST_WHEEL='$(WHEEL)' $(BIN)/python -m pytest $(PYTEST_ARGS) tests/binaries/test_wheel.py
 
 # Every op compared with its meaning by the library itself, and the tests of those whose loops are compiled.
-# $(call TEST_OPS,python): in an environment that has torch, with a wheel.
+# $(call TEST_OPS,python,options for pip): in an environment that has torch, with a wheel.
 OPS := logprob_entropy topk_mask max_variance head sampling_masks sampling_masks_head simd_levels
 define TEST_OPS
 	$(1) -m pip install -qq $(2) --no-deps --force-reinstall $(WHEEL)

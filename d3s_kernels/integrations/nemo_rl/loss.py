@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -13,11 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...distributed import vocab_parallel_logprob_entropy
-from ...tokens import TokenRule, TokenSelection, select_tokens
+from ...tokens import TokenRule
 from ...vocabulary import logprob_entropy
 from .._assumptions import require
+from .._hook_options import HookOptions
 from .._megatron import Ranks, of_megatron
-from .._options import check_options, check_token_rule
+from .._options import check_options
 from .table import NEMO_RL
 
 
@@ -52,15 +52,13 @@ class D3SLoss:
         token_pool: Literal["data_parallel", "micro_batch"] = "micro_batch",
     ) -> None:
         require(NEMO_RL, "D3SLoss")
-        options = {"token_rule": token_rule, "token_scope": token_scope, "drop_zeros": drop_zeros}
-        check_options({**options, "token_ratio": token_ratio, "token_pool": token_pool})
-        check_token_rule(SimpleNamespace(**options, token_pool=token_pool))
+        check_options({"token_ratio": token_ratio})
+        given = {"token_rule": token_rule, "token_scope": token_scope, "token_pool": token_pool}
+        options = HookOptions.from_values({**given, "drop_zeros": drop_zeros}, "")
         self._megatron = bool((policy.get("megatron_cfg") or {}).get("enabled", False))
         _require_run(loss_fn, policy, self._megatron, token_rule, token_pool)
-        self._loss_fn, self._packed, self._token_pool = loss_fn, policy["sequence_packing"]["enabled"], token_pool
-        self._choose = partial(
-            select_tokens, ratio=token_ratio, rule=token_rule, scope=token_scope, drop_zeros=drop_zeros
-        )
+        self._loss_fn, self._packed = loss_fn, policy["sequence_packing"]["enabled"]
+        self._choose = partial(options.chosen_tokens, ratio=token_ratio)
         self._pool = _Pool(self._choose, storage=None)
         self.input_type = type(loss_fn.input_type).LOGIT
         by_tokens = loss_fn.metric_normalizations["approx_entropy"]
@@ -119,10 +117,8 @@ class D3SLoss:
         # The logits of packed sequences are views of one tensor.
         storage = (logits.to_local() if isinstance(logits, DTensor) else logits).untyped_storage().data_ptr()
         if not (self._packed and self._pool.storage == storage):
-            group = None
-            if self._token_pool == "data_parallel":
-                group = _ranks_of_megatron().data_parallel if self._megatron else dist.group.WORLD
-            self._pool = _Pool(partial(self._choose, process_group=group), storage)
+            group = _ranks_of_megatron().data_parallel if self._megatron else dist.group.WORLD
+            self._pool = _Pool(partial(self._choose, data_parallel=group), storage)
         self._pool.tokens.append(tokens)
         return self._pool, len(self._pool.tokens) - 1
 
@@ -137,7 +133,7 @@ class _Pool:
     pass, where all of them are known: the gradient of the first one asks for it.
     """
 
-    def __init__(self, choose: Callable[..., TokenSelection], storage: int | None) -> None:
+    def __init__(self, choose: Callable[..., Tensor], storage: int | None) -> None:
         self.storage = storage
         self.tokens: list[_Tokens] = []
         self._choose = choose
@@ -150,7 +146,7 @@ class _Pool:
         lengths = [length for sequences, length in (mask.shape for mask in masks) for _ in range(sequences)]
         offsets = torch.tensor([0, *lengths], device=masks[0].device).cumsum(0)
         flat = [torch.cat([part.flatten() for part in parts]) for parts in zip(*self.tokens, strict=True)]
-        kept = self._choose(*flat[:2], mask=flat[2], offsets=offsets).mask
+        kept = self._choose(*flat[:2], mask=flat[2], offsets=offsets)
         parts = torch.split(kept, [mask.numel() for mask in masks])
         return [part.view_as(mask) for part, mask in zip(parts, masks, strict=True)]
 

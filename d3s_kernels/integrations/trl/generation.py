@@ -144,9 +144,8 @@ class ChoosesRollouts(ChoosesTokens):
         everyones = accelerator.gather(of_rows).view(ranks, -1)
         advantages, lengths = (part.reshape(-1, n) for part in everyones[:, :-1].chunk(2, dim=1))
         everything = rows_to_keep(len(advantages), n, budget.rollouts, self._multiple)[1] == advantages.numel()
-        kept = torch.ones_like(lengths, dtype=torch.bool)
-        if not everything:
-            kept = self._chosen(advantages, lengths, everyones[:, -1]).view_as(advantages)
+        everyone = torch.ones_like(lengths, dtype=torch.bool)
+        kept = everyone if everything else self._chosen(advantages, lengths, everyones[:, -1])
         same = self._without_spread(advantages)
         self._log(rollout_metrics(kept.flatten(), lengths.flatten(), same, budget.rollouts / n))
         if not everything:  # else no row moves, and nothing waits for the device
@@ -157,10 +156,10 @@ class ChoosesRollouts(ChoosesTokens):
         return batch
 
     def _chosen(self, advantages: Tensor, lengths: Tensor, with_images: Tensor) -> Tensor:
-        """Marks the rollouts that all processes keep: bool ``[rollouts]``, the same on each of them."""
+        """Marks the rollouts that all processes keep: bool ``[groups, n]``, the same on each of them."""
         ranks = self.accelerator.num_processes
         images = bool(with_images.any())  # rows with images do not move between ranks
-        return choose_rollouts(
+        chosen = choose_rollouts(
             ranked_by(advantages, lengths > 0, self.args.rollout_rule),
             self._budget().rollouts,
             self.args.rollout_scope,
@@ -169,6 +168,7 @@ class ChoosesRollouts(ChoosesTokens):
             ranks=ranks if images and ranks > 1 else None,
             generator=self._draws_of_step(advantages.device),
         )
+        return chosen.view_as(advantages)
 
     def _rows_of(self, batch: Batch, kept: Tensor, advantages: Tensor) -> Batch:
         """The kept rows, as many on each process, from this process's rows and everyone's advantages."""
