@@ -175,13 +175,13 @@ class TorchDevice : public Device {
  public:
   // With an op, its kernels note faults.
   explicit TorchDevice(const Tensor& like, [[maybe_unused]] std::optional<PublicOp> op = std::nullopt) : like_(like) {
-#if defined(D3S_CUDA)
-    if (op) faults = faults_of(*op);
-#endif
 #if defined(D3S_ON_GPU)
     index = like.get_device_index();
     guard_.emplace(index);
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+#endif
+#if defined(D3S_CUDA)
+    if (op) faults = faults_of(*op);  // its first call may make a context: on the device that is current by now
 #endif
   }
 

@@ -136,6 +136,7 @@ inline uint4 load_streaming(const uint4* p) { return shim::counted(p); }
 inline uint4 load_cached(const uint4* p) { return shim::counted(p); }
 inline uint4 load_plain(const uint4* p) { return shim::counted(p); }
 inline void store_streaming(uint4* p, uint4 v) { *p = v; }
+inline void store_plain(uint4* p, uint4 v) { *p = v; }
 
 template <class T>
 Pair unpack(uint32_t word, Tag<T>) {
@@ -173,6 +174,10 @@ __device__ __forceinline__ uint4 load_cached(const uint4* p) { return __ldg(p); 
 // For memory that the kernel itself may write.
 __device__ __forceinline__ uint4 load_plain(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v); }
+// One store. nvcc cuts `*p = v` into stores of 4 bytes where the parts of v are computed.
+__device__ __forceinline__ void store_plain(uint4* p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 
 __device__ __forceinline__ Pair unpack(uint32_t word, Tag<bfloat16>) {
   return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};

@@ -19,18 +19,6 @@ namespace {
 constexpr int kPlacesOfBlock = kThreads / kWarp;
 constexpr int kInFlight = 4;  // vectors of either row that a thread loads before it uses the first
 
-// A vector of a row of `columns` elements; 0 past its end.
-template <class T>
-__device__ uint4 load_elements(const T* row, int64_t first, int64_t columns, bool aligned) {
-  if (aligned && first + kPerVector<T> <= columns) return load_cached(reinterpret_cast<const uint4*>(row + first));
-  constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
-  uint32_t w[4] = {};
-#pragma unroll
-  for (int i = 0; i < kPerVector<T>; ++i)
-    if (first + i < columns) w[i / kPerWord] |= bits_of(row[first + i]) << i % kPerWord * 16;
-  return make_uint4(w[0], w[1], w[2], w[3]);
-}
-
 constexpr int kCheckers = 1024;
 
 // Whether offsets are bad. One block: offsets are few.
@@ -158,8 +146,10 @@ void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Ma
     const int threads = threads_for<T>(hidden.columns);
     const bool out_aligned = is_aligned<To>(out);
     const StretchSums stretches(n, hidden.columns, device);
-    launch("kept_weight_grad_", sum_tokens<T, To>, n * pieces, threads, 0, device, gradient, hidden, runs, pieces,
-           is_aligned<T>(hidden), out_aligned, stretches, out, bias_out);
+    const int64_t long_blocks = n > kShort ? ceil_div(n, kShort) * pieces : 0;
+    launch("kept_weight_grad_", sum_tokens<T, To>, long_blocks + ceil_div(n, threads / kWarp), threads, 0, device,
+           gradient, hidden, runs, static_cast<uint32_t>(long_blocks), pieces, is_aligned<T>(hidden), out_aligned,
+           stretches, out, bias_out);
     if (stretches.sums)
       launch("kept_weight_grad_ (long)", join_tokens<T, To>, ceil_div(n, kStretch) * pieces, threads, 0, device, runs,
              pieces, out_aligned, stretches, out, bias_out);

@@ -22,11 +22,52 @@ bool is_aligned(const Matrix& matrix) {
   return misalignment(matrix.values) == 0 && matrix.stride % kPerVector<T> == 0;
 }
 
+// A vector of a row of `columns` elements; 0 past its end.
+template <class T>
+__device__ uint4 load_elements(const T* row, int64_t first, int64_t columns, bool aligned) {
+  if (aligned && first + kPerVector<T> <= columns) return load_cached(reinterpret_cast<const uint4*>(row + first));
+  constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+  uint32_t w[4] = {};
+#pragma unroll
+  for (int i = 0; i < kPerVector<T>; ++i)
+    if (first + i < columns) w[i / kPerWord] |= bits_of(row[first + i]) << i % kPerWord * 16;
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
 // A row of a matrix that counts some times; -1 for none.
 struct Term {
   int32_t row = -1;
   float factor = 0.f;
 };
+
+// Writes a vector of sums, or adds it to what is there, in 16 bytes at a time.
+template <class T, class To>
+__device__ void write_vector(const float (&sums)[kPerVector<T>], To* to, bool add) {
+  constexpr int kVector = kPerVector<To>;
+#pragma unroll
+  for (int begin = 0; begin < kPerVector<T>; begin += kVector) {
+    auto* at = reinterpret_cast<uint4*>(to + begin);
+    float values[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) values[i] = sums[begin + i];
+    int i = 0;
+    if (add) for_elements<To>(load_plain(at), [&](float old) { values[i++] += old; });
+    store_plain(at, vector_of<To>(values));
+  }
+}
+
+// The same for the columns from `first` on of a row, of which there may be less than a vector.
+template <class T, class To>
+__device__ void write_sums(const float (&sums)[kPerVector<T>], To* row, int64_t first, int64_t columns, bool add,
+                           bool aligned) {
+  if (aligned && first + kPerVector<T> <= columns) {
+    write_vector<T>(sums, row + first, add);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerVector<T>; ++i)
+    if (first + i < columns) row[first + i] = from_float<To>(sums[i] + (add ? to_float(row[first + i]) : 0.f));
+}
 
 // What a thread adds up: the same columns of several rows of a matrix.
 template <class T>
@@ -93,25 +134,9 @@ struct ColumnSums {
       if (first + i < columns) sums[i] += row[first + i];
   }
 
-  // Writes the sums, or adds them to what is there.
   template <class To>
   __device__ void write(To* row, bool add, bool aligned) const {
-    constexpr int kVector = kPerVector<To>;
-    if (aligned && first + kPerVector<T> <= columns) {
-#pragma unroll
-      for (int begin = 0; begin < kPerVector<T>; begin += kVector) {
-        auto* to = reinterpret_cast<uint4*>(row + first + begin);
-        float values[kVector];
-        for (int i = 0; i < kVector; ++i) values[i] = sums[begin + i];
-        int i = 0;
-        if (add) for_elements<To>(load_plain(to), [&](float old) { values[i++] += old; });
-        *to = vector_of<To>(values);
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kPerVector<T>; ++i)
-      if (first + i < columns) row[first + i] = from_float<To>(sums[i] + (add ? to_float(row[first + i]) : 0.f));
+    write_sums<T>(sums, row, first, columns, add, aligned);
   }
 };
 

@@ -7,6 +7,9 @@
 namespace d3s {
 namespace {
 
+constexpr int kShort = 16;  // places of a run that a warp adds: at most kWarp
+constexpr int kAcross = 4;  // vectors of a row that a lane of it loads before it uses the first
+
 // The sort is by token; places without a gradient come last.
 __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int64_t rows, int64_t tokens,
                              uint64_t* entries, uint32_t* indices) {
@@ -52,33 +55,112 @@ __device__ void add_to_token(const ColumnSums<T>& total, const Matrix& out, cons
   if (bias_out.values && total.first == 0) bias_out.add(token, total.of_factors);
 }
 
-// A block for each sorted place, or for each piece of the columns. Those where no stretch of a run begins end at once.
+// The sums of a lane: kCount vectors of columns, of `count` rows that the lanes of a warp know one each.
+template <class T, int kCount>
+struct LaneSums {
+  float sums[kCount][kPerVector<T>] = {};
+
+  // load(row, j) is the lane's vector j.
+  template <class Load>
+  __device__ void add(const Matrix& hidden, const Term& own, int count, const Load& load) {
+#pragma unroll 1
+    for (int k = 0; k < count; ++k) {
+      const T* row = row_of<T>(hidden, __shfl_sync(kAllLanes, own.row, k));
+      const float factor = __shfl_sync(kAllLanes, own.factor, k);
+      uint4 x[kCount];
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) x[j] = load(row, j);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        int i = 0;
+        for_elements<T>(x[j], [&](float value) { sums[j][i] = fmaf(factor, value, sums[j][i]), ++i; });
+      }
+    }
+  }
+};
+
+// A run of at most kShort places, mostly of one: a warp adds it, for all columns.
+template <class T, class To>
+__device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t first,
+                              bool aligned, bool out_aligned, const Matrix& out, const Vector& bias_out) {
+  constexpr int64_t kStep = kWarp * kPerVector<T>;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  if (first >= runs.count) return;
+  // What does not depend on each other is read at the same time.
+  const int64_t token = static_cast<int64_t>(runs.sorted.entries[first]), i = first + lane;
+  const uint32_t place = i < runs.count ? runs.sorted.indices[i] : 0;
+  const bool mine = runs.has(i, token), begins = !runs.has(first - 1, token), ends = !runs.has(first + kShort, token);
+  if (token >= out.rows || !begins || !ends) return;
+  const Term own = mine ? Term{gradient.rows[place], gradient.grad[place]} : Term();
+  const int count = __popc(__ballot_sync(kAllLanes, mine));
+
+  To* to = row_of<To>(out, token);
+  int64_t column = lane * kPerVector<T>, end = kAcross * kStep;
+  for (; aligned && out_aligned && end <= hidden.columns; column += kAcross * kStep, end += kAcross * kStep) {
+    LaneSums<T, kAcross> total;
+    total.add(hidden, own, count, [&](const T* row, int j) {
+      return load_cached(reinterpret_cast<const uint4*>(row + column + j * kStep));
+    });
+#pragma unroll
+    for (int j = 0; j < kAcross; ++j) write_vector<T>(total.sums[j], to + column + j * kStep, true);
+  }
+  // All lanes go on as long as one of them has a column.
+  for (; column - lane * kPerVector<T> < hidden.columns; column += kStep) {
+    LaneSums<T, 1> total;
+    total.add(hidden, own, count,
+              [&](const T* row, int) { return load_elements(row, column, hidden.columns, aligned); });
+    write_sums<T>(total.sums[0], to, column, hidden.columns, true, out_aligned);
+  }
+
+  if (!bias_out.values) return;
+  float of_factors = 0.f;
+  for (int k = 0; k < count; ++k) of_factors += __shfl_sync(kAllLanes, own.factor, k);
+  if (lane == 0) bias_out.add(token, of_factors);
+}
+
+// A stretch of a longer run, for a piece of the columns: a block adds it. There is a block for each entry i that is a
+// multiple of kShort. The first of a run does its first stretch; a later stretch is done by the last one that is not
+// past its beginning.
+template <class T, class To>
+__device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t i,
+                            int64_t piece, bool aligned, bool out_aligned, const StretchSums& stretches,
+                            const Matrix& out, const Vector& bias_out) {
+  const int64_t token = static_cast<int64_t>(runs.sorted.entries[i]);
+  // A run of more than kShort places that has entry i has one of these too.
+  if (token >= out.rows || !(runs.has(i - kShort / 2, token) || runs.has(i + kShort / 2, token))) return;
+  const int64_t run = runs.begin(i, token), after = i - run;
+  const int64_t n = after < kShort ? 0 : ceil_div(after, kStretch), first = run + n * kStretch;
+  if (after < kShort ? !runs.has(run + kShort, token) : first - i >= kShort || !runs.has(first, token)) return;
+  ColumnSums<T> total(piece, hidden.columns);
+  const auto term_at = [&](int64_t at) {
+    if (!runs.has(at, token)) return Term();
+    const uint32_t place = runs.sorted.indices[at];
+    return Term{gradient.rows[place], gradient.grad[place]};
+  };
+  for (int64_t at = first; at < first + kStretch && runs.has(at, token); at += kWarp)
+    total.add_terms(hidden, aligned, at, at + kWarp, term_at);
+  if (runs.has(run + kStretch, token))
+    stretches.keep(stretches.at(run, n), total);
+  else
+    add_to_token<T, To>(total, out, bias_out, token, out_aligned);
+}
+
+// First the blocks for stretches of long runs, which take longest; then a warp for each sorted place. Those that have
+// nothing to do end at once.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sum_tokens(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix hidden,
-               const __grid_constant__ Runs runs, uint32_t pieces, bool aligned, bool out_aligned,
+               const __grid_constant__ Runs runs, uint32_t long_blocks, uint32_t pieces, bool aligned, bool out_aligned,
                const __grid_constant__ StretchSums stretches, const __grid_constant__ Matrix out,
                const __grid_constant__ Vector bias_out) {
-  const int64_t first = blockIdx.x / pieces, token = static_cast<int64_t>(runs.sorted.entries[first]);
-  if (token >= out.rows) return;
-  int64_t run = first;
-  if (runs.has(first - 1, token)) {
-    if (!runs.has(first - kStretch, token)) return;  // most places, without a search
-    run = runs.begin(first - kStretch, token);
-    if ((first - run) % kStretch != 0) return;
+  if (blockIdx.x < long_blocks) {
+    sum_stretch<T, To>(gradient, hidden, runs, int64_t{blockIdx.x / pieces} * kShort, blockIdx.x % pieces, aligned,
+                       out_aligned, stretches, out, bias_out);
+    return;
   }
-  ColumnSums<T> total(blockIdx.x % pieces, hidden.columns);
-  const auto term_at = [&](int64_t i) {
-    if (!runs.has(i, token)) return Term();
-    const uint32_t place = runs.sorted.indices[i];
-    return Term{gradient.rows[place], gradient.grad[place]};
-  };
-  for (int64_t i = first; i < first + kStretch && runs.has(i, token); i += kWarp)
-    total.add_terms(hidden, aligned, i, i + kWarp, term_at);
-  if (runs.has(run + kStretch, token))
-    stretches.keep(stretches.at(run, (first - run) / kStretch), total);
-  else
-    add_to_token<T, To>(total, out, bias_out, token, out_aligned);
+  const int64_t warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  sum_short_run<T, To>(gradient, hidden, runs, (blockIdx.x - long_blocks) * warps + warp, aligned, out_aligned, out,
+                       bias_out);
 }
 
 // A block for each multiple of a stretch among the sorted places: a long run has at least one, and the first does it.

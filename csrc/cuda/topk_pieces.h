@@ -50,7 +50,8 @@ struct Pieces {
   Selection selection;
   int values, length;  // of all pieces, and of each
   int longer_than;     // shorter segments are left to other launches
-  bool slot_by_piece;  // there are more segments than pieces: progress[] has one slot for each piece
+  bool slot_by_begin;  // there are more segments than can be long: progress[] has one slot for each stretch of scores
+                       // in which no two of the long ones begin
   Progress* progress;
   Rest rest;
   uint32_t* last_digits;  // [parts][kBins / 2]: histograms of the last digit
@@ -84,7 +85,7 @@ __device__ void for_parts(const Pieces& pieces, const Body& body) {
     Part part = {segment,          from / pieces.length, (to - 1) / pieces.length,
                  max(from, begin), min(to, end),         2 * int64_t{blockIdx.x} + (segment != first),
                  nullptr};
-    part.progress = pieces.progress + (pieces.slot_by_piece ? part.first_piece : segment);
+    part.progress = pieces.progress + (pieces.slot_by_begin ? from / (pieces.longer_than + 1) : segment);
     if (to - from > pieces.longer_than && part.begin < part.end) body(part);  // empty by unchecked offsets alone
     if (segment == last) return;
   }
@@ -271,15 +272,16 @@ void select_in_pieces(const Selection& selection, int64_t longer_than, int64_t v
   if (segments.count == 0) return;
   const int length = longer_than < kPiece ? static_cast<int>(longer_than) / kWarp * kWarp : kPiece;
   const int64_t blocks = ceil_div(values, length);
-  const bool slot_by_piece = segments.count > blocks;
-  const int64_t slots = slot_by_piece ? blocks : segments.count;
+  const int64_t most_long = ceil_div(values, longer_than + 1);
+  const bool slot_by_begin = segments.count > most_long;
+  const int64_t slots = slot_by_begin ? most_long : segments.count;
   auto* progress = device.scratch_of<Progress>(slots);
   clear(progress, 0, slots * static_cast<int64_t>(sizeof(Progress)), device);
   const Pieces pieces = {selection,
                          static_cast<int>(values),
                          length,
                          static_cast<int>(longer_than),
-                         slot_by_piece,
+                         slot_by_begin,
                          progress,
                          {device.scratch_of<uint32_t>(values), device.scratch_of<uint16_t>(values),
                           device.scratch_of<uint32_t>(2 * blocks * kPieceWarps)},

@@ -42,9 +42,11 @@ def forward(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, ...]:
         all_tokens = _of_all_tokens(dense, _smaller(max_rows, problem.max_dense_rows))
         outputs = tuple(torch.where(dense.mask, *both) for both in zip(all_tokens, outputs, strict=True))
         outputs[0].masked_fill_(problem.labels == -100, 0.0)  # also with more dense rows than the bound
-    if max_rows is not None:
-        rows = problem.rows if problem.mask is None else problem.mask.sum()
-        outputs = tuple(torch.where(torch.as_tensor(rows > max_rows), torch.nan, output) for output in outputs)
+    if max_rows is not None and problem.mask is not None:
+        exceeded = problem.mask.sum() > max_rows
+        outputs = tuple(output.masked_fill(exceeded, torch.nan) for output in outputs)
+    elif max_rows is not None and problem.rows > max_rows:  # the host knows
+        outputs = tuple(torch.full_like(output, torch.nan) for output in outputs)
     return outputs
 
 

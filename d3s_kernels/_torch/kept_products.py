@@ -106,7 +106,7 @@ def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: 
     place = torch.arange(len(target), device=target.device)
     head = torch.where(first, place, 0).cummax(0).values  # where the sum of each place's run is
     # All places of a run write the same row. Those of no target write what the last run writes, or 0 if there is none.
-    none, last = target < 0, target.argmax()
+    none, last = target < 0, target.argmax(0, keepdim=True)  # as 0-d, the host would read it for an index
     head, target = torch.where(none, head[last], head), torch.where(none, target[last], target).clamp(min=0)
     step = max(1, _GATHERED // len(target))
     for begin in range(0, out.shape[1], step):

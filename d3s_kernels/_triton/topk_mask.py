@@ -103,7 +103,8 @@ def select_top_in_parts(
             index = begin + tl.arange(0, SIZE)
             keys = keys_of(scores, advantages, mask, segment, length, index, PER_TOKEN)
             digit = (keys ^ bound) >> shift  # 256 or more if an earlier digit differs
-            histogram += tl.histogram(digit.to(tl.int32), 256, mask=(keys != ABSENT) & (digit < 256))
+            counted = (keys != ABSENT) & (digit < 256)
+            histogram += tl.histogram(tl.where(counted, digit, 0).to(tl.int32), 256, mask=counted)
         if shift == 24:
             present = tl.sum(histogram, 0)
             wanted += quota_of(present, ratio_bits, ratio, k, k_tensor, times).to(tl.int32)

@@ -108,11 +108,11 @@ def test_nothing_spills(architecture: str) -> None:
     for name, used in sorted(table.items()):
         print(f"{architecture}  {used.registers:3} registers  {plain(name)}")
     # The kernels for rows with a span of a sampling mask put a few registers aside, on two architectures, and on one of
-    # them that which counts a digit of keys.
+    # them those which count a digit of keys and, for float16, add up a token's rows.
     allowed = {"sm_100": 8, "sm_120": 24}.get(architecture, 0)
     spilled = {name: used for name, used in table.items() if used.stack or used.local}
     assert {name: used for name, used in spilled.items() if used.local or used.stack > allowed} == {}
-    assert [name for name in spilled if not re.search("with_span|count_digit", name)] == []
+    assert [name for name in spilled if not re.search("with_span|count_digit|sum_tokensINS_7float16E", name)] == []
 
 
 @built
@@ -208,20 +208,44 @@ def test_the_loop_of_the_backward_in_half_precision(architecture: str) -> None:
     assert not [opcode for opcode in loads(loop) if "CONSTANT" in opcode]
 
 
+def is_wide(opcode: str) -> bool:
+    return opcode.endswith(".128.CONSTANT")
+
+
 @built
-@pytest.mark.parametrize("kernel", ["place_logits", "sum_rows", "sum_tokens"])
+@pytest.mark.parametrize(("kernel", "vectors"), [("place_logits", 8), ("sum_rows", 8), ("sum_tokens", 4)])
 @pytest.mark.parametrize("architecture", DETAILED)
-def test_the_loops_over_kept_rows(architecture: str, kernel: str) -> None:
-    """Eight vectors are on their way before the first is used, but for one that may be asked for a little later."""
+def test_the_loops_over_kept_rows(architecture: str, kernel: str, vectors: int) -> None:
+    """So many vectors are on their way before the first is used, but for one that may be asked for a little later."""
     functions = kernels(library(), architecture)
     (name, *_) = (name for name in functions if re.search(f"kept_products_cu.*{kernel}INS_8bfloat16E", name))
-    wide = [loop for loop in loops(functions[name]) if sum(opcode.endswith(".128.CONSTANT") for opcode in loads(loop))]
-    loop = min(wide, key=len)
+    wide = {len(loop): loop for loop in loops(functions[name]) if sum(map(is_wide, loads(loop))) >= vectors}
+    loop = wide[min(wide)]
     order = [found.group() for step in loop if (found := re.match(r"LDG\.E\.128|FFMA|BAR|LDL|STL", step.opcode))]
     print(f"{architecture} {kernel} bfloat16: {resources(library(), architecture)[name].registers} registers")
-    assert order.count("LDG.E.128") == 8
-    assert order.index("FFMA") >= 7
+    assert order.count("LDG.E.128") == vectors
+    assert order.index("FFMA") >= vectors - 1
     assert set(order) == {"LDG.E.128", "FFMA"}
+
+
+# How many stores of 16 bytes the kernels have for rows in half precision, and for rows in float32 of which each vector
+# takes two. sum_tokens writes four vectors at once, or one, or that of a run that is longer than a warp adds.
+STORES = {"sum_rows": (1, 2), "finish_rows": (1, 2), "join_tokens": (1, 2), "sum_tokens": (6, 12)}
+
+
+@built
+@pytest.mark.parametrize("kernel", STORES)
+@pytest.mark.parametrize("architecture", DETAILED)
+def test_sums_are_written_in_vectors(architecture: str, kernel: str) -> None:
+    functions = kernels(library(), architecture)
+    for out, wide in zip(("S[0-9]_", "f"), STORES[kernel], strict=True):
+        element = "INS_(8bfloat16|7float16)E"
+        names = [name for name in functions if re.search(rf"kept_products_cu.*\d{kernel}{element}{out}E", name)]
+        assert len(names) == 2
+        for name in names:
+            stores = [step.opcode for step in functions[name] if step.opcode.startswith("STG.E.128")]
+            print(f"{architecture} {plain(name).partition('(')[0]}: {len(stores)} stores of 16 bytes")
+            assert len(stores) == wide
 
 
 def plain(name: str) -> str:

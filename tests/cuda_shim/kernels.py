@@ -1,6 +1,6 @@
 """Tests of what only the CUDA kernels have: launches that depend on the size, misaligned rows, unchecked values.
 
-test_cuda_emulated.py runs them with the plugin tests/emulated_cuda.py, and cuda/test_suites.py runs them on a GPU. The
+test_cuda_emulated.py runs them with the plugin tests/emulated_cuda.py, and on a GPU tests/on_cuda.py does. The
 emulated device is small (D3S_SHIM_SMS, D3S_SHIM_SHARED), so that inputs of a size for a CPU take every path.
 """
 
@@ -38,6 +38,7 @@ SLICE = 32768  # kSlice in csrc/cuda/logprob_entropy.cu
 SMALL_SHARED = "24576"  # bytes: some 4,000 keys beside the tables of csrc/cuda/topk_mask.cu
 
 
+pytestmark = pytest.mark.skipif(os.environ.get("D3S_TEST_DEVICE") == "cpu", reason="the CPU's kernels check values")
 emulated = pytest.mark.skipif("D3S_EMULATED_LIBRARY" not in os.environ, reason="counted on the emulated device")
 
 
@@ -662,6 +663,35 @@ def test_sums_that_blocks_share(dtype: torch.dtype) -> None:
         assert_gradient(ours, theirs, floor=1e-4)
     for some, whole in zip(case.of(rows)(max_dense_rows=0)[:3], found[:3], strict=True):
         assert_same_bits(some, whole[rows])
+
+
+SHORT = 16  # kShort in csrc/cuda/kept_weight_grad.h: the longest run that a warp adds
+RUNS = (1, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT, 33, STRETCH, STRETCH + 1, STRETCH + SHORT, 2 * STRETCH + 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [0, 24, 1100])
+def test_runs_of_every_length_at_every_place(width: int, dtype: torch.dtype) -> None:
+    """Against float64; and a token has the same bits wherever its run begins among the sorted places."""
+    lengths = RUNS if width == 24 else (1, SHORT, SHORT + 1, 33)
+    hidden, added = torch.randn(40, width).to(dtype), torch.randn(len(lengths) + 1, width)
+    first: dict[torch.dtype, Tensor] = {}
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for before in (0, *torch.randperm(SHORT)[:3].add(1).tolist()):
+        tokens = torch.arange(len(lengths) + 1).repeat_interleave(torch.tensor([before, *lengths]))
+        number = torch.arange(len(tokens)) - before
+        rows, grad = number % 40, number.add(1.0).sin()
+        order = torch.rand(len(tokens)).argsort()
+        order[tokens[order].argsort(stable=True)] = torch.arange(len(tokens))  # a token's places stay in their order
+        exact = torch.zeros(len(added), width + 1).double()
+        exact.index_add_(0, tokens, torch.cat([hidden, torch.ones(40, 1)], 1).double()[rows] * grad.unsqueeze(1))
+        for kind in {dtype, torch.float32}:
+            out, bias = added.clone().to(kind), torch.zeros(len(added), dtype=dtype)
+            OP.kept_weight_grad_(grad[order], hidden, rows[order].int(), tokens[order].int(), out, bias)
+            found = torch.cat([out.float(), bias.unsqueeze(1)], 1)[1:]
+            expected = exact + torch.nn.functional.pad(added.to(kind), (0, 1))
+            torch.testing.assert_close(found.double(), expected[1:], atol=tolerance, rtol=tolerance / 2)
+            assert_same_bits(found, first.setdefault(kind, found))
 
 
 class Counts(ctypes.Structure):

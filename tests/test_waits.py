@@ -1,0 +1,215 @@
+"""What waits for a GPU, seen without one: tensors here say that they are on one, and have no values for the host.
+
+A tensor of the CPU among them shows too, where torch would copy it to the GPU and wait for that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers import EVERYTHING
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from d3s_kernels import _torch
+from d3s_kernels._across_ranks import rollouts, tokens
+from d3s_kernels._head import backward, forward
+from d3s_kernels._head.problem import HeadProblem
+from d3s_kernels._head.shard import WHOLE, Shard
+from d3s_kernels._selection.rollouts import AdvantageArguments, RolloutArguments
+from d3s_kernels._selection.tokens import TokenArguments, TopkArguments
+from d3s_kernels._table.draw import Draw
+from d3s_kernels._table.table import OPS
+
+ATEN = torch.ops.aten
+GROUP: Any = None  # tests put a stand-in in its place
+DRAWS = 6 if EVERYTHING else 2
+DTYPES = {"float": torch.float32, "double": torch.float64, "int": torch.int32, "long": torch.int64}
+# What a torch without CUDA refuses to do for a GPU by these names; and the address of a tensor that has none.
+OTHERWISE: dict[Any, Any] = {
+    Tensor.__invert__: ATEN.bitwise_not,
+    Tensor.copy_: ATEN.copy_,
+    Tensor.__int__: lambda values: int(ATEN._local_scalar_dense(values)),
+    Tensor.__bool__: lambda values: bool(ATEN._local_scalar_dense(values)),
+    Tensor.contiguous: lambda values: (
+        values if values.is_contiguous() else values.clone(memory_format=torch.contiguous_format)
+    ),
+    Tensor.data_ptr: lambda values: 0,
+    **{getattr(Tensor, name): lambda values, dtype=dtype: values.to(dtype) for name, dtype in DTYPES.items()},
+}
+
+
+class Functions(TorchFunctionMode):
+    """The same for indexing, as torch does it: a 0-d index is read by the host."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in (Tensor.__getitem__, Tensor.__setitem__):
+            return OTHERWISE.get(function, function)(*args, **(kwargs or {}))
+        view, tensors = args[0], []
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        for part in index:
+            if isinstance(part, Tensor) and part.dim() == 0:
+                part = part.item()
+            at = len(tensors)
+            if part is Ellipsis:
+                tensors += [None] * (view.dim() - len(index) + 1)
+            elif isinstance(part, int):
+                view = ATEN.select.int(view, at, part)
+            elif isinstance(part, slice):
+                view = ATEN.slice.Tensor(view, at, part.start, part.stop, part.step or 1)
+                tensors.append(None)
+            else:
+                tensors.append(part)
+        by_tensor = any(part is not None for part in tensors)
+        if function is Tensor.__getitem__:
+            return ATEN.index.Tensor(view, tensors) if by_tensor else view
+        if by_tensor:
+            return ATEN.index_put_(view, tensors, args[2])
+        return ATEN.copy_(view, args[2]) if isinstance(args[2], Tensor) else view.fill_(args[2])
+
+
+class Watched(TorchDispatchMode):
+    """Counts what the host reads, which is 1, and refuses copies between devices."""
+
+    waits = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is ATEN._local_scalar_dense.default:
+            self.waits += 1
+            return args[0].dtype == torch.bool or 1
+        found = op(*args, **(kwargs or {}))
+        devices = {part.device.type for part in tree_leaves((args, kwargs, found)) if isinstance(part, Tensor)}
+        # A kernel for each element takes a number of the CPU as an argument; torch.where copies it to the GPU.
+        takes_numbers = torch.Tag.pointwise in op.tags and op.overloadpacket is not ATEN.where
+        assert len(devices) < 2 or takes_numbers, f"{op} of tensors on {devices}"
+        return found
+
+
+@contextmanager
+def watched() -> Iterator[Watched]:
+    current = patch.object(torch.accelerator, "device_index", lambda index: nullcontext())
+    with torch.no_grad(), current, FakeTensorMode(), Watched() as mode, Functions():
+        yield mode
+
+
+def gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def drawn(op: str, seed: int) -> dict[str, Any]:
+    """Arguments from the table, with a bound on what the host would otherwise ask for."""
+    given = OPS[op].draw(Draw(seed, most=100))
+    if "max_dense_rows" in given:
+        given["max_dense_rows"] = len(given["sampling_offsets"])
+    return given
+
+
+def on_gpu(op: str, given: dict[str, Any]) -> list[Any]:
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+    schema = getattr(torch.ops.d3s_kernels, op).default._schema
+    return [moved(given.get(argument.name, argument.default_value)) for argument in schema.arguments]
+
+
+@pytest.mark.parametrize("op", sorted(_torch.KERNELS))
+def test_plain_pytorch(op: str) -> None:
+    for seed in range(DRAWS):
+        given = drawn(op, seed)
+        with watched() as mode:
+            _torch.KERNELS[op](*on_gpu(op, given))
+        assert mode.waits == 0, seed
+
+
+def test_triton() -> None:
+    pytest.importorskip("triton")
+    sys.path.insert(0, str(Path(__file__).parent / "binaries"))
+    from triton_launches import recorded
+
+    from d3s_kernels import _triton
+
+    launches = 0
+    for op, kernel in _triton.KERNELS.items():
+        for seed in range(DRAWS):
+            given = drawn(op, seed)
+            with recorded() as made, watched() as mode:
+                kernel(*on_gpu(op, given))
+            assert mode.waits == 0, (op, seed)
+            launches += len(made)
+    assert launches > DRAWS
+
+
+class StandIn:
+    """A rank of two, whose other rank has the same."""
+
+    rank, size = 1, 2
+
+    def add_(self, values: Tensor) -> Tensor:
+        return values
+
+    maximum_ = add_
+
+    def gather(self, values: Tensor) -> Tensor:
+        return torch.stack([values, values])
+
+    def gather_number(self, number: int, like: Tensor) -> Tensor:
+        return torch.full((2,), number, device=like.device)
+
+
+@pytest.mark.parametrize("shard", [WHOLE, Shard(0, StandIn())], ids=["whole", "shard"])  # type: ignore[arg-type]
+@pytest.mark.parametrize("spans", [False, True], ids=["all tokens", "spans"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all rows", "mask"])
+def test_the_head(masked: bool, spans: bool, shard: Shard) -> None:
+    """Without a bound the host asks once in the forward, if a mask or spans choose rows, and once in the backward."""
+    for bound, most_dense, into in ((None, None, None), (5, None, gpu), (9, 0, gpu)):
+        with watched() as mode:
+            given: dict[str, Any] = {"mask": gpu(7, dtype=torch.bool) if masked else None}
+            if spans:
+                given["sampling_ids"], given["sampling_offsets"] = gpu(20, dtype=torch.int32), gpu(8, dtype=torch.int64)
+                given["max_dense_rows"] = most_dense
+            labels, (hidden, weight) = gpu(7, dtype=torch.int64), (gpu(n, 16, dtype=torch.bfloat16) for n in (7, 50))
+            problem = HeadProblem(shard, hidden, weight, labels, None, 1.0, gpu(7), 30.0, **given)
+            _, *statistics = forward.forward(problem, bound)
+            in_forward, mode.waits = mode.waits, 0
+            incoming = backward.Incoming(gpu(7), gpu(7), *statistics)
+            wanted = backward.Wanted(True, True, False)
+            backward.backward(problem, incoming, wanted, bound, None if into is None else into(50, 16))
+        assert (in_forward, mode.waits) == ((0, 0) if bound else (int(masked or spans), 1)), bound
+
+
+@pytest.mark.parametrize("placement", ["pieces", "global"])
+def test_tokens_across_ranks(placement: str) -> None:
+    with watched() as mode, patch.object(tokens, "ranks_of", lambda group: StandIn()):
+        entropy, ratio, offsets = gpu(30), gpu(), gpu(4, dtype=torch.int64)
+        given: Any = {"offsets": offsets, "max_segment": None, "mask": gpu(30) > 0, "drop_zeros": True}
+        tokens.topk_mask(TopkArguments(entropy, ratio, None, **given), GROUP, placement)
+        for scope in ("batch", "sequence"):
+            chosen = TokenArguments(entropy, gpu(3), ratio, "entropy", scope=scope, **given)
+            tokens.select_tokens(chosen, GROUP, placement)
+    assert mode.waits == 0
+
+
+@pytest.mark.parametrize("placement", ["whole", "global"])
+def test_rollouts_across_ranks(placement: str) -> None:
+    """With max_rollouts."""
+    with watched() as mode, patch.object(rollouts, "ranks_of", lambda group: StandIn()):
+        across, rewards = rollouts.Across(GROUP, placement, 40), gpu(30)
+        offsets, keep = gpu(4, dtype=torch.int64), gpu(dtype=torch.int32)
+        rollouts.group_advantages(AdvantageArguments(rewards, offsets, "batch", 1e-6, 1), across)
+        for rule, equal_rows in (("max_variance", placement == "whole"), ("highest", False)):
+            cuts = None if equal_rows else offsets
+            given = RolloutArguments("select_rollouts", rewards, keep, rule, cuts, "batch", rewards > 0)
+            rollouts.select(given._replace(equal_rows=equal_rows), across)
+    assert mode.waits == 0
