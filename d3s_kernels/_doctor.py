@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from ._dispatch import backends
-from ._selfcheck import checks
+from ._selfcheck import checks, raised
 from .compare import Comparison, Difference
 
 SCHEMA = 1  # of the JSON report; raised when a field changes its meaning or goes
@@ -28,7 +28,8 @@ class Examined(NamedTuple):
     @property
     def good(self) -> bool:
         """A back-end that serves nothing may fail to run, but none may be wrong."""
-        return all(worst.agrees for worst in self.ops.values()) and not (self.serves and self.error)
+        right = all(worst.agrees or (raised(worst) and not self.serves) for worst in self.ops.values())
+        return right and not (self.serves and self.error)
 
 
 def devices() -> Iterator[tuple[torch.device, str]]:
@@ -41,16 +42,23 @@ def devices() -> Iterator[tuple[torch.device, str]]:
         yield torch.device("xpu", index), torch.xpu.get_device_name(index)
 
 
-def examine(device: torch.device) -> Iterator[Examined]:
-    """Yields what each back-end that should run on the device does there."""
+def examine(device: torch.device, say: Callable[[str, Difference], None] | None = None) -> Iterator[Examined]:
+    """Yields what each back-end that should run on the device does there. ``say`` gets each op when it is known."""
     serving = backends.serving(device.type)
     for backend in backends.runnable(device.type):
-        error, ops = None, {}
+        error: str | None = None
+        ops: dict[str, Difference] = {}
         try:
             with backends.forced(backend):
-                ops = dict(checks(device, backend))
+                for op, worst in checks(device, backend):
+                    ops[op] = worst
+                    if say:
+                        say(op, worst)
         except Exception as fault:  # any error of a driver or a compiler belongs in the report
             error = f"{type(fault).__name__}: {fault}"
+        if ops and all(map(raised, ops.values())):  # such as where there is no compiler
+            op, worst = next(iter(ops.items()))
+            error, ops = f"{op}: {worst.output}", {}
         yield Examined(backend, backend in serving, error, ops)
 
 
@@ -64,6 +72,7 @@ def _half_products() -> list[str]:
 def print_report(build: dict[str, Any]) -> bool:
     """Prints the report, each part when it is known. Returns whether all is as it should be."""
     print(f"torch {torch.__version__}")
+    print(f"here: Python {platform.python_version()}, {platform.platform()}, CUDA of torch: {torch.version.cuda}")
     for name, value in build.items():
         print(f"{name.replace('_', ' ')}: {value}")
     print(f"matrix products in half precision on the CPU: {', '.join(_half_products()) or 'none'}; others in float32")
@@ -72,7 +81,7 @@ def print_report(build: dict[str, Any]) -> bool:
         print(f"{backend}: {backends.why_not(backend) or 'there'}")
     good = True
     for device, what in devices():
-        print(f"{device}: {what}; {backends.explain(device.type)}")
+        print(f"{device}: {what}; {backends.explain(device.type)}", flush=True)
         good &= _print_device(device)
     return good
 
@@ -80,25 +89,36 @@ def print_report(build: dict[str, Any]) -> bool:
 def _print_device(device: torch.device) -> bool:
     """Prints what is wrong, and a column for each back-end that runs. Returns whether all is as it should be."""
     columns, good = {}, True
-    for examined in examine(device):
+    alone = len(backends.runnable(device.type)) == 1
+    for examined in examine(device, _print_op if alone else None):
         good &= examined.good
         if examined.error:
-            print(f"  {examined.backend}: does not run here: {examined.error}")
+            print(f"  {examined.backend}: does not run here: {examined.error}", flush=True)
             continue
-        wrong = {op: worst for op, worst in examined.ops.items() if not worst.agrees}
+        for op, worst in examined.ops.items():
+            if _cell(worst) == "raised":
+                print(f"  {examined.backend}: {op} does not run here: {worst.output}", flush=True)
+        wrong = {op: worst for op, worst in examined.ops.items() if _cell(worst) == "WRONG"}
         if wrong:
-            print(Comparison(worst._replace(output=f"{op}: {worst.output}") for op, worst in wrong.items()))
+            print(Comparison(worst._replace(output=f"{op}: {worst.output}") for op, worst in wrong.items()), flush=True)
         cells = {op: _cell(worst) for op, worst in examined.ops.items()}
         columns[examined.backend + (" *" if examined.serves else "")] = cells
-    if columns:
+    if columns and not alone:
         _print_table(columns)
     return good
 
 
+def _print_op(op: str, worst: Difference) -> None:
+    """Where one back-end runs alone, each op has its line at once: so it shows at which one a GPU hangs."""
+    cell = _cell(worst)
+    why = "" if worst.agrees or cell == "not run" else f" {worst.output}"
+    print(f"  {op:33}{worst.output if cell == 'not run' else cell}{why}", flush=True)
+
+
 def _cell(worst: Difference) -> str:
-    """The error as a share of the allowed error, "equal" or "WRONG"."""
+    """The error as a share of the allowed error, "equal", "WRONG", "raised" or "not run"."""
     if not worst.agrees:
-        return "WRONG"
+        return "not run" if worst.output.startswith("not run") else "raised" if raised(worst) else "WRONG"
     return f"{worst.share:.2f}" if worst.allowed > 0 else "equal"
 
 

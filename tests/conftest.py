@@ -109,6 +109,10 @@ BY_PARAMETER = {"trainers/test_trl_processes.py"}
 TOGETHER = {f"verl/test_verl_{name}.py": "Ray" for name in ("entropy", "sampling_masks", "trainer")}
 
 
+# Where workers are many and the time is short, as on a GPU: a free worker takes the next test of any file.
+SPREAD = os.environ.get("D3S_TEST_SPREAD") == "1"
+
+
 def group_of(nodeid: str) -> str:
     """The group of a test. Tests of a group run on one worker, one after the other."""
     name = nodeid.partition("::")[0].removeprefix("tests/")
@@ -119,12 +123,15 @@ def group_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)  # where there is pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadScheduling, LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
         _split_scope = staticmethod(group_of)
 
     config.option.loadscopereorder = False  # the order set below
+    if SPREAD:  # in that order, one by one; and Groups fails where two workers are replaced at the same time
+        config.option.maxschedchunk = 1
+        return LoadScheduling(config, log)
     return Groups(config, log)
 
 
@@ -156,7 +163,8 @@ def is_left(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    node.config.stash[LEFT] = node.workeroutput.get("left", 0)  # every worker collects all
+    if output := getattr(node, "workeroutput", None):  # not of a worker that crashed
+        node.config.stash[LEFT] = output.get("left", 0)  # every worker collects all
 
 
 class Layers:
@@ -167,6 +175,10 @@ class Layers:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if SPREAD and report.failed and terminal:  # at once: the run may be killed before its end
+            terminal.ensure_newline()
+            terminal.write_line(f"FAILED {report.nodeid}")
+            terminal.write_line(report.longreprtext)
         for name, passed in report.user_properties if report.when == "call" and terminal else ():
             if name == "layer":
                 terminal.ensure_newline()

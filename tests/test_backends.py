@@ -15,7 +15,7 @@ from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels import __main__ as report
-from d3s_kernels import _torch
+from d3s_kernels import _selfcheck, _torch
 from d3s_kernels._dispatch import backends, libraries
 
 here = pytest.mark.skipif(backends.forced_backend is not None, reason="a back-end is forced")
@@ -224,6 +224,27 @@ def test_the_report_of_what_does_not_run(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setitem(_torch.KERNELS, "compact", broken)
     assert report.main() == 0
-    assert "torch: does not run here: OSError: no C compiler" in capsys.readouterr().out
+    said = "torch: compact does not run here: OSError of Draw(0, most=40): no C compiler"
+    assert said in capsys.readouterr().out
     monkeypatch.setattr(backends, "serving", lambda device: {"cpu", "torch"})
     assert report.main() == 1
+
+
+def test_after_a_fault_of_the_device_the_report_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No op is called after the one that failed, and all before it are in the report."""
+
+    def faulty(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+
+    monkeypatch.setitem(_torch.KERNELS, "group_advantages", faulty)
+    monkeypatch.setattr(_selfcheck, "_works", lambda device: False)
+    monkeypatch.setattr(backends, "runnable", lambda device: ("torch",) if device == "cpu" else ())
+    monkeypatch.setattr(backends, "serving", lambda device: {"torch"})
+    assert report.main() == 1
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
+    assert lines["topk_mask"] == "equal"
+    said = "raised RuntimeError of Draw(0, most=40): CUDA error: an illegal memory access was encountered"
+    assert lines["group_advantages"] == said
+    assert lines["max_variance_select"] == "not run: the device failed at group_advantages"

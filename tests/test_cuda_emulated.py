@@ -18,6 +18,9 @@ from helpers import EVERYTHING, build_folder, layer, ratio_results, slow
 
 import d3s_kernels
 
+sys.path.append(str(Path(__file__).parent / "cuda"))
+from suites import GROUPS
+
 TESTS = Path(__file__).parent
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 CMAKE = shutil.which("cmake", path=TOOLS)
@@ -27,14 +30,8 @@ pytestmark = pytest.mark.skipif(CMAKE is None or CXX is None, reason="needs cmak
 
 # Schemas, fakes and torch.compile: independent of the back-end, and most of the time is spent in compilers.
 ABOVE_THE_KERNELS = ("test_registration.py", "test_compiled_losses.py")
-# The tests of the ops run on the emulated kernels too, except tests of code that does not depend on the kernels.
-SUITES = (
-    ("test_table.py", "test_logprob_entropy.py", "test_sampling_masks.py", "test_compact.py", "test_faults.py"),
-    ("test_group_advantages.py", "test_topk_mask.py", "test_errors.py", "test_weight_grad_into.py"),
-    ("test_max_variance.py", "test_select_rollouts.py", "test_select_tokens.py", "test_invariance.py"),
-    ("test_head.py", "test_ratios.py", "test_topk_steps.py", "test_softmax_state.py", *ABOVE_THE_KERNELS),
-    ("test_sampling_masks_head.py",),
-)
+# The tests of the ops run on the emulated kernels too.
+SUITES = (*GROUPS[:-2], (*GROUPS[-2], *ABOVE_THE_KERNELS), GROUPS[-1])
 # Left to `make test-all`: tests that take 40 s here, whose kernels are also in cuda_shim/kernels.py and the table; and
 # checks of arguments, which are the same code for every back-end.
 LEFT_OUT = ("test_sampling_masks_head.py", "test_errors.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from d3s_kernels._dispatch.libraries import registered
 from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
 from d3s_kernels._table import samples
 from d3s_kernels._table.coverage import replaced, require_all, served_by
-from d3s_kernels._table.draw import Draw
+from d3s_kernels._table.draw import ROOM, Draw
 from d3s_kernels._table.outcomes import written_arguments
 from d3s_kernels._table.table import FUNCTIONS, OPS, Row
 from d3s_kernels.compare import compare_here
@@ -98,6 +99,12 @@ def test_the_gpu_tests_call_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(isinstance(result, Tensor) for result in every_op.call(name, torch.device("cpu"))())
         ran.add(name.split()[0])
     require_all("tests/cuda/every_op.py", ran & set(OPS), served_by("kernels", "composed"))
+
+
+def test_the_suites_for_a_gpu_are_there() -> None:
+    suites = runpy.run_path(str(ROOT / "tests" / "cuda" / "suites.py"))["SUITES"]
+    require_all("tests/cuda/suites.py", suites, backends.BACKENDS)
+    assert all((ROOT / path).exists() for paths in suites.values() for path in paths)
 
 
 def test_every_public_function_of_the_reference_is_in_the_table() -> None:
@@ -180,3 +187,14 @@ def test_a_draw_is_the_same_again(op: str) -> None:
     simplest = OPS[op].draw(Draw(choices=()))
     found = compare_here(OPS[op], getattr(torch.ops.d3s_kernels, op).default, simplest, simplest, "cpu")
     assert all(difference.agrees for difference in found)
+
+
+@pytest.mark.parametrize("op", OWN)
+def test_no_draw_is_larger_than_eight_of_the_longest_rows(op: str) -> None:
+    """Otherwise a draw with long rows takes seconds and gigabytes, where the time on a GPU is counted."""
+    for most, seeds in ((40, 20), (5000, 2), (50_000, 1)):
+        for seed in range(seeds):
+            for name, part in OPS[op].draw(Draw(seed, most=most)).items():
+                if isinstance(part, Tensor):
+                    held = min(part.numel(), part.untyped_storage().nbytes() // part.element_size())
+                    assert held <= max(8 * most, ROOM), f"Draw({seed}, most={most}): {name} is {list(part.shape)}"

@@ -17,6 +17,8 @@ from torch import Tensor
 _Any = TypeVar("_Any")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ROOM = 1 << 16  # elements that a tensor may always have, however short rows and segments are
+MOST_ROWS = 4096  # rows of logits with their spans, each of which takes Python some 50 us
 # Few different numbers, so that most segments have ties; and values that are not finite.
 REPEATED = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0)
 SPECIAL = (math.inf, -math.inf, math.nan)
@@ -82,6 +84,10 @@ class Draw:
 
     # ---- shapes -----------------------------------------------------------------------------------------------------
 
+    def room(self, elements: int) -> int:
+        """How many times that many elements fit into one tensor."""
+        return max(1, max(8 * self.most, ROOM) // max(1, elements))
+
     def rows(self, columns: int, least_dims: int = 0) -> tuple[int, ...]:
         """The leading dimensions of rows with ``columns`` elements: none, one or two, with a limit on all elements."""
         most = max(1, 8 * self.most // max(1, columns))
@@ -91,9 +97,16 @@ class Draw:
         first = self.length(0 if self.rarely() else 1, most)
         return (first,) if dims == 1 else (first, self.integer(1, max(1, most // max(1, first))))
 
-    def offsets(self) -> Tensor:
-        """The offsets of up to six ragged segments, some of them empty."""
-        lengths = [self.length() for _ in range(self.integer(0, 6))]
+    def wide(self, columns: int) -> int:
+        """The same number of columns, or more where so few would allow more than MOST_ROWS rows."""
+        return max(columns, 8 * self.most // MOST_ROWS)
+
+    def offsets(self, columns: int = 1) -> Tensor:
+        """The offsets of up to six ragged segments, some of them empty, of rows with ``columns`` elements."""
+        lengths, left = [], max(1, 8 * self.most // max(1, columns))
+        for _ in range(self.integer(0, 6)):
+            lengths.append(self.length(0, left))
+            left -= lengths[-1]
         dtype = self.choice((torch.int64, torch.int32))
         return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
 
@@ -149,7 +162,7 @@ class Draw:
 
     def logits(self, columns: int, least_dims: int = 0) -> Tensor:
         """Rows like those of a model: spread out, some with one token far above the rest, some far from 0."""
-        generator, shape = self.generator(), (*self.rows(columns, least_dims), columns)
+        generator, shape = self.generator(), (*self.rows(self.wide(columns), least_dims), columns)
         logits = torch.randn(shape, generator=generator) * self.choice((3.0, 0.1, 30.0))
         flat = logits.view(-1, columns)
         if columns > 0 and self.flag():

@@ -16,6 +16,7 @@ from .draw import FLOATS, Draw
 
 Arguments = dict[str, Any]
 RATIOS = (0.3, 1.0, 0.1, 0.07, 1e-6, 0.999)
+_COUNTS = 2048  # of each segment, by digit
 _DIGITS = (((24, 8), (16, 8), (8, 8), (0, 8)), ((21, 11), (10, 11), (0, 10)))
 
 
@@ -119,8 +120,10 @@ def softmax_state_finish(draw: Draw) -> Arguments:
 
 def head(draw: Draw) -> Arguments:
     """A head whose logits have a deviation of about 3, like a language model's."""
-    width, vocabulary = draw.length(1, 16), draw.length(1)
-    rows, dtype, generator = draw.rows(vocabulary), draw.choice((torch.float32, torch.bfloat16)), draw.generator()
+    width = draw.length(1, 16)
+    vocabulary = draw.length(1, draw.room(width))
+    rows = draw.rows(draw.wide(max(width, vocabulary)))
+    dtype, generator = draw.choice((torch.float32, torch.bfloat16)), draw.generator()
 
     def normal(*shape: int, deviation: float = 1.0) -> Tensor:
         return draw.laid_out((torch.randn(shape, generator=generator) * deviation).to(dtype), turned=False)
@@ -175,7 +178,8 @@ def of_one_rank(drawn: Callable[[Draw], Arguments]) -> Callable[[Draw], Argument
 
 def _kept(draw: Draw) -> Arguments:
     """The head of a few rows with a sampling mask."""
-    width, vocabulary, rows = draw.length(1, 70), draw.length(1), draw.length(0, 12)
+    width = draw.length(1, 70)
+    vocabulary, rows = draw.length(1, draw.room(width)), draw.length(0, 12)
     generator, dtype = draw.generator(), draw.choice(FLOATS)
 
     def normal(*shape: int, deviation: float = 1.0) -> Tensor:
@@ -243,7 +247,8 @@ def kept_logits_backward(draw: Draw) -> Arguments:
 
 def _kept_gradient(draw: Draw) -> Arguments:
     """Hidden states and a weight; and places, some of which have no gradient: of all rows, and then of their labels."""
-    width, vocabulary = draw.length(1), draw.length(1)
+    width = draw.length(1)
+    vocabulary = draw.length(1, draw.room(width))
     counts = torch.tensor([draw.length(0, 9) for _ in range(draw.length(1, 12))])
     generator, dtype = draw.generator(), draw.choice(FLOATS)
     every = torch.arange(len(counts))
@@ -293,7 +298,9 @@ def kept_weight_grad(draw: Draw) -> Arguments:
 
 
 def wide_product(draw: Draw) -> Arguments:
-    rows, columns, width = draw.length(), draw.length(), draw.length(0, 40)
+    width = draw.length(0, 40)
+    rows = draw.length(0, draw.room(width))
+    columns = draw.length(0, draw.room(max(rows, width)))
     generator = draw.generator()
     hidden, weight = (torch.randn(n, width, generator=generator).bfloat16() for n in (rows, columns))
     return {"hidden": hidden, "weight": weight, "out": torch.full((rows, columns), math.nan)}
@@ -354,7 +361,7 @@ def token_rules(draw: Draw, rule: str | None = None) -> Arguments:
 def select_tokens_from_logits(draw: Draw) -> Arguments:
     vocabulary = draw.length(1)
     if draw.flag():
-        offsets: Tensor | None = draw.offsets()
+        offsets: Tensor | None = draw.offsets(draw.wide(vocabulary))
         assert offsets is not None
         logits = draw.values((int(offsets[-1]), vocabulary), special=(-math.inf,), turned=False)
     else:
@@ -392,7 +399,10 @@ def _keys(draw: Draw) -> tuple[Arguments, Arguments]:
     """Keys with their offsets, and how many are kept."""
     given = topk_order_keys(draw)
     quota = draw.choice((_ratio(draw), draw.number_or_tensor(draw.length(1), "k", (torch.int64, torch.int32))))
-    return {"keys": meaning.topk_order_keys(**given).contiguous(), "offsets": given["offsets"]}, quota
+    keys = meaning.topk_order_keys(**given).contiguous()
+    if keys.dim() > 1 and keys[..., :1].numel() > draw.room(_COUNTS):
+        keys = keys.flatten(0, -2)[: draw.room(_COUNTS)]
+    return {"keys": keys, "offsets": given["offsets"]}, quota
 
 
 def _searched(given: Arguments, quota: Arguments, digits: Sequence[tuple[int, int]]) -> Tensor:

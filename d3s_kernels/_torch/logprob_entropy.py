@@ -57,7 +57,8 @@ def logprob_entropy(
         results = _of_kept_tokens(SpanRows.of(spans, logits, targets, None, mask, kept_of), each)
     if mask is not None:
         results.masked_fill_(~mask.reshape(-1), 0)
-    logprob, entropy, top, log_sum = (result.view(shape) for result in results)
+    # Copies: an op's results must not share their memory.
+    logprob, entropy, top, log_sum = (result.clone().view(shape) for result in results)
     return logprob, entropy, top, log_sum
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,14 +17,30 @@ from d3s_kernels._across_ranks.equal_rows import most_varied
 from d3s_kernels._selection import rules
 from d3s_kernels._table.coverage import served_by
 from d3s_kernels._table.draw import Draw
-from d3s_kernels._table.outcomes import called
+from d3s_kernels._table.outcomes import written_arguments
 from d3s_kernels._table.table import OPS
 from d3s_kernels.compare import moved
 
-GPU = torch.device("cuda")
+GPU = torch.device(os.environ.get("D3S_TEST_DEVICE", "cuda"))
 DRAWS = 3  # of each op's arguments
 MOST = 5000  # the length of a row or a segment: several blocks
 Call = Callable[[], tuple[Tensor, ...]]
+
+
+def size(on_gpu: int, on_cpu: int) -> int:
+    return on_gpu if GPU.type == "cuda" else on_cpu
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """What waits for the GPU raises."""
+    if GPU.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if GPU.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def logits_like_a_models(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -61,11 +79,16 @@ def arguments_of(op: str, seed: int, device: torch.device) -> dict[str, Any]:
 
 
 def run(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The op's results and the tensors it writes. It runs on copies, so the arguments stay unchanged."""
+    """The op's results and the tensors it writes. It runs on copies, so the arguments stay unchanged. Nothing is seeded
+    here: a graph that is being captured allows only the generator that it has.
+    """
     fresh = {name: part.clone() if isinstance(part, Tensor) else part for name, part in arguments.items()}
-    results = called(getattr(torch.ops.d3s_kernels, op).default, fresh).results
+    call = getattr(torch.ops.d3s_kernels, op).default
+    found = call(**fresh)
+    results = (found,) if isinstance(found, Tensor) else found or ()
     # A gradient that was not requested is empty, or none.
-    return tuple(result for result in results if result is not None and result.numel() > 0)
+    every = (*(fresh.get(name) for name in written_arguments(call)), *results)
+    return tuple(result for result in every if result is not None and result.numel() > 0)
 
 
 def names() -> list[str]:
@@ -106,6 +129,8 @@ MADE_OF_OPS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
         for rule, row in rules.TOKENS.items()
         if not row.draws and rule != "entropy_quantile"
     },
-    "rollouts, equal rows": lambda rewards: (most_varied(rewards.view(8, 64), torch.full((), 192).to(rewards.device)),),
+    "rollouts, equal rows": lambda rewards: (
+        most_varied(rewards.view(8, 64), torch.full((), 192, device=rewards.device)),
+    ),
     "top-K, among ranks": _among_ranks,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from every_op import GPU
+from every_op import GPU, size
 
 from d3s_kernels._table.coverage import served_by
 from d3s_kernels._table.draw import Draw
@@ -12,7 +12,7 @@ from d3s_kernels._table.table import OPS
 from d3s_kernels.compare import compare_here, moved
 
 # Draws, by the largest length of a row or a segment: one block, several blocks, and more than a block's memory holds.
-SIZES = {40: 20, 5000: 5, 100_000: 1}
+SIZES = {40: size(20, 4), 5000: size(5, 1), 100_000: size(1, 0)}
 
 
 @pytest.mark.parametrize("op", sorted(served_by("kernels", "composed")))

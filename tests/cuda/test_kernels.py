@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from every_op import GPU, call, logits_like_a_models, names
+from every_op import GPU, call, logits_like_a_models, names, nothing_waits, size
 from helpers import (
     assert_entropy,
     assert_gradient,
@@ -21,39 +21,38 @@ from torch import Tensor
 import d3s_kernels as d3s
 from d3s_kernels import reference
 
-VOCABULARY = 151_936
+VOCABULARY = size(151_936, 1000)
+MILLIONS = size(4 << 20, 1 << 16)
 
 pytestmark = pytest.mark.usefixtures("backend")
-
-
-@pytest.fixture
-def no_synchronisation() -> Iterator[Callable[[], None]]:
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
+on_one_back_end = pytest.mark.parametrize("backend", ["cuda"], indirect=True)  # torch.compile takes half a minute
 
 
 @pytest.mark.parametrize("name", names())
 def test_the_same_bits_every_time(name: str) -> None:
     run = call(name)
     first = [tensor.clone() for tensor in run()]
-    for _ in range(20):
+    for _ in range(size(20, 1)):
         for again, expected in zip(run(), first, strict=True):
             assert_same_bits(again, expected)
 
 
+@pytest.mark.on_gpu_only
 @pytest.mark.parametrize("name", names())
-def test_nothing_waits_for_the_gpu(name: str, no_synchronisation: Callable[[], None]) -> None:
+def test_nothing_waits_for_the_gpu(name: str) -> None:
     run = call(name)
     run()
-    no_synchronisation()
-    run()
+    with nothing_waits():
+        run()
 
 
+@pytest.mark.on_gpu_only
 @pytest.mark.parametrize("name", names())
 def test_in_a_graph(name: str) -> None:
     run = call(name)
     expected = [tensor.clone() for tensor in run()]
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):  # also on a stream other than the default one
         run()
     stream.synchronize()
@@ -67,6 +66,7 @@ def test_in_a_graph(name: str) -> None:
         assert_same_bits(ours, theirs)
 
 
+@pytest.mark.on_gpu_only
 def test_on_the_current_stream() -> None:
     """An op runs after the work that is already queued on the current stream, without a device synchronisation."""
     stream = torch.cuda.Stream()
@@ -81,7 +81,7 @@ def test_on_the_current_stream() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [1, 100, 2000])
+@pytest.mark.parametrize("rows", [1, 100, size(2000, 300)])
 def test_full_vocabulary(rows: int, dtype: torch.dtype) -> None:
     logits = logits_like_a_models(rows, VOCABULARY, dtype=dtype).requires_grad_()
     labels = random_labels(rows, vocabulary=VOCABULARY).to(GPU)
@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"], indirect=True)  # plain PyTorch works on blocks of rows
 def test_more_than_2_to_the_31_elements() -> None:
-    logits = torch.zeros(16_000, VOCABULARY, device=GPU, dtype=torch.bfloat16)
+    logits = torch.zeros(size(16_000, 16), VOCABULARY, device=GPU, dtype=torch.bfloat16)
     logits[-1] = logits_like_a_models(VOCABULARY)
     entropy = d3s.entropy(logits)
     assert_entropy(entropy[-1:], reference.entropy(logits[-1:]))
@@ -117,7 +117,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 def test_topk_of_a_batch_of_millions() -> None:
-    scores = torch.randint(0, 100_000, (4 << 20,), device=GPU).float()
+    scores = torch.randint(0, 100_000, (MILLIONS,), device=GPU).float()
     for ratio in (0.05, 0.1, 0.2):
         mask = d3s.topk_mask(scores, ratio)
         order = scores.sort(descending=True, stable=True).indices
@@ -126,23 +126,25 @@ def test_topk_of_a_batch_of_millions() -> None:
 
 
 def test_max_variance_of_a_pool() -> None:
-    for n in (65_536, 1 << 20):
+    for n in (65_536, size(1 << 20, 70_000)):
         values = torch.randint(0, 50, (n,)).float()
         ours = d3s.max_variance_select(values.to(GPU), n // 4)
         assert_identical(ours.cpu(), reference.max_variance_select(values, n // 4))
 
 
 def test_ratios_have_the_bits_of_the_cpu() -> None:
-    for here, there in zip(ratio_results("cpu"), ratio_results("cuda"), strict=True):
+    for here, there in zip(ratio_results("cpu"), ratio_results(GPU.type), strict=True):
         assert_same_bits(there, here)
 
 
 def test_half_precision_heads() -> None:
-    hidden, weight = torch.randn(500, 256, device=GPU).bfloat16(), torch.randn(50_000, 256, device=GPU).bfloat16() / 8
-    labels = random_labels(500, vocabulary=50_000).to(GPU)
+    rows, vocabulary = size(500, 50), size(50_000, 5000)
+    hidden = torch.randn(rows, 256, device=GPU).bfloat16()
+    weight = torch.randn(vocabulary, 256, device=GPU).bfloat16() / 8
+    labels = random_labels(rows, vocabulary=vocabulary).to(GPU)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    ours = d3s.linear_logprob_entropy(*leaves, labels, workspace_bytes=40_000_000)
+    ours = d3s.linear_logprob_entropy(*leaves, labels, workspace_bytes=size(40_000_000, 400_000))
     theirs = reference.linear_logprob_entropy(*exact, labels)
     torch.testing.assert_close(ours[0], theirs[0].float(), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(ours[1], theirs[1].float(), atol=1e-4, rtol=1e-5)
@@ -183,12 +185,16 @@ def assert_same_gradient(compiled: Callable[..., Tensor], logits: Tensor, *rest:
     torch.testing.assert_close(ours, eager)
 
 
+@pytest.mark.on_gpu_only
+@on_one_back_end
 def test_compiled_in_one_graph() -> None:
     compiled = torch.compile(kept_loss, fullgraph=True, dynamic=True)
     for tokens in (16, 32, 48):
         assert_same_gradient(compiled, *arguments_of_a_step(tokens, 0.2))
 
 
+@pytest.mark.on_gpu_only
+@on_one_back_end
 def test_compiled_into_cuda_graphs() -> None:
     """Forward and backward are each recorded as a CUDA graph and replayed on changing numbers; none is skipped."""
     # Imported here: without a GPU, each run of the tests would wait seconds for torch's compiler.

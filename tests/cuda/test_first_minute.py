@@ -1,0 +1,305 @@
+"""The ten tests to run first on a GPU. Each says what a failure would mean. They take the back-end that serves the GPU;
+tests/cuda/sanitized.py runs the seventh under racecheck.
+
+D3S_TEST_DEVICE=cpu pytest tests/cuda/test_first_minute.py compares the CPU's kernels with themselves, and shows that
+the tests run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from every_op import GPU, logits_like_a_models, nothing_waits, size
+from helpers import assert_same_bits
+from torch import Tensor
+
+import d3s_kernels as d3s
+from d3s_kernels import reference
+from d3s_kernels._dispatch import backends, faults
+
+OP = torch.ops.d3s_kernels
+ROOT = Path(__file__).parents[2]
+OTHER = "triton" if GPU.type == "cuda" else "torch"
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("D3S_KERNELS_CHECK", raising=False)
+
+
+FIRST_IN_A_GRAPH = """
+import sys
+from contextlib import nullcontext
+import torch
+import d3s_kernels as d3s
+
+device = sys.argv[1]
+scores = torch.randn(30_000, device=device)
+values = torch.randint(0, 50, (65_536,), device=device).float()
+capture, replay = nullcontext(), lambda: None
+if device == "cuda":
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    capture, replay = torch.cuda.graph(graph, stream=torch.cuda.Stream()), graph.replay
+with capture:
+    captured = d3s.topk_mask(scores, 0.1), d3s.max_variance_select(values, 1000)
+for _ in range(2):
+    if device == "cuda":
+        for mask in captured:
+            mask.zero_()
+    replay()
+    eager = d3s.topk_mask(scores, 0.1), d3s.max_variance_select(values, 1000)
+    for name, ours, theirs in zip(("topk_mask", "max_variance_select"), captured, eager):
+        assert torch.equal(ours, theirs), f"{name}: {int((ours != theirs).sum())} places differ"
+print("the same")
+"""
+
+
+def test_01_the_first_op_of_a_process_is_captured() -> None:
+    """A failure: kernels that are loaded late, `cudaFuncSetAttribute`, `cudaHostAlloc` or CUB break a capture."""
+    environment = {name: value for name, value in os.environ.items() if name != "D3S_KERNELS_BACKEND"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", FIRST_IN_A_GRAPH, GPU.type]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment, check=False)
+    assert done.stdout.endswith("the same\n"), done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("max_rows", [None, 40, 64, 100])
+def test_02_the_head_waits_for_nothing(max_rows: int | None, masked: bool) -> None:
+    """A failure: with a sampling mask, a bound on rows takes the host to the device or back, and breaks a graph."""
+    generator = torch.Generator().manual_seed(2)
+    spans = [torch.randperm(1000, generator=generator)[: 2 + row % 40] for row in range(64)]
+    kept = d3s.SamplingMask.from_lists([span.tolist() for span in spans])
+    kept = d3s.SamplingMask(kept.token_ids.to(GPU), kept.offsets.to(GPU))
+    labels = torch.stack([span[0] for span in spans]).to(GPU)
+    hidden, weight = (torch.randn(n, 64, generator=generator).to(GPU).requires_grad_() for n in (64, 1000))
+    counted = torch.ones(64, dtype=torch.bool, device=GPU) if masked else None
+    ones = torch.ones(64, device=GPU)
+
+    def both_ways() -> tuple[Tensor, ...]:
+        given = {"sampling_mask": kept, "mask": counted, "max_rows": max_rows, "max_grad_rows": 64}
+        found = d3s.linear_logprob_entropy(hidden, weight, labels, max_dense_rows=0, **given)
+        return *(part.detach() for part in found), *torch.autograd.grad(found, (hidden, weight), (ones, ones))
+
+    first = both_ways()
+    with nothing_waits():
+        again = both_ways()
+    for ours, before in zip(again, first, strict=True):
+        assert_same_bits(ours, before)
+    exact = reference.linear_logprob_entropy(
+        hidden.detach().double().cpu(), weight.detach().double().cpu(), labels.cpu(),
+        sampling_mask=d3s.SamplingMask(kept.token_ids.cpu(), kept.offsets.cpu()),
+    )  # fmt: skip
+    exceeded = max_rows == 40  # of 64
+    for ours, theirs in zip(again, exact, strict=False):
+        assert ours.isnan().all() if exceeded else torch.allclose(ours.cpu().double(), theirs, atol=1e-4)
+
+
+def scores_of_a_kind(kind: str, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randn(shape, generator=generator)
+    return {
+        "random": lambda: drawn,
+        "all equal": lambda: torch.full(shape, 0.7),
+        "denormal": lambda: drawn * 1e-40,
+        "NaN": lambda: drawn.masked_fill(torch.rand(shape, generator=generator) < 0.4, torch.nan),
+        "both zeros": lambda: torch.where(drawn > 0.5, 0.0, -0.0),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["random", "all equal", "denormal", "NaN", "both zeros"])
+@pytest.mark.parametrize("length", [2048, 8192, 8193, 55_984, 55_985])
+def test_03_top_k_has_the_bits_of_the_cpu_every_time(length: int, kind: str) -> None:
+    """A failure at one length: the limit of shared memory is elsewhere. Bits that change: a race. A kind: its keys."""
+    advantages = torch.tensor([0.5, -2.0, 1.0])
+    for shift in (0, 1):  # a slice from 1 is misaligned
+        scores = scores_of_a_kind(kind, 3 * length + shift)[shift:].view(3, length)
+        moved = scores_of_a_kind(kind, 3 * length + shift).to(GPU)[shift:].view(3, length)
+
+        def both(scores: Tensor) -> tuple[Tensor, ...]:
+            given = advantages.to(scores.device)
+            chosen = d3s.select_tokens(scores, given, 0.2, scope="sequence", drop_zeros=True)
+            return d3s.topk_mask(scores, 0.1), chosen.mask, chosen.count, chosen.threshold
+
+        expected = both(scores)
+        there = [part.to(GPU) for part in expected]
+        different = torch.zeros(4, dtype=torch.int64, device=GPU)  # looked at once, so that calls follow each other
+        for _ in range(size(50, 2)):
+            for place, (ours, theirs) in enumerate(zip(both(moved), there, strict=True)):
+                different[place] += (ours != theirs).sum()
+        assert different.tolist() == [0] * 4, f"topk_mask, mask, count, threshold differ in {different.tolist()} places"
+
+
+@pytest.mark.parametrize("kind", ["close", "16 values", "all equal"])
+@pytest.mark.parametrize("segments", [1, 512])
+def test_04_ties_across_pieces(segments: int, kind: str) -> None:
+    """A failure: the order of ties between pieces, or the last block of a segment sees counts too early."""
+    n, generator = size(4 << 20, 1 << 16), torch.Generator().manual_seed(4)
+    drawn = torch.rand(n, generator=generator)
+    scores = {"close": 1 + drawn / 4, "16 values": (drawn * 16).floor(), "all equal": torch.ones(n)}[kind].to(GPU)
+    cuts = torch.randint(n + 1, (segments - 1,), generator=generator).sort().values
+    offsets = torch.tensor([0, *cuts.tolist(), n], device=GPU)
+    lengths = offsets.diff()
+    order = scores.sort(descending=True, stable=True).indices
+    of = torch.arange(segments, device=GPU).repeat_interleave(lengths)
+    order = order[of[order].sort(stable=True).indices]  # by segment, and there from the highest
+    kept = torch.arange(n, device=GPU) - offsets[of] < (lengths[of] + 7) // 8
+    expected = torch.zeros(n, dtype=torch.bool, device=GPU)
+    expected[order[kept]] = True
+    for _ in range(size(20, 1)):
+        found = d3s.topk_mask(scores, 0.125) if segments == 1 else d3s.topk_mask(scores, 0.125, offsets=offsets)
+        assert torch.equal(found, expected), f"{int((found != expected).sum())} places differ"
+
+
+def test_05_a_row_has_the_same_bits_in_any_batch() -> None:
+    """A failure: the order of a row's sum depends on the number of rows, or on where the row starts in memory."""
+    rows, vocabulary = size(3000, 60), size(151_936, 9000)
+    logits, labels = logits_like_a_models(rows, vocabulary), torch.arange(rows, device=GPU) * 37 % vocabulary
+    everything = d3s.logprob_entropy(logits, labels)
+    apart = [slice(0, 1), slice(rows // 2, rows // 2 + 1), slice(7, 30), slice(rows // 3, rows)]
+    for part in apart:
+        for ours, whole in zip(d3s.logprob_entropy(logits[part], labels[part]), everything, strict=True):
+            assert_same_bits(ours, whole[part])
+    room = torch.empty(rows * vocabulary + 1, dtype=logits.dtype, device=GPU)
+    shifted = room[1:].view(rows, vocabulary).copy_(logits)
+    for ours, whole in zip(d3s.logprob_entropy(shifted, labels), everything, strict=True):
+        assert_same_bits(ours, whole)
+
+
+def test_06_the_entropy_of_one_logit_above_equal_others(record_property: Callable) -> None:
+    """Some 2e-6 nats are expected. Above 1e-5: `ex2.approx` is biased; the emulation's exponential is exact."""
+    vocabulary, worst = size(50_257, 1001), 0.0
+    for distance in torch.linspace(0.01, 40, size(4000, 400), device=GPU).split(500):
+        logits = -distance.unsqueeze(1).repeat(1, vocabulary)
+        logits[:, 77] = 0
+        d = distance.double()
+        others = (vocabulary - 1) * (-d).exp()
+        exact = (1 + others).log() + others * d / (1 + others)
+        worst = max(worst, float((d3s.entropy(logits).double() - exact).abs().max()))
+    record_property("layer", f"entropy of one logit above equal others: at most {worst:.2g} nats from float64")
+    assert worst <= 1e-5
+
+
+def narrow_and_wide(rows: int, columns: int = 20_803, padded: int = 20_864) -> tuple[Tensor, Tensor]:
+    """The gradient in bfloat16 over its own float32 logits, and the float32 gradient rounded."""
+    room = torch.zeros(rows, padded, device=GPU)
+    logits = room[:, :columns]
+    logits.copy_(logits_like_a_models(rows, columns, dtype=torch.float32))
+    labels = torch.tensor([0, 1, 4095, 4096, columns - 1], device=GPU).repeat(-(-rows // 5))[:rows]
+    _, *found = OP.logprob_entropy(logits, labels)
+    given = torch.linspace(-1, 1, rows, device=GPU), torch.linspace(1, 2, rows, device=GPU)
+    narrow, wide = room.clone(), room.clone()
+    OP.logprob_entropy_backward_(*given, wide[:, :columns], labels, *found, 0)
+    OP.logprob_entropy_backward_(*given, narrow[:, :columns], labels, *found, 0, grad_dtype=torch.bfloat16)
+    return narrow.view(torch.bfloat16)[:, :columns], wide[:, :columns].bfloat16()
+
+
+@pytest.mark.parametrize("rows", [5, size(2000, 10)])
+def test_07_a_narrow_gradient_over_its_own_logits(rows: int) -> None:
+    """A failure: a gradient in half precision overtakes the read of the logits that it lies over."""
+    for _ in range(size(10, 1)):
+        narrow, wide = narrow_and_wide(rows)
+        assert_same_bits(narrow, wide)
+
+
+def timed(what: str, call: Callable[[], object]) -> tuple[str, str]:
+    """For record_property, which prints it: how long a call takes by the GPU's own clock."""
+    times = []
+    for _ in range(size(5, 0)):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(1000 * begin.elapsed_time(end))
+    return "layer", f"{what}: {min(times, default=0):.1f} us, the first time {max(times, default=0):.1f} us"
+
+
+@pytest.mark.parametrize("run", [1, 512, 513, size(5000, 600)])
+def test_08_sums_of_runs_of_any_length(run: int, record_property: Callable) -> None:
+    """A failure at 513 and above: what blocks that share a run add up. The times say whether B.3 and B.4 were mended:
+    stores of 128 bits, and runs of one without padding.
+    """
+    width, places = size(896, 64), max(run, size(64_000, 600) // run * run)
+    generator = torch.Generator().manual_seed(8)
+    matrix = torch.randn(places // run, width, generator=generator).to(GPU, torch.bfloat16)
+    other = torch.randn(1000, width, generator=generator).to(GPU, torch.bfloat16)
+    grad = torch.randn(places, generator=generator).to(GPU)
+    runs = torch.arange(places // run, device=GPU).repeat_interleave(run).int()
+    each = torch.randint(1000, (places,), generator=generator).int().to(GPU)
+    mixed = torch.randperm(places, generator=generator).to(GPU)  # a token's places lie anywhere
+    terms = grad.double().unsqueeze(1) * other[each.long()].double()
+    exact = torch.zeros(matrix.shape, dtype=torch.float64, device=GPU).index_add_(0, runs.long(), terms)
+    limit = torch.zeros_like(exact).index_add_(0, runs.long(), terms.abs()) * 2**-20 + 1e-30
+
+    of_weight = torch.zeros(matrix.shape, device=GPU)
+    weight_arguments = grad[mixed], other, each[mixed], runs[mixed]
+    OP.kept_weight_grad_(*weight_arguments, of_weight)
+    assert ((of_weight - exact).abs() <= limit).all()
+
+    # The places of spans, and then one of each row's label, which has no gradient here.
+    none = torch.full((places // run,), -1, dtype=torch.int32, device=GPU)
+    offsets = torch.arange(0, places + 1, run, device=GPU)
+    of_labels = torch.zeros(places // run, device=GPU)
+    hidden_arguments = (
+        torch.cat([grad, of_labels]), other, torch.cat([runs, none]), torch.cat([each, none.clamp(min=0)]), offsets,
+        of_labels.bool(),
+    )  # fmt: skip
+    of_hidden = torch.zeros(matrix.shape, device=GPU)
+    OP.kept_hidden_grad_(*hidden_arguments, of_hidden)
+    assert ((of_hidden - exact).abs() <= limit).all()
+    shape = f"runs of {run}, {places} places of {width}"
+    record_property(*timed(f"kept_weight_grad_, {shape}", lambda: OP.kept_weight_grad_(*weight_arguments, of_weight)))
+    record_property(*timed(f"kept_hidden_grad_, {shape}", lambda: OP.kept_hidden_grad_(*hidden_arguments, of_hidden)))
+
+
+def test_09_compact_at_every_alignment() -> None:
+    """A failure: wide loads at the edges of a piece, or the sums of the pieces before it."""
+    n = size((4 << 20) + 5, (1 << 16) + 5)
+    room = torch.rand(n + 15, generator=torch.Generator().manual_seed(9)) < 0.1
+    for shift in range(16):
+        mask = room[shift : shift + n]
+        expected = d3s.compact(mask, n // 8)
+        for ours, theirs in zip(d3s.compact(room.to(GPU)[shift : shift + n], n // 8), expected, strict=True):
+            assert torch.equal(ours.cpu(), theirs), f"from {shift}"
+
+
+@pytest.mark.on_gpu_only
+def test_09_a_bad_ratio_is_told_once() -> None:
+    """A failure: what kernels note in host memory does not arrive there, or is told again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        d3s.synchronize_checks()
+    faults._told.clear()
+    assert not d3s.topk_mask(torch.rand(100, device=GPU), torch.zeros((), device=GPU)).any()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        d3s.synchronize_checks()
+        d3s.synchronize_checks()
+    assert len(told) == 1, [str(each.message) for each in told]
+    assert "topk_mask met, on a GPU, a ratio outside" in str(told[0].message)
+
+
+@pytest.mark.parametrize("length", [20_000, 131_072])
+def test_10_top_k_in_triton(length: int) -> None:
+    """A failure: `tl.histogram` with a mask, which only the interpreter has run; inputs go beyond its bins."""
+    for kind in ("random", "all equal", "NaN"):
+        scores = scores_of_a_kind(kind, 2 * length).view(2, length).to(GPU)
+        expected = d3s.topk_mask(scores, 0.1)
+        with backends.forced(OTHER):
+            assert torch.equal(d3s.topk_mask(scores, 0.1), expected), kind
+
+
+def test_10_the_narrow_gradient_in_triton() -> None:
+    """A failure: Triton puts the stores of a block before a barrier that all its loads have passed."""
+    with backends.forced(OTHER):
+        narrow, wide = narrow_and_wide(size(200, 5))
+    assert_same_bits(narrow, wide)
