@@ -109,9 +109,12 @@ test-binaries: $(VENV)/.library $(VENV)/.with-test+binaries  ## the machine code
 test-demo: setup $(VENV)/.with-demo  ## the demo, the experiment and the pictures of the methods, at full strength
 	D3S_TEST_ALL=1 $(BIN)/python $(PYTEST) $(OF_DEMO:%=tests/%)
 
+# Where there is what it takes; its own environment is downloaded once.
+REHEARSAL = $(if $(and $(HAS_GPU_PYTHON),$(shell command -v nvcc)),gpu-rehearsal)
+
 test-all: export D3S_TEST_ALL = 1
 test-all: setup $(VENV)/.with-bench  ## all tests at full strength, with TRL's and torch's oldest
-	@$(MAKE) --no-print-directory test test-binaries test-demo test-trl test-verl test-swift test-oldest
+	@$(MAKE) --no-print-directory test test-binaries test-demo test-trl test-verl test-swift test-oldest $(REHEARSAL)
 
 # The oldest TRL that the integration accepts. The newest TRL is in $(VENV), with the dependencies of both.
 OLDEST_TRL := 1.15.0
@@ -204,8 +207,28 @@ demo learn:
 	@echo 'It trains with what TRL brings, which needs Python 3.11 or newer, not 3.$(MINOR): make PYTHON=python3.11 VENV=.venv-3.11 $@'
 endif
 
-gpu:  ## all that needs an NVIDIA GPU, within nine minutes; STAGE=bench runs a part of it
-	$(PYTHON) tools/gpu.py
+gpu: library $(VENV)/.with-test $(VENV)/.with-bench  ## all that needs an NVIDIA GPU, within ten minutes; PART=a or b: some
+	$(BIN)/python tools/gpu.py $(or $(PART),all)
+
+# A GPU that is lent for minutes gets all that it needs in one folder, and the minutes are rehearsed here. The environment
+# is like that of the machine: its libraries are for CUDA 13, some 5 GB, downloaded once.
+GPU_ENV := build/gpu/env
+GPU_PYTHON ?= python3.12
+HAS_GPU_PYTHON := $(shell command -v $(GPU_PYTHON))
+GPU_PACKAGES := pytest pytest-xdist pytest-timeout pytest-benchmark hypothesis transformers==5.17.0 accelerate peft \
+  pyarrow pandas xxhash psutil rich cmake ninja pybind11
+$(GPU_ENV)/.set-up:
+	$(GPU_PYTHON) -m venv $(GPU_ENV)
+	$(GPU_ENV)/bin/pip install --no-compile -q torch==2.11.0 numpy==2.5.2
+	$(GPU_ENV)/bin/pip install --no-compile -q $(GPU_PACKAGES)
+	@touch $@
+
+.PHONY: gpu-bundle gpu-rehearsal
+gpu-bundle: $(GPU_ENV)/.set-up  ## what travels to a lent GPU, in build/gpu/bundle, and how to start there; GPU_PYTHON=...
+	$(GPU_ENV)/bin/python tools/gpu_bundle.py
+
+gpu-rehearsal: gpu-bundle  ## the minutes on a lent GPU, from what travels, on the CPU
+	$(GPU_ENV)/bin/python tools/gpu_bundle.py rehearse
 
 bench: library $(VENV)/.with-bench  ## all benchmarks: a table, and the result in benchmarks/results/
 	$(BIN)/python -m benchmarks

@@ -3,7 +3,13 @@
     python -m benchmarks                 all of it: the full sizes, some 22 minutes, files in benchmarks/results/
     python -m benchmarks --short         checks that every benchmark runs, on small inputs; writes nothing
     python -m benchmarks --only topk     some of it (pytest's -k); writes nothing
-    python -m benchmarks --device cuda   all of it on a GPU, with its own sizes and targets; some two minutes
+    python -m benchmarks --device cuda   all of it on a GPU, with its own sizes and targets; some three minutes
+    python -m benchmarks --rehearse      the same contests on the CPU, on small inputs: does each of them run?
+    python -m benchmarks --from FILE...  no measurement: the page of what these logs have
+
+On a GPU the contests that decide most come first, and contests.jsonl in the folder of the results gets each as it ends:
+whatever ends a run, the page can be made of what is in there. `--headlines` runs the first contests alone, `--resume`
+those that have not ended in that file; `--seconds` starts none after so long.
 
 A CPU that is disturbed is measured again, for up to four minutes more (quiet.py); a run that was disturbed nevertheless
 says so in its title. A missed target is not an error; a failed benchmark is.
@@ -12,101 +18,180 @@ says so in its title. A missed target is not an error; a failed benchmark is.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from datetime import date
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from . import machine, memory, quiet, report, timing
+import d3s_kernels as d3s
+
+from . import memory, quiet, report, timing
 from .harness import describe
 from .report import Line
 from .sizes import rollouts, sizes_for
 from .targets import AVX2_ENVIRONMENT, STEP_CONTEST, STEP_MEMORY, TARGETS, above_avx2, targets_of
-from .timing import Contenders
+from .timing import Contenders, Log
 
 HERE = Path(__file__).parent
 # torch then asks the system for pages of 2 MiB. In pages of 4 KiB fresh memory takes longer than what is done with it.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+POISONED = 70  # conftest.py's
+MOST_PROCESSES = 6  # of a run on a GPU: a new one where CUDA no longer works in the last
+GRACE = 3.0  # seconds in which an interrupted process may end
 
 
 def main() -> int:
     options = arguments()
     console = Console(width=None if sys.stdout.isatty() else 180)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not (options.rehearse or options.logs or torch.cuda.is_available()):
         console.print("[bold red]There is no CUDA device here.")
         return 1
-    facts = machine.describe(options.device)
-    if facts["load_before"] > 0.5:
-        console.print(f"[yellow]This machine is busy (load {facts['load_before']:.1f}): timings will not mean much.")
-    contests, failed = measure(options, above_avx2(facts["build_info"]))
-    whole = not options.short and not options.only
-    judged = report.lines(contests, targets_of(options.device, facts["build_info"]), short=options.short, whole=whole)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.logs:
+            log, failed = timing.read(*options.logs), False
+        else:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process would ignore it
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            log, failed = measure(options, log_file(options, Path(folder)))
+    if not log.contests:
+        console.print("[bold red]Nothing was measured.")
+        return 1
+    facts, on_gpu = log.facts, options.device == "cuda"
+    if not on_gpu and facts["load_before"] > 0.5:
+        console.print(f"[yellow]This machine was busy (load {facts['load_before']:.1f}): timings do not mean much.")
+    whole = on_gpu or (not options.short and not options.only)
+    targets = targets_of(options.device, facts["build_info"], facts.get("gpu", ""))
+    judged = report.lines(log.contests, targets, short=options.short, whole=whole)
     sizes = sizes_for(options.device, options.short)
-    peaks = peak_memory(options, contests)
+    peaks = peak_memory(options, log.contests)
     logits = describe(sizes.sequences, sizes.tokens, sizes.vocabulary, dtype=torch.bfloat16)
-    allowed = memory.allowed(sizes) if options.device == "cpu" else None
+    allowed = None if on_gpu else memory.allowed(sizes)
     judged += report.memory_line(memory.FORWARD, logits, peaks[memory.FORWARD], short=options.short, allowed=allowed)
     judged += report.memory_line(
         memory.STEP, rollouts(sizes), peaks[memory.STEP], short=options.short, share=STEP_MEMORY
     )
 
-    seen = watched(contests, facts["machine"])
+    seen = watched(log.contests, facts["machine"])
     title = title_of(options, seen)
-    caption = circumstances(facts, report.gigabytes_per_second(contests), seen)
-    console.print(report.table(title, caption, judged))
+    caption = circumstances(facts, log.contests, seen)
+    if on_gpu:
+        print(report.compact(caption, judged, log), flush=True)
+    else:
+        console.print(report.table(title, caption, judged))
     if failed:
         console.print("[bold red]A benchmark failed; see above.")
     # A GPU is available only for minutes, so its results are kept even if some benchmarks failed.
-    if whole and (not failed or (options.device == "cuda" and contests)):
-        facts["failed"] = failed
+    if on_gpu or (whole and not failed):
+        facts |= {"failed": log.failed, "missing_peers": {name: why for name, why in log.missing.items() if why}}
         facts["quiet"] = seen and seen.data()
-        console.print(f"Written to {write(options.out, facts, title, caption, judged, contests, peaks)}.{{json,md}}")
+        base = write(options.out, facts, title, caption, judged, log.contests, peaks)
+        console.print(f"Written to {base}.{{json,md}}")
     return int(failed)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="small inputs, under two minutes; writes nothing")
-    parser.add_argument("--only", metavar="EXPRESSION", help="some benchmarks (pytest's -k); writes nothing")
+    parser.add_argument("--only", metavar="EXPRESSION", help="some benchmarks (pytest's -k); on a CPU writes nothing")
     parser.add_argument("--device", choices=list(TARGETS), default="cpu", help="where the inputs are")
-    parser.add_argument(
-        "--out", metavar="FOLDER", type=Path, default=HERE / "results", help="where results are written"
-    )
+    parser.add_argument("--rehearse", action="store_true", help="a GPU's contests, on the CPU and on small inputs")
+    parser.add_argument("--headlines", action="store_true", help="the first contests of a GPU alone")
+    parser.add_argument("--resume", action="store_true", help="not what has ended in contests.jsonl")
+    parser.add_argument("--from", dest="logs", nargs="+", metavar="FILE", type=Path, help="logs; nothing is measured")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="where results are written")
     parser.add_argument("--seconds", type=float, help="start no benchmark after so long")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.rehearse or (options.logs and timing.read(*options.logs).facts.get("device") == "cuda"):
+        options.device = "cuda"
+    options.short |= options.rehearse
+    if options.rehearse and not options.out:
+        options.out = Path(tempfile.gettempdir()) / "d3s-rehearsal"
+    options.out = options.out or HERE / "results"
+    return options
 
 
-def measure(options: argparse.Namespace, above_avx2: bool) -> tuple[dict[str, Contenders], bool]:
+def log_file(options: argparse.Namespace, folder: Path) -> Path:
+    """Where contests are written as they end: on a GPU beside the results, so that a call on the same day may go on."""
+    if options.device != "cuda":
+        return folder / "contests.jsonl"
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "contests.jsonl"
+    day = timing.read(file).facts.get("date")
+    if day not in (None, date.today().isoformat()):
+        file.rename(file.with_name(f"contests-{day}.jsonl"))
+    return file
+
+
+def measure(options: argparse.Namespace, file: Path) -> tuple[Log, bool]:
     """All contests, and whether any failed: on a CPU with more than AVX2, some again in a process with AVX2 alone."""
-    contests, code = run_pytest(options, HERE, {})
-    codes = {code}
-    if above_avx2 and options.device == "cpu" and not options.short:
-        again, code = run_pytest(options, HERE / "bench_avx2.py", AVX2_ENVIRONMENT)
-        contests, codes = contests | again, codes | {code}
+    ended = timing.read(file).ended
+    done = [test for test, how in ended.items() if how != "failed"] if options.resume else []
+    codes = {run_pytest(options, HERE, {}, file, done)}
+    if above_avx2(d3s.build_info()) and options.device == "cpu" and not options.short:
+        codes |= {run_pytest(options, HERE / "bench_avx2.py", AVX2_ENVIRONMENT, file, done)}
     none_chosen = int(pytest.ExitCode.NO_TESTS_COLLECTED)  # by --only, in one of the two
-    return contests, bool(codes - {0, none_chosen}) or not contests
+    log = timing.read(file)
+    return log, bool(codes - {0, none_chosen}) or not log.contests
 
 
 def run_pytest(
-    options: argparse.Namespace, where: Path, environment: dict[str, str]
-) -> tuple[dict[str, Contenders], int]:
-    """Runs contests with pytest, whose output shows the progress. Returns their results and its exit status."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        command = [sys.executable, "-m", "pytest", str(where), "-v", "--no-header", "--benchmark-quiet"]
-        command += [f"--benchmark-json={results}", f"--device={options.device}"]
-        command += ["--short"] if options.short else []
-        command += ["-k", options.only] if options.only else []
-        command += [f"--seconds={options.seconds}"] if options.seconds else []
-        # Code that torch.compile made for other instructions, and finds in its cache, would crash.
-        environment = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled", **LARGE_PAGES, **environment}
-        done = subprocess.run(command, cwd=HERE.parent, env=os.environ | environment, check=False)
-        return (timing.read(results) if results.exists() else {}), done.returncode
+    options: argparse.Namespace, where: Path, environment: dict[str, str], file: Path, done: list[str]
+) -> int:
+    """Runs contests with pytest, whose output shows the progress, and returns its exit status.
+
+    Where CUDA no longer works, another process goes on behind the contest at which it failed; if it failed at a peer,
+    with this contest once more, and without this peer in all that follow.
+    """
+    command = [sys.executable, "-m", "pytest", str(where), "--no-header", "--benchmark-quiet", f"--device={options.device}", f"--log={file}"]
+    command += ["-q", "-s", "--tb=short", "--no-summary"] if options.device == "cuda" else ["-v"]
+    command += [f"--{name}" for name in ("short", "rehearse", "headlines") if getattr(options, name)]
+    command += ["-k", options.only] if options.only else []
+    before, start = timing.read(file), monotonic()
+    done = list(done)
+    for _ in range(MOST_PROCESSES if options.device == "cuda" else 1):
+        left = [f"--seconds={max(1, options.seconds - (monotonic() - start))}"] if options.seconds else []
+        with tempfile.TemporaryDirectory() as folder:
+            # Code that torch.compile made for other instructions, and finds in its cache, would crash.
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled", **LARGE_PAGES, **environment}
+            child = subprocess.Popen(
+                command + left + [f"--done={test}" for test in done], cwd=HERE.parent, env=os.environ | caches
+            )
+            code = ended(child)
+        if code != POISONED and not (code < 0 and options.device == "cuda" and code not in STOPPED):
+            return code
+        log = timing.read(file)
+        done += log.began[len(before.began) :]
+        culprits = [name for _, name in log.poisoned[len(before.poisoned) :] if name != report.OURS]
+        if culprits:
+            done = [test for test in done if test != log.began[-1]]
+            command += [f"--exclude={name}" for name in culprits]
+        before = log
+    return code
+
+
+STOPPED = {-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL}
+
+
+def ended(child: subprocess.Popen[bytes]) -> int:
+    """The exit status, also where this process is interrupted: the child then has a moment to end."""
+    try:
+        return child.wait()
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGINT)
+    try:
+        child.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    return -signal.SIGINT
 
 
 def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) -> dict[str, dict[str, int]]:
@@ -131,11 +216,12 @@ def title_of(options: argparse.Namespace, seen: quiet.Judged | None) -> str:
     return f"d3s_kernels: targets and what was measured{noisy}"
 
 
-def circumstances(facts: dict[str, Any], bandwidth: dict[str, float], seen: quiet.Judged | None) -> str:
+def circumstances(facts: dict[str, Any], contests: dict[str, Contenders], seen: quiet.Judged | None) -> str:
     parts = [name_of(facts), facts["date"]]
     parts += [f"{package} {version}" for package, version in facts["versions"].items() if package != "transformers"]
     parts += [f"commit {facts['commit']}"] if facts["commit"] else []
-    parts += [f"{name} {rate:.1f} GB/s" for name, rate in bandwidth.items()]
+    parts += [f"{name} {rate:.1f} GB/s" for name, rate in report.gigabytes_per_second(contests).items()]
+    parts += [f"{name} {rate:.0f} TFLOP/s" for name, rate in report.teraflops(contests).items()]
     return (
         f"{'; '.join(parts)}. {seen.said + ' ' if seen else ''}Contenders take turns: times are medians over the "
         "rounds, ratios the medians of the rounds' ratios, with their 95 % intervals. Warm-up, and with it "

@@ -15,7 +15,7 @@ def test_group_advantages(contest: Contest, sizes: Sizes) -> None:
         d3s.group_advantages,
         inputs=(rewards,),
         peers={
-            "TRL": peers.trl_peers.UTILS and peers.trl_advantages,
+            "TRL": peers.trl_peers.utils() and peers.trl_advantages,
             "verl's loop": peers.looping(peers.verl_advantages),
         },
         agree=close(2e-3),  # verl's epsilon is different

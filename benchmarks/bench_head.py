@@ -1,6 +1,7 @@
 """linear_logprob_entropy: the LM head with log-probability and entropy, against the matrix product alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -15,9 +16,11 @@ from . import inputs, peers
 from .clock import Prepared, Work
 from .harness import Contest, close, describe
 from .sizes import Sizes
+from .targets import LIGER, LIGER_SHAPE
 
 WIDTHS = ["narrow", "wide"]
 # Dtypes of inputs and logits: all bfloat16, like a bfloat16 model; with float32 logits (the default); all float32.
+LIGERS = 4_096, 131_072  # features and tokens of the times that Liger publishes, of 4,096 rows
 PRECISIONS = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "bf16, fp32 logits": (torch.bfloat16, torch.float32),
@@ -30,6 +33,7 @@ PRECISIONS = {
 def test_forward(contest: Contest, sizes: Sizes, width: str, precision: str) -> None:
     dtype, logits_dtype = PRECISIONS[precision]
     hidden, weight, labels = inputs.lm_head(sizes, width, dtype)
+    chunked = peers.trl_peers.CHUNKED and (width, precision) != ("wide", "bf16")
     yardsticks = {"matmul": lambda: linear(hidden, weight)}
     if peers.ON_GPU and dtype != logits_dtype:
         yardsticks["matmul to fp32"] = lambda: torch.mm(hidden, weight.T, out_dtype=logits_dtype)
@@ -39,7 +43,9 @@ def test_forward(contest: Contest, sizes: Sizes, width: str, precision: str) -> 
         lambda: d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=logits_dtype),
         peers={
             "PyTorch": (lambda: peers.plain(linear(hidden, weight), labels)) if fast(width) else None,
-            "TRL's chunked head": peers.trl_peers.CHUNKED and (lambda: peers.trl_head(hidden, weight, labels)),
+            # Not among the headlines: its first call imports for seconds.
+            "TRL's chunked head": chunked and (lambda: peers.trl_head(hidden, weight, labels)),
+            LIGER: liger_for(width, precision) and (lambda: peers.liger_head(hidden, weight, labels)),
         },
         yardsticks=yardsticks,
         agree=close(0.2 if dtype == torch.bfloat16 else 1e-3),  # PyTorch rounds the logits to the inputs' precision
@@ -56,12 +62,7 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
     few = every * (torch.arange(len(every), device=every.device) % 10 == 0)
 
     def step(function: Callable, gradient: torch.Tensor) -> Work:
-        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-
-        def forward_backward() -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(function(*leaves), leaves, gradient)
-
-        return forward_backward
+        return step_of(function, hidden, weight, gradient)
 
     def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=logits_dtype)[0]
@@ -72,6 +73,9 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
     def chunked(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return peers.trl_head(hidden, weight, labels)[0]
 
+    def liger(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return peers.liger_head(hidden, weight, labels)[0]
+
     contest(
         f"linear_logprob_entropy forward + backward, 10% of the tokens, {width}, {precision}",
         size_of(hidden, weight),
@@ -80,7 +84,10 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
             "PyTorch": step(plain, few) if fast(width) else None,
             "TRL's chunked head": peers.trl_peers.CHUNKED and step(chunked, few),
         },
-        yardsticks={"all tokens": step(ours, every)},
+        yardsticks={
+            "all tokens": step(ours, every),
+            f"{LIGER}, all tokens": liger_for(width, precision) and step(liger, every),
+        },
         agree=close_in_norm(0.02),
     )
 
@@ -95,16 +102,102 @@ def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
     if peers.ON_GPU:
         yardsticks["old cut"] = lambda: with_the_old_cut(ours)
 
-    def ours() -> tuple[torch.Tensor, ...]:
-        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        logprob, _ = d3s.linear_logprob_entropy(*leaves, labels, logits_dtype=logits_dtype, max_grad_rows=len(labels))
-        return torch.autograd.grad(logprob, leaves, gradient)
+    ours = step_of(every_row(labels, logits_dtype), hidden, weight, gradient)
+
+    def liger(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return peers.liger_head(hidden, weight, labels)[0]
 
     contest(
         f"linear_logprob_entropy forward + backward, wide, {precision}",
         size_of(hidden, weight),
         ours,
+        peers={LIGER: step_of(liger, hidden, weight, gradient) if liger_for("wide", precision) else None},
         yardsticks=yardsticks,
+        agree=close_in_norm(0.02),
+    )
+
+
+@pytest.mark.skipif(not peers.ON_GPU, reason="Liger's head runs on a GPU")
+def test_liger(contest: Contest, sizes: Sizes) -> None:
+    """At the shape of which Liger publishes times of an H100; its head itself runs too, where it can."""
+    features, vocabulary = LIGERS
+    like = replace(sizes, wide=features, vocabulary=vocabulary) if sizes.wide == 3_584 else sizes
+    hidden, weight, labels = inputs.lm_head(like, "wide", torch.bfloat16)
+    gradient = inputs.advantages(len(labels))
+
+    def liger(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return peers.liger_head(hidden, weight, labels)[0]
+
+    contest(
+        f"linear_logprob_entropy forward, {LIGER_SHAPE}",
+        size_of(hidden, weight),
+        lambda: d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=torch.bfloat16),
+        peers={LIGER: peers.liger() and (lambda: peers.liger_head(hidden, weight, labels))},
+        yardsticks={"matmul": lambda: linear(hidden, weight)},
+        agree=close(0.2),
+    )
+    logits = torch.empty(len(hidden), len(weight), dtype=hidden.dtype, device=hidden.device)
+    contest(
+        f"linear_logprob_entropy forward + backward, {LIGER_SHAPE}",
+        size_of(hidden, weight),
+        step_of(every_row(labels, torch.bfloat16), hidden, weight, gradient),
+        peers={LIGER: peers.liger() and step_of(liger, hidden, weight, gradient)},
+        yardsticks={"four products": lambda: four_products(hidden, weight, logits)},
+        agree=close_in_norm(0.02),
+    )
+
+
+@pytest.mark.skipif(not peers.ON_GPU, reason="benchmarks/verl_head.py has it on a CPU, from verl")
+def test_verl(contest: Contest, sizes: Sizes) -> None:
+    """In a contest of its own, since importing Liger takes nine seconds."""
+    hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
+    gradient = inputs.advantages(len(labels))
+
+    def verl(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return peers.verl_head(hidden, weight, labels)[0]
+
+    contest(
+        "linear_logprob_entropy forward + backward, wide, bf16, beside verl's chunks",
+        size_of(hidden, weight),
+        step_of(every_row(labels, torch.bfloat16), hidden, weight, gradient),
+        peers={"verl's chunks": peers.liger_module() and step_of(verl, hidden, weight, gradient)},
+        agree=close_in_norm(0.02),
+    )
+
+
+@pytest.mark.skipif(not peers.ON_GPU, reason="a CPU's default was chosen by such a measurement")
+@pytest.mark.parametrize("precision", ["bf16", "bf16, fp32 logits"])
+def test_workspace(contest: Contest, sizes: Sizes, precision: str) -> None:
+    """Does a tile of logits that stays in the second-level cache save more than its smaller products cost?"""
+    dtype, logits_dtype = PRECISIONS[precision]
+    hidden, weight, labels = inputs.lm_head(sizes, "wide", dtype)
+
+    def of(mebibytes: int | None) -> Work:
+        workspace = {} if mebibytes is None else {"workspace_bytes": mebibytes << 20}
+        return lambda: d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=logits_dtype, **workspace)
+
+    contest(
+        f"linear_logprob_entropy forward by workspace, wide, {precision}",
+        size_of(hidden, weight),
+        of(None),
+        yardsticks={f"{size} MiB": of(size) for size in (16, 24, 32, 48, 64, 128, 512)}
+        | {"matmul": lambda: linear(hidden, weight)},
+    )
+
+
+@pytest.mark.skipif(not peers.ON_GPU, reason="a CPU's default was chosen by such a measurement")
+def test_workspace_of_a_step(contest: Contest, sizes: Sizes) -> None:
+    hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
+    gradient = inputs.advantages(len(labels))
+
+    def of(**workspace: int) -> Work:
+        return step_of(every_row(labels, torch.bfloat16, **workspace), hidden, weight, gradient)
+
+    contest(
+        "linear_logprob_entropy forward + backward by workspace, wide, bf16",
+        size_of(hidden, weight),
+        of(),
+        yardsticks={f"{size} MiB": of(workspace_bytes=size << 20) for size in (32, 128, 512)},
     )
 
 
@@ -131,6 +224,23 @@ def test_accumulated_gradients(contest: Contest, sizes: Sizes) -> None:
         backward(total),
         yardsticks={"autograd adds it": backward(None)},
     )
+
+
+def step_of(function: Callable, hidden: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> Work:
+    """The log-probabilities of a head, and both gradients."""
+    leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
+
+
+def every_row(labels: torch.Tensor, logits_dtype: torch.dtype, **options: int) -> Callable[..., torch.Tensor]:
+    """Ours, where every row has a gradient."""
+    options |= {"logits_dtype": logits_dtype, "max_grad_rows": len(labels)}
+    return lambda hidden, weight: d3s.linear_logprob_entropy(hidden, weight, labels, **options)[0]
+
+
+def liger_for(width: str, precision: str) -> bool:
+    """Whether Liger's head is held against ours: where the products are large, and the logits bfloat16."""
+    return width == "wide" and precision == "bf16" and peers.liger() is not None
 
 
 def four_products(hidden: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:

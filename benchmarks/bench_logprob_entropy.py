@@ -28,7 +28,8 @@ def labels(sizes: Sizes) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def compiled() -> Callable | None:
-    return peers.compiled(peers.shifted)
+    """On a GPU `test_compiled` has it: compiling takes many seconds."""
+    return None if peers.ON_GPU else peers.compiled(peers.shifted)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,6 @@ def test_forward(contest: Contest, logits, labels, compiled, size) -> None:
         lambda: d3s.logprob_entropy(logits, labels),
         peers={
             peers.TRL: peers.from_trl(lambda: peers.trl_grpo(logits, labels)),
-            "TRL without Triton": peers.trl_torch and (lambda: peers.trl_torch(logits, labels)),
             "verl": peers.looping(lambda: peers.verl(logits, labels)),
             "PyTorch": lambda: peers.plain(logits, labels),
             "torch.compile": compiled and (lambda: compiled(logits, labels)),
@@ -77,7 +77,6 @@ def test_backward(contest: Contest, logits, labels, compiled, size) -> None:
         of(d3s.logprob_entropy),
         peers={
             peers.TRL: peers.from_trl(of(peers.trl_entropy_bonus)),
-            "TRL without Triton": peers.trl_torch and of(peers.trl_torch),
             "verl": peers.looping(of(peers.verl)),
             "PyTorch": of(peers.plain),
             "torch.compile": compiled and of(compiled),
@@ -86,6 +85,28 @@ def test_backward(contest: Contest, logits, labels, compiled, size) -> None:
             "copy": lambda: torch.empty_like(logits).copy_(logits),  # into memory from the same allocator
             "empty + fill_": lambda: torch.empty_like(logits).fill_(0),
         },
+        agree=close_gradient(1e-2, **LOW_PRECISION_GRADIENT),
+    )
+
+
+@pytest.mark.skipif(not peers.ON_GPU, reason="on a CPU they are among the peers above")
+def test_compiled(contest: Contest, logits, labels, size) -> None:
+    """The peers that are slow to import or to compile."""
+    gradients = inputs.advantages(*labels.shape), inputs.entropies(*labels.shape)
+    old, compiled = peers.trl_peers.torch_on_gpu(), peers.compiled(peers.shifted)
+    rivals = {"TRL without Triton": old, "torch.compile": compiled}
+    contest(
+        "logprob_entropy forward, beside torch.compile",
+        size,
+        lambda: d3s.logprob_entropy(logits, labels),
+        peers={name: peer and (lambda peer=peer: peer(logits, labels)) for name, peer in rivals.items()},
+        agree=close(1e-3, **LOW_PRECISION),
+    )
+    contest(
+        "logprob_entropy backward, beside torch.compile",
+        size,
+        backward(d3s.logprob_entropy, logits, labels, *gradients),
+        peers={name: peer and backward(peer, logits, labels, *gradients) for name, peer in rivals.items()},
         agree=close_gradient(1e-2, **LOW_PRECISION_GRADIENT),
     )
 

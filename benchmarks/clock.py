@@ -12,6 +12,7 @@ from torch import Tensor
 Work = Callable[[], Any]
 
 ONE_CALL = "one call"  # how a contender was timed whose time counts in every round
+NOT_RECORDED = "events, since it waits"  # and one that would be replayed as a graph if it did not wait for the GPU
 SECONDS_PER_TURN = 0.02  # a contender faster than this is called several times a turn
 
 
@@ -67,6 +68,9 @@ class Clock(Protocol):
     def peak_bytes(self, work: Work) -> int | None:
         """The peak memory of a call beyond what was allocated before; None if the process cannot measure it."""
 
+    def works(self) -> bool:
+        """Whether the device still works: after some errors CUDA fails until its process ends."""
+
 
 class CpuClock:
     def bind(self, work: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Work:
@@ -99,3 +103,6 @@ class CpuClock:
 
     def peak_bytes(self, work: Work) -> int | None:
         return None  # benchmarks/memory.py measures it, in a separate process per contender
+
+    def works(self) -> bool:
+        return True

@@ -5,16 +5,18 @@ Python queues the calls (else the measured time would include waiting for Python
 copies together are larger than the cache.
 """
 
+import contextlib
 import gc
 import itertools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .clock import CpuClock, Prepared, Ready, Work
+from .clock import NOT_RECORDED, CpuClock, Prepared, Ready, Work
 
 TURN = 0.005  # seconds; a turn has several calls if one takes less
 REPLAY_BELOW = 1e-3  # seconds; shorter calls are timed without the gaps between their launches
@@ -50,13 +52,36 @@ class Replay:
         with torch.cuda.stream(aside):
             work()  # the set-up on a stream's first call cannot be recorded
         torch.cuda.current_stream().wait_stream(aside)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=aside):
-            for _ in range(calls):
-                work()
+        self.graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(self.graph, pool=pool, stream=aside):
+                for _ in range(calls):
+                    work()
+        except BaseException:
+            end_recording(pool)
+            raise
 
     def __call__(self) -> None:
         self.graph.replay()
+
+
+def cuda_works() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def end_recording(pool: Any) -> None:
+    """What torch leaves undone where a recording fails. Its allocator else takes the recording to be under way for
+    ever, and so does the default generator, which then refuses to draw.
+    """
+    with contextlib.suppress(Exception):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    with contextlib.suppress(Exception):
+        fresh = torch.Generator("cuda").manual_seed(0)
+        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh)
 
 
 class CudaClock:
@@ -76,13 +101,26 @@ class CudaClock:
         if took < TURN:
             took = self.time(work, 8) / 8
         calls = max(1, math.ceil(TURN / took))
-        if took < REPLAY_BELOW and not synchronises(work):
-            replay = Replay(work, max(copies(work), min(calls, MOST_CALLS_IN_GRAPH)))
+        replay = self.recorded(work, calls) if took < REPLAY_BELOW and not synchronises(work) else None
+        if replay:
             self.time(replay, replay.calls)
             replays = math.ceil(TURN / self.time(replay, replay.calls))
             return Ready(replay, replays * replay.calls, "graph replay")
         self.time(work, calls)
-        return Ready(work, calls, "events")
+        return Ready(work, calls, NOT_RECORDED if took < REPLAY_BELOW else "events")
+
+    def recorded(self, work: Work, calls: int) -> Replay | None:
+        """None where the recording fails, of what waits in a way that torch does not see. Events then time it."""
+        try:
+            return Replay(work, max(copies(work), min(calls, MOST_CALLS_IN_GRAPH)))
+        except RuntimeError as problem:
+            if not cuda_works():
+                raise
+            warnings.warn(f"it cannot be recorded, and is timed by events: {problem}", stacklevel=2)
+            return None
+
+    def works(self) -> bool:
+        return cuda_works()
 
     def time(self, work: Work, calls: int) -> float:
         call, times = work, calls
@@ -108,6 +146,9 @@ class CudaClock:
 
 class CallerClock(CpuClock):
     """The time until a call returns. Waiting for the GPU, before and after, is not timed."""
+
+    def works(self) -> bool:
+        return cuda_works()
 
     def ready(self, work: Work) -> Ready:
         work()

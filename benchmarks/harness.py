@@ -1,16 +1,16 @@
 """Contests: callables that compute the same result, timed in turns.
 
 The speed of a machine varies over time. So the contenders of a contest take turns, round after round. A ratio of two
-contenders is computed in each round, and the median over the rounds is reported. pytest-benchmark gets each contender
-as a separate benchmark, and each contest as a group.
+contenders is computed in each round, and the median over the rounds is reported.
 
-On a CPU, rounds in which the machine was disturbed are made again: quiet.py.
+On a CPU, rounds in which the machine was disturbed are made again: quiet.py. A contest that is out of time keeps the
+rounds that it has. A peer that cannot run is left out, and the log says why.
 """
 
-import copy
 import gc
+import signal
 from collections.abc import Callable, Container
-from dataclasses import asdict
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -20,11 +20,35 @@ from torch import Tensor
 from .clock import Clock, CpuClock, Ready, Work
 from .quiet import Watch
 from .sizes import Sizes
+from .timing import Contenders, Timing
 
 OURS = "d3s_kernels"
 Agree = Callable[[str, Any, Any], None]
+Record = Callable[[str, Contenders, dict[str, str]], None]
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 21
+
+
+class OutOfTime(Exception):
+    """The test has had its seconds."""
+
+
+class Poisoned(Exception):
+    """CUDA no longer works in this process; `contender` was at work."""
+
+    def __init__(self, contest: str, contender: str) -> None:
+        super().__init__(f"{contest}: CUDA fails since {contender}")
+        self.contest, self.contender = contest, contender
+
+
+def alarm(seconds: float | None) -> None:
+    """Raises `OutOfTime` in the main thread after so long; None takes that back."""
+
+    def ring(*_: object) -> None:
+        raise OutOfTime("it took too long")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds or 0)
 
 
 class Contest:
@@ -32,21 +56,32 @@ class Contest:
 
     def __init__(
         self,
-        benchmark: Any,
+        record: Record,
         sizes: Sizes,
         clock: Clock | None = None,
         caller_clock: Clock | None = None,
         watch: Watch | None = None,
         judged: Container[str] = (),
+        excluded: Container[str] = (),
+        strict: bool = True,
     ) -> None:
-        """`judged` are the contests that have a bound: only these need as many rounds as an interval takes."""
-        self.benchmark = benchmark
+        """`judged` are the contests that have a bound: only these need as many rounds as an interval takes. `excluded`
+        are contenders that made CUDA fail before. Where `strict`, a peer that fails fails the test, after the record.
+        """
+        self.record = record
         self.sizes = sizes
         self.clock = clock or CpuClock()
         self.caller_clock = caller_clock or self.clock
         self.watch = watch
         self.judged = judged
+        self.excluded = excluded
+        self.strict = strict
+        self.seconds: float | None = None  # if a contest has a limit; a peer that took all of it leaves half as much
         self.name_ends = ""  # a file may add what its contests have in common
+
+    def limit(self, seconds: float | None) -> None:
+        if self.seconds:
+            alarm(seconds)
 
     def __call__(
         self,
@@ -56,7 +91,7 @@ class Contest:
         *,
         inputs: tuple[Tensor, ...] = (),
         peers: dict[str, Callable[..., Any] | None] | None = None,
-        yardsticks: dict[str, Callable[..., Any]] | None = None,
+        yardsticks: dict[str, Callable[..., Any] | None] | None = None,
         agree: Agree | None = None,
         of_caller: bool = False,
     ) -> None:
@@ -65,44 +100,86 @@ class Contest:
         A peer that is None is not available on this machine. `inputs` are passed to every contender; a GPU's clock may
         copy them. `of_caller` measures the time until a call returns.
         """
-        self.benchmark._mode = "contest"  # else pytest-benchmark warns of a fixture that was not used
+        group += self.name_ends
         clock = self.caller_clock if of_caller else self.clock
-        roles = dict.fromkeys(peers or {}, "peer") | dict.fromkeys(yardsticks or {}, "yardstick") | {OURS: "ours"}
-        given = {OURS: ours} | (peers or {}) | (yardsticks or {})
-        contenders = {name: clock.bind(work, inputs) for name, work in given.items() if work is not None}
+        self.limit(self.seconds)
+        given = {OURS: ours} | (yardsticks or {}) | (peers or {})  # peers last: one that takes too long is left out
+        roles = dict.fromkeys(given, "yardstick") | dict.fromkeys(peers or {}, "peer") | {OURS: "ours"}
+        works: dict[str, Work] = {}
+        ready: dict[str, Ready] = {}
+        wrong: dict[str, str] = {}
+        missing = {name: "CUDA failed at it" for name in given if name in self.excluded}
+        wanted = {name: work for name, work in given.items() if work and name not in missing}
+
+        def attempt(do: Callable[[str], None], name: str) -> None:
+            try:
+                do(name)
+                if not clock.works():  # else the next contender would be blamed
+                    raise Poisoned(group, name)
+            except Exception as problem:
+                if not clock.works():
+                    raise Poisoned(group, name) from problem
+                if roles[name] == "ours":
+                    raise
+                because = wrong if isinstance(problem, AssertionError) else missing
+                because[name] = f"{type(problem).__name__}: {problem}".strip()[:300]
+                if isinstance(problem, OutOfTime):
+                    self.limit(self.seconds and self.seconds / 2)
+
+        def bind(name: str) -> None:
+            works[name] = clock.bind(wanted[name], inputs)
+
+        def call(name: str) -> None:
+            results[name] = works[name]()
+
+        def compare(name: str) -> None:
+            agree(name, results[OURS], works[name]())  # one at a time, since results may be large
+
+        def warm_up(name: str) -> None:
+            ready[name] = clock.ready(works[name])
+
+        for name in wanted:
+            attempt(bind, name)
+        results: dict[str, Any] = {}
         if ours and agree:
-            check(contenders[OURS], {name: contenders[name] for name in contenders if roles[name] == "peer"}, agree)
-        rounds = self.sizes.rounds if group + self.name_ends in self.judged else FEWEST_ROUNDS
-        turns, ready = take_turns(contenders, clock, self.sizes.seconds, rounds, self.watch)
-        watched = asdict(self.watch.watched()) if self.watch else None
-        for name, work in contenders.items():
-            facts = {"size": size, "role": roles[name], "timed_by": ready[name].timed_by}
-            facts |= {"peak_bytes": clock.peak_bytes(work), "watched": watched}
-            self._record(group + self.name_ends, name, turns[name], ready[name].calls, facts)
-
-    def _record(self, group: str, name: str, seconds: list[float], calls: int, extra_info: dict[str, Any]) -> None:
-        """Records a contender as a benchmark, in the same way as pytest-benchmark's own fixture."""
-        row = copy.copy(self.benchmark)
-        row.group, row.name, row.fullname, row.extra_info = group, name, f"{group}::{name}", extra_info
-        stats = row._make_stats(calls)
-        for one in seconds:
-            stats.update(one)
-
-
-def check(ours: Work, peers: dict[str, Work], agree: Agree) -> None:
-    """Checks the peers' results before anything is timed, one at a time, since results may be large."""
-    expected = ours()
-    for name, peer in peers.items():
-        agree(name, expected, peer())
+            attempt(call, OURS)
+            for name in [name for name in works if roles[name] == "peer"]:
+                attempt(compare, name)
+            results.clear()
+        for name in [name for name in works if name not in missing | wrong]:
+            attempt(warm_up, name)
+        rounds = self.sizes.rounds if group in self.judged else FEWEST_ROUNDS
+        turns = take_turns(ready, clock, self.sizes.seconds, rounds, self.watch)
+        watched = self.watch.watched() if self.watch else None
+        self.limit(None)  # what has been measured is recorded
+        order = {name: ready[name] for name in (OURS, *(peers or {}), *(yardsticks or {})) if name in ready}
+        self.record(
+            group,
+            {
+                name: Timing(
+                    role=roles[name],
+                    size=size,
+                    median=median(turns[name]),
+                    calls_per_round=how.calls,
+                    seconds=turns[name],
+                    timed_by=how.timed_by,
+                    peak_bytes=clock.peak_bytes(works[name]),
+                    watched=watched,
+                )
+                for name, how in order.items()
+            },
+            missing | wrong,
+        )
+        failed = wrong | (missing if self.strict else {})
+        assert not failed, f"{group}: {failed}"
 
 
 def take_turns(
-    contenders: dict[str, Work], clock: Clock, seconds: float, fewest_rounds: int, watch: Watch | None = None
-) -> tuple[dict[str, list[float]], dict[str, Ready]]:
-    """The seconds per call of each contender in each round, and how each contender was timed."""
-    ready = {name: clock.ready(work) for name, work in contenders.items()}
-    turns: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
+    ready: dict[str, Ready], clock: Clock, seconds: float, fewest_rounds: int, watch: Watch | None = None
+) -> dict[str, list[float]]:
+    """The seconds per call of each contender in each round."""
+    turns: dict[str, list[float]] = {name: [] for name in ready}
+    names = list(ready)
     collects = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -112,7 +189,7 @@ def take_turns(
         start, rounds = perf_counter(), 0
         while rounds < fewest_rounds or (rounds < MOST_ROUNDS and perf_counter() - start < seconds):
             began = perf_counter()
-            times = {name: clock.time(ready[name].work, ready[name].calls) for name in names}
+            times = {name: clock.time(ready[name].work, ready[name].calls) / ready[name].calls for name in names}
             took = perf_counter() - began
             if watch and watch.repeats(took):
                 start += took  # the contest loses no time by it
@@ -121,10 +198,13 @@ def take_turns(
                 turns[name].append(one)
             names.reverse()  # so that the order gives no contender an advantage
             rounds += 1
+    except OutOfTime:
+        if not rounds:
+            raise
     finally:
         if collects:
             gc.enable()
-    return turns, ready
+    return turns
 
 
 def close(tolerance: float, **by_name: float) -> Agree:

@@ -10,6 +10,7 @@ from d3s_kernels import SamplingMask
 from .sizes import Sizes
 
 device = torch.device("cpu")  # of all inputs; conftest.py sets it before the first is made
+contests_of = "cpu"  # the device whose contests run; a rehearsal runs a GPU's on the CPU
 
 
 def generator() -> torch.Generator:

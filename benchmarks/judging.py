@@ -98,6 +98,8 @@ class Within:
         return f"<= {self.times:g}x the time" if self.times else ""
 
     def judge(self, contenders: Contenders) -> Verdict | None:
+        if self.of not in contenders:
+            return None
         holds = (lambda value: value <= self.times) if self.times else None
         return verdict(*of_ratios(contenders, OURS, self.of), self.of, holds)
 
@@ -133,6 +135,8 @@ class ShareOf:
         return f">= {self.percent:g}%"
 
     def judge(self, contenders: Contenders) -> Verdict | None:
+        if self.of not in contenders:
+            return None
         share, ends = of_ratios(contenders, self.of, OURS)
         ends = ends and (100 * ends[0], 100 * ends[1])
         return verdict(100 * share, ends, self.of, lambda value: value >= self.percent)

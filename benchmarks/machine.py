@@ -24,7 +24,8 @@ def describe(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_before": os.getloadavg()[0],
         "versions": {"python": platform.python_version()}
-        | {package: installed(package) for package in ("torch", "trl", "transformers", "d3s_kernels")},
+        | {package: installed(package) for package in ("torch", "trl", "transformers")}
+        | {"d3s_kernels": d3s.__version__},
         "commit": commit(),
         "build_info": d3s.build_info(),
     } | (gpu() if device == "cuda" else {})
@@ -46,14 +47,15 @@ def gpu() -> dict[str, Any]:
         "driver": driver(),
         "cuda": torch.version.cuda,
         "triton": installed("triton"),
+        "liger": installed("liger-kernel"),
     }
 
 
 def driver() -> str | None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
         return None
 
 
@@ -77,10 +79,13 @@ def commit() -> str | None:
 
     def git(*words: str) -> str | None:
         here = Path(__file__).parent
-        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False)
+        except OSError:  # there is no git
+            return None
         return done.stdout.strip() if done.returncode == 0 else None
 
     head = git("rev-parse", "--short=12", "HEAD")
     if head is None:
-        return os.environ.get("D3S_COMMIT")
+        return os.environ.get("D3S_COMMIT") or None
     return f"{head}+" if git("status", "--porcelain", "--untracked-files=no") else head

@@ -5,7 +5,12 @@ best form: batched and vectorised wherever torch can do it.
 """
 
 import math
+import os
+import warnings
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +25,13 @@ from .targets import TRL_TRITON
 # The name in the tables of what TRL runs on this device: torch functions, or on a GPU its own Triton kernel.
 ON_GPU = trl_peers.ON_GPU
 TRL = TRL_TRITON if ON_GPU else "TRL"
-trl_torch = trl_peers.TORCH  # TRL's torch functions on a GPU, used before it had a kernel; None elsewhere
 Peer = Callable[..., object]
 PAIRS_AT_ONCE = 1 << 17  # of a row and a kept token: 940 MB of products for 3,584 features
 
 
 def from_trl(peer: Peer) -> Peer | None:
     """A peer that calls TRL's functions on logits; None if these cannot be imported."""
-    return peer if (trl_peers.TRITON if ON_GPU else trl_peers.UTILS) else None
+    return peer if (trl_peers.TRITON if ON_GPU else trl_peers.utils()) else None
 
 
 def looping(peer: Peer) -> Peer | None:
@@ -70,26 +74,60 @@ def trl_grpo(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if ON_GPU:
         logprob, entropy = trl_peers.TRITON(logits, labels)
         return logprob, entropy.detach()
-    return trl_peers.UTILS.selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=False)
+    return trl_peers.utils().selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=False)
 
 
 def trl_entropy_bonus(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """As TRL calls it with an entropy bonus in the loss: the entropy has a gradient."""
     if ON_GPU:
         return trl_peers.TRITON(logits, labels)
-    return trl_peers.UTILS.selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=True)
+    return trl_peers.utils().selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=True)
 
 
 def trl_entropy(logits: Tensor) -> Tensor:
     if ON_GPU:
         return trl_peers.TRITON(logits, torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device))[1]
-    return trl_peers.UTILS.entropy_from_logits(logits)
+    return trl_peers.utils().entropy_from_logits(logits)
 
 
 def trl_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """TRL's LM head, which also stores no logits: it works on chunks of the vocabulary."""
-    size = getattr(trl_peers.UTILS, "_CHUNKED_LOGPROB_CHUNK_SIZE", 8_192)
+    size = getattr(trl_peers.utils(), "_CHUNKED_LOGPROB_CHUNK_SIZE", 8_192)
     return trl_peers.CHUNKED.apply(hidden, weight, None, labels, 1.0, size, None, 1.0, ("entropy",))[:2]
+
+
+@cache
+def liger_module() -> ModuleType | None:
+    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")  # else it waits for the GPU
+    return trl_peers.imported("liger_kernel.ops.fused_linear_scaled_cross_entropy") if ON_GPU else None
+
+
+@cache
+def liger() -> Callable | None:
+    """Liger's head with entropy; None where this machine lacks it. On Hopper it needs the `cutedsl` extra."""
+    hopper = inputs.device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    module = liger_module() if not hopper or find_spec("cutlass") else None  # importing it takes seconds
+    if module is None:
+        return None
+    try:
+        module._resolve_implementation(inputs.device)  # here it imports what the device needs
+    except ImportError as problem:
+        warnings.warn(f"Liger's head is missing among the peers: {problem}", stacklevel=2)
+        return None
+    return module.LigerFusedLinearScaledCrossEntropyFunction.apply
+
+
+def liger_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Temperature 1, no label ignored, one tile of rows for each cluster, with the entropy."""
+    loss, entropy = liger()(hidden, weight, labels, 1.0, -100, 1, True)
+    return -loss, entropy
+
+
+def verl_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """verl's head in PyTorch, 512 rows at once, as Liger has adapted it for other GPUs than its kernels serve."""
+    formula = liger_module()._FusedLinearPPOFallbackFunction
+    loss, entropy = formula.apply(hidden, weight, labels, 1.0, -100, True)
+    return -loss, entropy
 
 
 def compiled(function: Callable) -> Callable | None:
@@ -230,7 +268,7 @@ def trl_advantages(rewards: Tensor) -> Tensor:
     groups, size = rewards.shape
     flat = rewards.flatten()
     mean = torch.nanmean(flat.view(-1, size), dim=1).repeat_interleave(size, dim=0)
-    std = trl_peers.UTILS.nanstd(flat.view(-1, size), dim=1).repeat_interleave(size, dim=0)
+    std = trl_peers.utils().nanstd(flat.view(-1, size), dim=1).repeat_interleave(size, dim=0)
     return torch.nan_to_num((flat - mean) / (std + 1e-4), nan=0.0).view(groups, size)
 
 

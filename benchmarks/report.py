@@ -1,15 +1,16 @@
 """One run as a table, a Markdown page, and plain data."""
 
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from .clock import ONE_CALL
+from .clock import NOT_RECORDED, ONE_CALL
 from .harness import OURS
 from .judging import REPORTED, Faster, Interval, Target, Verdict, Within, interval, of_ratios, verdict
-from .timing import Contenders, Timing
+from .timing import Contenders, Log, Timing
 
 PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches; smaller peaks are not visible
 
@@ -74,7 +75,7 @@ def judge(target: Target, contenders: Contenders) -> Line:
 
 def against(target: Target, verdict: Verdict | None, contenders: Contenders) -> str:
     if verdict is None:
-        return f"{' or '.join(target.than)}: missing here"
+        return f"{' or '.join(target.than if isinstance(target, Faster) else [target.of])}: missing here"
     return f"{verdict.against}: {duration(contenders[verdict.against].median)}" if verdict.against else ""
 
 
@@ -136,8 +137,64 @@ def gigabytes_per_second(contests: dict[str, Contenders]) -> dict[str, float]:
     return {name: moved[name] * byte_count(timing) / timing.median / 1e9 for name, timing in found.items()}
 
 
+def teraflops(contests: dict[str, Contenders]) -> dict[str, float]:
+    """What bare products reach: 1e12 operations a second."""
+    found = {name.removeprefix("bare "): next(iter(of.values())) for name, of in contests.items() if "bare " in name}
+    return {name: 2 * elements(timing.size) / timing.median / 1e12 for name, timing in found.items()}
+
+
+def elements(size: str) -> int:
+    """The product of the numbers in `8,192 x 8,192 x 8,192 bfloat16`."""
+    return prod(int(word.replace(",", "")) for word in size.split() if word[0].isdigit())
+
+
 def byte_count(timing: Timing) -> int:
     return int(timing.size.removesuffix(" bytes").replace(",", ""))
+
+
+SHORTER = {
+    "linear_logprob_entropy": "head",
+    "logprob_entropy": "logprob",
+    "forward + backward": "both ways",
+    "max_variance_select": "max_variance",
+    "importance_ratio": "ratio",
+    "with a sampling mask": "sampling mask",
+}
+MOST_CHARACTERS = 11_000
+WORST_FIRST = ("missed", "undecided", "met", REPORTED)
+
+
+def compact(caption: str, judged: list[Line], log: Log) -> str:
+    """A run in few characters: failures, then the outcomes, the missed first, then what was not reached."""
+    lines = [f"FAILED {test}: {why}"[:200] for test, why in log.failed.items()]
+    waits = [name for name, of in log.contests.items() if OURS in of and of[OURS].timed_by == NOT_RECORDED]
+    lines += [shorter(f"WAITS, or cannot be recorded: {name}") for name in waits]
+    judged = sorted(judged, key=lambda line: [*log.contests, line.what].index(line.what))  # as they were measured
+    reasons = dict.fromkeys(f"missing: {name}: {why}"[:160] for of in log.missing.values() for name, why in of.items())
+    reasons |= dict.fromkeys(
+        shorter(f"missing: {line.what}: {line.against}") for line in judged if line.ours and not line.verdict
+    )
+    not_reached = dict.fromkeys(shorter(line.what) for line in judged if not line.ours)
+    for outcome in WORST_FIRST:
+        if outcome == REPORTED:  # these are left out first
+            lines += reasons
+            lines += [f"not measured: {'; '.join(not_reached)}"[:1000]] if not_reached else []
+        rows = [replace(line, size="") for line in judged if line.outcome == outcome]
+        if outcome == REPORTED:
+            rows = [replace(line, value=line.value.partition(" (")[0]) for line in rows]
+        lines += [shorter(" | ".join((outcome, *filter(None, cells(line)[:-1])))) for line in rows]
+    text = shorter(caption)[:600]
+    for line in lines:
+        if len(text) + len(line) > MOST_CHARACTERS:
+            return f"{text}\n... and more: the page has all"
+        text += f"\n{line}"
+    return text
+
+
+def shorter(text: str) -> str:
+    for long, short in SHORTER.items():
+        text = text.replace(long, short)
+    return text
 
 
 COLUMNS = ("what", "size", "ours", "against", "ratio", "target", "")
@@ -209,6 +266,7 @@ def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def data(judged: list[Line], contests: dict[str, Contenders]) -> dict[str, Any]:
     return {
         "gigabytes_per_second": gigabytes_per_second(contests),
+        "teraflops": teraflops(contests),
         "targets": [asdict(line) | {"outcome": line.outcome} for line in judged],
         "contests": {
             contest: {

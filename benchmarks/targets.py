@@ -11,6 +11,7 @@ STEP_CONTEST = "TRL's update, half of the rollouts and 10% of their tokens"
 STEP_MEMORY = 0.4  # of GRPOTrainer's
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
+LIGER, LIGER_SHAPE = "Liger's head", "Liger's shape"
 CUDA_LIBRARY = "CUDA library"
 
 # Each op with its peer: a trainer's formula, or plain PyTorch if no trainer has one.
@@ -94,7 +95,7 @@ CPU: tuple[Target, ...] = (
 CUDA: tuple[Target, ...] = (
     ShareOf("logprob_entropy forward", "read", 90),
     Faster("logprob_entropy forward", (TRL_TRITON,), 1.15),
-    Faster("logprob_entropy forward", ("torch.compile",)),
+    Faster("logprob_entropy forward, beside torch.compile", ("torch.compile",)),
     ShareOf("logprob_entropy backward, both gradients", "copy", 90),
     Faster("logprob_entropy backward, both gradients", (TRL_TRITON,)),
     Within("logprob_entropy forward, half of the rows masked (alternate)", "all rows", 0.55),
@@ -106,14 +107,22 @@ CUDA: tuple[Target, ...] = (
     Within(f"{HEAD_STEP}, {MASKED}", "all tokens", 0.06),
     Within(f"{HEAD_STEP}, {MASKED}, added to a gradient", "all tokens", 0.03),
     Within("linear_logprob_entropy forward, wide, bf16", "matmul", 1.07),
+    Within("linear_logprob_entropy forward, wide, bf16", LIGER, 1.1),
     Within("linear_logprob_entropy forward, wide, bf16, fp32 logits", "matmul", 1.15),
     Within("linear_logprob_entropy forward, narrow, bf16", "matmul"),
     Within("linear_logprob_entropy forward, narrow, bf16, fp32 logits", "matmul"),
     Within(f"{HEAD_STEP}, wide, bf16", "four products", 1.2),
+    Within(f"{HEAD_STEP}, wide, bf16", LIGER, 1.1),
     Within(f"{HEAD_STEP}, wide, bf16, fp32 logits", "four products", 1.2),
     Within(f"{HEAD_STEP}, wide, bf16, fp32 logits", "old cut"),
+    Within(f"linear_logprob_entropy forward, {LIGER_SHAPE}", "matmul", 1.07),
+    Within(f"linear_logprob_entropy forward, {LIGER_SHAPE}", LIGER, 1.1),
+    Within(f"{HEAD_STEP}, {LIGER_SHAPE}", "four products", 1.2),
+    Within(f"{HEAD_STEP}, {LIGER_SHAPE}", LIGER, 1.1),
     Within(f"{HEAD_STEP}, 10% of the tokens, wide, bf16", "all tokens", 0.38),
+    Within(f"{HEAD_STEP}, 10% of the tokens, wide, bf16", f"{LIGER}, all tokens", 0.45),
     Within(ADDED, "autograd adds it"),
+    Within(f"{STEP_CONTEST}, 0.5B", "GRPOTrainer"),
     *(Under(f"topk_mask of a batch, {ratio}", 12) for ratio in ("5%", "10%", "20%")),
     *(Under(f"topk_mask of a segment, {ratio}", 40) for ratio in ("5%", "10%", "20%")),
     *(Faster(f"topk_mask of a {where}, 10%", TORCH_TOPK) for where in ("batch", "segment")),
@@ -135,13 +144,18 @@ CUDA: tuple[Target, ...] = (
     Within(in_triton("max_variance_select, groups"), CUDA_LIBRARY, 2),
 )
 
+# At most 1.1 times what Liger publishes of its head with entropy on an H100, in linkedin/Liger-Kernel #1370 and #1359.
+H100: tuple[Target, ...] = (
+    Under(f"linear_logprob_entropy forward, {LIGER_SHAPE}", 1.1 * 6_110),
+    Under(f"{HEAD_STEP}, {LIGER_SHAPE}", 1.1 * 26_150),
+)
+
 TARGETS = {"cpu": CPU, "cuda": CUDA}
 
 
-def targets_of(device: str, build_info: dict[str, Any]) -> tuple[Target, ...]:
-    return tuple(
-        target for target in TARGETS[device] if above_avx2(build_info) or not target.contest.endswith(AVX2_ALONE)
-    )
+def targets_of(device: str, build_info: dict[str, Any], gpu: str = "") -> tuple[Target, ...]:
+    held = TARGETS[device] + (H100 if "H100" in gpu else ())
+    return tuple(target for target in held if above_avx2(build_info) or not target.contest.endswith(AVX2_ALONE))
 
 
 def above_avx2(build_info: dict[str, Any]) -> bool:

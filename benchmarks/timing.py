@@ -1,8 +1,16 @@
-"""Reads pytest-benchmark's results as contests and their contenders."""
+"""The log of a run: JSON lines, each written at once and whole, so that what has ended is kept whatever happens next.
+
+- `facts`: the machine, at the start of each process that measures;
+- `began`, and `ended` with outcome and seconds: a test;
+- `contest`: its contenders, those that are missing and why, and the commit;
+- `poisoned`: a contest, and the contender after whose error CUDA no longer worked in its process.
+"""
 
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .quiet import Watched
 
@@ -25,16 +33,65 @@ class Timing:
         return [mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)]
 
 
-def read(path: Path) -> dict[str, Contenders]:
-    contests: dict[str, Contenders] = {}
-    recorded = ("role", "size", "timed_by", "peak_bytes")
-    for row in json.loads(path.read_text())["benchmarks"]:
-        stats, facts = row["stats"], row["extra_info"]
-        contests.setdefault(row["group"], {})[row["name"]] = Timing(
-            median=stats["median"],
-            calls_per_round=stats["iterations"],
-            seconds=stats["data"],
-            watched=facts["watched"] and Watched.read(facts["watched"]),
-            **{name: facts[name] for name in recorded},
-        )
-    return contests
+@dataclass
+class Log:
+    """What has been read. A contest that was measured again has its last times."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    contests: dict[str, Contenders] = field(default_factory=dict)
+    missing: dict[str, dict[str, str]] = field(default_factory=dict)
+    began: list[str] = field(default_factory=list)
+    ended: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    poisoned: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The tests that failed, or never ended, and why."""
+        found = {test: self.why[test] for test, outcome in self.ended.items() if outcome == "failed"}
+        return found | {test: "it did not end" for test in self.began if test not in self.ended}
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    text = json.dumps(line, default=str) + "\n"
+    with path.open("ab+", buffering=0) as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else "\n" + text  # behind a line that was cut off
+        file.write(text.encode())
+
+
+def contest_line(name: str, contenders: Contenders, missing: dict[str, str], commit: str | None) -> dict[str, Any]:
+    kept = {which: asdict(timing) for which, timing in contenders.items()}
+    return {"contest": name, "contenders": kept, "missing": missing, "commit": commit}
+
+
+def read(*paths: Path) -> Log:
+    log, commits = Log(), dict[str, None]()
+    for text in (text for path in paths if path.exists() for text in path.read_text().splitlines()):
+        try:
+            line = json.loads(text)
+        except ValueError:  # cut off by a kill
+            continue
+        if "facts" in line:
+            log.facts = log.facts or line["facts"]
+        elif "began" in line:
+            log.began.append(line["began"])
+            log.ended.pop(line["began"], None)
+        elif "ended" in line:
+            test = line["ended"]
+            log.ended[test], log.seconds[test], log.why[test] = line["outcome"], line["seconds"], line["why"]
+        elif "contest" in line:
+            log.contests[line["contest"]] = {name: timing_of(**row) for name, row in line["contenders"].items()}
+            log.missing[line["contest"]] = line["missing"]
+            commits |= {line["commit"]: None} if line["commit"] else {}
+        elif "poisoned" in line:
+            log.poisoned.append(tuple(line["poisoned"]))
+    if commits:  # between two calls something may have been mended
+        log.facts["commit"] = ", ".join(commits)
+    return log
+
+
+def timing_of(*, watched: dict[str, Any] | None, **facts: Any) -> Timing:
+    return Timing(watched=watched and Watched.read(watched), **facts)

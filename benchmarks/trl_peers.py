@@ -1,7 +1,7 @@
 """TRL's own functions, if they can be imported on this machine.
 
 On a GPU TRL runs its own Triton kernels, from `trl.kernels`, which imports little. Its torch functions are in
-`trl.trainer.utils`, which imports many Hugging Face packages.
+`trl.trainer.utils`, which imports many Hugging Face packages: on a GPU only when they are needed.
 """
 
 import importlib
@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import FunctionType, ModuleType
@@ -16,7 +17,7 @@ from typing import Any
 
 from . import inputs
 
-ON_GPU = inputs.device.type == "cuda"
+ON_GPU = inputs.contests_of == "cuda"
 TORCH_FUNCTIONS = ("selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy")
 
 
@@ -55,8 +56,17 @@ def without_triton(module: ModuleType) -> Callable[..., Any]:
     return scope["selective_log_softmax_and_entropy"]
 
 
-UTILS = imported("trl.trainer.utils")
+@cache
+def utils() -> ModuleType | None:
+    return imported("trl.trainer.utils")
+
+
+@cache
+def torch_on_gpu() -> Callable[..., Any] | None:
+    """What TRL ran on a GPU before it had a kernel."""
+    return without_triton(utils()) if ON_GPU and utils() else None
+
+
 KERNELS = imported("trl.kernels") if ON_GPU else None
 TRITON = getattr(KERNELS, "selective_log_softmax_and_entropy", None)
-CHUNKED = getattr(KERNELS, "ChunkedLogProbFunction", None) if UTILS else None  # its backward imports UTILS
-TORCH = without_triton(UTILS) if ON_GPU and UTILS else None
+CHUNKED = getattr(KERNELS, "ChunkedLogProbFunction", None)  # its backward imports `utils`

@@ -1,7 +1,7 @@
 """An update of TRL's trainer on a generation batch, from the advantages to the gradients, without the optimiser step.
 
 `GRPOTrainer` trains on all rollouts; `D3STrainer` trains on half of them and a tenth of their tokens. Model, batch and
-everything else are the same. The model has random weights.
+everything else are the same. The model has random weights, which no update changes, so all trainers share it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
@@ -83,11 +84,12 @@ def entropy_pass(sizes: Sizes, shape: str, useful: float) -> Callable[[], torch.
     return lambda: trainer._entropy(batch)
 
 
-def trainer_of(name: str, sizes: Sizes, shape: str) -> GRPOTrainer:
+@lru_cache(maxsize=1)
+def model_of(vocabulary: int, shape: str) -> Qwen2ForCausalLM:
+    """Made where it runs, and in its precision: on a CPU its weights would take a minute to draw."""
     torch.manual_seed(0)
-    on_gpu = inputs.device.type == "cuda"
     config = Qwen2Config(
-        vocab_size=sizes.vocabulary,
+        vocab_size=vocabulary,
         hidden_size=WIDTHS[shape],
         tie_word_embeddings=shape != "7B, 2 of its layers",
         pad_token_id=PAD,
@@ -95,7 +97,18 @@ def trainer_of(name: str, sizes: Sizes, shape: str) -> GRPOTrainer:
         bos_token_id=EOS,
         **SHAPES[shape],
     )
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if inputs.device.type == "cuda" else torch.float32)
+    try:
+        with inputs.device:
+            return Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def trainer_of(name: str, sizes: Sizes, shape: str) -> GRPOTrainer:
+    on_gpu = inputs.device.type == "cuda"
+    model = model_of(sizes.vocabulary, shape)
     common: dict[str, Any] = {
         "output_dir": f"{tempfile.gettempdir()}/d3s-trl",
         "per_device_train_batch_size": sizes.rollouts,

@@ -6,7 +6,10 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +20,16 @@ from typing import Any
 import pytest
 
 pytest.importorskip("rich")
-pytest.importorskip("pytest_benchmark")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import performance
 import performance_picture as picture
 
 from benchmarks import __main__ as run
-from benchmarks import harness, judging, quiet, report, targets
+from benchmarks import harness, judging, machine, order, quiet, report, targets, timing
 from benchmarks.clock import ONE_CALL, Once, Ready
 from benchmarks.harness import OURS
+from benchmarks.sizes import sizes_for
 from benchmarks.timing import Timing
 
 USUAL = quiet.Rates(30, 200)
@@ -47,16 +50,12 @@ class Counting:
     def __init__(self) -> None:
         self.rounds = itertools.count(1)
 
-    def ready(self, work: Callable[[], Any]) -> Ready:
-        return Ready(work, 1, "host")
-
     def time(self, work: Callable[[], Any], calls: int) -> float:
         return next(self.rounds)
 
 
 def rounds_that_count(seen: quiet.Watch | None, fewest: int = 4) -> list[float]:
-    turns, _ = harness.take_turns({OURS: print}, Counting(), 0, fewest, seen)
-    return turns[OURS]
+    return harness.take_turns({OURS: Ready(print, 1, "host")}, Counting(), 0, fewest, seen)[OURS]
 
 
 def test_disturbed_rounds_are_made_again() -> None:
@@ -121,9 +120,9 @@ def test_a_machine_that_was_slow_throughout_is_told_by_earlier_results(tmp_path:
     seen = [quiet.Watched([USUAL] * 6, 0, USUAL)]
     (tmp_path / "old.json").write_text(json.dumps({"machine": "a"}))  # from before there was a level
     assert quiet.earlier_level(tmp_path, "a") == quiet.Rates()
-    for machine, factor in (("a", 1.25), ("b", 9.0)):
+    for name, factor in (("a", 1.25), ("b", 9.0)):
         faster = quiet.judge([quiet.Watched([], 0, quiet.Rates(30, 200 * factor))], quiet.Rates())
-        (tmp_path / f"{machine}.json").write_text(json.dumps({"machine": machine, "quiet": faster.data()}))
+        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": name, "quiet": faster.data()}))
     judged = quiet.judge(seen, quiet.earlier_level(tmp_path, "a"))
     assert judged.quiet
     assert judged.said.endswith("Its level of products is 20% lower than in an earlier run: it was slow throughout.")
@@ -183,6 +182,22 @@ def test_a_target_within_the_interval_is_undecided(bound: float | None, outcome:
     assert within.outcome == inverse
 
 
+def test_a_yardstick_that_is_missing_judges_nothing() -> None:
+    rivals = timings([1.0] * 6)
+    for target in (judging.Within("", "copy", 2), judging.ShareOf("", "copy", 90), judging.Faster("", ("copy",), 2)):
+        assert report.judge(target, rivals).outcome == "not measured"
+        assert report.judge(target, rivals).against == "copy: missing here"
+
+
+def test_without_git_the_commit_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("D3S_COMMIT", "abc")
+    assert machine.describe("cpu")["commit"] == "abc"
+    assert machine.driver() is None
+    monkeypatch.delenv("D3S_COMMIT")
+    assert machine.commit() is None
+
+
 def test_too_few_rounds_decide_nothing() -> None:
     judged = judging.Faster("", ("PyTorch",), 2).judge(timings([1.0] * 5, PyTorch=[9.0] * 5))
     assert (judged.interval, judged.outcome) == (None, "undecided")
@@ -195,6 +210,191 @@ def test_a_time_that_was_taken_once_may_be_off() -> None:
     assert found.interval == pytest.approx((0.085, 0.1 / 0.85))
     assert harness.CpuClock().ready(Once(int)).timed_by == ONE_CALL
     assert report.between(rivals["slow"]) == "none"
+
+
+# ---- contests, and the log of those that have ended ------------------------------------------------------------------
+
+
+def held(contest: harness.Contest, **peers: Callable[[], Any]) -> None:
+    contest("a contest", "4", lambda: 1, peers=peers, yardsticks={"other": lambda: 2}, agree=same)
+
+
+def same(name: str, ours: int, theirs: int) -> None:
+    assert ours == theirs, f"{name} differs"
+
+
+def recorded(strict: bool, excluded: tuple[str, ...] = ()) -> tuple[harness.Contest, list[Any]]:
+    found: list[Any] = []
+    sizes = sizes_for("cuda", short=True)
+    return harness.Contest(lambda *line: found.extend(line), sizes, excluded=excluded, strict=strict), found
+
+
+def test_a_peer_that_fails_loses_no_contest() -> None:
+    contest, found = recorded(strict=False)
+    held(contest, well=lambda: 1, broken=lambda: 1 / 0)
+    name, contenders, missing = found
+    assert (name, list(contenders)) == ("a contest", [OURS, "well", "other"])
+    assert missing == {"broken": "ZeroDivisionError: division by zero"}
+    contest, found = recorded(strict=True)
+    with pytest.raises(AssertionError, match="division by zero"):
+        held(contest, broken=lambda: 1 / 0)
+    assert list(found[1]) == [OURS, "other"]
+
+
+def test_a_peer_that_differs_fails_when_all_is_recorded() -> None:
+    contest, found = recorded(strict=False)
+    with pytest.raises(AssertionError, match="wrong differs"):
+        held(contest, wrong=lambda: 2)
+    assert list(found[1]) == [OURS, "other"]
+
+
+def test_a_peer_that_takes_too_long_is_left_out() -> None:
+    contest, found = recorded(strict=False)
+
+    def slow() -> int:
+        time.sleep(30)
+        return 1
+
+    contest.seconds = 0.8
+    held(contest, slow=slow)
+    assert found[2] == {"slow": "OutOfTime: it took too long"}
+
+
+def test_rounds_end_when_the_time_is_over() -> None:
+    def clock(work: Callable[[], Any], calls: int) -> float:
+        if next(rounds) == 3:
+            raise harness.OutOfTime
+        return 1.0
+
+    rounds = itertools.count(1)
+    ready = {OURS: Ready(print, 1, "host")}
+    assert harness.take_turns(ready, SimpleNamespace(time=clock), 9, 6) == {OURS: [1.0, 1.0]}
+
+
+def test_where_cuda_no_longer_works_the_culprit_is_named_and_then_left_out() -> None:
+    broken: list[bool] = []
+    contest, found = recorded(strict=False)
+    contest.clock = SimpleNamespace(works=lambda: not broken, bind=lambda work, inputs: work)
+    with pytest.raises(harness.Poisoned, match="a contest: CUDA fails since bad"):
+        held(contest, well=lambda: 1, bad=lambda: broken.append(True) or 1, never=lambda: 1)
+    contest, found = recorded(False, ("bad",))
+    held(contest, bad=lambda: 1 / 0)
+    assert found[2] == {"bad": "CUDA failed at it"}
+
+
+def test_a_log_is_read_wherever_it_ends(tmp_path: Path) -> None:
+    file = tmp_path / "contests.jsonl"
+    rivals = timings([1.0] * 6, TRL=[2.0] * 6)
+    timing.append(file, {"facts": {"machine": "some-gpu", "commit": "abc"}})
+    timing.append(file, {"began": "one"})
+    timing.append(file, timing.contest_line("a contest", rivals, {"Liger": "absent"}, "abc"))
+    timing.append(file, {"ended": "one", "outcome": "passed", "seconds": 1, "why": ""})
+    timing.append(file, {"began": "two"})
+    whole = file.read_bytes()
+    with file.open("ab") as cut:
+        cut.write(b'{"contest": "another", "conten')
+    log = timing.read(file)
+    assert log.contests == {"a contest": rivals}
+    assert (log.missing, log.ended) == ({"a contest": {"Liger": "absent"}}, {"one": "passed"})
+    assert log.failed == {"two": "it did not end"}
+    timing.append(file, timing.contest_line("a contest", rivals, {}, "def"))
+    assert timing.read(file).facts["commit"] == "abc, def"
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(whole)
+    assert timing.read(other, file, tmp_path / "none").missing == {"a contest": {}}
+    for end in range(len(whole)):
+        other.write_bytes(whole[:end])
+        timing.read(other)
+
+
+def options(**chosen: object) -> Namespace:
+    every = {"short": False, "only": None, "device": "cuda", "seconds": None, "rehearse": False, "headlines": False}
+    return Namespace(**every | {"resume": False} | chosen)
+
+
+@pytest.mark.parametrize(("culprit", "again"), [("Liger", True), (OURS, False)])
+def test_another_process_goes_on_where_cuda_no_longer_works(
+    culprit: str, again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, commands = tmp_path / "log", list[list[str]]()
+
+    def child(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        if len(commands) > 1:
+            return SimpleNamespace(wait=lambda: 0)
+        for line in ({"began": "one"}, {"began": "two"}, {"poisoned": ["a contest", culprit]}):
+            timing.append(file, line)
+        return SimpleNamespace(wait=lambda: run.POISONED)
+
+    monkeypatch.setattr(run.subprocess, "Popen", child)
+    assert run.run_pytest(options(), run.HERE, {}, file, ["zero"]) == 0
+    done = [[word for word in command if word.startswith("--done")] for command in commands]
+    assert done == [["--done=zero"], ["--done=zero", "--done=one", *([] if again else ["--done=two"])]]
+    assert (f"--exclude={culprit}" in commands[1]) is again
+
+
+def test_the_order_of_a_gpu_names_tests_that_there_are() -> None:
+    source = {path.name: path.read_text() for path in run.HERE.glob("bench_*.py")}
+    for begin, _ in (*order.HEADLINES, *order.THEN, *order.LAST):
+        file, _, test = begin.partition("::")
+        assert f"def {test.partition('[')[0]}" in source[file], begin
+    tests = ["bench_bandwidth.py::test_bandwidth", "bench_head.py::test_forward[wide-bf16]", "bench_new.py::test_it"]
+    last = "bench_logprob_entropy.py::test_compiled"
+    assert sorted([last, *tests[::-1]], key=lambda test: order.place(test)[0]) == [*tests, last]
+    assert [order.is_headline(test) for test in (*tests, last)] == [True, True, False, False]
+    assert not order.is_headline("bench_logprob_entropy.py::test_backward_half_masked[alternate]")
+
+
+def test_what_a_gpu_prints_is_short_and_begins_with_what_failed() -> None:
+    contests = {"logprob_entropy forward": timings([1.0] * 6, "yardstick", read=[0.5] * 6)}
+    log = timing.Log(contests=contests, began=["one"], missing={"logprob_entropy forward": {"Liger": "absent"}})
+    judged = report.lines(contests, targets.CUDA, whole=True)
+    lines = report.compact("caption", judged, log).splitlines()
+    assert lines[:2] == ["caption", "FAILED one: it did not end"]
+    assert lines[2] == "missed | logprob forward | 1 s | read: 500 ms | 50% of the bandwidth (50 to 50) | >= 90%"
+    assert "missing: Liger: absent" in lines
+    assert lines[-1].startswith("not measured: logprob forward, beside torch.compile; logprob backward, both")
+    assert len(report.compact("caption", judged * 40, log)) < 12_000
+
+
+def rehearsal(folder: Path, *chosen: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks", "--rehearse", "--out", str(folder), *chosen]
+    return subprocess.Popen(command, cwd=run.HERE.parent, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_a_run_that_is_stopped_keeps_what_has_ended(end: signal.Signals, tmp_path: Path) -> None:
+    file, process = tmp_path / "contests.jsonl", rehearsal(tmp_path, "--only", "test_bandwidth or test_overhead")
+    while not timing.read(file).contests:
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, end) if end == signal.SIGKILL else process.send_signal(end)
+    said = process.communicate(timeout=20)[0]
+    assert len(timing.read(file).contests) < 12
+    if end == signal.SIGKILL:  # no page; one is made of what there is
+        assert not list(tmp_path.glob("*.md"))
+        arguments = ["benchmarks", "--from", str(file), "--out", str(tmp_path), "--device", "cuda", "--short"]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "argv", arguments)
+            assert run.main() == 0
+    else:
+        assert "\nnot measured: " in said
+    (page,) = tmp_path.glob("*.md")
+    assert "memory bandwidth" in page.read_text()
+    assert "no time was taken in this run" in page.read_text()
+
+
+@pytest.mark.slow("that every contest of a GPU runs, as far as a CPU can tell")
+def test_every_contest_of_a_gpu_runs(tmp_path: Path) -> None:
+    process = rehearsal(tmp_path)
+    said = process.communicate(timeout=900)[0]
+    assert process.returncode == 0, said
+    log = timing.read(tmp_path / "contests.jsonl")
+    assert not log.failed
+    reasons = {why for of in log.missing.values() for why in of.values()}
+    assert all("active drivers" in why or "aten::mm.dtype" in why for why in reasons), reasons
+    in_triton = {target.contest for target in targets.CUDA if target.contest.endswith(", in Triton")}
+    assert {target.contest for target in targets.CUDA} - in_triton <= log.contests.keys()
 
 
 # ---- AVX2 alone ------------------------------------------------------------------------------------------------------
@@ -213,17 +413,18 @@ def test_avx2_alone_is_a_target_of_better_machines(simd: str, above: bool) -> No
     ("short", "device", "above"), [(False, "cpu", True), (True, "cpu", True), (False, "cuda", True)]
 )
 def test_avx2_alone_runs_in_a_process_of_its_own(
-    short: bool, device: str, above: bool, monkeypatch: pytest.MonkeyPatch
+    short: bool, device: str, above: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ran: list[tuple[str, dict[str, str]]] = []
 
     def child(command: list[str], env: dict[str, str], **_: object) -> SimpleNamespace:
         ran.append((command[3], env))
-        return SimpleNamespace(returncode=0)
+        return SimpleNamespace(wait=lambda: 0)
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of all others")
-    monkeypatch.setattr(run.subprocess, "run", child)
-    run.measure(Namespace(short=short, only=None, device=device, seconds=None), above)
+    monkeypatch.setattr(run.subprocess, "Popen", child)
+    monkeypatch.setattr(run, "above_avx2", lambda info: above)
+    run.measure(options(short=short, device=device), tmp_path / "log")
     file, environment = ran[0]
     cache = environment.pop("TORCHINDUCTOR_CACHE_DIR")
     others = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}

@@ -59,6 +59,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         current_stream=lambda: stream,
         stream=nothing,
         graph=nothing,
+        graph_pool_handle=lambda: (0, 1),
+        current_device=lambda: 0,
         _sleep=nothing,
         synchronize=nothing,
         reset_peak_memory_stats=nothing,
@@ -100,8 +102,24 @@ def test_work_that_waits_for_the_gpu_is_not_recorded(cuda, gpu: Gpu) -> None:
             raise RuntimeError(SYNCHRONISING)
 
     ready = cuda.ready(work)
-    assert (ready.work, ready.timed_by) == (work, "events")
+    assert (ready.work, ready.timed_by) == (work, clock.NOT_RECORDED)
     assert gpu.mode == "default"
+
+
+def test_work_that_cannot_be_recorded_is_timed_by_events(cuda, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def graph(*_: object, **__: object):
+        recording.append("begun")
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    recording = []
+    monkeypatch.setattr(gpu, "graph", graph)
+    private = SimpleNamespace(_cuda_endAllocateToPool=lambda device, pool: recording.append((device, pool)))
+    monkeypatch.setattr(cuda_clock.torch, "_C", private, raising=False)
+    with pytest.warns(UserWarning, match="timed by events: operation failed"):
+        ready = cuda.ready(print)
+    assert (ready.work, ready.timed_by, recording) == (print, clock.NOT_RECORDED, ["begun", (0, (0, 1))])
 
 
 def test_another_error_is_not_taken_for_waiting(cuda, gpu: Gpu) -> None:

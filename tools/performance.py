@@ -81,9 +81,14 @@ def main() -> int:
 
 
 def page(runs: list[tuple[Path, dict[str, Any]]]) -> str:
-    quiet = [run["quiet"] is None or run["quiet"]["quiet"] for _, run in runs]
+    quiet = [run["quiet"] is None or run["quiet"]["quiet"] for _, run in runs if run["device"] == "cpu"]
     head = HEAD.format(picture=PICTURE.name)
-    parts = [TITLE, *([] if any(quiet) else [NEVER_QUIET]), head, *(section(path, run) for path, run in runs)]
+    parts = [
+        TITLE,
+        *([] if any(quiet) or not quiet else [NEVER_QUIET]),
+        head,
+        *(section(path, run) for path, run in runs),
+    ]
     if all(run["device"] == "cpu" for _, run in runs):
         parts.append(NO_GPU)
     return "".join(parts)
@@ -102,7 +107,7 @@ def section(path: Path, run: dict[str, Any]) -> str:
     judged = [row for row in run["targets"] if row["bound"]]
     outcomes = Counter(row["outcome"] for row in judged)
     told = ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in outcomes)
-    others = [row for row in run["targets"] if not row["bound"]]
+    others = [row for row in run["targets"] if not row["bound"] and row["ours"]]
     parts = [
         f"\n## {heading_of(run)}\n",
         f"{circumstances(run)} Of {len(judged)} targets: {told}.\n",
@@ -128,7 +133,12 @@ def circumstances(run: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
     speed = " and ".join(f"{rate:.1f} GB/s ({what})" for what, rate in run["gigabytes_per_second"].items())
     quiet = f" {run['quiet']['said']}" if run["quiet"] else ""
-    return f"{versions}; commit {run['commit']}; SIMD {run['build_info']['simd']}; memory at {speed}.{quiet}"
+    if run["device"] == "cpu":
+        return f"{versions}; commit {run['commit']}; SIMD {run['build_info']['simd']}; memory at {speed}.{quiet}"
+    products = " and ".join(f"{rate:.0f} TFLOP/s ({what})" for what, rate in run["teraflops"].items())
+    driver = f"driver {run['driver']}, CUDA {run['cuda']}, Triton {run['triton']}"
+    failed = f" {len(run['failed'])} of its benchmarks failed or did not end." if run["failed"] else ""
+    return f"{versions}; {driver}; commit {run['commit']}; memory at {speed or 'no known rate'}; {products}.{failed}"
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:

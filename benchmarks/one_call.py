@@ -1,0 +1,108 @@
+"""One op on a benchmark's inputs, a few times, for a profiler.
+
+ncu --kernel-name regex:d3s --launch-count 4 --set full python -m benchmarks.one_call topk_mask
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import d3s_kernels as d3s
+
+from . import inputs
+from .sizes import Sizes, sizes_for
+
+CALLS = 2
+
+
+def logprob_entropy(sizes: Sizes) -> Callable[[], Any]:
+    logits, labels = inputs.logits_and_labels(sizes)
+    return lambda: d3s.logprob_entropy(logits, labels)
+
+
+def logprob_entropy_backward(sizes: Sizes) -> Callable[[], Any]:
+    logits, labels = inputs.logits_and_labels(sizes)
+    leaf = logits.requires_grad_()
+    gradients = inputs.advantages(*labels.shape), inputs.entropies(*labels.shape)
+    return lambda: torch.autograd.grad(d3s.logprob_entropy(leaf, labels), leaf, gradients)
+
+
+def head(sizes: Sizes) -> Callable[[], Any]:
+    hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
+    return lambda: d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=torch.bfloat16)
+
+
+def head_both_ways(sizes: Sizes) -> Callable[[], Any]:
+    hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
+    leaves, gradient = (hidden.requires_grad_(), weight.requires_grad_()), inputs.advantages(len(labels))
+    options = {"logits_dtype": torch.bfloat16, "max_grad_rows": len(labels)}
+    return lambda: torch.autograd.grad(d3s.linear_logprob_entropy(*leaves, labels, **options)[0], leaves, gradient)
+
+
+def sparse_head(sizes: Sizes) -> Callable[[], Any]:
+    """With a sampling mask, both ways, added to a gradient."""
+    hidden, weight, _ = inputs.lm_head(sizes, "wide", torch.bfloat16)
+    kept = inputs.draw_kept(sizes.vocabulary, sizes.head_tokens)
+    gradients = inputs.advantages(len(hidden)), inputs.entropies(len(hidden))
+    options = {"sampling_mask": kept.mask, "max_dense_rows": 0, "weight_grad_into": torch.zeros_like(weight)}
+    leaf, weight = hidden.requires_grad_(), weight.requires_grad_()
+    options["logits_dtype"] = torch.bfloat16
+    return lambda: torch.autograd.grad(
+        d3s.linear_logprob_entropy(leaf, weight, kept.labels, **options), leaf, gradients
+    )
+
+
+def topk_mask(sizes: Sizes) -> Callable[[], Any]:
+    scores = inputs.advantages(*sizes.batch).abs() * inputs.entropies(*sizes.batch)
+    return lambda: d3s.topk_mask(scores, 0.1)
+
+
+def topk_mask_segment(sizes: Sizes) -> Callable[[], Any]:
+    scores = inputs.advantages(sizes.segment).abs() * inputs.entropies(sizes.segment)
+    return lambda: d3s.topk_mask(scores, 0.1)
+
+
+def max_variance(sizes: Sizes) -> Callable[[], Any]:
+    values = inputs.advantages(*sizes.groups)
+    return lambda: d3s.max_variance_select(values, sizes.keep)
+
+
+def max_variance_pool(sizes: Sizes) -> Callable[[], Any]:
+    values = inputs.advantages(sizes.pool)
+    return lambda: d3s.max_variance_select(values, sizes.pool_keep)
+
+
+def compact(sizes: Sizes) -> Callable[[], Any]:
+    mask = inputs.entropies(*sizes.batch) > 8 * 0.9**4
+    capacity = int(mask.sum())
+    return lambda: d3s.compact(mask, capacity)
+
+
+OPS = {
+    made.__name__: made
+    for made in (
+        logprob_entropy, logprob_entropy_backward, head, head_both_ways, sparse_head, topk_mask, topk_mask_segment,
+        max_variance, max_variance_pool, compact,
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("op", choices=OPS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--short", action="store_true", help="small inputs")
+    given = parser.parse_args()
+    inputs.device = torch.device(given.device)
+    call = OPS[given.op](sizes_for("cuda", given.short))
+    for _ in range(CALLS):
+        call()
+    if given.device == "cuda":
+        torch.cuda.synchronize()
+    print(f"{given.op}: {CALLS} calls")
+
+
+if __name__ == "__main__":
+    main()
