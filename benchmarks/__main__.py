@@ -150,7 +150,16 @@ def run_pytest(
     Where CUDA no longer works, another process goes on behind the contest at which it failed; if it failed at a peer,
     with this contest once more, and without this peer in all that follow.
     """
-    command = [sys.executable, "-m", "pytest", str(where), "--no-header", "--benchmark-quiet", f"--device={options.device}", f"--log={file}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(where),
+        "--no-header",
+        "--benchmark-quiet",
+        f"--device={options.device}",
+        f"--log={file}",
+    ]
     command += ["-q", "-s", "--tb=short", "--no-summary"] if options.device == "cuda" else ["-v"]
     command += [f"--{name}" for name in ("short", "rehearse", "headlines") if getattr(options, name)]
     command += ["-k", options.only] if options.only else []

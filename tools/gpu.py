@@ -81,7 +81,7 @@ def doctor(backend: str) -> Part:
     """The self-check in a process for each back-end, since a fault of one would end the others' too."""
     chosen = {} if REHEARSAL else {"D3S_KERNELS_BACKEND": backend}
     wrong = r"WRONG|does not run|not run|Error|wrong|agree"
-    return Part(f"self-check {backend}", 45, (PYTHON, "-m", "d3s_kernels"), chosen, wrong)
+    return Part(f"self-check {backend}", 80, (PYTHON, "-m", "d3s_kernels"), chosen, wrong)
 
 
 def suites(backend: str, seconds: float, workers: int, examples: int) -> Part:
@@ -129,7 +129,13 @@ def again() -> list[Part]:
 def steps(call: str) -> list[list[Part]]:
     """What runs after one another, each a list of what runs side by side."""
     first = [
-        [doctor(backend) for backend in ("cuda", "triton", "torch")] + [on_gpu("first minute", 45, 3, FIRST_MINUTE)],
+        [
+            *map(doctor, ("cuda", "triton", "torch")),
+            on_gpu("first minute", 80, 3, FIRST_MINUTE),
+            Part("machine", 20, ("nvidia-smi",), tells=r"Driver Version|MiB"),
+            # The first import reads gigabytes; the benchmarks have no time for it.
+            Part("imports", 80, (PYTHON, "-c", "import trl.trainer.grpo_trainer, liger_kernel.transformers")),
+        ],
         [benchmarks("headlines", 75, "--headlines")],
     ]
     right = [
@@ -284,6 +290,12 @@ def summary(ended: list[Ended]) -> str:
     return text if len(text) <= PRINTED else text[:PRINTED] + "\n... cut: gpu.log has all"
 
 
+def find_tools() -> None:
+    """CUDA's programs need not be on PATH."""
+    folders = [Path("/usr/local/cuda/bin"), *sorted(Path("/opt/nvidia/nsight-compute").glob("*"))]
+    os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, folders)])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", choices=SECONDS)
@@ -292,6 +304,7 @@ def main() -> int:
     end = time.monotonic() + (given.seconds or SECONDS[given.call])
     log, ended = Log(), list[Ended]()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    find_tools()
     try:
         unpack()
         for step in steps(given.call):
