@@ -19,7 +19,7 @@ from torch import Tensor
 from .clock import NOT_RECORDED, CpuClock, Prepared, Ready, Work
 
 TURN = 0.005  # seconds; a turn has several calls if one takes less
-REPLAY_BELOW = 1e-3  # seconds; shorter calls are timed without the gaps between their launches
+REPLAY_BELOW = 5e-3  # seconds; shorter calls are timed without the gaps between their launches
 PAUSE = 2_000_000  # cycles, about a millisecond; the time that Python gets to queue calls
 MOST_COPIES = 512
 MOST_CALLS_IN_GRAPH = 512

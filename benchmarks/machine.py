@@ -75,7 +75,9 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The measured commit, with `+` if tracked files have changed since. Without git, the value of D3S_COMMIT."""
+    """What D3S_COMMIT says; else git's commit, with `+` if tracked files have changed since. None without either."""
+    if told := os.environ.get("D3S_COMMIT"):
+        return told
 
     def git(*words: str) -> str | None:
         here = Path(__file__).parent
@@ -86,6 +88,4 @@ def commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     head = git("rev-parse", "--short=12", "HEAD")
-    if head is None:
-        return os.environ.get("D3S_COMMIT") or None
-    return f"{head}+" if git("status", "--porcelain", "--untracked-files=no") else head
+    return f"{head}+" if head and git("status", "--porcelain", "--untracked-files=no") else head

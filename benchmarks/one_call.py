@@ -1,10 +1,12 @@
-"""One op on a benchmark's inputs, a few times, for a profiler.
+"""Ops on a benchmark's inputs, for a profiler.
 
-ncu --kernel-name regex:d3s --launch-count 4 --set full python -m benchmarks.one_call topk_mask
+ncu --profile-from-start off --set full python -m benchmarks.one_call topk_mask compact
+python -m benchmarks.one_call --timeline sparse_head
 """
 
 import argparse
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ import d3s_kernels as d3s
 from . import inputs
 from .sizes import Sizes, sizes_for
 
-CALLS = 2
+WARM_UP, MANY = 2, 20
 
 
 def logprob_entropy(sizes: Sizes) -> Callable[[], Any]:
@@ -47,6 +49,7 @@ def sparse_head(sizes: Sizes) -> Callable[[], Any]:
     kept = inputs.draw_kept(sizes.vocabulary, sizes.head_tokens)
     gradients = inputs.advantages(len(hidden)), inputs.entropies(len(hidden))
     options = {"sampling_mask": kept.mask, "max_dense_rows": 0, "weight_grad_into": torch.zeros_like(weight)}
+    options["max_grad_rows"] = len(hidden)
     leaf, weight = hidden.requires_grad_(), weight.requires_grad_()
     options["logits_dtype"] = torch.bfloat16
     return lambda: torch.autograd.grad(
@@ -91,17 +94,46 @@ OPS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("op", choices=OPS)
+    parser.add_argument("ops", nargs="+", choices=OPS, metavar="op", help=", ".join(OPS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--short", action="store_true", help="small inputs")
+    parser.add_argument("--timeline", action="store_true", help="by torch's profiler: each kernel, and the host")
     given = parser.parse_args()
     inputs.device = torch.device(given.device)
-    call = OPS[given.op](sizes_for("cuda", given.short))
-    for _ in range(CALLS):
-        call()
-    if given.device == "cuda":
+    for op in given.ops:
+        call = OPS[op](sizes_for("cuda", given.short))
+        for _ in range(WARM_UP):
+            call()
+        (timeline if given.timeline else profiled)(op, call)
+
+
+def profiled(op: str, call: Callable[[], Any]) -> None:
+    """One call for a profiler that was started with `--profile-from-start off`."""
+    if inputs.device.type == "cuda":
         torch.cuda.synchronize()
-    print(f"{given.op}: {CALLS} calls")
+        torch.cuda.profiler.start()
+    call()
+    if inputs.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+    print(f"{op}: a call", flush=True)
+
+
+def timeline(op: str, call: Callable[[], Any]) -> None:
+    start, synchronize = perf_counter(), torch.cuda.synchronize if inputs.device.type == "cuda" else lambda: None
+    for _ in range(MANY):
+        call()
+    queued = perf_counter() - start
+    synchronize()
+    took = perf_counter() - start
+    print(f"{op}: {1e6 * took / MANY:.0f} us a call, of which the host {1e6 * queued / MANY:.0f} us", flush=True)
+    with torch.profiler.profile() as profile:
+        call()
+        synchronize()
+    of_device = "self_device_time_total"
+    rows = sorted(profile.key_averages(), key=lambda row: (-getattr(row, of_device), -row.self_cpu_time_total))
+    for row in rows[:40]:
+        print(f"{getattr(row, of_device):10.1f} us {row.self_cpu_time_total:10.1f} us {row.count:5} {row.key[:150]}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ choose for GPUs are made smaller, so that a few dozen elements have several slic
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from helpers import (
     unwritten,
 )
 from torch import Tensor
+from triton import language as tl
 from triton.runtime import interpreter
 
 import d3s_kernels as d3s
@@ -50,6 +52,15 @@ LENGTHS = [
 ]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ONE_OR_ALL = [DTYPES[0], *(slow(dtype, shows=f"the same in {dtype}") for dtype in DTYPES[1:])]
+
+
+def test_a_constant_of_a_kernel_equals_itself() -> None:
+    """Triton compares the constants that a kernel has read with what they are at its next launch, and refuses a NaN.
+    The interpreter does not: this was found on a GPU."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("d3s_kernels._triton")]
+    constants = [value for module in modules for value in vars(module).values() if isinstance(value, tl.constexpr)]
+    assert len(constants) > 5
+    assert all(constant.value == constant.value for constant in constants)
 
 
 @pytest.fixture(autouse=True, scope="module")

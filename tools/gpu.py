@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,12 +117,12 @@ def again() -> list[Part]:
     for line in AGAIN.read_text().splitlines() if AGAIN.exists() else ():
         backend, test = line.split(maxsplit=1)
         named.setdefault(backend, []).append(test)
-    parts = [on_gpu("again", 60, 6, *tests) for backend, tests in named.items() if backend == "gpu"]
+    parts = [on_gpu("again", 120, 6, *tests) for backend, tests in named.items() if backend == "gpu"]
     for backend, tests in named.items():
         if backend != "gpu":
-            part = suites(backend, 60, 6, 20)
+            part = suites(backend, 120, 6, 10)
             command = part.command[: -len(SUITES[backend])]
-            parts.append(Part(f"again {backend}", 60, (*command, *tests), part.environment))
+            parts.append(replace(part, name=f"again {backend}", command=(*command, *tests)))
     return parts
 
 
@@ -146,19 +146,26 @@ def steps(call: str) -> list[list[Part]]:
         ],
         [suites("triton", 80, WORKERS // 2, 5), suites("torch", 80, WORKERS // 2, 5)],
     ]
-    fast = [[benchmarks("benchmarks", 300, "--resume")], [profile()]]
+    fast = [[benchmarks("benchmarks", 300, "--resume")], *profiles()]
     return {"a": first + right, "b": [again(), *fast], "all": first + right + fast}[call]
 
 
 FIRST_MINUTE = "tests/cuda/test_first_minute.py"
 
 
-def profile() -> Part:
-    """What limits one kernel: D3S_GPU_PROFILE names a call of benchmarks/one_call.py."""
-    what = os.environ.get("D3S_GPU_PROFILE", "topk_mask")
-    ours = ("--kernel-name-base", "demangled", "--kernel-name", "regex:d3s", "--launch-count", 4)
-    command = ("ncu", "--clock-control", "none", *ours, "--set", "full", PYTHON, "-m", "benchmarks.one_call", what)
-    return Part(f"ncu {what}", 60, command, tells=r"Throughput|Duration|Occupancy|Stall|d3s::", lines=40)
+def profiles() -> list[list[Part]]:
+    """Where the time goes in the ops that D3S_GPU_PROFILE names, of benchmarks/one_call.py: by ncu in each kernel of
+    ours, whose report is written too, and by torch's profiler in all of them and in the host.
+    """
+    ops = os.environ.get("D3S_GPU_PROFILE", "topk_mask max_variance_pool sparse_head").split()
+    ours = ("--kernel-name-base", "demangled", "--kernel-name", "regex:d3s", "--profile-from-start", "off")
+    ncu = ("ncu", "--clock-control", "none", "--set", "full", *ours, "--force-overwrite", "-o", OUT / "profile")
+    one_call = (PYTHON, "-m", "benchmarks.one_call", *(("--device", "cpu", "--short") if REHEARSAL else ()))
+    return [
+        [Part("timeline", 40, (*one_call, "--timeline", *ops), tells=r" us a call|^ +[1-9]\d*\.\d us", lines=40)],
+        [Part("ncu", 120, (*ncu, *one_call, *ops), tells="Error|a call")],
+        [Part("ncu, read", 30, ("ncu", "--import", OUT / "profile.ncu-rep"), tells=r"d3s::|Duration", lines=40)],
+    ]
 
 
 # ---- running them ----------------------------------------------------------------------------------------------------
@@ -300,6 +307,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", choices=SECONDS)
     parser.add_argument("--seconds", type=float, help="for all parts together")
+    parser.add_argument("--only", default="", metavar="EXPRESSION", help="the parts whose names it is found in")
     given = parser.parse_args()
     end = time.monotonic() + (given.seconds or SECONDS[given.call])
     log, ended = Log(), list[Ended]()
@@ -308,7 +316,7 @@ def main() -> int:
     try:
         unpack()
         for step in steps(given.call):
-            run_step(step, end, log, ended)
+            run_step([part for part in step if re.search(given.only, part.name)], end, log, ended)
     finally:
         text = summary(ended)
         (OUT / "summary.txt").write_text(text + "\n")

@@ -18,7 +18,7 @@ from . import launch
 from .launch import EXACT, contiguous
 from .order_key import ABSENT, order_key
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
-from .softmax_state import LOG2_E, LOWEST, NAN, add, finish, load_columns, merge, merge_lanes
+from .softmax_state import LOG2_E, LOWEST, add, finish, load_columns, merge, merge_lanes
 
 SLICE = 32768  # elements; d3s_kernels/_head/tiles.py cuts at multiples of it
 LANES = 256
@@ -97,7 +97,9 @@ def finish_rows(
         is_token = (label >= 0) & (label < columns)
         z = tl.load(row_start(logits, row, inner, outer_stride, inner_stride, STEP) + label, mask=reads & is_token)
         logprob = tl.div_rn(z.to(tl.float32) - m, temperature) - log_sum
-        logprob = tl.where(is_token, logprob, tl.where(label == NO_TARGET, 0.0, NAN))  # NaN for an invalid label
+        logprob = tl.where(
+            is_token, logprob, tl.where(label == NO_TARGET, 0.0, float("nan"))
+        )  # NaN for an invalid label
     tl.store(logprobs + row, tl.where(reads, logprob, 0.0), mask=here)
     tl.store(entropies + row, tl.where(reads, entropy, 0.0), mask=here)
     tl.store(maxima + row, tl.where(reads, m, 0.0), mask=here)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .launch import EXACT, contiguous, warps
 from .logprob_entropy import NO_TARGET
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
-from .softmax_state import LOG2_E, NAN, exponential
+from .softmax_state import LOG2_E, exponential
 
 THREADS = 256
 BLOCK = 8192  # elements in flight at a time: 32 for each thread
@@ -76,7 +76,7 @@ def write_gradients(
     # gradient.
     bad = (log_sum != log_sum) | (g_logprob != g_logprob) | (g_entropy != g_entropy)
     bad = bad | ((g_logprob != 0) & (label != NO_TARGET) & ((label < 0) | (label >= vocabulary)))
-    m = tl.where(bad, NAN, tl.load(maxima + row))
+    m = tl.where(bad, float("nan"), tl.load(maxima + row))
 
     whole = end - (end - begin) % BLOCK
     if reads:

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .softmax_state import NAN
-
 # Arguments of row_start on which no kernel is specialised: strides change with the length of a batch, and STEP gives
 # their alignment.
 PLACE = ("inner", "outer_stride", "inner_stride")
@@ -91,4 +89,4 @@ def temperature_of(row, temperatures, bits, PER_ROW: tl.constexpr):
         return (bits + 0 * row).to(tl.int32).to(tl.float32, bitcast=True)
     else:
         t = tl.load(temperatures + (row if PER_ROW else 0 * row))
-        return tl.where((t > 0.999e-15) & (t < 1.001e15), t, NAN)
+        return tl.where((t > 0.999e-15) & (t < 1.001e15), t, float("nan"))

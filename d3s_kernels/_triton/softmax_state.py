@@ -11,7 +11,6 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.44269504088896340736)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
-NAN = tl.constexpr(float("nan"))
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # the maximum of no logits: not -inf, since -inf - -inf would be NaN
 # Below this, 2^d is 0 in float32. It replaces the distance of a -inf logit in the product with e = 0, since -inf * 0
 # would be NaN. NaN still reaches the sums through e.
@@ -68,7 +67,7 @@ def merge(m, s, t, other_m, other_s, other_t, scale):
 def finish(s, t, temperature):
     """Entropy and log S."""
     undefined = (s < 0.5) | (t != t)  # only -inf or no logits at all; or NaN or +inf
-    s = tl.where(undefined, NAN, s)
+    s = tl.where(undefined, float("nan"), s)
     log_sum = tl.log(s)
     mean = tl.div_rn(t, temperature * s)
     entropy = log_sum - tl.where(mean > -1e-30, 0.0, mean)  # a residue of -inf logits becomes 0; NaN stays

@@ -154,6 +154,18 @@ def test_half_precision_heads() -> None:
         assert (mine.double() - right).norm() <= 2e-2 * right.norm()
 
 
+def test_a_gradient_that_is_added_leaves_the_other_one_its_bits() -> None:
+    hidden, weight = (torch.randn(n, 64, device=GPU).bfloat16().requires_grad_() for n in (300, 5000))
+    labels = random_labels(300, vocabulary=5000).to(GPU)
+    into = torch.zeros(5000, 64, device=GPU)
+    found = d3s.linear_logprob_entropy(hidden, weight, labels, weight_grad_into=into)
+    (ours,) = torch.autograd.grad(sum(found).sum(), hidden)
+    found = d3s.linear_logprob_entropy(hidden, weight, labels)
+    plain, of_weight = torch.autograd.grad(sum(found).sum(), (hidden, weight))
+    assert_same_bits(ours, plain)
+    assert (into - of_weight).norm() <= 1e-2 * of_weight.norm()
+
+
 @pytest.mark.parametrize("name", ["logprob_entropy", "topk_mask", "max_variance_select", "compact", "group_advantages"])
 def test_opcheck(name: str) -> None:
     op = getattr(torch.ops.d3s_kernels, name).default
