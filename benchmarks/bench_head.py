@@ -180,7 +180,7 @@ def test_workspace(contest: Contest, sizes: Sizes, precision: str) -> None:
         f"linear_logprob_entropy forward by workspace, wide, {precision}",
         size_of(hidden, weight),
         of(None),
-        yardsticks={f"{size} MiB": of(size) for size in (16, 24, 32, 48, 64, 128, 512)}
+        yardsticks={f"{size} MiB": of(size) for size in (16, 24, 32, 48, 64, 128, 512, 1280)}
         | {"matmul": lambda: linear(hidden, weight)},
     )
 
@@ -197,7 +197,7 @@ def test_workspace_of_a_step(contest: Contest, sizes: Sizes) -> None:
         "linear_logprob_entropy forward + backward by workspace, wide, bf16",
         size_of(hidden, weight),
         of(),
-        yardsticks={f"{size} MiB": of(workspace_bytes=size << 20) for size in (32, 128, 512)},
+        yardsticks={f"{size} MiB": of(workspace_bytes=size << 20) for size in (32, 128, 512, 1280)},
     )
 
 

@@ -2,8 +2,9 @@
 """All that needs an NVIDIA GPU, in parts: each has a name, a limit and a command.
 
     python3 tools/gpu.py a      is every op right, and the headlines: 250 seconds
-    python3 tools/gpu.py b      what failed before, again; then all benchmarks: 400 seconds
+    python3 tools/gpu.py b      all benchmarks, and where the time goes in some ops: 400 seconds
     python3 tools/gpu.py all    both: 560 seconds; `make gpu` calls it
+    python3 tools/gpu.py a --only 'tests/cuda|memcheck'    the parts in whose names this is found
 
 Nothing is built or downloaded. Libraries and wheels come from build/gpu/bundle where there is one (`make gpu-bundle`);
 else the installed package is used. Parts of one step run side by side, timings alone. A part that is out of time is
@@ -12,7 +13,9 @@ interrupted, then killed; what it has said until then is kept. In the folder tha
     gpu.log              every line of every part, as it comes
     parts.jsonl          a line for each part that has ended
     contests.jsonl       each contest of the benchmarks, as it ends, and the results made from them
-    summary.txt          what is printed at the end, worst first
+    source.csv.gz        the samples of ncu, for each instruction
+
+What each part told is printed at the end, the worst first.
 """
 
 from __future__ import annotations
@@ -28,21 +31,20 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu"
 BUNDLE = WORK / "bundle"
 SITE = WORK / "site"  # TRL and the other wheels of the bundle
 OUT = Path(os.environ.get("OUT") or WORK / "out")
-AGAIN = BUNDLE / "again.txt"  # for call b: lines of a back-end and a test's name
 # On the CPU, with its library in place of the kernels: does the harness itself work?
 REHEARSAL = "D3S_GPU_REHEARSAL" in os.environ
 
 SECONDS = {"a": 250, "b": 400, "all": 560}
 GRACE = 8  # seconds from the interrupt to the kill; pytest tells its failures in 6
-FEWEST = 4  # seconds that a part takes to say anything
 PRINTED, WIDTH = 11_500, 200  # characters of the summary, and of a line of it
 
 
@@ -74,6 +76,7 @@ TESTS = (
     *("--timeout", 90, "--timeout-method", "thread", "--max-worker-restart", 50),  # the method that ends one worker
 )
 SUITES = runpy.run_path(str(ROOT / "tests" / "cuda" / "suites.py"))["SUITES"]
+FIRST_MINUTE = "tests/cuda/test_first_minute.py"
 WORKERS = max(2, min(16, os.cpu_count() or 2))
 
 
@@ -111,21 +114,6 @@ def benchmarks(name: str, seconds: float, *options: object) -> Part:
     return Part(name, seconds, command, tells=tells, lines=60)
 
 
-def again() -> list[Part]:
-    """The tests that AGAIN names."""
-    named: dict[str, list[str]] = {}
-    for line in AGAIN.read_text().splitlines() if AGAIN.exists() else ():
-        backend, test = line.split(maxsplit=1)
-        named.setdefault(backend, []).append(test)
-    parts = [on_gpu("again", 120, 6, *tests) for backend, tests in named.items() if backend == "gpu"]
-    for backend, tests in named.items():
-        if backend != "gpu":
-            part = suites(backend, 120, 6, 10)
-            command = part.command[: -len(SUITES[backend])]
-            parts.append(replace(part, name=f"again {backend}", command=(*command, *tests)))
-    return parts
-
-
 def steps(call: str) -> list[list[Part]]:
     """What runs after one another, each a list of what runs side by side."""
     first = [
@@ -133,8 +121,7 @@ def steps(call: str) -> list[list[Part]]:
             *map(doctor, ("cuda", "triton", "torch")),
             on_gpu("first minute", 80, 3, FIRST_MINUTE),
             Part("machine", 20, ("nvidia-smi",), tells=r"Driver Version|MiB"),
-            # The first import reads gigabytes; the benchmarks have no time for it.
-            Part("imports", 80, (PYTHON, "-c", "import trl.trainer.grpo_trainer, liger_kernel.transformers")),
+            Part("imports", 80, (PYTHON, "-c", "import trl.trainer.grpo_trainer")),  # the first one takes long
         ],
         [benchmarks("headlines", 75, "--headlines")],
     ]
@@ -147,24 +134,23 @@ def steps(call: str) -> list[list[Part]]:
         [suites("triton", 80, WORKERS // 2, 5), suites("torch", 80, WORKERS // 2, 5)],
     ]
     fast = [[benchmarks("benchmarks", 300, "--resume")], *profiles()]
-    return {"a": first + right, "b": [again(), *fast], "all": first + right + fast}[call]
-
-
-FIRST_MINUTE = "tests/cuda/test_first_minute.py"
+    return {"a": first + right, "b": fast, "all": first + right + fast}[call]
 
 
 def profiles() -> list[list[Part]]:
-    """Where the time goes in the ops that D3S_GPU_PROFILE names, of benchmarks/one_call.py: by ncu in each kernel of
-    ours, whose report is written too, and by torch's profiler in all of them and in the host.
+    """Where the time goes in the ops of benchmarks/one_call.py that D3S_GPU_PROFILE names: by torch's profiler in all
+    kernels and in the host, by ncu in each kernel of ours.
     """
     ops = os.environ.get("D3S_GPU_PROFILE", "topk_mask max_variance_pool sparse_head").split()
     ours = ("--kernel-name-base", "demangled", "--kernel-name", "regex:d3s", "--profile-from-start", "off")
-    ncu = ("ncu", "--clock-control", "none", "--set", "full", *ours, "--force-overwrite", "-o", OUT / "profile")
+    ncu = ("ncu", "--clock-control", "none", "--set", "full", *ours, "--force-overwrite", "-o", WORK / "profile")
     one_call = (PYTHON, "-m", "benchmarks.one_call", *(("--device", "cpu", "--short") if REHEARSAL else ()))
+    read = f"ncu --import {WORK}/profile.ncu-rep"
+    both = f"{read}; {read} --page source --csv | gzip > {OUT}/source.csv.gz"
     return [
         [Part("timeline", 40, (*one_call, "--timeline", *ops), tells=r" us a call|^ +[1-9]\d*\.\d us", lines=40)],
         [Part("ncu", 120, (*ncu, *one_call, *ops), tells="Error|a call")],
-        [Part("ncu, read", 30, ("ncu", "--import", OUT / "profile.ncu-rep"), tells=r"d3s::|Duration", lines=40)],
+        [Part("ncu, read", 40, ("sh", "-c", both), tells=r"d3s::|Duration", lines=40)],
     ]
 
 
@@ -175,14 +161,14 @@ class Log:
     """Each line is written at once, whole, so that a kill at any moment leaves whole lines."""
 
     def __init__(self) -> None:
-        OUT.mkdir(parents=True, exist_ok=True)
         self.start, self.lock = time.monotonic(), threading.Lock()
         self.log = (OUT / "gpu.log").open("ab", buffering=0)
         self.parts = (OUT / "parts.jsonl").open("ab", buffering=0)
 
-    def say(self, name: str, line: str) -> None:
+    def say(self, name: str, text: str) -> None:
+        at = f"[{time.monotonic() - self.start:3.0f} s] {name} | "
         with self.lock:
-            self.log.write(f"[{time.monotonic() - self.start:3.0f} s] {name} | {line}\n".encode())
+            self.log.write("".join(f"{at}{line}\n" for line in text.splitlines()).encode())
 
     def end(self, ended: Ended) -> None:
         with self.lock:
@@ -193,9 +179,7 @@ class Log:
 
 def environment() -> dict[str, str]:
     path = [ROOT, SITE, ROOT / "tests", ROOT / "tests" / "cuda", os.environ.get("PYTHONPATH")]
-    commit = BUNDLE / "commit"
-    caches = WORK / "caches"
-    caches.mkdir(parents=True, exist_ok=True)
+    commit, caches = BUNDLE / "commit", WORK / "caches"
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder),
@@ -229,25 +213,26 @@ def exited(process: subprocess.Popen[str], seconds: float) -> bool:
     return True
 
 
+RUNNING: set[int] = set()  # process groups, which end with this program
+
+
 def run(part: Part, end: float, log: Log) -> Ended:
     left = min(part.seconds, end - time.monotonic() - GRACE)
-    if left < FEWEST:
-        return Ended(part.name, "no time", None, 0, 0, [])
     command = [str(word) for word in part.command]
-    if not shutil.which(command[0]):
-        return Ended(part.name, "failed", None, 0, 0, [f"there is no {command[0]}"])
+    if left < 4 or not shutil.which(command[0]):
+        why = ("no time", []) if left < 4 else ("failed", [f"there is no {command[0]}"])
+        return Ended(part.name, why[0], None, 0, 0, why[1])
     log.say(part.name, f"$ {' '.join(command)}")
     start, said = time.monotonic(), list[str]()
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment() | part.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    where: dict[str, Any] = {"cwd": ROOT, "env": environment() | part.environment, "start_new_session": True}
+    printed: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
+    process = subprocess.Popen(command, **where, **printed)
+    RUNNING.add(process.pid)
 
     def pump() -> None:
         for line in process.stdout or ():
@@ -261,6 +246,7 @@ def run(part: Part, end: float, log: Log) -> Ended:
         log.say(part.name, f"! out of time after {left:.0f} s")
         os.kill(process.pid, signal.SIGINT)
         exited(process, GRACE)
+    RUNNING.discard(process.pid)
     os.killpg(process.pid, signal.SIGKILL)  # it, or what it has left running
     reader.join(5)
     _, status, used = os.wait4(process.pid, 0)
@@ -275,18 +261,6 @@ def run(part: Part, end: float, log: Log) -> Ended:
     return Ended(part.name, outcome, code, round(seconds, 1), round(cpu, 1), told)
 
 
-def run_step(parts: list[Part], end: float, log: Log, ended: list[Ended]) -> None:
-    def take(part: Part) -> None:
-        ended.append(run(part, end, log))
-        log.end(ended[-1])
-
-    threads = [threading.Thread(target=take, args=[part]) for part in parts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def summary(ended: list[Ended]) -> str:
     """What each part told, the worst first, in PRINTED characters."""
     order = ("failed", "out of time", "no time", "ok")
@@ -297,12 +271,6 @@ def summary(ended: list[Ended]) -> str:
     return text if len(text) <= PRINTED else text[:PRINTED] + "\n... cut: gpu.log has all"
 
 
-def find_tools() -> None:
-    """CUDA's programs need not be on PATH."""
-    folders = [Path("/usr/local/cuda/bin"), *sorted(Path("/opt/nvidia/nsight-compute").glob("*"))]
-    os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, folders)])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", choices=SECONDS)
@@ -310,16 +278,30 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="EXPRESSION", help="the parts whose names it is found in")
     given = parser.parse_args()
     end = time.monotonic() + (given.seconds or SECONDS[given.call])
+    for folder in (OUT, WORK / "caches"):
+        folder.mkdir(parents=True, exist_ok=True)
     log, ended = Log(), list[Ended]()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    find_tools()
+
+    def take(part: Part) -> None:
+        ended.append(run(part, end, log))
+        log.end(ended[-1])
+
+    cuda = [Path("/usr/local/cuda/bin"), *sorted(Path("/opt/nvidia/nsight-compute").glob("*"))]
+    os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, cuda)])
     try:
         unpack()
         for step in steps(given.call):
-            run_step([part for part in step if re.search(given.only, part.name)], end, log, ended)
+            chosen = [part for part in step if re.search(given.only, part.name)]
+            threads = [threading.Thread(target=take, args=[part], daemon=True) for part in chosen]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
     finally:
-        text = summary(ended)
-        (OUT / "summary.txt").write_text(text + "\n")
+        for group in RUNNING:
+            os.killpg(group, signal.SIGKILL)
+        log.say("summary", text := summary(ended))
         print(text, flush=True)
     return int(any(part.status == "failed" for part in ended))
 

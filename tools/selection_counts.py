@@ -37,6 +37,7 @@ KERNELS = {
     "max_variance_select (groups)": "select_groupsIfLi16E",
     "max_variance_select": "max_variance_cu.*select_segmentsIf",
     "max_variance_select (keys)": "make_entriesIf",
+    "max_variance_select (sums)": "sum_stretches",
     "max_variance_select (splits)": "find_sorted_ends",
     "max_variance_select (mask)": "write_sorted_mask",
     "compact": "list_piece",

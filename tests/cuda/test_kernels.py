@@ -132,9 +132,10 @@ def test_max_variance_of_a_pool() -> None:
         assert_identical(ours.cpu(), reference.max_variance_select(values, n // 4))
 
 
-def test_ratios_have_the_bits_of_the_cpu() -> None:
+def test_ratios_are_those_of_the_cpu() -> None:
+    """To the bit; only the NaN of a GPU has bits of its own."""
     for here, there in zip(ratio_results("cpu"), ratio_results(GPU.type), strict=True):
-        assert_same_bits(there, here)
+        assert_identical(there, here)
 
 
 def test_half_precision_heads() -> None:
