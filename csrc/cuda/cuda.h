@@ -104,6 +104,7 @@ D3S_HOST_DEVICE Pair both(float x) { return {x, x}; }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1100
 __device__ __forceinline__ float2 packed(Pair a) { return make_float2(a.low, a.high); }
 __device__ __forceinline__ Pair unpacked(float2 a) { return {a.x, a.y}; }
+__device__ __forceinline__ Pair operator+(Pair a, Pair b) { return unpacked(__fadd2_rn(packed(a), packed(b))); }
 __device__ __forceinline__ Pair operator-(Pair a, Pair b) {
   return unpacked(__fadd2_rn(packed(a), make_float2(-b.low, -b.high)));
 }
@@ -121,6 +122,7 @@ __device__ __forceinline__ Pair add_weighted(Pair sums, float weight, float valu
   return fma(both(weight), Pair{one, value}, sums);
 }
 #else
+D3S_HOST_DEVICE Pair operator+(Pair a, Pair b) { return {a.low + b.low, a.high + b.high}; }
 D3S_HOST_DEVICE Pair operator-(Pair a, Pair b) { return {a.low - b.low, a.high - b.high}; }
 D3S_HOST_DEVICE Pair operator*(Pair a, Pair b) { return {a.low * b.low, a.high * b.high}; }
 D3S_HOST_DEVICE Pair fma(Pair a, Pair b, Pair c) { return {fmaf(a.low, b.low, c.low), fmaf(a.high, b.high, c.high)}; }

@@ -320,8 +320,10 @@ __device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradien
     write_piece(rows, gradients, row, first_token, begin, end, gradient);
 }
 
+// Five blocks, of 48 registers a thread: while some of them wait for what a row's gradient needs, the others keep the
+// memory busy.
 template <class T>
-__global__ void __launch_bounds__(kGradientThreads)
+__global__ void __launch_bounds__(kGradientThreads, 5)
     write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
                     int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
   write_gradient_of_block<T, false>(rows, gradients, first_token, out, out_layout);

@@ -14,9 +14,10 @@ namespace d3s {
 // logit still reaches the sums, through e.
 constexpr float kLowestDistance = -200.f;
 
-// Both sums take one term of each element, in the order of the elements: even and odd elements never have sums of their
-// own. Packed arithmetic only does two of these operations with one instruction, each rounded by itself: the distances
-// of two neighbours, or an element's two terms. So the bits are the same with it and without.
+// The terms of a vector are added up first, in the order of the elements, and then to those before: where most logits of
+// a vocabulary are equal, the roundings of one long sum would all go the same way. Even and odd elements never have sums
+// of their own. Packed arithmetic only does two of these operations with one instruction, each rounded by itself: the
+// distances of two neighbours, or an element's two terms. So the bits are the same with it and without.
 struct LaneState {
   float max = -FLT_MAX;
   Pair sums = {0.f, 0.f};  // S and T * scale, with scale = log2(e) / temperature: distances are exponents of 2
@@ -24,8 +25,14 @@ struct LaneState {
   template <class T, int kCount>
   __device__ __forceinline__ void add(const uint4 (&vectors)[kCount], float scale) {
     raise(fmaxf(max, largest<T>(vectors)), scale);
+    Pair group = {0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) for_pairs<T>(vectors[i], [&](Pair z) { add_below_max(z, scale); });
+    for (int i = 0; i < kCount; ++i) {
+      Pair own = {0.f, 0.f};
+      for_pairs<T>(vectors[i], [&](Pair z) { add_below_max(own, z, scale); });
+      group = group + own;
+    }
+    sums = sums + group;
   }
 
   template <int kCount>
@@ -35,7 +42,7 @@ struct LaneState {
     for (int i = 0; i < kCount; ++i) top = fmaxf(top, logits[i]);
     raise(top, scale);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) add_below_max(logits[i], scale);
+    for (int i = 0; i < kCount; ++i) add_below_max(sums, logits[i], scale);
   }
 
   __device__ SoftmaxState state(float scale) const { return {max, sums.low, sums.high / scale}; }
@@ -47,17 +54,17 @@ struct LaneState {
     sums = both(factor) * Pair{sums.low, fmaf(safe_move, sums.low, sums.high)};
     max = new_max;
   }
-  __device__ __forceinline__ void add_below_max(Pair z, float scale) {
+  __device__ __forceinline__ void add_below_max(Pair& to, Pair z, float scale) const {
     const Pair distance = (z - both(max)) * both(scale);
     const Pair e = {exp2_fast(distance.low), exp2_fast(distance.high)};
     const Pair d = {fmaxf(distance.low, kLowestDistance), fmaxf(distance.high, kLowestDistance)};
     // The scale is finite, or NaN, for a temperature that is not valid, and then the sums are NaN anyway.
-    sums = add_weighted(sums, e.low, d.low, hidden_one(scale));
-    sums = add_weighted(sums, e.high, d.high, hidden_one(scale));
+    to = add_weighted(to, e.low, d.low, hidden_one(scale));
+    to = add_weighted(to, e.high, d.high, hidden_one(scale));
   }
-  __device__ __forceinline__ void add_below_max(float z, float scale) {
+  __device__ __forceinline__ void add_below_max(Pair& to, float z, float scale) const {
     const float distance = (z - max) * scale, e = exp2_fast(distance);
-    sums = add_weighted(sums, e, fmaxf(distance, kLowestDistance), hidden_one(scale));
+    to = add_weighted(to, e, fmaxf(distance, kLowestDistance), hidden_one(scale));
   }
 };
 
