@@ -238,8 +238,8 @@ MUTANTS = (
     Mutant(
         "cuda: the split that takes nothing from the top is not tried",
         "csrc/cuda/max_variance_memory.h",
-        "body(k, split_spread(start, Moments(), count));",
-        "",
+        "if (first + r < to) body(",
+        "if (first + r < to && first + r < k_) body(",
         KERNELS,
     ),
     Mutant(
@@ -445,15 +445,15 @@ MUTANTS = (
     Mutant(
         "head: an exceeded bound reaches no gradient of kept tokens",
         "d3s_kernels/_head/backward.py",
-        "incoming = incoming.with_gradients(lambda grad: grad.masked_fill(bad, torch.nan))",
+        "incoming = incoming.poisoned(exceeded, both=most_dense != 0)",
         "pass",
         "tests/test_sampling_masks_head.py",
     ),
     Mutant(
         "head: masked rows have a gradient",
         "d3s_kernels/_head/backward.py",
-        "active &= problem.mask.reshape(count)",
-        "pass",
+        "return active if mask is None else active.logical_and_(flat(mask, count))",
+        "return active",
         "tests/test_head.py",
     ),
     Mutant(

@@ -31,8 +31,9 @@ def of_known_labels(grad_logprob: Tensor | None, logprob: Tensor | None) -> Tens
     return torch.where(logprob.isnan() & (grad_logprob != 0), torch.nan, grad_logprob)
 
 
-def _bound(op: str, backward: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The backward and the setup of the op's gradient, which the op ``backward`` computes.
+def _bound(op: str, backward: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """The backward and the setup of the op's gradient, which the op ``backward`` computes; and the op with both, for
+    eager mode: torch's own way around them parses the schema in each call, which takes 100 us.
 
     What the two share is found here, once. A call only picks values by their places.
     """
@@ -70,13 +71,32 @@ def _bound(op: str, backward: str) -> tuple[Callable[..., Any], Callable[..., An
             grads = of_known_labels(grads[0], saved[-1]), *grads[1:]
         # needs_input_grad leaves out arguments at the end that have their default value.
         wanted = [place < len(needs) and needs[place] for place in gradient_of]
-        found = compute(*order((*grads, *saved, *ctx.others, wanted, *defaults)))
+        given = order((*grads, *saved, *ctx.others, wanted, *defaults))
+        if torch.is_grad_enabled():  # refuses a second derivative
+            found = compute(*given)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                found = compute(*given)
         gradients = (found,) if isinstance(found, Tensor) else found
         for place, grad, want in zip(gradient_of, gradients, wanted, strict=True):
             results[place] = grad if want else None
         return tuple(results)
 
-    return run, setup
+    forward_op, all_defaults = getattr(_op, op).default, [a.default_value for a in schema_of(op).arguments]
+
+    def apply_forward(ctx: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = forward_op(*inputs)
+        setup(ctx, inputs, output)
+        return output
+
+    of_torch = f"GeneratedBackwardFor_d3s_kernels_{op}_default"
+    function: Any = type(of_torch, (torch.autograd.Function,), {"forward": apply_forward, "backward": run})
+
+    def differentiable(*arguments: Any) -> Any:
+        return function.apply(*arguments, *all_defaults[len(arguments) :])
+
+    return run, setup, differentiable
 
 
 def _no_second_derivative(*_: Any) -> None:
@@ -91,10 +111,11 @@ GRADIENTS = {
     "vocab_parallel_linear_logprob_entropy": "vocab_parallel_linear_logprob_entropy_backward",
     "importance_ratio": "importance_ratio_backward",
 }
+EAGER: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 for _name in registered():
     if _name in GRADIENTS:
-        _backward, _setup = _bound(_name, GRADIENTS[_name])
+        _backward, _setup, EAGER[_name] = _bound(_name, GRADIENTS[_name])
         torch.library.register_autograd(f"d3s_kernels::{_name}", _backward, setup_context=_setup)
     elif _name.endswith("_backward"):
         torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)

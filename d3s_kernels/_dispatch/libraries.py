@@ -57,9 +57,10 @@ def schema_of(op: str) -> Any:
     return getattr(torch.ops.d3s_kernels, op).default._schema
 
 
-def argument_names(op: str) -> list[str]:
+@cache
+def argument_names(op: str) -> tuple[str, ...]:
     """The names of an op's arguments, in the order of its schema."""
-    return [argument.name for argument in schema_of(op).arguments]
+    return tuple(argument.name for argument in schema_of(op).arguments)
 
 
 def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:

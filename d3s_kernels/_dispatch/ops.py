@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import faults
-from .autograd import GRADIENTS
+from .autograd import EAGER
 
 _Op = Callable[..., Any]
 _op = torch.ops.d3s_kernels
@@ -40,16 +40,18 @@ def _with_usual_errors(op: _Op) -> _Op:
     return call
 
 
-def _below_autograd(op: _Op) -> _Op:
-    """The op, without torch's kernel for its gradient where none is asked for: it is Python, and takes 4 us a call."""
+def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
+    """The op, without torch's kernel for its gradient, which is Python: 4 us a call, and 100 where one is asked for."""
 
     is_compiling, transforms = torch.compiler.is_compiling, torch._C._functorch.peek_interpreter_stack
     any_requires_grad, below_autograd = torch._C._any_requires_grad, torch._C._AutoDispatchBelowAutograd
 
     @wraps(op)
     def call(*arguments: Any) -> Any:
-        if is_compiling() or transforms() is not None or (torch.is_grad_enabled() and any_requires_grad(*arguments)):
+        if is_compiling() or transforms() is not None:
             return op(*arguments)
+        if torch.is_grad_enabled() and any_requires_grad(*arguments):
+            return differentiable(*arguments)
         with below_autograd():
             return op(*arguments)
 
@@ -81,7 +83,9 @@ def __getattr__(name: str) -> _Op:
     if name.startswith("__") or not hasattr(_op, name):
         raise AttributeError(f"d3s_kernels has no op {name!r}")
     op = _public(getattr(_op, name).default)
-    globals()[name] = op = _below_autograd(op) if name in GRADIENTS else op
+    if name in EAGER:
+        op = _past_torchs_autograd(op, _public(EAGER[name]))
+    globals()[name] = op
     return op
 
 

@@ -71,7 +71,7 @@ class _AsksAtBackward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[2:])
         ctx.save_for_backward(*tensors.values(), *results)
-        ctx.options, ctx.names, ctx.tensors = options, list(given), list(tensors)
+        ctx.options, ctx.names, ctx.tensors = options, argument_names(op), list(tensors)
         ctx.others = {name: value for name, value in given.items() if name not in tensors and name != "max_rows"}
         return results
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._arguments import is_known
 from .gradients import Gradients, Wanted
-from .kept import dense_rows, flat_rows, has_span, kept_logits, rows_of, spans_of
+from .kept import dense_rows, flat, flat_rows, has_span, kept_logits, spans_of
 from .picked import Picked
 from .problem import HeadProblem
 from .products import Head, without_autocast
@@ -34,9 +34,14 @@ class Incoming(NamedTuple):
     row_max: Tensor
     log_sum: Tensor
 
-    def with_gradients(self, change: Callable[[Tensor], Tensor]) -> Incoming:
-        gradients = (None if grad is None else change(grad) for grad in (self.grad_logprob, self.grad_entropy))
-        return Incoming(*gradients, *self[2:])  # type: ignore[call-arg, arg-type]
+    def poisoned(self, bad: Tensor, both: bool) -> Incoming:
+        """With NaN in the gradients if something is bad: in both, or in one that makes all of a row's gradient NaN."""
+        grad_logprob, grad_entropy = self.grad_logprob, self.grad_entropy
+        if grad_logprob is not None and (both or grad_entropy is None):
+            grad_logprob = grad_logprob.masked_fill(bad, torch.nan)
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy.masked_fill(bad, torch.nan)
+        return self._replace(grad_logprob=grad_logprob, grad_entropy=grad_entropy)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Incoming:
         return Incoming(*(None if values is None else change(values) for values in self))  # type: ignore[arg-type]
@@ -52,8 +57,9 @@ def backward_op(
     wanted: Sequence[bool],
     **given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    incoming = Incoming(grad_logprob, grad_entropy, entropy, row_max, log_sum)
-    return backward(HeadProblem.of(**given), incoming, Wanted(*wanted), max_grad_rows)
+    problem, incoming = HeadProblem.of(**given), Incoming(grad_logprob, grad_entropy, entropy, row_max, log_sum)
+    problem.checked_head()
+    return backward(problem, incoming, Wanted(*wanted), max_grad_rows)
 
 
 @without_autocast
@@ -65,34 +71,32 @@ def backward(
     weight_grad_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden states, weight and bias; empty where they are not wanted. The weight's is added to
-    ``weight_grad_into`` if that is given, and empty then.
+    ``weight_grad_into`` if that is given, and empty then. The problem has been checked.
     """
     if problem.sampling_offsets is None:
         return _of_all_tokens(problem, incoming, wanted, max_grad_rows, weight_grad_into)
     dense, most_dense = dense_rows(problem), problem.max_dense_rows
     exceeded = _any_exceeded(
-        (max_grad_rows, lambda: _rows_with_gradient(problem, incoming)), (most_dense, lambda: dense.mask)
+        problem.rows, (max_grad_rows, lambda: _rows_with_gradient(problem, incoming)), (most_dense, lambda: dense.mask)
     )
     if exceeded is not None:
-        bad = exceeded
-        incoming = incoming.with_gradients(lambda grad: grad.masked_fill(bad, torch.nan))
-    if most_dense == 0 and exceeded is not None:
+        incoming = incoming.poisoned(exceeded, both=most_dense != 0)
+    if most_dense == 0:
         gradients = _filled(problem, wanted, exceeded, weight_grad_into)
     else:
-        exceeded = None if exceeded is None or (_host_knows(exceeded) and not exceeded) else exceeded
         bound = min((bound for bound in (max_grad_rows, most_dense) if bound is not None), default=None)
         gradients = _of_all_tokens(dense, incoming, wanted, bound, weight_grad_into, exceeded)
     return _with_kept_tokens(problem, incoming, wanted, gradients, weight_grad_into, exceeded)
 
 
-def _any_exceeded(*bounds: tuple[int | None, Callable[[], Tensor | None]]) -> Tensor | None:
-    """Whether more rows than some bound are in its mask, 0-d; None if there is no bound."""
+def _any_exceeded(rows: int, *bounds: tuple[int | None, Callable[[], Tensor | None]]) -> Tensor | None:
+    """Whether more rows than some bound are in its mask, 0-d; None if the host knows that there are not."""
     any_exceeded = None
     for bound, mask in bounds:
-        if bound is not None and (counted := mask()) is not None:
-            exceeded = counted.sum() > bound
+        if bound is not None and bound < rows and (counted := mask()) is not None:
+            exceeded = counted.any() if bound == 0 else counted.sum() > bound
             any_exceeded = exceeded if any_exceeded is None else any_exceeded | exceeded
-    return any_exceeded
+    return None if any_exceeded is None or (_host_knows(any_exceeded) and not any_exceeded) else any_exceeded
 
 
 def _host_knows(flag: Tensor) -> bool:
@@ -101,20 +105,26 @@ def _host_knows(flag: Tensor) -> bool:
 
 
 def _filled(
-    problem: HeadProblem, wanted: Wanted, bad: Tensor, weight_grad_into: Tensor | None
+    problem: HeadProblem, wanted: Wanted, bad: Tensor | None, weight_grad_into: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of 0, or of NaN if something is bad: the device may not tell the host which. They are written once."""
 
-    def filled(like: Tensor, wanted: bool, *shape: int) -> Tensor:
-        if not wanted or _host_knows(bad):
-            return like.new_full(shape if wanted else (0,), torch.nan if wanted and bad else 0.0)
-        return like.new_empty(shape).copy_(torch.where(bad, torch.nan, 0.0))
+    def filled(like: Tensor, wanted: bool, bad: Tensor | None, *shape: int) -> Tensor:
+        if not wanted:
+            return like.new_empty(0)
+        if bad is None:
+            return like.new_zeros(shape)
+        if _host_knows(bad):
+            return like.new_full(shape, torch.nan)
+        return like.new_empty(shape).copy_(torch.zeros((), device=like.device).masked_fill_(bad, torch.nan))
 
     hidden, weight = problem.hidden, problem.weight
+    # If all rows are bad, a GPU fills them in kept_hidden_grad_. A known 0 takes half the time to write.
+    of_rows = bad if bad is not None and _host_knows(bad) else None
     return (
-        filled(hidden, wanted.hidden, *hidden.shape),
-        filled(weight, wanted.weight and weight_grad_into is None, *weight.shape),
-        filled(weight, wanted.bias, len(weight)),
+        filled(hidden, wanted.hidden, of_rows, *hidden.shape),
+        filled(weight, wanted.weight and weight_grad_into is None, bad, *weight.shape),
+        filled(weight, wanted.bias, bad, len(weight)),
     )
 
 
@@ -127,16 +137,17 @@ def _with_kept_tokens(
     exceeded: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Adds the gradients of the rows that have a span to those of the others."""
-    problem.checked_head()
-    (hidden, labels, mask), (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
-    weight, shard, count = rows_of(problem.weight), problem.shard, problem.rows
-    grad_logprob, grad_entropy, *statistics = incoming.each(lambda values: values.reshape(count))
-    grad, rows, tokens, undefined = _op.kept_logits_backward.default(
-        grad_logprob, grad_entropy, kept_logits(problem), labels, *statistics, len(weight), problem.temperature,
-        problem.temperatures(None), problem.logit_softcap, mask, None if shard.ranks is None else shard.first_token,
-        **spans_of(problem),
-    )  # fmt: skip
-    undefined = undefined if exceeded is None else undefined | exceeded
+    problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
+    hidden, weight, shard, count = problem.hidden, problem.weight, problem.shard, problem.rows
+    grad_logprob, grad_entropy, *statistics = incoming.each(lambda values: flat(values, count))
+    with torch._C._AutoDispatchBelowAutograd():  # torch's kernel for the gradient is Python
+        grad, rows, tokens, undefined = _op.kept_logits_backward.default(
+            grad_logprob, grad_entropy, kept_logits(problem), problem.labels, *statistics, weight.shape[0],
+            problem.temperature, problem.temperatures(None), problem.logit_softcap, problem.mask,
+            None if shard.ranks is None else shard.first_token, *spans_of(problem),
+        )  # fmt: skip
+    if exceeded is not None:
+        undefined.logical_or_(exceeded)
     if wanted.hidden:
         out = grad_hidden.view(hidden.shape)
         total = out if shard.ranks is None else torch.zeros_like(out, dtype=torch.float32)
@@ -147,11 +158,11 @@ def _with_kept_tokens(
             own = (has_span(problem) | undefined).unsqueeze(1)
             grad_hidden = torch.where(own, total, out).view(grad_hidden.shape)
     if wanted.weight or wanted.bias:
-        none = weight.new_empty((len(weight), 0))
-        of_weight = none if not wanted.weight else grad_weight if weight_grad_into is None else weight_grad_into
-        columns = hidden[:, : of_weight.shape[1]]
+        of_weight = grad_weight if weight_grad_into is None else weight_grad_into
+        if not wanted.weight:
+            hidden, of_weight = hidden[:, :0], weight.new_empty((weight.shape[0], 0))
         of_bias = grad_bias if wanted.bias else None
-        _op.kept_weight_grad_.default(grad, columns, rows, tokens, of_weight, of_bias)
+        _op.kept_weight_grad_.default(grad, hidden, rows, tokens, of_weight, of_bias)
     return grad_hidden, grad_weight, grad_bias
 
 
@@ -163,7 +174,7 @@ def _of_all_tokens(
     weight_grad_into: Tensor | None,
     exceeded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    head, shard = problem.checked_head(), problem.shard
+    head, shard = problem.head, problem.shard
     active = _rows_with_gradient(problem, incoming)
     if wanted.hidden:  # its rows are summed over the ranks, so all ranks must pick the same ones
         active = shard.anyones_(active)
@@ -179,20 +190,21 @@ def _of_all_tokens(
     # with the number of ranks.
     grad_hidden = shard.total_(grad_rows).to(problem.hidden.dtype)
     if wanted.hidden:
-        grad_hidden = picked.scatter(grad_hidden, problem.rows).view(problem.hidden.shape)
+        grad_hidden = picked.scatter((grad_hidden,), problem.rows)[0].view(problem.hidden.shape)
     return grad_hidden, grad_weight, grad_bias
 
 
 def _rows_with_gradient(problem: HeadProblem, incoming: Incoming) -> Tensor:
-    labels, count = problem.labels.reshape(problem.rows), problem.rows
-    active = torch.zeros(count, dtype=torch.bool, device=labels.device)
-    if incoming.grad_logprob is not None:
-        active |= (incoming.grad_logprob.reshape(count) != 0) & (labels != -100)
-    if incoming.grad_entropy is not None:
-        active |= incoming.grad_entropy.reshape(count) != 0
-    if problem.mask is not None:
-        active &= problem.mask.reshape(count)
-    return active
+    grad_logprob, grad_entropy, labels, mask, count = *incoming[:2], problem.labels, problem.mask, problem.rows
+    active = None
+    if grad_logprob is not None:
+        active = (flat(grad_logprob, count) != 0).logical_and_(flat(labels, count) != -100)
+    if grad_entropy is not None:
+        other = flat(grad_entropy, count) != 0
+        active = other if active is None else active.logical_or_(other)
+    if active is None:
+        active = torch.zeros(count, dtype=torch.bool, device=labels.device)
+    return active if mask is None else active.logical_and_(flat(mask, count))
 
 
 class _Rows(NamedTuple):
@@ -206,20 +218,23 @@ class _Rows(NamedTuple):
     @classmethod
     def gathered(cls, picked: Picked, problem: HeadProblem, incoming: Incoming) -> _Rows:
         count, hidden = problem.rows, problem.hidden
-        targets = picked.gather(problem.labels.reshape(count))
-        given = incoming.each(lambda values: picked.gather(values.reshape(count)))
+        targets = picked.gather(flat(problem.labels, count))
+        # All together, since each op costs more than its few numbers.
+        parts = [flat(values, count) for values in incoming if values is not None]
+        together = picked.gather(torch.stack(parts), dim=1)
         # NaN here becomes NaN in all that is computed from these rows, at no cost in proportion to the weight.
-        for gradient in (given.grad_logprob, given.grad_entropy):
-            if gradient is not None:
-                picked.poison_(gradient)
+        picked.poison_(together[: len(parts) - 3])
+        part = iter(together.unbind())
+        given = incoming.each(lambda _: next(part))
         if given.grad_logprob is not None and problem.shard.ranks is None and not hidden.is_cpu:
             # Labels on a GPU are not checked: one that is no token gives NaN.
-            known = torch.where(targets < problem.weight.shape[0], given.grad_logprob, torch.nan)
-            given = given._replace(grad_logprob=known)
+            given.grad_logprob.masked_fill_(targets >= problem.weight.shape[0], torch.nan)
         packed = picked.gather(hidden.reshape(count, hidden.shape[-1]))
         return cls(packed, targets, given, problem.temperatures(picked))
 
     def at(self, place: slice) -> _Rows:
+        if place.start == 0 and place.stop == self.targets.shape[0]:  # mostly there is one tile, of all rows
+            return self
         incoming = self.incoming.each(lambda values: values[place])
         return _Rows(self.hidden[place], self.targets[place], incoming, of_rows(self.temperatures, place))
 

@@ -21,9 +21,9 @@ _op = torch.ops.d3s_kernels
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
     """The initial states ``[rows, 4]``. The label's logit starts as NaN, and stays so if the label is no token."""
-    state = like.new_empty((rows, 4), dtype=torch.float32)
-    for column, value in enumerate((torch.finfo(torch.float32).min, 0.0, 0.0, torch.nan)):
-        state[:, column] = value
+    state = like.new_zeros((rows, 4), dtype=torch.float32)
+    state.select(1, 0).fill_(torch.finfo(torch.float32).min)
+    state.select(1, 3).fill_(torch.nan)
     return state
 
 
@@ -33,6 +33,7 @@ def forward_op(max_rows: int | None = None, max_grad_rows: int | None = None, **
 
 
 def forward(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, ...]:
+    problem.checked_head()
     if problem.sampling_ids is None and problem.sampling_offsets is None and problem.max_dense_rows is None:
         return _of_all_tokens(problem, max_rows)
     outputs = _of_kept_tokens(problem)
@@ -57,15 +58,14 @@ def _smaller(*bounds: int | None) -> int | None:
 @without_autocast
 def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
     """The outputs of the rows that have a span, 0 for others."""
-    head, (_, labels, mask) = problem.checked_head(), flat_rows(problem)
-    logits, temperatures = kept_logits(problem), problem.temperatures(None)
-    spans = spans_of(problem) | {"max_dense_rows": problem.max_dense_rows, "kept_of": len(head.weight)}
-    given = problem.temperature, temperatures, mask
+    flat, temperatures = flat_rows(problem), problem.temperatures(None)
+    logits, labels, mask = kept_logits(flat), flat.labels, flat.mask
+    given = problem.temperature, temperatures, mask, *spans_of(problem), problem.max_dense_rows, len(problem.weight)
     if problem.shard.ranks is None:
-        outputs = _op.logprob_entropy.default(logits, labels, *given, **spans)
+        outputs = _op.logprob_entropy.default(logits, labels, *given)
     else:
         state = no_logits(problem.rows, logits)
-        _op.softmax_state_.default(state, logits, labels, problem.shard.first_token, *given, **spans)
+        _op.softmax_state_.default(state, logits, labels, problem.shard.first_token, *given)
         outputs = _op.softmax_state_finish.default(problem.shard.everyones(state), problem.temperature, temperatures)
         outputs[0].masked_fill_(labels == -100, 0.0)
         if mask is not None:
@@ -75,7 +75,7 @@ def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
 
 @without_autocast
 def _of_all_tokens(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, ...]:
-    head = problem.checked_head()
+    head = problem.head
     hidden, mask, count, shape = problem.hidden, problem.mask, problem.rows, problem.labels.shape
     if mask is None and max_rows is not None and count > max_rows:
         return tuple(hidden.new_full(shape, torch.nan, dtype=torch.float32) for _ in range(4))
@@ -97,5 +97,5 @@ def _of_all_tokens(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, 
     outputs = _op.softmax_state_finish.default(problem.shard.everyones(state), problem.temperature, temperatures)
     outputs[0].masked_fill_(targets == -100, 0.0)
     if picked is not None:
-        outputs = tuple(picked.scatter(output, count) for output in outputs)
+        outputs = picked.scatter(outputs, count)
     return tuple(output.view(shape) for output in outputs)

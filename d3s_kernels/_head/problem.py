@@ -50,7 +50,11 @@ class HeadProblem(NamedTuple):
         if tensor is None or tensor.dim() == 0:
             return tensor
         each = tensor.reshape(self.rows)
-        return each if picked is None else picked.gather_temperatures(each)
+        return each if picked is None else picked.gather(each, past=1)  # a temperature is above 0
+
+    @property
+    def head(self) -> Head:
+        return Head(self.weight, self.bias, self.logit_softcap, self.logits_dtype)
 
     def checked_head(self) -> Head:
         """Returns the head, or raises a ValueError that names the first wrong argument."""
@@ -59,7 +63,7 @@ class HeadProblem(NamedTuple):
         _check_labels(self.labels, self._tokens())
         self._check_numbers()
         self._check_spans()
-        return Head(self.weight, self.bias, self.logit_softcap, self.logits_dtype)
+        return self.head
 
     def _tokens(self) -> int | None:
         """The size of the vocabulary; None for a shard, since its rank does not know the size."""
@@ -67,41 +71,40 @@ class HeadProblem(NamedTuple):
 
     def _check_products(self) -> None:
         hidden, weight, bias = self.hidden, self.weight, self.bias
-        _require(hidden.dim() >= 1, "hidden: got a 0-d tensor; takes [..., H]")
-        _require(hidden.dtype in _FLOATS, f"hidden: got dtype {hidden.dtype}; takes float32, bfloat16 or float16")
-        _require(
-            weight.dim() == 2 and weight.shape[1] == hidden.shape[-1],
-            f"weight: got shape {list(weight.shape)}; takes [V, H] with the H of hidden, {hidden.shape[-1]}",
-        )
-        _require(
-            weight.dtype == hidden.dtype, f"weight: got dtype {weight.dtype}; takes the dtype of hidden, {hidden.dtype}"
-        )
-        _require(self._tokens() != 0, "weight: got no tokens; takes [V, H] with V of at least 1")
-        if bias is not None:
-            _require(
-                bias.shape == weight.shape[:1] and bias.dtype == weight.dtype,
-                f"bias: got shape {list(bias.shape)} of {bias.dtype}; takes [{weight.shape[0]}] of {weight.dtype}",
+        if hidden.dim() < 1:
+            raise ValueError("hidden: got a 0-d tensor; takes [..., H]")
+        if hidden.dtype not in _FLOATS:
+            raise ValueError(f"hidden: got dtype {hidden.dtype}; takes float32, bfloat16 or float16")
+        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+            raise ValueError(
+                f"weight: got shape {list(weight.shape)}; takes [V, H] with the H of hidden, {hidden.shape[-1]}"
+            )
+        if weight.dtype != hidden.dtype:
+            raise ValueError(f"weight: got dtype {weight.dtype}; takes the dtype of hidden, {hidden.dtype}")
+        if self._tokens() == 0:
+            raise ValueError("weight: got no tokens; takes [V, H] with V of at least 1")
+        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+            raise ValueError(
+                f"bias: got shape {list(bias.shape)} of {bias.dtype}; takes [{weight.shape[0]}] of {weight.dtype}"
             )
 
     def _check_rows(self) -> None:
         """Checks the arguments with one value for each row, and the devices of all."""
-        labels, mask, shape = self.labels, self.mask, self.hidden.shape[:-1]
-        _require(
-            labels.shape == shape, f"labels: got shape {list(labels.shape)}; takes one for each row, {list(shape)}"
-        )
-        _require(labels.dtype in (torch.int64, torch.int32), f"labels: got dtype {labels.dtype}; takes int64 or int32")
-        if mask is not None:
-            _require(mask.dtype == torch.bool, f"mask: got dtype {mask.dtype}; takes bool")
-            _require(mask.shape == shape, f"mask: got shape {list(mask.shape)}; takes {list(shape)}")
-        for name in ("weight", "labels", "bias", "mask"):
-            tensor, device = getattr(self, name), self.hidden.device
-            _require(tensor is None or tensor.device == device, f"{name}: is not on hidden's device, {device}")
+        labels, mask, shape, device = self.labels, self.mask, self.hidden.shape[:-1], self.hidden.device
+        if labels.shape != shape:
+            raise ValueError(f"labels: got shape {list(labels.shape)}; takes one for each row, {list(shape)}")
+        if labels.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"labels: got dtype {labels.dtype}; takes int64 or int32")
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"mask: got dtype {mask.dtype}; takes bool")
+        if mask is not None and mask.shape != shape:
+            raise ValueError(f"mask: got shape {list(mask.shape)}; takes {list(shape)}")
+        for name, tensor in (("weight", self.weight), ("labels", labels), ("bias", self.bias), ("mask", mask)):
+            if tensor is not None and tensor.device != device:
+                raise ValueError(f"{name}: is not on hidden's device, {device}")
         each = self.temperature_tensor
-        _require(
-            each is None or each.dim() == 0 or each.shape == shape,
-            f"temperature: got shape {list(each.shape) if each is not None else None}; takes a 0-d tensor or one for "
-            "each row",
-        )
+        if each is not None and each.dim() > 0 and each.shape != shape:
+            raise ValueError(f"temperature: got shape {list(each.shape)}; takes a 0-d tensor or one for each row")
 
     def _check_spans(self) -> None:
         """As the op on logits would: with one row of uninitialised logits, which stands for all."""
@@ -109,6 +112,9 @@ class HeadProblem(NamedTuple):
         spans = self.sampling_ids, self.sampling_offsets, self.include_label, self.max_dense_rows
         if all(part is None for part in (self.sampling_ids, self.sampling_offsets, self.max_dense_rows)):
             return
+        both = self.sampling_ids is not None and self.sampling_offsets is not None
+        if both and self.shard.ranks is None and not is_known(self.labels):
+            return  # all but values is checked again by kept_logits; ranks must know before they wait for each other
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
         if self.shard.ranks is None:
             ops.check("logprob_entropy", logits, *given, *spans)
@@ -118,12 +124,14 @@ class HeadProblem(NamedTuple):
 
     def _check_numbers(self) -> None:
         dtype, cap, room = self.logits_dtype, self.logit_softcap, self.workspace_bytes
-        _require(
-            dtype in (torch.float32, self.hidden.dtype),
-            f"logits_dtype: got {dtype}; takes torch.float32 or the dtype of hidden, {self.hidden.dtype}",
-        )
-        _require(cap is None or 0 < cap < torch.inf, f"logit_softcap: got {cap}; takes a finite number above 0")
-        _require(room is None or room > 0, f"workspace_bytes: got {room}; takes at least 1")
+        if dtype not in (torch.float32, self.hidden.dtype):
+            raise ValueError(
+                f"logits_dtype: got {dtype}; takes torch.float32 or the dtype of hidden, {self.hidden.dtype}"
+            )
+        if cap is not None and not 0 < cap < torch.inf:
+            raise ValueError(f"logit_softcap: got {cap}; takes a finite number above 0")
+        if room is not None and room <= 0:
+            raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
 
 
 def _check_labels(labels: Tensor, tokens: int | None) -> None:
@@ -135,15 +143,12 @@ def _check_labels(labels: Tensor, tokens: int | None) -> None:
     if bad is None and low < 0:
         between = labels[(labels < 0) & (labels != -100)]
         bad = int(between[0]) if len(between) else None
-    end = "V" if tokens is None else tokens
-    _require(bad is None, f"labels: got {bad}; takes -100 (no target) or a token in [0, {end})")
+    if bad is not None:
+        end = "V" if tokens is None else tokens
+        raise ValueError(f"labels: got {bad}; takes -100 (no target) or a token in [0, {end})")
 
 
 def require_bounds(**bounds: int | None) -> None:
     for name, bound in bounds.items():
-        _require(bound is None or bound >= 0, f"{name}: got {bound}; takes at least 0")
-
-
-def _require(good: bool, message: str) -> None:
-    if not good:
-        raise ValueError(message)
+        if bound is not None and bound < 0:
+            raise ValueError(f"{name}: got {bound}; takes at least 0")
