@@ -48,6 +48,7 @@ class KeyRow {
         keys_(kPadded ? keys : keys - lead_),
         mask_(mask - lead_) {}
 
+  __device__ int lead() const { return lead_; }  // places of the first four that are before the row
   __device__ int fours() const { return (end_ + 3) / 4; }
 
   // kAbsent for places outside of the row.
@@ -58,13 +59,8 @@ class KeyRow {
     return make_uint4(key(4 * four), key(4 * four + 1), key(4 * four + 2), key(4 * four + 3));
   }
 
-  __device__ void set(int i, uint32_t key) { keys_[lead_ + i] = key; }
-
-  // Writes absent keys to the places before and after the row.
-  __device__ void pad(const BlockGroup& block) {
-    if (block.rank < lead_) keys_[block.rank] = kAbsent;
-    if (block.rank < 4 * fours() - end_) keys_[end_ + block.rank] = kAbsent;
-  }
+  // Sets padded keys.
+  __device__ void set(int four, const uint4& keys) const { *reinterpret_cast<uint4*>(keys_ + 4 * four) = keys; }
 
   // Stores one byte of the word for each place that is in the row.
   __device__ void store(int four, uint32_t word) const {
@@ -108,18 +104,25 @@ __device__ __forceinline__ uint32_t bytes_of(const uint4& keys, const Property& 
          (property(keys.w) ? 0x1000000u : 0u);
 }
 
-// Of the ties of four keys, the bytes of those that are among the first `wanted` ties. `tie` is how many came before
-// those of this warp; it moves on past them.
-__device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
+// How many of the warp's lanes' 0 to 4 come before those of this lane. `all` is how many there are.
+__device__ __forceinline__ int before_lane(int own, int& all) {
   const unsigned below = (1u << threadIdx.x % kWarp) - 1;
-  const int own = __popc(ties);
-  int before = 0, all = 0;
+  int before = 0;
+  all = 0;
 #pragma unroll
-  for (int bit = 0; bit < 3; ++bit) {  // a thread has 0 to 4 ties
+  for (int bit = 0; bit < 3; ++bit) {
     const unsigned lanes = __ballot_sync(kAllLanes, own >> bit & 1);
     before += __popc(lanes & below) << bit;
     all += __popc(lanes) << bit;
   }
+  return before;
+}
+
+// Of the ties of four keys, the bytes of those that are among the first `wanted` ties. `tie` is how many came before
+// those of this warp; it moves on past them.
+__device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
+  int all;
+  const int before = before_lane(__popc(ties), all);
   int left = wanted - tie - before;
   tie += all;
   uint32_t kept = 0;
@@ -140,27 +143,48 @@ __device__ void for_stretch(const KeyRow<kPadded>& row, const BlockGroup& block,
   for (int first = from; first < to; first += kWarp) body(first + block.rank % kWarp, to);
 }
 
+// Takes the keys from `floor` on, except zeros that are to be dropped.
+class Taker {
+ public:
+  // `floor` is above 0, so absent keys are not taken.
+  __device__ Taker(uint32_t floor, bool drop_zeros) : floor_(floor), drop_(drop_zeros && floor <= kZeroKey) {}
+
+  // The bytes of the keys that are taken. The height of a key over the floor is at most UINT32_MAX - floor_ if the key
+  // is taken, and more if it is not, since it wraps around; so the lowest height is that of the lowest key.
+  __device__ __forceinline__ uint32_t take(uint4 keys) {
+    if (drop_)
+      for (uint32_t* key : {&keys.x, &keys.y, &keys.z, &keys.w})
+        if (*key == kZeroKey) {
+          *key = kAbsent;
+          ++zeros_;
+        }
+    const uint4 heights = make_uint4(keys.x - floor_, keys.y - floor_, keys.z - floor_, keys.w - floor_);
+    lowest_ = min(min(lowest_, min(heights.x, heights.y)), min(heights.z, heights.w));
+    return bytes_of(heights, [&](uint32_t height) { return height <= UINT32_MAX - floor_; });
+  }
+
+  __device__ Kept kept() const { return {zeros_, lowest_ <= UINT32_MAX - floor_ ? floor_ + lowest_ : UINT32_MAX}; }
+
+ private:
+  uint32_t floor_;
+  bool drop_;
+  uint32_t zeros_ = 0, lowest_ = UINT32_MAX;
+};
+
 // Writes the mask of a row. Returns what each thread has kept. Where only some ties are kept, these are added once all
 // threads have counted theirs: each warp has a stretch, so that ties come in the order of their index.
 template <bool kPadded>
 __device__ Kept write_mask(const KeyRow<kPadded>& row, const Cut& cut, bool drop_zeros, const BlockGroup& block) {
-  const uint32_t floor = cut.key + (cut.all_ties ? 0 : 1), dropped_key = drop_zeros ? kZeroKey : kAbsent;
+  Taker taker(cut.all_ties || cut.key == UINT32_MAX ? cut.key : cut.key + 1, drop_zeros);
   const auto ties_of = [&](const uint4& keys) { return bytes_of(keys, [&](uint32_t key) { return key == cut.key; }); };
-  Kept kept = {0, UINT32_MAX};
   int ties = 0;
   for_stretch(row, block, [&](int four, int end) {
     if (four >= end) return;
     const uint4 keys = row.load(four);
-    const uint32_t taken = bytes_of(keys, [&](uint32_t key) {
-      const bool take = key >= floor && key != dropped_key;
-      kept.lowest = min(kept.lowest, take ? key : UINT32_MAX);
-      return take;
-    });
-    row.store(four, taken);
+    row.store(four, taker.take(keys));
     if (!cut.all_ties) ties += __popc(ties_of(keys));
-    if (drop_zeros && floor <= kZeroKey)
-      kept.zeros += __popc(bytes_of(keys, [](uint32_t key) { return key == kZeroKey; }));
   });
+  Kept kept = taker.kept();
   if (cut.all_ties) return kept;
   int tie = block.sum_before_warp(ties), added = 0;
   const bool dropped = drop_zeros && cut.key == kZeroKey;

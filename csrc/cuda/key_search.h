@@ -29,10 +29,17 @@ struct Found {
   D3S_HOST_DEVICE bool keeps_all() const { return left == equal; }
 };
 
+// The room that a block's threads search in.
+template <class Count>
+struct FoundRoom {
+  Found<Count> found;
+  Count of_warps[kWarp];
+};
+
 // The start of a block's shared memory.
 struct SearchRoom {
   alignas(16) uint32_t histogram[kBins];
-  Found<int> found;
+  FoundRoom<int> search;
   alignas(16) unsigned char group[BlockGroup::kSharedBytes];
 };
 
@@ -47,55 +54,99 @@ __device__ __forceinline__ void count_key(uint32_t* histogram, uint32_t key, con
   if (key != kAbsent && digit.follows(key, prefix)) atomicAdd(&histogram[digit.bin_of(key)], 1u);
 }
 
+// Counts the first digit of any keys. That of absent keys is 0, which no other key has: such bits are those of a NaN.
+__device__ __forceinline__ void count_first_digits(uint32_t* histogram, const uint4& keys) {
+  for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) atomicAdd(&histogram[key >> digit_of(0).shift], 1u);
+}
+
 template <class Count>
 __device__ void add_histogram(const uint32_t* histogram, int bins, Count* total, const BlockGroup& block) {
   for (int i = block.rank; i < bins; i += block.size)
     if (histogram[i] > 0) atomicAdd(&total[i], Count{histogram[i]});
 }
 
-// Finds one more digit from the counts of its bins; start(sum of all counts) is the search so far. All threads of the
-// block must call it; each has some bins, and the first has the highest. Counts that do not fit the search, which only
-// a caller's own can be, end it: it keeps nothing.
-template <class Bin, class Count, class Start>
-__device__ Found<Count> find_digit(const Bin* counts, const Digit& digit, const BlockGroup& block, Found<Count>& shared,
-                                   const Start& start) {
-  const int bins = digit.bins(), each = max(bins >> (31 - __clz(block.size)), 1);
-  const int from = block.rank * each, to = min(from + each, bins);
-  Count own = 0, total;
-  for (int i = from; i < to; ++i) own += static_cast<Count>(counts[bins - 1 - i]);
-  if (block.rank == 0) shared = {};
-  Count above = block.exclusive_sum(own, total);
-  const Found<Count> before = start(total);
-  if (before.k == 0) return {};
-  if (above < before.left && before.left <= above + own)
-    for (int i = from; i < to; ++i) {
-      const int bin = bins - 1 - i;
-      const auto here = static_cast<Count>(counts[bin]);
-      if (above + here >= before.left) {
-        shared = {before.prefix << digit.bits | static_cast<uint32_t>(bin), before.left - above, before.k, here,
-                  digit.shift};
-        break;
-      }
-      above += here;
-    }
-  block.sync();
-  return shared;  // between this read and the next call's write, every caller has a barrier
+// The sums over a warp's lanes: one instruction for int.
+__device__ inline int warp_sum(int value) {
+  return static_cast<int>(__reduce_add_sync(kAllLanes, static_cast<unsigned>(value)));
+}
+__device__ inline int64_t warp_sum(int64_t value) { return warp_reduce(value, Sum()); }
+
+// The lane's share of the sum of some bins. Tables of uint32_t are this library's own: bins are aligned, and a multiple
+// of 4. Lanes read neighbours, so that no two read from the same bank.
+__device__ __forceinline__ int add_bins(const uint32_t* bins, int count, int lane) {
+  uint32_t sum = 0;
+#pragma unroll 1
+  for (int i = 4 * lane; i < count; i += 4 * kWarp) {
+    const uint4 four = *reinterpret_cast<const uint4*>(bins + i);
+    sum += four.x + four.y + four.z + four.w;
+  }
+  return static_cast<int>(sum);
+}
+__device__ __forceinline__ int64_t add_bins(const int64_t* bins, int count, int lane) {
+  int64_t sum = 0;
+#pragma unroll 1
+  for (int i = lane; i < count; i += kWarp) sum += bins[i];
+  return sum;
 }
 
-// The first digit: the quota decides how many of the present keys to keep.
-template <class Bin, class Count>
-__device__ Found<Count> find_first_digit(const Bin* counts, const Digit& digit, const Quota& quota,
-                                         const BlockGroup& block, Found<Count>& shared) {
-  return find_digit(counts, digit, block, shared, [&](Count present) {
-    const auto k = static_cast<Count>(quota.of(present));
+// Finds one more digit from the counts of its bins; start(sum of all counts) is the search so far. All threads of the
+// block must call it, after a barrier. Each warp adds up some bins, the first the highest; then the warp that has the
+// k-th key looks for its bin. Counts that do not fit the search, which only a caller's own can be, end it: it keeps
+// nothing. With kClear, the counts are 0 afterwards.
+template <bool kClear = false, class Bin, class Count, class Start>
+__device__ Found<Count> find_digit(Bin* counts, const Digit& digit, const BlockGroup& block, FoundRoom<Count>& room,
+                                   const Start& start) {
+  const int warp = block.rank / kWarp, lane = block.rank % kWarp;
+  const int each = max(digit.bins() >> (31 - __clz(block.warps())), 1);  // bins of a warp
+  const int low = digit.bins() - (warp + 1) * each;                      // its lowest; below 0: it has none
+  const Count own = warp_sum(low >= 0 ? add_bins(counts + low, each, lane) : Count{0});
+  if (lane == 0) room.of_warps[warp] = own;
+  if (block.rank == 0) room.found = {};
+  block.sync();
+  const Count other = lane < block.warps() ? room.of_warps[lane] : Count{0};
+  const Found<Count> before = start(warp_sum(other));
+  Count above = warp_sum(lane < warp ? other : Count{0});
+  if (above < before.left && before.left <= above + own) {
+    const int of_lane = max(each / kWarp, 1), top = low + each - lane * of_lane;  // the lane's bins are below `top`
+    const int bottom = max(top - of_lane, low);
+    Count up_to = 0;
+    for (int bin = top - 1; bin >= bottom; --bin) up_to += static_cast<Count>(counts[bin]);
+    const Count of_these = up_to;
+    above += warp_exclusive_sum(up_to);
+    if (above < before.left && before.left <= above + of_these)
+      for (int bin = top - 1; bin >= bottom; --bin) {
+        const auto here = static_cast<Count>(counts[bin]);
+        if (above + here >= before.left) {
+          room.found = {before.prefix << digit.bits | static_cast<uint32_t>(bin), before.left - above, before.k, here,
+                        digit.shift};
+          break;
+        }
+        above += here;
+      }
+  }
+  if constexpr (kClear) {
+    __syncwarp();  // no other warp reads these bins from here on
+    for (int i = 4 * lane; i < each; i += 4 * kWarp) *reinterpret_cast<uint4*>(counts + low + i) = uint4{};
+  }
+  block.sync();
+  return room.found;  // between this read and the next call's write, every caller has a barrier
+}
+
+// The first digit: the quota decides how many of the present keys to keep. `absent` keys are counted in the lowest bin,
+// which has no other keys then.
+template <bool kClear = false, class Bin, class Count>
+__device__ Found<Count> find_first_digit(Bin* counts, const Digit& digit, const Quota& quota, const BlockGroup& block,
+                                         FoundRoom<Count>& room, Count absent = 0) {
+  return find_digit<kClear>(counts, digit, block, room, [&](Count all) {
+    const auto k = static_cast<Count>(quota.of(all - absent));
     return Found<Count>{0, k, k};
   });
 }
 
-template <class Bin, class Count>
-__device__ Found<Count> find_next_digit(const Bin* counts, const Digit& digit, const Found<Count>& before,
-                                        const BlockGroup& block, Found<Count>& shared) {
-  return find_digit(counts, digit, block, shared, [&](Count) { return before; });
+template <bool kClear = false, class Bin, class Count>
+__device__ Found<Count> find_next_digit(Bin* counts, const Digit& digit, const Found<Count>& before,
+                                        const BlockGroup& block, FoundRoom<Count>& room) {
+  return find_digit<kClear>(counts, digit, block, room, [&](Count) { return before; });
 }
 
 }  // namespace d3s

@@ -1,18 +1,20 @@
 // max_variance_select: of each segment the k values with the largest variance. Sort, try every split, mark both ends.
 //
 // A segment of up to 4,096 values takes one launch, in which some lanes of a warp (up to 128 values) sort it in
-// registers, or a block in shared memory. Longer segments of known length are sorted together, by CUB; then a block
-// finds the split of each.
+// registers, or a block in shared memory. Longer segments of known length are sorted together, by CUB; then blocks
+// find the splits of all (max_variance_stretches.h).
 //
 //   launch                          kernel              reads               -> writes
 //   max_variance_select (groups)    select_groups       values, mask        -> out
 //   max_variance_select             select_segments     values, mask        -> out (beyond 128 values)
 //   max_variance_select (keys)      make_entries        values, mask        -> entries, indices
 //   sort (CUB's own launches)       sort_entries        entries, indices    -> sorted
-//   max_variance_select (splits)    find_sorted_ends    sorted              -> ends
+//   max_variance_select (sums)      sum_stretches       sorted              -> sums
+//   max_variance_select (splits)    find_sorted_ends    sorted, sums        -> ends
 //   max_variance_select (mask)      write_sorted_mask   sorted, ends        -> out
 #include "../ops/rollouts.h"
 #include "max_variance_memory.h"
+#include "max_variance_stretches.h"
 #include "max_variance_warp.h"
 #include "note_faults.h"
 #include "segment_sort.h"
@@ -33,7 +35,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   note_keep(keep, faults);
   note_offsets(segments, faults);
   auto* shared = dynamic_shared<unsigned char>();
-  const BlockGroup block(shared);
+  const SplitBlock block(shared);
   const int64_t begin = segments.begin(blockIdx.x), n = segments.end(blockIdx.x) - begin;
   if (!sizes.has(n)) return;
   const auto select = [&](Entry* entries) {
@@ -42,7 +44,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   };
   // Two calls, so that the compiler knows in which one the entries are in shared memory.
   if (n <= sizes.capacity)
-    select(reinterpret_cast<Entry*>(shared + BlockGroup::kSharedBytes));
+    select(reinterpret_cast<Entry*>(shared + SplitBlock::kSharedBytes));
   else
     select(spill + begin);
 }
@@ -110,40 +112,15 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 
 // Writes for each value an entry, with its segment in the high bits and its key in the low ones, and its index. If
 // there is one segment, CUB passes over the key's bits alone, in as many launches as it would take for keys of 32 bits.
+// It also sets `finished` to 0, without a launch of its own.
 template <class T>
 __global__ void make_entries(const T* values, const bool* mask, int64_t n, const __grid_constant__ Segments segments,
-                             uint64_t* entries, uint32_t* indices) {
+                             uint64_t* entries, uint32_t* indices, uint32_t* finished) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  for (int64_t s = i; s < segments.count; s += int64_t{gridDim.x} * blockDim.x) finished[s] = 0;
   if (i >= n) return;
   entries[i] = static_cast<uint64_t>(segments.find(i)) << 32 | usable_key(values, mask, i);
   indices[i] = static_cast<uint32_t>(i);
-}
-
-// How many of n sorted keys are usable. The usable ones come first.
-template <class Keys>
-__device__ int count_usable(const Keys& at, int n) {
-  int low = 0, high = n;
-  while (low < high) {
-    const int middle = low + (high - low) / 2;
-    if (at(middle) == kUnusable)
-      high = middle;
-    else
-      low = middle + 1;
-  }
-  return low;
-}
-
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    find_sorted_ends(SortedEntries sorted, const __grid_constant__ Segments segments, const __grid_constant__ Keep keep,
-                     Ends* ends, const __grid_constant__ Faults faults) {
-  note_keep(keep, faults);
-  note_offsets(segments, faults);
-  const BlockGroup block(dynamic_shared<unsigned char>());
-  const int64_t begin = segments.begin(blockIdx.x);
-  const int n = static_cast<int>(segments.end(blockIdx.x) - begin);
-  const auto at = [&](int i) { return static_cast<uint32_t>(sorted.entries[begin + i]); };
-  const Ends found = find_ends(at, count_usable(at, n), keep.of(n), block);
-  if (block.rank == 0) ends[blockIdx.x] = found;
 }
 
 __global__ void write_sorted_mask(SortedEntries sorted, int64_t n, const __grid_constant__ Segments segments,
@@ -162,13 +139,27 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
   auto* entries = device.scratch_of<uint64_t>(2 * n);
   auto* indices = device.scratch_of<uint32_t>(2 * n);
   auto* ends = device.scratch_of<Ends>(segments.count);
+  auto* finished = device.scratch_of<uint32_t>(segments.count);
   launch("max_variance_select (keys)", make_entries<T>, ceil_div(n, kThreads), kThreads, 0, device,
-         static_cast<const T*>(values.values), values.mask, n, segments, entries, indices);
+         static_cast<const T*>(values.values), values.mask, n, segments, entries, indices, finished);
   int bits = 32;
   while (segments.count > int64_t{1} << (bits - 32)) ++bits;
   const SortedEntries sorted = sort_entries(entries, entries + n, indices, indices + n, n, bits, device);
-  launch("max_variance_select (splits)", find_sorted_ends, segments.count, kBlockThreads, BlockGroup::kSharedBytes,
-         device, sorted, segments, keep, ends, device.faults);
+  auto* unused = sorted.entries == entries ? entries + n : entries;  // by the sort: room for the spreads
+  static_assert(sizeof *unused == sizeof(double));
+  const int64_t blocks = segments.count + ceil_div(n, kRound);
+  const SortedSegments all = {sorted,
+                              segments,
+                              keep,
+                              ends,
+                              finished,
+                              device.scratch_of<SplitSums>(blocks),
+                              device.scratch_of<double>(blocks),
+                              reinterpret_cast<double*>(unused)};
+  launch("max_variance_select (sums)", sum_stretches, blocks, kStretchThreads, SplitBlock::kSharedBytes, device, all,
+         device.faults);
+  launch("max_variance_select (splits)", find_sorted_ends, blocks, kStretchThreads, SplitBlock::kSharedBytes, device,
+         all);
   launch("max_variance_select (mask)", write_sorted_mask, ceil_div(n, kThreads), kThreads, 0, device, sorted, n,
          segments, static_cast<const Ends*>(ends), out);
 }
@@ -226,7 +217,7 @@ void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* ou
     if (longest > kWarpSegment) {
       const int64_t in_block = longest < kBlockSegment ? longest : kBlockSegment;
       run("max_variance_select", select_segments<T>, segments.count, threads_for(in_block),
-          BlockGroup::kSharedBytes + in_block * sizeof(Entry), {known ? 0 : kWarpSegment + 1, INT64_MAX, in_block});
+          SplitBlock::kSharedBytes + in_block * sizeof(Entry), {known ? 0 : kWarpSegment + 1, INT64_MAX, in_block});
     }
   });
 }

@@ -22,65 +22,201 @@ constexpr int kUnrolled = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 template <class Group>
 constexpr int kSplits = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
-// How many of the kept k come from the low end of n sorted keys, n > k > 1. `at(i)` is the i-th key.
+namespace {  // as Moments
+
+// Parts of the moments of splits, which are added up.
+struct SplitSums {
+  Moments high;   // of keys among the last k
+  Moments moved;  // what the exchanges from one split to another add
+};
+
+// A block that adds up several numbers of each thread between two barriers: they take as long as one, since most of the
+// time is spent waiting.
+struct SplitBlock : BlockGroup {
+  static constexpr int kMostThreads = 512, kMostNumbers = 4;
+  static constexpr int kSharedBytes =
+      BlockGroup::kSharedBytes + kMostThreads / kWarp * kMostNumbers * static_cast<int>(sizeof(double));
+
+  __device__ explicit SplitBlock(unsigned char* shared)
+      : BlockGroup(shared), of_warps_(reinterpret_cast<double*>(shared + BlockGroup::kSharedBytes)) {}
+
+  // Replaces the thread's numbers by their sums over all threads.
+  template <int kCount>
+  __device__ void sum(double (&numbers)[kCount]) const {
+#pragma unroll
+    for (double& number : numbers) number = warp_reduce(number, Sum());
+    if (rank % kWarp == 0) put(numbers);
+    sync();
+    get(numbers, [](int) {});
+    sync();  // the room is used again
+  }
+
+  // The same, by the sums over the threads before this one, and in `all` the sums over all threads.
+  template <int kCount>
+  __device__ void exclusive_sum(double (&numbers)[kCount], double (&all)[kCount]) const {
+    double earlier[kCount] = {};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      all[i] = numbers[i];
+      numbers[i] = warp_exclusive_sum(all[i]);
+    }
+    if (rank % kWarp == kWarp - 1) put(all);
+    sync();
+    get(all, [&](int warp) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) earlier[i] = warp == rank / kWarp ? all[i] : earlier[i];
+    });
+    sync();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) numbers[i] += earlier[i];
+  }
+
+ private:
+  template <int kCount>
+  __device__ void put(const double (&numbers)[kCount]) const {
+    static_assert(kCount <= kMostNumbers);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) of_warps_[rank / kWarp * kCount + i] = numbers[i];
+  }
+  // Adds up the warps in turn. Calls before(warp) when the sum is of the warps before it.
+  template <int kCount, class Body>
+  __device__ void get(double (&sums)[kCount], const Body& before) const {
+#pragma unroll
+    for (double& sum : sums) sum = 0.0;
+#pragma unroll 4
+    for (int warp = 0; warp < warps(); ++warp) {
+      before(warp);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sums[i] += of_warps_[warp * kCount + i];
+    }
+  }
+
+  double* of_warps_;
+};
+
+__device__ inline SplitSums sum_of(const SplitSums& own, const SplitBlock& block) {
+  double sums[] = {own.high.sum, own.high.square, own.moved.sum, own.moved.square};
+  block.sum(sums);
+  return {{sums[0], sums[1]}, {sums[2], sums[3]}};
+}
+
+// All threads' shares of `start` and what the threads before this one have moved; in `end` what all have moved.
+template <class Group>
+__device__ Moments running_sum(const Moments& start, const Moments& moved, Moments& end, const Group& group) {
+  const Moments first = {group.reduce(start.sum, Sum()), group.reduce(start.square, Sum())};
+  Moments all;
+  const Moments here = {first.sum + group.exclusive_sum(moved.sum, all.sum),
+                        first.square + group.exclusive_sum(moved.square, all.square)};
+  end = {first.sum + all.sum, first.square + all.square};
+  return here;
+}
+__device__ inline Moments running_sum(const Moments& start, const Moments& moved, Moments& end,
+                                      const SplitBlock& block) {
+  double sums[] = {moved.sum, moved.square, start.sum, start.square}, all[4];
+  block.exclusive_sum(sums, all);
+  end = {all[2] + all[0], all[3] + all[1]};
+  return {all[2] + sums[0], all[3] + sums[1]};
+}
+
+}  // namespace
+
+// The splits of n sorted keys, n > k > 1. `at(i)` is the i-th key.
 //
 // Split i has the first i and the last k - i keys; split i + 1 has key i in place of key n - k + i. So the moments of
 // all splits are a running sum of such exchanges. The group takes them in rounds, in which each thread tries a few
 // neighbouring splits: then the loads of a warp are of neighbours too.
 template <class Keys, class Group>
-__device__ int best_split(const Keys& at, int n, int k, const Group& group) {
-  [[maybe_unused]] constexpr int kTurns = kUnrolled<Group>, kEach = kSplits<Group>;
-  const float shift = order_key_value(at(n / 2));
-  const double count = k;
-  const auto shifted = [&](float value) { return static_cast<double>(value) - shift; };
-  const auto exchange = [&](Moments& moments, float to, float from) {
+class Splits {
+ public:
+  __device__ Splits(const Keys& at, int n, int k, const Group& group)
+      : at_(at), group_(group), k_(k), last_k_(n - k), shift_(order_key_value(at(n / 2))) {}
+
+  // The thread's share of the sums of the exchanges from split `from` to split `to`.
+  __device__ SplitSums own_sums(int from, int to) const {
+    SplitSums own;
+    for (int round = from; round < to; round += group_.size * kEach) {
+      float in[kEach], out[kEach];  // beyond `to` values that add nothing
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) {
+        const int i = round + group_.rank + r * group_.size;
+        in[r] = i < to ? order_key_value(at_(i)) : shift_;
+        out[r] = i < to ? order_key_value(at_(last_k_ + i)) : shift_;
+      }
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) {
+        own.high.add(shifted(out[r]));
+        exchange(own.moved, in[r], out[r]);
+      }
+    }
+    return own;
+  }
+
+  // body(split, spread) for the splits from `from` to `to`, which is at most k + 1. share() is the thread's share of
+  // the moments of split `from`: they are added up together with the exchanges, and may be loaded while the keys are.
+  template <class Share, class Body>
+  __device__ void for_each(const Share& share, int from, int to, const Body& body) const {
+    Moments start;
+    for (int round = from; round < to; round += group_.size * kEach) {
+      const int first = round + group_.rank * kEach;
+      float in[kEach], out[kEach];  // from k on an exchange of the same values
+      Moments moved, end;
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) {
+        const bool exchanged = first + r < k_;
+        in[r] = exchanged ? order_key_value(at_(first + r)) : shift_;
+        out[r] = exchanged ? order_key_value(at_(last_k_ + first + r)) : shift_;
+      }
+      if (round == from) start = share();
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) exchange(moved, in[r], out[r]);
+      Moments own = running_sum(start, moved, end, group_);
+#pragma unroll
+      for (int r = 0; r < kEach; ++r) {
+        if (first + r < to) body(first + r, split_spread(own, Moments(), static_cast<double>(k_)));
+        exchange(own, in[r], out[r]);
+      }
+      start = group_.rank == 0 ? end : Moments();
+    }
+  }
+
+ private:
+  static constexpr int kEach = kSplits<Group>;
+
+  __device__ double shifted(float value) const { return static_cast<double>(value) - shift_; }
+  __device__ void exchange(Moments& moments, float to, float from) const {
     const double in = shifted(to), out = shifted(from);
     moments.sum += in - out;
     moments.square += in * in - out * out;
-  };
-  Moments high;
-#pragma unroll kTurns
-  for (int i = group.rank; i < k; i += group.size) high.add(shifted(order_key_value(at(n - k + i))));
-  const Moments last_k = {group.reduce(high.sum, Sum()), group.reduce(high.square, Sum())};
+  }
 
-  const auto for_splits = [&](const auto& body) {
-    Moments start = last_k;  // of the round
-    for (int from = 0; from < k; from += group.size * kEach) {
-      const int first = from + group.rank * kEach;
-      float in[kEach], out[kEach];  // beyond k an exchange of the same values
-      Moments moved, all;
-#pragma unroll
-      for (int r = 0; r < kEach; ++r) {
-        const bool exchanged = first + r < k;
-        in[r] = exchanged ? order_key_value(at(first + r)) : shift;
-        out[r] = exchanged ? order_key_value(at(n - k + first + r)) : shift;
-        exchange(moved, in[r], out[r]);
-      }
-      Moments own = {start.sum + group.exclusive_sum(moved.sum, all.sum),
-                     start.square + group.exclusive_sum(moved.square, all.square)};
-#pragma unroll
-      for (int r = 0; r < kEach; ++r) {
-        if (first + r < k) body(first + r, split_spread(own, Moments(), count));
-        exchange(own, in[r], out[r]);
-      }
-      start = {start.sum + all.sum, start.square + all.square};
-    }
-    body(k, split_spread(start, Moments(), count));
-  };
+  const Keys& at_;
+  const Group& group_;
+  int k_, last_k_;  // last_k_: where the last k keys begin
+  float shift_;
+};
+
+// How many of the kept k come from the low end of n sorted keys, n > k > 1.
+template <class Keys, class Group>
+__device__ int best_split(const Keys& at, int n, int k, const Group& group) {
+  const Splits<Keys, Group> splits(at, n, k, group);
+  const Moments high = splits.own_sums(0, k).high;
+  const auto start = [&] { return high; };
   double best = -HUGE_VAL;
-  for_splits([&](int, double spread) { best = spread > best ? spread : best; });
+  splits.for_each(start, 0, k + 1, [&](int, double spread) { best = spread > best ? spread : best; });
   const double equal = equal_spread(group.reduce(best, Max()));
   int chosen = 0;
-  for_splits([&](int i, double spread) { chosen = spread >= equal ? i : chosen; });
+  splits.for_each(start, 0, k + 1, [&](int i, double spread) { chosen = spread >= equal ? i : chosen; });
   return group.reduce(chosen, Max());
 }
 
+// Whether no split has to be tried. If all are kept, or only one is, they are the lowest: one value has no variance.
+D3S_HOST_DEVICE bool keeps_lowest(int64_t usable, int64_t keep) { return usable <= keep || keep <= 1; }
+D3S_HOST_DEVICE Ends lowest(int64_t usable, int64_t keep) { return {usable < keep ? usable : keep, 0, usable}; }
+
 template <class Keys, class Group>
 __device__ Ends find_ends(const Keys& at, int usable, int64_t keep, const Group& group) {
-  if (usable <= keep) return {usable, 0, usable};
-  const int k = static_cast<int>(keep);
-  if (k <= 1) return {k, 0, usable};  // a single value has no variance: keep the lowest
-  const int low = best_split(at, usable, k, group);
+  if (keeps_lowest(usable, keep)) return lowest(usable, keep);
+  const int k = static_cast<int>(keep), low = best_split(at, usable, k, group);
   return {low, k - low, usable};
 }
 

@@ -31,74 +31,179 @@ inline void require_places(int64_t scores) {
                                 std::to_string(kMost) + " on a GPU");
 }
 
-// Positions that a thread loads before it uses the first: so many loads are in flight at a time.
-constexpr int kKeysInFlight = 8;
+// Fours of neighbours that a thread loads before it uses the first: so many loads are in flight at a time.
+constexpr int kFoursInFlight = 2;
 
 // One advantage per sequence: with kLookUp, each position's sequence is looked up; without, all are of one sequence.
+// Fours of neighbours are loaded as one vector if `origin`, the position where one of them begins, lets them be
+// aligned.
 template <bool kLookUp>
 class ScoreKeys {
  public:
-  __device__ explicit ScoreKeys(const Scores& scores, int64_t sequence = 0)
-      : scores_(scores), one_(scores.kind == Scores::Advantages::kPerSequence ? sequence : 0) {}
+  __device__ explicit ScoreKeys(const Scores& scores, int origin, int64_t sequence = 0)
+      : scores_(scores),
+        aligned_(is_aligned(scores, origin)),
+        one_(scores.kind == Scores::Advantages::kPerSequence ? sequence : 0) {}
 
-  // Loads the keys of the positions first, first + stride, ... that lie before `end`, and kAbsent for those that do
-  // not.
-  __device__ void load(int first, int stride, int end, uint32_t (&keys)[kKeysInFlight]) {
-    note_scores(max(0, min(kKeysInFlight, (end - first + stride - 1) / stride)));
-    const auto for_inside = [&](const auto& body) {
+  // Loads the keys of the fours from position first, first + stride, ... on: kAbsent outside of [begin, end).
+  template <int kCount>
+  __device__ void load(int first, int stride, int begin, int end, uint4 (&keys)[kCount]) {
+    const Fours fours{first, stride, begin, end, aligned_};
 #pragma unroll
-      for (int i = 0; i < kKeysInFlight; ++i)
-        if (first + i * stride < end) body(i, first + i * stride);
-    };
-#pragma unroll
-    for (int i = 0; i < kKeysInFlight; ++i) keys[i] = kAbsent;
+    for (int j = 0; j < kCount; ++j) note_scores(max(0, min(fours.place(j) + 4, end) - max(fours.place(j), begin)));
     if (scores_.keys) {
-      for_inside([&](int i, int position) { keys[i] = scores_.keys[position]; });
+      load_words(fours, scores_.keys, kAbsent, keys);
       return;
     }
-    float values[kKeysInFlight];
-    const auto load_values = [&](auto tag) {
-      const auto* from = static_cast<const typename decltype(tag)::type*>(scores_.values);
-      for_inside([&](int i, int position) { values[i] = to_float(from[position]); });
+    constexpr uint32_t kNoNumber = 0x7fff7fff;  // NaN in every type, whose key is kAbsent
+    float values[kCount][4];
+    const auto load_halves = [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      uint2 words[kCount];
+      const auto* from = static_cast<const T*>(scores_.values);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        if (fours.whole(j)) {
+          words[j] = *reinterpret_cast<const uint2*>(from + fours.place(j));
+        } else {
+          const auto half = [&](int i) {
+            return fours.has(j, i) ? static_cast<uint32_t>(from[fours.place(j) + i].bits) : kNoNumber & 0xffff;
+          };
+          words[j] = {half(0) | half(1) << 16, half(2) | half(3) << 16};
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        const Pair low = unpack(words[j].x, tag), high = unpack(words[j].y, tag);
+        values[j][0] = low.low, values[j][1] = low.high, values[j][2] = high.low, values[j][3] = high.high;
+      }
     };
     switch (scores_.type) {
       case FloatType::kBfloat16:
-        load_values(Tag<bfloat16>());
+        load_halves(Tag<bfloat16>());
         break;
       case FloatType::kFloat16:
-        load_values(Tag<float16>());
+        load_halves(Tag<float16>());
         break;
       default:
-        load_values(Tag<float>());
+        uint4 words[kCount];
+        load_words(fours, static_cast<const uint32_t*>(scores_.values), kNoNumber, words);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+          for_each_of(words[j], [&](int i, uint32_t word) { values[j][i] = float_of_bits(word); });
     }
-    weigh(values, for_inside);
-    for_inside([&](int i, int position) {
-      if (!scores_.mask || scores_.mask[position]) keys[i] = order_key(values[i]);
-    });
+    weigh(fours, values);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j)
+      keys[j] = {order_key(values[j][0]), order_key(values[j][1]), order_key(values[j][2]), order_key(values[j][3])};
+    if (scores_.mask) leave_out(fours, keys);
   }
 
  private:
+  // The fours that are loaded at a time.
+  struct Fours {
+    int first, stride, begin, end;
+    bool aligned;
+
+    __device__ int place(int j) const { return first + j * stride; }
+    __device__ bool has(int j, int i) const { return place(j) + i >= begin && place(j) + i < end; }
+    // Whether the four is loaded as one vector.
+    __device__ bool whole(int j) const { return aligned && place(j) >= begin && place(j) + 4 <= end; }
+  };
+
+  __device__ static bool is_aligned(const Scores& scores, int origin) {
+    const auto past = [&](const void* p, int size) { return reinterpret_cast<uintptr_t>(p) + int64_t{origin} * size; };
+    const bool words = scores.keys || scores.type == FloatType::kFloat32;
+    uintptr_t bits = scores.keys ? past(scores.keys, 4) : past(scores.values, words ? 4 : 2);
+    bits &= words ? 15 : 7;
+    if (scores.kind == Scores::Advantages::kPerToken) bits |= past(scores.advantages, 4) & 15;
+    if (scores.mask) bits |= past(scores.mask, 1) & 3;
+    return bits == 0;
+  }
+
+  template <class Body>
+  __device__ static void for_each_of(const uint4& four, const Body& body) {
+    body(0, four.x), body(1, four.y), body(2, four.z), body(3, four.w);
+  }
+
+  // Loads words of 32 bits; `outside` stands for those outside of the range.
+  template <int kCount>
+  __device__ static void load_words(const Fours& fours, const uint32_t* from, uint32_t outside,
+                                    uint4 (&words)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (fours.whole(j)) {
+        words[j] = *reinterpret_cast<const uint4*>(from + fours.place(j));
+      } else {
+        const auto word = [&](int i) { return fours.has(j, i) ? from[fours.place(j) + i] : outside; };
+        words[j] = {word(0), word(1), word(2), word(3)};
+      }
+    }
+  }
+
+  // Makes the keys of masked positions absent.
+  template <int kCount>
+  __device__ void leave_out(const Fours& fours, uint4 (&keys)[kCount]) const {
+    uint32_t bytes[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const bool* from = scores_.mask + fours.place(j);
+      if (fours.whole(j)) {
+        bytes[j] = *reinterpret_cast<const uint32_t*>(from);
+      } else {
+        bytes[j] = 0;
+        for (int i = 0; i < 4; ++i)
+          if (fours.has(j, i) && from[i]) bytes[j] |= 1u << 8 * i;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (!(bytes[j] & 0xffu)) keys[j].x = kAbsent;
+      if (!(bytes[j] & 0xff00u)) keys[j].y = kAbsent;
+      if (!(bytes[j] & 0xff0000u)) keys[j].z = kAbsent;
+      if (!(bytes[j] & 0xff000000u)) keys[j].w = kAbsent;
+    }
+  }
+
   // |A| * H of each value, if there are advantages.
-  template <class ForInside>
-  __device__ void weigh(float (&values)[kKeysInFlight], const ForInside& for_inside) {
+  template <int kCount>
+  __device__ void weigh(const Fours& fours, float (&values)[kCount][4]) {
     const float* advantages = scores_.advantages;
     switch (scores_.kind) {
       case Scores::Advantages::kNone:
         return;
-      case Scores::Advantages::kPerToken:
-        for_inside([&](int i, int position) { values[i] = weighted(advantages[position], values[i]); });
+      case Scores::Advantages::kPerToken: {
+        uint4 words[kCount];
+        load_words(fours, reinterpret_cast<const uint32_t*>(advantages), 0, words);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+          for_each_of(words[j],
+                      [&](int i, uint32_t word) { values[j][i] = weighted(float_of_bits(word), values[j][i]); });
         return;
+      }
       case Scores::Advantages::kPerSequence:
         if constexpr (kLookUp) {
-          for_inside([&](int i, int position) {
-            if (position >= sequence_.end) sequence_ = sequence_at(scores_, position);
-            values[i] = weighted(sequence_.advantage, values[i]);
-          });
+#pragma unroll
+          for (int j = 0; j < kCount; ++j)
+#pragma unroll 1  // four turns bring each value back to its place
+            for (int i = 0; i < 4; ++i) {
+              float value = values[j][0];
+              if (fours.has(j, i)) {
+                if (fours.place(j) + i >= sequence_.end) sequence_ = sequence_at(scores_, fours.place(j) + i);
+                value = weighted(sequence_.advantage, value);
+              }
+              values[j][0] = values[j][1], values[j][1] = values[j][2], values[j][2] = values[j][3];
+              values[j][3] = value;
+            }
           return;
         }
         [[fallthrough]];
       default:
-        for_inside([&, advantage = advantages[one_]](int i, int) { values[i] = weighted(advantage, values[i]); });
+        const float advantage = advantages[one_];
+#pragma unroll
+        for (int j = 0; j < kCount; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) values[j][i] = weighted(advantage, values[j][i]);
     }
   }
 
@@ -117,19 +222,24 @@ class ScoreKeys {
   }
 
   const Scores& scores_;
+  bool aligned_;
   int64_t one_;  // the place of the advantage that all positions have, if they have the same
   Sequence sequence_;
 };
 
-// body(position, key) for the thread's share of [begin, end).
+// body(four, keys) for the thread's share of the fours that have a position in [begin, end). The first begins at
+// `origin`, up to 3 positions before `begin`.
 template <bool kLookUp, class Body>
-__device__ void for_scores(ScoreKeys<kLookUp> source, int begin, int end, const BlockGroup& block, const Body& body) {
-  for (int first = begin + block.rank; first < end; first += kKeysInFlight * block.size) {
-    uint32_t keys[kKeysInFlight];
-    source.load(first, block.size, end, keys);
+__device__ __forceinline__ void for_scores(ScoreKeys<kLookUp> source, int origin, int begin, int end,
+                                           const BlockGroup& block, const Body& body) {
+  const int fours = (end - origin + 3) / 4;
+#pragma unroll 1
+  for (int four = block.rank; four < fours; four += kFoursInFlight * block.size) {
+    uint4 keys[kFoursInFlight];
+    source.load(origin + 4 * four, 4 * block.size, begin, end, keys);
 #pragma unroll
-    for (int i = 0; i < kKeysInFlight; ++i)
-      if (first + i * block.size < end) body(first + i * block.size, keys[i]);
+    for (int j = 0; j < kFoursInFlight; ++j)
+      if (four + j * block.size < fours) body(four + j * block.size, keys[j]);
   }
 }
 

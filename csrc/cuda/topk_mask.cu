@@ -25,9 +25,9 @@ struct Spill {
   __device__ uint32_t* of(int64_t begin, int64_t segment) const { return keys + (begin + 3) / 4 * 4 + kRoom * segment; }
 };
 
-// Only a pooled batch looks up sequences.
-template <bool kLookUp>
-__global__ void __launch_bounds__(BlockGroup::kMostThreads)
+// Only a pooled batch looks up sequences. Without kSpill, all keys are in shared memory, as the compiler then knows.
+template <bool kLookUp, bool kSpill>
+__global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
     select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros,
                     const __grid_constant__ Segments segments, const __grid_constant__ SizeClass sizes, Spill spill,
                     const __grid_constant__ SelectionOutputs outputs, const __grid_constant__ Faults faults) {
@@ -38,35 +38,39 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads)
   const BlockGroup block(room.group);
   const int segment = static_cast<int>(blockIdx.x);
   const int begin = static_cast<int>(segments.begin(segment)), end = static_cast<int>(segments.end(segment));
-  const int n = end - begin;
-  if (!sizes.has(n)) return;
-  uint32_t* keys = n <= sizes.capacity ? reinterpret_cast<uint32_t*>(&room + 1) : spill.of(begin, segment);
-  KeyRow<true> row(keys, outputs.mask + begin, n);
+  if (!sizes.has(end - begin)) return;
+  uint32_t* keys = reinterpret_cast<uint32_t*>(&room + 1);
+  if (kSpill && end - begin > sizes.capacity) keys = spill.of(begin, segment);
+  const KeyRow<true> row(keys, outputs.mask + begin, end - begin);
+  const int origin = begin - row.lead();
 
   clear_histogram(room, block);
-  for_scores(ScoreKeys<kLookUp>(scores, segment), begin, end, block, [&](int position, uint32_t key) {
-    row.set(position - begin, key);
-    count_key(room.histogram, key, digit_of(0), 0);
-  });
-  row.pad(block);
+  for_scores(ScoreKeys<kLookUp>(scores, origin, segment), origin, begin, end, block,
+             [&](int four, const uint4& of_four) {
+               row.set(four, of_four);
+               count_first_digits(room.histogram, of_four);
+             });
   block.sync();
-  Found<int> found = find_first_digit(room.histogram, digit_of(0), quota, block, room.found);
+  const int absent = static_cast<int>(room.histogram[0]);
+  Found<int> found = find_first_digit<true>(room.histogram, digit_of(0), quota, block, room.search, absent);
+#pragma unroll 1
   for (int number = 1; number < kDigits && !found.keeps_all(); ++number) {
-    clear_histogram(room, block);
     const auto count = [&](const Digit& digit) {
-      for_keys(row, block, [&](uint32_t key) { count_key(room.histogram, key, digit, found.prefix); });
+      for_keys(row, block, [&](uint32_t key) {  // no absent key has the digits found
+        if (digit.follows(key, found.prefix)) atomicAdd(&room.histogram[digit.bin_of(key)], 1u);
+      });
     };
     if (number == 1)  // so that the loops have shifts that the compiler knows
       count(digit_of(1));
     else
       count(digit_of(2));
     block.sync();
-    found = find_next_digit(room.histogram, digit_of(number), found, block, room.found);
+    found = find_next_digit<true>(room.histogram, digit_of(number), found, block, room.search);
   }
   const Kept own = write_mask(row, cut_at(found), drop_zeros, block);
   if (!outputs.count) return;
   const Kept kept = sum_of(own, block);
-  if (block.rank == 0) write_selected(outputs, blockIdx.x, room.found.k, kept);
+  if (block.rank == 0) write_selected(outputs, blockIdx.x, found.k, kept);
 }
 
 // Where only the device knows the lengths, segments of up to so many scores have a launch each: short ones would wait
@@ -98,7 +102,10 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
   const int64_t capacity = left > kWarp ? left : kWarp;
   const bool look_up = scores.kind == Scores::Advantages::kPerSequence && !same(scores.sequences, segments);
   const auto select_blocks = [&](int64_t shortest, int64_t most, int64_t end, const Spill& spill) {
-    launch("topk_mask", look_up ? select_segments<true> : select_segments<false>, segments.count, threads_for(most),
+    const auto kernel = spill.keys ? look_up ? select_segments<true, true> : select_segments<false, true>
+                        : look_up  ? select_segments<true, false>
+                                   : select_segments<false, false>;
+    launch("topk_mask", kernel, segments.count, threads_for(most),
            sizeof(SearchRoom) + (most + Spill::kRoom) * sizeof(uint32_t), device, scores, quota, drop_zeros, segments,
            SizeClass{shortest, end, most}, spill, outputs, device.faults);
   };
@@ -109,7 +116,7 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
     const bool may_spill = longest < values && segments.ragged();
     Spill spill;
     if (may_spill) spill.keys = device.scratch_of<uint32_t>(Spill::size(values, segments.count));
-    select_blocks(0, in_block, may_spill ? INT64_MAX : capacity, spill);
+    select_blocks(0, in_block, may_spill ? INT64_MAX : in_block, spill);
     return;
   }
   int64_t shortest = 0;

@@ -32,7 +32,7 @@ struct Selection {
 };
 
 // What the pieces of a long segment do together.
-struct Progress {
+struct alignas(16) Progress {
   uint32_t histograms[kDigits][kBins];
   Found<int> found[kDigits];
   uint32_t zeros, unkept;  // unkept: the highest of ~key over the kept keys, since memory begins with 0
@@ -60,12 +60,13 @@ struct Pieces {
 // A long segment's part of a piece. A long segment that reaches into a piece has the first or the last of its scores,
 // because it is longer than a piece; so a piece has at most two such parts.
 struct Part {
-  int64_t segment;
+  int segment;
   int first_piece, last_piece;  // of the segment
   int begin, end;
-  int64_t number;  // among all parts, two for each piece: the second if another part has the piece's first score
-  Progress* progress;
+  int number;  // among all parts, two for each piece: the second if another part has the piece's first score
+  int slot;    // of progress[]
 
+  __device__ Progress& progress(const Pieces& pieces) const { return pieces.progress[slot]; }
   __device__ bool begins() const { return number / 2 == first_piece; }
   // The number of this segment's part in an earlier piece.
   __device__ int64_t part_in(const Pieces& pieces, int64_t piece) const {
@@ -78,14 +79,20 @@ template <class Body>
 __device__ void for_parts(const Pieces& pieces, const Body& body) {
   const Segments& segments = pieces.selection.segments;
   const int begin = static_cast<int>(blockIdx.x) * pieces.length, end = min(begin + pieces.length, pieces.values);
-  const int64_t first = segments.find(begin), last = segments.find(end - 1);
+  int first = 0, last = 0;  // a grid has room for all segments, so an int has
+  if (segments.count > 1)
+    first = static_cast<int>(segments.find(begin)), last = static_cast<int>(segments.find(end - 1));
 #pragma unroll 1
-  for (int64_t segment = first;; segment = last) {
+  for (int segment = first;; segment = last) {
     const int from = static_cast<int>(segments.begin(segment)), to = static_cast<int>(segments.end(segment));
-    Part part = {segment,          from / pieces.length, (to - 1) / pieces.length,
-                 max(from, begin), min(to, end),         2 * int64_t{blockIdx.x} + (segment != first),
-                 nullptr};
-    part.progress = pieces.progress + (pieces.slot_by_begin ? from / (pieces.longer_than + 1) : segment);
+    Part part = {segment,
+                 from / pieces.length,
+                 (to - 1) / pieces.length,
+                 max(from, begin),
+                 min(to, end),
+                 2 * static_cast<int>(blockIdx.x) + (segment != first),
+                 0};
+    part.slot = pieces.slot_by_begin ? from / (pieces.longer_than + 1) : segment;
     if (to - from > pieces.longer_than && part.begin < part.end) body(part);  // empty by unchecked offsets alone
     if (segment == last) return;
   }
@@ -95,14 +102,14 @@ __device__ void for_parts(const Pieces& pieces, const Body& body) {
 // one of them. The first block stores the result for later launches.
 template <int kNumber>
 __device__ Found<int> resume(const Pieces& pieces, const Part& part, const BlockGroup& block, SearchRoom& room) {
-  const Progress& progress = *part.progress;
+  const Progress& progress = part.progress(pieces);
   const Found<int> before = kNumber > 0 ? progress.found[kNumber - 1] : Found<int>{};
   Found<int> found = before;
   if (kNumber == 0 || (before.k > 0 && !before.keeps_all()))
-    found = kNumber > 0
-                ? find_next_digit(progress.histograms[kNumber], digit_of(kNumber), before, block, room.found)
-                : find_first_digit(progress.histograms[0], digit_of(0), pieces.selection.quota, block, room.found);
-  if (part.begins() && block.rank == 0) part.progress->found[kNumber] = found;
+    found = kNumber > 0 ? find_next_digit(progress.histograms[kNumber], digit_of(kNumber), before, block, room.search)
+                        : find_first_digit(progress.histograms[0], digit_of(0), pieces.selection.quota, block,
+                                           room.search, static_cast<int>(progress.histograms[0][0]));
+  if (part.begins() && block.rank == 0) part.progress(pieces).found[kNumber] = found;
   block.sync();
   return found;
 }
@@ -113,6 +120,23 @@ __device__ inline void add_kept(const Kept& own, Progress& progress, const Block
   if (kept.zeros > 0) atomicAdd(&progress.zeros, kept.zeros);
   if (kept.lowest < UINT32_MAX) atomicMax(&progress.unkept, ~kept.lowest);
 }
+
+// The warp's stretch of a part: fours of scores, as KeyRow has them.
+struct PartOfWarp {
+  KeyRow<true> row;  // for its mask: no key is loaded
+  int origin;        // the position where the first four begins
+  int from, to;      // fours
+  int begin;         // the position where the stretch begins
+
+  __device__ PartOfWarp(const Pieces& pieces, const Part& part, const BlockGroup& block)
+      : row(nullptr, pieces.selection.outputs.mask + part.begin, part.end - part.begin),
+        origin(part.begin - row.lead()) {
+    block.warp_stretch(0, row.fours(), from, to);
+    begin = max(part.begin, position(from));
+  }
+
+  __device__ int position(int four) const { return origin + 4 * four; }
+};
 
 // Whether to keep a key that is taken: not if it is a zero to drop.
 __device__ __forceinline__ bool keep_taken(bool taken, uint32_t key, bool drop_zeros, Kept& kept) {
@@ -133,10 +157,11 @@ __global__ void __launch_bounds__(kPieceThreads, 2)
   const BlockGroup block(room.group);
   for_parts(pieces, [&](const Part& part) {
     clear_histogram(room, block);
-    for_scores(ScoreKeys<true>(pieces.selection.scores), part.begin, part.end, block,
-               [&](int, uint32_t key) { count_key(room.histogram, key, digit_of(0), 0); });
+    const int origin = part.begin / 4 * 4;
+    for_scores(ScoreKeys<true>(pieces.selection.scores, origin), origin, part.begin, part.end, block,
+               [&](int, const uint4& keys) { count_first_digits(room.histogram, keys); });
     block.sync();
-    add_histogram(room.histogram, kBins, part.progress->histograms[0], block);
+    add_histogram(room.histogram, kBins, part.progress(pieces).histograms[0], block);
     block.sync();
   });
 }
@@ -155,35 +180,34 @@ __global__ void __launch_bounds__(kPieceThreads, 2) split_pieces(const __grid_co
     }
     clear_histogram(room, block);
     const Cut cut = cut_at(found);
-    int from, to, next;
-    block.warp_stretch(part.begin, part.end, from, to);
-    next = from;
-    Kept kept = {0, UINT32_MAX};
-    ScoreKeys<true> source(selection.scores);
-    for (int first = from; first < to; first += kKeysInFlight * kWarp) {
-      uint32_t keys[kKeysInFlight];
-      source.load(first + lane, kWarp, to, keys);
-#pragma unroll
-      for (int i = 0; i < kKeysInFlight; ++i) {
-        const uint32_t key = keys[i];
-        const int position = first + i * kWarp + lane;
-        const bool has_digit = key >> found.shift == found.prefix, undecided = has_digit && !cut.all_ties;
-        const unsigned lanes = __ballot_sync(kAllLanes, undecided);
-        if (undecided) {
-          const int at = next + __popc(lanes & ((1u << lane) - 1));
+    const PartOfWarp own(pieces, part, block);
+    const uint32_t width = cut.all_ties ? 0 : 1u << found.shift;  // of the keys that are undecided
+    Taker taker(cut.key + width, selection.drop_zeros);
+    ScoreKeys<true> source(selection.scores, own.origin);
+    const int stop = min(part.end, own.position(own.to));
+    int next = own.begin;
+    for (int first = own.position(own.from); first < stop; first += 4 * kWarp) {
+      uint4 keys[1];  // registers are scarce
+      int position = first + 4 * lane;
+      source.load(position, 0, own.begin, stop, keys);
+      if (position < stop) own.row.store((position - own.origin) / 4, taker.take(keys[0]));
+      const uint32_t undecided = bytes_of(keys[0], [&](uint32_t key) { return key - cut.key < width; });
+      int all, at = next + before_lane(__popc(undecided), all);
+      next += all;
+      for (const uint32_t key : {keys[0].x, keys[0].y, keys[0].z, keys[0].w}) {
+        if (key - cut.key < width) {
           pieces.rest.keys[at] = key;
-          pieces.rest.places[at] = static_cast<uint16_t>(position - static_cast<int>(blockIdx.x) * pieces.length);
-          count_key(room.histogram, key, digit_of(1), found.prefix);
+          pieces.rest.places[at++] = static_cast<uint16_t>(position - static_cast<int>(blockIdx.x) * pieces.length);
+          atomicAdd(&room.histogram[digit_of(1).bin_of(key)], 1u);
         }
-        next += __popc(lanes);
-        const bool taken = keep_taken(key >= cut.key && !undecided, key, selection.drop_zeros, kept);
-        if (position < to) mask[position] = taken;
+        ++position;
       }
     }
     if (lane == 0)
-      pieces.rest.numbers[part.number * kPieceWarps + block.rank / kWarp] = static_cast<uint32_t>(next - from);
-    add_kept(kept, *part.progress, block);
-    add_histogram(room.histogram, kBins, part.progress->histograms[1], block);
+      pieces.rest.numbers[int64_t{part.number} * kPieceWarps + block.rank / kWarp] =
+          static_cast<uint32_t>(next - own.begin);
+    add_kept(taker.kept(), part.progress(pieces), block);
+    add_histogram(room.histogram, kBins, part.progress(pieces).histograms[1], block);
   });
 }
 
@@ -191,11 +215,9 @@ __global__ void __launch_bounds__(kPieceThreads, 2) split_pieces(const __grid_co
 struct WarpRest {
   int begin, count;
 
-  __device__ WarpRest(const Pieces& pieces, const Part& part, const BlockGroup& block) {
-    int to;
-    block.warp_stretch(part.begin, part.end, begin, to);
-    count = static_cast<int>(pieces.rest.numbers[part.number * kPieceWarps + block.rank / kWarp]);
-  }
+  __device__ WarpRest(const Pieces& pieces, const Part& part, const BlockGroup& block)
+      : begin(PartOfWarp(pieces, part, block).begin),
+        count(static_cast<int>(pieces.rest.numbers[int64_t{part.number} * kPieceWarps + block.rank / kWarp])) {}
 };
 
 __global__ void __launch_bounds__(kPieceThreads, 2) count_last(const __grid_constant__ Pieces pieces) {
@@ -210,8 +232,9 @@ __global__ void __launch_bounds__(kPieceThreads, 2) count_last(const __grid_cons
       count_key(room.histogram, pieces.rest.keys[rest.begin + i], digit_of(2), found.prefix);
     block.sync();
     const int bins = digit_of(2).bins();
-    for (int i = block.rank; i < bins; i += block.size) pieces.last_digits[part.number * bins + i] = room.histogram[i];
-    add_histogram(room.histogram, bins, part.progress->histograms[2], block);
+    for (int i = block.rank; i < bins; i += block.size)
+      pieces.last_digits[int64_t{part.number} * bins + i] = room.histogram[i];
+    add_histogram(room.histogram, bins, part.progress(pieces).histograms[2], block);
   });
 }
 
@@ -256,7 +279,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2) finish_pieces(const __grid_c
   const SelectionOutputs& outputs = pieces.selection.outputs;
   for_parts(pieces, [&](const Part& part) {
     const Found<int> found = resume<2>(pieces, part, block, room);
-    Progress& progress = *part.progress;
+    Progress& progress = part.progress(pieces);
     if (found.k > 0 && !progress.found[0].keeps_all())
       add_kept(finish_rest(pieces, part, cut_at(found), block), progress, block);
     if (block.rank > 0 || !outputs.count) return;

@@ -59,8 +59,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   note_offsets(scores.sequences, faults);
   const BlockGroup block(dynamic_shared<unsigned char>());
   const Piece piece(total);
-  for_scores(ScoreKeys<true>(scores), static_cast<int>(piece.begin), static_cast<int>(piece.end), block,
-             [&](int position, uint32_t key) { keys[position] = key; });
+  const int begin = static_cast<int>(piece.begin), end = static_cast<int>(piece.end);
+  for_scores(ScoreKeys<true>(scores, begin), begin, begin, end, block, [&](int four, const uint4& of_four) {
+    const int position = begin + 4 * four;
+    if (position + 4 <= end && misalignment(keys + position) == 0) {
+      *reinterpret_cast<uint4*>(keys + position) = of_four;
+      return;
+    }
+    int at = position;
+    for (const uint32_t key : {of_four.x, of_four.y, of_four.z, of_four.w})
+      if (at < end) keys[at++] = key;
+  });
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -83,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 struct ChooseRoom {
-  Found<int64_t> found;
+  FoundRoom<int64_t> search;
   alignas(16) unsigned char group[BlockGroup::kSharedBytes];
 };
 
@@ -97,9 +106,9 @@ __global__ void __launch_bounds__(kChooseThreads)
   counts += int64_t{blockIdx.x} * digit.bins();
   KeySearch& search = searches[blockIdx.x];
   const auto prefix = static_cast<uint32_t>(search.prefix);
-  const Found<int64_t> found = digit.is_first()
-                                   ? find_first_digit(counts, digit, quota, block, room.found)
-                                   : find_next_digit(counts, digit, {prefix, search.left, search.k}, block, room.found);
+  const Found<int64_t> found =
+      digit.is_first() ? find_first_digit(counts, digit, quota, block, room.search)
+                       : find_next_digit(counts, digit, {prefix, search.left, search.k}, block, room.search);
   if (block.rank == 0) search = {found.prefix, found.left, found.k};
 }
 
@@ -125,7 +134,7 @@ __global__ void __launch_bounds__(kThreads)
   if (block.rank == 0) ties_of_pieces[blockIdx.x] = own;
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     mask_of_piece(const __grid_constant__ SegmentedKeys keys, const KeySearch* searches, const int64_t* ties,
                   const uint32_t* ties_of_pieces, bool drop_zeros, const __grid_constant__ KeyMaskOutputs outputs) {
   const BlockGroup block(dynamic_shared<unsigned char>());

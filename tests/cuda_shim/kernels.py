@@ -125,6 +125,7 @@ def cases() -> dict[str, Case]:
         "max_variance_select, a block": Case(lambda: d3s.max_variance_select(rewards[:4000], 700)),
         "max_variance_select, ragged": Case(lambda: d3s.max_variance_select(rewards, 700, offsets=ragged)),
         "max_variance_select, sorted": Case(lambda: d3s.max_variance_select(rewards, 700)),
+        "max_variance_select, sorted, in stretches": Case(lambda: d3s.max_variance_select(moved, 4000)),
         "group_advantages, warps": Case(lambda: d3s.group_advantages(small)),
         "group_advantages, blocks": Case(lambda: d3s.group_advantages(rewards, scale="batch")),
         "compact, one block": Case(lambda: d3s.compact(mask[:9000], 5000)),
@@ -204,6 +205,17 @@ def test_few_rows_and_many(vocabulary: int, dtype: torch.dtype, monkeypatch: pyt
     for result in results[1:]:
         assert_same_bits(result[0], results[0][0])
         assert_same_bits(result[1], results[0][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_entropy_of_one_logit_above_equal_others(dtype: torch.dtype) -> None:
+    """All roundings of a long sum of equal terms go the same way: a GPU was 1e-5 nats off, with one sum a thread."""
+    vocabulary, above = 151_936, torch.tensor([10.625, 11.0, 11.3125, 11.625], dtype=torch.float64)
+    logits = torch.zeros(len(above), vocabulary, dtype=dtype)
+    logits[:, 77] = above.to(dtype)
+    others = (vocabulary - 1) * (-above).exp()
+    exact = (1 + others).log() + others * above / (1 + others)
+    torch.testing.assert_close(d3s.entropy(logits).double(), exact, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -371,6 +383,27 @@ def test_topk_of_segments_longer_than_said(
     assert_identical(ours, reference.topk_mask(scores, 0.1, offsets=offsets))
 
 
+@pytest.mark.parametrize("shared", ["232448", SMALL_SHARED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_topk_of_misaligned_scores(dtype: torch.dtype, shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fours of scores are loaded as vectors only where scores, advantages and masks all have them aligned."""
+    monkeypatch.setenv("D3S_SHIM_SHARED", shared)
+    offsets = torch.tensor([0, 0, 1, 6, 2050, 6151, 11_000])
+    for skip, kept in ((0, 1), (1, 0), (2, 3), (4, 1)):
+        scores = torch.randn(11_004).to(dtype)[skip : skip + 11_000]
+        scores[::7], scores[3::11] = 0, torch.nan
+        mask = torch.rand(11_004)[kept : kept + 11_000] < 0.8
+        assert_identical(d3s.topk_mask(scores, 0.2, mask=mask), reference.topk_mask(scores, 0.2, mask=mask))
+        given = {"offsets": offsets, "mask": mask}
+        assert_identical(d3s.topk_mask(scores, 0.2, **given), reference.topk_mask(scores, 0.2, **given))
+        each = torch.randn(11_004)[kept : kept + 11_000]
+        ours = d3s.select_tokens(scores, each, 0.3, offsets=offsets, drop_zeros=True)
+        for mine, exact in zip(
+            ours, reference.select_tokens(scores, each, 0.3, offsets=offsets, drop_zeros=True), strict=True
+        ):
+            assert_identical(mine, exact)
+
+
 def test_topk_of_a_few_long_segments_among_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody says how long they are: blocks take the short ones, pieces the long ones, two of which share a piece."""
     monkeypatch.setenv("D3S_SHIM_SHARED", SMALL_SHARED)
@@ -458,6 +491,28 @@ def test_groups_in_a_thousand_orders(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("D3S_SHIM_SEED", str(seed))
         for case, expected in zip(selections, first, strict=True):
             assert_same_bits(tensors(case.run())[0], expected[0])
+
+
+ROUND = 1024  # kRound in csrc/cuda/max_variance_stretches.h
+
+
+@pytest.mark.parametrize("keep", [2, ROUND - 1, ROUND, ROUND + 1, 2 * ROUND, 3 * ROUND + 1, 4999, 5000])
+def test_max_variance_in_stretches(keep: int) -> None:
+    """Several long segments, with short and empty ones between, that begin at and beside a multiple of a round."""
+    lengths = torch.tensor([0, 1, ROUND - 1, 5000, 0, 7, 4 * ROUND + 1, 3 * ROUND, *[1] * 50, 2, 5000, ROUND + 1, 0])
+    offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
+    total = int(offsets[-1])
+    mask = torch.rand(total) < 0.9
+    for values in (torch.randn(total), torch.randint(0, 2, (total,)).float(), torch.rand(total).bfloat16() + 1000):
+        for given in (None, mask, torch.zeros_like(mask)):
+            ours = d3s.max_variance_select(values, keep, offsets=offsets, max_segment=5000, mask=given)
+            assert_identical(ours, reference.max_variance_select(values, keep, offsets=offsets, mask=given))
+
+
+def test_max_variance_of_a_segment_is_the_same_in_any_batch() -> None:
+    values = torch.randn(3, 6000)
+    alone = [d3s.max_variance_select(row, 2500) for row in values]
+    assert_identical(d3s.max_variance_select(values, 2500), torch.stack(alone))
 
 
 @pytest.mark.parametrize("max_segment", [None, 1, 100, 3000, 8000])
@@ -765,6 +820,7 @@ def test_bad_offsets_stay_within_bounds(offsets: list[int], monkeypatch: pytest.
         d3s.topk_mask(torch.rand(9000), 0.1, offsets=torch.tensor([0, 7000, 5000, 4000, 8500, 8500])),
         d3s.max_variance_select(values, 2, offsets=cuts),
         d3s.max_variance_select(torch.randn(9000), 2, offsets=cuts * 450, max_segment=8000),
+        d3s.max_variance_select(torch.randn(9000), 3000, offsets=cuts * 450, max_segment=8000),
         *(
             d3s.select_rollouts(values, 1, rule=rule, offsets=cuts, scope=scope)
             for rule in ("max_variance", "highest", "percentile")

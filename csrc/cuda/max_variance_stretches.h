@@ -1,0 +1,182 @@
+// The best splits of long segments, whose sorted keys lie in global memory. The splits of a segment are cut into
+// stretches, and each stretch has a block. How long they are depends on nothing but the segment's own length, so that
+// its sums have the same bits in any batch.
+//
+//   launch                          kernel              reads               -> writes
+//   max_variance_select (sums)      sum_stretches       sorted              -> sums, ends[].usable
+//   max_variance_select (splits)    find_sorted_ends    sorted, sums        -> spreads, best, ends
+#pragma once
+
+#include <cstring>
+
+#include "max_variance_memory.h"
+#include "note_faults.h"
+#include "segment_sort.h"
+
+namespace d3s {
+namespace {
+
+constexpr int kStretchThreads = 256;
+constexpr int kRound = kStretchThreads * kSplits<SplitBlock>;  // splits that a block tries at a time
+// A stretch is one round, or in longer segments more: each block adds up the sums of all stretches before its own, so
+// there should be no more than some 4,000.
+constexpr int kMostOfOneRound = 1 << 22;
+
+struct SortedSegments {
+  SortedEntries sorted;
+  Segments segments;
+  Keep keep;
+  Ends* ends;          // [segments]
+  uint32_t* finished;  // [segments]: stretches; 0 at first
+  // [blocks]: see Stretch::slot()
+  SplitSums* sums;
+  double* best;     // the largest spread of the stretch
+  double* spreads;  // [values]: split i of a segment at its i-th place, since there are fewer splits than values
+};
+
+// The block's stretch. The first blocks have the first stretch of a segment each, even of an empty one. A later stretch
+// belongs to the block with the number of the round of places in which it begins. No two begin in the same one: a
+// segment's stretches are at least a round apart, and its second begins a round after its first place.
+struct Stretch {
+  int64_t segment, begin, keep;
+  int64_t from = -1;  // its first split; -1 if the block has no stretch
+  int number, n, length;
+
+  __device__ explicit Stretch(const SortedSegments& all) {
+    const Segments& segments = all.segments;
+    const int64_t round = static_cast<int64_t>(blockIdx.x) - segments.count;
+    if (round < 0)
+      segment = blockIdx.x;
+    else  // to read it takes less time than to search
+      segment = segments.ragged() ? static_cast<int64_t>(all.sorted.entries[round * kRound] >> 32)
+                                  : segments.find(round * kRound);
+    begin = segments.begin(segment);
+    n = static_cast<int>(segments.end(segment) - begin);
+    keep = all.keep.of(n);
+    length = kRound * (1 + n / kMostOfOneRound);
+    number = round < 0 ? 0 : static_cast<int>(round - begin / kRound);
+    if (round < 0 || number > 0) from = int64_t{number} * length;
+    if (from > keep || from > n) from = -1;
+  }
+  // Where the segment's stretch `i` has its sums.
+  __device__ int64_t slot(const SortedSegments& all, int i) const {
+    return i == 0 ? segment : all.segments.count + begin / kRound + i;
+  }
+  __device__ int end(int i, int splits) const {
+    const int64_t to = (int64_t{i} + 1) * length;
+    return to < splits ? static_cast<int>(to) : splits;
+  }
+};
+
+struct SortedKeys {
+  const uint64_t* entries;
+  __device__ uint32_t operator()(int i) const { return static_cast<uint32_t>(entries[i]); }
+};
+
+// How many of n sorted keys are usable. The usable ones come first. A search in which all threads try a place at a
+// time: two rounds for 65,536 keys, and one if all of them are usable.
+__device__ inline int count_usable(const SortedKeys& at, int n, const SplitBlock& block) {
+  int low = 0, high = n;  // those before `low` are usable, those from `high` on are not
+  while (low < high) {
+    const int step = (high - low + block.size - 1) / block.size;
+    const int64_t tried = low + (block.rank + int64_t{1}) * step - 1;  // the last of the thread's `step` places
+    const int before = __syncthreads_count(at(tried < high ? static_cast<int>(tried) : high - 1) != kUnusable);
+    const int64_t usable = low + int64_t{before} * step;
+    low = usable < high ? static_cast<int>(usable) : high;
+    high = low + step - 1 < high ? low + step - 1 : high;
+  }
+  return low;
+}
+
+__global__ void __launch_bounds__(kStretchThreads, 2)
+    sum_stretches(const __grid_constant__ SortedSegments all, const __grid_constant__ Faults faults) {
+  note_keep(all.keep, faults);
+  note_offsets(all.segments, faults);
+  const SplitBlock block(dynamic_shared<unsigned char>());
+  const Stretch stretch(all);
+  if (stretch.from < 0) return;
+  const SortedKeys at = {all.sorted.entries + stretch.begin};
+  const int usable = count_usable(at, stretch.n, block);
+  const bool decided = keeps_lowest(usable, stretch.keep);
+  if (block.rank == 0 && stretch.number == 0)
+    all.ends[stretch.segment] = decided ? lowest(usable, stretch.keep) : Ends{0, 0, usable};
+  if (decided) return;
+  const int k = static_cast<int>(stretch.keep);
+  const Splits<SortedKeys, SplitBlock> splits(at, usable, k, block);
+  const SplitSums sums = sum_of(splits.own_sums(static_cast<int>(stretch.from), stretch.end(stretch.number, k)), block);
+  if (block.rank == 0) all.sums[stretch.slot(all, stretch.number)] = sums;
+}
+
+// The largest of all threads' numbers. As integers of the same order, since a block reduces these with less code.
+__device__ inline double largest(double own, const SplitBlock& block) {
+  const auto flip = [](int64_t bits) { return bits < 0 ? bits ^ INT64_MAX : bits; };
+  int64_t bits;
+  memcpy(&bits, &own, sizeof bits);
+  bits = flip(block.reduce(flip(bits), Max()));
+  memcpy(&own, &bits, sizeof bits);
+  return own;
+}
+
+// The stretch's spreads. Returns the largest.
+__device__ inline double find_spreads(const SortedSegments& all, const Stretch& stretch, int stretches, int usable,
+                                      const SplitBlock& block) {
+  const SortedKeys at = {all.sorted.entries + stretch.begin};
+  const int k = static_cast<int>(stretch.keep);
+  const Splits<SortedKeys, SplitBlock> splits(at, usable, k, block);
+  SplitSums read;  // ahead, so that the first is on its way together with the keys
+  const auto load = [&](int i) {
+    if (i < stretches) read = all.sums[stretch.slot(all, i)];
+  };
+  load(block.rank);
+  const auto share = [&] {  // of the last k keys, and of all exchanges before the stretch
+    Moments before;
+    for (int i = block.rank; i < stretches; i += block.size) {
+      const bool earlier = i < stretch.number;
+      before.sum += read.high.sum + (earlier ? read.moved.sum : 0.0);
+      before.square += read.high.square + (earlier ? read.moved.square : 0.0);
+      load(i + block.size);
+    }
+    return before;
+  };
+  double best = -HUGE_VAL;
+  splits.for_each(share, static_cast<int>(stretch.from), stretch.end(stretch.number, k + 1), [&](int i, double spread) {
+    all.spreads[stretch.begin + i] = spread;
+    best = spread > best ? spread : best;
+  });
+  return largest(best, block);
+}
+
+// The last of a segment's blocks decides: it reads the spreads of the last stretch that has one equal to the best.
+__global__ void __launch_bounds__(kStretchThreads, 2) find_sorted_ends(const __grid_constant__ SortedSegments all) {
+  const SplitBlock block(dynamic_shared<unsigned char>());
+  const Stretch stretch(all);
+  if (stretch.from < 0) return;
+  const int64_t usable = all.ends[stretch.segment].usable;
+  if (keeps_lowest(usable, stretch.keep)) return;
+  const int k = static_cast<int>(stretch.keep), stretches = k / stretch.length + 1;
+  const double own = find_spreads(all, stretch, stretches, static_cast<int>(usable), block);
+  bool is_last = false;
+  if (block.rank == 0) {
+    all.best[stretch.slot(all, stretch.number)] = own;
+    __threadfence();  // what this block found is written before its stretch counts as finished
+    is_last = atomicAdd(all.finished + stretch.segment, 1u) == static_cast<uint32_t>(stretches) - 1;
+    if (is_last) __threadfence();
+  }
+  if (!__syncthreads_or(is_last)) return;
+  double best = -HUGE_VAL;
+  for (int i = block.rank; i < stretches; i += block.size) best = Max()(best, all.best[stretch.slot(all, i)]);
+  const double equal = equal_spread(largest(best, block));
+  int last = 0, low = 0;
+  for (int i = block.rank; i < stretches; i += block.size)
+    if (all.best[stretch.slot(all, i)] >= equal) last = i;
+  last = block.reduce(last, Max());
+  const int end = stretch.end(last, k + 1);
+#pragma unroll 4
+  for (int i = last * stretch.length + block.rank; i < end; i += block.size)
+    if (all.spreads[stretch.begin + i] >= equal) low = i;
+  low = block.reduce(low, Max());
+  if (block.rank == 0) all.ends[stretch.segment] = {low, k - low, usable};
+}
+
+}  // namespace
+}  // namespace d3s
