@@ -96,6 +96,15 @@ def test_short_work_is_replayed_as_a_graph_with_a_call_for_every_copy(cuda) -> N
     assert (ready.work.graph.replays - before) * ready.work.calls == ready.calls
 
 
+@pytest.mark.parametrize(("host", "timed_by"), [(0.0001, "events"), (0.002, "graph replay")])
+def test_longer_work_is_replayed_where_the_gpu_waits_for_the_host(
+    cuda, host: float, timed_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_clock, "elapsed", lambda call, times: 0.003 * times)
+    monkeypatch.setattr(cuda_clock, "host_seconds", lambda work: host)
+    assert cuda.ready(print).timed_by == timed_by
+
+
 def test_work_that_waits_for_the_gpu_is_not_recorded(cuda, gpu: Gpu) -> None:
     def work() -> None:
         if gpu.mode == "error":

@@ -62,10 +62,9 @@ class Part:
 class Ended:
     name: str
     status: str  # ok, failed, out of time or no time
-    code: int | None
-    seconds: float
-    cpu_seconds: float
-    told: list[str]
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    told: tuple[str, ...] = ()
 
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
@@ -73,7 +72,8 @@ class Ended:
 PYTHON = sys.executable
 TESTS = (
     *(PYTHON, "-m", "pytest", "-o", "addopts=", "-q", "-rfE", "--tb=short", "--no-header", "-p", "no:cacheprovider"),
-    *("--timeout", 90, "--timeout-method", "thread", "--max-worker-restart", 50),  # the method that ends one worker
+    *("--maxfail", 60, "--max-worker-restart", 50),
+    *("--timeout", 90, "--timeout-method", "thread"),  # which ends one worker alone
 )
 SUITES = runpy.run_path(str(ROOT / "tests" / "cuda" / "suites.py"))["SUITES"]
 FIRST_MINUTE = "tests/cuda/test_first_minute.py"
@@ -83,24 +83,18 @@ WORKERS = max(2, min(16, os.cpu_count() or 2))
 def doctor(backend: str) -> Part:
     """The self-check in a process for each back-end, since a fault of one would end the others' too."""
     chosen = {} if REHEARSAL else {"D3S_KERNELS_BACKEND": backend}
-    wrong = r"WRONG|does not run|not run|Error|wrong|agree"
-    return Part(f"self-check {backend}", 80, (PYTHON, "-m", "d3s_kernels"), chosen, wrong)
+    return Part(f"self-check {backend}", 80, (PYTHON, "-m", "d3s_kernels"), chosen, r"WRONG|raised|not run|Error")
 
 
 def suites(backend: str, seconds: float, workers: int, examples: int) -> Part:
     """Every test of the ops with this back-end's kernels in place of the CPU's."""
     chosen = {} if REHEARSAL else {"D3S_KERNELS_BACKEND": backend, "D3S_KERNELS_CHECK": "1"}
-    command = (*TESTS, "-p", "on_cuda", "-n", workers, "--maxfail", 60, *SUITES[backend])
+    command = (*TESTS, "-p", "on_cuda", "-n", workers, *SUITES[backend])
     return Part(f"suites {backend}", seconds, command, chosen | {"D3S_TEST_EXAMPLES": str(examples)})
 
 
-def on_gpu(name: str, seconds: float, workers: int, *chosen: object) -> Part:
-    return Part(name, seconds, (*TESTS, "-n", workers, "--maxfail", 60, *chosen))
-
-
 def sanitizer(tool: str, share: str, seconds: float) -> Part:
-    """Without torch's caching allocator, every tensor has its own bounds. Only our kernels are looked at: torch's own
-    would take most of the time."""
+    """Of our kernels alone. Without torch's caching allocator, every tensor has its own bounds."""
     options = ("--kernel-name", "kns=d3s", "--report-api-errors", "no", "--error-exitcode", 9, "--tool", tool)
     command = ("compute-sanitizer", *options, PYTHON, "tests/cuda/sanitized.py", share)
     told = r"^=========.*(hazard|Race|Invalid|ERROR SUMMARY|RACECHECK SUMMARY|Error)|ops ran$|Error"
@@ -119,8 +113,8 @@ def steps(call: str) -> list[list[Part]]:
     first = [
         [
             *map(doctor, ("cuda", "triton", "torch")),
-            on_gpu("first minute", 80, 3, FIRST_MINUTE),
-            Part("machine", 20, ("nvidia-smi",), tells=r"Driver Version|MiB"),
+            Part("first minute", 80, (*TESTS, "-n", 3, FIRST_MINUTE)),
+            Part("machine", 20, ("nvidia-smi",), tells="Driver|MiB"),
             Part("imports", 80, (PYTHON, "-c", "import trl.trainer.grpo_trainer")),  # the first one takes long
         ],
         [benchmarks("headlines", 75, "--headlines")],
@@ -128,7 +122,7 @@ def steps(call: str) -> list[list[Part]]:
     right = [
         [
             *(sanitizer(tool, share, 110) for tool in ("racecheck", "memcheck") for share in ("1/2", "2/2")),
-            on_gpu("tests/cuda", 110, WORKERS // 3, "tests/cuda", "--ignore", FIRST_MINUTE),
+            Part("tests/cuda", 110, (*TESTS, "-n", WORKERS // 3, "tests/cuda", "--ignore", FIRST_MINUTE)),
             suites("cuda", 110, WORKERS // 2, 20),
         ],
         [suites("triton", 80, WORKERS // 2, 5), suites("torch", 80, WORKERS // 2, 5)],
@@ -185,7 +179,6 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if folder),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
-        "OUT": str(OUT),
         "D3S_TEST_CACHES": str(caches),  # one folder of compiled kernels for all parts
         "TRITON_CACHE_DIR": str(caches / "triton_cache_dir"),
         "D3S_TEST_SPREAD": "1",  # a free worker takes the next test
@@ -219,9 +212,10 @@ RUNNING: set[int] = set()  # process groups, which end with this program
 def run(part: Part, end: float, log: Log) -> Ended:
     left = min(part.seconds, end - time.monotonic() - GRACE)
     command = [str(word) for word in part.command]
-    if left < 4 or not shutil.which(command[0]):
-        why = ("no time", []) if left < 4 else ("failed", [f"there is no {command[0]}"])
-        return Ended(part.name, why[0], None, 0, 0, why[1])
+    if left < 4:
+        return Ended(part.name, "no time")
+    if not shutil.which(command[0]):
+        return Ended(part.name, "failed", told=(f"there is no {command[0]}",))
     log.say(part.name, f"$ {' '.join(command)}")
     start, said = time.monotonic(), list[str]()
     where: dict[str, Any] = {"cwd": ROOT, "env": environment() | part.environment, "start_new_session": True}
@@ -254,21 +248,18 @@ def run(part: Part, end: float, log: Log) -> Ended:
     told = list(dict.fromkeys(line[:WIDTH] for line in said if re.search(part.tells, line)))
     if code and not told:
         told = [line[:WIDTH] for line in said[-3:]]
-    if more := len(told) - part.lines:
-        told[part.lines :] = [f"   and {more} more lines in gpu.log"] * (more > 0)
+    if len(told) > part.lines:
+        told[part.lines :] = [f"   and {len(told) - part.lines} more lines in gpu.log"]
     outcome = "out of time" if not in_time else "ok" if code == 0 else "failed"
     seconds, cpu = time.monotonic() - start, used.ru_utime + used.ru_stime
-    return Ended(part.name, outcome, code, round(seconds, 1), round(cpu, 1), told)
+    return Ended(part.name, outcome, round(seconds, 1), round(cpu, 1), tuple(told))
 
 
 def summary(ended: list[Ended]) -> str:
     """What each part told, the worst first, in PRINTED characters."""
-    order = ("failed", "out of time", "no time", "ok")
-    lines = []
-    for part in sorted(ended, key=lambda part: order.index(part.status)):
-        lines += [f"== {part.name}: {part.status}, {part.seconds:.0f} s", *part.told]
-    text = "\n".join(lines)
-    return text if len(text) <= PRINTED else text[:PRINTED] + "\n... cut: gpu.log has all"
+    worst_first = sorted(ended, key=lambda part: ("failed", "out of time", "no time", "ok").index(part.status))
+    said = [(f"== {part.name}: {part.status}, {part.seconds:.0f} s", *part.told) for part in worst_first]
+    return "\n".join(line for lines in said for line in lines)[:PRINTED]
 
 
 def main() -> int:

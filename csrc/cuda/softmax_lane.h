@@ -14,10 +14,10 @@ namespace d3s {
 // logit still reaches the sums, through e.
 constexpr float kLowestDistance = -200.f;
 
-// The terms of a vector are added up first, in the order of the elements, and then to those before: where most logits of
-// a vocabulary are equal, the roundings of one long sum would all go the same way. Even and odd elements never have sums
-// of their own. Packed arithmetic only does two of these operations with one instruction, each rounded by itself: the
-// distances of two neighbours, or an element's two terms. So the bits are the same with it and without.
+// The terms of a vector are added up first, in the order of the elements, and then to those before: where most logits
+// of a vocabulary are equal, the roundings of one long sum would all go the same way. Even and odd elements never have
+// sums of their own. Packed arithmetic only does two of these operations with one instruction, each rounded by itself:
+// the distances of two neighbours, or an element's two terms. So the bits are the same with it and without.
 struct LaneState {
   float max = -FLT_MAX;
   Pair sums = {0.f, 0.f};  // S and T * scale, with scale = log2(e) / temperature: distances are exponents of 2
