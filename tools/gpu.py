@@ -40,8 +40,7 @@ WORK = ROOT / "build" / "gpu"
 BUNDLE = WORK / "bundle"
 SITE = WORK / "site"  # TRL and the other wheels of the bundle
 OUT = Path(os.environ.get("OUT") or WORK / "out")
-# On the CPU, with its library in place of the kernels: does the harness itself work?
-REHEARSAL = "D3S_GPU_REHEARSAL" in os.environ
+REHEARSAL = "D3S_GPU_REHEARSAL" in os.environ  # on the CPU's library: does the harness itself work?
 
 SECONDS = {"a": 250, "b": 400, "all": 560}
 GRACE = 8  # seconds from the interrupt to the kill; pytest tells its failures in 6

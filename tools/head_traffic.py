@@ -42,7 +42,7 @@ GPU = tiles.SIZES["cuda"]
 GB, MIB = 1e9, 1 << 20
 
 # What products of these shapes reach, in floating point operations a second, and 90 % of the memory's peak rate.
-GPUS = {"H100": (610e12, 3.0e12), "H200": (680e12, 4.3e12)}
+GPUS = {"H100": (700e12, 3.0e12), "H200": (680e12, 4.3e12)}
 
 
 class Product(NamedTuple):
