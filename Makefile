@@ -208,13 +208,14 @@ demo learn:
 endif
 
 gpu: library $(VENV)/.with-test $(VENV)/.with-bench  ## all that needs an NVIDIA GPU, within ten minutes; PART=a or b: some
+	@$(PIP) pytest-timeout
 	$(BIN)/python tools/gpu.py $(or $(PART),all)
 
 # A GPU that is lent for minutes gets all that it needs in one folder, and the minutes are rehearsed here. The environment
 # is like that of the machine: its libraries are for CUDA 13, some 5 GB, downloaded once.
 GPU_ENV := build/gpu/env
 GPU_PYTHON ?= python3.12
-HAS_GPU_PYTHON := $(shell command -v $(GPU_PYTHON))
+HAS_GPU_PYTHON := $(shell $(GPU_PYTHON) -c 'print(1)' 2> /dev/null)  # a name on PATH may be that of a manager of versions
 GPU_PACKAGES := pytest pytest-xdist pytest-timeout pytest-benchmark hypothesis transformers==5.17.0 accelerate peft \
   pyarrow pandas xxhash psutil rich cmake ninja pybind11
 $(GPU_ENV)/.set-up:
