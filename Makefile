@@ -215,7 +215,8 @@ gpu: library $(VENV)/.with-test $(VENV)/.with-bench  ## all that needs an NVIDIA
 # is like that of the machine: its libraries are for CUDA 13, some 5 GB, downloaded once.
 GPU_ENV := build/gpu/env
 GPU_PYTHON ?= python3.12
-HAS_GPU_PYTHON := $(shell $(GPU_PYTHON) -c 'print(1)' 2> /dev/null)  # a name on PATH may be that of a manager of versions
+# A name on PATH may be that of a manager of versions, which then finds none.
+HAS_GPU_PYTHON := $(shell $(GPU_PYTHON) -c 'print(1)' 2> /dev/null)
 GPU_PACKAGES := pytest pytest-xdist pytest-timeout pytest-benchmark hypothesis transformers==5.17.0 accelerate peft \
   pyarrow pandas xxhash psutil rich cmake ninja pybind11
 $(GPU_ENV)/.set-up:
