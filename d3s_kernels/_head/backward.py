@@ -270,7 +270,7 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
         )  # fmt: skip
         if slope is not None:
             gradient[strip] = slope.mul_(logits)
-    if gradient.dtype != tile.dtype and tile.is_cpu:
+    if gradient.dtype != tile.dtype and _host_knows(tile):  # on a CPU
         # With AMX, oneDNN's products read up to 32 elements past a row's end and count them 0 times: a NaN would stay.
         tile.view(gradient.dtype)[:, tile.shape[1] :][:, :32].zero_()
     return gradient
