@@ -28,8 +28,8 @@ MULTIPROCESSORS, THREADS, REGISTERS, SHARED, BLOCKS = 132, 2048, 65_536, 228 << 
 
 # The kernel of a launch: a part of its mangled name, for float32.
 KERNELS = {
-    "topk_mask": "select_segmentsILb0",
-    "topk_mask, sequences": "select_segmentsILb1",
+    "topk_mask": "select_segmentsILb0ELb0",
+    "topk_mask, sequences": "select_segmentsILb1ELb0",
     "topk_mask (first digit)": "count_first",
     "topk_mask (second digit)": "split_pieces",
     "topk_mask (third digit)": "count_last",

@@ -117,7 +117,11 @@ __device__ __forceinline__ Pair fma(Pair a, Pair b, Pair c) {
 // float that shares a register pair with a 1, instead of keeping it there.
 __device__ __forceinline__ float hidden_one(float x) { return fmaf(x, 0.f, 1.f); }
 
-// {sums.low + weight, sums.high + weight * value}, each rounded once. `one` must be a hidden_one().
+// {weight, weight * value}; and {sums.low + weight, sums.high + weight * value}, each rounded once. `one` must be a
+// hidden_one().
+__device__ __forceinline__ Pair weighted(float weight, float value, float one) {
+  return both(weight) * Pair{one, value};
+}
 __device__ __forceinline__ Pair add_weighted(Pair sums, float weight, float value, float one) {
   return fma(both(weight), Pair{one, value}, sums);
 }
@@ -127,6 +131,7 @@ D3S_HOST_DEVICE Pair operator-(Pair a, Pair b) { return {a.low - b.low, a.high -
 D3S_HOST_DEVICE Pair operator*(Pair a, Pair b) { return {a.low * b.low, a.high * b.high}; }
 D3S_HOST_DEVICE Pair fma(Pair a, Pair b, Pair c) { return {fmaf(a.low, b.low, c.low), fmaf(a.high, b.high, c.high)}; }
 D3S_HOST_DEVICE float hidden_one(float) { return 1.f; }
+D3S_HOST_DEVICE Pair weighted(float weight, float value, float) { return {weight, weight * value}; }
 D3S_HOST_DEVICE Pair add_weighted(Pair sums, float weight, float value, float) {
   return {sums.low + weight, fmaf(weight, value, sums.high)};
 }

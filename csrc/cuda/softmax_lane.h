@@ -14,10 +14,10 @@ namespace d3s {
 // logit still reaches the sums, through e.
 constexpr float kLowestDistance = -200.f;
 
-// The terms of a vector are added up first, in the order of the elements, and then to those before: where most logits
-// of a vocabulary are equal, the roundings of one long sum would all go the same way. Even and odd elements never have
-// sums of their own. Packed arithmetic only does two of these operations with one instruction, each rounded by itself:
-// the distances of two neighbours, or an element's two terms. So the bits are the same with it and without.
+// The terms of eight elements are added up first, in their order, and then to those before: where most logits of a
+// vocabulary are equal, the roundings of one long sum would all go the same way. Even and odd elements never have sums
+// of their own. Packed arithmetic only does two of these operations with one instruction, each rounded by itself: the
+// distances of two neighbours, or an element's two terms. So the bits are the same with it and without.
 struct LaneState {
   float max = -FLT_MAX;
   Pair sums = {0.f, 0.f};  // S and T * scale, with scale = log2(e) / temperature: distances are exponents of 2
@@ -25,12 +25,16 @@ struct LaneState {
   template <class T, int kCount>
   __device__ __forceinline__ void add(const uint4 (&vectors)[kCount], float scale) {
     raise(fmaxf(max, largest<T>(vectors)), scale);
-    Pair group = {0.f, 0.f};
+    constexpr int kTogether = 8 / kPerVector<T>;
+    Pair group;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      Pair own = {0.f, 0.f};
-      for_pairs<T>(vectors[i], [&](Pair z) { add_below_max(own, z, scale); });
-      group = group + own;
+    for (int i = 0; i < kCount; i += kTogether) {
+      Pair own;
+      bool begins = true;  // the compiler knows it, since all is unrolled
+#pragma unroll
+      for (int j = i; j < i + kTogether; ++j)
+        for_pairs<T>(vectors[j], [&](Pair z) { add_below_max(own, z, scale, begins), begins = false; });
+      group = i == 0 ? own : group + own;
     }
     sums = sums + group;
   }
@@ -54,12 +58,13 @@ struct LaneState {
     sums = both(factor) * Pair{sums.low, fmaf(safe_move, sums.low, sums.high)};
     max = new_max;
   }
-  __device__ __forceinline__ void add_below_max(Pair& to, Pair z, float scale) const {
+  // The first terms of a sum are not added to 0.
+  __device__ __forceinline__ void add_below_max(Pair& to, Pair z, float scale, bool begins) const {
     const Pair distance = (z - both(max)) * both(scale);
     const Pair e = {exp2_fast(distance.low), exp2_fast(distance.high)};
     const Pair d = {fmaxf(distance.low, kLowestDistance), fmaxf(distance.high, kLowestDistance)};
     // The scale is finite, or NaN, for a temperature that is not valid, and then the sums are NaN anyway.
-    to = add_weighted(to, e.low, d.low, hidden_one(scale));
+    to = begins ? weighted(e.low, d.low, hidden_one(scale)) : add_weighted(to, e.low, d.low, hidden_one(scale));
     to = add_weighted(to, e.high, d.high, hidden_one(scale));
   }
   __device__ __forceinline__ void add_below_max(Pair& to, float z, float scale) const {

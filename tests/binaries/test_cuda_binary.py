@@ -43,7 +43,8 @@ PER_VECTOR = {"bfloat16": 8, "float16": 8, "float": 4}
 FORWARD = ("whole_rows", "single_slices")
 MOST_INSTRUCTIONS = {
     "sm_90": {"bfloat16": 9.0, "float16": 9.5, "float": 10.0},
-    "sm_100": {"bfloat16": 6.5, "float16": 6.5, "float": 7.0},
+    # Sums of eight elements take register moves here: 6.2 without them, and twice the error that is allowed.
+    "sm_100": {"bfloat16": 7.0, "float16": 7.0, "float": 7.0},
 }
 
 REGISTERS = 65_536  # of a multiprocessor: the most that a block can have
