@@ -25,8 +25,8 @@ PICTURE = PAGE.with_suffix(".png")
 TITLE = """# Performance
 """
 NEVER_QUIET = """
-**No run on a CPU below had a quiet machine.** Its ratios are of times taken one right after the other; its times are too
-long.
+**No run on a CPU below had a quiet machine.** Its ratios are of times taken one right after the other; its times are
+too long.
 """
 HEAD = """
 What the library costs, and what it is compared with. `tools/performance.py` writes this page from the results of whole
