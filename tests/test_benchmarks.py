@@ -358,6 +358,7 @@ def test_what_a_gpu_prints_is_short_and_begins_with_what_failed() -> None:
 
 
 def rehearsal(folder: Path, *chosen: str) -> subprocess.Popen[str]:
+    pytest.importorskip("pytest_benchmark")  # of the extra bench
     command = [sys.executable, "-m", "benchmarks", "--rehearse", "--out", str(folder), *chosen]
     return subprocess.Popen(command, cwd=run.HERE.parent, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
