@@ -87,7 +87,8 @@ class Watched(TorchDispatchMode):
         if op is ATEN._local_scalar_dense.default:
             self.waits += 1
             return args[0].dtype == torch.bool or 1
-        found = op(*args, **(kwargs or {}))
+        # Torch 2.11's fake one takes out_dtype for a number.
+        found = kwargs["out"] if op is ATEN.addmm.dtype_out else op(*args, **(kwargs or {}))
         devices = {part.device.type for part in tree_leaves((args, kwargs, found)) if isinstance(part, Tensor)}
         # A kernel for each element takes a number of the CPU as an argument; torch.where copies it to the GPU.
         takes_numbers = torch.Tag.pointwise in op.tags and op.overloadpacket is not ATEN.where
