@@ -230,7 +230,7 @@ def vocab_parallel_linear_logprob_entropy(
 
     def refuse(*given: Any) -> None:
         number, tensor = given[6:8]
-        HeadProblem(Shard(shard.first_token, shard.ranks), *given[:3], *given[5:10], *given[12:]).checked_head()
+        HeadProblem(Shard(shard.first_token, shard.ranks), *given[:3], *given[5:10], *given[12:]).check()
         require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
         # A rank without tokens runs no kernel that checks the temperature. So it is checked before others wait.
         state = hidden.new_empty((labels.numel(), 4), dtype=torch.float32)

@@ -58,7 +58,7 @@ def backward_op(
     **given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem, incoming = HeadProblem.of(**given), Incoming(grad_logprob, grad_entropy, entropy, row_max, log_sum)
-    problem.checked_head()
+    problem.check()
     return backward(problem, incoming, Wanted(*wanted), max_grad_rows)
 
 
@@ -270,7 +270,7 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
         )  # fmt: skip
         if slope is not None:
             gradient[strip] = slope.mul_(logits)
-    if gradient.dtype != tile.dtype and _host_knows(tile):  # on a CPU
+    if gradient.dtype != tile.dtype and tile.is_cpu and type(tile) is Tensor:  # not a trace, which stands for a GPU
         # With AMX, oneDNN's products read up to 32 elements past a row's end and count them 0 times: a NaN would stay.
         tile.view(gradient.dtype)[:, tile.shape[1] :][:, :32].zero_()
     return gradient

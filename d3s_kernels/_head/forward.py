@@ -33,7 +33,7 @@ def forward_op(max_rows: int | None = None, max_grad_rows: int | None = None, **
 
 
 def forward(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, ...]:
-    problem.checked_head()
+    problem.check()
     if problem.sampling_ids is None and problem.sampling_offsets is None and problem.max_dense_rows is None:
         return _of_all_tokens(problem, max_rows)
     outputs = _of_kept_tokens(problem)

@@ -56,14 +56,13 @@ class HeadProblem(NamedTuple):
     def head(self) -> Head:
         return Head(self.weight, self.bias, self.logit_softcap, self.logits_dtype)
 
-    def checked_head(self) -> Head:
-        """Returns the head, or raises a ValueError that names the first wrong argument."""
+    def check(self) -> None:
+        """Raises a ValueError that names the first wrong argument."""
         self._check_products()
         self._check_rows()
         _check_labels(self.labels, self._tokens())
         self._check_numbers()
         self._check_spans()
-        return self.head
 
     def _tokens(self) -> int | None:
         """The size of the vocabulary; None for a shard, since its rank does not know the size."""
