@@ -34,7 +34,7 @@ from rich.console import Console
 import d3s_kernels as d3s
 
 from . import memory, quiet, report, timing
-from .harness import describe
+from .harness import POISONED, describe
 from .report import Line
 from .sizes import rollouts, sizes_for
 from .targets import AVX2_ENVIRONMENT, STEP_CONTEST, STEP_MEMORY, TARGETS, above_avx2, targets_of
@@ -43,7 +43,6 @@ from .timing import Contenders, Log
 HERE = Path(__file__).parent
 # torch then asks the system for pages of 2 MiB. In pages of 4 KiB fresh memory takes longer than what is done with it.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-POISONED = 70  # conftest.py's
 MOST_PROCESSES = 6  # of a run on a GPU: a new one where CUDA no longer works in the last
 GRACE = 3.0  # seconds in which an interrupted process may end
 
@@ -150,16 +149,8 @@ def run_pytest(
     Where CUDA no longer works, another process goes on behind the contest at which it failed; if it failed at a peer,
     with this contest once more, and without this peer in all that follow.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(where),
-        "--no-header",
-        "--benchmark-quiet",
-        f"--device={options.device}",
-        f"--log={file}",
-    ]
+    command = [sys.executable, "-m", "pytest", str(where), "--no-header", "--benchmark-quiet"]
+    command += [f"--device={options.device}", f"--log={file}"]
     command += ["-q", "-s", "--tb=short", "--no-summary"] if options.device == "cuda" else ["-v"]
     command += [f"--{name}" for name in ("short", "rehearse", "headlines") if getattr(options, name)]
     command += ["-k", options.only] if options.only else []

@@ -70,23 +70,17 @@ def test_few_gradients(contest: Contest, sizes: Sizes, width: str, precision: st
     def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return peers.plain(linear(hidden, weight), labels)[0]
 
-    def chunked(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return peers.trl_head(hidden, weight, labels)[0]
-
-    def liger(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return peers.liger_head(hidden, weight, labels)[0]
-
     contest(
         f"linear_logprob_entropy forward + backward, 10% of the tokens, {width}, {precision}",
         size_of(hidden, weight),
         step(ours, few),
         peers={
             "PyTorch": step(plain, few) if fast(width) else None,
-            "TRL's chunked head": peers.trl_peers.CHUNKED and step(chunked, few),
+            "TRL's chunked head": peers.trl_peers.CHUNKED and step(of_peer(peers.trl_head, labels), few),
         },
         yardsticks={
             "all tokens": step(ours, every),
-            f"{LIGER}, all tokens": liger_for(width, precision) and step(liger, every),
+            f"{LIGER}, all tokens": liger_for(width, precision) and step(of_peer(peers.liger_head, labels), every),
         },
         agree=close_in_norm(0.02),
     )
@@ -104,14 +98,15 @@ def test_every_gradient(contest: Contest, sizes: Sizes, precision: str) -> None:
 
     ours = step_of(every_row(labels, logits_dtype), hidden, weight, gradient)
 
-    def liger(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return peers.liger_head(hidden, weight, labels)[0]
-
     contest(
         f"linear_logprob_entropy forward + backward, wide, {precision}",
         size_of(hidden, weight),
         ours,
-        peers={LIGER: step_of(liger, hidden, weight, gradient) if liger_for("wide", precision) else None},
+        peers={
+            LIGER: step_of(of_peer(peers.liger_head, labels), hidden, weight, gradient)
+            if liger_for("wide", precision)
+            else None
+        },
         yardsticks=yardsticks,
         agree=close_in_norm(0.02),
     )
@@ -124,9 +119,6 @@ def test_liger(contest: Contest, sizes: Sizes) -> None:
     like = replace(sizes, wide=features, vocabulary=vocabulary) if sizes.wide == 3_584 else sizes
     hidden, weight, labels = inputs.lm_head(like, "wide", torch.bfloat16)
     gradient = inputs.advantages(len(labels))
-
-    def liger(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return peers.liger_head(hidden, weight, labels)[0]
 
     contest(
         f"linear_logprob_entropy forward, {LIGER_SHAPE}",
@@ -141,7 +133,7 @@ def test_liger(contest: Contest, sizes: Sizes) -> None:
         f"linear_logprob_entropy forward + backward, {LIGER_SHAPE}",
         size_of(hidden, weight),
         step_of(every_row(labels, torch.bfloat16), hidden, weight, gradient),
-        peers={LIGER: peers.liger() and step_of(liger, hidden, weight, gradient)},
+        peers={LIGER: peers.liger() and step_of(of_peer(peers.liger_head, labels), hidden, weight, gradient)},
         yardsticks={"four products": lambda: four_products(hidden, weight, logits)},
         agree=close_in_norm(0.02),
     )
@@ -153,14 +145,14 @@ def test_verl(contest: Contest, sizes: Sizes) -> None:
     hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
     gradient = inputs.advantages(len(labels))
 
-    def verl(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return peers.verl_head(hidden, weight, labels)[0]
-
     contest(
         "linear_logprob_entropy forward + backward, wide, bf16, beside verl's chunks",
         size_of(hidden, weight),
         step_of(every_row(labels, torch.bfloat16), hidden, weight, gradient),
-        peers={"verl's chunks": peers.liger_module() and step_of(verl, hidden, weight, gradient)},
+        peers={
+            "verl's chunks": peers.liger_module()
+            and step_of(of_peer(peers.verl_head, labels), hidden, weight, gradient)
+        },
         agree=close_in_norm(0.02),
     )
 
@@ -230,6 +222,11 @@ def step_of(function: Callable, hidden: torch.Tensor, weight: torch.Tensor, grad
     """The log-probabilities of a head, and both gradients."""
     leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
+
+
+def of_peer(head: Callable, labels: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The log-probabilities of a peer's head."""
+    return lambda hidden, weight: head(hidden, weight, labels)[0]
 
 
 def every_row(labels: torch.Tensor, logits_dtype: torch.dtype, **options: int) -> Callable[..., torch.Tensor]:

@@ -14,14 +14,13 @@ import torch
 from . import inputs, machine, order
 from .clock import Clock, CpuClock
 from .cuda_clock import CallerClock, CudaClock, cuda_works
-from .harness import Contest, Poisoned, alarm
+from .harness import POISONED, Contest, Poisoned, alarm
 from .quiet import Probe, Watch
 from .sizes import Sizes, sizes_for
 from .targets import TARGETS
 from .timing import Contenders, append, contest_line
 
 START = monotonic()
-POISONED = 70  # the exit status of a process in which CUDA no longer works
 STARTED = pytest.StashKey[float]()
 
 

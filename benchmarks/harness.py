@@ -27,6 +27,7 @@ Agree = Callable[[str, Any, Any], None]
 Record = Callable[[str, Contenders, dict[str, str]], None]
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 21
+POISONED = 70  # the exit status of a process in which CUDA no longer works
 
 
 class OutOfTime(Exception):
