@@ -83,12 +83,12 @@ def allowance(head: Head, labels: Tensor, cotangents: list[Tensor], **options: o
     return allowed.head(head._asdict() | options | gradients | {"labels": labels})
 
 
-def check(head: Head, labels: Tensor, **options: object) -> None:
-    """Compares values and all gradients with float64."""
+def check(head: Head, labels: Tensor, size: float = 1.0, **options: object) -> None:
+    """Compares values and all gradients with float64. ``size`` is that of the results' gradients."""
     head, exact = head.requiring_grad(), head.exact()
     actual = head(linear_logprob_entropy, labels, **options)
     expected = exact(reference.linear_logprob_entropy, labels, **options)
-    cotangents = [torch.randn(labels.shape) for _ in range(2)]
+    cotangents = [size * torch.randn(labels.shape) for _ in range(2)]
     off = allowance(head, labels, cotangents, **options)
     assert ((actual[0] - expected[0]).abs() <= off["logprob"]).all()
     assert ((actual[1] - expected[1]).abs() <= off["entropy"]).all()
@@ -112,6 +112,12 @@ def one_row_at_a_time(vocabulary: int) -> int:
 @pytest.mark.parametrize("vocabulary", [1, 2, 31, 50_257, slow(151_936, shows="the longest vocabulary")])
 def test_vocabularies(vocabulary: int, dtype: torch.dtype) -> None:
     check(random_head(2, 3, width=64, vocabulary=vocabulary, dtype=dtype), random_labels(2, 3, vocabulary=vocabulary))
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-3, 1e-4])
+def test_gradients_below_the_normal_numbers_of_float16(size: float) -> None:
+    head = random_head(3, width=1, vocabulary=40, dtype=torch.float16, bias=False)
+    check(head, random_labels(3, vocabulary=40), size=size, temperature=4.0)
 
 
 @pytest.mark.slow_elsewhere("the same products of torch")

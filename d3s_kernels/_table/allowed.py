@@ -105,7 +105,8 @@ def head(arguments: Arguments) -> dict[str, Tensor]:
     all other errors follow from that to first order.
 
     The gradient of a logit is off by 1e-6 g p / temperature in addition, and in half precision it is rounded to the
-    dtype of the weight. Errors of different logits are independent, so that their squares add up.
+    dtype of the weight, as the result is; below the smallest normal number, 6e-5 in float16, the steps of that dtype
+    do not get smaller. Errors of different logits are independent, so that their squares add up.
     """
     bias, softcap, labels = (arguments.get(name) for name in ("bias", "logit_softcap", "labels"))
     hidden, weight = (arguments[name].detach().double() for name in ("hidden", "weight"))
@@ -177,11 +178,12 @@ def _head_gradients(
     (gradient,) = torch.autograd.grad([result for result, _ in given], logits, [cotangent for _, cotangent in given])
     dtype = arguments["hidden"].dtype
     step = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    least = 0 if dtype == torch.float32 else torch.finfo(dtype).smallest_normal * step  # a step where that is larger
     total = torch.stack([cotangent.abs() for _, cotangent in given]).sum(0)
     size = p * total.unsqueeze(-1) / temperature.unsqueeze(-1)
-    square = (size * (1e-6 + shift) + step * gradient.abs()).square().reshape(-1, logits.shape[-1])
+    square = (size * (1e-6 + shift) + step * gradient.abs() + least).square().reshape(-1, logits.shape[-1])
     sums = square @ weight.square(), square.T @ hidden.square().reshape(-1, hidden.shape[-1]), square.sum(0)
-    return {name: part.sum().sqrt() for name, part in zip(_HEAD_TENSORS, sums, strict=True)}
+    return {name: (part.sum() + part.numel() * least**2).sqrt() for name, part in zip(_HEAD_TENSORS, sums, strict=True)}
 
 
 def of_head(name: str) -> Allowed:
