@@ -4,6 +4,7 @@ from ._build import build_info
 from ._dispatch.backends import backends
 from ._dispatch.faults import synchronize_checks
 from .compare import Comparison, Difference, compare
+from .heads import UnsupportedHead, lm_head
 from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
 from .ratios import adaptive_clip, entropy_groups, importance_ratio
@@ -27,6 +28,7 @@ __all__ = [
     "RolloutPlan",
     "SamplingMask",
     "TokenSelection",
+    "UnsupportedHead",
     "adaptive_clip",
     "backends",
     "build_info",
@@ -38,6 +40,7 @@ __all__ = [
     "groups_without_spread",
     "importance_ratio",
     "linear_logprob_entropy",
+    "lm_head",
     "load_profile",
     "logprob_entropy",
     "max_variance_select",

@@ -29,8 +29,17 @@ class Policy(nn.Module):
         self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, DIGITS, bias=False)
 
+    def get_output_embeddings(self) -> nn.Linear:
+        """As models of transformers name their head."""
+        return self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of the next token."""
+        logits: Tensor = self.head(self.hidden(tokens))
+        return logits
+
     def hidden(self, tokens: Tensor) -> Tensor:
-        """The hidden states [rows, tokens, width], from which the head computes the logits of the next token."""
+        """The hidden states [rows, tokens, width] that the head is given."""
         length = tokens.shape[1]
         causal = nn.Transformer.generate_square_subsequent_mask(length)
         states: Tensor = self.body(self.tokens(tokens) + self.places[:length], mask=causal, is_causal=True)
@@ -42,7 +51,7 @@ def generate(policy: Policy, prompts: Tensor) -> Tensor:
     """The prompts, each followed by a sampled completion."""
     tokens = prompts
     for _ in range(LENGTH):
-        logits = policy.head(policy.hidden(tokens)[:, -1])
+        logits = policy(tokens)[:, -1]
         tokens = torch.cat([tokens, torch.distributions.Categorical(logits=logits).sample().unsqueeze(1)], 1)
     return tokens
 
@@ -59,9 +68,10 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, budget: d3s.Budget)
     kept = d3s.select_rollouts(advantages, budget.rollouts).flatten()
     tokens, weights = tokens[kept], advantages.flatten()[kept]
 
-    # 2. Log-probability and entropy of the sampled tokens, straight from the hidden states.
+    # 2. Log-probability and entropy of the sampled tokens, straight from the hidden states. What stands between these
+    #    and the logits (here a weight alone) is read from the policy, and compared with its logits once.
     hidden = policy.hidden(tokens[:, :-1])[:, LENGTH - 1 :]
-    logprob, entropy = d3s.linear_logprob_entropy(hidden, policy.head.weight, tokens[:, LENGTH:])
+    logprob, entropy = d3s.linear_logprob_entropy(hidden, labels=tokens[:, LENGTH:], **d3s.lm_head(policy))
 
     # 3. The tokens with the largest |advantage| * entropy of the batch. Only they have a gradient, so the backward of
     #    the head computes only their rows.

@@ -23,7 +23,7 @@ from .ledger import Counts, Prices
 from .problems import Problem
 from .run import step
 from .setting import Setting
-from .update import add_sum, forward, head
+from .update import add_sum, forward
 
 REPEATS, LONGEST = 5, 20.0  # after this many seconds no further measurement begins
 SEED = 0
@@ -46,9 +46,10 @@ def measure_once(model: PreTrainedModel, problem: Problem, setting: Setting, ran
     advantages = torch.ones(len(rows), device=model.device)
     tokens = forward(model, made, advantages, rows)
     hidden, count = tokens.hidden.detach().requires_grad_(), len(tokens.labels)
+    head = d3s.lm_head(model)
 
     def score() -> torch.Tensor:
-        return d3s.linear_logprob_entropy(hidden, head(model), tokens.labels)[0]
+        return d3s.linear_logprob_entropy(hidden, labels=tokens.labels, **head)[0]
 
     _, scoring = timed(torch.no_grad()(score))
     _, loss = timed(lambda: score().sum().backward())

@@ -96,7 +96,7 @@ def add_sum(
     done, positive = Counts(updated=int(rollouts.lengths().sum()), steps=1), 0
     for rows in by_length.split(size):
         tokens = forward(model, rollouts, advantages, rows)
-        logprob, entropy = d3s.linear_logprob_entropy(tokens.hidden, head(model), tokens.labels)
+        logprob, entropy = d3s.linear_logprob_entropy(tokens.hidden, labels=tokens.labels, **d3s.lm_head(model))
         if choose is None:
             mask = torch.ones_like(tokens.labels, dtype=torch.bool)
         else:
@@ -132,16 +132,3 @@ def forward(model: PreTrainedModel, rollouts: Rollouts, advantages: Tensor, rows
         of_token = advantages[chunk].unsqueeze(1).expand_as(own.completion)
         parts.append([tensor[own.completion_mask] for tensor in (predicting, own.completion, of_token)])
     return Tokens(*(torch.cat(part) for part in zip(*parts, strict=True)))
-
-
-def head(model: PreTrainedModel) -> Tensor:
-    """The weight of the LM head.
-
-    Raises:
-        ValueError: a head that is more than a product with a weight.
-    """
-    layer = model.get_output_embeddings()
-    changed = [name for name in ("final_logit_softcapping", "logit_scale") if getattr(model.config, name, None)]
-    if type(layer) is not torch.nn.Linear or layer.bias is not None or changed:
-        raise ValueError(f"--model: the LM head is {layer} {' '.join(changed)}; takes a Linear without bias or scale")
-    return layer.weight

@@ -22,6 +22,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2, untied": ("Qwen2", {"tie_word_embeddings": False}),
     "Gemma 2: caps its logits": ("Gemma2", {"head_dim": 16, "final_logit_softcapping": 5.0}),
     "Cohere: scales its logits": ("Cohere", {"logit_scale": 0.25}),
+    "MiniCPM3: divides its hidden states": (
+        "MiniCPM3",
+        {"dim_model_base": 8, "kv_lora_rank": 8, "q_lora_rank": 8}
+        | dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+    ),
     "Phi: has a bias": ("Phi", {}),
 }
 TEMPERATURE = 0.7

@@ -240,20 +240,33 @@ def test_two_processes_that_share_the_weights(tied: bool) -> None:
 
 
 def test_models_that_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' for Model with logit_scale=0\.5; takes a model"):
+    with pytest.raises(
+        ValueError, match=r"got 'd3s' for Model, whose logits have the scale 0\.5 and the soft cap None"
+    ):
         make_model("d3s", logit_scale=0.5)
     model = make_model(None)
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCABULARY))
     with pytest.raises(ValueError, match="impl_backend: got 'd3s' for Model, whose lm_head has a bias; takes one"):
         patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
     del model.lm_head
-    with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' for Model, which has no lm_head\.weight; takes a"):
+    with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' for Model.*has no get_output_embeddings"):
+        patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
+
+
+def test_a_model_that_does_more_than_its_configuration_says() -> None:
+    model = make_model(None)
+    model.lm_head.register_forward_hook(lambda module, given, logits: 2 * logits)
+    with pytest.raises(ValueError, match=r"for Model.*own logits differ by up to"):
+        patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
+    model = make_model(None)
+    model.model.forward = None
+    with pytest.warns(UserWarning, match="goes by the configuration of Model alone.*could not be tried"):
         patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
 
 
 @pytest.mark.parametrize("key", ["final_logit_softcapping", "logits_soft_cap", "lm_head_multiplier"])
 def test_models_that_change_their_logits_are_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=f"for Model with {key}=30; takes a model without"):
+    with pytest.raises(ValueError, match=r"for Model, whose logits have the scale (30|1) and the soft cap (30|None)"):
         make_model("d3s", **{key: 30})
 
 
@@ -264,7 +277,7 @@ def test_an_adapter_of_the_head_is_refused() -> None:
     for targets, refused in ((["q_proj"], False), (["q_proj", "lm_head"], True)):
         engine.model_config = SimpleNamespace(**vars(engine.model_config) | of_verl | {"target_modules": targets})
         if refused:
-            with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' with a LoRA adapter of .*lm_head; takes"):
+            with pytest.raises(ValueError, match=r"impl_backend: got 'd3s'\. lm_head: got a peft.*, an adapter"):
                 engine._build_lora_module(make_model("d3s"))
         else:
             assert isinstance(engine._build_lora_module(make_model("d3s")), peft.PeftModel)

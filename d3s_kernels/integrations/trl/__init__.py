@@ -28,8 +28,9 @@ def _check_version(found: str) -> None:
 
 _check_version(trl.__version__)
 
+from ...heads import UnsupportedHead  # noqa: E402
 from .config import D3SConfig  # noqa: E402  after the check, whose message is clearer
-from .surface import UnknownTRL, UnsupportedHead  # noqa: E402
+from .surface import UnknownTRL  # noqa: E402
 from .trainer import D3STrainer  # noqa: E402
 
 __all__ = ["D3SConfig", "D3STrainer", "UnknownTRL", "UnsupportedHead"]

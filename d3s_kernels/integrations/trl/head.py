@@ -7,6 +7,7 @@ function. Ours stores no logits, and its backward computes only the rows with a 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +21,28 @@ from torch import Tensor
 from ..._dispatch import ops
 from ..._dispatch.backends import DEVICES
 from ..._head.at_backward import AtBackward, asking_at_backward
+from ...heads import ModelHead, UnsupportedHead, UntriedHead, read_head, require_own_logits, why_not_here
 from ...sampling import op_arguments
 from .sets import scores_from_logits, sets_of_rows
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _said: set[str] = set()
+
+
+def check_head(model: Any) -> None:
+    """Compares TRL's reading of a model's head with the model's own logits, where its weight is here.
+
+    Raises:
+        UnsupportedHead: the head has an adapter or other parameters that TRL's head, and ours, would leave out
+            (trl#4612), or the model gives other logits.
+    """
+    head = read_head(model)
+    if why_not_here(head.layer) is None:
+        try:
+            require_own_logits(head)
+        except UntriedHead as error:
+            warnings.warn(f"d3s_kernels: TRL's reading of the model's head is not verified. {error}", stacklevel=3)
 
 
 class HostNumber:
@@ -52,6 +69,16 @@ class Update:
 
     adds_to_gradients: bool = False  # whether it may add to the gradients of earlier micro-batches itself
     kept: HostNumber | None = None  # how many tokens have a gradient
+    head: ModelHead | None = None  # of the model that is scored
+
+    def require_scale_and_softcap(self, scale: float, softcap: float | None) -> None:
+        """Raises where TRL has read others from the model's configuration than were verified."""
+        if self.head is None or (math.isclose(scale, self.head.scale) and softcap == self.head.softcap):
+            return
+        raise UnsupportedHead(
+            f"lm_head: TRL scales the logits of {self.head.name} by {scale:.6g} and caps them at {softcap}; the model "
+            f"itself by {self.head.scale:.6g} and at {self.head.softcap}"
+        )
 
     def max_grad_rows(self) -> int | None:
         return None if self.kept is None else self.kept.value()
@@ -89,6 +116,7 @@ class _Head:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("entropy",),
     ) -> tuple[Tensor | None, ...]:
+        _updates[-1].require_scale_and_softcap(logit_scale, final_logit_softcapping)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         reason, sets = _why_not(hidden, weight, dtype, logit_scale, outputs), sets_of_rows(len(targets))

@@ -13,15 +13,16 @@ from typing import Any
 from accelerate import DistributedType
 from torch import Tensor
 
+from ...heads import read_head
 from .._rollouts import rows_to_keep
 from .config import D3SConfig
 from .generation import ChoosesRollouts
-from .head import Update, d3s_head
+from .head import Update, check_head, d3s_head
 from .run import Run
 from .sampling_options import require_one_turn
 from .scoring import Call, Scores
 from .sets import OverSets
-from .surface import Watch, check_attributes, check_class, check_head, check_loss, inherited
+from .surface import Watch, check_attributes, check_class, check_loss, inherited
 
 
 class D3STrainer(ChoosesRollouts):
@@ -118,8 +119,8 @@ class D3STrainer(ChoosesRollouts):
             return scores
 
         module = model.model if isinstance(model, OverSets) else model
-        check_head(self.accelerator.unwrap_model(module))  # an adapter may have come since the trainer was made
-        call, update = Call(method, model, input_ids, attention_mask, logits_to_keep), Update()
+        head = read_head(self.accelerator.unwrap_model(module))  # an adapter may have come since the trainer was made
+        call, update = Call(method, model, input_ids, attention_mask, logits_to_keep), Update(head=head)
         if self._loss_inputs is not None:
             update.adds_to_gradients = self._alone
         with d3s_head(update):

@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from ...heads import UnsupportedHead, read_head
 from ...vocabulary import logprob_entropy
+from .head import BACKEND, asked_for, forget, original_of, read_positions, serves, with_old_log_probs
 from .head import OPTION as HEAD
-from .head import asked_for, forget, original_of, read_positions, require_no_adapter, serves, with_old_log_probs
 from .sampling_mask import NOTE, sampling_mask_of
 
 _TAKES = {
@@ -102,7 +103,10 @@ def _wrap() -> None:
     def build_lora_module(self: Any, module: Any) -> Any:
         adapted = their_lora(self, module)
         if asked_for(self):
-            require_no_adapter(adapted)
+            try:
+                read_head(adapted)
+            except UnsupportedHead as error:
+                raise ValueError(f"{HEAD}: got {BACKEND!r}. {error}") from error
         return adapted
 
     FSDPEngineWithLMHead.prepare_model_inputs = prepare_model_inputs

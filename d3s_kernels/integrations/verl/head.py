@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.experimental import torch_functional
 from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
 
+from ...heads import UnsupportedHead, UntriedHead, read_head, verified_head
 from ...sampling import SamplingMask
 from ...vocabulary import linear_logprob_entropy
 from .sampling_mask import NOTE, flat_responses, places_of_responses, response_lengths, sampling_mask_of
@@ -29,14 +31,6 @@ from .sampling_mask import NOTE, flat_responses, places_of_responses, response_l
 BACKEND = "d3s"
 OPTION = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
 _POLICY_UPDATE = ("response_mask", "old_log_probs", "advantages")
-_CHANGES_LOGITS = {  # names in transformers' configurations, and the value that changes nothing
-    "final_logit_softcapping": None,
-    "logits_soft_cap": None,
-    "output_logit_soft_cap": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}
 
 
 @dataclass
@@ -183,25 +177,29 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
 
 
 def _require_plain_head(model: Any) -> None:
-    """Raises where a model makes its logits of more than hidden states and a weight: verl hands on nothing else."""
-    name, head = type(model).__name__, getattr(model, "lm_head", None)
-    if head is None or not hasattr(head, "weight"):
-        raise ValueError(f"{OPTION}: got {BACKEND!r} for {name}, which has no lm_head.weight; takes a language model")
-    if getattr(head, "bias", None) is not None:
-        raise ValueError(f"{OPTION}: got {BACKEND!r} for {name}, whose lm_head has a bias; takes one without")
-    config = model.config.get_text_config()
-    for key, plain in _CHANGES_LOGITS.items():
-        if (value := getattr(config, key, plain)) not in (None, plain):
-            raise ValueError(f"{OPTION}: got {BACKEND!r} for {name} with {key}={value}; takes a model without")
+    """Raises where a model makes its logits of more than hidden states and a weight: verl hands on nothing else.
 
-
-def require_no_adapter(model: Any) -> None:
-    """Raises where LoRA adapts the head: verl hands on its weight without the adapter."""
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] == "lm_head" and hasattr(module, "lora_A"):
+    verl has loaded the weights on one rank of several, whose model is tried. The other ranks read its configuration.
+    """
+    name = type(model).__name__
+    refused = f"{OPTION}: got {BACKEND!r} for {name}"
+    try:
+        head = read_head(model)
+        if head.layer is not getattr(model, "lm_head", None):
+            raise ValueError(f"{refused}, which has no lm_head.weight; takes a language model")
+        if getattr(head.layer, "bias", None) is not None:
+            raise ValueError(f"{refused}, whose lm_head has a bias; takes one without")
+        if head.scale != 1 or head.softcap is not None:
             raise ValueError(
-                f"{OPTION}: got {BACKEND!r} with a LoRA adapter of {name}; takes target_modules without it"
+                f"{refused}, whose logits have the scale {head.scale:.6g} and the soft cap {head.softcap}; takes a "
+                "model without"
             )
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            verified_head(head)
+    except UntriedHead as error:
+        warnings.warn(f"{OPTION}: {BACKEND!r} goes by the configuration of {name} alone. {error}", stacklevel=2)
+    except UnsupportedHead as error:
+        raise ValueError(f"{refused}. {error}") from error
 
 
 def original_of(module: Any, name: str, takes: list[str]) -> Any:

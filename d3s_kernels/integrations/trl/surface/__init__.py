@@ -2,11 +2,10 @@
 
 TRL changes private names and methods without notice. Whatever differs from what is known is refused by its name, before
 the optimizer has made a step. :mod:`.table` says what is relied on, and :mod:`.names` compares it with TRL.
-:mod:`.loss` tries what cannot be seen from names, and :mod:`.lm_head` looks at the model. While a run goes on,
-:mod:`.passes` sees what TRL makes of a generation batch, and :mod:`.step` that the selection acts in each step.
+:mod:`.loss` tries what cannot be seen from names. While a run goes on, :mod:`.passes` sees what TRL makes of a
+generation batch, and :mod:`.step` that the selection acts in each step.
 """
 
-from .lm_head import UnsupportedHead, check_head
 from .loss import check_loss
 from .names import check_attributes, check_class, inherited
 from .passes import OLD, REFERENCE, Passes
@@ -14,6 +13,5 @@ from .step import Watch
 from .table import UnknownTRL
 
 __all__ = [
-    "OLD", "REFERENCE", "Passes", "UnknownTRL", "UnsupportedHead", "Watch", "check_attributes", "check_class",
-    "check_head", "check_loss", "inherited",
+    "OLD", "REFERENCE", "Passes", "UnknownTRL", "Watch", "check_attributes", "check_class", "check_loss", "inherited",
 ]  # fmt: skip

@@ -1,0 +1,471 @@
+"""From a model to what the ops of the LM head have to be given for it, verified on the model's own logits."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypedDict
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import linear
+
+# What configurations of transformers call a factor of the logits, with the power of that factor, and their soft cap.
+_FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_TOKENS = 4  # of the check
+_USUAL_CAP = 30.0  # the check reaches this, where it knows of no cap
+_ROWS = 4096  # of the weight, compared at once
+
+_verified: WeakKeyDictionary[Module, tuple[Any, ...]] = WeakKeyDictionary()
+
+
+class UnsupportedHead(ValueError):
+    """A model whose logits are not those of a linear layer, a scale and a soft cap, or whose weight is not here."""
+
+
+class UntriedHead(UnsupportedHead):
+    """A model that has no logits to compare with, because it cannot be run on a few tokens."""
+
+
+class HeadArguments(TypedDict):
+    """What :func:`lm_head` gives: the arguments of :func:`d3s_kernels.linear_logprob_entropy` that a model decides."""
+
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float | Tensor
+    logit_softcap: float | None
+
+
+class ModelHead(NamedTuple):
+    """How a model makes its logits: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
+
+    model: Any
+    layer: Any
+    scale: float
+    softcap: float | None
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = True) -> HeadArguments:
+    """What :func:`d3s_kernels.linear_logprob_entropy` has to be given for a model, so that its logits are the model's.
+
+    Many models do more than multiply by ``lm_head.weight``: they scale their logits (Granite, Cohere, Falcon-H1), cap
+    them (Gemma 2) or add a bias (Phi). With ``z = scale * (hidden @ weight.T + bias)`` and a soft cap c, their logits
+    are ``c tanh(z / c)``. The op has no scale, but this is the same as the soft cap ``c / scale`` at the temperature
+    ``temperature / scale``, which is what this function returns. It reads scale and cap from the configuration, and
+    then **verifies** them: a forward of four tokens gives the model's logits, and they have to be those of its hidden
+    states and these arguments, also where a soft cap bends. So what nobody has thought of is refused.
+
+    The hidden states are the ``last_hidden_state`` of the model's body: ``model.model(...)`` of most models, in
+    transformers ``model.base_model(...)``. A model that changes them before its head (MiniCPM3, T5 with tied weights)
+    is refused. A module without such a body is taken if it has ``get_output_embeddings()`` and its forward takes token
+    ids and returns logits; there the hidden states are what its head is given.
+
+    Call it for each step, where the op is called, outside of ``torch.compile``: it reads weights where they now are.
+    The check runs once for each model and head: without gradients, in the model's own mode, and without a change of
+    the random state. In a process group all ranks call it.
+
+    Args:
+        model: a causal language model of transformers, with PEFT or without, or a module as above.
+        temperature: of sampling: a number above 0, or a float tensor that broadcasts to the rows.
+        verify: False leaves the check out.
+
+    Returns:
+        ``weight``, ``bias``, ``temperature`` and ``logit_softcap``, to be passed on with ``**``. Weight and bias are
+        the model's own, so that they get their gradients.
+
+    Raises:
+        UnsupportedHead: the head has an adapter or other parameters of its own (``modules_to_save`` is taken); its
+            weight is sharded, quantised, offloaded or on the meta device; or the model's logits differ.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> class Policy(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.body, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50)
+        ...     def get_output_embeddings(self):
+        ...         return self.head
+        ...     def forward(self, input_ids):
+        ...         return self.head(self.body(input_ids))
+        >>> policy, tokens = Policy(), torch.tensor([[3, 1, 4]])
+        >>> head = d3s.lm_head(policy, temperature=0.7)
+        >>> logprob, entropy = d3s.linear_logprob_entropy(policy.body(tokens), labels=tokens, **head)
+        >>> expected = (policy(tokens) / 0.7).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        >>> torch.allclose(logprob, expected, atol=1e-5)
+        True
+    """
+    found = read_head(model)
+    reason = why_not_here(found.layer)
+    if reason is not None:
+        raise UnsupportedHead(f"lm_head: {found.name}'s head has {reason}")
+    if verify:
+        found = verified_head(found)
+    return {
+        "weight": found.layer.weight,
+        "bias": getattr(found.layer, "bias", None),
+        "temperature": temperature if found.scale == 1 else temperature / found.scale,
+        "logit_softcap": None if found.softcap is None else found.softcap / found.scale,
+    }
+
+
+# ---- what a model says of its head -----------------------------------------------------------------------------------
+
+
+def read_head(model: Module) -> ModelHead:
+    """The model without its wrappers, its head, and the scale and the cap that its configuration names."""
+    if not isinstance(model, Module):
+        raise TypeError(f"model: got {type(model).__name__}; takes a torch.nn.Module")
+    inner: Any = _unwrapped(model)
+    layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    if layer is None:
+        raise UnsupportedHead(
+            f"lm_head: got a {type(inner).__name__}, which has no get_output_embeddings() or none that returns a head; "
+            "takes a causal language model"
+        )
+    layer = getattr(layer, "_fsdp_wrapped_module", layer)  # FSDP's wrapper, in its first version
+    reason = _left_out(layer)
+    if reason is not None:
+        raise UnsupportedHead(
+            f"lm_head: got a {type(layer).__module__}.{type(layer).__qualname__}, {reason}; takes a linear layer, "
+            "since log-probabilities are computed from its weight and bias alone. Leave 'lm_head' out of the adapter's "
+            "target_modules (modules_to_save=['lm_head'] trains all of it), or merge the adapter first"
+        )
+    return ModelHead(inner, layer, *_scale_and_softcap(inner))
+
+
+def _unwrapped(model: Any) -> Any:
+    """Without DistributedDataParallel, DeepSpeed's engine, torch.compile, FSDP's first version and PEFT's model."""
+    while True:
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+            continue
+        inner = [
+            model._modules[name] for name in ("_orig_mod", "_fsdp_wrapped_module", "module") if name in model._modules
+        ]
+        if not inner or hasattr(type(model), "get_output_embeddings"):
+            return model
+        model = inner[0]
+
+
+def _left_out(layer: Any) -> str | None:
+    """What its weight and bias leave out of a head."""
+    tuners, wrappers = (sys.modules.get(f"peft.{name}") for name in ("tuners.tuners_utils", "utils.other"))
+    if tuners is not None and isinstance(layer, tuners.BaseTunerLayer):
+        return "an adapter, which would be ignored and never trained"
+    if wrappers is not None and isinstance(layer, wrappers.ModulesToSaveWrapper):
+        return None  # its weight is that of the active copy, or the original's while adapters are switched off
+    parts = {id(parameter) for name in ("weight", "bias") if (parameter := getattr(layer, name, None)) is not None}
+    more = [name for name, value in layer.named_parameters() if value.requires_grad and id(value) not in parts]
+    return f"whose {', '.join(more)} would be ignored and never trained" if more else None
+
+
+def _scale_and_softcap(model: Any) -> tuple[float, float | None]:
+    text: Any = _text(getattr(model, "config", None))
+    scale = 1.0
+    for name, power in _FACTORS.items():
+        factor = getattr(text, name, None)
+        if factor is None:
+            continue
+        if not isinstance(factor, (int, float)) or not factor > 0:
+            raise UnsupportedHead(f"lm_head: got a {type(model).__name__} with {name}={factor}; takes a number above 0")
+        inverse = power < 0 and not text.model_type.startswith("hyperclovax")  # HyperCLOVA X multiplies by it
+        scale *= 1 / factor if inverse else factor
+    caps = [cap for name in _SOFTCAPS if (cap := getattr(text, name, None))]
+    return scale, float(caps[0]) if caps else None
+
+
+def _text(config: Any) -> Any:
+    """The part of a configuration that is about text, where the model does more."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def why_not_here(layer: Any) -> str | None:
+    """Why the op cannot read a head's weight, and what makes it readable; None if it can."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor):
+        return "no weight tensor, but packed or quantised ones; takes a weight in float32, bfloat16 or float16"
+    if hasattr(weight, "full_tensor"):
+        return (
+            "a DTensor as weight, of which this rank has a part; takes the whole: under FSDP2 call the op inside of "
+            "the model's forward, or of a method registered with register_fsdp_forward_method; full_tensor() gathers "
+            "it; d3s_kernels.distributed.vocab_parallel_linear_logprob_entropy takes the parts"
+        )
+    if hasattr(weight, "ds_id") and weight.dim() != 2:
+        return (
+            "a weight that ZeRO-3 has partitioned; takes the whole: deepspeed.zero.GatheredParameters([weight]) around "
+            "forward and backward"
+        )
+    if weight.is_meta:
+        return "its weight on the meta device (not loaded, or offloaded); takes one whose values are there"
+    if type(weight) not in (Tensor, torch.nn.Parameter) or not weight.is_floating_point():
+        return (
+            f"a weight of type {type(weight).__name__} in {weight.dtype}, quantised or of another layout; takes "
+            "a plain tensor in float32, bfloat16 or float16"
+        )
+    if weight.dim() != 2 or not weight.numel():
+        return (
+            f"a weight of shape {list(weight.shape)}; takes [V, H]: under FSDP's first version, call the op inside of "
+            "the model's forward"
+        )
+    return None
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+
+
+class _Seen(NamedTuple):
+    """What was seen in a forward: hidden states of the body, if there is one; those given to the head; the logits."""
+
+    of_body: list[Tensor]
+    of_head: list[Tensor]
+    logits: Tensor
+
+
+def verified_head(head: ModelHead) -> ModelHead:
+    """The head with the scale and the cap that the model's own logits have: those of its configuration, or the cap
+    alone, where a model has inherited the name of a scale and does not use it (MPT, Aya Vision).
+
+    Raises:
+        UnsupportedHead: they have neither, or the model changes its hidden states before its head, or cannot be tried.
+    """
+    key = (ref(head.layer), head.scale, head.softcap)
+    known = _verified.get(head.model)
+    if known is not None and known[0] == key:
+        return head._replace(scale=known[1])
+    hidden, seen = _seen(head)
+    if seen.of_head and not any(_equal(hidden, given) for given in seen.of_head):
+        ratio = float(seen.of_head[0].float().norm() / hidden.float().norm())
+        raise UnsupportedHead(
+            f"lm_head: {head.name} changes the last hidden states of its body before it gives them to its head: their "
+            f"norm becomes {ratio:.4g} times as large; takes a model that gives them as they are"
+        )
+    error = _difference(head, hidden, seen.logits)
+    if error is not None and head.scale != 1:
+        plain = head._replace(scale=1.0)
+        if _difference(plain, hidden, seen.logits) is None:
+            head, error = plain, None
+    if error is not None:
+        raise UnsupportedHead(error)
+    _verified[head.model] = key, head.scale
+    return head
+
+
+def require_own_logits(head: ModelHead) -> None:
+    """Raises unless a body's last hidden states and the head, with just this scale and cap, give the model's logits;
+    also if the model itself scales the hidden states and not the logits (MiniCPM3).
+    """
+    hidden, seen = _seen(head)
+    error = _difference(head, hidden, seen.logits)
+    if error is not None:
+        raise UnsupportedHead(error)
+
+
+def _seen(head: ModelHead) -> tuple[Tensor, _Seen]:
+    """The last hidden states that a few tokens have, and what became of them."""
+    bodies = list(_bodies(head.model))
+    with _undisturbed(head):
+        seen = _try(head, bodies)
+    if not seen.of_body and (bodies or not seen.of_head):
+        parts = " or ".join(dict.fromkeys(type(part).__name__ for part in bodies or [head.layer]))
+        raise UntriedHead(f"lm_head: {head.name} could not be tried: its forward does not call its {parts}")
+    hidden = seen.of_body[-1] if bodies else seen.of_head[0]  # the outermost body is the last that returns
+    if seen.logits.shape != (*hidden.shape[:-1], len(head.layer.weight)):
+        raise UnsupportedHead(
+            f"lm_head: {head.name} gives logits of shape {list(seen.logits.shape)} for hidden states of shape "
+            f"{list(hidden.shape)} and a weight of shape {list(head.layer.weight.shape)}"
+        )
+    return hidden, seen
+
+
+def _bodies(model: Any) -> Iterator[Any]:
+    """The parts of a model that may return its last hidden states, as far as it names them."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    for part in (getattr(model, "base_model", None), getattr(model, "model", None), decoder):
+        if not isinstance(part, Module) or part is model:
+            continue
+        inner = part.get_output_embeddings() if hasattr(part, "get_output_embeddings") else None  # type: ignore[operator]
+        yield from [part] if inner is None else _bodies(part)  # a whole language model within a model
+
+
+@contextmanager
+def _undisturbed(head: ModelHead) -> Iterator[None]:
+    """Without gradients, compilation, a change of random states, and attention kernels that the device has not."""
+    devices = {value.device for value in head.model.parameters()}
+    kind = next((device.type for device in devices if device.type not in ("cpu", "meta")), None)
+    indices = [device.index for device in devices if device.type == kind and device.index is not None]
+    config: Any = getattr(head.model, "config", None)
+    attention = getattr(config, "_attn_implementation", None)
+    on_cpu = kind is None and isinstance(attention, str) and "flash" in attention
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to import it takes a second
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.random.fork_rng(indices, device_type=kind or "cuda"))
+        if on_cpu:
+            stack.callback(setattr, config, "_attn_implementation", attention)
+            config._attn_implementation = "eager"
+        yield
+
+
+def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
+    """A forward of a few tokens. Hidden states are enlarged, so that their logits reach into a soft cap."""
+    of_body: list[Tensor] = []
+    of_head: list[Tensor] = []
+
+    def enlarge_output(module: Module, given: Any, output: Any) -> Any:
+        hidden, put_back = _last_hidden_state(output)
+        of_body.append(_enlarged(head, hidden))
+        return put_back(of_body[-1])
+
+    def give_input(module: Any, given: tuple[Any, ...]) -> Any:
+        hidden = given[0] if bodies else _enlarged(head, given[0])
+        of_head.append(hidden)
+        # A head that was cast to float32 (TRL's cast_lm_head_to_fp32) is given its own dtype by who calls it.
+        own = hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(head.layer.weight.dtype)
+        return (own, *given[1:])
+
+    hooks = [head.layer.register_forward_pre_hook(give_input)]
+    hooks += [body.register_forward_hook(enlarge_output) for body in dict.fromkeys(bodies)]
+    try:
+        output = head.model(**_few_tokens(head))
+    except UnsupportedHead:
+        raise
+    except Exception as error:
+        raise UntriedHead(
+            f"lm_head: {head.name} could not be tried: its forward of {_TOKENS} tokens raised "
+            f"{type(error).__name__}: {error}. verify=False leaves this check out"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if logits is None and isinstance(output, (tuple, list)):
+        logits = output[0]
+    if not isinstance(logits, Tensor):
+        raise UntriedHead(f"lm_head: {head.name}'s forward returns a {type(output).__name__} without logits")
+    return _Seen(of_body, of_head, logits)
+
+
+def _few_tokens(head: ModelHead) -> dict[str, Any]:
+    """Arguments of a forward: tokens that stand for nothing special, such as the place of an image."""
+    model = head.model
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    config = getattr(model, "config", None)
+    special = set(_numbers(
+        value
+        for part in (config, _text(config))
+        for name, value in getattr(part, "__dict__", {}).items()
+        if name.endswith(("_token_id", "_token_index", "_token_ids"))
+    ))  # fmt: skip
+    tokens = min(len(head.layer.weight), getattr(embedding, "num_embeddings", len(head.layer.weight)))
+    step = max(1, tokens // (_TOKENS + 1))
+    usual = [token for token in range(step, tokens) if token not in special][: _TOKENS * step : step] or [0]
+    device = next((embedding or head.layer).parameters()).device
+    ids = torch.tensor([usual], device=device)
+    takes = inspect.signature(model.forward).parameters
+    first = "input_ids" if "input_ids" in takes else next(iter(takes))
+    given: dict[str, Any] = {first: ids}
+    if getattr(config, "is_encoder_decoder", False):
+        given["decoder_input_ids"] = ids
+    given |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
+    named = "use_cache" in takes or any(of.kind is of.VAR_KEYWORD for of in takes.values())
+    if named and hasattr(config, "use_cache"):
+        given["use_cache"] = False
+    return given
+
+
+def _numbers(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, int):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _numbers(value)
+
+
+def _last_hidden_state(output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The hidden states in what a body returns, and a function that returns the same with others."""
+    if isinstance(output, Tensor):
+        return output, lambda hidden: hidden
+    if isinstance(output, tuple):
+        return output[0], lambda hidden: (hidden, *output[1:])
+
+    def put_back(hidden: Tensor) -> Any:
+        output.last_hidden_state = hidden
+        return output
+
+    return output.last_hidden_state, put_back
+
+
+def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
+    """One row as it is; the others so that their largest logit is 0.5, 1 and 2 times the cap."""
+    weight = head.layer.weight.detach()
+    rows = hidden.to(weight.device, weight.dtype).reshape(-1, hidden.shape[-1])
+    largest = head.scale * linear(rows, weight).float().abs().amax(-1)
+    if not (largest.isfinite() & (largest > 0)).all():
+        raise UntriedHead(
+            f"lm_head: {head.name} could not be tried: hidden states times its weight are 0 or not finite. "
+            "verify=False leaves this check out"
+        )
+    wanted = (head.softcap or _USUAL_CAP) * torch.tensor([0.0, 0.5, 1.0, 2.0], device=largest.device)
+    wanted = wanted.repeat(len(largest) // _TOKENS + 1)[: len(largest)]
+    factor = torch.where(wanted > 0, wanted / largest, 1.0).to(hidden.device)
+    return (hidden * factor.view(*hidden.shape[:-1], 1)).to(hidden.dtype)
+
+
+def _equal(hidden: Tensor, given: Tensor) -> bool:
+    """Also in another dtype."""
+    if hidden.shape != given.shape:
+        return False
+    coarser = max((hidden.dtype, given.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+    return torch.equal(hidden.to(given.device, coarser), given.to(coarser))
+
+
+def _difference(head: ModelHead, hidden: Tensor, logits: Tensor) -> str | None:
+    """What to say if logits differ by more than rounding, in one of them or on average."""
+    weight, bias = head.layer.weight.detach(), getattr(head.layer, "bias", None)
+    step = _rounding_step(hidden, logits, weight)
+    hidden = hidden.reshape(-1, hidden.shape[-1]).to(weight.device, torch.float32)
+    logits = logits.reshape(len(hidden), -1).to(weight.device)
+    most, over, off, size = 0.0, False, 0.0, 0.0
+    for first in range(0, len(weight), _ROWS):
+        part = slice(first, first + _ROWS)
+        rows, of_bias = weight[part].float(), None if bias is None else bias.detach()[part].float()
+        expected = head.scale * linear(hidden, rows, of_bias)
+        # The terms of a sum are as large as this on average, and so are the rounding errors.
+        terms = head.scale * linear(hidden.square(), rows.square()).sqrt()
+        if of_bias is not None:
+            terms = terms + head.scale * of_bias.abs().nan_to_num(posinf=0)
+        if head.softcap is not None:
+            expected = head.softcap * (expected / head.softcap).tanh()
+        theirs = logits[:, part].float()
+        difference = torch.where(theirs == expected, 0.0, (theirs - expected).abs()).nan_to_num(nan=torch.inf)
+        room = expected.abs().nan_to_num(posinf=0) + terms
+        most = max(most, float(difference.max()))
+        over = over or bool((difference > 8 * step * room).any())
+        off, size = off + float(difference.square().sum()), size + float(room.square().sum())
+    if not over and off**0.5 <= 0.5 * step * size**0.5:
+        return None
+    return (
+        f"lm_head: {head.name}'s own logits differ by up to {most:.4g} from those of its hidden states and head (scale "
+        f"{head.scale:.6g}, soft cap {head.softcap}); takes a model that does nothing else between them"
+    )
+
+
+def _rounding_step(hidden: Tensor, logits: Tensor, weight: Tensor) -> float:
+    """Of the coarsest number between the hidden states and the logits."""
+    dtypes = [hidden.dtype, logits.dtype, weight.dtype]
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
+    backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
+    products = {"tf32": 2**-10, "bf16": 2**-7}.get(backend.matmul.fp32_precision, 2**-19)
+    return max(products, *(torch.finfo(dtype).eps for dtype in dtypes))
