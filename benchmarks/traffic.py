@@ -35,11 +35,11 @@ def select_tokens(ranks: int, segments: int = 1, *, by_offsets: bool = False, dr
     return [(GATHER, 24)] * by_offsets + topk_mask(ranks, segments) + [(GATHER, 16 * segments)] * drop_zeros
 
 
-def rollouts(largest: int, *, bounded: bool) -> Sent:
-    """For group_advantages, max_variance_select and select_rollouts: `largest` is the largest number of values on a
-    rank, or the given bound on it.
+def rollouts(largest: int, *, bounded: bool, width: int = 4) -> Sent:
+    """For max_variance_select and select_rollouts: `largest` is the largest number of values on a rank, or the given
+    bound on it. The values of group_advantages have 8 bytes.
     """
-    return [(GATHER, 8)] * (not bounded) + [(GATHER, 8 + 4 * largest)]
+    return [(GATHER, 8)] * (not bounded) + [(GATHER, 8 + width * largest)]
 
 
 def plan_rows() -> Sent:

@@ -91,10 +91,12 @@ inline void require_same_device(const char* argument, const Tensor& tensor, cons
   require(device == wanted, argument, "is on another device than the other tensors; takes one on the same device");
 }
 
+inline bool is_float(ScalarType type) {
+  return type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+}
 inline void require_float(const char* argument, const Tensor& tensor) {
-  const auto type = tensor.scalar_type();
-  require(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, argument, "got dtype ",
-          dtype(tensor), "; takes float32, bfloat16 or float16");
+  require(is_float(tensor.scalar_type()), argument, "got dtype ", dtype(tensor),
+          "; takes float32, bfloat16 or float16");
 }
 
 inline FloatType float_type(ScalarType type) {
@@ -103,6 +105,8 @@ inline FloatType float_type(ScalarType type) {
       return FloatType::kBfloat16;
     case ScalarType::Half:
       return FloatType::kFloat16;
+    case ScalarType::Double:
+      return FloatType::kFloat64;
     default:
       return FloatType::kFloat32;
   }

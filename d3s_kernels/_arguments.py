@@ -12,31 +12,116 @@ import os
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 
 def require_tensors(**arguments: Tensor | None) -> None:
-    """Raises unless all arguments are tensors on the device of the first one."""
+    """Raises unless all arguments are tensors that the ops can read, on the device of the first one."""
     device = None
     for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: got {type(value).__name__}; takes a tensor")
-        device = device or value.device
-        _require_device(name, value, device)
+        if type(value) is not Tensor and type(value) is not Parameter:
+            value = _readable(name, value, "a tensor")
+        if device is None:
+            device = value.device
+        elif value.device != device:
+            raise _elsewhere(name, value, device)
 
 
 def require_optional_tensors(like: Tensor, **arguments: Tensor | None) -> None:
-    """Raises unless each argument is None or a tensor on the device of ``like``."""
+    """Raises unless each argument is None or a tensor that the ops can read, on the device of ``like``."""
     for name, value in arguments.items():
-        if value is None:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: got {type(value).__name__}; takes a tensor or None")
-        _require_device(name, value, like.device)
+        if value is not None:
+            _require_device(name, value, like.device)
 
 
 def _require_device(name: str, value: Tensor, device: torch.device) -> None:
+    if type(value) is not Tensor and type(value) is not Parameter:
+        _readable(name, value, "a tensor or None")
     if value.device != device:
-        raise ValueError(f"{name}: is on {value.device}; takes a tensor on the device of the others, {device}")
+        raise _elsewhere(name, value, device)
+
+
+def _elsewhere(name: str, value: Tensor, device: torch.device) -> ValueError:
+    return ValueError(f"{name}: is on {value.device}; takes a tensor on the device of the others, {device}")
+
+
+def _readable(name: str, value: object, takes: str) -> Tensor:
+    """The value, which is no Tensor or Parameter by its exact type: what is one pays for nothing else here. If it has a
+    layout of its own, the dispatcher finds that (``_dispatch/unreadable.py``).
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}; takes {takes}")
+    require_readable(**{name: value})
+    return value
+
+
+def require_readable(**arguments: object) -> None:
+    """Raises for tensors whose numbers the ops cannot read, whatever makes them so."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and (reason := why_unreadable(name, value)) is not None:
+            raise TypeError(f"{name}: got {reason}")
+
+
+def require_values(**arguments: object) -> None:
+    """The same where values are needed: a tensor on the meta device has none."""
+    require_readable(**arguments)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise ValueError(f"{name}: is on meta, which has no values; takes a tensor on another device")
+
+
+def require_plain(**arguments: object) -> None:
+    """The same where the host reads the memory: a wrapper of tensors, of whatever kind, has none of its own."""
+    require_values(**arguments)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise TypeError(f"{name}: got a {type(value).__name__}; takes a plain tensor")
+
+
+def why_unreadable(name: str, value: Tensor) -> str | None:
+    """What a tensor is whose numbers do not lie in memory as the ops read them, and the way out; None for others."""
+    kind = type(value)
+    if hasattr(kind, "to_local"):  # a DTensor; hasattr(value, ...) is False in torch.compile
+        also = ""
+        if name == "weight":
+            also = (
+                "; FSDP2 gathers it within the forward of its module, and within a method that was given to "
+                "register_fsdp_forward_method; where its ranks share the vocabulary of the same "
+                "rows, d3s_kernels.distributed.vocab_parallel_linear_logprob_entropy takes it"
+            )
+        return (
+            f"a {kind.__name__}; takes a plain tensor: full_tensor() is all of it, to_local() this rank's part, with "
+            f"process_group= where the function takes one{also}"
+        )
+    if value.is_nested:
+        return "a nested tensor; takes its values(), with offsets= its offsets() where the function takes offsets"
+    if value.layout is not torch.strided:
+        return f"a tensor of layout {value.layout}; takes a dense one: to_dense() makes it"
+    if value.is_quantized or kind.dequantize is not Tensor.dequantize:
+        return f"a quantised tensor, {kind.__name__} of {value.dtype}; takes one of its numbers: dequantize() makes it"
+    return None
+
+
+def checked_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """The mask as the ops take it: bool, on the device of ``like``."""
+    if mask is None:
+        return None
+    _require_device("mask", mask, like.device)
+    return mask if mask.dtype is torch.bool else as_bool("mask", mask)
+
+
+def as_bool(name: str, mask: Tensor) -> Tensor:
+    """The bool mask that a mask of integers means, as tokenizers and trainers make them."""
+    dtype = mask.dtype
+    if dtype is torch.bool:
+        return mask
+    require_readable(**{name: mask})
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return mask != 0
+    raise ValueError(
+        f"{name}: got dtype {dtype}; takes bool or integers (True where they are not 0). A float mask may also be one "
+        "that is added to logits, 0 where a token counts: pass mask > 0 or mask == 0, whichever is meant"
+    )
 
 
 def require_no_tangent(**arguments: Tensor | None) -> None:
@@ -113,8 +198,8 @@ def require_generator(generator: torch.Generator | None, rule: str, draws: bool,
         raise ValueError(f"generator: is of {generator.device}; takes one of the values' device, {like.device}")
 
 
-def temperature_argument(temperature: float | Tensor, like: Tensor, rows: torch.Size) -> tuple[float, Tensor | None]:
-    """Returns the number, and the tensor that replaces it, if any: float32, 0-d or one for each row."""
+def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[float, Tensor | None]:
+    """Returns the number, and the tensor that replaces it, if any: float32, 0-d or one for each row of ``like``."""
     if not isinstance(temperature, Tensor):
         if not _is_number(temperature):
             raise TypeError(f"temperature: got {type(temperature).__name__}; takes a number or a float tensor")
@@ -130,7 +215,7 @@ def temperature_argument(temperature: float | Tensor, like: Tensor, rows: torch.
             "temperature: got a tensor that requires a gradient; takes one that does not: none is computed"
         )
     _require_device("temperature", temperature, like.device)
-    if temperature.dim() > 0 and temperature.shape != rows:
+    if temperature.dim() > 0 and temperature.shape != (rows := like.shape[:-1]):
         try:
             temperature = temperature.expand(rows)
         except RuntimeError:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from . import ratios, rollouts, tokens, vocabulary
+from ._arguments import as_bool, require_plain
 from ._dispatch import backends
+from ._head.operands import operands
 from ._table.outcomes import copied, outcomes
 from ._table.table import FUNCTIONS, OPS, Row
 from .sampling import SamplingMask
@@ -103,6 +105,9 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
     """
     row, call = _row_of(function)
     arguments = _named(call, args, kwargs)
+    require_plain(**arguments)
+    if inspect.isfunction(function):
+        arguments |= _as_ops_take_them(arguments)
     found, refusals = Comparison(), []
     for label, device, backend in _backends(arguments):
         with backends.forced(backend):
@@ -169,6 +174,17 @@ def _named(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> d
     if of_ranks:
         raise TypeError(f"{of_ranks[0]}: got one; takes none: what is compared is computed by one process")
     return {name: value for name, value in given.items() if name not in ("process_group", "placement", "equal_rows")}
+
+
+def _as_ops_take_them(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function converts before any back-end sees them."""
+    found: dict[str, Any] = {
+        name: as_bool(name, value) for name, value in given.items() if name == "mask" and isinstance(value, Tensor)
+    }
+    if isinstance(given.get("hidden"), Tensor) and isinstance(given.get("weight"), Tensor):
+        head = operands(given["hidden"], given["weight"], given.get("bias"), given.get("weight_grad_into"))
+        found.update(zip(("hidden", "weight", "bias"), head, strict=True))
+    return found
 
 
 def _both(

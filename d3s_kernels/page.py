@@ -39,13 +39,13 @@ def selection_page(
             so on, the same number R / G for each.
         completions: integer ``[R, T]``, token ids; needs ``tokenizer``. Or for each rollout a list with the text of
             each token.
-        kept_tokens: bool ``[R, T]``, such as ``select_tokens(...).mask``.
+        kept_tokens: bool or integer (True where it is not 0) ``[R, T]``, such as ``select_tokens(...).mask``.
         entropy: float ``[R, T]``, nats; shown, and part of the default score. NaN where it is not known.
         advantages: float, R numbers of any shape; shown, and part of the default score.
         scores: float ``[R, T]``, shown instead of the default score.
-        kept_rollouts: bool, R values of any shape, such as ``select_rollouts(...)``; all if None. Then ``kept_tokens``,
-            ``entropy`` and ``scores`` may also have rows for the kept rollouts only, ``[K, T]``: a trainer has no
-            entropies of rollouts that it did not forward.
+        kept_rollouts: bool or integer, R values of any shape, such as ``select_rollouts(...)``; all if None. Then
+            ``kept_tokens``, ``entropy`` and ``scores`` may also have rows for the kept rollouts only, ``[K, T]``: a
+            trainer has no entropies of rollouts that it did not forward.
         rewards: float, R numbers of any shape; shown.
         mask: ``[R, T]``, non-zero at the tokens that could be kept; all if None. Others, such as those of tools, are
             shown without a score, and of token ids those after a row's last one are padding.
@@ -59,7 +59,8 @@ def selection_page(
 
     Raises:
         ValueError: shapes that do not fit together; R is not a multiple of G; neither ``scores`` nor both ``entropy``
-            and ``advantages``; a negative token id; a kept token that ``mask`` leaves out; ``longest`` below 2.
+            and ``advantages``; kept ones in another dtype; a negative token id; a kept token that ``mask`` leaves out;
+            ``longest`` below 2.
         TypeError: an argument of another type; token ids without a tokenizer.
 
     Example:

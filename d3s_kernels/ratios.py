@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import (
+    checked_mask,
     require_no_tangent,
     require_number,
     require_optional_tensors,
@@ -51,12 +52,14 @@ def importance_ratio(
     authors published no code.
 
     A mean has the same bits for padded and packed tokens, and on CPU and GPU: log-ratios are added in units of 2^-26,
-    and one of 4096 or more counts as infinite. Where no log-probability has changed, ratios are exactly 1.
+    and one of 4096 or more counts as infinite. Where no log-probability has changed, ratios are exactly 1. A token that
+    the loss gives a gradient of 0, such as a clipped one, has gradient 0, even if its ratio is infinite or NaN.
 
     Args:
         logprob: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         old_logprob: the same shape; a constant.
-        mask: bool, the shape of ``logprob``. Where it is False nothing is read: ratio 1, gradient 0.
+        mask: bool or integer (True where it is not 0), the shape of ``logprob``. Where it is False nothing is read:
+            ratio 1, gradient 0.
         level: what a ratio is taken over: the token, its sequence, or its group.
         groups: int8, the shape of ``logprob``, for level "entropy_group": 0 to 15; below 0 for tokens in no group,
             which are treated as masked. :func:`entropy_groups` makes them.
@@ -82,7 +85,8 @@ def importance_ratio(
     """
     require_tensors(logprob=logprob, old_logprob=old_logprob)
     require_no_tangent(logprob=logprob)
-    require_optional_tensors(logprob, mask=mask, groups=groups, offsets=offsets)
+    require_optional_tensors(logprob, groups=groups, offsets=offsets)
+    mask = checked_mask(mask, logprob)
     _require_words(level=level, denominator=denominator)
     if log_bounds is None:
         log_bounds = _LOG_BOUNDS_OF_TOKENS if level == "token" else _LOG_BOUNDS_OF_MEANS
@@ -112,7 +116,7 @@ def entropy_groups(
     Args:
         entropy: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. The
             paper takes the entropy of the old policy.
-        mask: bool, the shape of ``entropy``: the completion's tokens.
+        mask: bool or integer (True where it is not 0), the shape of ``entropy``: the completion's tokens.
         quantiles: rising, in (0, 1), at most 15.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
         max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
@@ -131,7 +135,8 @@ def entropy_groups(
         tensor([[0, 2, 1, 0, 1]], dtype=torch.int8)
     """
     require_tensors(entropy=entropy)
-    require_optional_tensors(entropy, mask=mask, offsets=offsets)
+    require_optional_tensors(entropy, offsets=offsets)
+    mask = checked_mask(mask, entropy)
     require_whole(max_segment=max_segment)
     if isinstance(quantiles, (str, Tensor)) or not isinstance(quantiles, Sequence):
         raise TypeError(f"quantiles: got {type(quantiles).__name__}; takes a sequence of numbers")
@@ -160,7 +165,7 @@ def adaptive_clip(
     Args:
         entropy: ``[..., T]``, nats, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         groups: int8, the shape of ``entropy``: 0 to 15; below 0 for tokens in no group.
-        mask: bool, the shape of ``entropy``.
+        mask: bool or integer (True where it is not 0), the shape of ``entropy``.
         vocab_size: the size of the policy's vocabulary; its logarithm is the largest possible entropy.
         alpha: the range of a group that has the largest possible entropy; in the paper's ablation 0.02 is best.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
@@ -179,7 +184,8 @@ def adaptive_clip(
         tensor([[3.3525e-05, 2.0115e-03, 3.3525e-05]])
     """
     require_tensors(entropy=entropy, groups=groups)
-    require_optional_tensors(entropy, mask=mask, offsets=offsets)
+    require_optional_tensors(entropy, offsets=offsets)
+    mask = checked_mask(mask, entropy)
     if vocab_size is None:
         raise TypeError("vocab_size: got None; takes a whole number")
     require_whole(vocab_size=vocab_size)

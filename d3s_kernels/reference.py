@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -359,7 +359,8 @@ def group_advantages(
 ) -> Tensor:
     """(R - mean of the group) / (std + eps): the group's std, the whole batch's, or, for scale="none", no division.
 
-    A NaN reward is unscorable: it is left out of mean and std, and its advantage is 0.
+    A NaN reward is unscorable: it is left out of mean and std, and its advantage is 0. So are all advantages of a group
+    whose rewards are equal up to rounding.
     """
     flat = rewards.double().flatten()
     advantages = torch.zeros_like(flat)
@@ -370,8 +371,9 @@ def group_advantages(
         centred = group - scored.mean()  # not nanmean(), which may take inf - inf for 0
         std = _std(group, ddof) if scale == "group" else batch_std
         scaled = centred if scale == "none" else centred / (std + eps)
-        nothing = group.isnan() | (centred == 0)  # equal rewards have advantage 0, even if eps is 0
+        nothing = group.isnan() | (centred == 0)  # the mean itself has advantage 0, even if the divisor is 0
         nothing |= len(scored) == 1  # so has a group of one, even if its reward is infinite
+        nothing |= bool(scored.isfinite().all()) and _without_spread(scored, _rounding(rewards.dtype))
         advantages[begin:end] = scaled.masked_fill(nothing, 0)
     return advantages.float().view(rewards.shape)
 
@@ -379,14 +381,23 @@ def group_advantages(
 def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tolerance: float | None = None) -> Tensor:
     """Marks the groups whose finite rewards differ by no more than rounding."""
     if tolerance is None:
-        tolerance = max(1e-6, torch.finfo(rewards.dtype).eps)
-    flat, found = rewards.float().flatten(), []
+        tolerance = _rounding(rewards.dtype)
+    flat, found = rewards.double().flatten(), []
     for begin, end in _segments(rewards, offsets):
         group = flat[begin:end]
-        group = group[group.isfinite()]
-        same = len(group) < 2 or group.max() - group.min() <= tolerance * group.abs().max().clamp(min=1)
-        found.append(bool(same))
+        found.append(_without_spread(group[group.isfinite()], tolerance))
     return torch.tensor(found, dtype=torch.bool).view(rewards.shape[:-1] if offsets is None else -1)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """One step of half precision, or some eight of float32 or float64. Integers are exact in one of these."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return torch.finfo(dtype).eps
+    return 1e-6 if dtype == torch.float32 else 2e-15
+
+
+def _without_spread(values: Tensor, tolerance: float) -> bool:
+    return len(values) < 2 or bool(values.max() - values.min() <= tolerance * values.abs().max().clamp(min=1))
 
 
 def max_variance_select(
@@ -505,7 +516,7 @@ def importance_ratio(
     """pi / pi_old of each token (level "token"), or its geometric mean over the token's sequence or group.
 
     The mean is a constant, which is multiplied by the token's pi / sg[pi] ("self") or pi / pi_old ("old"). Tokens
-    outside the mask or in no group have ratio 1.
+    outside the mask or in no group have ratio 1. A gradient of 0 stays 0, also where the ratio is infinite or NaN.
     """
     log_bounds = log_bounds or ((-20, 20) if level == "token" else (-math.inf, 10))
     present = _in_groups(logprob, mask, groups)
@@ -517,7 +528,25 @@ def importance_ratio(
         means = _group_means(shift.detach(), logprob, mask, groups, offsets)
         log_ratio = means + (new - new.detach() if denominator == "self" else shift)
     ratio = torch.ones(logprob.numel(), dtype=torch.float64, device=logprob.device)
-    return ratio.masked_scatter(present, log_ratio.clamp(*log_bounds).exp()).view(logprob.shape)
+    found: Tensor = _BoundedRatio.apply(log_ratio, *log_bounds)  # type: ignore[no-untyped-call]
+    return ratio.masked_scatter(present, found).view(logprob.shape)
+
+
+class _BoundedRatio(torch.autograd.Function):
+    """exp(x), with x clamped. Its derivative is exp(x), and 0 beyond a bound. Where exp(x) is infinite, the chain
+    rule alone would make NaN of a gradient of 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
+        ratio = x.clamp(low, high).exp()
+        ctx.save_for_backward(ratio, (x < low) | (x > high))
+        return ratio
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ratio, beyond = ctx.saved_tensors
+        return (grad * ratio).masked_fill(beyond | (grad == 0), 0), None, None
 
 
 def entropy_groups(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ._arguments import require_optional_tensors, require_tensors
+from ._arguments import checked_mask, require_tensors
 from ._dispatch import ops
 from ._selection.rollouts import (
     AdvantageArguments,
@@ -42,13 +42,17 @@ def group_advantages(
     """GRPO's advantages: ``(reward - mean of its group) / (standard deviation + eps)``.
 
     A NaN reward is unscorable: it is left out of all statistics and has advantage 0. All advantages are 0 in a group of
-    one, and in a group whose rewards are all equal. Advantages that depend on an infinite reward are NaN or infinite.
-    Statistics are float64. No gradient.
+    one, and in a group whose rewards are equal up to rounding, as :func:`groups_without_spread` has it: whatever
+    ``eps`` is, rounding errors do not become advantages. Advantages that depend on an infinite reward are NaN or
+    infinite. Statistics are float64. No gradient.
 
-    Across ranks, rewards are gathered once. Nothing is sent if groups are whole and ``scale`` is not "batch".
+    Across ranks, rewards are gathered once. Nothing is sent if groups are whole and ``scale`` is not "batch". What
+    is sent is of one dtype on all ranks, where integers count as what they are taken as. Otherwise all ranks refuse it;
+    on a GPU with ``max_rollouts``, where the host does not know, advantages are NaN.
 
     Args:
-        rewards: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        rewards: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. bool, integers, float16, bfloat16,
+            float32 or float64. Integers of more than 16 bits are taken as float64, which has those up to 2^53.
         scale: "group" divides by the group's standard deviation, "batch" by that of all rewards (Lite-PPO),
             "none" by nothing (Dr. GRPO); TRL's ``scale_rewards``.
         eps: added to the standard deviation.
@@ -66,8 +70,9 @@ def group_advantages(
             rank. "global": ``offsets`` are those of the concatenation of all ranks' 1-D tensors, the same on all
             ranks, and a group may lie on several ranks. A 1-D tensor without offsets is one group over all ranks.
         max_rollouts: with a process group, the caller's bound on the number of rollouts of any rank, the same on all
-            ranks. With it there is one round, of ``8 + 4 max_rollouts`` bytes from each rank, and nothing waits for the
-            device. Without it the ranks first gather how many rollouts each holds, and the host waits for that.
+            ranks. With it there is one round, of ``8 + 8 max_rollouts`` bytes from each rank (4 in place of 8 for
+            selections), and nothing waits for the device. Without it the ranks first gather how many rollouts each
+            holds, and the host waits for that.
 
     Returns:
         float32, the shape of ``rewards``.
@@ -85,7 +90,7 @@ def group_advantages(
 
         arguments = AdvantageArguments(rewards, offsets, scale, eps, ddof)
         return across_ranks.group_advantages(arguments, across_ranks.Across(process_group, placement, max_rollouts))
-    check_advantages(rewards, offsets, scale, eps, ddof)
+    rewards = check_advantages(rewards, offsets, scale, eps, ddof)
     return ops.group_advantages(rewards, offsets, scale, eps, ddof)
 
 
@@ -97,9 +102,9 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
     as equal where ``max - min <= tolerance * max(1, largest |reward|)``. Values that are not finite are left out.
 
     Args:
-        rewards: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
-        tolerance: at least 0. None is 1e-6, some eight rounding steps of float32, or one step of ``rewards`` if they
-            are in half precision.
+        rewards: as in :func:`group_advantages`.
+        tolerance: at least 0. None is some eight rounding steps, 1e-6 for float32 and 2e-15 for float64 (or integers of
+            more than 16 bits), and one step for half precision.
 
     Ragged batches:
         offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
@@ -118,8 +123,6 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
         >>> rewards.std(dim=1) == 0, d3s.groups_without_spread(rewards)
         (tensor([False, False]), tensor([ True, False]))
     """
-    require_tensors(rewards=rewards)
-    require_optional_tensors(rewards, offsets=offsets)
     return without_spread(rewards, offsets, tolerance)
 
 
@@ -145,7 +148,8 @@ def max_variance_select(
     Args:
         values: ``[..., n]``, a segment for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         keep: at least 1: a number, or a 0-d int64 or int32 tensor, which is read on the device.
-        mask: bool, the shape of ``values``; False is never kept. Neither is a value that is NaN or infinite.
+        mask: bool or integer (True where it is not 0), the shape of ``values``; False is never kept. Neither is a value
+            that is NaN or infinite.
 
     Ragged batches:
         offsets: int32 or int64 ``[segments + 1]``, from 0 to N.
@@ -173,7 +177,7 @@ def max_variance_select(
         )
         return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
     require_tensors(values=values)
-    number = checked_number(values, keep, offsets, mask, max_segment)
+    number, mask = checked_number(values, keep, offsets, max_segment), checked_mask(mask, values)
     return ops.max_variance_select(values, *number, mask, offsets, max_segment, False)
 
 
@@ -228,7 +232,8 @@ def select_rollouts(
         rule: see the table. Sources: D3S, arXiv 2509.22115; PODS, 2504.13818; GFPO, 2508.09726; CPPO, 2503.22342.
         scope: "batch" pools all groups and keeps ``keep`` times their number, so that groups with equal advantages
             leave their places to others (D3S); "group" keeps ``keep`` of each (D3S-I; PODS, GFPO).
-        mask: bool, the shape of ``advantages``; False is never kept. Neither is a value that is NaN or infinite.
+        mask: bool or integer (True where it is not 0), the shape of ``advantages``; False is never kept. Neither is a
+            value that is NaN or infinite.
         generator: for "random": a generator on the device of ``advantages``, or None for torch's default one.
             ``torch.compile(fullgraph=True)`` requires None.
 
@@ -267,6 +272,6 @@ def select_rollouts(
         )
         return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
     require_tensors(advantages=advantages)
-    number = checked_number(advantages, keep, offsets, mask, None)
+    number, mask = checked_number(advantages, keep, offsets, None), checked_mask(mask, advantages)
     check_rule(advantages, keep, rule, scope, generator, equal_rows)
     return ROLLOUTS[rule].select(advantages, number, mask, offsets, None, scope == "batch", generator)

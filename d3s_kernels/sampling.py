@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._arguments import is_known, require_optional_tensors, require_tensors, require_whole
+from ._arguments import is_known, require_optional_tensors, require_readable, require_tensors, require_whole
 from ._dispatch import ops
 
 _MOST = 2**31 - 1  # the highest id
@@ -53,6 +53,7 @@ class SamplingMask:
     def __post_init__(self) -> None:
         ids, offsets = self.token_ids, self.offsets
         require_tensors(token_ids=ids, offsets=offsets)
+        require_readable(token_ids=ids, offsets=offsets)
         if ids.dim() != 1 or ids.dtype != torch.int32:
             raise ValueError(f"token_ids: got shape {list(ids.shape)} of {ids.dtype}; takes int32 [n]")
         if offsets.dim() != 1 or len(offsets) == 0 or offsets.dtype not in (torch.int32, torch.int64):
@@ -96,6 +97,7 @@ class SamplingMask:
             [[7, 2], [5]]
         """
         require_tensors(token_ids=token_ids)
+        require_readable(token_ids=token_ids)
         if token_ids.dim() == 0 or token_ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"token_ids: got shape {list(token_ids.shape)} of {token_ids.dtype}; takes int32 or int64 [..., K]"
@@ -151,6 +153,7 @@ class SamplingMask:
         if not isinstance(rows, Tensor):
             rows = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
         require_tensors(token_ids=self.token_ids, rows=rows)
+        require_readable(rows=rows)
         require_whole(capacity=capacity)
         if capacity is not None and capacity < 0:
             raise ValueError(f"capacity: got {capacity}; takes at least 0")
@@ -261,6 +264,7 @@ def _numbers(name: str, values: Tensor | bytes) -> Tensor:
         return torch.frombuffer(bytearray(values), dtype=torch.int32) if len(values) else torch.empty(0).int()
     if not isinstance(values, Tensor):
         raise TypeError(f"{name}: got {type(values).__name__}; takes a tensor, or bytes of int32")
+    require_readable(**{name: values})
     if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: got shape {list(values.shape)} of {values.dtype}; takes int32 or int64 [n]")
     return values

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import require_number, require_tensors, require_whole
+from ._arguments import require_number, require_readable, require_tensors, require_whole
 from ._dispatch import ops
 from .sampling import SamplingMask, known, offsets_of
 
@@ -59,6 +59,7 @@ def sampling_mask_from_logits(
         [[1, 2]]
     """
     require_tensors(logits=logits)
+    require_readable(logits=logits)
     if logits.dim() == 0 or not logits.is_floating_point() or logits.shape[-1] == 0:
         raise ValueError(f"logits: got shape {list(logits.shape)} of {logits.dtype}; takes floats [..., V]")
     _require_options(top_k, top_p, min_p, temperature, order, max_kept)

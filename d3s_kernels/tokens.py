@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from ._arguments import (
+    as_bool,
+    checked_mask,
+    require_readable,
     require_scope,
     require_tensors,
     require_whole,
@@ -62,7 +65,8 @@ def topk_mask(
             corrected by 4 rounding steps of the ratio's own type.)
         k: how many to mark in each segment, instead of ``ratio``; all if a segment has fewer. A number, or a 0-d
             int64 or int32 tensor, which is read on the device.
-        mask: bool, the shape of ``scores``; False is left out, and not counted in n.
+        mask: bool or integer (True where it is not 0), the shape of ``scores``; False is left out, and not counted in
+            n.
         drop_zeros: leave scores of 0 out as well; then fewer than k may remain.
 
     Ragged batches:
@@ -98,7 +102,8 @@ def topk_mask(
 
         arguments = TopkArguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
         return across_ranks.topk_mask(arguments, process_group, placement)
-    quota = checked_quota(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
+    quota = checked_quota(scores, ratio, k, offsets, max_segment, drop_zeros)
+    mask = checked_mask(mask, scores)
     return ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
 
 
@@ -145,7 +150,7 @@ def select_tokens(
             tensor. A shape that fits both means one for each token. May be None if the rule does not read them.
         ratio: in (0, 1]: a number, or a 0-d float64 or float32 tensor, which is read on the device.
         rule: see the table. Sources: D3S, arXiv 2509.22115; 80/20, 2506.01939; S-GRPO, 2504.20834.
-        mask: bool, the shape of ``entropy``: the completion's tokens.
+        mask: bool or integer (True where it is not 0), the shape of ``entropy``: the completion's tokens.
         scope: "batch" pools all tokens, "sequence" keeps the share of each sequence.
         drop_zeros: leave scores of 0 out as well (where all rewards of a group are equal, all its scores are 0).
         generator: for "random": a generator on the device of ``entropy``, or None for torch's default one.
@@ -190,7 +195,7 @@ def select_tokens(
     elif rule == "entropy_quantile":
         chosen, count, threshold = _entropy_quantile(arguments)
     else:
-        values, weights, number = arguments.checked_factors()
+        values, weights, number, mask = arguments.checked_factors()
         chosen, count, threshold = ops.select_tokens(
             values, weights, *number, mask, offsets, max_segment, scope == "batch", drop_zeros
         )
@@ -202,9 +207,10 @@ def _entropy_quantile(arguments: TokenArguments) -> Selection:
         raise ValueError("scope: got 'sequence' with rule 'entropy_quantile'; takes 'batch'")
     if arguments.drop_zeros:
         raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")
-    values, weights, ratio = arguments.checked_factors()
-    ops.check("select_tokens", *arguments.of_op(values, weights, ratio))
-    return entropy_quantile(values, float(arguments.ratio), arguments.mask)
+    require_readable(**arguments._asdict())
+    values, weights, ratio, mask = arguments.checked_factors()
+    ops.check("select_tokens", *arguments.of_op(values, weights, ratio, mask))
+    return entropy_quantile(values, float(arguments.ratio), mask)
 
 
 def select_tokens_from_logits(
@@ -232,7 +238,8 @@ def select_tokens_from_logits(
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
         advantages: ``[...]``, one for each sequence; or as in :func:`select_tokens`.
         ratio: the share of the tokens to keep, in (0, 1].
-        mask: bool, the shape of the rows; rows where it is False are not read and have entropy 0.
+        mask: bool or integer (True where it is not 0), the shape of the rows; rows where it is False are not read and
+            have entropy 0.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows.
         scope, drop_zeros: as in :func:`select_tokens`.
 
@@ -267,8 +274,9 @@ def select_tokens_from_logits(
         entropy, (chosen, count, threshold) = across_ranks.select_tokens(arguments, process_group, placement)
         return TokenSelection(chosen, entropy, count, threshold)
     require_tensors(logits=logits, advantages=advantages)
-    share, share_tensor = checked_ratio(logits, ratio, mask, offsets, max_segment, drop_zeros)
-    number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
+    share, share_tensor = checked_ratio(logits, ratio, offsets, max_segment, drop_zeros)
+    mask = checked_mask(mask, logits)
+    number, tensor = temperature_argument(temperature, logits)
     ids, ids_offsets, _, bound = op_arguments(sampling_mask, max_dense_rows, logits)
     chosen, entropy, count, threshold = ops.select_tokens_from_logits(
         logits, as_float32(advantages), share, share_tensor, mask, offsets, max_segment, number, tensor,
@@ -281,7 +289,7 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """The indices at which a flattened mask is True, in a tensor whose size does not depend on the mask.
 
     Args:
-        mask: bool, any shape.
+        mask: bool or integer (True where it is not 0), any shape.
         capacity: how many indices there is room for.
 
     Returns:
@@ -289,7 +297,7 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         may exceed ``capacity`` (then the first ``capacity`` are there).
 
     Raises:
-        ValueError, TypeError: a mask that is not bool, a capacity below 0.
+        ValueError, TypeError: a mask of another dtype, a capacity below 0.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -298,5 +306,5 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """
     require_tensors(mask=mask)
     require_whole(capacity=capacity)
-    indices, count = ops.compact(mask, capacity)
+    indices, count = ops.compact(as_bool("mask", mask), capacity)
     return indices, count

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import (
+    checked_mask,
     require_head_options,
     require_no_tangent,
     require_optional_tensors,
@@ -13,7 +14,8 @@ from ._arguments import (
     temperature_argument,
 )
 from ._dispatch import ops
-from ._head.at_backward import require_room_for_gradient, with_weight_grad_into
+from ._head.at_backward import with_weight_grad_into
+from ._head.operands import operands
 from .sampling import LabelOutside, SamplingMask, op_arguments
 
 
@@ -34,7 +36,7 @@ def entropy(
         logits: ``[..., V]``, bfloat16, float16 or float32, any strides except in the last dimension.
         temperature: a number above 0 (in [1e-15, 1e15]), a 0-d tensor, or a float tensor that broadcasts to the rows
             ``[...]``; it has no gradient.
-        mask: bool ``[...]``; rows where it is False are not read and give 0.
+        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False are not read and give 0.
         sampling_mask, max_dense_rows: as in :func:`logprob_entropy`.
 
     Returns:
@@ -50,8 +52,8 @@ def entropy(
     """
     require_tensors(logits=logits)
     require_no_tangent(logits=logits)
-    require_optional_tensors(logits, mask=mask)
-    number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
+    mask = checked_mask(mask, logits)
+    number, tensor = temperature_argument(temperature, logits)
     spans = op_arguments(sampling_mask, max_dense_rows, logits)
     return ops.logprob_entropy(logits, None, number, tensor, mask, *spans)[1]
 
@@ -79,7 +81,7 @@ def logprob_entropy(
         logits: ``[..., V]``, bfloat16, float16 or float32, any strides except in the last dimension.
         labels: int64 or int32 ``[...]``; -100 means no target: logprob 0, entropy as usual.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
-        mask: bool ``[...]``; rows where it is False are not read and give 0 and 0.
+        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False are not read and give 0 and 0.
         sampling_mask: for each row of the logits, the tokens that were kept when its token was sampled; on their
             device.
         label_outside: what becomes of a label that its row's span lacks. "nan": the log-probability is NaN, and so is
@@ -106,8 +108,8 @@ def logprob_entropy(
     """
     require_tensors(logits=logits, labels=labels)
     require_no_tangent(logits=logits)
-    require_optional_tensors(logits, mask=mask)
-    number, tensor = temperature_argument(temperature, logits, logits.shape[:-1])
+    mask = checked_mask(mask, logits)
+    number, tensor = temperature_argument(temperature, logits)
     spans = op_arguments(sampling_mask, max_dense_rows, logits, label_outside)
     logprob, row_entropy, _, _ = ops.logprob_entropy(logits, labels, number, tensor, mask, *spans)
     return logprob, row_entropy
@@ -139,16 +141,21 @@ def linear_logprob_entropy(
     With a ``sampling_mask``, only the columns that were kept are computed, forward and backward: the work of a row is
     in proportion to its span. Hidden states of rows with one kept token are not read.
 
+    ``hidden``, ``weight`` and ``bias`` have one dtype; or some are float32, and the others are converted to it. This
+    is exact, but products take as long as in float32, and **each call** makes a float32 copy of what it converts, holds
+    it until the backward and makes a gradient of its size: 4 bytes x H for each row of hidden states, 4 bytes x V x H
+    for a weight in half precision. Gradients reach the arguments in their own dtypes.
+
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32.
-        weight: ``[V, H]``, the dtype of ``hidden``.
+        weight: ``[V, H]``, the dtype of ``hidden``, or one of the two float32.
         labels: int64 or int32 ``[...]``, one for each row (they are not shifted here); -100 means no target.
-        bias: ``[V]``, the dtype of ``hidden``.
+        bias: ``[V]``, likewise.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
-        mask: bool ``[...]``; rows where it is False cost nothing and give 0 and 0.
-        logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``, which is faster
-            and moves an entropy by some hundredths of a nat in bfloat16.
+        mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False cost nothing and give 0 and 0.
+        logits_dtype: what the logits are rounded to: ``torch.float32``, or the one dtype of hidden states, weight and
+            bias, which is faster and moves an entropy by some hundredths of a nat in bfloat16.
 
     Sampling masks:
         sampling_mask, label_outside, max_dense_rows: as in :func:`logprob_entropy`. Without ``max_dense_rows`` the op
@@ -165,10 +172,10 @@ def linear_logprob_entropy(
             8 to 12 bytes x H more for each row with a gradient. If these rows do not fit into one tile beside 32,768
             tokens (on a CPU 8,192), the gradient of a weight in half precision takes 4 bytes x H for each token of a
             tile more.
-        weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32 or its dtype. Every
-            backward **adds** the weight's gradient to it, also one that asks for other gradients alone, and never
-            zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
-            requires no gradient, nothing is added. Not under ``torch.compile``. With a sampling mask and
+        weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32; or in its dtype, if nothing is
+            converted. Every backward **adds** the weight's gradient to it, also one that asks for other gradients
+            alone, and never zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None.
+            If the weight requires no gradient, nothing is added. Not under ``torch.compile``. With a sampling mask and
             ``max_dense_rows=0``, only the rows of kept tokens are written.
 
     Returns:
@@ -187,13 +194,14 @@ def linear_logprob_entropy(
         tensor(0.)
     """
     require_tensors(hidden=hidden, weight=weight, labels=labels)
-    require_optional_tensors(hidden, bias=bias, mask=mask, weight_grad_into=weight_grad_into)
+    require_optional_tensors(hidden, bias=bias, weight_grad_into=weight_grad_into)
+    mask = checked_mask(mask, hidden)
     require_no_tangent(hidden=hidden, weight=weight, bias=bias)
     require_head_options(
         logit_softcap, logits_dtype, max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes
     )
-    require_room_for_gradient(weight_grad_into, weight)
-    number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
+    hidden, weight, bias = operands(hidden, weight, bias, weight_grad_into)
+    number, tensor = temperature_argument(temperature, hidden)
     spans = op_arguments(sampling_mask, max_dense_rows, hidden, label_outside)
     logprob, row_entropy, _, _ = with_weight_grad_into(
         weight_grad_into, "linear_logprob_entropy", hidden, weight, labels, bias, number, tensor, logit_softcap, mask,

@@ -21,9 +21,9 @@ def clipped_surrogate(
     advantages = d3s.group_advantages(rewards)
     rollouts = d3s.select_rollouts(advantages, keep).view(-1, 1)
     kept = d3s.select_tokens(entropy.detach(), advantages.flatten(), ratio, mask=mask & rollouts)
-    highest = d3s.topk_mask(entropy, k=room, mask=mask)
+    highest = d3s.topk_mask(entropy, k=room, mask=mask.long())
     indices, count = d3s.compact(kept.mask, room)
-    weight = d3s.importance_ratio(torch.where(kept.mask, logprob, logprob.detach()), old, mask, level="sequence")
+    weight = d3s.importance_ratio(torch.where(kept.mask, logprob, logprob.detach()), old, mask.int(), level="sequence")
     each = advantages.view(-1, 1)
     gain = torch.minimum(weight * each, weight.clamp(0.8, 1.2) * each) + 0.01 * entropy * highest
     return -(gain * kept.mask).sum() / kept.count.clamp(min=1), rollouts, kept.mask, kept.threshold, indices, count
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor, max_rows: int, **spans: Any) -> tuple[Tensor, Tensor]:
         return d3s.linear_logprob_entropy(
-            torch.tanh(self.layer(hidden)), self.head.weight, labels, bias=self.head.bias, mask=labels != -100,
+            torch.tanh(self.layer(hidden)), self.head.weight, labels, bias=self.head.bias, mask=(labels != -100).long(),
             max_rows=max_rows, max_grad_rows=max_rows, **spans,
         )  # fmt: skip
 

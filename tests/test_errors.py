@@ -15,6 +15,7 @@ from d3s_kernels import (
     entropy,
     entropy_groups,
     group_advantages,
+    groups_without_spread,
     importance_ratio,
     linear_logprob_entropy,
     logprob_entropy,
@@ -65,7 +66,7 @@ def logits_cases() -> list[object]:
             bad("temperature", function, LOGITS, *rest, temperature=torch.ones(4)),
             bad("temperature", function, LOGITS, *rest, temperature=torch.ones(2, 3, 1)),
             bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3)}),
-            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3, dtype=torch.int32)}),
+            bad(mask, function, LOGITS, *rest, **{mask: torch.ones(3, 2, dtype=torch.int32)}),
             bad(mask, function, LOGITS, *rest, **{mask: torch.ones(3, dtype=torch.bool)}),
             bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3, 5, dtype=torch.bool)}),
             bad(mask, function, LOGITS, *rest, **{mask: torch.ones(2, 3, dtype=torch.bool, device=ELSEWHERE)}),
@@ -102,12 +103,14 @@ def linear_cases() -> list[object]:
     return [
         head("hidden", hidden=HIDDEN.double(), weight=WEIGHT.double()),
         head("hidden", hidden=torch.zeros(()), labels=TARGETS[0]),
-        head("weight", weight=WEIGHT.bfloat16()),
+        head("weight", weight=WEIGHT.double()),
+        head("weight", weight=WEIGHT.half(), hidden=HIDDEN.bfloat16()),
         head("weight", weight=WEIGHT[:, :3]),
         head("weight", weight=WEIGHT[0]),
         head("weight", weight=WEIGHT.to(ELSEWHERE)),
         head("bias", bias=torch.zeros(4)),
-        head("bias", bias=torch.zeros(7, dtype=torch.float16)),
+        head("bias", bias=torch.zeros(7, dtype=torch.float64)),
+        head("bias", bias=torch.zeros(7, dtype=torch.float16), hidden=HIDDEN.bfloat16(), weight=WEIGHT.bfloat16()),
         head("mask", mask=torch.ones(3)),
         head("mask", mask=torch.ones(2, dtype=torch.bool)),
         head("temperature", temperature=0.0),
@@ -137,9 +140,9 @@ def segment_cases() -> list[object]:
         *(("advantages|values", partial(select_rollouts, rule=rule), (2,)) for rule in ROLLOUT_RULES),
         *(("entropy", partial(select_tokens, rule=rule), (torch.tensor(1.0), 0.5)) for rule in TOKEN_RULES),
     ):
+        wrong = (torch.cfloat, torch.float8_e5m2) if function is group_advantages else (torch.double, torch.long)
         cases += [
-            bad(name, function, SCORES.double(), *rest),
-            bad(name, function, SCORES.long(), *rest),
+            *(bad(name, function, SCORES.to(dtype), *rest) for dtype in wrong),
             bad(name, function, torch.zeros(()), *rest),
             bad(name, function, [0.0, 1.0], *rest),
             bad(f"{name}|offsets", function, SCORES, *rest, offsets=torch.tensor([0, 12])),
@@ -341,6 +344,12 @@ def test_bad_argument(argument: str, function: Callable[..., object], args: tupl
         ("groups: got 16; takes at most 15", lambda: adaptive_clip(FLAT, torch.full((12,), 16).char(), vocab_size=9)),
         ("quantiles: got 0.5 after 0.5", lambda: entropy_groups(FLAT, quantiles=(0.5, 0.5))),
         ("offsets: ", lambda: group_advantages(FLAT, offsets=torch.tensor([0, 8, 6, 12]))),
+        ("rewards: got dtype torch.complex64; takes bool, integers", lambda: group_advantages(SCORES.cfloat())),
+        ("rewards: got dtype torch.complex64; takes bool, integers", lambda: groups_without_spread(SCORES.cfloat())),
+        (
+            "rewards: got dtype Int; takes float32, bfloat16, float16 or float64",
+            lambda: ops.group_advantages(FLAT.int()),
+        ),
     ],
 )
 def test_a_message_says_what_was_given_and_what_is_taken(message: str, call: Callable[[], object]) -> None:

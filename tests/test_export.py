@@ -23,8 +23,10 @@ class HighEntropy(nn.Module):
         logprob, entropy = d3s.logprob_entropy(logits, labels)
         mask = labels != -100
         in_rows = d3s.topk_mask(entropy, 0.2, mask=mask)
-        kept = d3s.select_tokens(entropy, d3s.group_advantages(logprob), 0.3, mask=mask)
-        return logprob, entropy, in_rows, kept.mask, kept.count, kept.threshold, d3s.compact(kept.mask, 40)[0]
+        rewards = labels.clamp(min=0)  # whole numbers
+        kept = d3s.select_tokens(entropy, d3s.group_advantages(rewards), 0.3, mask=mask)
+        same = d3s.groups_without_spread(rewards), d3s.groups_without_spread(entropy)
+        return logprob, entropy, in_rows, kept.mask, kept.count, kept.threshold, d3s.compact(kept.mask, 40)[0], *same
 
 
 class Head(nn.Module):

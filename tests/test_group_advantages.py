@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d3s_kernels import group_advantages, reference
+from d3s_kernels import group_advantages, groups_without_spread, reference
 
 SCALES = ("group", "batch", "none")
 rewards = repetitive | st.just(NAN) | st.floats(-1000, 1000, width=32)
@@ -75,8 +75,8 @@ def test_rewards_far_from_zero() -> None:
 @pytest.mark.parametrize("scale", SCALES)
 def test_infinite_rewards(scale: str) -> None:
     """An infinite reward spoils its group and, where the deviation is that of the batch, the other groups too."""
-    values = torch.tensor([[1.0, INF, 2.0], [0.0, 1.0, 1.0], [-INF, NAN, NAN], [INF, -INF, 0.0]])
-    for rows in ([0, 1], [1, 2], [1, 3]):
+    values = torch.tensor([[1.0, INF, 2.0], [0.0, 1.0, 1.0], [-INF, NAN, NAN], [INF, -INF, 0.0], [INF, INF, NAN]])
+    for rows in ([0, 1], [1, 2], [1, 3], [1, 4]):
         found = group_advantages(values[rows], scale=scale)
         assert_same_bits(found.isnan(), reference.group_advantages(values[rows], scale=scale).isnan())
         assert found[rows.index(1)].isfinite().all() == (scale != "batch")
@@ -105,6 +105,35 @@ def test_groups_without_a_spread_have_advantage_zero(group: list[float], eps: fl
     assert (found[len(group) :] != 0).all()
 
 
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_rounding_errors_are_no_advantages(ddof: int, scale: str) -> None:
+    """The sums of the same three rewards in two orders would have the advantages -1 and 1. An infinite reward beside
+    them makes the deviation of the batch NaN, and a group with one has advantages of its own.
+    """
+    a, b, c = torch.tensor([0.1, 0.2, 0.35])
+    values = torch.stack([a + b + c, c + b + a, a * NAN, a, b, a * INF, a * INF])
+    assert values[0] != values[1]
+    for ends in ([0, 3, 5], [0, 3, 5, 7]):
+        found = group_advantages(values[: ends[-1]], offsets=torch.tensor(ends), scale=scale, eps=0.0, ddof=ddof)
+        assert_same_bits(found[:3], torch.zeros(3))
+        assert (found[3:] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_a_group_has_advantages_where_it_has_a_spread(dtype: torch.dtype) -> None:
+    """Rewards of several sizes lie a few of their rounding steps apart: fewer than count as equal, and more."""
+    steps = (14 * torch.rand(40, 3, 1) * torch.rand(40, 3, 5)).floor().double()
+    sizes = torch.tensor([0.01, 1.0, -700.0]).double().view(3, 1)
+    rewards = (sizes * (1 + torch.finfo(dtype).eps * steps)).to(dtype)
+    same = groups_without_spread(rewards)
+    assert same.any()
+    assert not same.all()
+    assert torch.equal(same, reference.groups_without_spread(rewards))
+    for scale in SCALES:
+        assert torch.equal((group_advantages(rewards, eps=0.0, scale=scale) == 0).all(-1), same)
+
+
 def test_ddof_not_below_the_group_size_leaves_a_deviation_of_zero() -> None:
     assert group_advantages(torch.tensor([0.0, 1.0]), eps=0.5, ddof=2).tolist() == [-1.0, 1.0]
 
@@ -113,6 +142,28 @@ def test_ddof_not_below_the_group_size_leaves_a_deviation_of_zero() -> None:
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0)])
 def test_no_rewards(shape: tuple[int, ...], scale: str) -> None:
     assert_identical(group_advantages(torch.empty(shape), scale=scale), torch.empty(shape))
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+@pytest.mark.parametrize("dtype", ["bool", *INTEGERS])
+def test_rewards_that_are_no_floats(dtype: str) -> None:
+    rewards = torch.randint(2, (20, 3)).to(getattr(torch, dtype))
+    assert_same_bits(group_advantages(rewards), group_advantages(rewards.float()))
+    assert torch.equal(groups_without_spread(rewards), groups_without_spread(rewards.float()))
+
+
+@pytest.mark.parametrize("first", [2**24, 10**9, -(10**12)])
+def test_rewards_that_float32_does_not_hold(first: int) -> None:
+    rewards = first + torch.arange(4)
+    for values in (rewards, rewards.double()):
+        assert not groups_without_spread(values)
+        for scale in SCALES:
+            found = group_advantages(values.view(2, 2), scale=scale)
+            assert_same_bits(found, group_advantages(torch.arange(4.0).view(2, 2), scale=scale))
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ Change = Callable[[list[str], list[list[str]], dict[str, Any]], Any]
         (lambda p, t, v: v.update(entropy=[[1.0]]), TypeError, "entropy: got list; takes a float tensor"),
         (lambda p, t, v: v.update(advantages=torch.zeros(3)), ValueError, "advantages: got shape [3]; takes one value"),
         (lambda p, t, v: v.update(rewards=torch.ones(4).long()), TypeError, "rewards: got torch.int64; takes a float"),
-        (lambda p, t, v: v.update(kept_tokens=torch.ones(4, 5)), TypeError, "kept_tokens: got torch.float32; takes"),
+        (lambda p, t, v: v.update(kept_tokens=torch.ones(4, 5)), ValueError, "kept_tokens: got dtype torch.float32"),
         (
             lambda p, t, v: v.update(kept_tokens=torch.ones(4, 5).bool()),
             ValueError,

@@ -169,8 +169,8 @@ PLAN = RowPlan(torch.arange(2), torch.arange(0), [0, 0], [0, 0], 2, 0, 2)
 BAD = {
     "plan_rows": [
         ("mask: got list; takes a tensor", {"mask": [True]}),
-        ("mask: got shape [1, 1] of torch.bool; takes bool [rows]", {"mask": torch.ones(1, 1, dtype=torch.bool)}),
-        ("mask: got shape [1] of torch.uint8; takes bool [rows]", {"mask": torch.ones(1, dtype=torch.uint8)}),
+        ("mask: got shape [1, 1]; takes [rows]", {"mask": torch.ones(1, 1, dtype=torch.bool)}),
+        ("mask: got dtype torch.float32; takes bool or integers", {"mask": torch.ones(1)}),
         ("drop_last: got 1; takes True or False", {"mask": torch.ones(1, dtype=torch.bool), "drop_last": 1}),
     ],
     "exchange_rows": [

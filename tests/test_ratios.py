@@ -230,6 +230,29 @@ def test_what_is_masked_is_not_read(level: str, poison: float) -> None:
 
 
 @pytest.mark.simd
+@pytest.mark.parametrize("denominator", ["self", "old"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gradient_of_0_stays_0(level: str, denominator: str) -> None:
+    """A clipped token has one. Where its ratio is infinite, 0 * inf would make the gradients of the whole model NaN."""
+    old, shifts = torch.zeros(4, 40), torch.tensor([100.0, 0.05, NAN, -1000.0]).view(4, 1)
+    groups = torch.zeros(4, 40, dtype=torch.int8) if level == "entropy_group" else None
+    options = {
+        "old_logprob": old, "level": level, "denominator": denominator, "groups": groups, "log_bounds": UNBOUNDED,
+    }  # fmt: skip
+    leaf = (old + shifts).requires_grad_()
+    (gradient,) = torch.autograd.grad(ppo_loss(importance_ratio(leaf, **options), torch.ones(())).sum(), leaf)
+    assert_identical(gradient != 0, torch.tensor([False, True, True, False]).view(4, 1).expand(4, 40))
+    cotangent = torch.where(torch.rand(4, 40) < 0.5, 0.0, torch.randn(4, 40))
+    _, gradient = with_gradient(importance_ratio, leaf, cotangent, **options)
+    # e^1000 is infinite in float64 too.
+    _, expected = with_gradient(reference.importance_ratio, 10 * leaf.double(), cotangent, **options)
+    for some in (gradient, expected):
+        assert (some[cotangent == 0] == 0).all()
+    assert_identical(gradient.isnan(), expected.isnan())
+    assert_identical(gradient.isinf(), expected.isinf())
+
+
+@pytest.mark.simd
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_mask_may_be_a_view_of_any_bytes(level: str) -> None:
     logprob, old, mask = sample()

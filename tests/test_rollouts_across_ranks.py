@@ -50,8 +50,9 @@ class Batch(NamedTuple):
 
 
 def random_values(shape: tuple[int, ...], special: bool, generator: torch.Generator) -> Tensor:
-    """Values with ties, groups of equal rewards and NaN; with infinities where `special` is set."""
-    kind = choose(("normal", "few", "far", "equal"), generator)
+    """Values with ties, groups of equal rewards and NaN; with infinities where `special` is set. Those of one kind are
+    equal up to rounding in half precision alone."""
+    kind = choose(("normal", "few", "far", "equal", "rounded"), generator)
     values = torch.randn(shape, generator=generator)
     if kind == "few":
         values = values.round().clamp(-1, 1) * choose((1.0, -1.0), generator)  # has -0 as well
@@ -59,6 +60,8 @@ def random_values(shape: tuple[int, ...], special: bool, generator: torch.Genera
         values += 1000
     elif kind == "equal":
         values = (values > 1).float()
+    elif kind == "rounded":
+        values = 1 - (values > 0) * 2.0**-11
     strewn = torch.tensor([NAN, INF, -INF] if special else [NAN])
     where = torch.rand(shape, generator=generator) < choose((0.0, 0.1, 0.5), generator)
     return torch.where(where, strewn[torch.randint(len(strewn), shape, generator=generator)], values)
@@ -120,6 +123,8 @@ def any_advantages(ranks: Ranks, seed: int, rounds: int) -> None:
     generator = random_generator(seed)
     for _ in rounds_of(rounds):
         batch = random_batch(ranks.size, generator, special=False)
+        if choose((False, False, True), generator):
+            batch = batch._replace(values=batch.values.double() + choose((0.0, 1e9), generator))
         options = {"scale": choose(SCALES, generator), "eps": choose((1e-4, 0.0, 0.5), generator)}
         options["ddof"] = choose((0, 1, 2), generator)
         across = random_bound(batch, ranks, generator) | batch.options(ranks.rank)
@@ -312,10 +317,12 @@ def test_one_round_with_a_bound_two_without_none_for_whole_groups() -> None:
     gather, number = "allgather_base", ("allgather_base", 8)
     for sent in world(2).run(what_is_sent):
         assert sent["values"] == [number, (gather, 4 * (2 + 6))]  # padded to the longest, after two numbers
-        assert sent["bounded"] == sent["straddling"] == sent["straddling advantages"] == [(gather, 4 * (2 + 9))]
-        for name in ("batch", "pooled", "equal rows"):
+        assert sent["bounded"] == sent["straddling"] == [(gather, 4 * (2 + 9))]
+        assert sent["straddling advantages"] == [(gather, 8 * (1 + 9))]
+        assert sent["batch"] == [number, *sent["bounded batch"]] == [number, (gather, 8 * (1 + 12))]
+        for name in ("pooled", "equal rows"):
             assert sent[name] == [number, (gather, 4 * (2 + 12))]
-        for name in ("bounded batch", "bounded pooled", "bounded random", "bounded equal rows"):
+        for name in ("bounded pooled", "bounded random", "bounded equal rows"):
             assert sent[name] == [(gather, 4 * (2 + 12))]
         for name in ("rows", "advantages of rows", "scaled by nothing", "in groups", "own offsets"):
             assert sent[name] == []
@@ -352,6 +359,7 @@ REFUSED = [  # function, arguments, message
     ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.arange(1, 5)}, "offsets: starts at"),
     ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.tensor([0, 9, 3])}, "offsets: decr"),
     ("max_variance_select", {"values": FLAT, "keep": 1, **GLOBAL, "offsets": torch.arange(0)}, "offsets: got shape"),
+    ("group_advantages", {"rewards": FLAT.cfloat()}, "rewards: got dtype torch.complex64; takes bool"),
     ("group_advantages", {"rewards": FLAT, "scale": "sum"}, "scale: got 'sum'"),
     ("group_advantages", {"rewards": FLAT, "eps": -1.0}, "eps: got -1; takes"),
     ("group_advantages", {"rewards": FLAT, "ddof": 0.5}, "ddof: got 0.5; takes"),
@@ -411,6 +419,24 @@ def test_what_differs_between_ranks(function: str, other: dict[str, Any], said: 
     assert [type(error) for error in found] == [ValueError, ValueError]
     assert str(found[0]) == str(found[1])
     assert str(found[0]).startswith(said)
+
+
+def of_other_dtypes(ranks: Ranks, bound: dict[str, int], known: bool) -> Tensor:
+    """The first rank was given whole numbers, the other one not."""
+    rewards = torch.tensor([0, 1, 1] if ranks.rank == 0 else [0.0, 0.5])
+    with mock.patch.object(gathered, "_is_at_hand", return_value=known):
+        return group_advantages(rewards, process_group=ranks.group, **bound)
+
+
+@pytest.mark.parametrize("bound", [{}, {"max_rollouts": 3}])
+def test_rewards_of_different_dtypes(bound: dict[str, int]) -> None:
+    """All ranks say so, or have NaN where the host does not know; none waits."""
+    said = "rewards: got torch.float64 on rank 0 and torch.float32 on rank 1; takes the same on all ranks of the"
+    for found in world(2).outcomes(of_other_dtypes, bound, True):
+        assert isinstance(found, ValueError)
+        assert str(found).startswith(said)
+    if bound:
+        assert torch.cat(world(2).run(of_other_dtypes, bound, False)).isnan().all()
 
 
 @pytest.mark.parametrize("bound", [{}, {"max_rollouts": 9}])

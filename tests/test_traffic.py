@@ -87,7 +87,9 @@ def sent_by_rollouts(ranks: Ranks, groups: int) -> list[tuple[str, Sent, Sent]]:
         }.items():
             with counted() as calls:
                 call(bound)
-            found.append((name, list(calls), formulas.rollouts(bound or largest, bounded=bound is not None)))
+            width = 8 if name == "group_advantages" else 4
+            expected = formulas.rollouts(bound or largest, bounded=bound is not None, width=width)
+            found.append((name, list(calls), expected))
     with counted() as calls:
         d3s.select_rollouts(rewards, 2, scope="group", **across)
         d3s.group_advantages(rewards, **across)

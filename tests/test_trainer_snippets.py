@@ -83,6 +83,41 @@ def test_keep_tokens(dtype: torch.dtype) -> None:
     check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))
 
 
+SMALL, MICRO_BATCHES = 2e-4, 8  # KL-Cov's share, of 8 x 1,024 tokens
+
+
+def scores_of_a_batch() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.rand(16, 512), torch.randn(16), torch.ones(16, 512, dtype=torch.long)
+
+
+def test_a_small_share_is_of_the_batch() -> None:
+    batch = scores_of_a_batch()
+    logprob = torch.zeros(16, 512, requires_grad=True)
+    apart = zip(*(values.chunk(MICRO_BATCHES) for values in (logprob, *batch)), strict=True)
+    summed = sum(SNIPPETS["keep_tokens"](*micro_batch, SMALL).sum() for micro_batch in apart)
+    assert torch.autograd.grad(summed, logprob)[0].sum() == 8
+    masks = SNIPPETS["masks_of_micro_batches"](*batch, MICRO_BATCHES)
+    assert [tuple(mask.shape) for mask in masks] == [(2, 512)] * MICRO_BATCHES
+    assert sum(int(mask.sum()) for mask in masks) == 2
+    assert torch.equal(torch.cat(masks), reference.select_tokens(batch[0], batch[1], SMALL).mask)
+
+
+def small_share_rank(ranks: Ranks) -> int:
+    """How many tokens a rank keeps of its part of the batch: in one micro-batch, and cut into micro-batches."""
+    torch.manual_seed(0)
+    logprob = torch.zeros(8, 512, requires_grad=True)
+    own = [values.chunk(2)[ranks.rank] for values in scores_of_a_batch()]
+    summed = SNIPPETS["keep_tokens"](logprob, *own, SMALL, process_group=ranks.group).sum()
+    kept = torch.autograd.grad(summed, logprob)[0].bool()
+    masks = SNIPPETS["masks_of_micro_batches"](*own, MICRO_BATCHES // 2, process_group=ranks.group)
+    assert torch.equal(torch.cat(masks), kept)
+    return int(kept.sum())
+
+
+def test_a_small_share_is_of_all_ranks() -> None:
+    assert sum(world(2).run(small_share_rank)) == 2
+
+
 def tokens_rank(ranks: Ranks, seed: int) -> None:
     """Each rank has some rows of one step's micro-batches, padded and packed as in AReaL; one share for all ranks."""
     for number in range(20):

@@ -56,6 +56,13 @@ MUTANTS = (
         "return best;",
         "tests/test_max_variance.py",
     ),
+    Mutant(
+        "core: a gradient of 0 and an infinite ratio are NaN",
+        "csrc/core/ratio.h",
+        "grad == 0.f ? grad : grad * ratio",
+        "grad * ratio",
+        "tests/test_ratios.py",
+    ),
     # ---- ops: checks and preparation of the arguments ----------------------------------------------------------------
     Mutant(
         "ops: a ratio of 0 is taken",
@@ -77,6 +84,13 @@ MUTANTS = (
         "number.times = segmented.segments.count;",
         "number.times = 1;",
         "tests/test_select_rollouts.py",
+    ),
+    Mutant(
+        "ops: rounding errors of equal rewards become advantages",
+        "csrc/ops/rollouts.h",
+        "highest - lowest <= tolerance * (size > 1.0 ? size : 1.0)",
+        "highest == lowest",
+        "tests/test_group_advantages.py",
     ),
     Mutant(
         "ops: the backward does not know the mask",
@@ -411,6 +425,13 @@ MUTANTS = (
         "d3s_kernels/_across_ranks/gathered.py",
         "torch.searchsorted(ends, place, right=True)",
         "torch.searchsorted(ends, place)",
+        "tests/test_rollouts_across_ranks.py",
+    ),
+    Mutant(
+        "ranks: rewards of half precision are rounded as finely as float64",
+        "d3s_kernels/_across_ranks/rollouts.py",
+        "together.values.to(rewards.dtype)",
+        "together.values",
         "tests/test_rollouts_across_ranks.py",
     ),
     Mutant(

@@ -32,8 +32,10 @@ D3S_HOST_DEVICE RatioLimits limits_of(const LogBounds& bounds) {
           bounds.high == INFINITY ? NAN : exponential(bounds.high)};
 }
 
+// A gradient of 0 stays 0, whatever the ratio is: 0 * inf would be NaN.
 D3S_HOST_DEVICE float ratio_gradient(float grad, float ratio, const RatioLimits& limits) {
-  return ratio <= limits.lowest || ratio >= limits.highest ? 0.f : grad * ratio;
+  const bool limited = ratio <= limits.lowest || ratio >= limits.highest;
+  return limited ? 0.f : grad == 0.f ? grad : grad * ratio;
 }
 
 }  // namespace

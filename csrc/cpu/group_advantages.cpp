@@ -1,5 +1,6 @@
 // group_advantages: (reward - mean of its group) / (standard deviation + eps). A NaN reward is unscorable: it is left
 // out of the statistics and its advantage is 0.
+#include <algorithm>
 #include <cmath>
 
 #include "../ops/rollouts.h"
@@ -28,7 +29,7 @@ Statistics statistics(const T* rewards, int64_t begin, int64_t end) {
   double sums[kParts] = {}, squares[kParts] = {};
   int64_t count = 0;
   for (int64_t i = begin; i < end; ++i) {
-    const double reward = to_float(rewards[i]);
+    const double reward = number_of(rewards[i]);
     const bool usable = reward == reward;
     sums[(i - begin) % kParts] += usable ? reward : 0.0;
     count += usable;
@@ -38,7 +39,7 @@ Statistics statistics(const T* rewards, int64_t begin, int64_t end) {
   s.sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   const double mean = s.mean();
   for (int64_t i = begin; i < end; ++i) {
-    const double reward = to_float(rewards[i]);
+    const double reward = number_of(rewards[i]);
     const double difference = reward == reward ? reward - mean : 0.0;
     squares[(i - begin) % kParts] += difference * difference;
   }
@@ -46,10 +47,24 @@ Statistics statistics(const T* rewards, int64_t begin, int64_t end) {
   return s;
 }
 
+// Whether the rewards are equal up to rounding.
+template <class T>
+bool all_equal(const T* rewards, int64_t begin, int64_t end, const Statistics& s, double tolerance) {
+  if (far_apart(s.mean(), s.squares, s.count, tolerance)) return false;
+  double lowest = INFINITY, highest = -INFINITY;
+  for (int64_t i = begin; i < end; ++i) {
+    const double reward = number_of(rewards[i]);
+    if (!(reward < lowest || reward > highest)) continue;  // mostly the same again; or NaN
+    lowest = std::min(lowest, reward);
+    highest = std::max(highest, reward);
+  }
+  return without_spread(lowest, highest, tolerance);
+}
+
 }  // namespace
 
 void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions& options, float* out, Device&) {
-  dispatch_float(rewards.type, [&](auto tag) {
+  dispatch_rewards(rewards.type, [&](auto tag) {
     const auto* p = static_cast<const typename decltype(tag)::type*>(rewards.values);
     const double batch_deviation =
         options.scale == AdvantageScale::kBatch ? statistics(p, 0, rewards.total).deviation(options.ddof) : 0.0;
@@ -57,9 +72,13 @@ void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions&
       for (int64_t group = first; group < last; ++group) {
         const int64_t begin = rewards.segments.begin(group), end = rewards.segments.end(group);
         const Statistics s = statistics(p, begin, end);
+        if (all_equal(p, begin, end, s, options.tolerance)) {
+          std::fill(out + begin, out + end, 0.f);
+          continue;
+        }
         const double deviation = options.scale == AdvantageScale::kGroup ? s.deviation(options.ddof) : batch_deviation;
         const double divisor = options.scale == AdvantageScale::kNone ? 1.0 : deviation + options.eps;
-        for (int64_t i = begin; i < end; ++i) out[i] = advantage_of(to_float(p[i]), s.mean(), s.count, divisor);
+        for (int64_t i = begin; i < end; ++i) out[i] = advantage_of(number_of(p[i]), s.mean(), s.count, divisor);
       }
     });
   });

@@ -20,16 +20,20 @@ constexpr int64_t kLargeGroup = 512;  // from this length on, a group has a bloc
 
 // Two passes in double: the mean first, then the squares of the differences from it.
 struct Statistics {
-  double mean, deviation;
+  double mean, squares;
   int64_t count;
+
+  __device__ double deviation(int64_t ddof) const {
+    return count > ddof ? sqrt(squares / static_cast<double>(count - ddof)) : 0.0;
+  }
 };
 
 template <class T, class Group>
-__device__ Statistics statistics(const T* rewards, int64_t begin, int64_t end, int64_t ddof, const Group& group) {
+__device__ Statistics statistics(const T* rewards, int64_t begin, int64_t end, const Group& group) {
   double sum = 0.0;
   int64_t count = 0;
   for (int64_t i = begin + group.rank; i < end; i += group.size) {
-    const double reward = to_float(rewards[i]);
+    const double reward = number_of(rewards[i]);
     if (reward != reward) continue;
     sum += reward;
     ++count;
@@ -39,20 +43,36 @@ __device__ Statistics statistics(const T* rewards, int64_t begin, int64_t end, i
   if (s.count > 0) s.mean = sum / static_cast<double>(s.count);
   double squares = 0.0;
   for (int64_t i = begin + group.rank; i < end; i += group.size) {
-    const double reward = to_float(rewards[i]), difference = reward - s.mean;
+    const double reward = number_of(rewards[i]), difference = reward - s.mean;
     if (reward == reward) squares += difference * difference;
   }
-  squares = group.reduce(squares, Sum());
-  if (s.count > ddof) s.deviation = sqrt(squares / static_cast<double>(s.count - ddof));
+  s.squares = group.reduce(squares, Sum());
   return s;
+}
+
+// Whether the rewards are equal up to rounding.
+template <class T, class Group>
+__device__ bool all_equal(const T* rewards, int64_t begin, int64_t end, const Statistics& s, double tolerance,
+                          const Group& group) {
+  if (far_apart(s.mean, s.squares, s.count, tolerance)) return false;
+  using Number = decltype(number_of(*rewards));
+  Number lowest = INFINITY, highest = -INFINITY;
+  for (int64_t i = begin + group.rank; i < end; i += group.size) {
+    const Number reward = number_of(rewards[i]);
+    if (reward < lowest) lowest = reward;  // NaN never is
+    if (reward > highest) highest = reward;
+  }
+  lowest = group.reduce(lowest, Min());
+  highest = group.reduce(highest, Max());
+  return without_spread(lowest, highest, tolerance);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kBatchThreads)
     batch_deviation(const T* rewards, int64_t n, int64_t ddof, double* deviation) {
   const BlockGroup block(dynamic_shared<unsigned char>());
-  const Statistics s = statistics(rewards, 0, n, ddof, block);
-  if (block.rank == 0) *deviation = s.deviation;
+  const Statistics s = statistics(rewards, 0, n, block);
+  if (block.rank == 0) *deviation = s.deviation(ddof);
 }
 
 template <class T, class Group>
@@ -66,11 +86,15 @@ __global__ void __launch_bounds__(kThreads)
   if (number >= groups.count) return;
   const int64_t begin = groups.begin(number), end = groups.end(number);
   if (!sizes.has(end - begin)) return;
-  const Statistics s = statistics(rewards, begin, end, options.ddof, group);
-  const double deviation = options.scale == AdvantageScale::kGroup ? s.deviation : batch ? *batch : 0.0;
+  const Statistics s = statistics(rewards, begin, end, group);
+  if (all_equal(rewards, begin, end, s, options.tolerance, group)) {
+    for (int64_t i = begin + group.rank; i < end; i += group.size) out[i] = 0.f;
+    return;
+  }
+  const double deviation = options.scale == AdvantageScale::kGroup ? s.deviation(options.ddof) : batch ? *batch : 0.0;
   const double divisor = options.scale == AdvantageScale::kNone ? 1.0 : deviation + options.eps;
   for (int64_t i = begin + group.rank; i < end; i += group.size)
-    out[i] = advantage_of(to_float(rewards[i]), s.mean, s.count, divisor);
+    out[i] = advantage_of(number_of(rewards[i]), s.mean, s.count, divisor);
 }
 
 }  // namespace
@@ -79,7 +103,7 @@ void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions&
   const Segments& groups = rewards.segments;
   if (groups.ragged()) clear(out, 0xff, rewards.total * sizeof(float), device);  // NaN where bad offsets leave a gap
   if (groups.count == 0) return;
-  dispatch_float(rewards.type, [&](auto tag) {
+  dispatch_rewards(rewards.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const T* p = static_cast<const T*>(rewards.values);
     double* batch = nullptr;

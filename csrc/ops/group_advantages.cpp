@@ -8,7 +8,8 @@ namespace {
 
 Tensor group_advantages(const Tensor& rewards, const OptionalTensor& offsets, const std::string& scale, double eps,
                         int64_t ddof) {
-  require_float("rewards", rewards);
+  require(is_float(rewards.scalar_type()) || rewards.scalar_type() == ScalarType::Double, "rewards", "got dtype ",
+          dtype(rewards), "; takes float32, bfloat16, float16 or float64");
   require(scale == "group" || scale == "batch" || scale == "none", "scale", "got '", scale,
           "'; takes 'group', 'batch' or 'none'");
   require(eps >= 0 && std::isfinite(eps), "eps", "got ", eps, "; takes a finite number of at least 0");
@@ -24,7 +25,7 @@ Tensor group_advantages(const Tensor& rewards, const OptionalTensor& offsets, co
   groups.total = rewards.numel();
   const Tensor advantages = empty(leading_sizes(rewards, rewards.dim()), ScalarType::Float, rewards);
   TorchDevice device(rewards, PublicOp::kGroupAdvantages);
-  group_advantages_of(groups, {by, eps, ddof}, mutable_data<float>(advantages), device);
+  group_advantages_of(groups, {by, eps, ddof, spread_tolerance(groups.type)}, mutable_data<float>(advantages), device);
   return advantages;
 }
 

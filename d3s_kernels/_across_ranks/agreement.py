@@ -48,11 +48,12 @@ def agree(
         if "refused" in said:
             kind, text = said["refused"]
             raise _TOLD.get(kind, RuntimeError)(f"{text} (on rank {rank} of {ranks.size})") from refusal
-    _require_alike([said["given"] for said in everyones])
+    require_alike([said["given"] for said in everyones])
     return checked
 
 
-def _require_alike(everyones: list[dict[str, Any]]) -> None:
+def require_alike(everyones: list[dict[str, Any]]) -> None:
+    """Raises if a value differs between ranks."""
     first = everyones[0]
     for rank, given in enumerate(everyones):
         for name in first:  # "call" is compared first: other ops have other arguments

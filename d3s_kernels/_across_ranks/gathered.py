@@ -13,18 +13,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._groups import Ranks
 
-_HEADER = 2  # before the values: how many there are, and how many groups
+_HEADER = 2  # before the values, in int32: how many there are, and another number
 
 
 class Everyones(NamedTuple):
     """What each rank holds: a row for each rank."""
 
-    values: Tensor  # float32 [ranks, most]: NaN after a rank's last
+    values: Tensor  # [ranks, most]: NaN after a rank's last
     sizes: Tensor  # int64 [ranks]: how many values it has
-    groups: Tensor  # int64 [ranks]: how many groups it has
+    numbers: Tensor  # int64 [ranks]: the number that it sends with them
     total: int | None  # how many values all ranks have; None if the host does not know
 
     @property
@@ -36,7 +37,7 @@ class Everyones(NamedTuple):
 class Concatenation(NamedTuple):
     """The values of all ranks in rank order, and padding of NaN up to the end."""
 
-    values: Tensor  # float32 [length]
+    values: Tensor  # [length]
     total: Tensor  # int64 [1]: how many values all ranks have
     begin: Tensor  # int64 [1]: where the values of this rank begin
     own: Tensor  # int64 [values of this rank]: where they are
@@ -49,23 +50,23 @@ class Concatenation(NamedTuple):
         return self.with_tail(torch.cat([self.total.new_zeros(1), self.total]))
 
 
-def gather(ranks: Ranks, values: Tensor, groups: int, max_rollouts: int | None) -> Everyones:
-    """Gathers the values of all ranks, float32 ``[n]``, in one round with ``max_rollouts`` and in two without."""
+def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) -> Everyones:
+    """Gathers the values of all ranks, float32 or float64 ``[n]``, and a number of each rank, in one round with
+    ``max_rollouts`` and in two without.
+    """
     most, total = max_rollouts, None
     if most is None:
         lengths = ranks.gather_number(len(values), values).tolist()  # waits for the device
         most, total = max(lengths), sum(lengths)
     # As int32, so that nothing treats the two integers of the header as floats.
-    message = torch.full((_HEADER + most,), math.nan, dtype=torch.float32, device=values.device).view(torch.int32)
-    message[0], message[1] = len(values), groups
-    message[_HEADER : _HEADER + len(values)] = values.view(torch.int32)
+    padded = pad(values, (0, most - len(values)), value=math.nan).view(torch.int32)
+    message = padded.new_empty(_HEADER + len(padded))
+    message[0], message[1], message[_HEADER:] = len(values), number, padded
     all_messages = ranks.gather(message)
     sizes = all_messages[:, 0].long()
     if total is None and _is_at_hand(sizes):
         total = int(sizes.sum())
-    return Everyones(
-        all_messages[:, _HEADER:].contiguous().view(torch.float32), sizes, all_messages[:, 1].long(), total
-    )
+    return Everyones(all_messages[:, _HEADER:].contiguous().view(values.dtype), sizes, all_messages[:, 1].long(), total)
 
 
 def _is_at_hand(sizes: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._arguments import require_flag, require_tensors
+from .._arguments import as_bool, require_flag, require_readable, require_tensors, require_values
 from .._groups import ranks_of
 from .agreement import agree
 
@@ -51,7 +51,8 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
     rows on the host.
 
     Args:
-        mask: bool ``[rows]``: which of this rank's rows are kept. Ranks may have different numbers of rows, or none.
+        mask: bool or integer (True where it is not 0) ``[rows]``: which of this rank's rows are kept. Ranks may have
+            different numbers of rows, or none.
         process_group: the ranks: a ``torch.distributed`` process group, or a device mesh of one dimension.
         drop_last: if the number of kept rows is not a multiple of the number of ranks, leave out the surplus rows: the
             last ones of the last rank first.
@@ -74,14 +75,15 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
     """
     ranks = ranks_of(process_group)
 
-    def check() -> None:
+    def check() -> Tensor:
         require_tensors(mask=mask)
-        if mask.dim() != 1 or mask.dtype != torch.bool:
-            raise ValueError(f"mask: got shape {list(mask.shape)} of {mask.dtype}; takes bool [rows]")
+        require_values(mask=mask)
+        if mask.dim() != 1:
+            raise ValueError(f"mask: got shape {list(mask.shape)}; takes [rows]")
         require_flag(drop_last=drop_last)
+        return as_bool("mask", mask)
 
-    agree(ranks, "plan_rows", check, lambda _: {"drop_last": drop_last})
-    kept = mask.nonzero().flatten()
+    kept = agree(ranks, "plan_rows", check, lambda _: {"drop_last": drop_last}).nonzero().flatten()
     held: list[int] = ranks.gather_number(len(kept), mask).tolist()
     rows, too_many = divmod(sum(held), ranks.size)
     if too_many and not drop_last:
@@ -173,6 +175,8 @@ def exchange_rows(
         for name, column in columns.items():
             if not isinstance(column, Tensor):
                 raise TypeError(f"{name}: got {type(column).__name__}; takes a tensor")
+            if not column.is_quantized:  # its rows are moved as they are
+                require_readable(**{name: column})
             if column.device != plan.staying.device:
                 raise ValueError(f"{name}: is on {column.device}; takes a tensor on the plan's, {plan.staying.device}")
             if column.dim() < 1 or len(column) != plan.planned:

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._arguments import is_known, require_optional_tensors, whole_number
+from .._arguments import is_known, require_optional_tensors, require_readable, whole_number
 from .._dispatch import ops
 from .._groups import ranks_of
 from .._segments.segments import both
-from .._selection.rollouts import AdvantageArguments, RolloutArguments, check_advantages
+from .._selection.rollouts import DTYPES_OF_REWARDS, AdvantageArguments, RolloutArguments, check_advantages
 from .._selection.rules import random_scores
-from .agreement import agree
+from .agreement import agree, require_alike
 from .equal_rows import most_varied
 from .gathered import Concatenation, concatenate, gather
 from .offsets import is_whole, own_offsets, require_offsets, require_placement
@@ -62,22 +62,31 @@ class Across(NamedTuple):
 @torch.no_grad()
 def group_advantages(arguments: AdvantageArguments, across: Across) -> Tensor:
     ranks = ranks_of(across.process_group)
-    rewards, offsets, scale, eps, ddof = arguments
+    _, offsets, scale, eps, ddof = arguments
 
-    def check() -> None:
-        check_advantages(*arguments)
+    def check() -> Tensor:
+        require_readable(**arguments._asdict())
+        rewards = check_advantages(*arguments)
         across.check("rewards", rewards, offsets)
         ops.check("group_advantages", rewards, own_offsets(across.placement, offsets), scale, eps, ddof)
+        return rewards
 
     same = {"scale": scale, "eps": eps, "ddof": ddof}
-    agree(ranks, "group_advantages", check, lambda _: across.alike(rewards, offsets) | same)
+    rewards = agree(ranks, "group_advantages", check, lambda rewards: across.alike(rewards, offsets) | same)
     whole = is_whole(across.placement, rewards, offsets)
     if ranks.size == 1 or (whole and scale != "batch"):
-        return ops.group_advantages(*arguments)
-    everyones = gather(ranks, rewards.reshape(-1).float(), 0, across.max_rollouts)
+        return ops.group_advantages(rewards, offsets, scale, eps, ddof)
+    # All send float64: ranks with different dtypes then find out, where they would wait for each other's bytes.
+    dtype = DTYPES_OF_REWARDS.index(rewards.dtype)
+    everyones = gather(ranks, rewards.reshape(-1).double(), dtype, across.max_rollouts)
+    if everyones.total is not None:
+        require_alike([{"rewards": DTYPES_OF_REWARDS[number]} for number in everyones.numbers.tolist()])
     together = concatenate(everyones, ranks.rank, rewards.numel())
     groups = _own_groups(rewards, offsets, together) if whole else _groups_of_all("rewards", offsets, together)
-    advantages: Tensor = ops.group_advantages(together.values, groups, scale, eps, ddof)[together.own]
+    all_rewards = together.values.to(rewards.dtype)  # exact; what counts as rounding depends on the dtype
+    advantages: Tensor = ops.group_advantages(all_rewards, groups, scale, eps, ddof)[together.own]
+    if everyones.total is None:  # the host does not know whether it is one dtype
+        advantages = advantages.masked_fill((everyones.numbers != dtype).any(), math.nan)
     if offsets is not None:
         own = torch.arange(rewards.numel(), device=rewards.device) if whole else together.own
         advantages = advantages.masked_fill(_left_out(own, offsets), math.nan)
@@ -101,27 +110,28 @@ def select(arguments: RolloutArguments, across: Across) -> Tensor:
     """The selection of ``max_variance_select`` or ``select_rollouts`` across ranks."""
     ranks, values, offsets = ranks_of(across.process_group), arguments.values, arguments.offsets
 
-    def check() -> None:
-        number = arguments.checked_number()
+    def check() -> RolloutArguments:
+        checked, number = arguments.checked()
         across.check("values", values, offsets)
         own = own_offsets(across.placement, offsets)
-        ops.check("max_variance_select", values, *number, arguments.mask, own, arguments.max_segment)
+        ops.check("max_variance_select", values, *number, checked.mask, own, checked.max_segment)
+        return checked
 
     same = {name: getattr(arguments, name) for name in ("keep", "rule", "scope", "equal_rows")}
-    agree(ranks, arguments.op, check, lambda _: across.alike(values, offsets) | same)
+    checked = agree(ranks, arguments.op, check, lambda _: across.alike(values, offsets) | same)
     whole, pooled = is_whole(across.placement, values, offsets), arguments.scope == "batch"
     if ranks.size == 1 or (whole and not pooled):
-        return arguments.select()
+        return checked.select()
 
     numbers, rule, keep = values.reshape(-1).float(), arguments.rule, arguments.keep
-    usable = both(numbers.isfinite(), arguments.mask)
+    usable = both(numbers.isfinite(), checked.mask)
     if rule == "random":  # scores are sent in place of values, so that all ranks have the same
         numbers, rule = random_scores(numbers, arguments.generator, ranks.rank), "highest"
     everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), _groups(values, offsets), across.max_rollouts)
     together = concatenate(everyones, ranks.rank, len(numbers))
     groups = together.as_one_segment() if whole else _groups_of_all("values", offsets, together)
     if pooled:
-        keep = _of_all(keep, everyones.groups.sum() if whole else len(groups) - 2, len(together.values), values)
+        keep = _of_all(keep, everyones.numbers.sum() if whole else len(groups) - 2, len(together.values), values)
         groups = together.as_one_segment()
     if arguments.equal_rows:
         assert isinstance(keep, Tensor)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import Shard as DTensorShard
 
-from .._arguments import require_whole
+from .._arguments import require_readable, require_whole
 from .._groups import Ranks, ranks_of
 
 
@@ -40,6 +40,7 @@ class ShardedArgument:
             self.ranks = ranks_of(tensor.device_mesh.get_group(self._mesh_dim), name)
             self.local = tensor.to_local()
         else:
+            require_readable(**{name: tensor})
             if process_group is None:
                 raise TypeError(f"process_group: got None; takes None only where {name} is a DTensor")
             self.local, self.ranks = tensor, ranks_of(process_group)

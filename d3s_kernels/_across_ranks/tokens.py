@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._arguments import checked_mask, require_readable
 from .._dispatch import ops
 from .._groups import Ranks, ranks_of
 from .._segments.quota import Quota
-from .._selection.tokens import Ratio, Selection, TokenArguments, TopkArguments, checked_quota
+from .._selection.tokens import Factors, Selection, TokenArguments, TopkArguments, checked_quota
 from .agreement import agree
 from .offsets import alike, is_whole, own_offsets, own_pieces, require_placement
 from .topk_mask import select
@@ -20,14 +21,16 @@ def topk_mask(arguments: TopkArguments, process_group: ProcessGroup | DeviceMesh
     ranks = ranks_of(process_group)
     scores, ratio, k, mask, offsets, max_segment, drop_zeros = arguments
 
-    def check() -> Quota:
-        quota = Quota(*checked_quota(*arguments))
+    def check() -> tuple[Quota, Tensor | None]:
+        require_readable(**arguments._asdict())
+        quota = Quota(*checked_quota(scores, ratio, k, offsets, max_segment, drop_zeros))
+        kept = checked_mask(mask, scores)
         require_placement(placement, scores, offsets, "scores")
-        ops.check("topk_mask", scores, *quota, mask, own_offsets(placement, offsets), max_segment, False, drop_zeros)
-        return quota
+        ops.check("topk_mask", scores, *quota, kept, own_offsets(placement, offsets), max_segment, False, drop_zeros)
+        return quota, kept
 
     same = {"ratio": ratio, "k": k, "drop_zeros": drop_zeros}
-    quota = agree(ranks, "topk_mask", check, lambda _: same | alike(placement, scores, offsets))
+    quota, mask = agree(ranks, "topk_mask", check, lambda _: same | alike(placement, scores, offsets))
     if ranks.size == 1 or is_whole(placement, scores, offsets):
         return ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
     pieces = offsets
@@ -43,29 +46,30 @@ def select_tokens(
     """Returns the value of each token (for logits, the entropy computed here), and mask, count and threshold."""
     ranks, offsets, pooled = ranks_of(process_group), arguments.offsets, arguments.scope == "batch"
 
-    def check() -> tuple[Tensor, Tensor, Ratio]:
+    def check() -> Factors:
+        require_readable(**arguments._asdict())
         if arguments.rule == "entropy_quantile":
             raise ValueError(f"process_group: got one with rule {arguments.rule!r}; takes None, as it is one process's")
-        values, weights, ratio = arguments.checked_factors(ranks.rank)
+        values, weights, ratio, mask = arguments.checked_factors(ranks.rank)
         require_placement(placement, values, offsets, "entropy")
         checked = weights
         if placement == "global":
             _require_one_for_each(weights, values, offsets)
             checked = weights.new_zeros(())
         own = arguments._replace(offsets=own_offsets(placement, offsets))
-        ops.check("select_tokens", *own.of_op(values, checked, ratio))
-        return values, weights, ratio
+        ops.check("select_tokens", *own.of_op(values, checked, ratio, mask))
+        return values, weights, ratio, mask
 
     given = {name: getattr(arguments, name) for name in ("ratio", "rule", "scope", "drop_zeros")}
-    values, weights, ratio = agree(
+    values, weights, ratio, mask = agree(
         ranks, "select_tokens", check, lambda checked: given | alike(placement, checked[0], offsets)
     )
     if ranks.size == 1 or (not pooled and is_whole(placement, values, offsets)):
-        return values, ops.select_tokens(*arguments.of_op(values, weights, ratio))
+        return values, ops.select_tokens(*arguments.of_op(values, weights, ratio, mask))
     pieces = offsets
     if offsets is not None and placement != "whole":
         pieces, weights = _pieces_and_weights(values, weights, offsets, placement, ranks)
-    keys, quota = ops.topk_order_keys(values, weights, arguments.mask, pieces), Quota(*ratio)
+    keys, quota = ops.topk_order_keys(values, weights, mask, pieces), Quota(*ratio)
     if pooled:
         kept = select(keys.view(-1), None, quota, arguments.drop_zeros, ranks)
         return values, (kept.mask.view(values.shape), kept.count.view(()), kept.threshold.view(()))

@@ -11,15 +11,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._arguments import (
+    checked_mask,
     require_head_options,
     require_no_tangent,
     require_optional_tensors,
+    require_readable,
     require_tensors,
     temperature_argument,
 )
 from .._dispatch import ops
-from .._head.at_backward import require_room_for_gradient, with_weight_grad_into
-from .._head.problem import HeadProblem, require_bounds
+from .._head.at_backward import with_weight_grad_into
+from .._head.operands import operands
+from .._head.problem import HeadProblem, require_bounds, require_memory
 from .._head.shard import Shard
 from ..sampling import LabelOutside, SamplingMask, op_arguments
 from .agreement import agree, asks
@@ -67,7 +70,8 @@ def vocab_parallel_logprob_entropy(
             DTensor.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``; the same
             on all ranks.
-        mask: bool ``[...]``, the same on all ranks; rows where it is False are not read and give 0 and 0.
+        mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where it is False are not
+            read and give 0 and 0.
         sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with tokens of the whole vocabulary, the same on all
             ranks: each reads those of its shard. A token that no rank has is left out, unless
             ``D3S_KERNELS_CHECK=1`` has the ranks compare what they have.
@@ -100,10 +104,12 @@ def vocab_parallel_logprob_entropy(
     labels, mask, temperature = shard.beside(labels=labels, mask=mask, temperature=temperature)
 
     def arguments() -> tuple[Any, ...]:
+        nonlocal mask
+        require_readable(labels=labels, mask=mask, temperature=temperature)
         require_tensors(logits_shard=logits, labels=labels)
         require_no_tangent(logits_shard=logits)
-        require_optional_tensors(logits, mask=mask)
-        number, tensor = temperature_argument(temperature, logits, rows)
+        mask = checked_mask(mask, logits)
+        number, tensor = temperature_argument(temperature, logits)
         spans = op_arguments(sampling_mask, max_dense_rows, logits, label_outside)
         return logits, labels, shard.first_token, shard.ranks.group.group_name, number, tensor, mask, *spans
 
@@ -160,28 +166,31 @@ def vocab_parallel_linear_logprob_entropy(
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. It needs a gradient on all or none.
-        weight_shard: ``[V_r, H]``, the dtype of ``hidden``: the weight of tokens ``vocab_start`` to ``vocab_start +
-            V_r``. Ranks may have different numbers of tokens, or none. Or a DTensor with ``Shard(0)`` on one dimension
-            of its mesh, and ``Replicate`` on the others; nothing is summed over the others here.
+        weight_shard: ``[V_r, H]``, the dtype of ``hidden``, or one of the two float32 (see
+            :func:`d3s_kernels.linear_logprob_entropy`): the weight of tokens ``vocab_start`` to ``vocab_start + V_r``.
+            Ranks may have different numbers of tokens, or none. Or a DTensor with ``Shard(0)`` on one dimension of its
+            mesh, and ``Replicate`` on the others; nothing is summed over the others here.
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target.
             A label that no rank has gives NaN, and NaN gradients.
         vocab_start: the token of the first row of ``weight_shard``; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
-        bias: ``[V_r]``, the dtype of ``hidden``; ``-inf`` for a token that only pads the vocabulary.
+        bias: ``[V_r]``, likewise; ``-inf`` for a token that only pads the vocabulary.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
-        mask: bool ``[...]``, the same on all ranks; rows where it is False cost nothing and give 0 and 0.
+        mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where it is False cost
+            nothing and give 0 and 0.
         max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host synchronisation;
             if it is exceeded, all outputs are NaN.
         max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host
             synchronisation, and the all-reduce carries that many rows; if it is exceeded, all gradients are NaN.
-        logits_dtype: what the logits are rounded to: ``torch.float32``, or the dtype of ``hidden``.
+        logits_dtype: what the logits are rounded to: ``torch.float32``, or the one dtype of hidden states, weight and
+            bias.
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU.
-        weight_grad_into: a contiguous tensor of the shape of ``weight_shard``, in float32 or its dtype. Every
-            backward **adds** the weight's gradient to it, also one that asks for other gradients alone, and never
-            zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
-            requires no gradient, nothing is added. Not under ``torch.compile``.
+        weight_grad_into: a contiguous tensor of the shape of ``weight_shard``, in float32; or in its dtype, if nothing
+            is converted. Every backward **adds** the weight's gradient to it, also one that asks for other gradients
+            alone, and never zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None.
+            If the weight requires no gradient, nothing is added. Not under ``torch.compile``.
         sampling_mask: as in :func:`d3s_kernels.linear_logprob_entropy`, with tokens of the whole vocabulary: each rank
             computes those of its shard. The ranks then exchange 16 bytes for each row, and in the backward H float32
             numbers for each row, besides what rows with an empty span take.
@@ -214,16 +223,19 @@ def vocab_parallel_linear_logprob_entropy(
     hidden, labels, mask, temperature = shard.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)
 
     def arguments() -> tuple[Any, ...]:
+        nonlocal mask
+        require_readable(hidden=hidden, labels=labels, bias=bias, mask=mask, temperature=temperature)
         require_tensors(hidden=hidden, weight_shard=weight, labels=labels)
-        require_optional_tensors(hidden, bias=bias, mask=mask, weight_grad_into=into)
+        require_optional_tensors(hidden, bias=bias, weight_grad_into=into)
+        mask = checked_mask(mask, hidden)
         require_no_tangent(hidden=hidden, weight_shard=weight, bias=bias)
         require_head_options(
             logit_softcap, logits_dtype, max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes
         )
-        require_room_for_gradient(into, weight, "weight_shard")
-        number, tensor = temperature_argument(temperature, hidden, hidden.shape[:-1])
+        number, tensor = temperature_argument(temperature, hidden)
+        states, of_tokens, of_bias = operands(hidden, weight, bias, into, "weight_shard")
         return (
-            hidden, weight, labels, shard.first_token, shard.ranks.group.group_name, bias, number, tensor,
+            states, of_tokens, labels, shard.first_token, shard.ranks.group.group_name, of_bias, number, tensor,
             logit_softcap, mask, max_rows, max_grad_rows, logits_dtype, workspace_bytes,
             *op_arguments(sampling_mask, max_dense_rows, hidden, label_outside),
         )  # fmt: skip
@@ -231,6 +243,7 @@ def vocab_parallel_linear_logprob_entropy(
     def refuse(*given: Any) -> None:
         number, tensor = given[6:8]
         HeadProblem(Shard(shard.first_token, shard.ranks), *given[:3], *given[5:10], *given[12:]).check()
+        require_memory(given[1], given[5])
         require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
         # A rank without tokens runs no kernel that checks the temperature. So it is checked before others wait.
         state = hidden.new_empty((labels.numel(), 4), dtype=torch.float32)

@@ -100,7 +100,7 @@ def _choice(device: str, forced: str | None) -> tuple[str, ...]:
     return ("triton", "torch") if forced != "torch" and why_not("triton") is None else ("torch",)
 
 
-def _is_built(device: str) -> bool:
+def is_built(device: str) -> bool:
     """Whether this torch supports the device. If not, nothing is registered for it, and Triton is not imported."""
     if device == "cuda":
         return torch.version.cuda is not None or torch.version.hip is not None
@@ -109,7 +109,7 @@ def _is_built(device: str) -> bool:
 
 def _serve(library: torch.library.Library, forced: str | None) -> None:
     for device, key in DEVICES.items():
-        if not _is_built(device):
+        if not is_built(device):
             continue
         choice = _choice(device, forced)
         SLICES[device] = CPU_SLICE if choice[0] == "cpu" else GPU_SLICE

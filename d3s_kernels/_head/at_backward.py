@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import require_readable
 from .._dispatch import ops
 from .._dispatch.autograd import of_known_labels
 from .._dispatch.libraries import argument_names
@@ -21,11 +22,9 @@ from .gradients import Wanted
 from .problem import HeadProblem
 
 
-def require_room_for_gradient(weight_grad_into: Tensor | None, weight: Tensor, name: str = "weight") -> None:
+def require_room_for_gradient(into: Tensor, weight: Tensor, name: str = "weight") -> None:
     """Refuses a tensor to which the weight's gradient cannot be added."""
-    if weight_grad_into is None:
-        return
-    into = weight_grad_into
+    require_readable(weight_grad_into=into)
     if torch.compiler.is_compiling():
         raise ValueError("weight_grad_into: got a tensor in torch.compile; takes one in eager mode alone")
     if into.shape != weight.shape or not into.is_contiguous():

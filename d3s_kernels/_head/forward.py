@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .kept import dense_rows, flat_rows, kept_logits, spans_of
 from .picked import Picked
-from .problem import HeadProblem, require_bounds
+from .problem import HeadProblem, require_bounds, require_memory
 from .products import without_autocast
 from .tiles import Tiles, of_rows
 
@@ -35,7 +35,12 @@ def forward_op(max_rows: int | None = None, max_grad_rows: int | None = None, **
 def forward(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, ...]:
     problem.check()
     if problem.sampling_ids is None and problem.sampling_offsets is None and problem.max_dense_rows is None:
-        return _of_all_tokens(problem, max_rows)
+        try:
+            return _of_all_tokens(problem, max_rows)
+        except RuntimeError:
+            require_memory(problem.weight, problem.bias)
+            raise
+    require_memory(problem.weight, problem.bias)
     outputs = _of_kept_tokens(problem)
     if problem.max_dense_rows != 0:
         dense = dense_rows(problem)

@@ -13,7 +13,7 @@ from .picked import Picked
 from .products import Head
 from .shard import WHOLE, Shard
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class HeadProblem(NamedTuple):
@@ -72,7 +72,7 @@ class HeadProblem(NamedTuple):
         hidden, weight, bias = self.hidden, self.weight, self.bias
         if hidden.dim() < 1:
             raise ValueError("hidden: got a 0-d tensor; takes [..., H]")
-        if hidden.dtype not in _FLOATS:
+        if hidden.dtype not in FLOATS:
             raise ValueError(f"hidden: got dtype {hidden.dtype}; takes float32, bfloat16 or float16")
         if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
             raise ValueError(
@@ -82,10 +82,10 @@ class HeadProblem(NamedTuple):
             raise ValueError(f"weight: got dtype {weight.dtype}; takes the dtype of hidden, {hidden.dtype}")
         if self._tokens() == 0:
             raise ValueError("weight: got no tokens; takes [V, H] with V of at least 1")
-        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
-            raise ValueError(
-                f"bias: got shape {list(bias.shape)} of {bias.dtype}; takes [{weight.shape[0]}] of {weight.dtype}"
-            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise not_fitting(weight, bias)
+        if bias is not None and bias.dtype != weight.dtype:
+            raise ValueError(f"bias: got dtype {bias.dtype}; takes the dtype of weight, {weight.dtype}")
 
     def _check_rows(self) -> None:
         """Checks the arguments with one value for each row, and the devices of all."""
@@ -125,12 +125,45 @@ class HeadProblem(NamedTuple):
         dtype, cap, room = self.logits_dtype, self.logit_softcap, self.workspace_bytes
         if dtype not in (torch.float32, self.hidden.dtype):
             raise ValueError(
-                f"logits_dtype: got {dtype}; takes torch.float32 or the dtype of hidden, {self.hidden.dtype}"
+                f"logits_dtype: got {dtype}; takes torch.float32 or the dtype of the products, {self.hidden.dtype}"
             )
         if cap is not None and not 0 < cap < torch.inf:
             raise ValueError(f"logit_softcap: got {cap}; takes a finite number above 0")
         if room is not None and room <= 0:
             raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
+
+
+def why_not_whole(name: str, parameter: Tensor) -> str:
+    """For the message about a parameter of a wrong shape: who has left only a part of it here, and the way out."""
+    if hasattr(parameter, "ds_id"):
+        whole = list(getattr(parameter, "ds_shape", ()))
+        return (
+            f". DeepSpeed's ZeRO-3 has partitioned this one of shape {whole}: enter "
+            f"deepspeed.zero.GatheredParameters([{name}]) around forward and backward"
+        )
+    if hasattr(parameter, "_fsdp_flattened") or parameter.dim() == 1:
+        return (
+            ". FSDP leaves a flattened part, maybe an empty one, outside of the forward of the module that it wraps: "
+            "call within that forward, or within FullyShardedDataParallel.summon_full_params"
+        )
+    return ""
+
+
+def require_memory(weight: Tensor, bias: Tensor | None) -> None:
+    """Refuses what was gathered for a module's forward and freed after it. Torch's products find that too, and kernels
+    do not: they would end the process.
+    """
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.numel() and not parameter.untyped_storage().nbytes():
+            raise ValueError(
+                f"{name}: got one whose memory has been freed, as FSDP does after the forward of a module; takes one "
+                "that is there: call within that forward, or gather the parameter again"
+            )
+
+
+def not_fitting(weight: Tensor, bias: Tensor) -> ValueError:
+    reason = "" if bias.numel() else why_not_whole("bias", bias)
+    return ValueError(f"bias: got shape {list(bias.shape)}; takes [V], {list(weight.shape[:1])}{reason}")
 
 
 def _check_labels(labels: Tensor, tokens: int | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._arguments import as_bool, require_plain
 from .render import Group, Rollout
 from .text import decoder, token_texts
 
@@ -62,9 +63,17 @@ def rollouts_of(
 
 # ---- what an argument has to be --------------------------------------------------------------------------------------
 
-_Kind = tuple[str, Callable[[Tensor], bool]]
-_BOOL: _Kind = "bool", lambda value: value.dtype == torch.bool
-_FLOAT: _Kind = "float", Tensor.is_floating_point
+
+def _float(name: str, value: Tensor) -> Tensor:
+    if not value.is_floating_point():
+        raise TypeError(f"{name}: got {value.dtype}; takes a float tensor")
+    return value
+
+
+_Kind = tuple[str, Callable[[str, Tensor], Tensor]]
+"""What an argument is, and the function that returns it in this form."""
+_BOOL: _Kind = "bool", as_bool
+_FLOAT: _Kind = "float", _float
 
 
 def _is_list(value: Any) -> bool:
@@ -77,18 +86,18 @@ def _brief(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 
 
-def _require(name: str, value: Tensor, kind: _Kind) -> None:
+def _tensor(name: str, value: Tensor, kind: _Kind) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; takes a {kind[0]} tensor")
-    if not kind[1](value):
-        raise TypeError(f"{name}: got {value.dtype}; takes a {kind[0]} tensor")
+    require_plain(**{name: value})
+    return kind[1](name, value)
 
 
 def _per_rollout(name: str, value: Tensor | None, count: int, kind: _Kind) -> list[Any]:
     """One value of each rollout; None for each where the argument is None."""
     if value is None:
         return [None] * count
-    _require(name, value, kind)
+    value = _tensor(name, value, kind)
     if value.numel() != count:
         raise ValueError(f"{name}: got shape {list(value.shape)}; takes one value for each of {count} rollouts")
     values: list[Any] = value.flatten().tolist()
@@ -99,7 +108,7 @@ def _per_token(name: str, value: Tensor, lengths: list[int], kept: list[bool], k
     """The values of each rollout's tokens, with no tokens of a dropped rollout; from rows for all rollouts, or for the
     kept ones only.
     """
-    _require(name, value, kind)
+    value = _tensor(name, value, kind)
     longest, every, some = max(lengths, default=0), len(kept), sum(kept)
     if value.dim() != 2 or len(value) not in (every, some) or value.shape[1] < longest:
         number = str(every) if some == every else f"{every}, or {some} (kept rollouts only),"
@@ -117,7 +126,7 @@ def _require_countable(kept_tokens: Tensor, shown: list[list[bool]], counts: lis
         for row, flags in zip(shown, counts, strict=True)
         for keep, count in zip(row, flags, strict=False)
     )
-    beyond = int(kept_tokens.sum()) - fitting
+    beyond = int(kept_tokens.count_nonzero()) - fitting
     if beyond:
         raise ValueError(f"kept_tokens: got {beyond} in dropped rollouts or where mask is 0; takes none there")
 
@@ -138,6 +147,7 @@ def _texts(completions: Completions, mask: Tensor | None, tokenizer: Any) -> tup
             raise TypeError(f"completions: got a list with {_brief(wrong)}; {_TAKES}")
         flags = _flags(mask, [len(row) for row in texts])
         return texts, [row[: len(text)] for row, text in zip(flags, texts, strict=True)]
+    require_plain(completions=completions)
     whole = not (completions.is_floating_point() or completions.is_complex() or completions.dtype == torch.bool)
     if completions.dim() != 2 or not whole:
         raise TypeError(f"completions: got {completions.dtype} of shape {list(completions.shape)}; {_TAKES}")
@@ -159,6 +169,7 @@ def _flags(mask: Tensor | None, widths: list[int]) -> list[list[bool]]:
         return [[True] * width for width in widths]
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask: got {type(mask).__name__}; takes a tensor or None")
+    require_plain(mask=mask)
     if mask.dim() != 2 or len(mask) != len(widths) or mask.shape[1] < max(widths, default=0):
         raise ValueError(f"mask: got shape {list(mask.shape)}; takes [{len(widths)}, {max(widths, default=0)}]")
     flags: list[list[bool]] = (mask != 0).tolist()

@@ -450,11 +450,13 @@ def importance_ratio_backward(
     low: float = -20.0,
     high: float = 20.0,
 ) -> Tensor:
-    """A ratio's derivative by its logarithm is the ratio itself; at a finite bound and beyond, it is 0."""
+    """A ratio's derivative by its logarithm is the ratio itself; at a finite bound and beyond, it is 0. A gradient of 0
+    stays 0, whatever the ratio is.
+    """
     inside = reference._in_groups(ratio, mask, groups).view(ratio.shape)
     by = ratio.double()
     if low > -math.inf:
         inside &= by > math.exp(low)
     if high < math.inf:
         inside &= by < math.exp(high)
-    return (grad_ratio.double() * by).masked_fill(~inside, 0)
+    return (grad_ratio.double() * by).masked_fill(~inside | (grad_ratio == 0), 0)

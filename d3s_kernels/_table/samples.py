@@ -443,11 +443,26 @@ def topk_mask_from_key(draw: Draw) -> Arguments:
 # ---- rollouts -------------------------------------------------------------------------------------------------------
 
 
+def _rewards(draw: Draw) -> Arguments:
+    """Rewards and their offsets. Sometimes the finite ones are 1 up to rounding."""
+    given = _segmented(draw, "rewards", dtypes=(*FLOATS, torch.float64))
+    rewards = given["rewards"]
+    if draw.rarely():
+        below = 1 - torch.finfo(rewards.dtype).eps / 2  # the largest number below 1
+        rewards = torch.where(rewards.isfinite(), torch.where(rewards > 0, 1.0, below).to(rewards.dtype), rewards)
+    return {"rewards": rewards, "offsets": given["offsets"]}
+
+
+def whole_rewards(draw: Draw, given: Arguments) -> Arguments:
+    """Sometimes makes the rewards flags or integers."""
+    dtype = draw.choice((None, torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64))
+    if dtype is not None:
+        given["rewards"] = given["rewards"].nan_to_num(posinf=3, neginf=-3).abs().to(dtype)
+    return given
+
+
 def group_advantages(draw: Draw) -> Arguments:
-    given = _segmented(draw, "rewards")
-    return {
-        "rewards": given["rewards"],
-        "offsets": given["offsets"],
+    return _rewards(draw) | {
         "scale": draw.choice(("group", "batch", "none")),
         "eps": draw.choice((1e-4, 1e-6, 0.0)),
         "ddof": draw.choice((1, 0)),
@@ -455,8 +470,7 @@ def group_advantages(draw: Draw) -> Arguments:
 
 
 def groups_without_spread(draw: Draw) -> Arguments:
-    given = _segmented(draw, "rewards")
-    return {name: given[name] for name in ("rewards", "offsets")} | {"tolerance": draw.choice((None, 0.0, 0.3))}
+    return whole_rewards(draw, _rewards(draw)) | {"tolerance": draw.choice((None, 0.0, 0.3))}
 
 
 def max_variance_select(draw: Draw) -> Arguments:
@@ -512,9 +526,10 @@ def importance_ratio(draw: Draw) -> Arguments:
 def importance_ratio_backward(draw: Draw) -> Arguments:
     given = importance_ratio(draw)
     shape = tuple(given["logprob"].shape)
+    far = draw.choice((0.0, 100.0))  # where a ratio is infinite
     return {
         "grad_ratio": draw.values(shape, dtypes=(torch.float32,), special=()),
-        "ratio": (given["logprob"].detach() - given["old_logprob"]).exp(),
+        "ratio": (given["logprob"].detach() - given["old_logprob"] + far).exp(),
         **{name: given[name] for name in ("mask", "groups", "low", "high")},
     }
 

@@ -248,7 +248,7 @@ FUNCTIONS: dict[str, Row] = {
     ),
     "select_tokens_from_logits": _as("select_tokens_from_logits", "select_tokens_from_logits"),
     "compact": _as("compact", "compact"),
-    "group_advantages": _as("group_advantages", "group_advantages"),
+    "group_advantages": _as("group_advantages", "group_advantages", samples.whole_rewards),
     "groups_without_spread": Row(samples.groups_without_spread, reference.groups_without_spread, _one("same")),
     "max_variance_select": _as("max_variance_select", "max_variance_select"),
     "select_rollouts": Row(samples.rollout_rules, reference.select_rollouts, _one("mask")),

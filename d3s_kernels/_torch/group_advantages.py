@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._segments.segments import Segments, pool_present, segments_of
+from .._segments.spread import tolerance_of, without_spread
 
 
 def group_advantages(
@@ -19,8 +20,9 @@ def group_advantages(
         deviation = _statistics(flat, pool_present(~flat.isnan()), ddof)[1][0].expand_as(mean)
     difference = flat - mean[groups.of]
     scaled = difference if scale == "none" else difference / (deviation + eps)[groups.of]
-    # Equal rewards have advantage 0, even if eps is 0; so has a group of one.
-    nothing = flat.isnan() | (difference == 0) | (scored[groups.of] == 1)
+    # Advantages are 0 in a group of equal rewards or of one, and for the mean itself, even if the divisor is 0.
+    same = without_spread(flat, ~flat.isnan(), groups, tolerance_of(rewards.dtype)) | (scored == 1)
+    nothing = flat.isnan() | (difference == 0) | same[groups.of]
     advantages = scaled.float().masked_fill(nothing, 0).masked_fill(groups.left_out(), math.nan)
     return advantages.view(rewards.shape)
 

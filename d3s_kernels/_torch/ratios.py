@@ -47,15 +47,17 @@ def importance_ratio_backward(
     low: float = -20.0,
     high: float = 20.0,
 ) -> Tensor:
-    """A ratio's derivative by its logarithm is the ratio itself; at a finite bound and beyond, it is 0."""
-    by = ratio.flatten()
+    """A ratio's derivative by its logarithm is the ratio itself; at a finite bound and beyond, it is 0. A gradient of 0
+    stays 0, whatever the ratio is: 0 * inf would be NaN.
+    """
+    grad, by = grad_ratio.flatten(), ratio.flatten()
     limited = ~_in_groups(ratio, mask, groups)
     # An infinite bound limits nothing, not even a ratio of 0 or of infinity.
     if _float32(low) > -math.inf:
         limited |= by <= _limit(low)
     if _float32(high) < math.inf:
         limited |= by >= _limit(high)
-    return (grad_ratio.flatten() * by).masked_fill(limited, 0).view(ratio.shape)
+    return torch.where(grad == 0, grad, grad * by).masked_fill(limited, 0).view(ratio.shape)
 
 
 def entropy_groups(

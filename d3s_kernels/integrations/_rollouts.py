@@ -31,9 +31,11 @@ def without_spread(of_each_function: Tensor, weights: Tensor, n: int, separately
     return groups_without_spread(total_rewards(of_each_function, weights).view(-1, n))
 
 
-def of_survivors(advantages: Tensor, kept: Tensor, scale_rewards: str) -> Tensor:
-    """The advantages ``[groups, n]``, normalised anew over the kept rollouts of each group (PODS)."""
-    survivors = advantages.masked_fill(~kept, torch.nan)  # NaN is ignored
+def of_survivors(advantages: Tensor, kept: Tensor, scale_rewards: str, same: Tensor) -> Tensor:
+    """The advantages ``[groups, n]``, normalised anew over the kept rollouts of each group (PODS). ``same``, bool
+    ``[groups]``, marks those without a spread: their advantages are rounding errors, which a division would enlarge.
+    """
+    survivors = advantages.masked_fill(same[:, None], 0).masked_fill(~kept, torch.nan)  # NaN is ignored
     # With scale_rewards="batch" the trainer has already divided by the standard deviation of the batch.
     return group_advantages(survivors, scale="group" if scale_rewards == "group" else "none")
 

@@ -157,7 +157,7 @@ def keep_rollouts(maker: Any, compute: Callable[..., list[Any]], experiences: li
     if args.d3s.rollouts == 1:
         return experiences
     n = args.rollout.n_samples_per_prompt
-    rewards = torch.cat([experience.rewards for experience in experiences]).float().view(-1, n)
+    rewards = torch.cat([experience.rewards for experience in experiences]).view(-1, n)
     kept = choose_rollouts(
         group_advantages(rewards, scale=_SCALES[args.algo.advantage.estimator]),
         rollouts_of(args.d3s.rollouts, n),

@@ -128,6 +128,7 @@ def cases() -> dict[str, Case]:
         "max_variance_select, sorted, in stretches": Case(lambda: d3s.max_variance_select(moved, 4000)),
         "group_advantages, warps": Case(lambda: d3s.group_advantages(small)),
         "group_advantages, blocks": Case(lambda: d3s.group_advantages(rewards, scale="batch")),
+        "group_advantages, equal rewards": Case(lambda: d3s.group_advantages(1 + rewards / 2**24)),
         "compact, one block": Case(lambda: d3s.compact(mask[:9000], 5000)),
         "compact, pieces": Case(lambda: d3s.compact(mask, 70_000)),
         "importance_ratio, sequences": Case(

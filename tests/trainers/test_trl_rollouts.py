@@ -15,7 +15,7 @@ from batches import generation_batch
 from tiny_trl import GROUP, PAD, trainer
 
 from d3s_kernels import max_variance_select
-from d3s_kernels.integrations._rollouts import choose_rollouts, rows_to_keep
+from d3s_kernels.integrations._rollouts import choose_rollouts, of_survivors, rows_to_keep, without_spread
 from d3s_kernels.integrations.trl.batch import take, trimmed
 
 
@@ -242,6 +242,17 @@ def test_podss_advantages_are_those_of_the_kept() -> None:
         torch.testing.assert_close(made._keep_rollouts(dict(batch))["advantages"].view(-1, 4), expected)
     whole = trainer(rollout_scope="group")._keep_rollouts(dict(batch))["advantages"]
     assert torch.equal(whole, batch["advantages"][marked])
+
+
+def test_rounding_errors_are_not_normalised() -> None:
+    """TRL's advantages of rewards that are equal up to rounding are some 6e-4, and their deviation is as small."""
+    a, b, c = torch.tensor([0.1, 0.2, 0.35])
+    rewards = torch.stack([a + b + c, c + b + a]).repeat(GROUP // 2)
+    advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-4))[None]
+    assert advantages.abs().max() > 1e-4
+    kept = torch.ones_like(advantages, dtype=torch.bool)
+    same = without_spread(rewards[:, None], torch.ones(1), GROUP, separately=False)
+    assert not of_survivors(advantages, kept, "group", same).any()
 
 
 def test_the_schedule_moves_the_budget() -> None:

@@ -56,7 +56,7 @@ class ChoosesRollouts(Run):
         )
         same = without_spread(self._rewards_per_func, self.reward_weights, n, self.scale_rewards == "gdpo")
         self._log(rollout_metrics(kept, lengths, same, budget.rollouts / n))
-        self._kept_advantages = self._advantages_of(kept.view(-1, n))
+        self._kept_advantages = self._advantages_of(kept.view(-1, n), same)
         here = kept.view(accelerator.num_processes, -1)[accelerator.process_index].tolist()
         remaining = [sample for sample, stays in zip(samples, here, strict=True) if stays]
         if bool(kept.all()):
@@ -64,11 +64,11 @@ class ChoosesRollouts(Run):
         evenly: Samples = get_even_process_data(self, gather_object(remaining))
         return evenly
 
-    def _advantages_of(self, kept: Tensor) -> Tensor:
-        """The advantages of the kept rollouts, in their order."""
+    def _advantages_of(self, kept: Tensor, same: Tensor) -> Tensor:
+        """The advantages of the kept rollouts, in their order; ``same`` marks the groups without a spread."""
         advantages = self._advantages.view_as(kept)
         if self.args.advantages_from == "kept":
-            advantages = of_survivors(advantages, kept, self.scale_rewards)
+            advantages = of_survivors(advantages, kept, self.scale_rewards, same)
         return advantages[kept]
 
     def _compute_advantages(self, samples: Samples, *arguments: Any) -> Tensor:

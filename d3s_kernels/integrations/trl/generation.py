@@ -149,7 +149,7 @@ class ChoosesRollouts(ChoosesTokens):
         same = self._without_spread(advantages)
         self._log(rollout_metrics(kept.flatten(), lengths.flatten(), same, budget.rollouts / n))
         if not everything:  # else no row moves, and nothing waits for the device
-            batch = self._rows_of(batch, kept, advantages)
+            batch = self._rows_of(batch, kept, advantages, same)
         if not everything or self.args.refill:
             batch = trimmed(batch, self.pad_to_multiple_of)
         batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
@@ -170,10 +170,12 @@ class ChoosesRollouts(ChoosesTokens):
         )
         return chosen.view_as(advantages)
 
-    def _rows_of(self, batch: Batch, kept: Tensor, advantages: Tensor) -> Batch:
-        """The kept rows, as many on each process, from this process's rows and everyone's advantages."""
+    def _rows_of(self, batch: Batch, kept: Tensor, advantages: Tensor, same: Tensor) -> Batch:
+        """The kept rows, as many on each process, from this process's rows and everyone's advantages. Groups without a
+        spread are the ``same``.
+        """
         ranks, here = self.accelerator.num_processes, self.accelerator.process_index
         if self.args.advantages_from == "kept":
-            anew = of_survivors(advantages, kept, self.scale_rewards)
+            anew = of_survivors(advantages, kept, self.scale_rewards, same)
             batch["advantages"] = anew.view(ranks, -1)[here]
         return keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)
