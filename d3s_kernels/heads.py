@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, TypedDict
 from weakref import WeakKeyDictionary, ref
 
@@ -14,6 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear
 
+from ._arguments import why_unreadable
+from ._head.problem import FLOATS, why_not_whole
+
 # What configurations of transformers call a factor of the logits, with the power of that factor, and their soft cap.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -21,7 +27,19 @@ _TOKENS = 4  # of the check
 _USUAL_CAP = 30.0  # the check reaches this, where it knows of no cap
 _ROWS = 4096  # of the weight, compared at once
 
-_verified: WeakKeyDictionary[Module, tuple[Any, ...]] = WeakKeyDictionary()
+_WRAPPERS = {  # which leave logits as they are, and the attribute that has the model
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+}
+_PEFT = {"peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel"}
+
+# For each model that was tried, the states in which it was, and the scale and the cap of its logits there.
+_STATES = 16
+_verified: WeakKeyDictionary[Module, dict[Hashable, tuple[float, float | None]]] = WeakKeyDictionary()
 
 
 class UnsupportedHead(ValueError):
@@ -48,6 +66,8 @@ class ModelHead(NamedTuple):
     layer: Any
     scale: float
     softcap: float | None
+    prompts: bool
+    """Whether PEFT adds tokens to prompts before the body, so that its hidden states are not those of the tokens."""
 
     @property
     def name(self) -> str:
@@ -70,8 +90,8 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
     ids and returns logits; there the hidden states are what its head is given.
 
     Call it for each step, where the op is called, outside of ``torch.compile``: it reads weights where they now are.
-    The check runs once for each model and head: without gradients, in the model's own mode, and without a change of
-    the random state. In a process group all ranks call it.
+    The check runs once for each model, head and mode (training or not), and again if somebody has changed their hooks
+    or forwards. It leaves the mode, gradients and random state as they are. In a process group all ranks call it.
 
     Args:
         model: a causal language model of transformers, with PEFT or without, or a module as above.
@@ -83,8 +103,9 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
         the model's own, so that they get their gradients.
 
     Raises:
-        UnsupportedHead: the head has an adapter or other parameters of its own (``modules_to_save`` is taken); its
-            weight is sharded, quantised, offloaded or on the meta device; or the model's logits differ.
+        UnsupportedHead: the head has an adapter (``modules_to_save`` is taken), or the logits depend on other
+            parameters than its weight and bias, or differ; the weight is sharded, quantised, offloaded or on the meta
+            device.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -107,14 +128,23 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
     reason = why_not_here(found.layer)
     if reason is not None:
         raise UnsupportedHead(f"lm_head: {found.name}'s head has {reason}")
+    if found.prompts:
+        raise UnsupportedHead(
+            f"lm_head: got a {found.name} with a PEFT adapter that adds tokens to its prompts; takes others, since the "
+            "hidden states of its body are not those of such a prompt"
+        )
     if verify:
         found = verified_head(found)
     return {
         "weight": found.layer.weight,
         "bias": getattr(found.layer, "bias", None),
-        "temperature": temperature if found.scale == 1 else temperature / found.scale,
+        "temperature": temperature if found.scale == 1 else _divided(temperature, found.scale),
         "logit_softcap": None if found.softcap is None else found.softcap / found.scale,
     }
+
+
+def _divided(temperature: float | Tensor, scale: float) -> float | Tensor:
+    return (temperature.float() if isinstance(temperature, Tensor) else temperature) / scale
 
 
 # ---- what a model says of its head -----------------------------------------------------------------------------------
@@ -124,7 +154,7 @@ def read_head(model: Module) -> ModelHead:
     """The model without its wrappers, its head, and the scale and the cap that its configuration names."""
     if not isinstance(model, Module):
         raise TypeError(f"model: got {type(model).__name__}; takes a torch.nn.Module")
-    inner: Any = _unwrapped(model)
+    inner, prompts = _unwrapped(model)
     layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if layer is None:
         raise UnsupportedHead(
@@ -137,23 +167,24 @@ def read_head(model: Module) -> ModelHead:
         raise UnsupportedHead(
             f"lm_head: got a {type(layer).__module__}.{type(layer).__qualname__}, {reason}; takes a linear layer, "
             "since log-probabilities are computed from its weight and bias alone. Leave 'lm_head' out of the adapter's "
-            "target_modules (modules_to_save=['lm_head'] trains all of it), or merge the adapter first"
+            "target_modules (modules_to_save=['lm_head'] trains all of it), or merge the adapter with merge_and_unload"
         )
-    return ModelHead(inner, layer, *_scale_and_softcap(inner))
+    return ModelHead(inner, layer, *_scale_and_softcap(inner), prompts)
 
 
-def _unwrapped(model: Any) -> Any:
-    """Without DistributedDataParallel, DeepSpeed's engine, torch.compile, FSDP's first version and PEFT's model."""
+def _unwrapped(model: Any) -> tuple[Any, bool]:
+    """The model without what is known to leave its logits as they are, and whether PEFT adds tokens to its prompts."""
+    prompts = False
     while True:
-        if hasattr(model, "get_base_model"):
+        kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
+        if kinds & _PEFT:
+            prompts = prompts or getattr(model.active_peft_config, "is_prompt_learning", False)
             model = model.get_base_model()
             continue
-        inner = [
-            model._modules[name] for name in ("_orig_mod", "_fsdp_wrapped_module", "module") if name in model._modules
-        ]
-        if not inner or hasattr(type(model), "get_output_embeddings"):
-            return model
-        model = inner[0]
+        inner = [name for kind, name in _WRAPPERS.items() if kind in kinds]
+        if not inner:
+            return model, prompts
+        model = getattr(model, inner[0])
 
 
 def _left_out(layer: Any) -> str | None:
@@ -170,17 +201,20 @@ def _left_out(layer: Any) -> str | None:
 
 def _scale_and_softcap(model: Any) -> tuple[float, float | None]:
     text: Any = _text(getattr(model, "config", None))
-    scale = 1.0
-    for name, power in _FACTORS.items():
-        factor = getattr(text, name, None)
-        if factor is None:
+    said = {name: value for name in (*_FACTORS, *_SOFTCAPS) if (value := getattr(text, name, None)) is not None}
+    scale, softcap = 1.0, None
+    for name, value in said.items():
+        if name in _SOFTCAPS and not value:
             continue
-        if not isinstance(factor, (int, float)) or not factor > 0:
-            raise UnsupportedHead(f"lm_head: got a {type(model).__name__} with {name}={factor}; takes a number above 0")
-        inverse = power < 0 and not text.model_type.startswith("hyperclovax")  # HyperCLOVA X multiplies by it
-        scale *= 1 / factor if inverse else factor
-    caps = [cap for name in _SOFTCAPS if (cap := getattr(text, name, None))]
-    return scale, float(caps[0]) if caps else None
+        if not isinstance(value, numbers.Real) or not float(value) > 0:
+            raise UnsupportedHead(f"lm_head: got a {type(model).__name__} with {name}={value}; takes a number above 0")
+        if name in _SOFTCAPS:
+            softcap = float(value)
+        elif _FACTORS[name] < 0 and not str(getattr(text, "model_type", "")).startswith("hyperclovax"):
+            scale /= float(value)
+        else:  # HyperCLOVA X multiplies by what others divide by
+            scale *= float(value)
+    return scale, softcap
 
 
 def _text(config: Any) -> Any:
@@ -193,29 +227,14 @@ def why_not_here(layer: Any) -> str | None:
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
         return "no weight tensor, but packed or quantised ones; takes a weight in float32, bfloat16 or float16"
-    if hasattr(weight, "full_tensor"):
-        return (
-            "a DTensor as weight, of which this rank has a part; takes the whole: under FSDP2 call the op inside of "
-            "the model's forward, or of a method registered with register_fsdp_forward_method; full_tensor() gathers "
-            "it; d3s_kernels.distributed.vocab_parallel_linear_logprob_entropy takes the parts"
-        )
-    if hasattr(weight, "ds_id") and weight.dim() != 2:
-        return (
-            "a weight that ZeRO-3 has partitioned; takes the whole: deepspeed.zero.GatheredParameters([weight]) around "
-            "forward and backward"
-        )
+    if (reason := why_unreadable("weight", weight)) is not None:
+        return f"as weight {reason}"
+    if weight.dim() != 2:
+        return f"a weight of shape {list(weight.shape)}; takes [V, H]{why_not_whole('weight', weight)}"
     if weight.is_meta:
         return "its weight on the meta device (not loaded, or offloaded); takes one whose values are there"
-    if type(weight) not in (Tensor, torch.nn.Parameter) or not weight.is_floating_point():
-        return (
-            f"a weight of type {type(weight).__name__} in {weight.dtype}, quantised or of another layout; takes "
-            "a plain tensor in float32, bfloat16 or float16"
-        )
-    if weight.dim() != 2 or not weight.numel():
-        return (
-            f"a weight of shape {list(weight.shape)}; takes [V, H]: under FSDP's first version, call the op inside of "
-            "the model's forward"
-        )
+    if weight.dtype not in FLOATS:
+        return f"a weight in {weight.dtype}, maybe quantised; takes float32, bfloat16 or float16"
     return None
 
 
@@ -223,66 +242,89 @@ def why_not_here(layer: Any) -> str | None:
 
 
 class _Seen(NamedTuple):
-    """What was seen in a forward: hidden states of the body, if there is one; those given to the head; the logits."""
+    """What a forward of a few tokens showed."""
 
     of_body: list[Tensor]
+    """The hidden states that the body returned, enlarged; of nested bodies the outermost comes last."""
     of_head: list[Tensor]
+    """Those that the head was given."""
+    dtypes: set[torch.dtype]
+    """Those of autocast, on the way."""
     logits: Tensor
 
 
 def verified_head(head: ModelHead) -> ModelHead:
-    """The head with the scale and the cap that the model's own logits have: those of its configuration, or the cap
-    alone, where a model has inherited the name of a scale and does not use it (MPT, Aya Vision).
+    """The head with the scale and the cap that the model's own logits have: those that its configuration names, or one
+    of them or neither, where a model has inherited a name and does not use it (MPT, Aya Vision).
 
     Raises:
-        UnsupportedHead: they have neither, or the model changes its hidden states before its head, or cannot be tried.
+        UnsupportedHead: they have other ones, or the model changes its hidden states before its head, or it has more
+            parameters there, or cannot be tried.
     """
-    key = (ref(head.layer), head.scale, head.softcap)
-    known = _verified.get(head.model)
-    if known is not None and known[0] == key:
-        return head._replace(scale=known[1])
+    known, state = _verified.setdefault(head.model, {}), _state(head)
+    if state in known:
+        scale, softcap = known[state]
+        return head._replace(scale=scale, softcap=softcap)
     hidden, seen = _seen(head)
     if seen.of_head and not any(_equal(hidden, given) for given in seen.of_head):
-        ratio = float(seen.of_head[0].float().norm() / hidden.float().norm())
+        ratio = float(seen.of_head[0].float().norm() / hidden.detach().float().norm())
         raise UnsupportedHead(
             f"lm_head: {head.name} changes the last hidden states of its body before it gives them to its head: their "
             f"norm becomes {ratio:.4g} times as large; takes a model that gives them as they are"
         )
-    error = _difference(head, hidden, seen.logits)
-    if error is not None and head.scale != 1:
-        plain = head._replace(scale=1.0)
-        if _difference(plain, hidden, seen.logits) is None:
-            head, error = plain, None
-    if error is not None:
-        raise UnsupportedHead(error)
-    _verified[head.model] = key, head.scale
-    return head
+    readings = [
+        head._replace(scale=scale, softcap=softcap)
+        for scale in dict.fromkeys((head.scale, 1.0))
+        for softcap in dict.fromkeys((head.softcap, None))
+    ]
+    errors = [_difference(reading, hidden, seen) for reading in readings]
+    if all(errors):
+        raise UnsupportedHead(errors[0])
+    found = readings[errors.index(None)]
+    if len(known) >= _STATES:
+        known.clear()
+    known[state] = found.scale, found.softcap
+    return found
 
 
 def require_own_logits(head: ModelHead) -> None:
     """Raises unless a body's last hidden states and the head, with just this scale and cap, give the model's logits;
     also if the model itself scales the hidden states and not the logits (MiniCPM3).
     """
-    hidden, seen = _seen(head)
-    error = _difference(head, hidden, seen.logits)
+    error = _difference(head, *_seen(head))
     if error is not None:
         raise UnsupportedHead(error)
 
 
+def _state(head: ModelHead) -> Hashable:
+    """What decides how a model makes logits of hidden states, as far as it can be seen without a forward."""
+    model, layer = head.model, head.layer
+    code = [getattr(module.forward, "__func__", module.forward) for module in (model, layer)]
+    hooks = [
+        hooks.values() for module in (model, layer) for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    ]
+    return (
+        ref(layer), type(layer), head.scale, head.softcap, model.training, layer.training,
+        *map(id, chain(code, *hooks)), *((id(buffer), buffer._version) for buffer in model.buffers(recurse=False)),
+    )  # fmt: skip
+
+
 def _seen(head: ModelHead) -> tuple[Tensor, _Seen]:
     """The last hidden states that a few tokens have, and what became of them."""
-    bodies = list(_bodies(head.model))
+    bodies = [body for body in dict.fromkeys(_bodies(head.model)) if body is not head.layer]
     with _undisturbed(head):
         seen = _try(head, bodies)
-    if not seen.of_body and (bodies or not seen.of_head):
+    if not seen.of_body:
         parts = " or ".join(dict.fromkeys(type(part).__name__ for part in bodies or [head.layer]))
         raise UntriedHead(f"lm_head: {head.name} could not be tried: its forward does not call its {parts}")
-    hidden = seen.of_body[-1] if bodies else seen.of_head[0]  # the outermost body is the last that returns
+    hidden = seen.of_body[-1]
     if seen.logits.shape != (*hidden.shape[:-1], len(head.layer.weight)):
         raise UnsupportedHead(
             f"lm_head: {head.name} gives logits of shape {list(seen.logits.shape)} for hidden states of shape "
             f"{list(hidden.shape)} and a weight of shape {list(head.layer.weight.shape)}"
         )
+    if hidden.requires_grad:
+        _require_gradients(head, hidden, seen.logits)
     return hidden, seen
 
 
@@ -303,40 +345,61 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
     kind = next((device.type for device in devices if device.type not in ("cpu", "meta")), None)
     indices = [device.index for device in devices if device.type == kind and device.index is not None]
     config: Any = getattr(head.model, "config", None)
-    attention = getattr(config, "_attn_implementation", None)
-    on_cpu = kind is None and isinstance(attention, str) and "flash" in attention
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    attention = [(part, getattr(part, "_attn_implementation", None)) for part in parts]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to import it takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.random.fork_rng(indices, device_type=kind or "cuda"))
-        if on_cpu:
-            stack.callback(setattr, config, "_attn_implementation", attention)
-            config._attn_implementation = "eager"
+        if kind is None and any("flash" in str(name) for _, name in attention):
+            for part, name in reversed(attention):  # the whole first, which sets its parts too
+                stack.callback(setattr, part, "_attn_implementation", name)
+            for part, name in attention:
+                if "flash" in str(name):
+                    part._attn_implementation = "eager"
         yield
 
 
 def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
-    """A forward of a few tokens. Hidden states are enlarged, so that their logits reach into a soft cap."""
+    """A forward of a few tokens. Hidden states are enlarged, so that their logits reach into a soft cap, and from them
+    on there is a graph, which shows what else the logits depend on.
+    """
     of_body: list[Tensor] = []
     of_head: list[Tensor] = []
+    dtypes: set[torch.dtype] = set()
+    own_thread = threading.get_ident()  # another one may generate with the same model
+    graph = not torch.is_inference_mode_enabled() and not head.layer.weight.is_inference()
 
-    def enlarge_output(module: Module, given: Any, output: Any) -> Any:
+    def start(hidden: Tensor) -> Tensor:
+        of_body.append(_enlarged(head, hidden.detach()).requires_grad_(graph))
+        torch.set_grad_enabled(graph)  # until the forward ends
+        return of_body[-1]
+
+    def after_body(module: Module, given: Any, output: Any) -> Any:
+        if threading.get_ident() != own_thread:
+            return None
         hidden, put_back = _last_hidden_state(output)
-        of_body.append(_enlarged(head, hidden))
-        return put_back(of_body[-1])
+        return put_back(start(hidden))
 
-    def give_input(module: Any, given: tuple[Any, ...]) -> Any:
-        hidden = given[0] if bodies else _enlarged(head, given[0])
-        of_head.append(hidden)
-        # A head that was cast to float32 (TRL's cast_lm_head_to_fp32) is given its own dtype by who calls it.
-        own = hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(head.layer.weight.dtype)
-        return (own, *given[1:])
+    def before_head(module: Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        values = [*given, *named.values()]
+        if threading.get_ident() != own_thread or not values or not values[0].is_floating_point():
+            return None
+        hidden = values[0] if bodies else start(values[0])
+        of_head.append(hidden.detach())
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            dtypes.add(torch.get_autocast_dtype(kind))
+        else:  # a head that was cast to float32 (TRL's cast_lm_head_to_fp32) is given that by who calls it
+            hidden = hidden.to(head.layer.weight.dtype)
+        return ((hidden, *given[1:]), named) if given else ((), named | {next(iter(named)): hidden})
 
-    hooks = [head.layer.register_forward_pre_hook(give_input)]
-    hooks += [body.register_forward_hook(enlarge_output) for body in dict.fromkeys(bodies)]
+    hooks = [head.layer.register_forward_pre_hook(before_head, with_kwargs=True)]
+    hooks += [body.register_forward_hook(after_body) for body in bodies]
     try:
-        output = head.model(**_few_tokens(head))
+        ids, named = _few_tokens(head)
+        output = head.model(*ids, **named)
     except UnsupportedHead:
         raise
     except Exception as error:
@@ -352,12 +415,12 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
         logits = output[0]
     if not isinstance(logits, Tensor):
         raise UntriedHead(f"lm_head: {head.name}'s forward returns a {type(output).__name__} without logits")
-    return _Seen(of_body, of_head, logits)
+    return _Seen(of_body, of_head, dtypes, logits)
 
 
-def _few_tokens(head: ModelHead) -> dict[str, Any]:
+def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
     """Arguments of a forward: tokens that stand for nothing special, such as the place of an image."""
-    model = head.model
+    model, weight = head.model, head.layer.weight
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     config = getattr(model, "config", None)
     special = set(_numbers(
@@ -366,21 +429,22 @@ def _few_tokens(head: ModelHead) -> dict[str, Any]:
         for name, value in getattr(part, "__dict__", {}).items()
         if name.endswith(("_token_id", "_token_index", "_token_ids"))
     ))  # fmt: skip
-    tokens = min(len(head.layer.weight), getattr(embedding, "num_embeddings", len(head.layer.weight)))
+    tokens = min(len(weight), getattr(embedding, "num_embeddings", len(weight)))
     step = max(1, tokens // (_TOKENS + 1))
     usual = [token for token in range(step, tokens) if token not in special][: _TOKENS * step : step] or [0]
-    device = next((embedding or head.layer).parameters()).device
-    ids = torch.tensor([usual], device=device)
+    device = getattr(getattr(embedding, "weight", weight), "device", weight.device)
+    ids = torch.tensor([usual], device=device if device.type != "meta" else weight.device)
     takes = inspect.signature(model.forward).parameters
-    first = "input_ids" if "input_ids" in takes else next(iter(takes))
-    given: dict[str, Any] = {first: ids}
+    kinds = [parameter.kind for parameter in takes.values()]
+    anything = inspect.Parameter.VAR_KEYWORD in kinds
+    by_name = "input_ids" in takes or (anything and inspect.Parameter.POSITIONAL_OR_KEYWORD not in kinds)
+    named: dict[str, Any] = {"input_ids": ids} if by_name else {}
     if getattr(config, "is_encoder_decoder", False):
-        given["decoder_input_ids"] = ids
-    given |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
-    named = "use_cache" in takes or any(of.kind is of.VAR_KEYWORD for of in takes.values())
-    if named and hasattr(config, "use_cache"):
-        given["use_cache"] = False
-    return given
+        named["decoder_input_ids"] = ids
+    named |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
+    if ("use_cache" in takes or anything) and hasattr(config, "use_cache"):
+        named["use_cache"] = False
+    return [] if by_name else [ids], named
 
 
 def _numbers(values: Iterable[Any]) -> Iterator[int]:
@@ -406,10 +470,11 @@ def _last_hidden_state(output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
 
 
 def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
-    """One row as it is; the others so that their largest logit is 0.5, 1 and 2 times the cap."""
+    """One row as it is; the others so that their largest logit is 0.5, 1 and 2 times the cap, if the dtype has room."""
     weight = head.layer.weight.detach()
     rows = hidden.to(weight.device, weight.dtype).reshape(-1, hidden.shape[-1])
-    largest = head.scale * linear(rows, weight).float().abs().amax(-1)
+    with torch.autocast(weight.device.type, enabled=False):
+        largest = head.scale * linear(rows, weight).float().abs().amax(-1)
     if not (largest.isfinite() & (largest > 0)).all():
         raise UntriedHead(
             f"lm_head: {head.name} could not be tried: hidden states times its weight are 0 or not finite. "
@@ -417,8 +482,32 @@ def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
         )
     wanted = (head.softcap or _USUAL_CAP) * torch.tensor([0.0, 0.5, 1.0, 2.0], device=largest.device)
     wanted = wanted.repeat(len(largest) // _TOKENS + 1)[: len(largest)]
-    factor = torch.where(wanted > 0, wanted / largest, 1.0).to(hidden.device)
+    room = torch.finfo(hidden.dtype).max / 4 / rows.abs().amax(-1).float()
+    factor = torch.where(wanted > 0, wanted / largest, 1.0).minimum(room).to(hidden.device)
     return (hidden * factor.view(*hidden.shape[:-1], 1)).to(hidden.dtype)
+
+
+def _require_gradients(head: ModelHead, hidden: Tensor, logits: Tensor) -> None:
+    """Raises unless logits depend on the hidden states, the weight and the bias, and on no other parameter."""
+    own = {id(value): value for value in (hidden, head.layer.weight, getattr(head.layer, "bias", None))}
+    leaves: dict[int, Tensor] = {}
+    nodes, visited = [logits.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        nodes += [following for following, _ in node.next_functions]
+    names = {id(value): name for name, value in head.model.named_parameters()}
+    if more := [names.get(place, "a tensor") for place in leaves if place not in own]:
+        raise UnsupportedHead(
+            f"lm_head: {head.name}'s logits also depend on {', '.join(more)}, which would be ignored and never trained"
+        )
+    for value, name in ((hidden, "hidden states"), (head.layer.weight, "weight")):
+        if value.requires_grad and id(value) not in leaves:
+            raise UnsupportedHead(f"lm_head: {head.name}'s logits have no gradient for their {name}")
 
 
 def _equal(hidden: Tensor, given: Tensor) -> bool:
@@ -429,29 +518,31 @@ def _equal(hidden: Tensor, given: Tensor) -> bool:
     return torch.equal(hidden.to(given.device, coarser), given.to(coarser))
 
 
-def _difference(head: ModelHead, hidden: Tensor, logits: Tensor) -> str | None:
+@torch.no_grad()
+def _difference(head: ModelHead, hidden: Tensor, seen: _Seen) -> str | None:
     """What to say if logits differ by more than rounding, in one of them or on average."""
     weight, bias = head.layer.weight.detach(), getattr(head.layer, "bias", None)
-    step = _rounding_step(hidden, logits, weight)
+    step = _rounding_step({hidden.dtype, weight.dtype, seen.logits.dtype} | seen.dtypes, weight.device.type)
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(weight.device, torch.float32)
-    logits = logits.reshape(len(hidden), -1).to(weight.device)
+    logits = seen.logits.reshape(len(hidden), -1).to(weight.device)
     most, over, off, size = 0.0, False, 0.0, 0.0
-    for first in range(0, len(weight), _ROWS):
-        part = slice(first, first + _ROWS)
-        rows, of_bias = weight[part].float(), None if bias is None else bias.detach()[part].float()
-        expected = head.scale * linear(hidden, rows, of_bias)
-        # The terms of a sum are as large as this on average, and so are the rounding errors.
-        terms = head.scale * linear(hidden.square(), rows.square()).sqrt()
-        if of_bias is not None:
-            terms = terms + head.scale * of_bias.abs().nan_to_num(posinf=0)
-        if head.softcap is not None:
-            expected = head.softcap * (expected / head.softcap).tanh()
-        theirs = logits[:, part].float()
-        difference = torch.where(theirs == expected, 0.0, (theirs - expected).abs()).nan_to_num(nan=torch.inf)
-        room = expected.abs().nan_to_num(posinf=0) + terms
-        most = max(most, float(difference.max()))
-        over = over or bool((difference > 8 * step * room).any())
-        off, size = off + float(difference.square().sum()), size + float(room.square().sum())
+    with torch.autocast(weight.device.type, enabled=False):
+        for first in range(0, len(weight), _ROWS):
+            part = slice(first, first + _ROWS)
+            rows, of_bias = weight[part].float(), None if bias is None else bias.detach()[part].float()
+            expected = head.scale * linear(hidden, rows, of_bias)
+            # The terms of a sum are as large as this on average, and so are the rounding errors.
+            room = head.scale * linear(hidden.square(), rows.square()).sqrt()
+            if of_bias is not None:
+                room += head.scale * of_bias.abs().nan_to_num(posinf=0)
+            if head.softcap is not None:
+                expected = head.softcap * (expected / head.softcap).tanh()
+            room += expected.abs().nan_to_num(posinf=0)
+            theirs = logits[:, part].float()
+            difference = torch.where(theirs == expected, 0.0, (theirs - expected).abs()).nan_to_num(nan=torch.inf)
+            most = max(most, float(difference.max()))
+            over = over or bool((difference > 4 * step * room).any())
+            off, size = off + float(difference.square().sum()), size + float(room.square().sum())
     if not over and off**0.5 <= 0.5 * step * size**0.5:
         return None
     return (
@@ -460,12 +551,8 @@ def _difference(head: ModelHead, hidden: Tensor, logits: Tensor) -> str | None:
     )
 
 
-def _rounding_step(hidden: Tensor, logits: Tensor, weight: Tensor) -> float:
+def _rounding_step(dtypes: set[torch.dtype], device: str) -> float:
     """Of the coarsest number between the hidden states and the logits."""
-    dtypes = [hidden.dtype, logits.dtype, weight.dtype]
-    device = weight.device.type
-    if torch.is_autocast_enabled(device):
-        dtypes.append(torch.get_autocast_dtype(device))
     backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
     products = {"tf32": 2**-10, "bf16": 2**-7}.get(backend.matmul.fp32_precision, 2**-19)
     return max(products, *(torch.finfo(dtype).eps for dtype in dtypes))

@@ -106,6 +106,12 @@ def test_the_mapping() -> None:
     assert (plain["bias"], plain["temperature"], plain["logit_softcap"]) == (None, 1.0, None)
 
 
+def test_a_temperature_in_half_precision_is_divided_in_float32() -> None:
+    temperature = torch.tensor(0.7, dtype=torch.bfloat16)
+    head = d3s.lm_head(Policy(logit_scale=0.3), temperature, verify=False)
+    torch.testing.assert_close(head["temperature"], temperature.float() / 0.3, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["in parallel", "compiled"])
 def test_wrappers_are_taken_off(wrap: Callable[[nn.Module], nn.Module]) -> None:
     policy = Policy()
@@ -126,6 +132,42 @@ def test_the_check_runs_once_and_leaves_no_trace() -> None:
     assert policy.calls == 2
     d3s.lm_head(Policy(), verify=False)
     assert policy.calls == 2
+
+
+def with_dropout(own: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = own.head(nn.functional.dropout(own.model(ids), 0.5, own.training))
+    return logits
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "the mode": lambda policy: policy.train(),
+    "a hook of the head": lambda policy: policy.head.register_forward_hook(lambda module, given, logits: 2 * logits),
+    "a hook of the model": lambda policy: policy.register_forward_hook(lambda module, given, logits: 2 * logits),
+    "the head's forward": lambda policy: setattr(
+        policy.head, "forward", lambda hidden: 2 * hidden @ policy.head.weight.T
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_taken_is_looked_at_again_after_a_change(change: str) -> None:
+    policy = with_forward(with_dropout).eval()
+    d3s.lm_head(policy)
+    CHANGES[change](policy)
+    with pytest.raises(d3s.UnsupportedHead, match=r"changes the last hidden states|own logits differ"):
+        d3s.lm_head(policy)
+
+
+class Wrapper(nn.Module):
+    """As those that are taken off, by the name of its attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Policy()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.module(input_ids)
+        return logits / 2
 
 
 class Adapted(nn.Linear):
@@ -157,8 +199,11 @@ def partitioned() -> Policy:
     return policy
 
 
-def with_forward(forward: Callable[[Any, Tensor], Any], **config: Any) -> Policy:
-    return type("Own", (Policy,), {"forward": forward})(**config)
+def with_forward(forward: Callable[..., Any], parameters: dict[str, Tensor] | None = None, **config: Any) -> Policy:
+    policy: Policy = type("Own", (Policy,), {"forward": forward})(**config)
+    for name, value in (parameters or {}).items():
+        policy.register_parameter(name, nn.Parameter(value))
+    return policy
 
 
 def logits_of(policy: Policy, ids: Tensor) -> Tensor:
@@ -174,6 +219,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a cap that nobody named": (lambda: Capped(logit_scale=0.5), rf"Capped's {DIFFER} .* \(scale 0.5, soft cap None\)"),
     "a scale that nobody named": (lambda: Capped(final_logit_softcapping=7.0), f"Capped's {DIFFER}"),
     "a cap before the scale": (lambda: CapsFirst(logit_scale=0.5, final_logit_softcapping=7.0), f"First's {DIFFER}"),
+    "a wrapper that nobody knows": (lambda: Wrapper(), r"got a Wrapper, which has no get_output_embeddings\(\)"),
+    "a scale that trains": (
+        lambda: with_forward(lambda own, ids: own.bonus * logits_of(own, ids), {"bonus": torch.ones(())}),
+        "logits also depend on bonus, which would be ignored and never trained",
+    ),
+    "a layer that starts as if it were not there": (
+        lambda: with_forward(lambda own, ids: own.head(own.model(ids) @ own.square), {"square": torch.eye(WIDTH)}),
+        "logits also depend on square, which would be ignored",
+    ),
+    "no gradient for hidden states": (
+        lambda: with_forward(lambda own, ids: own.head(own.model(ids).detach())), "have no gradient for their hidden"
+    ),
     "a scale below 0": (lambda: Policy(logit_scale=-1.0), "got a Policy with logit_scale=-1.0; takes a number above 0"),
     "one per cent": (lambda: with_forward(lambda own, ids: 1.01 * logits_of(own, ids)), DIFFER),
     "a token that is never sampled": (
@@ -195,10 +252,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a weight of zeros": (lambda: with_weight(torch.zeros(VOCABULARY, WIDTH)), "times its weight are 0 or not finite"),
     "on the meta device": (lambda: Policy().to("meta"), "its weight on the meta device"),
     "integers": (
-        lambda: with_weight(torch.ones(VOCABULARY, WIDTH, dtype=torch.int8)), "a weight of type Parameter in torch.int8"
+        lambda: with_weight(torch.ones(VOCABULARY, WIDTH, dtype=torch.int8)), "a weight in torch.int8, maybe quantised"
     ),
     "packed": (lambda: of_head(nn.Identity()), "no weight tensor, but packed or quantised ones"),
-    "ZeRO-3": (partitioned, r"ZeRO-3 has partitioned; takes the whole: deepspeed.zero.GatheredParameters\(\[wei"),
+    "ZeRO-3": (partitioned, r"ZeRO-3 has partitioned .* deepspeed.zero.GatheredParameters\(\[weight\]\)"),
     "a shard that is flat": (lambda: with_weight(torch.ones(7)), r"a weight of shape \[7\]; takes \[V, H\]"),
 }  # fmt: skip
 
@@ -208,6 +265,36 @@ def test_what_is_refused(name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises((d3s.UnsupportedHead, TypeError), match=message):
         d3s.lm_head(make())
+
+
+def mixed(own: Any, input_ids: Tensor) -> Tensor:
+    """As accelerate wraps a forward: autocast inside, float32 outside."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return logits_of(own, input_ids).float()
+
+
+TAKEN: dict[str, Callable[[], Any]] = {
+    "autocast inside the forward": lambda: with_forward(mixed),
+    "any arguments": lambda: with_forward(lambda own, *given, **named: logits_of(own, *given, *named.values())),
+    "a head called by name": lambda: with_forward(lambda own, ids: own.head(input=own.model(ids))),
+    "small weights in float16": lambda: with_weight(1e-4 * torch.randn(VOCABULARY, WIDTH)).half(),
+    "a name without effect": lambda: Policy(logit_scale=0.5, final_logit_softcapping=7.0),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_is_taken(name: str) -> None:
+    head = d3s.lm_head(TAKEN[name]())
+    assert (head["temperature"], head["logit_softcap"]) == (1.0, None)
+
+
+def test_under_autocast() -> None:
+    policy = Policy()
+    with torch.no_grad():
+        policy.head.weight[:, 0] *= 300
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert d3s.lm_head(policy)["weight"] is policy.head.weight
 
 
 def test_bfloat16_has_room_for_rounding_and_no_more() -> None:
@@ -249,7 +336,6 @@ def test_two_processes_that_share_the_weights() -> None:
     policy = Capped(bias=True, logit_scale=0.5, final_logit_softcapping=7.0).eval()
     sum(scores(policy, batch).sum() / 2 for batch in tokens).backward()
     for refused, gradients in found:
-        assert "a DTensor as weight, of which this rank has a part" in refused
-        assert "register_fsdp_forward_method" in refused
+        assert "head has as weight a DTensor; takes a plain tensor: full_tensor()" in refused
         for name, value in policy.named_parameters():
             torch.testing.assert_close(gradients[name], value.grad, rtol=1e-5, atol=1e-6)

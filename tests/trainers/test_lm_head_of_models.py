@@ -85,6 +85,12 @@ def with_peft(**config: Any) -> Any:
     return model.eval()
 
 
+def with_virtual_tokens() -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(MODELS["Qwen2, untied"](), config)
+
+
 ADAPTED: dict[str, Callable[[], Any]] = {
     "an adapter elsewhere": lambda: with_peft(target_modules=["q_proj"]),
     "modules_to_save": lambda: with_peft(target_modules=["q_proj"], modules_to_save=["lm_head"]),
@@ -129,8 +135,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         CHANGED,
     ),
-    "BERT": (lambda: made("Bert", is_decoder=True), "changes|whose"),
+    "BERT": (lambda: made("Bert", is_decoder=True), r"logits also depend on cls\.predictions\.transform.* would be"),
     "an adapter of the head (trl#4612)": (lambda: with_peft(target_modules=["lm_head"]), f"an adapter, .*{LINEAR}"),
+    "prompt learning": (lambda: with_virtual_tokens(), "with a PEFT adapter that adds tokens to its prompts"),
     "trainable tokens": (
         lambda: with_peft(target_modules=["q_proj"], trainable_token_indices=[3, 5], ensure_weight_tying=True),
         f"whose token_adapter.* would be ignored .*{LINEAR}",
