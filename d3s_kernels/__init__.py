@@ -3,8 +3,9 @@
 from ._build import build_info
 from ._dispatch.backends import backends
 from ._dispatch.faults import synchronize_checks
+from ._own_logits import UnsupportedHead
 from .compare import Comparison, Difference, compare
-from .heads import UnsupportedHead, lm_head
+from .heads import lm_head
 from .page import selection_page
 from .planning import EVERY_PHASE, NOT_TRAINED, PlanSampler, RolloutPlan, load_profile, plan_rollouts
 from .ratios import adaptive_clip, entropy_groups, importance_ratio

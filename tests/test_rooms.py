@@ -19,14 +19,14 @@ PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 ROOMS = {
     "__main__": "_doctor planning",
     "_doctor": "_dispatch _selfcheck compare",
-    "integrations": "_across_ranks _dispatch _groups _head _page distributed heads page ratios rollouts sampling "
-    "schedule tokens vocabulary",
+    "integrations": "_across_ranks _dispatch _groups _head _own_logits _page distributed heads page ratios rollouts "
+    "sampling schedule tokens vocabulary",
     "planning": "_arguments",
     # what users call
     "_selfcheck": "_table compare",
     "compare": "_arguments _dispatch _head _table ratios rollouts sampling tokens vocabulary",
     "distributed": "_across_ranks",
-    "heads": "_arguments _head",
+    "heads": "_arguments _head _own_logits",
     "vocabulary": "_arguments _dispatch _head sampling",
     "tokens": "_across_ranks _arguments _dispatch _selection sampling",
     "rollouts": "_across_ranks _arguments _dispatch _selection",
@@ -42,6 +42,7 @@ ROOMS = {
     "_selection": "_arguments _dispatch _segments sampling",
     "sampling": "_arguments _dispatch",
     "_groups": "",
+    "_own_logits": "",
     "_page": "_arguments",
     "_dispatch": "_arguments _build _torch _triton reference",
     "_torch": "_segments",

@@ -28,7 +28,7 @@ def _check_version(found: str) -> None:
 
 _check_version(trl.__version__)
 
-from ...heads import UnsupportedHead  # noqa: E402
+from ..._own_logits import UnsupportedHead  # noqa: E402
 from .config import D3SConfig  # noqa: E402  after the check, whose message is clearer
 from .surface import UnknownTRL  # noqa: E402
 from .trainer import D3STrainer  # noqa: E402

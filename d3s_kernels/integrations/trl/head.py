@@ -21,7 +21,8 @@ from torch import Tensor
 from ..._dispatch import ops
 from ..._dispatch.backends import DEVICES
 from ..._head.at_backward import AtBackward, asking_at_backward
-from ...heads import ModelHead, UnsupportedHead, UntriedHead, read_head, require_own_logits, why_not_here
+from ..._own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_logits
+from ...heads import read_head, why_not_here
 from ...sampling import op_arguments
 from .sets import scores_from_logits, sets_of_rows
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from ...heads import UnsupportedHead, read_head
+from ..._own_logits import UnsupportedHead
+from ...heads import read_head
 from ...vocabulary import logprob_entropy
 from .head import BACKEND, asked_for, forget, original_of, read_positions, serves, with_old_log_probs
 from .head import OPTION as HEAD

@@ -23,7 +23,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.experimental import torch_functional
 from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
 
-from ...heads import UnsupportedHead, UntriedHead, read_head, verified_head
+from ..._own_logits import UnsupportedHead, UntriedHead, verified_head
+from ...heads import read_head
 from ...sampling import SamplingMask
 from ...vocabulary import linear_logprob_entropy
 from .sampling_mask import NOTE, flat_responses, places_of_responses, response_lengths, sampling_mask_of

@@ -1,0 +1,374 @@
+"""Whether a model's own logits are those of its hidden states, its head, a scale and a soft cap: tried on a few tokens.
+
+The model's forward is run, and hidden states on their way are enlarged, so that logits reach into a soft cap. Then the
+logits are compared, all of them, and the graph tells which parameters they depend on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import linear
+
+_TOKENS = 4  # of a forward
+_USUAL_CAP = 30.0  # enlarged logits reach this, where it knows of no cap
+_ROWS = 4096  # of the weight, compared at once
+
+# For each model that was tried, the states in which it was, and the scale and the cap of its logits there.
+_STATES = 16
+_verified: WeakKeyDictionary[Module, dict[Hashable, tuple[float, float | None]]] = WeakKeyDictionary()
+
+
+class UnsupportedHead(ValueError):
+    """A model whose logits are not those of a linear layer, a scale and a soft cap, or whose weight is not here."""
+
+
+class UntriedHead(UnsupportedHead):
+    """A model that has no logits to compare with, because it cannot be run on a few tokens."""
+
+
+class ModelHead(NamedTuple):
+    """How a model makes its logits: ``softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)``."""
+
+    model: Any
+    layer: Any
+    scale: float
+    softcap: float | None
+    prompts: bool
+    """Whether PEFT adds tokens to prompts before the body, so that its hidden states are not those of the tokens."""
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+class _Seen(NamedTuple):
+    """What a forward of a few tokens showed."""
+
+    of_body: list[Tensor]
+    """The hidden states that the body returned, enlarged; of nested bodies the outermost comes last."""
+    of_head: list[Tensor]
+    """Those that the head was given."""
+    dtypes: set[torch.dtype]
+    """Those of autocast, on the way."""
+    logits: Tensor
+
+
+def verified_head(head: ModelHead) -> ModelHead:
+    """The head with the scale and the cap that the model's own logits have: those that its configuration names, or one
+    of them or neither, where a model has inherited a name and does not use it (MPT, Aya Vision).
+
+    Raises:
+        UnsupportedHead: they have other ones, or the model changes its hidden states before its head, or it has more
+            parameters there, or cannot be tried.
+    """
+    known, state = _verified.setdefault(head.model, {}), _state(head)
+    if state in known:
+        scale, softcap = known[state]
+        return head._replace(scale=scale, softcap=softcap)
+    hidden, seen = _seen(head)
+    if seen.of_head and not any(_equal(hidden, given) for given in seen.of_head):
+        ratio = float(seen.of_head[0].float().norm() / hidden.detach().float().norm())
+        raise UnsupportedHead(
+            f"lm_head: {head.name} changes the last hidden states of its body before it gives them to its head: their "
+            f"norm becomes {ratio:.4g} times as large; takes a model that gives them as they are"
+        )
+    readings = [
+        head._replace(scale=scale, softcap=softcap)
+        for scale in dict.fromkeys((head.scale, 1.0))
+        for softcap in dict.fromkeys((head.softcap, None))
+    ]
+    errors = [_difference(reading, hidden, seen) for reading in readings]
+    if all(errors):
+        raise UnsupportedHead(errors[0])
+    found = readings[errors.index(None)]
+    if len(known) >= _STATES:
+        known.clear()
+    known[state] = found.scale, found.softcap
+    return found
+
+
+def require_own_logits(head: ModelHead) -> None:
+    """Raises unless a body's last hidden states and the head, with just this scale and cap, give the model's logits;
+    also if the model itself scales the hidden states and not the logits (MiniCPM3).
+    """
+    error = _difference(head, *_seen(head))
+    if error is not None:
+        raise UnsupportedHead(error)
+
+
+def _state(head: ModelHead) -> Hashable:
+    """What decides how a model makes logits of hidden states, as far as it can be seen without a forward."""
+    model, layer = head.model, head.layer
+    code = [getattr(module.forward, "__func__", module.forward) for module in (model, layer)]
+    hooks = [
+        hooks.values() for module in (model, layer) for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    ]
+    return (
+        ref(layer), type(layer), head.scale, head.softcap, model.training, layer.training,
+        *map(id, chain(code, *hooks)), *((id(buffer), buffer._version) for buffer in model.buffers(recurse=False)),
+    )  # fmt: skip
+
+
+def _seen(head: ModelHead) -> tuple[Tensor, _Seen]:
+    """The last hidden states that a few tokens have, and what became of them."""
+    bodies = [body for body in dict.fromkeys(_bodies(head.model)) if body is not head.layer]
+    with _undisturbed(head):
+        seen = _try(head, bodies)
+    if not seen.of_body:
+        parts = " or ".join(dict.fromkeys(type(part).__name__ for part in bodies or [head.layer]))
+        raise UntriedHead(f"lm_head: {head.name} could not be tried: its forward does not call its {parts}")
+    hidden = seen.of_body[-1]
+    if seen.logits.shape != (*hidden.shape[:-1], len(head.layer.weight)):
+        raise UnsupportedHead(
+            f"lm_head: {head.name} gives logits of shape {list(seen.logits.shape)} for hidden states of shape "
+            f"{list(hidden.shape)} and a weight of shape {list(head.layer.weight.shape)}"
+        )
+    if hidden.requires_grad:
+        _require_gradients(head, hidden, seen.logits)
+    return hidden, seen
+
+
+def _bodies(model: Any) -> Iterator[Any]:
+    """The parts of a model that may return its last hidden states, as far as it names them."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    for part in (getattr(model, "base_model", None), getattr(model, "model", None), decoder):
+        if not isinstance(part, Module) or part is model:
+            continue
+        inner = part.get_output_embeddings() if hasattr(part, "get_output_embeddings") else None  # type: ignore[operator]
+        yield from [part] if inner is None else _bodies(part)  # a whole language model within a model
+
+
+@contextmanager
+def _undisturbed(head: ModelHead) -> Iterator[None]:
+    """Without gradients, compilation, a change of random states, and attention kernels that the device has not."""
+    devices = {value.device for value in head.model.parameters()}
+    kind = next((device.type for device in devices if device.type not in ("cpu", "meta")), None)
+    indices = [device.index for device in devices if device.type == kind and device.index is not None]
+    config: Any = getattr(head.model, "config", None)
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    attention = [(part, getattr(part, "_attn_implementation", None)) for part in parts]
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to import it takes a second
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.random.fork_rng(indices, device_type=kind or "cuda"))
+        if kind is None and any("flash" in str(name) for _, name in attention):
+            for part, name in reversed(attention):  # the whole first, which sets its parts too
+                stack.callback(setattr, part, "_attn_implementation", name)
+            for part, name in attention:
+                if "flash" in str(name):
+                    part._attn_implementation = "eager"
+        yield
+
+
+def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
+    """A forward of a few tokens. Hidden states are enlarged, so that their logits reach into a soft cap, and from them
+    on there is a graph, which shows what else the logits depend on.
+    """
+    of_body: list[Tensor] = []
+    of_head: list[Tensor] = []
+    dtypes: set[torch.dtype] = set()
+    own_thread = threading.get_ident()  # another one may generate with the same model
+    graph = not torch.is_inference_mode_enabled() and not head.layer.weight.is_inference()
+
+    def start(hidden: Tensor) -> Tensor:
+        of_body.append(_enlarged(head, hidden.detach()).requires_grad_(graph))
+        torch.set_grad_enabled(graph)  # until the forward ends
+        return of_body[-1]
+
+    def after_body(module: Module, given: Any, output: Any) -> Any:
+        if threading.get_ident() != own_thread:
+            return None
+        hidden, put_back = _last_hidden_state(output)
+        return put_back(start(hidden))
+
+    def before_head(module: Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        values = [*given, *named.values()]
+        if threading.get_ident() != own_thread or not values or not values[0].is_floating_point():
+            return None
+        hidden = values[0] if bodies else start(values[0])
+        of_head.append(hidden.detach())
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            dtypes.add(torch.get_autocast_dtype(kind))
+        else:  # a head that was cast to float32 (TRL's cast_lm_head_to_fp32) is given that by who calls it
+            hidden = hidden.to(head.layer.weight.dtype)
+        return ((hidden, *given[1:]), named) if given else ((), named | {next(iter(named)): hidden})
+
+    hooks = [head.layer.register_forward_pre_hook(before_head, with_kwargs=True)]
+    hooks += [body.register_forward_hook(after_body) for body in bodies]
+    try:
+        ids, named = _few_tokens(head)
+        output = head.model(*ids, **named)
+    except UnsupportedHead:
+        raise
+    except Exception as error:
+        raise UntriedHead(
+            f"lm_head: {head.name} could not be tried: its forward of {_TOKENS} tokens raised "
+            f"{type(error).__name__}: {error}. verify=False leaves this check out"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if logits is None and isinstance(output, (tuple, list)):
+        logits = output[0]
+    if not isinstance(logits, Tensor):
+        raise UntriedHead(f"lm_head: {head.name}'s forward returns a {type(output).__name__} without logits")
+    return _Seen(of_body, of_head, dtypes, logits)
+
+
+def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
+    """Arguments of a forward: tokens that stand for nothing special, such as the place of an image."""
+    model, weight = head.model, head.layer.weight
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    config = getattr(model, "config", None)
+    special = set(_numbers(
+        value
+        for part in (config, text_of(config))
+        for name, value in getattr(part, "__dict__", {}).items()
+        if name.endswith(("_token_id", "_token_index", "_token_ids"))
+    ))  # fmt: skip
+    tokens = min(len(weight), getattr(embedding, "num_embeddings", len(weight)))
+    step = max(1, tokens // (_TOKENS + 1))
+    usual = [token for token in range(step, tokens) if token not in special][: _TOKENS * step : step] or [0]
+    device = getattr(getattr(embedding, "weight", weight), "device", weight.device)
+    ids = torch.tensor([usual], device=device if device.type != "meta" else weight.device)
+    takes = inspect.signature(model.forward).parameters
+    kinds = [parameter.kind for parameter in takes.values()]
+    anything = inspect.Parameter.VAR_KEYWORD in kinds
+    by_name = "input_ids" in takes or (anything and inspect.Parameter.POSITIONAL_OR_KEYWORD not in kinds)
+    named: dict[str, Any] = {"input_ids": ids} if by_name else {}
+    if getattr(config, "is_encoder_decoder", False):
+        named["decoder_input_ids"] = ids
+    named |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
+    if ("use_cache" in takes or anything) and hasattr(config, "use_cache"):
+        named["use_cache"] = False
+    return [] if by_name else [ids], named
+
+
+def text_of(config: Any) -> Any:
+    """The part of a configuration that is about text, where the model does more."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def _numbers(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, int):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _numbers(value)
+
+
+def _last_hidden_state(output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The hidden states in what a body returns, and a function that returns the same with others."""
+    if isinstance(output, Tensor):
+        return output, lambda hidden: hidden
+    if isinstance(output, tuple):
+        return output[0], lambda hidden: (hidden, *output[1:])
+
+    def put_back(hidden: Tensor) -> Any:
+        output.last_hidden_state = hidden
+        return output
+
+    return output.last_hidden_state, put_back
+
+
+def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
+    """One row as it is; the others so that their largest logit is 0.5, 1 and 2 times the cap, if the dtype has room."""
+    weight = head.layer.weight.detach()
+    rows = hidden.to(weight.device, weight.dtype).reshape(-1, hidden.shape[-1])
+    with torch.autocast(weight.device.type, enabled=False):
+        largest = head.scale * linear(rows, weight).float().abs().amax(-1)
+    if not (largest.isfinite() & (largest > 0)).all():
+        raise UntriedHead(
+            f"lm_head: {head.name} could not be tried: hidden states times its weight are 0 or not finite. "
+            "verify=False leaves this check out"
+        )
+    wanted = (head.softcap or _USUAL_CAP) * torch.tensor([0.0, 0.5, 1.0, 2.0], device=largest.device)
+    wanted = wanted.repeat(len(largest) // _TOKENS + 1)[: len(largest)]
+    room = torch.finfo(hidden.dtype).max / 4 / rows.abs().amax(-1).float()
+    factor = torch.where(wanted > 0, wanted / largest, 1.0).minimum(room).to(hidden.device)
+    return (hidden * factor.view(*hidden.shape[:-1], 1)).to(hidden.dtype)
+
+
+def _require_gradients(head: ModelHead, hidden: Tensor, logits: Tensor) -> None:
+    """Raises unless logits depend on the hidden states, the weight and the bias, and on no other parameter."""
+    own = {id(value): value for value in (hidden, head.layer.weight, getattr(head.layer, "bias", None))}
+    leaves: dict[int, Tensor] = {}
+    nodes, visited = [logits.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        nodes += [following for following, _ in node.next_functions]
+    names = {id(value): name for name, value in head.model.named_parameters()}
+    if more := [names.get(place, "a tensor") for place in leaves if place not in own]:
+        raise UnsupportedHead(
+            f"lm_head: {head.name}'s logits also depend on {', '.join(more)}, which would be ignored and never trained"
+        )
+    for value, name in ((hidden, "hidden states"), (head.layer.weight, "weight")):
+        if value.requires_grad and id(value) not in leaves:
+            raise UnsupportedHead(f"lm_head: {head.name}'s logits have no gradient for their {name}")
+
+
+def _equal(hidden: Tensor, given: Tensor) -> bool:
+    """Also in another dtype."""
+    if hidden.shape != given.shape:
+        return False
+    coarser = max((hidden.dtype, given.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+    return torch.equal(hidden.to(given.device, coarser), given.to(coarser))
+
+
+@torch.no_grad()
+def _difference(head: ModelHead, hidden: Tensor, seen: _Seen) -> str | None:
+    """What to say if logits differ by more than rounding, in one of them or on average."""
+    weight, bias = head.layer.weight.detach(), getattr(head.layer, "bias", None)
+    step = _rounding_step({hidden.dtype, weight.dtype, seen.logits.dtype} | seen.dtypes, weight.device.type)
+    hidden = hidden.reshape(-1, hidden.shape[-1]).to(weight.device, torch.float32)
+    logits = seen.logits.reshape(len(hidden), -1).to(weight.device)
+    most, over, off, size = 0.0, False, 0.0, 0.0
+    with torch.autocast(weight.device.type, enabled=False):
+        for first in range(0, len(weight), _ROWS):
+            part = slice(first, first + _ROWS)
+            rows, of_bias = weight[part].float(), None if bias is None else bias.detach()[part].float()
+            expected = head.scale * linear(hidden, rows, of_bias)
+            # The terms of a sum are as large as this on average, and so are the rounding errors.
+            room = head.scale * linear(hidden.square(), rows.square()).sqrt()
+            if of_bias is not None:
+                room += head.scale * of_bias.abs().nan_to_num(posinf=0)
+            if head.softcap is not None:
+                expected = head.softcap * (expected / head.softcap).tanh()
+            room += expected.abs().nan_to_num(posinf=0)
+            theirs = logits[:, part].float()
+            difference = torch.where(theirs == expected, 0.0, (theirs - expected).abs()).nan_to_num(nan=torch.inf)
+            most = max(most, float(difference.max()))
+            over = over or bool((difference > 4 * step * room).any())
+            off, size = off + float(difference.square().sum()), size + float(room.square().sum())
+    if not over and off**0.5 <= 0.5 * step * size**0.5:
+        return None
+    return (
+        f"lm_head: {head.name}'s own logits differ by up to {most:.4g} from those of its hidden states and head (scale "
+        f"{head.scale:.6g}, soft cap {head.softcap}); takes a model that does nothing else between them"
+    )
+
+
+def _rounding_step(dtypes: set[torch.dtype], device: str) -> float:
+    """Of the coarsest number between the hidden states and the logits."""
+    backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
+    products = {"tf32": 2**-10, "bf16": 2**-7}.get(backend.matmul.fp32_precision, 2**-19)
+    return max(products, *(torch.finfo(dtype).eps for dtype in dtypes))
