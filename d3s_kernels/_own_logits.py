@@ -114,9 +114,12 @@ def _state(head: ModelHead) -> Hashable:
     hooks = [
         hooks.values() for module in (model, layer) for hooks in (module._forward_pre_hooks, module._forward_hooks)
     ]
+    buffers = [
+        (id(buffer), None if buffer.is_inference() else buffer._version) for buffer in model.buffers(recurse=False)
+    ]
     return (
         ref(layer), type(layer), head.scale, head.softcap, model.training, layer.training,
-        *map(id, chain(code, *hooks)), *((id(buffer), buffer._version) for buffer in model.buffers(recurse=False)),
+        *map(id, chain(code, *hooks)), *buffers,
     )  # fmt: skip
 
 
@@ -157,17 +160,17 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
     indices = [device.index for device in devices if device.type == kind and device.index is not None]
     config: Any = getattr(head.model, "config", None)
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
-    attention = [(part, getattr(part, "_attn_implementation", None)) for part in parts]
+    attention = [(part, name) for part in parts if (name := getattr(part, "_attn_implementation", None)) is not None]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to import it takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.random.fork_rng(indices, device_type=kind or "cuda"))
-        if kind is None and any("flash" in str(name) for _, name in attention):
-            for part, name in reversed(attention):  # the whole first, which sets its parts too
+        if kind is None and any("flash" in name for _, name in attention):
+            for part, name in reversed(attention):  # undone from the last: the whole first, which sets its parts too
                 stack.callback(setattr, part, "_attn_implementation", name)
             for part, name in attention:
-                if "flash" in str(name):
+                if "flash" in name:
                     part._attn_implementation = "eager"
         yield
 

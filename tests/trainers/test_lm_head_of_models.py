@@ -156,3 +156,13 @@ def test_without_its_adapters_a_model_has_its_first_head() -> None:
     model, tokens = ADAPTED["modules_to_save"](), torch.randint(8, 131, (1, 5))
     with torch.no_grad(), model.disable_adapter():
         torch.testing.assert_close(scores(model, tokens), of_logits(model, tokens), rtol=0, atol=1e-5)
+
+
+def test_kernels_of_attention_that_a_cpu_lacks_are_put_back() -> None:
+    """A model may be looked at before it is moved to its GPU."""
+    config = (model := MODELS["Gemma 3 with images"]()).config
+    config.text_config._attn_implementation = "flash_attention_2"
+    before = [part._attn_implementation for part in (config, config.text_config, config.vision_config)]
+    d3s.lm_head(model)
+    assert [part._attn_implementation for part in (config, config.text_config, config.vision_config)] == before
+    assert before[1] == "flash_attention_2"
