@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -110,16 +110,19 @@ def require_own_logits(head: ModelHead) -> None:
 def _state(head: ModelHead) -> Hashable:
     """What decides how a model makes logits of hidden states, as far as it can be seen without a forward."""
     model, layer = head.model, head.layer
-    code = [getattr(module.forward, "__func__", module.forward) for module in (model, layer)]
+    code = [vars(module).get("forward", type(module).forward) for module in (model, layer)]
     hooks = [
         hooks.values() for module in (model, layer) for hooks in (module._forward_pre_hooks, module._forward_hooks)
     ]
     buffers = [
         (id(buffer), None if buffer.is_inference() else buffer._version) for buffer in model.buffers(recurse=False)
     ]
+    numbers = [
+        (name, value) for module in (model, layer) for name, value in vars(module).items() if type(value) is float
+    ]
     return (
         ref(layer), type(layer), head.scale, head.softcap, model.training, layer.training,
-        *map(id, chain(code, *hooks)), *buffers,
+        *map(id, chain(code, *hooks)), *buffers, *numbers,
     )  # fmt: skip
 
 
@@ -227,8 +230,13 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if logits is None and isinstance(output, (tuple, list)):
         logits = output[0]
+    if logits is None and isinstance(output, Mapping):
+        logits = output.get("logits")
     if not isinstance(logits, Tensor):
-        raise UntriedHead(f"lm_head: {head.name}'s forward returns a {type(output).__name__} without logits")
+        raise UntriedHead(
+            f"lm_head: {head.name} could not be tried: its forward returns a {type(output).__name__} without logits; "
+            "takes a tensor of logits, a tuple whose first it is, or logits by that name"
+        )
     return _Seen(of_body, of_head, dtypes, logits)
 
 
@@ -323,6 +331,7 @@ def _require_gradients(head: ModelHead, hidden: Tensor, logits: Tensor) -> None:
     if more := [names.get(place, "a tensor") for place in leaves if place not in own]:
         raise UnsupportedHead(
             f"lm_head: {head.name}'s logits also depend on {', '.join(more)}, which would be ignored and never trained"
+            "; takes a model whose body has all that stands before the head"
         )
     for value, name in ((hidden, "hidden states"), (head.layer.weight, "weight")):
         if value.requires_grad and id(value) not in leaves:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numbers
 import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ._arguments import why_unreadable
+from ._arguments import require_number, why_unreadable
 from ._head.problem import FLOATS, why_not_whole
 from ._own_logits import ModelHead, UnsupportedHead, text_of, verified_head
 
@@ -21,11 +24,11 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.optim.swa_utils.AveragedModel": "module",
     "deepspeed.runtime.engine.DeepSpeedEngine": "module",
 }
+_DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
 _PEFT = {"peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel"}
 
 
@@ -88,6 +91,21 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
         >>> torch.allclose(logprob, expected, atol=1e-5)
         True
     """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("lm_head: called within torch.compile; call it outside, and pass on what it returns")
+    return _eager()(model, temperature, verify)
+
+
+@cache
+def _eager() -> Callable[..., HeadArguments]:
+    """Where a graph has a break, what is called there would be compiled. (This imports all of torch.compile, as
+    optimizers do.)
+    """
+    made: Callable[..., HeadArguments] = torch.compiler.disable(_lm_head)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _lm_head(model: Module, temperature: float | Tensor, verify: bool) -> HeadArguments:
     found = read_head(model)
     reason = why_not_here(found.layer)
     if reason is not None:
@@ -102,13 +120,19 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
     return {
         "weight": found.layer.weight,
         "bias": getattr(found.layer, "bias", None),
-        "temperature": temperature if found.scale == 1 else _divided(temperature, found.scale),
+        "temperature": _divided(temperature, found.scale),
         "logit_softcap": None if found.softcap is None else found.softcap / found.scale,
     }
 
 
 def _divided(temperature: float | Tensor, scale: float) -> float | Tensor:
-    return (temperature.float() if isinstance(temperature, Tensor) else temperature) / scale
+    """The temperature over the scale. What is no temperature is refused here, where its caller still knows it."""
+    if isinstance(temperature, Tensor) and temperature.is_floating_point():
+        return temperature if scale == 1 else temperature.float() / scale
+    require_number(temperature=temperature)  # type: ignore[arg-type]
+    if not temperature > 0:
+        raise ValueError(f"temperature: got {temperature}; takes a number above 0, or a float tensor")
+    return temperature / scale
 
 
 def read_head(model: Module) -> ModelHead:
@@ -119,16 +143,18 @@ def read_head(model: Module) -> ModelHead:
     layer = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if layer is None:
         raise UnsupportedHead(
-            f"lm_head: got a {type(inner).__name__}, which has no get_output_embeddings() or none that returns a head; "
-            "takes a causal language model"
+            f"lm_head: got a {type(inner).__name__}, whose get_output_embeddings() is missing or returns None; takes a "
+            "causal language model, not its body, its head or an unknown wrapper; or a module with that method, which "
+            "returns its linear layer. For any other, give its weight and bias to linear_logprob_entropy"
         )
     layer = getattr(layer, "_fsdp_wrapped_module", layer)  # FSDP's wrapper, in its first version
     reason = _left_out(layer)
     if reason is not None:
         raise UnsupportedHead(
-            f"lm_head: got a {type(layer).__module__}.{type(layer).__qualname__}, {reason}; takes a linear layer, "
-            "since log-probabilities are computed from its weight and bias alone. Leave 'lm_head' out of the adapter's "
-            "target_modules (modules_to_save=['lm_head'] trains all of it), or merge the adapter with merge_and_unload"
+            f"lm_head: got a {type(layer).__module__}.{type(layer).__qualname__}, {reason} would be ignored and never "
+            "trained; takes a linear layer, since log-probabilities are computed from its weight and bias alone. With "
+            "PEFT, leave 'lm_head' out of target_modules and a tied head's tokens out of trainable_token_indices "
+            "(modules_to_save=['lm_head'] trains all of it), or use merge_and_unload"
         )
     return ModelHead(inner, layer, *_scale_and_softcap(inner), prompts)
 
@@ -143,6 +169,11 @@ def _unwrapped(model: Any) -> tuple[Any, bool]:
             prompts = prompts or getattr(adapter, "is_prompt_learning", False)
             model = model.get_base_model()
             continue
+        if _DDP in kinds:
+            raise UnsupportedHead(
+                "lm_head: got a DistributedDataParallel, which averages gradients only where its own forward is "
+                "called; takes the model within: let it wrap a module whose forward calls the body and the op"
+            )
         inner = [name for kind, name in _WRAPPERS.items() if kind in kinds]
         if not inner:
             return model, prompts
@@ -153,12 +184,12 @@ def _left_out(layer: Any) -> str | None:
     """What its weight and bias leave out of a head."""
     tuners, wrappers = (sys.modules.get(f"peft.{name}") for name in ("tuners.tuners_utils", "utils.other"))
     if tuners is not None and isinstance(layer, tuners.BaseTunerLayer):
-        return "an adapter, which would be ignored and never trained"
+        return "an adapter, which"
     if wrappers is not None and isinstance(layer, wrappers.ModulesToSaveWrapper):
         return None  # its weight is that of the active copy, or the original's while adapters are switched off
     parts = {id(parameter) for name in ("weight", "bias") if (parameter := getattr(layer, name, None)) is not None}
     more = [name for name, value in layer.named_parameters() if value.requires_grad and id(value) not in parts]
-    return f"whose {', '.join(more)} would be ignored and never trained" if more else None
+    return f"whose {', '.join(more)}" if more else None
 
 
 def _scale_and_softcap(model: Any) -> tuple[float, float | None]:
@@ -183,13 +214,16 @@ def why_not_here(layer: Any) -> str | None:
     """Why the op cannot read a head's weight, and what makes it readable; None if it can."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
-        return "no weight tensor, but packed or quantised ones; takes a weight in float32, bfloat16 or float16"
+        return (
+            "no weight tensor, but packed or quantised ones; takes a weight in float32, bfloat16 or float16: leave the "
+            "head out of the quantisation"
+        )
     if (reason := why_unreadable("weight", weight)) is not None:
         return f"as weight {reason}"
     if weight.dim() != 2:
         return f"a weight of shape {list(weight.shape)}; takes [V, H]{why_not_whole('weight', weight)}"
     if weight.is_meta:
-        return "its weight on the meta device (not loaded, or offloaded); takes one whose values are there"
+        return "its weight on the meta device, not loaded or offloaded; takes one whose values are there: load it first"
     if weight.dtype not in FLOATS:
         return f"a weight in {weight.dtype}, maybe quantised; takes float32, bfloat16 or float16"
     return None

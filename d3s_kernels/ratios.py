@@ -211,5 +211,7 @@ def _pair(log_bounds: tuple[float, float]) -> tuple[float, float]:
     if not isinstance(log_bounds, (tuple, list)) or len(log_bounds) != 2:
         raise TypeError(f"log_bounds: got {log_bounds!r}; takes two numbers, (low, high)")
     for bound in log_bounds:
+        if bound is None:
+            raise TypeError(f"log_bounds: got {log_bounds!r}; takes two numbers, -inf or inf for no bound")
         require_number(log_bounds=bound)
     return log_bounds[0], log_bounds[1]

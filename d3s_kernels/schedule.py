@@ -45,7 +45,7 @@ class DownSamplingSchedule:
         shape: "linear", "cosine" or "exponential".
 
     Raises:
-        ValueError: a wrong budget or shape; when called, progress outside [0, 1].
+        ValueError, TypeError: a wrong budget or shape; when called, progress outside [0, 1].
 
     Example:
         >>> import d3s_kernels as d3s
@@ -61,6 +61,9 @@ class DownSamplingSchedule:
         shape: Literal["linear", "cosine", "exponential"] = "linear",
     ) -> None:
         for name, budget in (("start", start), ("end", end)):
+            if not isinstance(budget, tuple) or len(budget) != 2:
+                raise TypeError(f"{name}: got {budget!r}; takes a Budget(rollouts, token_ratio)")
+            budget = Budget(*budget)
             if not budget.rollouts >= 1:
                 raise ValueError(f"{name}: got {budget.rollouts} rollouts; takes at least 1")
             if not 0 < budget.token_ratio <= 1:

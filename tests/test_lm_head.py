@@ -135,11 +135,12 @@ def test_the_check_runs_once_and_leaves_no_trace() -> None:
 
 
 def with_dropout(own: Any, ids: Tensor) -> Tensor:
-    logits: Tensor = own.head(nn.functional.dropout(own.model(ids), 0.5, own.training))
+    logits: Tensor = getattr(own, "scale", 1.0) * own.head(nn.functional.dropout(own.model(ids), 0.5, own.training))
     return logits
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a number of the model": lambda policy: setattr(policy, "scale", 2.0),
     "the mode": lambda policy: policy.train(),
     "a hook of the head": lambda policy: policy.head.register_forward_hook(lambda module, given, logits: 2 * logits),
     "a hook of the model": lambda policy: policy.register_forward_hook(lambda module, given, logits: 2 * logits),
@@ -206,6 +207,12 @@ def with_forward(forward: Callable[..., Any], parameters: dict[str, Tensor] | No
     return policy
 
 
+class Parallel(nn.Sequential):
+    """To a name, torch's own, which wants a process group."""
+
+    __module__, __qualname__ = "torch.nn.parallel.distributed", "DistributedDataParallel"
+
+
 def logits_of(policy: Policy, ids: Tensor) -> Tensor:
     logits: Tensor = policy.head(policy.model(ids))
     return logits
@@ -214,12 +221,13 @@ def logits_of(policy: Policy, ids: Tensor) -> Tensor:
 DIFFER = "own logits differ by up to"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "not a module": (lambda: 3, "model: got int; takes a torch.nn.Module"),
-    "no head": (lambda: Body(), r"got a Body, which has no get_output_embeddings\(\)"),
+    "no head": (lambda: Body(), r"got a Body, whose get_output_embeddings\(\) is missing or returns None"),
     "an adapter": (lambda: of_head(Adapted()), "got a test_lm_head.Adapted, whose adapter would be ignored and never"),
     "a cap that nobody named": (lambda: Capped(logit_scale=0.5), rf"Capped's {DIFFER} .* \(scale 0.5, soft cap None\)"),
     "a scale that nobody named": (lambda: Capped(final_logit_softcapping=7.0), f"Capped's {DIFFER}"),
     "a cap before the scale": (lambda: CapsFirst(logit_scale=0.5, final_logit_softcapping=7.0), f"First's {DIFFER}"),
-    "a wrapper that nobody knows": (lambda: Wrapper(), r"got a Wrapper, which has no get_output_embeddings\(\)"),
+    "a wrapper that nobody knows": (lambda: Wrapper(), r"got a Wrapper, whose get_output_embeddings\(\) is mis"),
+    "DistributedDataParallel": (lambda: Parallel(Policy()), "averages gradients only where its own forward is called"),
     "a scale that trains": (
         lambda: with_forward(lambda own, ids: own.bonus * logits_of(own, ids), {"bonus": torch.ones(())}),
         "logits also depend on bonus, which would be ignored and never trained",
@@ -273,9 +281,31 @@ def mixed(own: Any, input_ids: Tensor) -> Tensor:
         return logits_of(own, input_ids).float()
 
 
+def test_what_is_no_temperature() -> None:
+    """Also where a scale divides it, whose quotient the caller does not know."""
+    for policy in (Policy(), Policy(logit_scale=0.5)):
+        for wrong, message in {
+            -0.8: "got -0.8; takes",
+            "1": "got '1'; takes a nu",
+            True: "got True; takes a nu",
+        }.items():
+            with pytest.raises((ValueError, TypeError), match=f"^temperature: {message}"):
+                d3s.lm_head(policy, wrong, verify=False)  # type: ignore[arg-type]
+
+
+def test_within_torch_compile() -> None:
+    """Not in a graph, which would keep what it returned; but where a graph has a break."""
+    policy, tokens = Policy().eval(), torch.tensor([[1, 2, 3]])
+    with pytest.raises(Exception, match=r"lm_head: called within torch\.compile; call it outside"):
+        torch.compile(scores, fullgraph=True, backend="eager")(policy, tokens)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(scores, backend="eager")(policy, tokens), scores(policy, tokens))
+
+
 TAKEN: dict[str, Callable[[], Any]] = {
     "autocast inside the forward": lambda: with_forward(mixed),
     "any arguments": lambda: with_forward(lambda own, *given, **named: logits_of(own, *given, *named.values())),
+    "a dict of logits": lambda: with_forward(lambda own, ids: {"logits": logits_of(own, ids)}),
     "a head called by name": lambda: with_forward(lambda own, ids: own.head(input=own.model(ids))),
     "small weights in float16": lambda: with_weight(1e-4 * torch.randn(VOCABULARY, WIDTH)).half(),
     "a name without effect": lambda: Policy(logit_scale=0.5, final_logit_softcapping=7.0),

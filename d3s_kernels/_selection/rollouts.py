@@ -106,6 +106,8 @@ def check_rule(
     values: Tensor, keep: int | Tensor, rule: str, scope: str, generator: torch.Generator | None, equal_rows: bool
 ) -> None:
     """Checks these arguments; :func:`checked_number` has checked the types of ``values`` and ``keep``."""
+    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the ops have other names for them
+        raise ValueError(f"advantages: got dtype {values.dtype}; takes float32, bfloat16 or float16")
     require_rule(rule, ROLLOUT_RULES)
     require_generator(generator, rule, ROLLOUTS[rule].draws, values)
     require_scope(scope, "group")
