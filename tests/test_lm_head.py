@@ -218,6 +218,7 @@ def logits_of(policy: Policy, ids: Tensor) -> Tensor:
     return logits
 
 
+LAST = torch.tensor(VOCABULARY - 1)
 DIFFER = "own logits differ by up to"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "not a module": (lambda: 3, "model: got int; takes a torch.nn.Module"),
@@ -244,6 +245,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a token that is never sampled": (
         lambda: with_forward(lambda own, ids: logits_of(own, ids).index_fill(-1, torch.tensor([5]), -1e9)),
         rf"{DIFFER} 1e\+09",
+    ),
+    "a bias of one token, lost in the mean": (
+        lambda: with_forward(lambda own, ids: logits_of(own, ids) + 3e-5 * nn.functional.one_hot(LAST, VOCABULARY)),
+        DIFFER,
+    ),
+    "a cap far above the logits": (
+        lambda: with_forward(lambda own, ids: 500 * (logits_of(own, ids) / 500).tanh()), DIFFER
     ),
     "padding that is cut off": (
         lambda: with_forward(lambda own, ids: logits_of(own, ids)[..., :130]), r"gives logits of shape \[1, 4, 130\]"
