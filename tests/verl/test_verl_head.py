@@ -249,7 +249,7 @@ def test_models_that_are_refused() -> None:
     with pytest.raises(ValueError, match="impl_backend: got 'd3s' for Model, whose lm_head has a bias; takes one"):
         patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
     del model.lm_head
-    with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' for Model.*has no get_output_embeddings"):
+    with pytest.raises(ValueError, match=r"impl_backend: got 'd3s' for Model.*get_output_embeddings\(\) is missing"):
         patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="d3s")
 
 
