@@ -88,14 +88,18 @@ def verified_head(head: ModelHead) -> ModelHead:
         for scale in dict.fromkeys((head.scale, 1.0))
         for softcap in dict.fromkeys((head.softcap, None))
     ]
-    errors = [_difference(reading, hidden, seen) for reading in readings]
-    if all(errors):
+    errors = []
+    for reading in readings:  # mostly the first, and each costs a product with the whole weight
+        error = _difference(reading, hidden, seen)
+        if error is None:
+            break
+        errors.append(error)
+    else:
         raise UnsupportedHead(errors[0])
-    found = readings[errors.index(None)]
     if len(known) >= _STATES:
         known.clear()
-    known[state] = found.scale, found.softcap
-    return found
+    known[state] = reading.scale, reading.softcap
+    return reading
 
 
 def require_own_logits(head: ModelHead) -> None:
