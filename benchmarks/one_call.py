@@ -43,18 +43,20 @@ def head_both_ways(sizes: Sizes) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(d3s.linear_logprob_entropy(*leaves, labels, **options)[0], leaves, gradient)
 
 
-def sparse_head(sizes: Sizes) -> Callable[[], Any]:
-    """With a sampling mask, both ways, added to a gradient."""
+def sparse_head(sizes: Sizes, into: bool = True) -> Callable[[], Any]:
+    """With a sampling mask, both ways; the weight's gradient is added to one (`into`), or is one of its own."""
     hidden, weight, _ = inputs.lm_head(sizes, "wide", torch.bfloat16)
     kept = inputs.draw_kept(sizes.vocabulary, sizes.head_tokens)
     gradients = inputs.advantages(len(hidden)), inputs.entropies(len(hidden))
-    options = {"sampling_mask": kept.mask, "max_dense_rows": 0, "weight_grad_into": torch.zeros_like(weight)}
-    options["max_grad_rows"] = len(hidden)
-    leaf, weight = hidden.requires_grad_(), weight.requires_grad_()
-    options["logits_dtype"] = torch.bfloat16
-    return lambda: torch.autograd.grad(
-        d3s.linear_logprob_entropy(leaf, weight, kept.labels, **options), leaf, gradients
-    )
+    options = {"sampling_mask": kept.mask, "max_dense_rows": 0, "max_grad_rows": len(hidden)}
+    options |= {"logits_dtype": torch.bfloat16, "weight_grad_into": torch.zeros_like(weight) if into else None}
+    leaves = (hidden.requires_grad_(), weight.requires_grad_())
+    of = leaves[:1] if into else leaves
+    return lambda: torch.autograd.grad(d3s.linear_logprob_entropy(*leaves, kept.labels, **options), of, gradients)
+
+
+def sparse_head_own(sizes: Sizes) -> Callable[[], Any]:
+    return sparse_head(sizes, into=False)
 
 
 def topk_mask(sizes: Sizes) -> Callable[[], Any]:
@@ -83,11 +85,31 @@ def compact(sizes: Sizes) -> Callable[[], Any]:
     return lambda: d3s.compact(mask, capacity)
 
 
+def importance_ratio(sizes: Sizes) -> Callable[[], Any]:
+    """Of sequences."""
+    old, mask = -inputs.entropies(*sizes.batch), inputs.right_padded(*sizes.batch)
+    logprob = old + 0.01 * inputs.advantages(*sizes.batch)
+    return lambda: d3s.importance_ratio(logprob, old, mask, level="sequence")
+
+
+def trl_update(sizes: Sizes) -> Callable[[], Any]:
+    """With half of the rollouts and a tenth of their tokens."""
+    from . import trl_step
+
+    return trl_step.update(trl_step.OURS, sizes, "0.5B" if inputs.device.type == "cuda" else "small")
+
+
+def grpo_update(sizes: Sizes) -> Callable[[], Any]:
+    from . import trl_step
+
+    return trl_step.update(trl_step.GRPO, sizes, "0.5B" if inputs.device.type == "cuda" else "small")
+
+
 OPS = {
     made.__name__: made
     for made in (
-        logprob_entropy, logprob_entropy_backward, head, head_both_ways, sparse_head, topk_mask, topk_mask_segment,
-        max_variance, max_variance_pool, compact,
+        logprob_entropy, logprob_entropy_backward, head, head_both_ways, sparse_head, sparse_head_own, topk_mask,
+        topk_mask_segment, max_variance, max_variance_pool, compact, importance_ratio, trl_update, grpo_update,
     )
 }  # fmt: skip
 
@@ -131,6 +153,9 @@ def timeline(op: str, call: Callable[[], Any]) -> None:
         call()
         synchronize()
     of_device = "self_device_time_total"
+    kernels = (event for event in profile.events() if event.device_type.name != "CPU")
+    busy = sum(getattr(event, of_device) for event in kernels)
+    print(f"{op}: kernels take {busy:.0f} us of it")
     rows = sorted(profile.key_averages(), key=lambda row: (-getattr(row, of_device), -row.self_cpu_time_total))
     for row in rows[:40]:
         print(f"{getattr(row, of_device):10.1f} us {row.self_cpu_time_total:10.1f} us {row.count:5} {row.key[:150]}")

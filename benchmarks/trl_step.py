@@ -136,6 +136,9 @@ def trainer_of(name: str, sizes: Sizes, shape: str) -> GRPOTrainer:
         train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * sizes.rollouts}),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
     )
+    if on_gpu:  # as TRL's default has it; `train` would do it, which does not run here
+        model = trainer.model
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     trainer.model.train()
     trainer.state.max_steps = 1
     trainer.current_gradient_accumulation_steps = 1
