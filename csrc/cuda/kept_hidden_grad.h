@@ -10,16 +10,24 @@ namespace {
 __device__ inline int64_t first_stretch(const Segments& spans, int64_t row) {
   return spans.begin(row) / kStretch + row;
 }
+// Below 0 for none. Offsets do not fall, so that two of them bound the row, mostly to one or two: a search of all rows
+// would wait a dozen times for an offset. If they are bad, some row is found, or none.
 __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch) {
-  int64_t low = 0, high = spans.count;
-  while (low < high) {
+  const int64_t most = stretch < spans.count ? stretch : spans.count - 1;
+  if (most < 0) return -1;
+  int64_t low = stretch - spans.begin(most) / kStretch;
+  low = low < 0 ? 0 : low < most ? low : most;
+  const int64_t after = stretch - spans.begin(low) / kStretch + 1;
+  int64_t high = after < spans.count ? after : spans.count;
+  if (high <= low) return -1;
+  while (low + 1 < high) {
     const int64_t middle = low + (high - low) / 2;
     if (first_stretch(spans, middle) <= stretch)
-      low = middle + 1;
+      low = middle;
     else
       high = middle;
   }
-  return low - 1;  // below 0 if offsets are bad
+  return low;
 }
 
 // A block for each stretch of a row's span, or for each piece of its columns.

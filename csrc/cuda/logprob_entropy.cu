@@ -150,11 +150,12 @@ __global__ void merge_slices(const __grid_constant__ LogitsRows rows, const Soft
   finish_row<T>(rows, row, state, sink);
 }
 
+// Whether every row begins at a multiple of 16 bytes.
 template <class T>
-bool is_aligned(const LogitsRows& rows) {
-  if (misalignment(rows.logits) != 0) return false;
-  for (int d = 0; d < rows.layout.dims; ++d)
-    if (rows.layout.strides[d] % kPerVector<T> != 0) return false;
+bool is_aligned(const void* values, const RowLayout& layout) {
+  if (misalignment(values) != 0) return false;
+  for (int d = 0; d < layout.dims; ++d)
+    if (layout.strides[d] % kPerVector<T> != 0) return false;
   return true;
 }
 
@@ -162,7 +163,7 @@ bool is_aligned(const LogitsRows& rows) {
 template <class Body>
 void dispatch_rows(const LogitsRows& rows, const Body& body) {
   dispatch_float(rows.type, [&](auto tag) {
-    if (is_aligned<typename decltype(tag)::type>(rows))
+    if (is_aligned<typename decltype(tag)::type>(rows.logits, rows.layout))
       body(tag, std::true_type());
     else
       body(tag, std::false_type());
@@ -263,7 +264,7 @@ __device__ uint4 load_logits(const T* p, int shift) {
 }
 
 // Writes the gradient of a piece [begin, end) of a row of which all logits count.
-template <class T>
+template <class T, bool kAligned>
 __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradients, int64_t row, int64_t first_token,
                             int begin, int end, T* gradient) {
   constexpr int kVector = kPerVector<T>;
@@ -278,33 +279,38 @@ __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradient
 
   // Vectors begin where the gradient's address is a multiple of 16; the elements left at both ends go one by one. If
   // the logits are misaligned there, a vector of them is read as two aligned ones, which must both lie in the row.
-  const int first = min(begin + elements_to_vector(gradient + begin), end);
-  const int shift = misalignment(logits + first), margin = shift == 0 ? 0 : kVector;
+  const int first = kAligned ? begin : min(begin + elements_to_vector(gradient + begin), end);
+  const int shift = kAligned ? 0 : misalignment(logits + first), margin = shift == 0 ? 0 : kVector;
   const int first_whole = first < margin ? first + kVector : first;
   const int vectors = (end - first_whole - (end + margin <= columns ? 0 : margin)) / kVector;  // may be negative
   for (int i = begin + thread; i < min(first_whole, end); i += kGradientThreads) write_one(i);
   for (int i = first_whole + max(vectors, 0) * kVector + thread; i < end; i += kGradientThreads) write_one(i);
 
-  for (int v = thread; v < vectors; v += kGradientThreads * kInFlight) {
+  // The label's element is written again at the end, by the thread that has its vector. Its logit is read before that
+  // thread may overwrite it.
+  const int at = label - first_whole;
+  const bool has_label = at >= 0 && at < vectors * kVector && at / kVector % kGradientThreads == thread;
+  T* const label_place = has_label ? gradient + label : nullptr;
+  const T of_label = from_float<T>(has_label ? f.at_label(to_float(logits[label])) : 0.f);
+  const T* from = logits + first_whole + thread * kVector;
+  T* to = gradient + first_whole + thread * kVector;
+  for (int left = vectors - thread; left > 0; left -= kGradientThreads * kInFlight) {
     uint4 z[kInFlight];
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      const int place = v + j * kGradientThreads;
-      if (place < vectors) z[j] = load_logits(logits + first_whole + place * kVector, shift);
-    }
+    for (int j = 0; j < kInFlight; ++j)
+      if (j * kGradientThreads < left) z[j] = load_logits(from + j * kGradientThreads * kVector, shift);
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      const int place = v + j * kGradientThreads, i = first_whole + place * kVector;
-      if (place >= vectors) break;
-      const bool has_label = static_cast<unsigned>(label - i) < static_cast<unsigned>(kVector);
-      const float label_logit = has_label ? to_float(logits[label]) : 0.f;  // read before it may be overwritten
-      store_streaming(reinterpret_cast<uint4*>(gradient + i), gradient_of<T>(z[j], f));
-      if (has_label) gradient[label] = from_float<T>(f.at_label(label_logit));
+      if (j * kGradientThreads >= left) break;
+      store_streaming(reinterpret_cast<uint4*>(to + j * kGradientThreads * kVector), gradient_of<T>(z[j], f));
     }
+    from += kGradientStride<T>;
+    to += kGradientStride<T>;
   }
+  if (label_place) *label_place = of_label;
 }
 
-template <class T, bool kSpans>
+template <class T, bool kAligned, bool kSpans>
 __device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
                                         T* out, const RowLayout& out_layout) {
   const int columns = static_cast<int>(rows.layout.columns);
@@ -317,23 +323,23 @@ __device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradien
   else if (kSpans && !rows.spans.dense(row))
     write_kept_gradients(rows, gradients, row, first_token, begin, end, gradient);
   else
-    write_piece(rows, gradients, row, first_token, begin, end, gradient);
+    write_piece<T, kAligned>(rows, gradients, row, first_token, begin, end, gradient);
 }
 
-// Five blocks, of 48 registers a thread: while some of them wait for what a row's gradient needs, the others keep the
-// memory busy.
-template <class T>
-__global__ void __launch_bounds__(kGradientThreads, 5)
+// Six blocks, of 40 registers a thread: while some of them wait for what a row's gradient needs, the others keep the
+// memory busy. A misaligned row needs 48.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
     write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
                     int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
-  write_gradient_of_block<T, false>(rows, gradients, first_token, out, out_layout);
+  write_gradient_of_block<T, kAligned, false>(rows, gradients, first_token, out, out_layout);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kGradientThreads)
     with_spans(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
                int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
-  write_gradient_of_block<T, true>(rows, gradients, first_token, out, out_layout);
+  write_gradient_of_block<T, false, true>(rows, gradients, first_token, out, out_layout);
 }
 
 // Float32 logits that a thread loads before it uses the first. They come one by one, 128 bytes for a warp, wherever the
@@ -415,11 +421,15 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
       launch("logprob_entropy_backward", kernel, blocks, kGradientThreads, 0, device, rows, gradients, first_token,
              static_cast<T*>(out.gradient), out.layout);
     };
+    const int64_t blocks = rows.layout.count * ceil_div(rows.layout.columns, kPiece<T>);
     if constexpr (kNarrow)
       start(narrow_gradients<T>, rows.layout.count);
+    else if (rows.spans.given())
+      start(with_spans<T>, blocks);
+    else if (is_aligned<T>(rows.logits, rows.layout) && is_aligned<T>(out.gradient, out.layout))
+      start(write_gradients<T, true>, blocks);
     else
-      start(rows.spans.given() ? with_spans<T> : write_gradients<T>,
-            rows.layout.count * ceil_div(rows.layout.columns, kPiece<T>));
+      start(write_gradients<T, false>, blocks);
   });
 }
 

@@ -6,6 +6,7 @@ and the ranks sum their gradients of the hidden states (``shard.py``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from .kept import dense_rows, flat, flat_rows, has_span, kept_logits, spans_of
 from .picked import Picked
 from .problem import HeadProblem
 from .products import Head, without_autocast
-from .tiles import Tiles, of_rows
+from .tiles import Tiles, of_rows, whole_vectors
 
 _op = torch.ops.d3s_kernels
 
@@ -116,7 +117,7 @@ def _filled(
             return like.new_zeros(shape)
         if _host_knows(bad):
             return like.new_full(shape, torch.nan)
-        return like.new_empty(shape).copy_(torch.zeros((), device=like.device).masked_fill_(bad, torch.nan))
+        return _everywhere(like.new_zeros(()).masked_fill_(bad, torch.nan), shape)
 
     hidden, weight = problem.hidden, problem.weight
     # If all rows are bad, a GPU fills them in kept_hidden_grad_. A known 0 takes half the time to write.
@@ -126,6 +127,14 @@ def _filled(
         filled(weight, wanted.weight and weight_grad_into is None, bad, *weight.shape),
         filled(weight, wanted.bias, bad, len(weight)),
     )
+
+
+def _everywhere(number: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A 0-d tensor's number, in all elements. A GPU copies eight bytes at a time twice as fast as elements of two."""
+    elements = math.prod(shape)
+    room = number.new_empty(whole_vectors(elements, number.dtype))
+    room.view(torch.int64).copy_(number.repeat(8 // number.itemsize).view(torch.int64))
+    return room[:elements].view(shape)
 
 
 def _with_kept_tokens(

@@ -109,11 +109,13 @@ def test_nothing_spills(architecture: str) -> None:
     for name, used in sorted(table.items()):
         print(f"{architecture}  {used.registers:3} registers  {plain(name)}")
     # The kernels for rows with a span of a sampling mask put a few registers aside, on two architectures, and on one of
-    # them those which count a digit of keys and, for float16, add up a token's rows.
-    allowed = {"sm_100": 8, "sm_120": 24}.get(architecture, 0)
+    # them those which count a digit of keys and, for float16, add up a token's rows. The backward's put one aside before
+    # its loop, where six blocks of it share a multiprocessor.
+    allowed = {"sm_90": 8, "sm_100": 8, "sm_120": 24}.get(architecture, 0)
+    kernels_that_spill = "with_span|count_digit|sum_tokensINS_7float16E|15write_gradients"
     spilled = {name: used for name, used in table.items() if used.stack or used.local}
     assert {name: used for name, used in spilled.items() if used.local or used.stack > allowed} == {}
-    assert [name for name in spilled if not re.search("with_span|count_digit|sum_tokensINS_7float16E", name)] == []
+    assert [name for name in spilled if not re.search(kernels_that_spill, name)] == []
 
 
 @built
@@ -182,15 +184,18 @@ def test_misaligned_rows_are_read_in_wide_loads_too(architecture: str) -> None:
 @built
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_the_loop_of_the_backward(architecture: str) -> None:
-    """The whole loop, including labels and misaligned rows. A copy at 4.3 TB/s leaves time for some 27 instructions."""
+    """Of aligned rows, and of others. A copy at 4.3 TB/s leaves time for some 27 instructions."""
     functions = kernels(library(), architecture)
-    code = functions[find(functions, "15write_gradientsINS_8bfloat16E")]
-    loop = min((loop for loop in loops(code) if exponentials(loop) >= 32), key=len)
-    print(f"{architecture} write_gradients bfloat16: at most {len(loop) / 32:.2f} instructions for an element")
-    assert len(loop) <= 20 * 32
-    assert exponentials(loop) == 32 + IN_FLIGHT  # each vector may hold the label, whose exponential is exact
-    assert sum(opcode.endswith(".128") for opcode in loads(loop)) >= IN_FLIGHT
-    assert not [instruction for instruction in loop if re.match("BAR|SHFL|LDL|STL", instruction.opcode)]
+    for aligned, most in ((True, 9), (False, 13)):
+        code = functions[find(functions, mangled("write_gradients", "bfloat16", aligned))]
+        loop = min((loop for loop in loops(code) if exponentials(loop) >= 32), key=len)
+        said = "" if aligned else ", misaligned"
+        print(f"{architecture} write_gradients bfloat16{said}: {len(loop) / 32:.2f} instructions for an element")
+        assert len(loop) <= most * 32
+        assert exponentials(loop) == 32  # the label's is outside of the loop
+        assert len(loads(loop)) == (1 if aligned else 2) * IN_FLIGHT
+        assert all(".128" in opcode for opcode in loads(loop))
+        assert not [instruction for instruction in loop if re.match("BAR|SHFL|LDL|STL", instruction.opcode)]
 
 
 @built
