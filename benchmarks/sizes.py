@@ -48,7 +48,7 @@ SHORT = Sizes(
     seconds=0.5,
 )
 # A GPU needs larger inputs to be busy, and takes less time.
-FULL_CUDA = replace(FULL, tokens=1_024, head_tokens=4_096, completion=1_024, seconds=0.6)
+FULL_CUDA = replace(FULL, tokens=1_024, head_tokens=4_096, rollouts=32, completion=1_024, seconds=0.6)
 SHORT_CUDA = replace(SHORT, seconds=0.1)
 
 

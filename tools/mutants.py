@@ -273,8 +273,15 @@ MUTANTS = (
     Mutant(
         "cuda: the fifth group of tokens is not added up",
         "csrc/cuda/ratios.cu",
-        "if (kGroups && group[j] >= kOwn) {",
-        "if (kGroups && group[j] > kOwn) {",
+        "else if (group >= kOwn)",
+        "else if (group > kOwn)",
+        KERNELS,
+    ),
+    Mutant(
+        "cuda: the tokens behind the last whole vector are left out",
+        "csrc/cuda/ratios.cu",
+        "for (int side = 0; side < 2; ++side)",
+        "for (int side = 0; side < 1; ++side)",
         KERNELS,
     ),
     Mutant(

@@ -35,6 +35,11 @@ D3S_HOST_DEVICE uint64_t bits_of_double(double value) {
 // The bits of kUnitsOrigin + term as an integer, which grows by one for each unit of the term.
 D3S_HOST_DEVICE uint64_t placed_units(float term) { return bits_of_double(static_cast<double>(term) + kUnitsOrigin); }
 
+// The units of a term that is not far.
+D3S_HOST_DEVICE int64_t near_units(float term) {
+  return static_cast<int64_t>(placed_units(term) - bits_of_double(kUnitsOrigin));
+}
+
 D3S_HOST_DEVICE bool is_far(float term) { return !(fabsf(term) < kFarTerm); }
 
 D3S_HOST_DEVICE uint32_t far_flag(float term) { return term != term ? kNanTerm : term > 0.f ? kPlusTerm : kMinusTerm; }
@@ -44,7 +49,7 @@ D3S_HOST_DEVICE void add_term(ExactSum& sum, float term) {
   if (is_far(term))
     sum.flags |= far_flag(term);
   else
-    sum.units += static_cast<int64_t>(placed_units(term) - bits_of_double(kUnitsOrigin));
+    sum.units += near_units(term);
 }
 
 // Infinite if a term is infinite; NaN if a term is NaN or if infinite terms have both signs; 0 if there are no terms.

@@ -1,16 +1,22 @@
-// importance_ratio, entropy_groups, adaptive_clip. Where groups have means, there are two launches: the sums of all
-// groups, then a number for each token. A warp has 512 tokens, wherever sequences begin and end. Sums are integers, so
-// that atomic additions give the same bits in any order.
+// importance_ratio, entropy_groups, adaptive_clip. Where groups have means, a block takes a whole sequence: it adds up
+// the groups and then writes a number for each token. Ragged sequences, and a few long ones, take two launches, in
+// which a warp has 1,024 tokens, wherever sequences begin and end. Sums are integers, so that atomic additions give the
+// same bits in any order.
 //
-//   launch                      kernel               reads (and mask, group ids)               -> writes
-//   group sums                  add_terms            logprob and old_logprob, or entropy       -> sums
-//   importance_ratio (means)    write_mean_ratios    sums                                      -> out
-//   importance_ratio            write_ratios         sums, logprob, old_logprob                -> out
-//   adaptive_clip               write_scaled_means   sums                                      -> out
-//   importance_ratio (tokens)   write_each           logprob, old_logprob                      -> out
-//   importance_ratio_backward   write_each           grad, ratio                               -> out
-//   entropy_groups              write_each           entropy, above (from topk_mask.cu)        -> out
+//   launch                      kernel                reads (and mask, group ids)              -> writes
+//   importance_ratio            whole_sequences       logprob and old_logprob                  -> out
+//   adaptive_clip               whole_sequences       entropy                                  -> out
+//   group sums                  add_terms             logprob and old_logprob, or entropy      -> sums
+//   importance_ratio (sums)     write_numbers         sums, logprob and old_logprob or neither -> out
+//   adaptive_clip (sums)        write_numbers         sums                                     -> out
+//   importance_ratio (tokens)   write_each            logprob, old_logprob                     -> out
+//   importance_ratio_backward   write_each            grad, ratio                              -> out
+//   entropy_groups              write_each            entropy, above (from topk_mask.cu)       -> out
 #include "../ops/ratios.h"
+
+#include <algorithm>
+#include <cstring>
+
 #include "collective.h"
 #include "note_faults.h"
 
@@ -18,233 +24,454 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 6;         // on a multiprocessor: for eight, the compiler would spill registers
-constexpr int64_t kStretch = 512;  // tokens of a warp: enough warps for a small batch, few atomics for a large one
-constexpr int kInFlight = 4;       // tokens that a thread loads before it uses the first
-constexpr int kOwnGroups = 4;      // groups whose sums a thread keeps in registers; further ones are rare
+constexpr int64_t kStretch = 1024;  // tokens of a warp: enough warps for a small batch, few atomics for a large one
+constexpr int kInFlight = 2;        // vectors that a thread loads before it uses the first
+constexpr int kVector = 4;          // tokens: 16 bytes of numbers, 4 of the mask
+constexpr int kOwnGroups = 4;       // groups whose sums a thread keeps in registers; further ones are rare
 
-int64_t blocks_for(int64_t tokens) { return ceil_div(ceil_div(tokens, kStretch), kThreads / kWarp); }
+// ---- tokens ------------------------------------------------------------------------------------------------------
 
-// Calls body(sequence, begin, end) for the part of each sequence among this warp's tokens.
-template <class Body>
-__device__ void for_stretches(const TokenGroups& groups, const Body& body) {
-  const Segments& sequences = groups.sequences;
-  const int64_t begin = (int64_t{blockIdx.x} * (blockDim.x / kWarp) + threadIdx.x / kWarp) * kStretch;
-  const int64_t end = begin + kStretch < groups.tokens ? begin + kStretch : groups.tokens;
-  if (begin >= end) return;
-  int64_t a = begin;
-  for (int64_t i = sequences.find(begin); a < end && i < sequences.count; ++i) {
-    const int64_t first = sequences.begin(i) > a ? sequences.begin(i) : a;  // bad offsets leave gaps
-    const int64_t last = sequences.end(i) < end ? sequences.end(i) : end;
-    if (last <= first) continue;
-    body(i, first, last);
-    a = last;
+// Neighbouring numbers, which are loaded or stored at once.
+template <int kWide>
+struct Few {
+  float at[kWide];
+};
+
+template <int kWide>
+__device__ __forceinline__ Few<kWide> load(const float* p) {
+  Few<kWide> few;
+  if constexpr (kWide == 1) {
+    few.at[0] = *p;
+  } else {
+    const uint4 vector = load_streaming(reinterpret_cast<const uint4*>(p));
+    memcpy(&few, &vector, sizeof few);
+  }
+  return few;
+}
+
+// As many bytes, in a word.
+template <int kWide>
+__device__ __forceinline__ uint32_t load_bytes(const void* p, int64_t i) {
+  const auto* bytes = static_cast<const uint8_t*>(p) + i;
+  return kWide == 1 ? *bytes : *reinterpret_cast<const uint32_t*>(bytes);
+}
+
+template <int kWide>
+__device__ __forceinline__ void store(float* p, const Few<kWide>& few) {
+  if constexpr (kWide == 1) {
+    *p = few.at[0];
+  } else {
+    uint4 vector;
+    memcpy(&vector, &few, sizeof few);
+    store_plain(reinterpret_cast<uint4*>(p), vector);
   }
 }
 
+template <int kWide>
+__device__ __forceinline__ void store(int8_t* p, uint32_t bytes) {
+  if constexpr (kWide == 1)
+    *p = static_cast<int8_t>(bytes);
+  else
+    *reinterpret_cast<uint32_t*>(p) = bytes;
+}
+
+// Whether a vector of tokens is one load or store, for tokens whose index is a multiple of kVector. Null is aligned.
+template <class T>
+bool has_vectors(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % (kVector * sizeof(T)) == 0;
+}
+
+// The tokens from begin to end, among the threads of a warp or of a block.
+struct Part {
+  int64_t begin, end;
+  int rank, size;
+};
+
+// Calls body(width, first, step, end) for this thread's tokens: `width` of them from first + j * step on, for j from 0
+// to kInFlight - 1, as far as these are before the end. Tokens before the first whole vector and after the last are
+// single, and so are all that have no vectors.
+template <class Body>
+__device__ __forceinline__ void for_tokens(const Part& part, bool vectors, const Body& body) {
+  const auto each = [&](auto width, int64_t begin, int64_t end) {
+    const int64_t step = part.size * width;
+    for (int64_t i = begin + part.rank * width; i < end; i += kInFlight * step) body(width, i, step, end);
+  };
+  const int64_t up = ceil_div(part.begin, kVector) * kVector, down = part.end / kVector * kVector;
+  const bool some = vectors && up < down;
+  const int64_t first = some ? up : part.end, last = some ? down : part.end;
+  each(std::integral_constant<int, kVector>(), first, last);
+#pragma unroll 1
+  for (int side = 0; side < 2; ++side)
+    each(std::integral_constant<int, 1>(), side ? last : part.begin, side ? part.end : first);
+}
+
+// Neighbouring tokens. What does not count is as if a and b were 0: a term of 0, a ratio of exactly 1, no gradient.
+template <int kWide>
+struct Tokens {
+  Few<kWide> a = {}, b = {};
+  uint32_t present = 0, ids = 0;  // a byte for each token
+
+  __device__ __forceinline__ bool has(int k) const { return (present & 0xffu << 8 * k) && !(ids & 0x80u << 8 * k); }
+  // The group of a token that counts, kNone of others.
+  __device__ __forceinline__ int group(int k) const {
+    const int id = static_cast<int>(ids >> 8 * k & 0xffu), known = id < kMostGroups ? id : TokenGroups::kBad;
+    return has(k) ? known : TokenGroups::kNone;
+  }
+  __device__ __forceinline__ float difference(int k) const { return has(k) ? a.at[k] - b.at[k] : 0.f; }
+};
+
+// What is known of each token: numbers of a and b, zeros where these are null, and the group.
+struct Terms {
+  const float *a, *b;
+  TokenGroups groups;
+  bool vectors;
+
+  Terms(const float* a, const float* b, const TokenGroups& groups, const float* out)
+      : a(a),
+        b(b),
+        groups(groups),
+        vectors(has_vectors(a) && has_vectors(b) && has_vectors(groups.mask) && has_vectors(groups.ids) &&
+                has_vectors(out)) {}
+
+  template <bool kGroups, int kWide>
+  __device__ __forceinline__ Tokens<kWide> at(int64_t i) const {
+    Tokens<kWide> tokens;
+    if (a) tokens.a = load<kWide>(a + i);
+    if (b) tokens.b = load<kWide>(b + i);
+    tokens.present = groups.mask ? load_bytes<kWide>(groups.mask, i) : 0x01010101u;
+    if (kGroups && groups.ids) tokens.ids = load_bytes<kWide>(groups.ids, i);
+    return tokens;
+  }
+};
+
+// Calls body(sequence, part) for the part of each sequence among this warp's tokens, and body(-1, part) for tokens that
+// bad offsets leave out.
+template <class Body>
+__device__ __forceinline__ void for_stretches(const TokenGroups& groups, const Body& body) {
+  const Segments& sequences = groups.sequences;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t begin = (int64_t{blockIdx.x} * (blockDim.x / kWarp) + threadIdx.x / kWarp) * kStretch;
+  const int64_t end = begin + kStretch < groups.tokens ? begin + kStretch : groups.tokens;
+  if (begin >= end) return;
+  int64_t i = sequences.find(begin);
+  for (int64_t a = begin; a < end;) {
+    const bool any = i < sequences.count;
+    const int64_t first = any ? sequences.begin(i) : end, last = any ? sequences.end(i) : end;
+    const bool gap = first > a;
+    const int64_t until = gap ? first : last;
+    const int64_t b = until < end ? until : end;
+    if (a < b) {
+      body(gap ? -1 : i, Part{a, b, lane, kWarp});
+      a = b;
+    }
+    i += !gap;
+  }
+}
+
+// bounded_ratio(), for which nvcc would make branches around loads of the bounds.
+__device__ __forceinline__ float ratio_within(const LogBounds& bounds, float x) {
+  const float low = bounds.low, high = bounds.high;
+  return exponential(x < low ? low : x > high ? high : x);
+}
+
+int64_t stretch_blocks(int64_t tokens) { return ceil_div(ceil_div(tokens, kStretch), kThreads / kWarp); }
+
 // ---- sums --------------------------------------------------------------------------------------------------------
 
-__device__ void add_shared(ExactSum* total, const ExactSum& part) {
+__device__ __forceinline__ void add_shared(ExactSum* total, const ExactSum& part) {
   if (part.count == 0) return;
   atomicAdd(reinterpret_cast<unsigned long long*>(&total->units), static_cast<unsigned long long>(part.units));
   atomicAdd(&total->count, part.count);
   if (part.flags) atomicOr(&total->flags, part.flags);
 }
 
-// The sums of a[i] - b[i], or of a[i] where b is null, over each group of each sequence.
+// Adds a - b for the tokens of a part to the sums of their groups.
 template <bool kGroups>
-__global__ void __launch_bounds__(kThreads)
-    add_terms(const float* a, const float* b, const __grid_constant__ TokenGroups groups, ExactSum* sums,
-              const __grid_constant__ Faults faults) {
-  note_offsets(groups.sequences, faults);
+__device__ __forceinline__ void add_part(const Terms& terms, const Part& part, ExactSum* sums, const Faults& faults) {
   constexpr int kOwn = kGroups ? kOwnGroups : 1;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {
-    ExactSum own[kOwn];
-    ExactSum* of_sequence = sums + sequence * groups.each;
-    for (int64_t first = begin + lane; first < end; first += kInFlight * kWarp) {
-      float terms[kInFlight];
-      int group[kInFlight];
+  ExactSum own[kOwn];
+  for_tokens(part, terms.vectors, [&](auto width, int64_t first, int64_t step, int64_t end) {
+    constexpr int kWide = decltype(width)::value;
+    Tokens<kWide> tokens[kInFlight];
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const int64_t i = first + j * kWarp;
-        const bool there = i < end;
-        group[j] = there ? groups.of(i) : TokenGroups::kNone;
-        terms[j] = there ? b ? a[i] - b[i] : a[i] : 0.f;
-      }
+    for (int j = 0; j < kInFlight; ++j)
+      if (first + j * step < end) tokens[j] = terms.at<kGroups, kWide>(first + j * step);
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        ExactSum one;
-        add_term(one, terms[j]);
+    for (int j = 0; j < kInFlight; ++j) {
+      bool rare = false;
+#pragma unroll
+      for (int k = 0; k < kWide; ++k) {
+        const int group = tokens[j].group(k);
+        const float term = tokens[j].difference(k);
+        const bool far = is_far(term);
+        const int64_t units = near_units(far ? 0.f : term);
 #pragma unroll
         for (int g = 0; g < kOwn; ++g) {
-          const bool here = group[j] == g;
-          own[g].units += here ? one.units : 0;
-          own[g].count += here;
-          own[g].flags |= here ? one.flags : 0;
+          if (group != g) continue;
+          own[g].units += units;
+          ++own[g].count;
         }
-        if (kGroups && group[j] >= kOwn) {
-          if (group[j] == TokenGroups::kBad)
-            faults.note(Fault::kGroups);
-          else
-            add_shared(of_sequence + group[j], one);
-        }
+        rare |= far || group >= kOwn;
+      }
+      if (!rare) continue;
+#pragma unroll
+      for (int k = 0; k < kWide; ++k) {
+        const int group = tokens[j].group(k);
+        ExactSum one;
+        add_term(one, tokens[j].difference(k));
+        if (group == TokenGroups::kBad)
+          faults.note(Fault::kGroups);
+        else if (group >= kOwn)
+          add_shared(sums + group, one);
+        else if (group >= 0 && one.flags)
+          atomicOr(&sums[group].flags, one.flags);
       }
     }
-#pragma unroll
-    for (int g = 0; g < kOwn; ++g) {
-      ExactSum total;
-      total.units = warp_reduce(own[g].units, Sum());
-      total.count = warp_reduce(own[g].count, Sum());
-      total.flags = warp_reduce(own[g].flags, [](uint32_t x, uint32_t y) { return x | y; });
-      if (lane == 0) add_shared(of_sequence + g, total);
-    }
   });
+#pragma unroll
+  for (int g = 0; g < kOwn; ++g) {
+    own[g].units = warp_reduce(own[g].units, Sum());
+    own[g].count = __reduce_add_sync(kAllLanes, own[g].count);
+    if (part.rank % kWarp == 0) add_shared(sums + g, own[g]);
+  }
 }
 
-ExactSum* group_sums(const float* a, const float* b, const TokenGroups& groups, Device& device) {
-  const int64_t count = groups.each * groups.sequences.count;
-  auto* sums = device.scratch_of<ExactSum>(count);
-  clear(sums, 0, count * sizeof(ExactSum), device);
-  launch("group sums", groups.ids ? add_terms<true> : add_terms<false>, blocks_for(groups.tokens), kThreads, 0, device,
-         a, b, groups, sums, device.faults);
-  return sums;
+template <bool kGroups>
+__global__ void __launch_bounds__(kThreads)
+    add_terms(const __grid_constant__ Terms terms, ExactSum* sums, const __grid_constant__ Faults faults) {
+  note_offsets(terms.groups.sequences, faults);
+  for_stretches(terms.groups, [&](int64_t sequence, const Part& part) {
+    if (sequence >= 0) add_part<kGroups>(terms, part, sums + sequence * terms.groups.each, faults);
+  });
 }
 
 // ---- a number for each token -------------------------------------------------------------------------------------
 
-// out[i] = value(of_mean(mean of the token's group), i), or `none` for tokens in no group. Lane g computes of_mean for
-// group g of the sequence, and all lanes get it by a shuffle.
-template <class OfMean, class Value>
-__device__ void write_tokens(const TokenGroups& groups, const ExactSum* sums, float none, float* out,
-                             const OfMean& of_mean, const Value& value) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {
-    // Lanes without a group have NaN, for bad ids.
-    const float number = lane < groups.each ? of_mean(mean_of(sums[sequence * groups.each + lane])) : NAN;
-    for (int64_t first = begin + lane; first - lane < end; first += kInFlight * kWarp) {
-      float values[kInFlight];
+// What becomes of the means: a ratio for each group, or for each token, or `scale` times the mean.
+struct Numbers {
+  bool ratios, of_tokens;
+  LogBounds bounds;
+  float scale;
+
+  __device__ __forceinline__ float of_group(float mean) const {
+    return !ratios ? scale * mean : of_tokens ? mean : ratio_within(bounds, mean);
+  }
+  __device__ __forceinline__ float of_none() const { return !ratios ? kNoClip : of_tokens ? 0.f : kNoRatio; }
+};
+
+constexpr int kTable = kMostGroups + 2;  // numbers by group, from TokenGroups::kNone to kBad
+
+// Fills the table of a sequence, or of none. For bad ids, and outside of sequences, it has NaN.
+__device__ __forceinline__ void fill_table(float* table, const ExactSum* sums, int groups, const Numbers& numbers,
+                                           int rank) {
+  const int group = rank - 1;
+  if (rank < kTable)
+    table[rank] = !sums                         ? NAN
+                  : group == TokenGroups::kNone ? numbers.of_none()
+                  : group < groups              ? numbers.of_group(mean_of(sums[group]))
+                                                : NAN;
+}
+
+template <bool kGroups>
+__device__ __forceinline__ void write_part(const Terms& terms, const Part& part, const Numbers& numbers,
+                                           const float* table, float* out) {
+  for_tokens(part, terms.vectors, [&](auto width, int64_t first, int64_t step, int64_t end) {
+    constexpr int kWide = decltype(width)::value;
+    Tokens<kWide> tokens[kInFlight];
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const int64_t i = first + j * kWarp;
-        const int group = i < end ? groups.of(i) : TokenGroups::kNone;
-        const float own = __shfl_sync(kAllLanes, number, group < 0 ? 0 : group);
-        values[j] = group < 0 ? none : value(own, i);
+    for (int j = 0; j < kInFlight; ++j)
+      if (first + j * step < end) tokens[j] = terms.at<kGroups, kWide>(first + j * step);
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      if (first + j * step >= end) continue;
+      Few<kWide> values;
+#pragma unroll
+      for (int k = 0; k < kWide; ++k) values.at[k] = table[tokens[j].group(k) + 1];
+      if (numbers.of_tokens) {
+#pragma unroll
+        for (int k = 0; k < kWide; ++k)
+          values.at[k] = ratio_within(numbers.bounds, values.at[k] + tokens[j].difference(k));
       }
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j)
-        if (first + j * kWarp < end) out[first + j * kWarp] = values[j];
+      store<kWide>(out + first + j * step, values);
     }
   });
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    write_mean_ratios(const __grid_constant__ TokenGroups groups, const ExactSum* sums, LogBounds bounds, float* out) {
-  write_tokens(
-      groups, sums, kNoRatio, out, [&](float mean) { return bounded_ratio(mean, bounds); },
-      [](float ratio, int64_t) { return ratio; });
+template <bool kGroups>
+__global__ void __launch_bounds__(kThreads) write_numbers(const __grid_constant__ Terms terms, const ExactSum* sums,
+                                                          const __grid_constant__ Numbers numbers, float* out) {
+  float* table = dynamic_shared<float>() + threadIdx.x / kWarp * kTable;
+  for_stretches(terms.groups, [&](int64_t sequence, const Part& part) {
+    const int each = terms.groups.each;
+    __syncwarp();  // the table is used again
+    fill_table(table, sequence < 0 ? nullptr : sums + sequence * each, each, numbers, part.rank);
+    __syncwarp();
+    write_part<kGroups>(terms, part, numbers, table, out);
+  });
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    write_ratios(const float* logprob, const float* old_logprob, const __grid_constant__ TokenGroups groups,
-                 const ExactSum* sums, LogBounds bounds, float* out) {
-  write_tokens(
-      groups, sums, kNoRatio, out, [](float mean) { return mean; },
-      [&](float mean, int64_t i) { return bounded_ratio(mean + (logprob[i] - old_logprob[i]), bounds); });
+// A block for each sequence, of equal length. `rest` is what the second pass reads.
+template <bool kGroups>
+__global__ void __launch_bounds__(kThreads)
+    whole_sequences(const __grid_constant__ Terms terms, const __grid_constant__ Terms rest,
+                    const __grid_constant__ Numbers numbers, float* out, const __grid_constant__ Faults faults) {
+  auto* sums = dynamic_shared<ExactSum>();
+  auto* table = reinterpret_cast<float*>(sums + kMostGroups);
+  const int rank = static_cast<int>(threadIdx.x);
+  const int64_t length = terms.groups.sequences.length, begin = blockIdx.x * length;
+  const Part part = {begin, begin + length, rank, static_cast<int>(blockDim.x)};
+  if (rank < kMostGroups) sums[rank] = ExactSum();
+  __syncthreads();
+  add_part<kGroups>(terms, part, sums, faults);
+  __syncthreads();
+  fill_table(table, sums, terms.groups.each, numbers, rank);
+  __syncthreads();
+  write_part<kGroups>(rest, part, numbers, table, out);
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    write_scaled_means(const __grid_constant__ TokenGroups groups, const ExactSum* sums, float scale, float* out) {
-  write_tokens(
-      groups, sums, kNoClip, out, [&](float mean) { return scale * mean; },
-      [](float scaled, int64_t) { return scaled; });
+constexpr int kTableBytes = kTable * static_cast<int>(sizeof(float));
+constexpr int64_t kShort = 8192;  // tokens that one block adds up and writes in the time of two launches
+constexpr int64_t kMany = 128;    // sequences that are enough blocks for a GPU, however long they are
+
+void write_group_numbers(const char* name, const char* name_of_sums, const float* a, const float* b,
+                         const TokenGroups& groups, const Numbers& numbers, float* out, Device& device) {
+  if (groups.tokens == 0) return;  // rows without tokens would be blocks without threads
+  const Terms terms(a, b, groups, out);
+  const Terms rest = numbers.of_tokens ? terms : Terms(nullptr, nullptr, groups, out);
+  const Segments& sequences = groups.sequences;
+  if (!sequences.ragged() && (sequences.length <= kShort || sequences.count >= kMany)) {
+    const int64_t threads = std::min<int64_t>(ceil_div(sequences.length, kWarp * kWarp) * kWarp, kThreads);
+    launch(name, groups.ids ? whole_sequences<true> : whole_sequences<false>, sequences.count,
+           static_cast<int>(threads), kMostGroups * sizeof(ExactSum) + kTableBytes, device, terms, rest, numbers, out,
+           device.faults);
+    return;
+  }
+  const int64_t count = groups.each * sequences.count, blocks = stretch_blocks(groups.tokens);
+  auto* sums = device.scratch_of<ExactSum>(count);
+  clear(sums, 0, count * sizeof(ExactSum), device);
+  launch("group sums", groups.ids ? add_terms<true> : add_terms<false>, blocks, kThreads, 0, device, terms, sums,
+         device.faults);
+  launch(name_of_sums, groups.ids ? write_numbers<true> : write_numbers<false>, blocks, kThreads,
+         kThreads / kWarp * kTableBytes, device, rest, sums, numbers, out);
 }
 
 // ---- token by token ----------------------------------------------------------------------------------------------
 
-// out[i] = value(i) for all n.
+// out[i] = value(i) for all n, in two steps, so that further tokens are loaded before the first are computed.
 template <class Out, class Value>
-__global__ void __launch_bounds__(kThreads) write_each(int64_t n, const __grid_constant__ Value value, Out* out) {
-  const int64_t first = int64_t{blockIdx.x} * kInFlight * kThreads + threadIdx.x;
-  Out values[kInFlight];
+__global__ void __launch_bounds__(kThreads)
+    write_each(int64_t n, bool vectors, const __grid_constant__ Value value, Out* out) {
+  constexpr int kTokens = kInFlight * kVector * kThreads;
+  const int64_t begin = int64_t{blockIdx.x} * kTokens;
+  const Part part = {begin, begin + kTokens < n ? begin + kTokens : n, static_cast<int>(threadIdx.x), kThreads};
+  for_tokens(part, vectors, [&](auto width, int64_t first, int64_t step, int64_t end) {
+    constexpr int kWide = decltype(width)::value;
+    decltype(value.template load<kWide>(0)) loaded[kInFlight];
 #pragma unroll
-  for (int j = 0; j < kInFlight; ++j)
-    if (first + j * kThreads < n) values[j] = value(first + j * kThreads);
+    for (int j = 0; j < kInFlight; ++j)
+      if (first + j * step < end) loaded[j] = value.template load<kWide>(first + j * step);
 #pragma unroll
-  for (int j = 0; j < kInFlight; ++j)
-    if (first + j * kThreads < n) out[first + j * kThreads] = values[j];
+    for (int j = 0; j < kInFlight; ++j)
+      if (first + j * step < end) store<kWide>(out + first + j * step, value.of(loaded[j]));
+  });
 }
 
 template <class Out, class Value>
-void for_each_token(const char* name, int64_t n, const Value& value, Out* out, const Device& device) {
-  launch(name, write_each<Out, Value>, ceil_div(n, kInFlight * kThreads), kThreads, 0, device, n, value, out);
+void for_each_token(const char* name, int64_t n, bool vectors, const Value& value, Out* out, const Device& device) {
+  launch(name, write_each<Out, Value>, ceil_div(n, kInFlight * kVector * kThreads), kThreads, 0, device, n, vectors,
+         value, out);
 }
+
+// of(a, b) for each token.
+template <class Of>
+struct EachTerm {
+  Terms terms;
+  Of of_pair;
+
+  template <int kWide>
+  __device__ __forceinline__ Tokens<kWide> load(int64_t i) const {
+    return terms.at<Of::kGroups, kWide>(i);
+  }
+  template <int kWide>
+  __device__ __forceinline__ Few<kWide> of(const Tokens<kWide>& tokens) const {
+    Few<kWide> values;
+#pragma unroll
+    for (int k = 0; k < kWide; ++k)
+      values.at[k] = of_pair(tokens.has(k) ? tokens.a.at[k] : 0.f, tokens.has(k) ? tokens.b.at[k] : 0.f);
+    return values;
+  }
+};
 
 struct TokenRatio {
-  const float *logprob, *old_logprob;
-  TokenGroups groups;
+  static constexpr bool kGroups = false;
   LogBounds bounds;
-
-  D3S_HOST_DEVICE float operator()(int64_t i) const {
-    return groups.has(i) ? bounded_ratio(logprob[i] - old_logprob[i], bounds) : kNoRatio;
+  __device__ __forceinline__ float operator()(float logprob, float old) const {
+    return ratio_within(bounds, logprob - old);
   }
 };
 
 struct TokenGradient {
-  RatioGradient of;
-
-  D3S_HOST_DEVICE float operator()(int64_t i) const {
-    return of.groups.has(i) ? ratio_gradient(of.grad[i], of.ratio[i], of.limits) : 0.f;
+  static constexpr bool kGroups = true;
+  RatioLimits limits;
+  __device__ __forceinline__ float operator()(float grad, float ratio) const {
+    return ratio_gradient(grad, ratio, limits);
   }
 };
+
+template <class Of>
+void for_each_term(const char* name, const Terms& terms, const Of& of, float* out, const Device& device) {
+  for_each_token(name, terms.groups.tokens, terms.vectors, EachTerm<Of>{terms, of}, out, device);
+}
 
 struct QuantileGroup {
-  QuantileMasks masks;
+  Terms entropy;
+  const bool* above;
+  int quantiles;
 
-  D3S_HOST_DEVICE int8_t operator()(int64_t i) const {
-    if (!masks.has(i)) return -1;
-    int8_t group = 0;
-    for (int q = 0; q < masks.quantiles; ++q) group = static_cast<int8_t>(group + masks.above[q * masks.tokens + i]);
-    return group;
+  // The groups of tokens, a byte for each.
+  template <int kWide>
+  __device__ __forceinline__ uint32_t load(int64_t i) const {
+    const Tokens<kWide> tokens = entropy.at<false, kWide>(i);
+    uint32_t groups = 0;
+    for (int q = 0; q < quantiles; ++q) groups += load_bytes<kWide>(above, q * entropy.groups.tokens + i);
+#pragma unroll
+    for (int k = 0; k < kWide; ++k)
+      if (!tokens.has(k) || tokens.a.at[k] != tokens.a.at[k]) groups |= 0xffu << 8 * k;
+    return groups;
   }
+  __device__ __forceinline__ uint32_t of(uint32_t groups) const { return groups; }
 };
-
-// Tokens that bad offsets leave out get NaN.
-void mark_gaps(const TokenGroups& groups, float* out, const Device& device) {
-  if (groups.sequences.ragged()) clear(out, 0xff, groups.tokens * sizeof(float), device);
-}
 
 }  // namespace
 
 void importance_ratios(const float* logprob, const float* old_logprob, const TokenGroups& groups, RatioForm form,
                        const LogBounds& bounds, float* out, Device& device) {
-  if (form == RatioForm::kToken) {
-    for_each_token("importance_ratio (tokens)", groups.tokens, TokenRatio{logprob, old_logprob, groups, bounds}, out,
-                   device);
-    return;
-  }
-  mark_gaps(groups, out, device);
-  const ExactSum* sums = group_sums(logprob, old_logprob, groups, device);
-  const int64_t blocks = blocks_for(groups.tokens);
-  if (form == RatioForm::kMean)
-    launch("importance_ratio (means)", write_mean_ratios, blocks, kThreads, 0, device, groups, sums, bounds, out);
-  else
-    launch("importance_ratio", write_ratios, blocks, kThreads, 0, device, logprob, old_logprob, groups, sums, bounds,
-           out);
+  if (form == RatioForm::kToken)
+    return for_each_term("importance_ratio (tokens)", Terms(logprob, old_logprob, groups, out), TokenRatio{bounds}, out,
+                         device);
+  const Numbers numbers = {true, form == RatioForm::kMeanAndToken, bounds, 0.f};
+  write_group_numbers("importance_ratio", "importance_ratio (sums)", logprob, old_logprob, groups, numbers, out,
+                      device);
 }
 
 void importance_ratio_gradients(const RatioGradient& gradient, float* out, Device& device) {
-  for_each_token("importance_ratio_backward", gradient.groups.tokens, TokenGradient{gradient}, out, device);
+  for_each_term("importance_ratio_backward", Terms(gradient.grad, gradient.ratio, gradient.groups, out),
+                TokenGradient{gradient.limits}, out, device);
 }
 
 void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out, Device& device) {
-  mark_gaps(groups, out, device);
-  const ExactSum* sums = group_sums(values, nullptr, groups, device);
-  launch("adaptive_clip", write_scaled_means, blocks_for(groups.tokens), kThreads, 0, device, groups, sums, scale, out);
+  const Numbers numbers = {false, false, {}, scale};
+  write_group_numbers("adaptive_clip", "adaptive_clip (sums)", values, nullptr, groups, numbers, out, device);
 }
 
 void group_by_quantiles(const QuantileMasks& masks, int8_t* out, Device& device) {
-  for_each_token("entropy_groups", masks.tokens, QuantileGroup{masks}, out, device);
+  TokenGroups tokens;
+  tokens.tokens = masks.tokens;
+  tokens.mask = masks.mask;
+  const Terms entropy(masks.entropy, nullptr, tokens, nullptr);
+  const bool vectors = entropy.vectors && has_vectors(masks.above) && has_vectors(out) && masks.tokens % kVector == 0;
+  for_each_token("entropy_groups", masks.tokens, vectors, QuantileGroup{entropy, masks.above, masks.quantiles}, out,
+                 device);
 }
 
 }  // namespace d3s

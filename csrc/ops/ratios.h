@@ -15,6 +15,7 @@ constexpr int kMostGroups = 16;  // in a sequence
 
 // The tokens that share a mean: those of a sequence, or of one group in it.
 struct TokenGroups {
+  // In place of a token's group: it is in none; its id is too large (ids on a GPU may be unchecked).
   static constexpr int kNone = -1, kBad = kMostGroups;
 
   Segments sequences;
@@ -22,13 +23,6 @@ struct TokenGroups {
   const bool* mask = nullptr;
   const int8_t* ids = nullptr;  // below 0: in no group; null: a sequence is one group
   int each = 1;                 // groups of a sequence, at most
-
-  D3S_HOST_DEVICE bool has(int64_t token) const { return (!mask || mask[token]) && (!ids || ids[token] >= 0); }
-  // A token's group, kNone, or kBad for an id that is too large (ids on a GPU may be unchecked).
-  D3S_HOST_DEVICE int of(int64_t token) const {
-    if (!has(token)) return kNone;
-    return !ids ? 0 : ids[token] < kMostGroups ? ids[token] : kBad;
-  }
 };
 
 // What a ratio is the exponential of: the token's log-ratio, the mean log-ratio of its group, or the sum of both.

@@ -849,6 +849,26 @@ def test_ratios_have_the_bits_of_the_cpu() -> None:
         assert_same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("shift", [0, 1, 4])
+@pytest.mark.parametrize("length", [1, 6, 1023, 4100, 16_385])
+def test_ratios_of_rows_and_of_ragged_sequences_have_the_same_bits(length: int, shift: int) -> None:
+    """A block has a row unless it is long, and a warp 1,024 tokens of ragged sequences, in vectors where these are."""
+    rows = 3
+    old, logprob = torch.rand(2, shift + rows * length)[:, shift:].unbind()
+    groups = torch.randint(-1, 7, (shift + rows * length,), dtype=torch.int8)[shift:]
+    mask = torch.rand(shift + rows * length)[shift:] < 0.7
+    cuts = torch.arange(rows + 1) * length
+    for denominator in ("self", "old"):
+        for ids, level in ((None, "sequence"), (groups, "entropy_group")):
+            ragged = d3s.importance_ratio(
+                logprob, old, mask, level=level, groups=ids, denominator=denominator, offsets=cuts
+            )
+            logprobs, olds, masks = (values.view(rows, length) for values in (logprob, old, mask))
+            ids = None if ids is None else ids.view(rows, length)
+            of_rows = d3s.importance_ratio(logprobs, olds, masks, level=level, groups=ids, denominator=denominator)
+            assert_same_bits(ragged, of_rows.flatten())
+
+
 @pytest.mark.parametrize("ratio", [0.0, -1.0, 1.5, torch.nan])
 def test_a_bad_ratio_selects_nothing(ratio: float) -> None:
     kept = d3s.select_tokens(torch.rand(100), torch.tensor(1.0), torch.tensor(ratio))
