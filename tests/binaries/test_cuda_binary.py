@@ -108,14 +108,13 @@ def test_nothing_spills(architecture: str) -> None:
     assert len(table) > 20
     for name, used in sorted(table.items()):
         print(f"{architecture}  {used.registers:3} registers  {plain(name)}")
-    # The kernels for rows with a span of a sampling mask put a few registers aside, on two architectures, and on one of
-    # them those which count a digit of keys and, for float16, add up a token's rows. The backward's put one aside before
-    # its loop, where six blocks of it share a multiprocessor.
-    allowed = {"sm_90": 8, "sm_100": 8, "sm_120": 24}.get(architecture, 0)
-    kernels_that_spill = "with_span|count_digit|sum_tokensINS_7float16E|15write_gradients"
+    # Outside of their loops, kernels for rows with a span of a sampling mask, the backward and some of float16 put
+    # registers aside, so that more blocks share a multiprocessor.
+    allowed = {"sm_120": 24}.get(architecture, 8)
+    by = "with_span|15write_gradients|count_digit|(sum_tokens|write_advantages)INS_7float16E"
     spilled = {name: used for name, used in table.items() if used.stack or used.local}
     assert {name: used for name, used in spilled.items() if used.local or used.stack > allowed} == {}
-    assert [name for name in spilled if not re.search(kernels_that_spill, name)] == []
+    assert [name for name in spilled if not re.search(by, name)] == []
 
 
 @built
@@ -166,8 +165,10 @@ def test_the_loop_over_logits(architecture: str, kernel: str, dtype: str) -> Non
     assert all(".128" in opcode for opcode in loads(way))
     assert not [instruction for instruction in way if re.match("BAR|SHFL|LDL|STL|ATOM|MEMBAR", instruction.opcode)]
     # Two neighbours' distances, and an element's two terms, are one instruction each where there is packed arithmetic.
+    # Eight elements have a sum of their own: all but one of these sums take one product more and one sum more.
     packed = Counter(instruction.opcode for instruction in way if instruction.opcode in ("FADD2", "FMUL2", "FFMA2"))
-    of_group = {"FADD2": elements // 2, "FMUL2": elements // 2 + 1, "FFMA2": elements}
+    more = elements // 8 - 1
+    of_group = {"FADD2": elements // 2 + more, "FMUL2": elements // 2 + 1 + more, "FFMA2": elements - more}
     assert packed == (of_group if architecture == "sm_100" else {})
 
 
