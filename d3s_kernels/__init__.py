@@ -13,6 +13,8 @@ from .rollouts import group_advantages, groups_without_spread, max_variance_sele
 from .sampling import SamplingMask
 from .sampling_rules import sampling_mask_from_logits
 from .schedule import Budget, DownSamplingSchedule
+from .selection import Selection
+from .selection_options import SelectionOptions
 from .tokens import TokenSelection, compact, select_tokens, select_tokens_from_logits, topk_mask
 from .vocabulary import entropy, linear_logprob_entropy, logprob_entropy
 
@@ -28,6 +30,8 @@ __all__ = [
     "PlanSampler",
     "RolloutPlan",
     "SamplingMask",
+    "Selection",
+    "SelectionOptions",
     "TokenSelection",
     "UnsupportedHead",
     "adaptive_clip",

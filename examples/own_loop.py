@@ -56,8 +56,8 @@ def generate(policy: Policy, prompts: Tensor) -> Tensor:
     return tokens
 
 
-def update(policy: Policy, optimizer: torch.optim.Optimizer, budget: d3s.Budget) -> Tensor:
-    """Makes one step of GRPO with D3S; returns the mean reward."""
+def update(policy: Policy, optimizer: torch.optim.Optimizer, selection: d3s.Selection, progress: float) -> Tensor:
+    """Makes one step of GRPO with D3S at this share of the training; returns the mean reward."""
     prompts = torch.randint(DIGITS, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
     tokens = generate(policy, prompts)
     right = (tokens[:, LENGTH - 1 : -1] + 1) % DIGITS
@@ -65,8 +65,8 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, budget: d3s.Budget)
 
     # 1. Advantages of all rollouts. Only the rollouts whose advantages vary most are kept and forwarded again.
     advantages = d3s.group_advantages(rewards)
-    kept = d3s.select_rollouts(advantages, budget.rollouts).flatten()
-    tokens, weights = tokens[kept], advantages.flatten()[kept]
+    kept = selection.rollouts(advantages, progress)
+    tokens, weights = tokens[kept.flatten()], advantages[kept]
 
     # 2. Log-probability and entropy of the sampled tokens, straight from the hidden states. What stands between these
     #    and the logits (here a weight alone) is read from the policy, and compared with its logits once.
@@ -75,7 +75,7 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, budget: d3s.Budget)
 
     # 3. The tokens with the largest |advantage| * entropy of the batch. Only they have a gradient, so the backward of
     #    the head computes only their rows.
-    chosen = d3s.select_tokens(entropy.detach(), weights, budget.token_ratio)
+    chosen = selection.tokens(entropy, weights, progress)
 
     # 4. GRPO's loss. This step is on-policy, so nothing is clipped.
     ratio = d3s.importance_ratio(logprob, logprob.detach())
@@ -94,11 +94,11 @@ def main() -> None:
     policy = Policy()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     # Few rollouts and tokens at first, more later: the budget of a step follows from the progress of training, 0 to 1.
-    schedule = d3s.DownSamplingSchedule(d3s.Budget(4, 0.2), d3s.Budget(12, 0.5))
+    selection = d3s.Selection(rollouts_start=4, rollouts_end=12, token_ratio_start=0.2, token_ratio_end=0.5)
     print(f"{'step':>5} {'reward':>7} {'rollouts':>9} {'tokens':>7}")
     for step in range(steps):
-        budget = schedule(step / max(1, steps - 1))
-        reward = update(policy, optimizer, budget)
+        progress = step / max(1, steps - 1)
+        reward, budget = update(policy, optimizer, selection, progress), selection.budget(progress, GROUP)
         if step % max(1, steps // 10) == 0 or step == steps - 1:
             print(f"{step:5} {reward:7.3f} {budget.rollouts:6}/{GROUP} {budget.token_ratio:7.0%}")
 

@@ -7,14 +7,13 @@ from operator import attrgetter
 import pytest
 
 import d3s_kernels
-from d3s_kernels import distributed
-from d3s_kernels.integrations import _options, metrics, slime
+from d3s_kernels import distributed, metrics, selection, selection_options
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 DOCUMENTED = [
     name
     for name in d3s_kernels.__all__
-    if inspect.isfunction(getattr(d3s_kernels, name)) or name in ("DownSamplingSchedule", "PlanSampler")
+    if inspect.isfunction(getattr(d3s_kernels, name)) or name in ("DownSamplingSchedule", "PlanSampler", "Selection")
 ]
 
 
@@ -25,7 +24,7 @@ def public(name: str) -> object:
     return attrgetter(name)(d3s_kernels)
 
 
-FOR_TRAINERS = [metrics.selection_metrics, _options.rollouts_of, slime.D3SOptions]
+FOR_TRAINERS = [metrics.selection_metrics, selection_options.rollouts_of, selection.choose_rollouts]
 
 
 @pytest.mark.parametrize("documented", FOR_TRAINERS, ids=lambda function: function.__name__)

@@ -47,3 +47,8 @@ def test_scripts_are_short() -> None:
     scripts = [path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")]
     assert {path.name for path in scripts} == {"demo.py", "own_loop.py", "trl_d3s.py", "verl_d3s.sh"}
     assert all(len(path.read_text(encoding="utf-8").splitlines()) < 120 for path in scripts)
+    recipes = list((EXAMPLES / "trainers").glob("*.py"))
+    assert {path.name for path in recipes} == {
+        f"d3s_{name}.py" for name in ("nemo_rl", "openrlhf", "prime_rl", "slime")
+    }
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 130 for path in recipes)

@@ -19,12 +19,15 @@ PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 ROOMS = {
     "__main__": "_doctor planning",
     "_doctor": "_dispatch _selfcheck compare",
-    "integrations": "_across_ranks _dispatch _groups _head _own_logits _page distributed heads page ratios rollouts "
-    "sampling schedule tokens vocabulary",
+    "integrations": "_dispatch _groups _head _own_logits _page distributed heads metrics page ratios "
+    "rollouts sampling schedule selection selection_options tokens vocabulary",
     "planning": "_arguments",
     # what users call
     "_selfcheck": "_table compare",
     "compare": "_arguments _dispatch _head _table ratios rollouts sampling tokens vocabulary",
+    "metrics": "rollouts schedule tokens",
+    "selection": "_across_ranks _arguments _groups rollouts schedule selection_options tokens",
+    "selection_options": "rollouts tokens",
     "distributed": "_across_ranks",
     "heads": "_arguments _head _own_logits",
     "vocabulary": "_arguments _dispatch _head sampling",
@@ -116,13 +119,6 @@ def test_a_room_imports_what_its_row_says(room: str) -> None:
     wrong += sorted(f"{file} imports d3s_kernels" for other, file in found if not other and room != "__main__")
     assert not wrong
     assert allowed == {other for other, _ in found if other}
-
-
-@pytest.mark.parametrize("door", ["integrations.trl.surface"])
-def test_a_folder_with_a_door_is_imported_through_it(door: str) -> None:
-    users = {module: set(imported(path)) for module, path in MODULES.items() if not f"{module}.".startswith(f"{door}.")}
-    assert [module for module, names in users.items() if door in names]
-    assert not [module for module, names in users.items() if any(name.startswith(f"{door}.") for name in names)]
 
 
 def test_contributing_names_files_that_are_there() -> None:

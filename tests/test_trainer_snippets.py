@@ -1,7 +1,8 @@
 """The snippets of docs/trainers.md do what the page says, on inputs with the layout that each trainer's hook passes."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import trainer_stand_ins
 from ranks import Ranks, world
 from torch import Tensor
 
+import d3s_kernels as d3s
 from d3s_kernels import reference
 from d3s_kernels._across_ranks.equal_rows import most_varied
-from d3s_kernels.integrations.nemo_rl.table import NEMO_RL
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -24,6 +24,21 @@ for block in BLOCKS:
     exec(compile(block, str(PAGE), "exec"), SNIPPETS)
 
 GROUPS, GROUP, KEEP, RATIO = 4, 6, 2, 0.25
+
+
+@contextmanager
+def choosing(ratio: float = RATIO, **options: Any) -> Iterator[None]:
+    """The snippets choose with other numbers than the page's."""
+    ends = {"rollouts_start": KEEP, "rollouts_end": KEEP, "token_ratio_start": ratio, "token_ratio_end": ratio}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SNIPPETS, "selection", d3s.Selection(**ends | options))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def few() -> Iterator[None]:
+    with choosing():
+        yield
 
 
 def test_every_snippet_is_tested_here() -> None:
@@ -79,7 +94,7 @@ def padded(rows: int, width: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_keep_tokens(dtype: torch.dtype) -> None:
     t = padded(5, 20)
-    result = SNIPPETS["keep_tokens"](t["logprob"], t["entropy"], t["advantages"], t["mask"].to(dtype), RATIO)
+    result = SNIPPETS["keep_tokens"](t["logprob"], t["entropy"], t["advantages"], t["mask"].to(dtype))
     check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))
 
 
@@ -94,9 +109,10 @@ def test_a_small_share_is_of_the_batch() -> None:
     batch = scores_of_a_batch()
     logprob = torch.zeros(16, 512, requires_grad=True)
     apart = zip(*(values.chunk(MICRO_BATCHES) for values in (logprob, *batch)), strict=True)
-    summed = sum(SNIPPETS["keep_tokens"](*micro_batch, SMALL).sum() for micro_batch in apart)
+    with choosing(SMALL):
+        summed = sum(SNIPPETS["keep_tokens"](*micro_batch).sum() for micro_batch in apart)
+        masks = SNIPPETS["masks_of_micro_batches"](*batch, MICRO_BATCHES)
     assert torch.autograd.grad(summed, logprob)[0].sum() == 8
-    masks = SNIPPETS["masks_of_micro_batches"](*batch, MICRO_BATCHES)
     assert [tuple(mask.shape) for mask in masks] == [(2, 512)] * MICRO_BATCHES
     assert sum(int(mask.sum()) for mask in masks) == 2
     assert torch.equal(torch.cat(masks), reference.select_tokens(batch[0], batch[1], SMALL).mask)
@@ -107,9 +123,10 @@ def small_share_rank(ranks: Ranks) -> int:
     torch.manual_seed(0)
     logprob = torch.zeros(8, 512, requires_grad=True)
     own = [values.chunk(2)[ranks.rank] for values in scores_of_a_batch()]
-    summed = SNIPPETS["keep_tokens"](logprob, *own, SMALL, process_group=ranks.group).sum()
+    with choosing(SMALL):
+        summed = SNIPPETS["keep_tokens"](logprob, *own, process_group=ranks.group).sum()
+        masks = SNIPPETS["masks_of_micro_batches"](*own, MICRO_BATCHES // 2, process_group=ranks.group)
     kept = torch.autograd.grad(summed, logprob)[0].bool()
-    masks = SNIPPETS["masks_of_micro_batches"](*own, MICRO_BATCHES // 2, process_group=ranks.group)
     assert torch.equal(torch.cat(masks), kept)
     return int(kept.sum())
 
@@ -118,6 +135,7 @@ def test_a_small_share_is_of_all_ranks() -> None:
     assert sum(world(2).run(small_share_rank)) == 2
 
 
+@choosing()
 def tokens_rank(ranks: Ranks, seed: int) -> None:
     """Each rank has some rows of one step's micro-batches, padded and packed as in AReaL; one share for all ranks."""
     for number in range(20):
@@ -128,7 +146,7 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
         own = {name: value.detach()[begin:end].clone() for name, value in t.items()}
         own["logprob"].requires_grad_()
         inputs = own["logprob"], own["entropy"], own["advantages"], own["mask"]
-        result = SNIPPETS["keep_tokens"](*inputs, RATIO, process_group=ranks.group)
+        result = SNIPPETS["keep_tokens"](*inputs, process_group=ranks.group)
         check_gradient(result, own["logprob"], kept[begin:end])
 
         lengths = own["mask"].sum(1)
@@ -139,37 +157,13 @@ def tokens_rank(ranks: Ranks, seed: int) -> None:
             "loss_mask": packed["mask"].float(),
             "cu_seqlens": torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
         }
-        loss_fn = SNIPPETS["areal_loss"](lambda logprobs, *_: logprobs, RATIO, process_group=ranks.group)
+        loss_fn = SNIPPETS["areal_loss"](lambda logprobs, *_: logprobs, process_group=ranks.group)
         result = loss_fn(packed["logprob"], packed["entropy"], input_data)
         check_gradient(result, packed["logprob"], kept[begin:end][own["mask"]])
 
 
 def test_tokens_of_all_ranks() -> None:
     world(2).run(tokens_rank, int(torch.randint(2**31, ())))
-
-
-# ---- NeMo-RL ---------------------------------------------------------------------------------------------------------
-
-
-def test_nemo_rl_rollouts(tmp_path: Path) -> None:
-    class Rows(dict[str, Tensor]):
-        def select_indices(self, indices: Tensor) -> "Rows":
-            return Rows({name: values[indices] for name, values in self.items()})
-
-    class Policy(SimpleNamespace):
-        def train(self, data: Rows, loss_fn: str, timer: str) -> tuple[Any, ...]:
-            return data, loss_fn, timer
-
-    advantages, kept = expected_rollouts(rewards_of_groups())
-    mask = torch.ones(GROUPS * GROUP, 5)
-    data = Rows(advantages=advantages.float().view(-1, 1) * mask, token_mask=mask, sample_mask=mask[:, 0])
-    with trainer_stand_ins.installed(tmp_path, NEMO_RL.assumptions):
-        policy = SNIPPETS["nemo_rl_policy"](Policy, GROUP, rollouts=KEEP)(
-            cfg={"train_global_batch_size": KEEP * GROUPS}
-        )
-        smaller, *others = policy.train(data, "loss", timer="timer")
-    assert torch.equal(smaller["advantages"], data["advantages"][kept.flatten()])
-    assert others == ["loss", "timer"]
 
 
 # ---- AReaL -----------------------------------------------------------------------------------------------------------
@@ -246,8 +240,9 @@ def test_areal_tokens(scope: str, tree: bool) -> None:
         calls.append((logprobs, entropy, input_data, kwargs))
         return "its loss"
 
-    loss_fn = SNIPPETS["areal_loss"](grpo_loss_fn, RATIO, scope)
-    assert loss_fn(logprob, entropy, input_data, eps_clip=0.2, vocab_min_logits=None) == "its loss"
+    loss_fn = SNIPPETS["areal_loss"](grpo_loss_fn)
+    with choosing(token_scope=scope):
+        assert loss_fn(logprob, entropy, input_data, eps_clip=0.2, vocab_min_logits=None) == "its loss"
     ((got, got_entropy, got_data, kwargs),) = calls
     assert got_entropy is entropy
     assert got_data is input_data
@@ -295,7 +290,7 @@ def test_skyrl_rollouts() -> None:
         "response_length": width,
     }
     before, metadata = dict(data), dict(data.metadata)
-    smaller = SNIPPETS["skyrl_drop_rollouts"](data, GROUP, KEEP)
+    smaller = SNIPPETS["skyrl_drop_rollouts"](data, GROUP)
     assert all(data[name] is before[name] for name in before)
     assert data.metadata == metadata
 
@@ -323,7 +318,7 @@ def test_skyrl_tokens() -> None:
     edge = torch.full((4, 1), 50.0)
     output = {"entropy": torch.cat([edge.expand(-1, 6), t["entropy"], edge], 1)}  # [B, S], for the next token
     mask = t["mask"].float()
-    result = SNIPPETS["skyrl_tokens"](t["logprob"], output, 11, t["advantages"], mask, RATIO)
+    result = SNIPPETS["skyrl_tokens"](t["logprob"], output, 11, t["advantages"], mask)
     check_gradient(result, t["logprob"], expected_tokens(t["entropy"], t["advantages"], t["mask"]))
 
 
@@ -338,7 +333,7 @@ def test_open_instruct_rollouts(normalise: Callable[[Any], Any]) -> None:
     result = SimpleNamespace(
         responses=[[i, 1] for i in range(n)], masks=[[i, 2] for i in range(n)], logprobs=[[i, 3.0] for i in range(n)]
     )
-    values, columns = SNIPPETS["open_instruct_rollouts"](advantages, batch, result, GROUP, KEEP)
+    values, columns = SNIPPETS["open_instruct_rollouts"](advantages, batch, result, GROUP)
     kept = reference.select_rollouts(torch.tensor(advantages, dtype=torch.float32).view(-1, GROUP), KEEP).flatten()
     rows = kept.nonzero().flatten().tolist()
     assert len(rows) == KEEP * GROUPS
@@ -358,7 +353,7 @@ def test_open_instruct_tokens() -> None:
     advantages, masks = torch.randn(3, packs, length), torch.rand(3, packs, length) < 0.6
     data = SimpleNamespace(advantages=list(advantages), response_masks=list(masks))
     logprob, entropy = torch.randn(packs, length - 1, requires_grad=True), torch.rand(packs, length - 1) + 0.1
-    result = SNIPPETS["open_instruct_tokens"](logprob, entropy, data, 1, RATIO)
+    result = SNIPPETS["open_instruct_tokens"](logprob, entropy, data, 1)
     check_gradient(result, logprob, expected_tokens(entropy, advantages[1][:, 1:], masks[1][:, 1:]))
 
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ratios import adaptive_clip, entropy_groups, importance_ratio
+from ..selection_options import Takes
+
+
+def _are_quantiles(value: Any) -> bool:
+    if not isinstance(value, Sequence) or not all(type(cut) in (int, float) and 0 < cut < 1 for cut in value):
+        return False
+    return list(value) == sorted(set(value)) and len(value) <= 15
+
+
+QUANTILES = Takes(_are_quantiles, "rising numbers in (0, 1), at most 15")
+ALPHA = Takes(lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0")
 
 
 class EspoTerms(NamedTuple):

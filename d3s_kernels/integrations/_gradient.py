@@ -49,6 +49,6 @@ def gradient_weights(
         return of_process, of_process
     if denominator == "sequences":
         return torch.ones_like(of_process), of_process
-    if denominator == "generation" and "d3s_tokens_kept" in batch:
+    if "d3s_tokens_kept" in batch:  # all micro-batches get the same weight, so it does not matter how they were split
         return batch["num_items_in_batch"] / batch["d3s_tokens_kept"].clamp(min=1), of_process
     return totals[1] / totals[0].clamp(min=1), of_process  # micro-batch by micro-batch, of all processes

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..schedule import Budget, DownSamplingSchedule
+from ..schedule import Budget
+from ..selection import Selection
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -18,7 +19,8 @@ class RunWithBudget:
     accelerator: Any
     args: Any
     state: Any
-    _schedule: DownSamplingSchedule
+    num_generations: int
+    _selection: Selection
     _draws: tuple[int, torch.Generator] | None = None  # the step, and its generator for the rule "random"
 
     @property
@@ -31,9 +33,13 @@ class RunWithBudget:
         """The number of kept rows is a multiple of this, so that all micro-batches of all processes have equal size."""
         return int(self.accelerator.num_processes * self.args.steps_per_generation)
 
-    def _budget(self) -> Budget:
+    @property
+    def _progress(self) -> float:
         steps = self.state.max_steps
-        return self._schedule(min(1.0, self.state.global_step / steps) if steps > 0 else 0.0)
+        return min(1.0, self.state.global_step / steps) if steps > 0 else 0.0
+
+    def _budget(self) -> Budget:
+        return self._selection.budget(self._progress, self.num_generations)
 
     def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
         """For the rule "random": the same numbers on every process, others in each step, also after a checkpoint."""

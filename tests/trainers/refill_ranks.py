@@ -24,6 +24,7 @@ def main(folder: str) -> None:
     here = made.accelerator.process_index
     batch = generated(made, PROMPTS[here])
     found = {"batch": batch, "logged": {name: list(value) for name, value in made._metrics["train"].items()}}
+    found["prompts"] = list(made._logs["prompt"])
     made.train()
     found["weights"] = torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
     torch.save(found, Path(folder) / f"{here}.pt")

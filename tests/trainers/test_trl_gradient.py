@@ -11,9 +11,11 @@ from torch import Tensor
 pytest.importorskip("trl")
 from batches import generation_batch, micro_batch, rows_of
 from tiny_trl import GROUP, PlainTrainer, model, trainer
-from updates import assert_same_gradient, forwards, gradients, logits_of, loss_and_gradients
+from updates import assert_same_gradient, forwards, gradients, logged_together, logits_of, loss_and_gradients
 
 import d3s_kernels as d3s
+from d3s_kernels.integrations.trl.batch import trimmed
+from d3s_kernels.integrations.trl.tokens import UNMEASURED
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 LEVELS = ["token", "sequence"]
@@ -172,6 +174,19 @@ def test_logged_entropies_are_means_over_kept_and_dropped_tokens() -> None:
     assert logged["d3s/threshold"] == pytest.approx(scores[kept].min().item(), rel=1e-5)
 
 
+def test_a_process_with_masked_rollouts_alone_adds_nothing_to_what_is_logged() -> None:
+    """TRL takes a single column for values of whole sequences, and would count it whatever the mask says."""
+    made = trainer(loss_type="grpo", **CLIPPED)
+    made.beta = 0.3
+    batch, masked = (with_old_policy(micro_batch(seed), model(), reference=True) for seed in (3, 4))
+    masked["completion_mask"] *= 0
+    alone = logged_together(made, [batch])
+    together = logged_together(made, [trimmed(masked, None), batch])
+    assert alone["clip_ratio/region_mean"] > 0
+    for name in ("entropy", "kl", "clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean"):
+        assert together[name] == pytest.approx(alone[name]), name
+
+
 def test_tool_tokens_are_neither_counted_nor_kept() -> None:
     batch = micro_batch(6)
     tools = batch["completion_mask"].clone()
@@ -286,6 +301,24 @@ def test_counts_of_the_generation_batch_make_micro_batches_one_mean(loss: str) -
     assert_same_gradient(gradient, expected)
 
 
+@pytest.mark.parametrize("loss", ["dr_grpo", "dapo", "cispo"])
+def test_the_gradient_does_not_depend_on_the_size_of_micro_batches(loss: str) -> None:
+    whole = generation_batch(13, 4 * GROUP)
+    found = []
+    for parts in (1, 4, 8):
+        rows = 4 * GROUP // parts
+        made = trainer(
+            loss_type=loss, entropy_from="rollout", tokens=0.1, per_device_train_batch_size=rows,
+            gradient_accumulation_steps=parts,
+        )  # fmt: skip
+        known = known_before(made, whole)
+        split = [rows_of(known, slice(part * rows, (part + 1) * rows)) for part in range(parts)]
+        found.append(sum(loss_and_gradients(made, part)[1] for part in split))
+    assert len({int(part["d3s_kept"].sum()) for part in split}) > 2
+    for gradient in found[1:]:
+        assert_same_gradient(gradient, found[0])
+
+
 def test_in_the_cut_update_dropped_tokens_have_a_ratio_of_1() -> None:
     batch = with_old_policy(micro_batch(9), model())
     whole, cut = trainer(loss_type="grpo", **CLIPPED), trainer(loss_type="grpo", entropy_from="rollout", **CLIPPED)
@@ -310,15 +343,37 @@ def test_the_cut_update_keeps_to_the_widths_that_trl_pads_to() -> None:
     assert [inputs["input_ids"].shape[1] for _, inputs in seen] == [4 + -(-last // 4) * 4]
 
 
-def test_a_micro_batch_without_advantages_logs_numbers() -> None:
-    made = trainer(entropy_from="rollout")
-    known = known_before(made, generation_batch(3))
-    made.compute_loss(made.model, rows_of(known, slice(GROUP, None)))
-    logged = made._metrics["train"]
-    scored = made._score(made.model, rows_of(known, slice(GROUP)), compute_entropy=True)[1]
-    mean = scored[known["completion_mask"][:GROUP].bool()].mean().item()
-    assert logged["entropy"][-1] == pytest.approx(mean, rel=1e-4)
-    assert logged["d3s/entropy_dropped"][-1] == pytest.approx(mean, rel=1e-4)
+@pytest.mark.parametrize("apart", [False, True])
+def test_logged_entropies_are_those_that_were_measured(apart: bool) -> None:
+    """The second group has no advantages, so that no pass scores it. It may be one process's only group."""
+    made, batch = trainer(entropy_from="rollout"), generation_batch(3)
+    scored, mask = made._score(made.model, batch, compute_entropy=True)[1], batch["completion_mask"].bool()
+    known = known_before(made, batch)
+    assert known[UNMEASURED].tolist() == [False] * GROUP + [True] * GROUP
+    parts = [known]
+    if apart:
+        parts = [rows_of(known, part) for part in (slice(0, GROUP), slice(GROUP, None))]
+        for part in parts:
+            part["d3s_entropy"], part[UNMEASURED] = made._entropy(part)
+    logged, kept = logged_together(made, parts), known["d3s_kept"]
+    measured = mask & (kept | (batch["advantages"] != 0)[:, None])
+    assert kept.sum() < measured.sum() < mask.sum()
+    expected = {"entropy": measured, "d3s/entropy_kept": kept, "d3s/entropy_dropped": measured & ~kept}
+    for name, tokens in expected.items():
+        assert logged[name] == pytest.approx(scored[tokens].mean().item(), rel=1e-4), name
+
+
+@pytest.mark.parametrize("drop_zeros", [False, True])
+def test_without_advantages_the_kept_tokens_alone_are_measured(drop_zeros: bool) -> None:
+    made, batch = trainer(entropy_from="rollout", drop_zeros=drop_zeros), micro_batch(3)
+    batch["advantages"] = torch.zeros(GROUP)
+    scored = made._score(made.model, batch, compute_entropy=True)[1]
+    known = known_before(made, batch)
+    made.compute_loss(made.model, known)
+    made.log(logs := {})
+    found = {name: value for name, value in logs.items() if "entropy" in name}
+    mean = scored[known["d3s_kept"]].mean().item()
+    assert found == ({} if drop_zeros else pytest.approx({"entropy": mean, "d3s/entropy_kept": mean}, rel=1e-4))
 
 
 def test_a_micro_batch_without_a_kept_token_is_legal() -> None:

@@ -136,6 +136,8 @@ def test_the_same_tokens_and_gradient(together: tuple) -> None:
     for one in outcomes:
         assert one["d3s/tokens_kept"].tolist() == single["d3s/tokens_kept"].tolist()
         assert one["d3s/rollouts_kept"].tolist() == single["d3s/rollouts_kept"].tolist()
+        for name in ("entropy", "d3s/entropy_kept", "d3s/entropy_dropped"):
+            assert one[name].tolist() == pytest.approx(single[name].tolist(), rel=1e-4), name
     gradient = torch.stack([one["gradient"] for one in outcomes]).mean(dim=0)
     assert gradient.norm() > 0
     loss = options.get("loss_type", "dapo")

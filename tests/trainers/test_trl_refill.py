@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -39,6 +40,28 @@ def test_groups_without_a_spread_are_replaced() -> None:
     assert logged["d3s/groups_refilled"] == [2]
     assert 1 <= logged["d3s/refills"][0] <= 8
     assert logged["d3s/groups_without_spread"] == [0]
+
+
+def test_the_table_of_completions_has_the_rows_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reward(prompts: list[str], completion_ids: list[list[int]], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("length", [len(tokens) for tokens in completion_ids])
+        return none_for_even_prompts(prompts, completion_ids)
+
+    made, batches = made_with(8, reward_funcs=reward, log_completions=True, output_dir=str(tmp_path), max_steps=2), []
+    keep = made._keep_rollouts
+    monkeypatch.setattr(made, "_keep_rollouts", lambda batch: batches.append(batch) or keep(batch))
+    made.train()
+    refills = 0
+    for step, batch in enumerate(batches, 1):
+        table = pd.read_parquet(tmp_path / "completions" / f"completions_{step:05d}.parquet")
+        ids = [row[mask.bool()] for row, mask in zip(batch["completion_ids"], batch["completion_mask"], strict=True)]
+        assert [int(prompt.split()[0][1:]) for prompt in table["prompt"]] == first_words(batch)
+        assert list(table["completion"]) == made._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        assert list(table["length"]) == [len(tokens) for tokens in ids]
+        assert list(table["advantage"]) == batch["advantages"].tolist()
+        assert table["reward"].groupby(table.index // GROUP).nunique().gt(1).all()
+        refills += made.state.log_history[step - 1]["d3s/refills"]
+    assert refills > 0
 
 
 @pytest.mark.parametrize("options", [{"selection_page_steps": 1}, {"entropy_from": "rollout", "beta": 0.1}])
@@ -122,6 +145,8 @@ def test_two_processes(tmp_path: Path) -> None:
     }
     words = [torch.tensor(first_words(found["batch"])).view(-1, GROUP) for found in (first, second)]
     assert all((of_rank == of_rank[:, :1]).all() for of_rank in words)
+    for found in (first, second):  # TRL's table of completions has the rows of all ranks
+        assert [int(prompt.split()[0][1:]) for prompt in found["prompts"]] == torch.cat(words).flatten().tolist()
     assert words[0][0, 0] == 3
     replaced = sum(int(word % 2) for of_rank in words for word in of_rank[:, 0]) - 1
     assert first["logged"]["d3s/groups_refilled"] == [replaced]

@@ -2,105 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
 pytest.importorskip("trl")
 from batches import generation_batch
 from tiny_trl import GROUP, PAD, trainer
 
-from d3s_kernels import max_variance_select
-from d3s_kernels.integrations._rollouts import choose_rollouts, of_survivors, rows_to_keep, without_spread
+from d3s_kernels.integrations._rewards import without_spread
 from d3s_kernels.integrations.trl.batch import take, trimmed
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[Tensor, int, int]:
-    """Advantages of groups, a number to keep, and a multiple that divides the batch."""
-    groups, size = draw(st.integers(1, 6)), draw(st.integers(2, 9))
-    values = st.sampled_from([-1.5, -0.5, 0.0, 0.0, 0.25, 2.0])
-    advantages = draw(st.lists(values, min_size=groups * size, max_size=groups * size))
-    divisors = [m for m in range(1, groups * size + 1) if groups * size % m == 0]
-    return torch.tensor(advantages).view(groups, size), draw(st.integers(1, size + 2)), draw(st.sampled_from(divisors))
-
-
-@given(batches(), st.sampled_from(["batch", "group"]))
-def test_the_budget_is_clamped_and_rounded_up(batch: tuple[Tensor, int, int], scope: str) -> None:
-    advantages, keep, multiple = batch
-    groups, size = advantages.shape
-    kept = choose_rollouts(advantages, keep, scope, multiple).view(groups, size)
-    asked = groups * min(max(keep, 2), size)
-    assert kept.sum() % multiple == 0
-    assert asked <= kept.sum() < asked + multiple or kept.all()
-    if scope == "group":
-        counts = kept.sum(dim=1)
-        assert counts.max() - counts.min() <= 1
-
-
-@given(batches())
-def test_of_the_batch_no_other_choice_varies_more(batch: tuple[Tensor, int, int]) -> None:
-    advantages, keep, multiple = batch
-    values = advantages.flatten().double()
-    kept = choose_rollouts(advantages, keep, "batch", multiple)
-    k = int(kept.sum())
-    order = values.sort().values
-    best = max(torch.cat([order[:i], order[len(order) - k + i :]]).var(correction=0) for i in range(k + 1))
-    assert values[kept].var(correction=0) >= best - 1e-12
-
-
-@given(batches())
-def test_of_groups_those_with_the_widest_spread_get_one_more(batch: tuple[Tensor, int, int]) -> None:
-    advantages, keep, multiple = batch
-    kept = choose_rollouts(advantages, keep, "group", multiple).view(advantages.shape)
-    counts, spreads = kept.sum(dim=1), advantages.var(dim=1)
-    for a, b in itertools.permutations(range(len(counts)), 2):
-        if counts[a] > counts[b]:
-            assert spreads[a] >= spreads[b]
-    for group, chosen, count in zip(advantages, kept, counts, strict=True):
-        assert torch.equal(chosen, max_variance_select(group, int(count)))
-
-
-def test_rollouts_that_cannot_move_vary_together_with_as_many_on_each_rank() -> None:
-    advantages = torch.tensor([[9.0, -9.0, 8.0, -8.0], [0.1, 0.0, 0.0, -0.1]])
-    anywhere = choose_rollouts(advantages, 2, "batch", multiple=2)
-    assert anywhere.view(2, 4).sum(dim=1).tolist() == [4, 0]
-    by_rank = choose_rollouts(advantages, 2, "batch", multiple=2, ranks=2)
-    assert by_rank.view(2, 4).tolist() == [[True, True, False, False], [True, False, False, True]]
-    apart = torch.tensor([[9.0, 8.0, 1.0, 0.0], [-9.0, -8.0, -1.0, 0.0]])
-    by_rank = choose_rollouts(apart, 2, "batch", multiple=2, ranks=2)
-    # Alone, each rank would keep its highest and its lowest: 9 and 0, and 0 and -9.
-    assert by_rank.view(2, 4).tolist() == [[True, True, False, False]] * 2
-
-
-@given(batches(), st.integers(1, 4))
-def test_and_by_no_less_than_if_each_rank_had_chosen_alone(batch: tuple[Tensor, int, int], ranks: int) -> None:
-    values, keep, multiple = batch
-    advantages = torch.cat([values, values.flip(0) - 1] * ranks)  # for odd ranks, groups lie on two ranks
-    kept = choose_rollouts(advantages, keep, "batch", multiple * ranks, ranks=ranks).view(ranks, -1)
-    by_rank = advantages.view(ranks, -1).double()
-    each = int(kept.sum()) // ranks
-    assert kept.sum(dim=1).tolist() == [each] * ranks
-    _, total = rows_to_keep(*advantages.shape, keep, multiple * ranks)
-    assert each * ranks == total
-    alone = torch.cat([own[max_variance_select(own.float(), each)] for own in by_rank])
-    # The choice may lack one exchange's part of the sum: see d3s_kernels/_across_ranks/equal_rows.py.
-    lacking = (by_rank.amax(dim=1) - by_rank.amin(dim=1)).amax() ** 2 / 4
-    assert by_rank[kept].var(correction=0) * total >= alone.var(correction=0) * total - lacking - 1e-9
-
-
-def test_groups_that_cannot_move_are_chosen_on_their_rank() -> None:
-    advantages = torch.tensor(
-        [[9.0, -9.0, 8.0, -8.0], [0.3, 0.1, 0.0, -0.1], [5.0, 1.0, 2.0, -5.0], [1.0, 2.0, 3.0, 4.0]]
-    )
-    kept = choose_rollouts(advantages, 2, "group", multiple=4, ranks=2)
-    assert torch.equal(kept, choose_rollouts(advantages, 2, "group", multiple=4))
-    straddling = choose_rollouts(advantages[:3], 2, "group", multiple=2, ranks=2)
-    assert straddling.view(2, 6).sum(dim=1).tolist() == [3, 3]
+from d3s_kernels.selection import Selection, choose_rollouts
 
 
 def test_taken_rows_have_their_images() -> None:
@@ -144,16 +55,17 @@ def test_trimmed_of_empty_columns(multiple: int | None, prompt: int, completion:
     assert trimmed(batch, multiple)["importance_sampling_ratio"].shape == (16, 1)
 
 
-def test_trimmed_keeps_one_column_of_nothing() -> None:
-    batch = generation_batch(0)
+@pytest.mark.parametrize(("there", "left"), [(10, 2), (1, 1)])
+def test_trimmed_keeps_two_columns_of_nothing(there: int, left: int) -> None:
+    batch = generation_batch(0, completion=there)
     batch["completion_mask"] *= 0
-    assert trimmed(batch, None)["completion_ids"].shape == (16, 1)
+    assert trimmed(batch, None)["completion_ids"].shape == (16, left)
 
 
 def test_kept_rows_are_whole_and_in_their_order() -> None:
     made = trainer(rollouts=3)
     batch = generation_batch(5)
-    expected = choose_rollouts(batch["advantages"].view(-1, GROUP), 3, "batch", multiple=2)
+    expected = choose_rollouts(batch["advantages"].view(-1, GROUP), 3, multiple_of=2).flatten()
     kept = made._keep_rollouts(dict(batch))
     assert expected.sum() == 6
     width = int(batch["completion_mask"][expected].sum(dim=1).max())
@@ -232,7 +144,7 @@ def test_advantages_of_tokens_are_refused() -> None:
 
 def test_podss_advantages_are_those_of_the_kept() -> None:
     batch = generation_batch(6)
-    marked = choose_rollouts(batch["advantages"].view(-1, GROUP), 4, "group", multiple=2)
+    marked = choose_rollouts(batch["advantages"].view(-1, GROUP), 4, scope="group", multiple_of=2).flatten()
     left = batch["advantages"][marked].view(-1, 4)
     centred = left - left.mean(dim=1, keepdim=True)
     scaled = centred / (left.std(dim=1, keepdim=True) + 1e-4)
@@ -252,7 +164,8 @@ def test_rounding_errors_are_not_normalised() -> None:
     assert advantages.abs().max() > 1e-4
     kept = torch.ones_like(advantages, dtype=torch.bool)
     same = without_spread(rewards[:, None], torch.ones(1), GROUP, separately=False)
-    assert not of_survivors(advantages, kept, "group", same).any()
+    anew = Selection(advantages_from="kept").advantages(advantages, kept, without_spread=same)
+    assert not anew.any()
 
 
 def test_the_schedule_moves_the_budget() -> None:

@@ -17,9 +17,9 @@ from trl import GRPOTrainer
 from updates import assert_same_gradient, loss_and_gradients
 
 from d3s_kernels import TokenSelection, group_advantages, select_rollouts, select_tokens
-from d3s_kernels.integrations._rollouts import choose_rollouts
-from d3s_kernels.integrations.metrics import selection_metrics
+from d3s_kernels.metrics import selection_metrics
 from d3s_kernels.rollouts import RolloutRule
+from d3s_kernels.selection import choose_rollouts
 from d3s_kernels.tokens import TokenRule
 
 
@@ -92,7 +92,7 @@ def test_random_rollouts_are_the_same_on_every_process_and_others_each_time() ->
 def test_rollouts_that_cannot_move_are_chosen_by_each_rule(rule: RolloutRule) -> None:
     """Three groups on two processes, of which each keeps half of its own rollouts."""
     values, draws = torch.randn(3, GROUP), torch.Generator() if rule == "random" else None
-    kept = choose_rollouts(values, 4, "batch", multiple=2, rule=rule, ranks=2, generator=draws).view(2, -1)
+    kept = choose_rollouts(values, 4, multiple_of=2, rule=rule, ranks=2, generator=draws).view(2, -1)
     assert kept.sum(dim=1).tolist() == [6, 6]
     if rule not in ("max_variance", "random"):
         assert torch.equal(kept, select_rollouts(values.view(2, -1), 6, rule=rule, scope="group"))
@@ -147,8 +147,9 @@ def test_trls_share_of_high_entropy_gives_trls_gradient(loss: str) -> None:
 def test_the_trainer_logs_what_selection_metrics_says() -> None:
     made = trainer(per_device_train_batch_size=2 * GROUP, gradient_accumulation_steps=1, entropy_from="rollout")
     batch = generation_batch(11)
+    batch["advantages"][GROUP:] = torch.linspace(-0.5, 0.5, GROUP)  # with all 0, their entropies were not measured
     advantages, mask = batch["advantages"].view(2, GROUP), batch["completion_mask"].bool()
-    rows = choose_rollouts(advantages, 4, "batch", multiple=1)
+    rows = choose_rollouts(advantages, 4).flatten()
     kept = made._keep_rollouts(dict(batch))
     made._choose_tokens_of_batch(kept)
     made.compute_loss(made.model, kept)

@@ -17,12 +17,12 @@ from updates import forwards
 
 from d3s_kernels._head import backward
 from d3s_kernels.integrations import trl as integration
-from d3s_kernels.integrations.metrics import NAMES
 from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl import trainer as module
 from d3s_kernels.integrations.trl.surface import Passes
+from d3s_kernels.metrics import NAMES
 
-LOGGED = {*NAMES, "d3s/num_tokens_kept"} - {"d3s/flops_saved"}
+LOGGED = {*NAMES, "d3s/num_tokens_kept", "d3s/updates_without_tokens"} - {"d3s/flops_saved"}
 
 
 def trained(policy: Any = None, **options: Any) -> list[dict[str, float]]:
@@ -48,6 +48,7 @@ def test_logs_what_it_kept() -> None:
         assert row["d3s/entropy_kept"] > row["d3s/entropy_dropped"]
         assert 0 < row["d3s/positive_advantage_share"] < 1
         assert row["d3s/groups_without_spread"] == row["frac_reward_zero_std"]
+        assert row["d3s/updates_without_tokens"] == 0
     assert row["d3s/num_tokens_kept"] > 3 * row["d3s/tokens_kept"]
 
 
@@ -65,6 +66,35 @@ def test_a_resumed_run_goes_on_where_it_was(saved: str, tmp_path: Path) -> None:
     for name in ("d3s/rollouts_kept", "d3s/tokens_kept", "d3s/num_tokens_kept", "loss", "grad_norm"):
         assert [row[name] for row in resumed] == pytest.approx([row[name] for row in whole], rel=1e-4), name
     assert len({row["d3s/rollouts_kept"] for row in whole}) > 2
+
+
+def test_the_count_of_tokens_is_that_of_the_run(saved: str, tmp_path: Path) -> None:
+    """Also after a checkpoint between two logs, and in a second run of the same trainer."""
+    options: dict[str, Any] = {"policy": saved, "max_steps": 3, "logging_steps": 3}
+
+    def counted(made: Any) -> float:
+        return next(row["d3s/num_tokens_kept"] for row in made.state.log_history if "d3s/num_tokens_kept" in row)
+
+    made = trainer(output_dir=str(tmp_path), save_strategy="steps", save_steps=2, **options)
+    tokens, log = [], made._log_tokens
+    made._log_tokens = lambda kept, *more: tokens.append(int(kept.sum())) or log(kept, *more)
+    made.train()
+    assert counted(made) == sum(tokens) > 0
+    resumed = trainer(**options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert counted(resumed) == sum(tokens)
+    tokens.clear()
+    made.train()
+    assert counted(made) == sum(tokens) > 0
+
+
+def test_an_update_in_which_no_token_is_kept_is_counted() -> None:
+    """Of a generation batch one token is kept, and it is trained on in two updates of two micro-batches."""
+    made = trainer(tokens=1e-4, steps_per_generation=4, logging_steps=2)
+    made.train()
+    row = next(row for row in made.state.log_history if "loss" in row)
+    assert row["d3s/num_tokens_kept"] == 1
+    assert row["d3s/updates_without_tokens"] == 0.5
 
 
 @pytest.mark.parametrize(

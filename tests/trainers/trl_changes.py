@@ -1,4 +1,7 @@
-"""Changes of TRL's trainer, as a later version could bring them, and the error that each has to give."""
+"""Changes of TRL's trainer, as a later version could bring them, and the error that each has to give.
+
+Most are found by the tests, with which a version is tried before it is taken; the others also while training.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def _before(place: str, line: str) -> dict[str, str]:
     return {place: f"        {line}\n{place}"}
 
 
-WHEN_MADE = {
+BY_THE_TEST = {
     "a method is renamed": Change(
         {"_get_per_token_logps_and_entropies": "_score_tokens"},
         r"GRPOTrainer\._get_per_token_logps_and_entropies: is not in TRL",

@@ -55,7 +55,8 @@ def outcome(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         made._choose_tokens_of_batch(batch)
     made.compute_loss(made.model, batch).backward()
     kept = batch.get("d3s_kept")
-    metrics = {name: torch.tensor(values) for name, values in made._metrics["train"].items() if "d3s" in name}
+    logged = made._metrics["train"]
+    metrics = {name: torch.tensor(values) for name, values in logged.items() if "d3s" in name or name == "entropy"}
     return {**batch, **metrics, "gradient": gradients(made)} | ({} if kept is None else {"d3s_kept": kept})
 
 

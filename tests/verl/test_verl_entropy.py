@@ -19,7 +19,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_world import make_trainer, put_rollouts, rows_of, run_step
 
 from d3s_kernels import topk_mask
-from d3s_kernels.integrations.verl import entropy
+from d3s_kernels.integrations.verl import entropy, plugin
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 TARGET = f"{POLICY_LOSS}._target_=d3s_kernels.integrations.verl"
@@ -163,4 +163,4 @@ def test_all_who_call_it_have_the_wrapper() -> None:
 def test_another_ppo_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "ppo_loss", lambda data, model_output: None)
     with pytest.raises(RuntimeError, match=r"ppo_loss takes \['data', 'model_output'\]; expected"):
-        entropy._wrap_ppo_loss()
+        plugin._replace(entropy.REPLACED[0])

@@ -46,7 +46,7 @@ def test_it_is_the_entry_point_that_does_it(tmp_path: Path) -> None:
     assert "Unknown trainer 'd3s_sync'" in found.stderr
 
 
-@pytest.mark.parametrize("name", [slow(name, shows=FIRST) for name in ("trainer", "espo", "loss", "entropy", "engine")])
+@pytest.mark.parametrize("name", [slow(name, shows=FIRST) for name in ("trainer", "espo", "loss")])
 def test_our_modules_may_come_first(tmp_path: Path, name: str) -> None:
     found = run(f"import d3s_kernels.integrations.verl.{name}\n{NAMES}", tmp_path)
     assert found.stdout.split() == MODULES
@@ -89,7 +89,7 @@ def test_workers_that_were_imported_before_have_the_entropies_too(tmp_path: Path
     found = run(
         f"""
 import {first}
-import d3s_kernels.integrations.verl.espo
+import d3s_kernels.integrations.verl.plugin
 from verl.workers import engine_workers
 print(engine_workers.ppo_loss.__code__.co_filename)
 """,
@@ -100,7 +100,7 @@ print(engine_workers.ppo_loss.__code__.co_filename)
 
 
 @pytest.mark.slow("what is said where verl has changed")
-def test_where_verl_has_another_ppo_loss_espo_alone_is_missing(tmp_path: Path) -> None:
+def test_where_verl_has_another_ppo_loss_its_entropies_alone_are_missing(tmp_path: Path) -> None:
     found = run(
         """
 from verl.workers.utils import losses
@@ -112,6 +112,38 @@ print("d3s" in POLICY_LOSS_REGISTRY, "espo" in POLICY_LOSS_REGISTRY)
         tmp_path,
         VERL_USE_EXTERNAL_PLUGINS="none",
     )
-    assert found.stdout.split() == ["True", "False"]
-    assert "loss_mode=espo is not available" in found.stderr
+    assert found.stdout.split() == ["True", "True"]
+    assert "actor.policy_loss.entropy_source is not available" in found.stderr
     assert "verl's ppo_loss takes ['batch']" in found.stderr
+
+
+def test_what_is_replaced_is_put_back(tmp_path: Path) -> None:
+    found = run(
+        """
+import inspect
+import verl
+from d3s_kernels.integrations.verl import engine, entropy, head, plugin
+from verl.workers import engine_workers
+rows = [row for module in (engine, entropy, head) for row in module.REPLACED]
+def ours():
+    held = [getattr(row.owner, row.name) for row in rows] + [engine_workers.ppo_loss]
+    return ["d3s_kernels" in inspect.getsourcefile(getattr(one, "__code__", one)) for one in held]
+print(len(rows), all(ours()))
+plugin.uninstall()
+print(any(ours()))
+plugin.install()
+plugin.install()
+print(all(ours()), len(plugin._replaced))
+plugin.uninstall()
+print(any(ours()))
+""",
+        tmp_path,
+    )
+    assert found.stdout.split() == ["7", "True", "False", "True", "7", "False"], found.stderr
+
+
+@pytest.mark.slow("what is said to who imports a part of ours before verl")
+def test_a_part_that_was_imported_before_verl_is_said(tmp_path: Path) -> None:
+    found = run("from d3s_kernels.integrations.verl import engine", tmp_path)
+    assert "sampling_mask_field is not available" in found.stderr
+    assert "import verl first" in found.stderr

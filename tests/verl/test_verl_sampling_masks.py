@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kept_rows import choose_rows
 from torch import Tensor
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
@@ -28,10 +29,8 @@ from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding, response_from_nested
 from verl_world import Workers, compose_config, make_trainer, put_rollouts, rows_of, run_step
 
-from d3s_kernels.integrations.verl import engine as engine_of_ours
-from d3s_kernels.integrations.verl import select
+from d3s_kernels.integrations.verl import engine, plugin, select
 from d3s_kernels.integrations.verl.checks import require_config, require_sets
-from d3s_kernels.integrations.verl.rows import choose_rows
 from d3s_kernels.integrations.verl.sampling_mask import NOTE, sampling_mask_of
 
 PROMPT, RESPONSE, TEMPERATURE = 4, 6, 0.8
@@ -344,4 +343,4 @@ def test_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not FSDPEngineWithLMHead.prepare_model_outputs
     monkeypatch.setattr(FSDPEngineWithLMHead, "prepare_model_outputs", lambda self, logits: None)
     with pytest.raises(RuntimeError, match=r"prepare_model_outputs takes \['self', 'logits'\]; expected"):
-        engine_of_ours._wrap()
+        plugin._replace(engine.REPLACED[1])

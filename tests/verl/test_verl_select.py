@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kept_rows import choose_rows
 from torch import Tensor
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
@@ -14,7 +15,7 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 from verl.protocol import DataProto
 
 from d3s_kernels.integrations.verl import select
-from d3s_kernels.integrations.verl.rows import choose_rows, rollout_advantages
+from d3s_kernels.integrations.verl.rows import rollout_advantages
 
 UIDS = [str(uuid.uuid4()) for _ in range(3)]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_rows import choose_rows
 from torch import Tensor
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
@@ -18,8 +19,8 @@ from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl_world import compose_config, make_trainer, put_rollouts, rows_of, run_step
 
 import d3s_kernels as d3s
-from d3s_kernels.integrations.metrics import NAMES
-from d3s_kernels.integrations.verl.rows import choose_rows, rollout_advantages
+from d3s_kernels.integrations.verl.rows import rollout_advantages
+from d3s_kernels.metrics import NAMES
 
 D3S = "+trainer.v1.d3s_sync"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -401,7 +402,7 @@ REFUSED = [
     ([f"{LOSS}=geo_mean", f"{D3S}.loss_denominator=all"], "d3s_sync.loss_denominator: got 'all'; takes 'kept'"),
     ([f"{D3S}.rollouts_start=0"], "trainer.v1.d3s_sync.rollouts_start: got 0; takes a share in"),
     ([f"{D3S}.token_rule=top"], "trainer.v1.d3s_sync.token_rule: got 'top'; takes 'advantage_entropy' or"),
-    ([f"{D3S}.tokens=0.5"], "trainer.v1.d3s_sync.tokens: is no option; takes rollouts_start"),
+    ([f"{D3S}.tokens=0.5"], "trainer.v1.d3s_sync.tokens: got 0.5, but it is no option; the options are "),
 ]  # fmt: skip
 
 

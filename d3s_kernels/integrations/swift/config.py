@@ -6,13 +6,13 @@ of ``--model_kwargs`` whose names begin with ``d3s_`` are D3S's options.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from swift.rlhf_trainers import GRPOConfig
 
-from .._options import check_one_process, check_options, check_token_rule, choose_by_entropy
-from ..selection_options import SelectionOptions
+from ...selection_options import SelectionOptions, check_options, check_token_rule, option_names
+from .._options import check_one_process, choose_by_entropy
 
 PREFIX = "d3s_"
 LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # all are in _gradient.DENOMINATORS
@@ -27,7 +27,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = [field.name for field in fields(SelectionOptions)]
+        known = option_names(SelectionOptions)
         for key, value in (self.model_kwargs or {}).items():
             name = key.removeprefix(PREFIX)
             if name != key and name in known:
@@ -35,7 +35,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift
             elif key.lower().startswith("d3s"):
                 takes = ", ".join(PREFIX + name for name in known)
                 raise ValueError(f"model_kwargs: got {key!r}, which is no option of D3S; takes {takes}")
-        check_options({name: getattr(self, name) for name in known}, PREFIX)
+        check_options(self, PREFIX)
         if self.top_entropy_quantile < 1:
             choose_by_entropy(self, self.top_entropy_quantile)
             self.top_entropy_quantile = 1.0  # ms-swift would leave out tokens on its own

@@ -9,8 +9,8 @@ from accelerate.utils import gather_object
 from swift.rlhf_trainers.utils import get_even_process_data
 from torch import Tensor
 
-from .._rollouts import choose_rollouts, of_survivors, ranked_by, without_spread
-from ..metrics import rollout_metrics
+from ...metrics import rollout_metrics
+from .._rewards import without_spread
 from .run import NO_TEACHER, Run
 
 Samples = list[Any]  # ms-swift's, one for each rollout of this process
@@ -46,14 +46,13 @@ class ChoosesRollouts(Run):
         own = [[_length(one), self.overlong_filter and one.is_truncated] for one in samples]
         lengths, left_out = accelerator.gather(torch.tensor(own, device=accelerator.device)).unbind(dim=1)
         advantages = self._advantages.view(-1, n)
-        kept = choose_rollouts(
-            ranked_by(advantages, (left_out == 0).view(-1, n), self.args.rollout_rule),
-            budget.rollouts,
-            self.args.rollout_scope,
-            self._multiple,
-            rule=self.args.rollout_rule,
+        kept = self._selection.rollouts(
+            advantages,
+            self._progress,
+            has_tokens=(left_out == 0).view(-1, n),
+            multiple_of=self._multiple,
             generator=self._draws_of_step(advantages.device),
-        )
+        ).flatten()
         same = without_spread(self._rewards_per_func, self.reward_weights, n, self.scale_rewards == "gdpo")
         self._log(rollout_metrics(kept, lengths, same, budget.rollouts / n))
         self._kept_advantages = self._advantages_of(kept.view(-1, n), same)
@@ -67,9 +66,8 @@ class ChoosesRollouts(Run):
     def _advantages_of(self, kept: Tensor, same: Tensor) -> Tensor:
         """The advantages of the kept rollouts, in their order; ``same`` marks the groups without a spread."""
         advantages = self._advantages.view_as(kept)
-        if self.args.advantages_from == "kept":
-            advantages = of_survivors(advantages, kept, self.scale_rewards, same)
-        return advantages[kept]
+        anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=same)
+        return anew[kept]
 
     def _compute_advantages(self, samples: Samples, *arguments: Any) -> Tensor:
         """What ms-swift asks for once its batches are made: the advantages of the rollouts that are left."""

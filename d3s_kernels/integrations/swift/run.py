@@ -9,7 +9,7 @@ import torch
 from swift.rlhf_trainers import GRPOTrainer
 from torch import Tensor
 
-from .._options import schedule_of
+from ...selection import Selection
 from .._run import RunWithBudget
 from .config import D3SConfig
 
@@ -35,7 +35,7 @@ class Run(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift has no 
             raise ValueError(f"sequence_parallel_size: got {given}; D3S takes 1, where a process has whole sequences")
         if self._has_teacher_explicit():
             raise ValueError(f"teacher_model, teacher_model_server: got a teacher; {NO_TEACHER}")
-        self._schedule = schedule_of(self.args, self.num_generations)
+        self._selection = Selection(self.args)
 
     def _log(self, metrics: dict[str, Tensor]) -> None:
         """Keeps 0-d tensors for the next log, as numbers, which ms-swift's log takes. NaN: there is nothing to log."""

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...tokens import select_tokens
+from ...metrics import token_metrics, token_sums
 from .._gradient import gradient_weights, only_through
-from ..metrics import token_metrics, token_sums
 from .rollouts import ChoosesRollouts, Samples
 
 Scores = tuple[Tensor, Tensor | None]  # log-probabilities and entropies, [rows, tokens]
@@ -75,14 +74,12 @@ class D3STrainer(ChoosesRollouts):
 
         mask, advantages = together(masks), torch.stack([sample.advantages for sample in samples]).to(masks[0].device)
         entropy = together([torch.where(own, part.d3s_entropy, 0.0) for own, part in zip(masks, parts, strict=True)])
-        budget = self._budget()
-        chosen = select_tokens(
-            entropy, advantages, budget.token_ratio, rule=self.args.token_rule, mask=mask, scope=self.args.token_scope,
-            drop_zeros=self.args.drop_zeros, process_group=self._process_group,
-        )  # fmt: skip
+        chosen = self._selection.tokens(
+            entropy, advantages, self._progress, mask=mask, process_group=self._process_group
+        )
         sums = token_sums(chosen.mask, mask, entropy, advantages.unsqueeze(1))
         sums = self.accelerator.reduce(sums, reduction="sum")
-        metrics = token_metrics(sums, chosen.threshold, budget.token_ratio)
+        metrics = token_metrics(sums, chosen.threshold, self._budget().token_ratio)
         del metrics["d3s/head_rows_not_computed"]  # ms-swift's head computes them all
         self._log(metrics)
         kept = [of[:, widest - own.shape[1] :] for of, own in zip(torch.split(chosen.mask, rows), masks, strict=True)]

@@ -5,25 +5,25 @@ are chosen when TRL scores them. TRL still gets the log-probabilities of all tok
 change. But gradient flows only through the kept tokens, so the LM head's backward computes only those.
 """
 
+import os
 import warnings
 
 import trl
 from packaging.version import Version
 
-_OLDEST, _NEWEST = "1.15", "1.16"
+_OLDEST, _BEFORE = "1.15", "1.17"
 
 
 def _check_version(found: str) -> None:
-    """Refuses older versions and warns about newer ones: the trainer overrides private methods of TRL."""
-    if Version(found) < Version(_OLDEST):
+    """Refuses versions that the tests do not cover: the trainer overrides private methods of TRL."""
+    if Version(_OLDEST) <= Version(found) and Version(found).release[:2] < Version(_BEFORE).release:
+        return
+    message = f"d3s_kernels.integrations.trl: found TRL {found}; takes trl>={_OLDEST},<{_BEFORE}, which the tests cover"
+    if os.environ.get("D3S_TRL_UNTESTED") != "1":
         raise ImportError(
-            f"d3s_kernels.integrations.trl: found TRL {found}; takes {_OLDEST} to {_NEWEST} (before {_OLDEST} its "
-            "trainer scored tokens in another way)"
+            f"{message}. To try it nevertheless, run tests/trainers of a clone with it, then set D3S_TRL_UNTESTED=1"
         )
-    if Version(found).release[:2] > Version(_NEWEST).release:
-        warnings.warn(
-            f"d3s_kernels.integrations.trl: found TRL {found}; tested with {_OLDEST} to {_NEWEST}", stacklevel=3
-        )
+    warnings.warn(message, stacklevel=3)
 
 
 _check_version(trl.__version__)

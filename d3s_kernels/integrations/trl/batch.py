@@ -117,12 +117,13 @@ def _has_rows(value: Any) -> bool:
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:
     """Cuts the outer columns that are padding in every row: the longest prompt or completion may have been dropped.
+    Two columns of the completions stay, since TRL's metrics take a single one for values of whole sequences.
 
     Positions count from a row's first column, including padding. So a cut on the left shifts all positions by the same
     number, which does not matter to rotary embeddings: they depend only on differences of positions.
     """
     prompt = _width(batch["prompt_mask"].flip(1), multiple)
-    completion = _width(batch["completion_mask"], multiple)
+    completion = max(_width(batch["completion_mask"], multiple), min(2, batch["completion_mask"].shape[1]))
     before = batch["prompt_ids"].shape[1] - prompt
 
     def cut(name: str, value: Any) -> Any:

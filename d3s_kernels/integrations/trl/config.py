@@ -3,14 +3,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from trl import GRPOConfig
 
 from ...schedule import DownSamplingSchedule
-from .._options import check_one_process, check_options, check_token_rule, choose_by_entropy, schedule_of
-from ..selection_options import SelectionOptions, option
+from ...selection import Selection
+from ...selection_options import (
+    FLAG,
+    SelectionOptions,
+    check_options,
+    check_token_rule,
+    one_of,
+    option,
+    whole,
+)
+from .._espo import ALPHA, QUANTILES
+from .._gradient import DENOMINATORS
+from .._options import check_one_process, choose_by_entropy
 from .sampling_options import require_sampled_sets
 
 ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # with PPO's clipping; its range may differ by token
@@ -43,48 +54,56 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
         "pass. 'rollout': that of a pass without gradient over the kept rollouts, for the whole generation batch; the "
         "training forward then skips what was dropped, where that leaves the gradient as it is. 'auto': as 'rollout' "
         "where the trainer makes such a pass anyway, for old log-probabilities, else 'update'.",
+        one_of("auto", "update", "rollout"),
     )
     selection_page_steps: int = option(
         0,
         "Every so many steps, write a page that shows the rollouts of a generation batch (at most 64), their tokens "
         "and which were kept, to output_dir/selection/, as soon as the whole batch was trained on. 0: never.",
+        whole(0),
     )
 
     refill: int = option(
         0,
         "DAPO's dynamic sampling: at most so many times, generate for further prompts in place of those whose rewards "
         "are all equal. A group has to be whole on its process.",
+        whole(0),
     )
 
     importance_sampling_level: Literal["token", "sequence", "entropy_group"] = option(
         "token",
         "What an importance ratio is taken over: a 'token', a 'sequence' (GSPO), or an 'entropy_group' of a sequence's "
         "tokens (ESPO), whose clip range is its own and replaces epsilon; for the losses grpo, bnpo, dr_grpo and dapo.",
+        one_of("token", "sequence", "entropy_group"),
     )
     espo_quantiles: list[float] = option(
-        [0.8], "Where 'entropy_group' cuts a sequence's tokens into groups: 0.8 sets the top 20% apart."
+        [0.8], "Where 'entropy_group' cuts a sequence's tokens into groups: 0.8 sets the top 20% apart.", QUANTILES
     )
-    espo_alpha: float = option(0.02, "The clip range of a group of the largest entropy there can be.")
+    espo_alpha: float = option(0.02, "The clip range of a group of the largest entropy there can be.", ALPHA)
     espo_denominator: Literal["self", "old"] = option(
-        "self", "'self': a token's ratio is its group's. 'old': times the token's own, as ESPO prints it."
+        "self",
+        "'self': a token's ratio is its group's. 'old': times the token's own, as ESPO prints it.",
+        one_of("self", "old"),
     )
 
     sampling_mask: bool = option(
         False,
         "Record which tokens top_p, top_k or min_p left when each token was sampled, and take log-probabilities and "
         "entropies over these tokens alone: those of the distribution that was sampled.",
+        FLAG,
     )
     max_kept: int = option(
         512,
         "With sampling_mask, the most tokens that a token may be sampled from. One that was sampled from more is an "
         "error; top_k bounds their number.",
+        whole(1),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = {field.name for field in fields(D3SConfig)} - {field.name for field in fields(GRPOConfig)}
-        own.add("importance_sampling_level")  # TRL's option, with one more value here
-        check_options({name: getattr(self, name) for name in sorted(own)})
+        check_options(self)
+        if self.loss_type not in DENOMINATORS:
+            raise ValueError(f"loss_type: got {self.loss_type!r}; takes {' or '.join(map(repr, sorted(DENOMINATORS)))}")
         if self.importance_sampling_level == "entropy_group" and self.loss_type not in ESPO_LOSSES:
             raise ValueError(
                 f"loss_type: got {self.loss_type!r} with importance_sampling_level 'entropy_group'; takes "
@@ -116,4 +135,4 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
 
     def schedule(self) -> DownSamplingSchedule:
         """The schedule of the budget of rollouts and tokens, for the trainer. Its rollouts are numbers, not shares."""
-        return schedule_of(self, self.num_generations)
+        return Selection(self).schedule(self.num_generations)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...metrics import rollout_metrics
 from ...rollouts import groups_without_spread
-from .._rollouts import choose_rollouts, of_survivors, ranked_by, rows_to_keep, total_rewards, without_spread
-from ..metrics import rollout_metrics
+from .._rewards import total_rewards, without_spread
 from ..sampling_metrics import set_metrics, set_sums
 from .batch import Batch, joined, keep_rollouts, loss_mask, take, trimmed
 from .page import PageOfBatch
 from .recorder import Recorded, recording
-from .refill import other_prompts, replacements, rows_of
+from .refill import log_again, other_prompts, replacements, rows_of, take_logged
 from .sets import SETS
 from .surface import Passes
 from .tokens import ChoosesTokens
@@ -79,15 +79,17 @@ class ChoosesRollouts(ChoosesTokens):
         same = before
         while times < self.args.refill and bool(same.any()):
             rewards, missing = self._rewards, int(same.view(ranks, -1).sum(dim=1).amax())
-            seeds = self.args.seed, self.state.global_step, times
+            seeds, logged = (self.args.seed, self.state.global_step, times), take_logged(self._logs)
             more, _ = self._scored(other_prompts(dataset, inputs[0], missing, n, ranks, here, *seeds))
             groups = replacements(same.view(ranks, -1), self._same(self._rewards).view(ranks, -1))
             rows = rows_of(groups, n)
             batch = take(joined(batch, more, self._tokenizer.pad_token_id), rows[here])
+            log_again(self._logs, logged, rows, missing * n)
             everyones = torch.cat([part.view(ranks, -1, part.shape[1]) for part in (rewards, self._rewards)], dim=1)
             self._rewards = everyones[torch.arange(ranks, device=rows.device).unsqueeze(1), rows].flatten(0, 1)
             same, times = self._same(self._rewards), times + 1
-        self._log({"d3s/refills": torch.tensor(float(times)), "d3s/groups_refilled": (before & ~same).sum().double()})
+        refilled = (before & ~same).sum().double()
+        self._log({"d3s/refills": torch.full_like(refilled, times), "d3s/groups_refilled": refilled})
         return batch
 
     def _page_if_due(self) -> PageOfBatch | None:
@@ -138,12 +140,13 @@ class ChoosesRollouts(ChoosesTokens):
         accelerator, own = self.accelerator, batch["advantages"]
         if own.dim() != 1:
             raise TypeError(f"advantages: got shape {list(own.shape)}; takes one for each rollout, [{len(own)}]")
-        ranks, n, budget = accelerator.num_processes, self.num_generations, self._budget()
+        ranks, n = accelerator.num_processes, self.num_generations
         with_images = own.new_tensor([float("num_images" in batch)])
         of_rows = torch.cat([own.float(), loss_mask(batch).sum(dim=1).float(), with_images])
         everyones = accelerator.gather(of_rows).view(ranks, -1)
         advantages, lengths = (part.reshape(-1, n) for part in everyones[:, :-1].chunk(2, dim=1))
-        everything = rows_to_keep(len(advantages), n, budget.rollouts, self._multiple)[1] == advantages.numel()
+        budget, number = self._budget(), advantages.numel()
+        everything = self._selection.number_of_rollouts(self._progress, number // n, n, self._multiple)[1] == number
         everyone = torch.ones_like(lengths, dtype=torch.bool)
         kept = everyone if everything else self._chosen(advantages, lengths, everyones[:, -1])
         same = self._without_spread(advantages)
@@ -159,16 +162,14 @@ class ChoosesRollouts(ChoosesTokens):
         """Marks the rollouts that all processes keep: bool ``[groups, n]``, the same on each of them."""
         ranks = self.accelerator.num_processes
         images = bool(with_images.any())  # rows with images do not move between ranks
-        chosen = choose_rollouts(
-            ranked_by(advantages, lengths > 0, self.args.rollout_rule),
-            self._budget().rollouts,
-            self.args.rollout_scope,
-            self._multiple,
-            rule=self.args.rollout_rule,
+        return self._selection.rollouts(
+            advantages,
+            self._progress,
+            has_tokens=lengths > 0,
+            multiple_of=self._multiple,
             ranks=ranks if images and ranks > 1 else None,
             generator=self._draws_of_step(advantages.device),
         )
-        return chosen.view_as(advantages)
 
     def _rows_of(self, batch: Batch, kept: Tensor, advantages: Tensor, same: Tensor) -> Batch:
         """The kept rows, as many on each process, from this process's rows and everyone's advantages. Groups without a
@@ -176,6 +177,6 @@ class ChoosesRollouts(ChoosesTokens):
         """
         ranks, here = self.accelerator.num_processes, self.accelerator.process_index
         if self.args.advantages_from == "kept":
-            anew = of_survivors(advantages, kept, self.scale_rewards, same)
+            anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=same)
             batch["advantages"] = anew.view(ranks, -1)[here]
         return keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)

@@ -17,7 +17,6 @@ from .batch import Batch, loss_mask
 
 SHOWN = 64  # rollouts on a page: whole groups, the first ones of the generation batch
 ROLLOUT = "d3s_rollout"  # a batch's field: the place of each row in the generation batch of all processes
-UNMEASURED = "d3s_unmeasured"  # a batch's field: rows whose entropy is a stand-in, since no pass has scored them
 
 Fields = dict[str, Any]
 
@@ -56,9 +55,9 @@ class PageOfBatch:
             }
 
     def add_trained(self, batch: Batch, kept: Tensor, entropy: Tensor) -> bool:
-        """A micro-batch, with the choice of its tokens. Returns whether it was the last one of this process."""
-        if UNMEASURED in batch:
-            entropy = entropy.masked_fill(batch[UNMEASURED].unsqueeze(1), torch.nan)
+        """A micro-batch, with the choice of its tokens, and their entropies, NaN where none was measured. Returns
+        whether it was the last one of this process.
+        """
         kept, entropy, advantages = kept.cpu(), entropy.float().cpu(), batch["advantages"].tolist()
         for row, place in self._rows(batch):
             self._trained[place] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -55,3 +56,41 @@ def rows_of(groups: Tensor, generations: int) -> Tensor:
     """The rows of these groups, in their order: ``[ranks, groups * generations]``."""
     own = torch.arange(generations, device=groups.device)
     return (groups.unsqueeze(2) * generations + own).flatten(1)
+
+
+def take_logged(logs: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
+    """Takes all rows out of TRL's table of completions. Returns them by column, those of one rank after another's."""
+    columns = _columns(logs)
+    rows = {name: list(column) for name, column in columns.items()}
+    for column in columns.values():
+        column.clear()
+    return rows
+
+
+def log_again(logs: dict[str, Any], before: dict[tuple[str, str], list[Any]], rows: Tensor, more: int) -> None:
+    """Puts the rows of a refilled batch into TRL's table of completions: of those before, and of those there now.
+
+    Args:
+        logs: the table, with the further rows of all ranks.
+        before: what :func:`take_logged` gave, with as many rows of each rank as the refilled batch.
+        rows: int64 ``[ranks, rows]``, of :func:`rows_of`: each rank's rows before, followed by its further ones.
+        more: how many further rows each rank has.
+    """
+    ranks, count = rows.shape
+    for name, column in _columns(logs).items():
+        both = [_by_rank(before.get(name, []), ranks, count), _by_rank(list(column), ranks, more)]
+        if column or before.get(name):  # else TRL does not use it
+            column.clear()
+            column.extend((both[0][rank] + both[1][rank])[row] for rank in range(ranks) for row in rows[rank].tolist())
+
+
+def _columns(logs: dict[str, Any]) -> dict[tuple[str, str], deque[Any]]:
+    """The columns of TRL's table; those of rewards, and of what a reward function logs, are a table of their own."""
+    tables = {name: {name: part} if isinstance(part, deque) else part for name, part in logs.items()}
+    return {(table, name): column for table, columns in tables.items() for name, column in columns.items()}
+
+
+def _by_rank(values: list[Any], ranks: int, count: int) -> list[list[Any]]:
+    """The values of each rank. Missing ones are None: TRL may hold the latest rows alone, or none of a column."""
+    values = [None] * (ranks * count - len(values)) + values
+    return [values[rank * count : (rank + 1) * count] for rank in range(ranks)]

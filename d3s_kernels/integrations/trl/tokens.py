@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...tokens import TokenSelection, select_tokens
+from ...tokens import TokenSelection
 from .._gradient import gradient_weights, only_through
 from .batch import Batch, last_column, loss_mask, take
 from .espo import as_espo
 from .head import HostNumber, Update
-from .page import UNMEASURED, PageOfBatch
+from .page import PageOfBatch
 from .scoring import Call, Scores, Scoring
 from .sets import SETS, over_sets
 from .surface import Watch
+
+UNMEASURED = "d3s_unmeasured"  # a batch's field: rows whose entropies are left out of what is logged of them
 
 
 class ChoosesTokens(Scoring):
@@ -44,8 +46,8 @@ class ChoosesTokens(Scoring):
         batch["d3s_tokens_kept"] = self.accelerator.gather(batch["d3s_kept"].sum()).sum()
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The entropy of each token that may be kept for it, from an extra pass, and elsewhere the mean; and which rows
-        have the mean: those without a token, and where tokens are not ranked by their entropy alone, those without an
+        """The entropy of each token that may be kept for it, from an extra pass, elsewhere 0; and which rows this pass
+        need not score: those without a token, and where tokens are not ranked by their entropy alone, those without an
         advantage.
         """
         mask = loss_mask(batch).bool()
@@ -54,21 +56,17 @@ class ChoosesTokens(Scoring):
             useful &= batch["advantages"] != 0
         # Every process scores the same number of rows, since all take part in the forward of a sharded model.
         rows = int(self.accelerator.gather(useful.sum()).max())
-        unmeasured = torch.ones_like(useful)
         if rows == 0:
-            return torch.zeros(mask.shape, device=mask.device), unmeasured
+            return torch.zeros(mask.shape, device=mask.device), ~useful
         first = useful.long().argsort(descending=True, stable=True)[:rows]
         scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
         assert scored is not None  # it was asked for
-        mean = torch.where(mask[first], scored, 0.0).sum() / mask[first].sum().clamp(min=1)
-        return mean.expand(mask.shape).index_copy(0, first, scored), unmeasured.index_fill(0, first, False)
+        # Rows that were scored because another process has more of them are not logged: one process would skip them.
+        return scored.new_zeros(mask.shape).index_copy(0, first, scored), ~useful
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> TokenSelection:
         """This process's kept tokens: exactly the budget's share, of all processes' tokens or of each row."""
-        return select_tokens(
-            entropy, advantages, self._budget().token_ratio, rule=self.args.token_rule,
-            mask=mask, scope=self.args.token_scope, drop_zeros=self.args.drop_zeros, process_group=self._process_group,
-        )  # fmt: skip
+        return self._selection.tokens(entropy, advantages, self._progress, mask=mask, process_group=self._process_group)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """TRL's mask for ``top_entropy_quantile``, which is off in training: the choice of tokens stands for it."""
@@ -88,14 +86,18 @@ class ChoosesTokens(Scoring):
         finally:
             self._loss_inputs = None
             self.epsilon_low, self.epsilon_high = ranges
+        self._count_tokens()
         return loss
 
     def _score_for_loss(self, update: Update, call: Call, inputs: Batch) -> Scores:
         """The scores for TRL's loss, with hooks that let gradient flow only through the kept tokens."""
-        mask, kept = loss_mask(inputs).bool(), inputs.get("d3s_kept")
+        measured = mask = loss_mask(inputs).bool()
+        kept = inputs.get("d3s_kept")
         threshold: Any = inputs.get("d3s_threshold")
         if kept is not None and self._tokens_are_independent(inputs):
             logprob, entropy, aux = self._score_kept(call, inputs, kept)
+            if UNMEASURED in inputs:  # these rows' other tokens have no entropy, neither from the pass nor from here
+                measured = kept | (mask & ~inputs[UNMEASURED].unsqueeze(1))
         else:
             logprob, entropy, aux = call._replace(model=over_sets(call.model, inputs.get(SETS))).scores()
         assert entropy is not None  # TRL's loss always asks for it
@@ -104,8 +106,10 @@ class ChoosesTokens(Scoring):
             chosen = self._choose_tokens(constant, inputs["advantages"], mask)
             kept, threshold = chosen.mask, chosen.threshold
         update.kept = HostNumber(kept.sum())
-        totals = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold)
-        if self._page is not None and self._page.add_trained(inputs, kept, constant):
+        totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured)
+        unknown = mask & ~measured
+        entropy = torch.where(unknown, mean, entropy)  # so that TRL's mean over all tokens is that of the measured ones
+        if self._page is not None and self._page.add_trained(inputs, kept, constant.masked_fill(unknown, torch.nan)):
             page, self._page = self._page, None
             page.write(Path(self.args.output_dir, "selection"), self._tokenizer, self.accelerator.is_main_process)
         if self._espo:

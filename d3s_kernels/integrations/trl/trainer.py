@@ -14,15 +14,14 @@ from accelerate import DistributedType
 from torch import Tensor
 
 from ...heads import read_head
-from .._rollouts import rows_to_keep
+from ...selection import Selection
 from .config import D3SConfig
 from .generation import ChoosesRollouts
 from .head import Update, check_head, d3s_head
-from .run import Run
 from .sampling_options import require_one_turn
 from .scoring import Call, Scores
 from .sets import OverSets
-from .surface import Watch, check_attributes, check_class, check_loss, inherited
+from .surface import Watch
 
 
 class D3STrainer(ChoosesRollouts):
@@ -45,15 +44,14 @@ class D3STrainer(ChoosesRollouts):
 
     Evaluation is TRL's.
 
-    Logged in addition to TRL's metrics are those of :mod:`d3s_kernels.integrations.metrics`: of rollouts, for each
+    Logged in addition to TRL's metrics are those of :mod:`d3s_kernels.metrics`: of rollouts, for each
     generation batch of all processes; of tokens, for each micro-batch of all processes. If each sequence has its own
     threshold, the mean is that of the main process's sequences. ``d3s/num_tokens_kept`` is the sum over the run so far.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
-        ValueError: ``loss_type`` is not known; the LM head has an adapter or is no linear layer.
-        UnknownTRL: TRL, or a class that overrides its methods, does what the selection does not cover: when the trainer
-            is made, or in the first step.
+        ValueError: the LM head has an adapter or is no linear layer.
+        UnknownTRL: in the first step, a class that overrides methods does what the selection does not cover.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
@@ -71,23 +69,20 @@ class D3STrainer(ChoosesRollouts):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = D3SConfig(f"{name.split('/')[-1]}-D3S")
-        check_class(type(self), Run, args.loss_type)
         super().__init__(model, reward_funcs, args, *more, **options)
-        check_attributes(self)
         check_head(self.accelerator.unwrap_model(self.model))
         if args.sampling_mask:
             require_one_turn(self)
         if self._espo:
             self.importance_sampling_level = "token"  # what TRL sees: as_espo turns its token ratios into ESPO's
-        check_loss(self, inherited(type(self), Run, "_compute_loss"))
-        self._schedule, self._watch = args.schedule(), Watch()
+        self._selection, self._watch = Selection(args), Watch()
         self._warn_of_little_to_drop()
 
     def _warn_of_little_to_drop(self) -> None:
         """Warns once, on the main process, if small groups or small device batches leave little to drop."""
         everything, n, multiple = self.args.generation_batch_size, self.num_generations, self._multiple
-        for when, budget in (("start", self._schedule.start), ("end", self._schedule.end)):
-            asked, kept = rows_to_keep(everything // n, n, budget.rollouts, multiple)
+        for when, progress in (("start", 0.0), ("end", 1.0)):
+            asked, kept = self._selection.number_of_rollouts(progress, everything // n, n, multiple)
             given = getattr(self.args, f"rollouts_{when}")
             if when == "start" and asked == everything and given != 1:  # a share of 1 asks for all of them
                 message = f"num_generations is {n}, so that no rollout is dropped at the start"

@@ -1,6 +1,6 @@
 """Tells our LM head what verl's FSDP engine will read, and computes over the sets that tokens were drawn from.
 
-Importing this module wraps three methods of the engine. After ``prepare_model_inputs`` our head (:mod:`.head`) learns
+The plug-in wraps three methods of the engine. After ``prepare_model_inputs`` our head (:mod:`.head`) learns
 what is read of the micro-batch, and after ``prepare_model_outputs`` it adds the old log-probabilities of tokens that it
 has not computed. Where verl has logits and the micro-batch has a note that names the field with the sets, the wrapper
 of ``prepare_model_outputs`` computes in verl's place. ``_build_lora_module`` may not adapt the head.
@@ -8,7 +8,6 @@ of ``prepare_model_outputs`` computes in verl's place. ``_build_lora_module`` ma
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -20,15 +19,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from ..._own_logits import UnsupportedHead
 from ...heads import read_head
 from ...vocabulary import logprob_entropy
-from .head import BACKEND, asked_for, forget, original_of, read_positions, serves, with_old_log_probs
+from .head import BACKEND, asked_for, forget, read_positions, serves, with_old_log_probs
 from .head import OPTION as HEAD
+from .replaced import Replaced
 from .sampling_mask import NOTE, sampling_mask_of
 
-_TAKES = {
-    "prepare_model_inputs": ["self", "micro_batch"],
-    "prepare_model_outputs": ["self", "output", "output_args", "micro_batch", "logits_processor_func"],
-    "_build_lora_module": ["self", "module"],
-}
 _REFUSED = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
 
 
@@ -71,22 +66,20 @@ def _require(engine: Any, data: Any) -> None:
         raise ValueError(f"ulysses_sequence_parallel_size: got more than 1 with {NOTE}; takes 1")
 
 
-def _wrap() -> None:
-    their_inputs, their_outputs, their_lora = (
-        original_of(FSDPEngineWithLMHead, name, takes) for name, takes in _TAKES.items()
-    )
-
-    @functools.wraps(their_inputs)
+def _with_read_positions(original: Any) -> Any:
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
         forget()
-        inputs, output_args = their_inputs(self, micro_batch)
+        inputs, output_args = original(self, micro_batch)
         if serves(self, micro_batch):
             if tu.get_non_tensor_data(micro_batch, NOTE, None) is not None:
                 _require(self, micro_batch)
             read_positions(self, micro_batch, output_args["input_ids_rmpad_rolled"])
         return inputs, output_args
 
-    @functools.wraps(their_outputs)
+    return prepare_model_inputs
+
+
+def _with_our_outputs(original: Any) -> Any:
     def prepare_model_outputs(
         self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> Any:
@@ -95,14 +88,17 @@ def _wrap() -> None:
             if field is not None and not ours:
                 _require(self, micro_batch)
                 return _of_sets(output, output_args, micro_batch, field)
-            found = their_outputs(self, output, output_args, micro_batch, logits_processor_func)
+            found = original(self, output, output_args, micro_batch, logits_processor_func)
             return with_old_log_probs(found, micro_batch) if ours else found
         finally:
             forget()
 
-    @functools.wraps(their_lora)
+    return prepare_model_outputs
+
+
+def _with_a_plain_head(original: Any) -> Any:
     def build_lora_module(self: Any, module: Any) -> Any:
-        adapted = their_lora(self, module)
+        adapted = original(self, module)
         if asked_for(self):
             try:
                 read_head(adapted)
@@ -110,9 +106,14 @@ def _wrap() -> None:
                 raise ValueError(f"{HEAD}: got {BACKEND!r}. {error}") from error
         return adapted
 
-    FSDPEngineWithLMHead.prepare_model_inputs = prepare_model_inputs
-    FSDPEngineWithLMHead.prepare_model_outputs = prepare_model_outputs
-    FSDPEngineWithLMHead._build_lora_module = build_lora_module
+    return build_lora_module
 
 
-_wrap()
+REPLACED = (
+    Replaced(FSDPEngineWithLMHead, "prepare_model_inputs", ["self", "micro_batch"], _with_read_positions),
+    Replaced(
+        FSDPEngineWithLMHead, "prepare_model_outputs",
+        ["self", "output", "output_args", "micro_batch", "logits_processor_func"], _with_our_outputs,
+    ),
+    Replaced(FSDPEngineWithLMHead, "_build_lora_module", ["self", "module"], _with_a_plain_head),
+)  # fmt: skip

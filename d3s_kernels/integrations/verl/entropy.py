@@ -2,15 +2,12 @@
 
 verl does not pass entropies to a policy loss. But its caller ``ppo_loss`` has them. The micro-batch has the entropy of
 the old policy if one of verl's V1 trainers made it. The model's output has the entropy of the updated policy if
-``actor.calculate_entropy`` is true. Importing this module wraps ``ppo_loss``: while the wrapper runs,
-:func:`token_entropy` can read both. It changes nothing else.
+``actor.calculate_entropy`` is true. The plug-in wraps ``ppo_loss``: while the wrapper runs, :func:`token_entropy` can
+read both. It changes nothing else.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,10 +16,10 @@ from verl.workers.utils import losses
 from verl.workers.utils.padding import no_padding_2_padding
 
 from .options import POLICY_LOSS
+from .replaced import Replaced
 
 _MICRO_BATCH: ContextVar[tuple[Any, Any]] = ContextVar("the model's output, and the fields of the micro-batch")
 _OPTION = f"{POLICY_LOSS}.entropy_source"
-_TAKES = ["config", "model_output", "data"]
 
 
 def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
@@ -71,13 +68,9 @@ def _of_updated_policy(model_output: Any, data: Any) -> Tensor:
     return padded
 
 
-def _wrap_ppo_loss() -> None:
-    original = losses.ppo_loss
-    parameters = list(inspect.signature(original).parameters)
-    if parameters[:3] != _TAKES:
-        raise RuntimeError(f"verl's ppo_loss takes {parameters}; expected {_TAKES} first, as in verl 0.9.1")
+def _known_to_the_loss(original: Any) -> Any:
+    """verl's ``ppo_loss``, while which :func:`token_entropy` can read the micro-batch."""
 
-    @functools.wraps(original)
     def ppo_loss(config: Any, model_output: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         before = _MICRO_BATCH.set((model_output, data))
         try:
@@ -85,11 +78,12 @@ def _wrap_ppo_loss() -> None:
         finally:
             _MICRO_BATCH.reset(before)
 
-    # Later imports get the wrapper. The last two modules may have imported the original before, so they are patched.
-    for name in (losses.__name__, "verl.workers.engine_workers", "verl.trainer.distillation.losses"):
-        module: Any = sys.modules.get(name)
-        if getattr(module, "ppo_loss", None) is original:
-            module.ppo_loss = ppo_loss
+    return ppo_loss
 
 
-_wrap_ppo_loss()
+REPLACED = (
+    Replaced(
+        losses, "ppo_loss", ["config", "model_output", "data"], _known_to_the_loss,
+        held_by=("verl.workers.engine_workers", "verl.trainer.distillation.losses"),
+    ),
+)  # fmt: skip

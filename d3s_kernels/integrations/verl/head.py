@@ -1,14 +1,12 @@
 """verl's fused LM head on :func:`d3s_kernels.linear_logprob_entropy`: ``fused_kernel_options.impl_backend=d3s``.
 
-verl's models with fused kernels hand hidden states and the head's weight to ``FusedLinearForPPO``. Importing this
-module replaces that class by one that knows our name, and lets ``patch_forward_with_backends`` take it. The engine
-(:mod:`.engine`) says which positions of a micro-batch are read; the others are not computed.
+verl's models with fused kernels hand hidden states and the head's weight to ``FusedLinearForPPO``. The plug-in replaces
+that class by one that knows our name, and lets ``patch_forward_with_backends`` take it. The engine (:mod:`.engine`)
+says which positions of a micro-batch are read; the others are not computed.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from ..._own_logits import UnsupportedHead, UntriedHead, verified_head
 from ...heads import read_head
 from ...sampling import SamplingMask
 from ...vocabulary import linear_logprob_entropy
+from .replaced import Replaced
 from .sampling_mask import NOTE, flat_responses, places_of_responses, response_lengths, sampling_mask_of
 
 BACKEND = "d3s"
@@ -203,20 +202,9 @@ def _require_plain_head(model: Any) -> None:
         raise ValueError(f"{refused}. {error}") from error
 
 
-def original_of(module: Any, name: str, takes: list[str]) -> Any:
-    """A function of verl's that is about to be replaced; it has to have the parameters of verl 0.9.1."""
-    original = getattr(module, name)
-    if (parameters := list(inspect.signature(original).parameters)) != takes:
-        raise RuntimeError(f"verl's {name} takes {parameters}; expected {takes}, as in verl 0.9.1")
-    return original
+def _with_our_backend(original: Any) -> Any:
+    """verl's ``patch_forward_with_backends``, which also takes our back-end's name."""
 
-
-def _wrap() -> None:
-    takes = ["model", "use_fused_kernels", "fused_kernels_backend"]
-    original = original_of(monkey_patch, "patch_forward_with_backends", takes)
-    targets = original_of(fsdp_utils, "_select_fsdp2_wrap_targets", ["model", "fsdp_transformer_layer_cls_to_wrap"])
-
-    @functools.wraps(original)
     def patch_forward_with_backends(
         model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
     ) -> None:
@@ -224,20 +212,31 @@ def _wrap() -> None:
             original(model, use_fused_kernels, fused_kernels_backend)
             return
         _require_plain_head(model)
-        original(model, use_fused_kernels, "torch")  # its forward makes the class below with the name that follows
+        original(model, use_fused_kernels, "torch")  # its forward makes the class above with the name that follows
         model._verl_fused_kernels_backend = BACKEND
         print(f"d3s_kernels: the fused LM head of {type(model).__name__} is ours, not verl's torch back-end")
 
-    @functools.wraps(targets)
+    return patch_forward_with_backends
+
+
+def _without_the_head(original: Any) -> Any:
+    """Leaves the head to the root: FSDP2 gathers a module where it is called, and nobody calls the head."""
+
     def select_fsdp2_wrap_targets(model: Any, fsdp_transformer_layer_cls_to_wrap: Any) -> list[Any]:
-        """Leaves the head to the root: FSDP2 gathers a module where it is called, and nobody calls the head."""
-        found: list[Any] = targets(model, fsdp_transformer_layer_cls_to_wrap)
+        found: list[Any] = original(model, fsdp_transformer_layer_cls_to_wrap)
         ours = getattr(model, "_verl_fused_kernels_backend", None) == BACKEND
         return [module for module in found if module is not model.lm_head] if ours else found
 
-    fsdp_utils._select_fsdp2_wrap_targets = select_fsdp2_wrap_targets
-    monkey_patch.patch_forward_with_backends = patch_forward_with_backends
-    torch_functional.FusedLinearForPPO = FusedLinearForPPO
+    return select_fsdp2_wrap_targets
 
 
-_wrap()
+REPLACED = (
+    Replaced(
+        monkey_patch, "patch_forward_with_backends", ["model", "use_fused_kernels", "fused_kernels_backend"],
+        _with_our_backend,
+    ),
+    Replaced(
+        fsdp_utils, "_select_fsdp2_wrap_targets", ["model", "fsdp_transformer_layer_cls_to_wrap"], _without_the_head
+    ),
+    Replaced(torch_functional, "FusedLinearForPPO", ["chunk_size", "impl_backend"], lambda original: FusedLinearForPPO),
+)  # fmt: skip

@@ -1,36 +1,36 @@
 """The policy loss ``d3s`` for verl: wraps another policy loss and lets gradient flow only through the top tokens."""
+# ruff: noqa: RUF009  # option() makes a field
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
-from ...tokens import select_tokens
-from .._options import check_options, check_token_rule
-from .options import POLICY_LOSS, EspoOptions
+from ...selection_options import FLAG, RATIO, Takes, TokenScope, check_options, check_token_rule, one_of, option
+from ...tokens import TokenRule, select_tokens
+from .options import POLICY_LOSS, EspoOptions, of_policy_loss
 
-_DEFAULTS: dict[str, Any] = {
-    "base_loss": "vanilla", "token_ratio": 0.20, "token_rule": "advantage_entropy", "token_scope": "batch",
-    "drop_zeros": False,
-}  # fmt: skip
-
-
-def _options(policy_loss: Any) -> SimpleNamespace:
-    options = {key: policy_loss.get(key, default) for key, default in _DEFAULTS.items()}
-    check_options(options, f"{POLICY_LOSS}.")
-    checked = SimpleNamespace(**options)
-    check_token_rule(checked, f"{POLICY_LOSS}.")
-    return checked
+_BASE = Takes(lambda value: isinstance(value, str) and value != "d3s", "the name of another policy loss")
 
 
 @dataclass
-class D3SPolicyLossConfig(EspoOptions, PolicyLossConfig):  # type: ignore[misc]  # verl has no types
+class D3SLossOptions:
+    """The options of the policy loss ``d3s``. Its pool is verl's micro-batch, and a share does not change."""
+
+    base_loss: str = option("vanilla", "the policy loss of all tokens", _BASE)
+    token_ratio: float = option(0.20, "the share of a micro-batch's tokens that gets a gradient", RATIO)
+    token_rule: TokenRule = option("advantage_entropy", "by what tokens are ranked", one_of(*get_args(TokenRule)))
+    token_scope: TokenScope = option("batch", "of the micro-batch, or of each sequence", one_of(*get_args(TokenScope)))
+    drop_zeros: bool = option(False, "leave tokens of score 0 out", FLAG)
+
+
+@dataclass
+class D3SPolicyLossConfig(D3SLossOptions, EspoOptions, PolicyLossConfig):  # type: ignore[misc]  # verl has no types
     """verl's section ``actor_rollout_ref.actor.policy_loss`` with the options of ``d3s``, and with those of ``espo``
     for ``base_loss=espo``.
 
@@ -41,15 +41,10 @@ class D3SPolicyLossConfig(EspoOptions, PolicyLossConfig):  # type: ignore[misc] 
     """
 
     loss_mode: str = "d3s"
-    base_loss: str = _DEFAULTS["base_loss"]
-    token_ratio: float = _DEFAULTS["token_ratio"]
-    token_rule: str = _DEFAULTS["token_rule"]
-    token_scope: str = _DEFAULTS["token_scope"]
-    drop_zeros: bool = _DEFAULTS["drop_zeros"]
 
     def __post_init__(self) -> None:
-        _options(self)
-        EspoOptions.from_config(self)
+        check_options(self, f"{POLICY_LOSS}.")
+        check_token_rule(self, f"{POLICY_LOSS}.")
 
 
 @register_policy_loss("d3s")  # type: ignore[untyped-decorator]
@@ -86,7 +81,7 @@ def d3s_policy_loss(
     """
     if config is None:
         raise ValueError("config: got None; takes the actor's configuration")
-    options = _options(config.policy_loss)
+    options = of_policy_loss(D3SLossOptions, config.policy_loss)
     kept = select_tokens(
         -old_log_prob.detach(), advantages.detach(), options.token_ratio, rule=options.token_rule,
         mask=response_mask.bool(), scope=options.token_scope, drop_zeros=options.drop_zeros,

@@ -1,30 +1,83 @@
-"""The plugin that verl loads in each of its processes (entry point ``verl.plugins``): registers our names."""
+"""The plug-in that verl loads in each of its processes (entry point ``verl.plugins``).
+
+:func:`install` registers our names and replaces functions of verl; nothing else in this package replaces any. Each
+module says in ``REPLACED`` what of verl it replaces, and by what. :func:`uninstall` puts verl's own back.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
+import sys
 import warnings
+from typing import Any
+
+from .replaced import Replaced
+
+_SETTINGS = {
+    "loss": "actor.policy_loss.loss_mode=d3s",
+    "espo": "actor.policy_loss.loss_mode=espo",
+    "entropy": "actor.policy_loss.entropy_source",
+    "head": "model.fused_kernel_options.impl_backend=d3s",
+    "engine": "trainer.v1.d3s_sync.sampling_mask_field",
+    "trainer": "trainer.v1.trainer_mode=d3s_sync",
+}
+_replaced: list[tuple[Replaced, Any, Any]] = []  # with the original and with ours
+_installed: set[str] = set()
 
 
-def _register() -> None:
-    names = {
-        "loss": "actor.policy_loss.loss_mode=d3s",
-        "espo": "actor.policy_loss.loss_mode=espo",
-        "head": "model.fused_kernel_options.impl_backend=d3s",
-        "engine": "trainer.v1.d3s_sync.sampling_mask_field",
-    }
-    if importlib.util.find_spec("transfer_queue"):  # verl's V1 trainers cannot be imported without it
-        names["trainer"] = "trainer.v1.trainer_mode=d3s_sync"
-    for module, setting in names.items():
+def install() -> None:
+    """Registers our names, and replaces what each module says. What is not available is said in a warning that names
+    the setting; the others work.
+    """
+    for module, setting in _SETTINGS.items():
+        if module in _installed or (module == "trainer" and not importlib.util.find_spec("transfer_queue")):
+            continue  # verl's V1 trainers cannot be imported without it
         try:
-            importlib.import_module(f"{__package__}.{module}")
+            found = importlib.import_module(f"{__package__}.{module}")
+            if getattr(found.__spec__, "_initializing", False) and module in ("entropy", "head", "engine"):
+                raise ImportError("it was imported before verl, which loads the plug-in; import verl first")
+            for replaced in getattr(found, "REPLACED", ()):
+                _replace(replaced)
         except Exception as error:  # verl would hide it
             warnings.warn(
                 f"d3s_kernels: {setting} is not available: {__package__}.{module} could not be imported: {error!r}",
                 RuntimeWarning,
                 stacklevel=2,
             )
+        else:
+            _installed.add(module)
 
 
-_register()
+def uninstall() -> None:
+    """Puts verl's own functions back. Names stay registered; the settings that need a replacement are not available."""
+    while _replaced:
+        replaced, original, ours = _replaced.pop()
+        _put(replaced, ours, original)
+    _installed.clear()
+
+
+def _replace(replaced: Replaced) -> None:
+    original = getattr(replaced.owner, replaced.name)
+    parameters = list(inspect.signature(original).parameters)
+    if parameters[: len(replaced.takes)] != replaced.takes:
+        raise RuntimeError(
+            f"verl's {replaced.name} takes {parameters}; expected {replaced.takes} first, as in verl 0.9.1"
+        )
+    ours = replaced.by(original)
+    if not isinstance(original, type):
+        ours = functools.wraps(original)(ours)
+    _put(replaced, original, ours)
+    _replaced.append((replaced, original, ours))
+
+
+def _put(replaced: Replaced, before: Any, after: Any) -> None:
+    """Also into modules that have imported it by name before."""
+    for owner in (replaced.owner, *(sys.modules[name] for name in replaced.held_by if name in sys.modules)):
+        if getattr(owner, replaced.name, None) is before:
+            setattr(owner, replaced.name, after)
+
+
+install()

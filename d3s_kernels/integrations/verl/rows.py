@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ...rollouts import RolloutRule, group_advantages, groups_without_spread, select_rollouts
-from .._options import is_whole_number
+from ...rollouts import RolloutRule, group_advantages, groups_without_spread
+from ...selection import choose_rollouts
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -44,69 +44,6 @@ def rollout_advantages(rewards: Tensor, groups: Iterable[Hashable], *, scale: Sc
     return advantages.masked_fill(rewards.isnan(), math.nan)
 
 
-def choose_rows(
-    advantages: Tensor,
-    groups: Iterable[Hashable],
-    keep: int,
-    *,
-    rule: RolloutRule = "max_variance",
-    scope: Literal["batch", "group"] = "batch",
-    multiple_of: int = 1,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """The rows that :func:`d3s_kernels.select_rollouts` keeps, for rollouts in any order and groups of any size.
-
-    If their number is not a multiple of ``multiple_of``, it is rounded up. ``scope="batch"`` then selects the larger
-    number from the pool; ``scope="group"`` adds those of the rest that the rule chooses ("max_variance": the largest
-    ``|advantage|``; ties to the lower row).
-
-    Args:
-        advantages: ``[N]``, float32, bfloat16 or float16; a rollout whose advantage is not finite is never kept.
-        groups: the group of each rollout.
-        keep: rollouts kept for each group, at least 1.
-        rule: a rule of :func:`d3s_kernels.select_rollouts`.
-        scope: "batch" pools all groups (D3S), "group" takes ``keep`` of each (D3S-I, PODS).
-        multiple_of: the number of rows will be a multiple of this; at least 1.
-        generator: for the rule "random"; None for torch's default one.
-
-    Returns:
-        int64, ascending: ``keep`` times the number of groups, rounded up; fewer only if a group (or the pool) has too
-        few finite advantages.
-
-    Raises:
-        ValueError: fewer rollouts with a finite advantage than the multiple asks for; multiple_of below 1.
-        ValueError, TypeError: as :func:`d3s_kernels.select_rollouts`.
-
-    Example:
-        >>> import torch
-        >>> from d3s_kernels.integrations.verl.rows import choose_rows
-        >>> advantages, groups = torch.tensor([0.1, 0.0, -0.3, 0.0, 0.2, 0.0]), ["a", "b", "a", "b", "a", "b"]
-        >>> choose_rows(advantages, groups, 1), choose_rows(advantages, groups, 1, multiple_of=3)
-        (tensor([2, 4]), tensor([0, 2, 4]))
-    """
-    if not is_whole_number(multiple_of):
-        raise ValueError(f"multiple_of: got {multiple_of!r}; takes a whole number of at least 1")
-    order, offsets = _by_group(groups)
-    grouped = advantages[order]
-    mask = select_rollouts(grouped, keep, rule=rule, offsets=offsets, scope=scope, generator=generator)
-    kept = int(mask.sum())
-    missing = -kept % multiple_of
-    if missing:
-        free = grouped.isfinite() & ~mask
-        if int(free.sum()) < missing:
-            raise ValueError(
-                f"multiple_of: got {multiple_of}, and {kept + int(free.sum())} rollouts with a finite advantage; takes "
-                f"at most that many, so that {kept} can be rounded up"
-            )
-        if scope == "batch":
-            mask = select_rollouts(grouped, kept + missing, rule=rule, generator=generator)
-        else:
-            of_rest: RolloutRule = "largest_abs" if rule == "max_variance" else rule
-            mask = mask | select_rollouts(grouped, missing, rule=of_rest, mask=free, generator=generator)
-    rows: Tensor = order[mask].sort().values
-    return rows
-
-
 def select(
     batch: DataProto,
     keep: int,
@@ -127,15 +64,15 @@ def select(
     Args:
         batch: with tensors ``[N, T]`` as above.
         keep: rollouts kept for each group; ``DownSamplingSchedule()(progress).rollouts``.
-        rule, scope, multiple_of: as in :func:`choose_rows`. verl wants a multiple of lcm(data-parallel size,
-            ``ppo_mini_batch_size * rollout.n``).
+        rule, scope, multiple_of: as in :func:`d3s_kernels.selection.choose_rollouts`. verl wants a multiple of
+            lcm(data-parallel size, ``ppo_mini_batch_size * rollout.n``).
         scale: as in :func:`d3s_kernels.group_advantages`; not used where the batch has advantages.
 
     Returns:
         int64, ascending.
 
     Raises:
-        ValueError: a batch without these; also as :func:`choose_rows`.
+        ValueError: a batch without these; also as :func:`d3s_kernels.selection.choose_rollouts`.
 
     Example:
         >>> rows = select(batch, keep=8, multiple_of=64)  # doctest: +SKIP
@@ -155,7 +92,8 @@ def select(
     else:
         takes = "'advantages' and 'response_mask', 'token_level_rewards' or 'token_level_scores'"
         raise ValueError(f"batch: has {_names(data)}; takes {takes}")
-    return choose_rows(advantages, uids, keep, rule=rule, scope=scope, multiple_of=multiple_of)
+    kept = choose_rollouts(advantages, keep, rule=rule, scope=scope, groups=uids, multiple_of=multiple_of)
+    return kept.nonzero().flatten()
 
 
 def without_spread(rewards: Tensor, groups: Iterable[Hashable]) -> Tensor:

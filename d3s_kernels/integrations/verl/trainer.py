@@ -23,13 +23,13 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from ...metrics import rollout_metrics, token_metrics, token_sums
 from ...schedule import Budget
-from ...tokens import select_tokens
-from ..metrics import rollout_metrics, token_metrics, token_sums
+from ...selection import Selection
 from ..sampling_metrics import set_metrics, set_sums
 from .checks import require_config, require_head, require_sets, require_used
 from .options import D3SOptions
-from .rows import choose_rows, rollout_advantages, rows_of_an_update, sessions, without_spread
+from .rows import rollout_advantages, rows_of_an_update, sessions, without_spread
 from .sampling_mask import NOTE, field_of
 
 TESTED_WITH = "0.9.1"
@@ -65,9 +65,12 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self._advantages: dict[str, float] = {}  # of the kept rows, by their keys
 
     @property
+    def _progress(self) -> float:
+        return float((self.global_steps - 1) / self.total_training_steps)  # verl counts steps from 1
+
+    @property
     def _budget(self) -> Budget:
-        progress = (self.global_steps - 1) / self.total_training_steps  # verl counts steps from 1
-        return self.d3s.budget(progress, self.config.actor_rollout_ref.rollout.n)
+        return self.d3s.budget(self._progress, self.config.actor_rollout_ref.rollout.n)
 
     def _draws(self, rule: str) -> torch.Generator | None:
         """For the rule "random": other numbers in each step, the same ones after a checkpoint."""
@@ -136,10 +139,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             advantages = of_rows.repeat_interleave(offsets.diff()) * mask
             fields = {"advantages": advantages, "returns": advantages}
 
-        budget, rule = self._budget, self.d3s.token_rule
-        tokens = select_tokens(
-            entropy, advantages, budget.token_ratio, rule=rule, mask=mask.bool(), offsets=offsets,
-            scope=self.d3s.token_scope, drop_zeros=self.d3s.drop_zeros, generator=self._draws(rule),
+        tokens = Selection(self.d3s).tokens(
+            entropy, advantages, self._progress, mask=mask.bool(), offsets=offsets,
+            generator=self._draws(self.d3s.token_rule),
         )  # fmt: skip
         # No token may have a score (drop_zeros, and in every group all rewards are equal). An empty mask would make
         # verl divide by 0, so the full mask is kept; all advantages are 0 then, so the result is the same.
@@ -153,7 +155,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         nested = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in fields.items()}
         tq.kv_batch_put(fields=TensorDict(nested, batch_size=len(batch)), **where)
         sums = token_sums(kept, mask.bool(), entropy, advantages)
-        metrics.update(_numbers(token_metrics(sums, tokens.threshold, budget.token_ratio)))
+        metrics.update(_numbers(token_metrics(sums, tokens.threshold, self._budget.token_ratio)))
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
@@ -177,10 +179,11 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
         scaled = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
         advantages = rollout_advantages(rewards, groups, scale="group" if scaled else "none")
-        budget, rule = self._budget, self.d3s.rollout_rule
-        chosen = choose_rows(
-            advantages, groups, budget.rollouts, rule=rule, scope=self.d3s.rollout_scope, generator=self._draws(rule)
-        ).tolist()
+        n, budget = self.config.actor_rollout_ref.rollout.n, self._budget
+        kept = Selection(self.d3s).rollouts(
+            advantages, self._progress, groups=groups, group_size=n, generator=self._draws(self.d3s.rollout_rule)
+        )
+        chosen = kept.nonzero().flatten().tolist()
         if not chosen:
             raise ValueError(f"rm_scores: got no finite reward in {len(rollouts)} rollouts; takes at least one")
 
@@ -189,11 +192,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         if dropped:  # verl later clears only the keys of the returned batch
             tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
 
-        kept = torch.zeros(len(rollouts), dtype=torch.bool).index_fill(0, torch.tensor(chosen), True)
         lengths = torch.tensor([sum(tokens[row] for row in rows) for rows in rollouts])
-        asked = budget.rollouts / self.config.actor_rollout_ref.rollout.n
         same = without_spread(rewards, groups)
-        metrics.update(_numbers(rollout_metrics(kept, lengths, same, asked)))
+        metrics.update(_numbers(rollout_metrics(kept, lengths, same, budget.rollouts / n)))
         # verl's own metrics cover only the kept rollouts, whose scores are extreme by choice.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
         return batch.select_keys([key for key in batch.keys if key in self._advantages])
@@ -227,8 +228,6 @@ def _require(config: Any, options: D3SOptions) -> None:
             )
     require_head(config)
     if options.sampling_mask_field is not None:
-        from . import engine  # noqa: F401  # registered without it, the mode lacks this option alone
-
         require_config(config)
     loss = actor.policy_loss.get("loss_mode", "vanilla")
     if loss == "d3s":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..rollouts import groups_without_spread
-from ..schedule import Budget
-from ..tokens import TokenSelection
+from .rollouts import groups_without_spread
+from .schedule import Budget
+from .tokens import TokenSelection
 
 NAMES = {
     "d3s/rollouts_kept": "rollouts that are trained on",
@@ -129,7 +129,7 @@ def selection_metrics(
 
     Example:
         >>> import torch, d3s_kernels as d3s
-        >>> from d3s_kernels.integrations.metrics import selection_metrics
+        >>> from d3s_kernels.metrics import selection_metrics
         >>> rewards = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
         >>> advantages, budget = d3s.group_advantages(rewards), d3s.Budget(rollouts=2, token_ratio=0.25)
         >>> kept, mask = d3s.select_rollouts(advantages, budget.rollouts), torch.ones(8, 6, dtype=torch.bool)

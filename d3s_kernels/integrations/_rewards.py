@@ -1,0 +1,23 @@
+"""What rewards of several functions say of a group, in trainers of transformers' ``Trainer``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..rollouts import groups_without_spread
+
+
+def total_rewards(of_each_function: Tensor, weights: Tensor) -> Tensor:
+    """``[rollouts, functions]``, NaN where a function gave no reward, to the weighted sum; NaN where none gave one."""
+    total = (of_each_function * weights.to(of_each_function.device)).nansum(dim=1)
+    return total.masked_fill(of_each_function.isnan().all(dim=1), torch.nan)
+
+
+def without_spread(of_each_function: Tensor, weights: Tensor, n: int, separately: bool) -> Tensor:
+    """Marks the groups of ``n`` rollouts whose rewards are all equal: bool ``[groups]``. Where advantages are made of
+    each function's rewards ``separately``, each of them has to be, since each teaches something.
+    """
+    if separately:
+        return groups_without_spread(of_each_function.view(-1, n, of_each_function.shape[1]).transpose(1, 2)).all(dim=1)
+    return groups_without_spread(total_rewards(of_each_function, weights).view(-1, n))

@@ -1,0 +1,143 @@
+"""What is watched of TRL while a run goes on, where a wrong gradient could otherwise pass in silence.
+
+The trainer overrides private methods of TRL, which change without notice. The versions that the tests cover are checked
+once, in this package's ``__init__``; ``tests/trainers/trl_surface.py`` says what is relied on in them. What a version
+does not tell is seen here: which passes TRL makes of a generation batch, and that the selection acts in each step, also
+in a class that overrides ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .batch import FIELDS, Batch
+
+OLD, REFERENCE = "old_per_token_logps", "ref_per_token_logps"  # the batch fields that passes without gradient fill
+# The methods by which a step reaches the selection, in the order of their calls.
+_TO_ROLLOUTS = ("_prepare_inputs", "_generate_and_score_completions")
+_TO_TOKENS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
+_KNOWN = ("trl.", "transformers.", "d3s_kernels.")
+
+
+class UnknownTRL(RuntimeError):
+    """TRL, or a class that overrides its methods, does something that the selection does not cover."""
+
+
+class Passes:
+    """Which passes TRL should make, and which of them wait until the rollouts are chosen."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names  # those that TRL has not asked for yet, by the batch fields that they fill
+        self.postponed: dict[str, Tensor] = {}  # what TRL got in their place
+        self.entropy: Tensor | None = None
+
+    def next(self, of_reference: bool) -> str:
+        """The name of the pass that TRL asks for now, and is expected no more."""
+        name = REFERENCE if of_reference and REFERENCE in self.names else self.names[0]
+        self.names.remove(name)
+        return name
+
+    def postpone(self, name: str, rows: int, columns: int) -> Tensor:
+        """A tensor for TRL to put into the batch, which raises as soon as anything reads it."""
+        self.postponed[name] = torch.empty(rows, columns, device="meta").as_subclass(_Postponed)
+        return self.postponed[name]
+
+    def without_postponed(self, batch: Batch) -> Batch:
+        """TRL's batch without the fields whose passes still have to be made.
+
+        Raises:
+            UnknownTRL: a pass did not come, or TRL put its result into another field; or the batch has a field of which
+                it is not known on which side it is padded, and so how rows move.
+        """
+        if self.names:
+            raise UnknownTRL(
+                f"_generate_and_score_completions: no pass came for {' and '.join(self.names)}, which the loss needs; "
+                "TRL makes its passes under other conditions than those in D3STrainer._pass_names"
+            )
+        for name, placeholder in self.postponed.items():
+            if batch.get(name) is not placeholder:
+                raise UnknownTRL(
+                    f"{name}: the batch of _generate_and_score_completions does not have there what the pass for it "
+                    "returned"
+                )
+        if unknown := sorted(batch.keys() - FIELDS):
+            raise UnknownTRL(
+                f"_generate_and_score_completions: its batch has {', '.join(unknown)}, which is not known; rows of it "
+                "cannot be chosen, since nothing says on which side it is padded"
+            )
+        return {name: value for name, value in batch.items() if name not in self.postponed}
+
+
+class _Postponed(Tensor):
+    """Log-probabilities that are not there yet."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        raise UnknownTRL(
+            f"_generate_and_score_completions: {name} reads log-probabilities before the rollouts are chosen; these "
+            "are scored afterwards, since neither rewards nor advantages need them in the versions that were tested"
+        )
+
+
+class Watch:
+    """Notices a choice of rollouts, and the gradient of the log-probabilities that the selection of tokens hooks."""
+
+    def __init__(self) -> None:
+        self._rollouts = self._asked = self._acted = False
+
+    def rollouts_are_chosen(self) -> None:
+        """Call it for each generation batch; several steps may train on one."""
+        self._rollouts = True
+
+    def begin(self) -> None:
+        """Call it before a step."""
+        self._asked = self._acted = False
+
+    def seen(self, hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The same backward hook, which is noticed when it runs."""
+        self._asked = True
+
+        def noticed(gradient: Tensor) -> Tensor:
+            self._acted = True
+            return hook(gradient)
+
+        return noticed
+
+    def end(self, trainer: Any) -> None:
+        """Call it after a step's backward.
+
+        Raises:
+            UnknownTRL: no rollouts were chosen, or no gradient came through the selection of tokens.
+        """
+        if not self._rollouts:
+            raise UnknownTRL(
+                "training_step: no rollouts were chosen for this step. Its batch has to come from "
+                f"D3STrainer._generate_and_score_completions. {_overriding(trainer, _TO_ROLLOUTS)}"
+            )
+        if not self._acted:
+            what = "asked for them, but has no gradient through them" if self._asked else "asked for none"
+            raise UnknownTRL(
+                "training_step: no token was selected in this step. The loss has to use the log-probabilities of "
+                f"D3STrainer._compute_loss; it {what}. {_overriding(trainer, _TO_TOKENS)}"
+            )
+
+
+def _overriding(trainer: Any, names: Sequence[str]) -> str:
+    """The methods of a trainer that are neither ours nor TRL's; if there are none, the first, to begin with."""
+    methods = {name: getattr(trainer, name) for name in names}
+    others = [name for name, method in methods.items() if not f"{method.__module__}.".startswith(_KNOWN)]
+    return "; ".join(f"{name} is {place(methods[name])}" for name in others or names[:1])
+
+
+def place(function: Any) -> str:
+    """A function's name, file and line, for an error."""
+    plain = inspect.unwrap(function)
+    code = getattr(plain, "__code__", None)
+    at = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"{getattr(plain, '__qualname__', repr(plain))}{at}"

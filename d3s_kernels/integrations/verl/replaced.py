@@ -1,0 +1,16 @@
+"""What of verl is replaced: a row for each function, in the module that has what takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Replaced(NamedTuple):
+    """A function, method or class of verl."""
+
+    owner: Any
+    name: str
+    takes: list[str]  # its first parameters in verl 0.9.1
+    by: Callable[[Any], Any]  # the original to ours
+    held_by: tuple[str, ...] = ()  # modules that import it by name

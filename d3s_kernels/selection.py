@@ -1,0 +1,411 @@
+"""The choice of rollouts and tokens as one object with one set of options: what the author of a trainer uses."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ._across_ranks.equal_rows import most_varied
+from ._arguments import whole_number
+from ._groups import ranks_of
+from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
+from .schedule import Budget, DownSamplingSchedule
+from .selection_options import (
+    PREFIX,
+    SelectionOptions,
+    check_options,
+    check_token_rule,
+    options_from,
+    rollouts_of,
+    values_of_words,
+)
+from .tokens import Placement, TokenSelection, select_tokens, topk_mask
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Self
+
+
+class Selection:
+    """D3S's two choices, of rollouts and of their tokens, as the options say at a point of training.
+
+    Args:
+        options: a :class:`SelectionOptions`, or a trainer's options that inherit it.
+        values: instead of it, options by name; the others have their defaults.
+
+    Raises:
+        ValueError: a bad value; an unknown option; both ``options`` and ``values``.
+
+    Example:
+        A step of a loop of your own, on 4 prompts of 8 rollouts, in the middle of the training:
+
+        >>> import torch, d3s_kernels as d3s
+        >>> selection = d3s.Selection(rollouts_start=2, rollouts_end=4, token_ratio_start=0.2)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> rewards = torch.randint(0, 2, (4, 8), generator=generator).float()
+        >>> advantages, progress = d3s.group_advantages(rewards), 0.5
+        >>> kept = selection.rollouts(advantages, progress)  # 3 of each group; their rows are forwarded
+        >>> logprob = torch.randn(12, 6, generator=generator).requires_grad_()  # of the tokens of these rows
+        >>> entropy, mask = torch.rand(12, 6, generator=generator), torch.ones(12, 6, dtype=torch.bool)
+        >>> weights = selection.advantages(advantages, kept)[kept]
+        >>> tokens = selection.tokens(entropy, weights, progress, mask=mask)
+        >>> loss = -(logprob * weights[:, None])[tokens.mask].sum() / selection.denominator(tokens, mask)
+        >>> loss.backward()
+        >>> int(kept.sum()), int(tokens.count), int((logprob.grad != 0).sum())
+        (12, 15, 15)
+    """
+
+    def __init__(self, options: SelectionOptions | None = None, /, **values: Any) -> None:
+        if options is not None and values:
+            raise ValueError(f"options: got a {type(options).__name__} and {', '.join(values)}; takes one of the two")
+        if options is None:
+            options = options_from(SelectionOptions, values)
+        elif not isinstance(options, SelectionOptions):
+            raise TypeError(f"options: got a {type(options).__name__}; takes SelectionOptions, or options by name")
+        else:
+            check_options(options)
+            check_token_rule(options)
+        self.options = options
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any] | None, prefix: str = "") -> Self:
+        """From a section of a configuration (YAML, Hydra), or None for an empty one. In errors ``prefix`` stands before
+        the name of an option.
+
+        Example:
+            >>> import d3s_kernels as d3s
+            >>> d3s.Selection.from_mapping({"token_rule": "entropys"}, prefix="algorithm.d3s.")
+            Traceback (most recent call last):
+                ...
+            ValueError: algorithm.d3s.token_rule: got 'entropys'; takes 'advantage_entropy' or 'entropy' or ...
+        """
+        return cls(options_from(SelectionOptions, values or {}, prefix))
+
+    @classmethod
+    def from_words(cls, words: Sequence[str]) -> tuple[Self, list[str]]:
+        """From the words of a command line that begin with ``--d3s.``; and the words without them.
+
+        Example:
+            >>> import d3s_kernels as d3s
+            >>> selection, rest = d3s.Selection.from_words(["--lr", "1e-6", "--d3s.rollouts_start", "4"])
+            >>> selection.options.rollouts_start, rest
+            (4, ['--lr', '1e-6'])
+        """
+        values, rest = values_of_words(words)
+        return cls.from_mapping(values, PREFIX), rest
+
+    def schedule(self, group_size: int) -> DownSamplingSchedule:
+        """The schedule for groups of this size, with both ends as numbers of rollouts."""
+        given = self.options
+        start = Budget(rollouts_of(given.rollouts_start, group_size), given.token_ratio_start)
+        end = Budget(rollouts_of(given.rollouts_end, group_size), given.token_ratio_end)
+        return DownSamplingSchedule(start, end, given.schedule_shape)
+
+    def budget(self, progress: float, group_size: int) -> Budget:
+        """The budget at ``progress``, the share of training that is done: rollouts between 2 and ``group_size``."""
+        return self.schedule(group_size)(progress)
+
+    def number_of_rollouts(self, progress: float, groups: int, n: int, multiple_of: int = 1) -> tuple[int, int]:
+        """How many of the rollouts of so many ``groups`` of ``n`` the budget asks for, and how many :meth:`rollouts`
+        keeps if all advantages are finite.
+        """
+        asked = self.budget(progress, n).rollouts * groups
+        return asked, rounded(asked, groups * n, multiple_of)
+
+    def rollouts(
+        self,
+        advantages: Tensor,
+        progress: float,
+        *,
+        groups: Iterable[Hashable] | Tensor | None = None,
+        group_size: int | None = None,
+        has_tokens: Tensor | None = None,
+        multiple_of: int = 1,
+        ranks: int | None = None,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+    ) -> Tensor:
+        """Marks the rollouts to train on: :func:`d3s_kernels.selection.choose_rollouts` with the options' rule and
+        scope, and the number of this point of training.
+
+        Args:
+            advantages: float ``[groups, n]``; or ``[N]`` with ``groups``. A rollout whose advantage is not finite is
+                never kept.
+            progress: the share of training that is done, in [0, 1].
+            groups: the group of each of N rollouts, which are in any order, and groups of any size: labels that are
+                equal within a group, or an integer tensor.
+            group_size: what a share of a group is taken of; the largest group's size by default. Give it where groups
+                may have lost rollouts.
+            has_tokens: bool, the shape of advantages. A rollout without a token in the loss (truncated, say) teaches
+                nothing: it counts as one of advantage 0, or for the rule "highest" as the lowest.
+            multiple_of: the number of kept rollouts will be a multiple of this: rounded up, or down where there are not
+                so many.
+            ranks: if given, each of so many ranks, which have equal parts of all rollouts, keeps the same number:
+                :func:`d3s_kernels.selection.choose_rollouts`.
+            generator: for the rule "random": a generator on the device, in the same state on every rank that chooses.
+
+        Across ranks:
+            process_group: the ranks of which each has some of the groups, as in :func:`d3s_kernels.select_rollouts`.
+                Without it, everybody who has all advantages makes the same choice.
+
+        Returns:
+            bool, the shape of ``advantages``.
+
+        Raises:
+            ValueError: fewer rollouts with a finite advantage than the multiple; a wrong shape.
+
+        Example:
+            >>> import torch, d3s_kernels as d3s
+            >>> selection = d3s.Selection(rollouts_start=2, rollouts_end=2, rollout_scope="group")
+            >>> advantages = torch.tensor([0.3, 1.5, -0.9, 0.0, -1.5, 0.6])
+            >>> selection.rollouts(advantages, 0.0, groups=["a", "b", "a", "a", "b", "b"])
+            tensor([ True,  True,  True, False,  True, False])
+            >>> selection.rollouts(advantages, 0.0, groups=["a", "b", "a", "a", "b", "b"], multiple_of=5)
+            tensor([ True,  True,  True, False,  True,  True])
+        """
+        given = self.options
+        if has_tokens is not None:
+            lowest = advantages.amin() - 1 if given.rollout_rule == "highest" else 0.0
+            advantages = torch.where(has_tokens, advantages, lowest)
+        if groups is not None:
+            groups = labels_of(groups)
+            group_size = group_size or max(Counter(groups).values(), default=2)
+        keep = self.budget(progress, group_size or advantages.shape[-1]).rollouts
+        rule, scope = given.rollout_rule, given.rollout_scope
+        generator = generator if rule == "random" else None
+        if process_group is None:
+            return choose_rollouts(
+                advantages, keep, rule=rule, scope=scope, groups=groups, multiple_of=multiple_of, ranks=ranks,
+                generator=generator,
+            )  # fmt: skip
+        if multiple_of != 1 or ranks is not None or groups is not None:
+            raise ValueError("process_group: takes [groups, n] without groups, multiple_of and ranks beside it")
+        return select_rollouts(
+            advantages, keep, rule=rule, scope=scope, generator=generator, process_group=process_group
+        )
+
+    def advantages(
+        self,
+        advantages: Tensor,
+        kept: Tensor,
+        *,
+        groups: Iterable[Hashable] | Tensor | None = None,
+        scale: Scale = "group",
+        without_spread: Tensor | None = None,
+    ) -> Tensor:
+        """What the kept rollouts are trained with: the advantages of their whole groups, or, with ``advantages_from``
+        "kept", these normalised anew over the kept rollouts of each group (PODS).
+
+        Args:
+            advantages: float ``[groups, n]``; or ``[N]`` with ``groups``.
+            kept: bool, the same shape.
+            groups: as in :meth:`rollouts`.
+            scale: as the trainer's: "group" divides by the deviation of the kept ones. With the two others a trainer
+                has divided already, or does not.
+            without_spread: bool ``[groups]``: whose rewards are equal, so that advantages are rounding errors, which a
+                division would enlarge. By default it is told from the advantages.
+
+        Returns:
+            The advantages as they were given; or float32, 0 for rollouts that are not kept.
+        """
+        if groups is not None:
+            table, places = _in_groups(advantages, labels_of(groups))
+            kept = torch.zeros_like(table, dtype=torch.bool).view(-1).index_put((places,), kept).view_as(table)
+            of_table = self.advantages(table, kept, scale=scale, without_spread=without_spread)
+            return of_table.flatten()[places]
+        if advantages.dim() != 2:
+            raise ValueError(f"advantages: got shape {list(advantages.shape)}; takes [groups, n], or [N] with groups")
+        if self.options.advantages_from == "all":
+            return advantages
+        same = groups_without_spread(advantages) if without_spread is None else without_spread
+        survivors = advantages.masked_fill(same[:, None], 0).masked_fill(~kept, torch.nan)  # NaN is ignored
+        return group_advantages(survivors, scale="group" if scale == "group" else "none")
+
+    def tokens(
+        self,
+        entropy: Tensor,
+        advantages: Tensor | None,
+        progress: float,
+        *,
+        mask: Tensor | None = None,
+        offsets: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        placement: Placement = "whole",
+    ) -> TokenSelection:
+        """The tokens that carry the gradient: :func:`d3s_kernels.select_tokens` with the options' rule and scope, and
+        the share of this point of training. All arguments are as there; ``entropy`` may have a gradient.
+        """
+        given = self.options
+        return select_tokens(
+            entropy.detach(),
+            advantages,
+            self.budget(progress, 2).token_ratio,
+            rule=given.token_rule,
+            mask=mask,
+            offsets=offsets,
+            scope=given.token_scope,
+            drop_zeros=given.drop_zeros,
+            generator=generator if given.token_rule == "random" else None,
+            process_group=process_group,
+            placement=placement,
+        )
+
+    def denominator(
+        self, tokens: TokenSelection, mask: Tensor, *, process_group: ProcessGroup | DeviceMesh | None = None
+    ) -> Tensor:
+        """What a sum over the kept tokens is divided by (``loss_denominator``): their number, or that of all tokens of
+        the mask; int64, 0-d, at least 1.
+
+        With ``process_group`` these are the numbers of all its ranks, which send one number. A trainer that averages
+        gradients over the ranks then multiplies its loss by how many they are.
+        """
+        number = (tokens.mask if self.options.loss_denominator == "kept" else mask).sum()
+        if process_group is not None:
+            number = ranks_of(process_group).add_(number)
+        return number.clamp(min=1)
+
+
+def choose_rollouts(
+    advantages: Tensor,
+    keep: int,
+    *,
+    rule: RolloutRule = "max_variance",
+    scope: Scope = "batch",
+    groups: Iterable[Hashable] | Tensor | None = None,
+    multiple_of: int = 1,
+    ranks: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Marks ``keep`` rollouts for each group, and more until their number is a multiple.
+
+    With scope "batch" the larger number is chosen from the pool of all groups. With scope "group" each group keeps one
+    more while there are enough for all; the last ones go to the groups whose choice of one more varies most, since
+    variance is what D3S and PODS maximise. Groups that differ by rounding alone tie, and the first of them have it.
+
+    Args:
+        advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. One that is not finite is
+            never kept.
+        keep: at least 1. Groups with fewer keep all that they have.
+        rule, scope: as in :func:`d3s_kernels.select_rollouts`.
+        groups: the group of each of N rollouts, which are in any order, and groups of any size: labels that are equal
+            within a group, or an integer tensor.
+        multiple_of: at least 1. The number of kept rollouts will be a multiple of this: rounded up, or down where there
+            are not so many rollouts with a finite advantage.
+        ranks: if given, each of so many ranks, which have equal parts of all rollouts, keeps the same number, so that
+            none has to move. With scope "group", if no group lies on two ranks, each rank chooses from its own groups.
+            Otherwise, for the rule "max_variance", it is the choice of the largest variance over all ranks that was
+            found under this restriction; for other rules each rank chooses from its own rollouts.
+        generator: for the rule "random".
+
+    Returns:
+        bool, the shape of ``advantages``.
+
+    Raises:
+        ValueError: fewer rollouts than the multiple; a wrong shape; as :func:`d3s_kernels.select_rollouts`.
+
+    Example:
+        >>> import torch
+        >>> from d3s_kernels.selection import choose_rollouts
+        >>> advantages = torch.tensor([0.3, 1.5, -0.9, 0.0, -1.5, 0.6])
+        >>> choose_rollouts(advantages, 2, scope="group", groups="abaabb")
+        tensor([ True,  True,  True, False,  True, False])
+        >>> choose_rollouts(advantages, 2, scope="group", groups="abaabb", multiple_of=5)
+        tensor([ True,  True,  True, False,  True,  True])
+    """
+    # As many on each rank are a multiple of the ranks.
+    multiple_of = math.lcm(whole_number("multiple_of", multiple_of, at_least=1), ranks or 1)
+    if groups is not None:
+        table, places = _in_groups(advantages, labels_of(groups))
+        sizes = table.isfinite().sum(dim=1).tolist()
+    elif advantages.dim() == 2:
+        table, sizes = advantages, [advantages.shape[1]] * len(advantages)  # not counted: a GPU would have to answer
+    else:
+        raise ValueError(f"advantages: got shape {list(advantages.shape)}; takes [groups, n], or [N] with groups")
+
+    def marked(values: Tensor, number: int) -> Tensor:
+        if number == 0:
+            return torch.zeros_like(values, dtype=torch.bool)
+        return select_rollouts(values, number, rule=rule, scope="group", generator=generator)
+
+    def of_table(values: Tensor, sizes: Sequence[int], multiple: int) -> Tensor:
+        usable = sum(sizes)
+        asked = sum(min(keep, size) for size in sizes) if scope == "group" else min(keep * len(sizes), usable)
+        total = rounded(asked, usable, multiple)
+        if scope == "batch":
+            return marked(values.flatten(), total).view_as(values)
+        each = min(total // max(1, len(sizes)), min(sizes, default=0))
+        while each < max(sizes, default=0) and sum(min(each + 1, size) for size in sizes) <= total:
+            each += 1
+        kept, more = marked(values, each), total - sum(min(each, size) for size in sizes)
+        if more:
+            larger = marked(values, each + 1)
+            widest = topk_mask(_variances(values, larger), k=more, mask=larger.sum(dim=1) > each)
+            kept = torch.where(widest.unsqueeze(1), larger, kept)
+        return kept
+
+    if ranks is None:
+        kept = of_table(table, sizes, multiple_of)
+    elif scope == "group" and len(table) % ranks == 0:
+        each = len(table) // ranks
+        parts = zip(table.chunk(ranks), (sizes[i * each : (i + 1) * each] for i in range(ranks)), strict=True)
+        kept = torch.cat([of_table(part, of_part, multiple_of // ranks) for part, of_part in parts])
+    else:
+        asked = sum(min(keep, size) for size in sizes)
+        total, of_ranks = rounded(asked, sum(sizes), multiple_of), table.reshape(ranks, -1)
+        if rule == "max_variance":
+            kept = most_varied(of_ranks, torch.full((), total, device=table.device)).view_as(table)
+        else:
+            kept = marked(of_ranks, total // ranks).view_as(table)
+    return kept if groups is None else kept.flatten()[places]
+
+
+def rounded(asked: int, usable: int, multiple: int) -> int:
+    """A number of rollouts, rounded up to a multiple, or down where so many are not ``usable``."""
+    total = min(-(-asked // multiple), usable // multiple) * multiple
+    if total == 0 < asked:
+        raise ValueError(
+            f"multiple_of: got {multiple}, and {usable} rollouts with a finite advantage; takes at most that many"
+        )
+    return total
+
+
+def labels_of(groups: Iterable[Hashable] | Tensor) -> list[Hashable]:
+    """Labels that can be compared: a tensor is equal to itself alone."""
+    if isinstance(groups, Tensor):
+        return list(groups.tolist())
+    return [label.item() if isinstance(label, Tensor) else label for label in groups]
+
+
+def _in_groups(values: Tensor, groups: Sequence[Hashable]) -> tuple[Tensor, Tensor]:
+    """A row for each group, in the order in which they first appear, filled up with NaN; and each value's place."""
+    rows: dict[Hashable, int] = {}
+    row = torch.tensor([rows.setdefault(group, len(rows)) for group in groups], dtype=torch.int64)
+    if values.shape != row.shape:
+        raise ValueError(
+            f"advantages: got shape {list(values.shape)} with {len(row)} groups; takes one for each rollout"
+        )
+    sizes = row.bincount(minlength=len(rows))
+    order, first = row.argsort(stable=True), sizes.cumsum(0) - sizes
+    column = torch.empty_like(row)
+    column[order] = torch.arange(len(row)) - first.repeat_interleave(sizes)
+    width = int(sizes.max()) if len(rows) else 0
+    places = (row * width + column).to(values.device)
+    table = values.new_full((len(rows) * width,), torch.nan)
+    table[places] = values
+    return table.view(len(rows), width), places
+
+
+def _variances(values: Tensor, chosen: Tensor) -> Tensor:
+    """The variance of the chosen values of each row, to 16 bits: rows which differ by rounding alone are equal."""
+    count = chosen.sum(dim=1, keepdim=True)
+    numbers = torch.where(chosen, values, 0.0).double()
+    apart = torch.where(chosen, numbers - numbers.sum(dim=1, keepdim=True) / count, 0.0)
+    variance = (apart.square().sum(dim=1) / count[:, 0]).float()
+    return 257 * variance - (257 * variance - variance)  # (2^8 + 1) x - (...) loses the last 8 bits

@@ -1,0 +1,211 @@
+"""The options of a selection: one set of names and defaults for every trainer, and how they are checked and read."""
+# ruff: noqa: RUF009  # option() makes a field
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import ROUND_HALF_UP, Decimal
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+from .rollouts import RolloutRule, Scope
+from .tokens import TokenRule
+
+TokenScope = Literal["batch", "sequence"]
+Shape = Literal["linear", "cosine", "exponential"]
+KeptOrAll = Literal["kept", "all"]
+Options = TypeVar("Options")
+PREFIX = "--d3s."
+
+
+class Takes(NamedTuple):
+    """The values that an option accepts: a test, and its words in an error."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+
+def one_of(*words: str) -> Takes:
+    return Takes(lambda value: isinstance(value, str) and value in words, " or ".join(map(repr, words)))
+
+
+def whole(at_least: int) -> Takes:
+    return Takes(lambda value: type(value) is int and value >= at_least, f"a whole number of at least {at_least}")
+
+
+def _is_rollouts(value: Any) -> bool:
+    return type(value) in (int, float) and (0 < value <= 1 or (1 < value < math.inf and value == int(value)))
+
+
+ROLLOUTS = Takes(_is_rollouts, "a share in (0, 1] of a group's rollouts, or their number, which is whole and above 1")
+RATIO = Takes(lambda value: type(value) in (int, float) and 0 < value <= 1, "a number in (0, 1]")
+FLAG = Takes(lambda value: isinstance(value, bool), "true or false")
+
+
+class Help(str):
+    """An option's help, which knows the values that the option accepts. transformers hands all other metadata of a
+    field to ``argparse``, which takes no names of ours.
+    """
+
+    takes: Takes
+
+
+def option(default: Any, help: str, takes: Takes) -> Any:
+    """A field of a dataclass of options, with its help and the values that it accepts."""
+    text = Help(help)
+    text.takes = takes
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+def _accepted(kind: Any) -> Iterator[tuple[str, Takes]]:
+    """The options of a dataclass, or of its instance, and what each takes; its other fields are not ours."""
+    for each in dataclasses.fields(kind):
+        if isinstance(text := each.metadata.get("help"), Help):
+            yield each.name, text.takes
+
+
+def option_names(kind: Any) -> list[str]:
+    return [name for name, _ in _accepted(kind)]
+
+
+def check_options(options: Any, section: str = "") -> None:
+    """Raises a ValueError for the first option with a bad value; the message names it, with ``section`` before it."""
+    for name, takes in _accepted(options):
+        if not takes.fits(value := getattr(options, name)):
+            raise ValueError(f"{section}{name}: got {value!r}; takes {takes.words}")
+
+
+def check_token_rule(options: Any, section: str = "") -> None:
+    """Raises a ValueError for token options that rule "entropy_quantile" does not have."""
+    if options.token_rule != "entropy_quantile":
+        return
+    for key, takes in (("token_scope", "batch"), ("drop_zeros", False), ("token_pool", "micro_batch")):
+        given = getattr(options, key, takes)
+        if given != takes:
+            raise ValueError(f"{section}{key}: got {given!r} with token_rule 'entropy_quantile'; takes {takes!r}")
+
+
+def options_from(kind: type[Options], values: Mapping[str, Any], section: str = "") -> Options:
+    """Options of this kind with these values, and the defaults for those that are missing.
+
+    Raises:
+        ValueError: a bad value, an unknown option; the message names it, with ``section`` before it.
+    """
+    known = option_names(kind)
+    for name, value in values.items():
+        if name not in known:
+            takes = ", ".join(section + each for each in known)
+            raise ValueError(f"{section}{name}: got {value!r}, but it is no option; the options are {takes}")
+    options = kind(**values)
+    check_options(options, section)
+    if "token_rule" in known:
+        check_token_rule(options, section)
+    return options
+
+
+def values_of_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values of the words that begin with ``--d3s.``, of a command line; and the words without them.
+
+    A value is a number, true or false, or else the word itself. It stands behind its option, or after ``=``.
+
+    Raises:
+        ValueError: an option without a value.
+    """
+    values: dict[str, Any] = {}
+    rest, left = [], iter(words)
+    for word in left:
+        if not word.startswith(PREFIX):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix(PREFIX).partition("=")
+        given = value if equals else next(left, None)
+        if given is None:
+            raise ValueError(f"{word}: got no value; takes one behind it")
+        try:
+            values[name] = json.loads(given)
+        except json.JSONDecodeError:
+            values[name] = given
+    return values, rest
+
+
+@dataclass
+class SelectionOptions:
+    """Which rollouts and tokens are kept. A trainer's options inherit these: the same names and defaults everywhere.
+
+    ``docs/selection.md`` has them in a table; each field's ``metadata["help"]`` says what it means.
+    """
+
+    rollouts_start: float = option(
+        0.25,
+        "Rollouts of each group that are trained on at the start: at most 1 is a share of the group, rounded half up; "
+        "above 1 it is their number. Clamped to [2, the group's]. TRL rounds all of them up to a multiple of processes "
+        "x steps per generation, so that a small per_device_train_batch_size leaves little to drop.",
+        ROLLOUTS,
+    )
+    rollouts_end: float = option(
+        1.0, "Rollouts of each group that are trained on at the end: a share or a number, likewise.", ROLLOUTS
+    )
+    token_ratio_start: float = option(
+        0.05, "Share of the kept rollouts' tokens that gets a gradient at the start.", RATIO
+    )
+    token_ratio_end: float = option(0.20, "Share of the kept rollouts' tokens that gets a gradient at the end.", RATIO)
+    schedule_shape: Shape = option(
+        "linear", "The way from start to end; 'linear' is the paper's.", one_of(*get_args(Shape))
+    )
+    rollout_rule: RolloutRule = option(
+        "max_variance",
+        "Which rollouts are kept, by their advantages: those that vary most (D3S, PODS), the 'highest', those with the "
+        "'largest_abs' (CPPO), some of each 'percentile', or 'random' ones; see d3s_kernels.select_rollouts.",
+        one_of(*get_args(RolloutRule)),
+    )
+    rollout_scope: Scope = option(
+        "batch",
+        "'batch' chooses from all groups together (D3S); 'group' keeps the same number of each group (D3S-I, and the "
+        "subset that PODS picks).",
+        one_of(*get_args(Scope)),
+    )
+    token_rule: TokenRule = option(
+        "advantage_entropy",
+        "By what tokens are ranked: |advantage| x entropy (D3S), 'entropy' (80/20), |'advantage'|, or at 'random' "
+        "(S-GRPO). 'entropy_quantile' keeps all at or above a quantile, as TRL's top_entropy_quantile on a single "
+        "process; see d3s_kernels.select_tokens.",
+        one_of(*get_args(TokenRule)),
+    )
+    token_scope: TokenScope = option(
+        "batch",
+        "'batch' ranks the tokens of all sequences of all processes together; 'sequence' keeps the share of each "
+        "sequence.",
+        one_of(*get_args(TokenScope)),
+    )
+    loss_denominator: KeptOrAll = option(
+        "kept",
+        "What gradients are averaged over: 'kept' tokens, which makes them larger by about 1 / the share kept "
+        "(gradient clipping sees that, AdamW does not: mind max_grad_norm), or 'all' valid ones.",
+        one_of(*get_args(KeptOrAll)),
+    )
+    drop_zeros: bool = option(False, "Leave tokens of score 0 out as well, even if fewer than the share remain.", FLAG)
+    advantages_from: KeptOrAll = option(
+        "all",
+        "'all': advantages are those of the whole group (D3S). 'kept': normalised anew over the kept rollouts of each "
+        "group (PODS, with rollout_scope='group' and token ratios of 1).",
+        one_of("all", "kept"),
+    )
+
+
+def rollouts_of(given: float, group_size: int) -> int:
+    """How many rollouts of a group an option asks for: at most 1 is a share, which is rounded half up; above 1 it is
+    their number. Clamped to [2, group_size], since a single rollout has no advantage.
+
+    Example:
+        >>> from d3s_kernels.selection_options import rollouts_of
+        >>> rollouts_of(0.25, 8), rollouts_of(0.25, 10), rollouts_of(12, 8), rollouts_of(1, 8)
+        (2, 3, 8, 8)
+    """
+    # The decimal number that was written: in binary 0.29 of 50 is less than 14.5.
+    asked = given if given > 1 else (Decimal(repr(given)) * group_size).to_integral_value(ROUND_HALF_UP)
+    return min(max(int(asked), 2), max(group_size, 2))

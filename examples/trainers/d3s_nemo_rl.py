@@ -1,0 +1,130 @@
+"""NeMo-RL: its policy is trained on the rollouts that D3S keeps, and its loss on their chosen tokens.
+
+Copy this file to a folder on the PYTHONPATH, add d3s_kernels to NeMo-RL's ``pyproject.toml``, since workers have
+environments of their own, and change a copy of its ``examples/run_grpo.py``. Each change is of use alone; the
+signatures were read at 7ea279a, 2026-08-22::
+
+    options = {"rollouts_start": 8, "rollouts_end": 8, "token_ratio_start": 0.2, "token_ratio_end": 0.2}
+
+    setup(..., policy_factory=policy_class(Policy, config.grpo.num_generations_per_prompt, **options))
+
+    loss_fn = D3SLoss(config.loss_fn, config.policy, **options, loss_denominator="all")  # after setup(...)
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from nemo_rl.algorithms.loss import ClippedPGLossFn
+from nemo_rl.algorithms.loss.interfaces import LossInputType, MetricNormalizer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import d3s_kernels as d3s
+from d3s_kernels.distributed import vocab_parallel_logprob_entropy
+
+
+def require(fits: bool, name: str, given: Any, takes: str) -> None:
+    if not fits:
+        raise ValueError(f"{name}: got {given!r}; takes {takes}")
+
+
+def policy_class(base: type, group_size: int, **options: Any) -> type:
+    """NeMo-RL's class of policies, with an update that gets the rollouts of :func:`keep_rollouts`."""
+
+    class D3SPolicy(base):
+        def train(self, data: Any, *args: Any, **named: Any) -> Any:
+            kept = keep_rollouts(data, group_size, self.cfg["train_global_batch_size"], **options)
+            return super().train(kept, *args, **named)
+
+    return D3SPolicy
+
+
+def keep_rollouts(data: Any, group_size: int, multiple_of: int, **options: Any) -> Any:
+    """The kept rows of a batch, with the advantages that they have.
+
+    Args:
+        data: a ``BatchedDataDict`` of whole groups: ``advantages``, ``token_mask`` ``[B, S]``, ``sample_mask`` ``[B]``.
+        multiple_of: the rows of a step; the number of kept rows is rounded up to a multiple of it.
+        options: of :class:`d3s_kernels.Selection`.
+
+    Raises:
+        ValueError: a bad option; rows that are no whole groups or steps; advantages that differ within a rollout.
+    """
+    selection, rows = d3s.Selection(**options), len(data["advantages"])
+    start, end, source = (getattr(selection.options, n) for n in ("rollouts_start", "rollouts_end", "advantages_from"))
+    require(start == end, "rollouts_end", end, f"rollouts_start, which is {start}: steps have a fixed size")
+    require(source == "all", "advantages_from", source, "'all', because NeMo-RL has computed them")
+    for name, size in (("group_size", group_size), ("multiple_of", multiple_of)):
+        require(size > 0 and rows % size == 0, name, size, f"a divisor of {rows}, the rows")
+    of_tokens, mask = data["advantages"], (data["token_mask"] * data["sample_mask"].unsqueeze(-1)).bool()
+    advantages = of_tokens.gather(1, mask.int().argmax(dim=1, keepdim=True))  # at the first token
+    same = not ((of_tokens != advantages) & mask).any()
+    require(same, "advantages", "different ones for the tokens of a rollout", "one for each rollout")
+    advantages, has_tokens = advantages.view(-1, group_size), mask.any(dim=1).view(-1, group_size)
+    kept = selection.rollouts(advantages, 0.0, has_tokens=has_tokens, multiple_of=multiple_of)
+    return data.select_indices(kept.flatten().nonzero().flatten())
+
+
+class D3SLoss(ClippedPGLossFn):
+    """NeMo-RL's loss, with the gradient of the chosen tokens alone. Its value and metrics are those of all tokens.
+
+    It takes logits: one pass over them gives exact entropies, and the log-probabilities. Tokens are chosen from the
+    micro-batch of a rank.
+
+    Args:
+        config, policy: NeMo-RL's ``config.loss_fn`` and ``config.policy``.
+        options: of :class:`d3s_kernels.Selection`.
+
+    Raises:
+        ValueError: a bad option, or a policy whose tokens cannot be chosen.
+    """
+
+    input_type = LossInputType.LOGIT
+
+    def __init__(self, config: Any, policy: Mapping[str, Any], **options: Any) -> None:
+        super().__init__(config)
+        self.selection = d3s.Selection(**options)
+        self.megatron = bool((policy.get("megatron_cfg") or {}).get("enabled", False))
+        given, section = self.selection.options, policy["megatron_cfg" if self.megatron else "dtensor_cfg"]
+        start, end, drawn = given.token_ratio_start, given.token_ratio_end, given.token_rule == "random"
+        alone = section["tensor_model_parallel_size" if self.megatron else "tensor_parallel_size"] == 1
+        apart = given.token_scope == "sequence" or not policy["sequence_packing"]["enabled"]
+        fused, context = section.get("use_fused_linear_logprobs", False), section["context_parallel_size"]
+        top_k, top_p = policy["generation"]["top_k"], policy["generation"]["top_p"]
+        of_all = "null and 1.0, because entropies are of all tokens"
+        require(start == end, "token_ratio_end", end, f"token_ratio_start, {start}, since a loss is not told of steps")
+        require(given.loss_denominator == "all", "loss_denominator", "kept", "'all', which NeMo-RL divides by")
+        require(apart, "sequence_packing.enabled", True, "false, or token_scope 'sequence'")
+        require(not fused, "use_fused_linear_logprobs", True, "false, because it leaves no logits")
+        require((top_k or 0) <= 0 and top_p in (None, 1), "generation.top_k and top_p", (top_k, top_p), of_all)
+        require(context == 1, "context_parallel_size", context, "1, because a rank has parts of sequences")
+        require(alone or not drawn, "token_rule", "random", "another with tensor parallelism: ranks would draw others")
+        self.metric_normalizations |= dict.fromkeys(("d3s/entropy", "d3s/token_share"), MetricNormalizer.TOKENS)
+
+    def __call__(
+        self, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor, logits: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """NeMo-RL's loss and metrics, with ``d3s/entropy``, the mean in nats, and ``d3s/token_share``.
+
+        ``logits`` are ``[B, at least S, V]``, divided by the temperature: all columns, a DTensor with ``Shard(-1)``, or
+        the columns of a rank of Megatron.
+        """
+        labels = data["input_ids"][:, 1:].to(logits.device)
+        logits = logits[:, : labels.shape[1]]  # Megatron pads sequences
+        columns = ()  # the first one of this rank, and the ranks that share them
+        if self.megatron:
+            mpu = import_module("megatron.core.parallel_state")
+            columns = mpu.get_tensor_model_parallel_rank() * logits.shape[-1], mpu.get_tensor_model_parallel_group()
+        scores = vocab_parallel_logprob_entropy if columns or isinstance(logits, DTensor) else d3s.logprob_entropy
+        logprobs, entropies = scores(logits, labels, *columns)
+        mask = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)).bool()
+        sums = {"d3s/entropy": torch.where(mask, entropies.detach(), 0.0).sum()}
+        if logprobs.requires_grad:
+            kept = self.selection.tokens(entropies, data["advantages"][:, 1:], 0.0, mask=mask).mask
+            logprobs.register_hook(lambda gradient: torch.where(kept, gradient, 0.0))
+            sums["d3s/token_share"] = kept.sum()
+        loss, metrics = super().__call__(logprobs, data, global_valid_seqs, global_valid_toks)
+        tokens = max(float(global_valid_toks), 1.0)
+        return loss, metrics | {name: total.item() / tokens for name, total in sums.items()}

@@ -1,0 +1,130 @@
+"""slime and miles: the training gets only the rollouts that D3S keeps, and its loss only their chosen tokens.
+
+Copy this file to a folder that is on the PYTHONPATH of all ranks. Both trainers take the paths of functions, and a file
+of options::
+
+    --rollout-sample-filter-path d3s_slime.keep_rollouts
+    --custom-reward-post-process-path d3s_slime.post_process_rewards  # with the line above, always
+    --loss-type custom_loss --custom-loss-function-path d3s_slime.token_loss  # in miles: d3s_slime.miles_token_loss
+    --custom-megatron-before-train-step-hook-path d3s_slime.start_step  # for a share of tokens that changes
+    --custom-config-path d3s.yaml  # d3s_rollouts_start: 8, and so on
+
+The signatures were read in slime at 624b824 and in miles at 31f1ca9, 2026-08-21.
+"""
+
+from importlib import import_module
+from itertools import compress
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import d3s_kernels as d3s
+from d3s_kernels.distributed import vocab_parallel_logprob_entropy
+
+Result: TypeAlias = tuple[Tensor, dict[str, Tensor]]
+NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")  # estimators whose rewards are normalised
+progress: float | None = None  # the share of training that is done, as start_step was told
+
+
+def selection_of(args: Any) -> d3s.Selection:
+    """The selection that the trainer's arguments ask for. ValueError: a bad or unknown option ``d3s_...``."""
+    given = {name: value for name, value in vars(args).items() if name.startswith("d3s_")}
+    return d3s.Selection.from_mapping({name.removeprefix("d3s_"): value for name, value in given.items()}, "d3s_")
+
+
+def require(fits: bool, name: str, given: Any, takes: str) -> None:
+    if not fits:
+        raise ValueError(f"{name}: got {given!r}; takes {takes}")
+
+
+def keep_rollouts(args: Any, data: list[list[Any]]) -> None:
+    """Drops rollouts before anything is computed for training. Advantages of whole groups stay with the samples.
+
+    Args:
+        data: groups of samples; changed in place. A group that keeps no rollout is left out.
+
+    Raises:
+        ValueError: a bad option; one of the trainer's that does not fit, such as ``global_batch_size``; a rollout of
+            several samples.
+    """
+    selection, estimator, size = selection_of(args), args.advantage_estimator, args.global_batch_size
+    start, end = selection.options.rollouts_start, selection.options.rollouts_end
+    several = any(isinstance(sample, list) for group in data for sample in group)
+    require(start == end, "d3s_rollouts_end", end, f"d3s_rollouts_start, which is {start}: steps have a fixed size")
+    require(estimator in NORMALISED, "advantage_estimator", estimator, f"one of {NORMALISED}")
+    require(args.rewards_normalization, "disable_rewards_normalization", True, "False: advantages are normalised")
+    require(not args.log_passrate, "log_passrate", True, "False, because pass rates need all rollouts of a group")
+    require(not several, "rollouts", "a list of samples", "one sample for each")
+    rewards = torch.full((len(data), max(map(len, data))), torch.nan)  # NaN fills up groups of fewer rollouts
+    for row, group in zip(rewards, data, strict=True):
+        row[: len(group)] = torch.tensor([sample.get_reward_value(args) for sample in group])
+    scale = "group" if args.grpo_std_normalization and estimator != NORMALISED[-1] else "none"
+    advantages = d3s.group_advantages(rewards, scale=scale, eps=1e-6).masked_fill(rewards.isnan(), torch.nan)
+    kept = selection.rollouts(advantages, 0.0, group_size=args.n_samples_per_prompt)
+    # Both trainers drop what does not fill a step, and say nothing. miles can make a step of what there is.
+    number, any_number = int(kept.sum()), getattr(args, "use_dynamic_global_batch_size", False)
+    fits = any_number or number % size == 0
+    require(fits, "global_batch_size", size, f"a divisor of {number}, the rollouts kept, and no num_steps_per_rollout")
+    weights = selection.advantages(advantages, kept, scale=scale)
+    for group, values in zip(data, weights.tolist(), strict=True):
+        for sample, value in zip(group, values, strict=False):  # a new dictionary, since samples may share theirs
+            sample.metadata = {**sample.metadata, "d3s_advantage": value}
+    data[:] = filter(None, [list(compress(group, marks)) for group, marks in zip(data, kept.tolist(), strict=True)])
+
+
+def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
+    """The raw rewards, and the advantages of whole groups, which the trainer would take from what is left of them."""
+    seen = all("d3s_advantage" in sample.metadata for sample in samples)
+    require(seen, "rollout_sample_filter_path", args.rollout_sample_filter_path, "d3s_slime.keep_rollouts")
+    return [s.get_reward_value(args) for s in samples], [s.metadata["d3s_advantage"] for s in samples]
+
+
+def start_step(args: Any, rollout_id: int, *_: Any) -> None:
+    """Tells the loss how much of training is done."""
+    global progress
+    progress = min(rollout_id / args.num_rollout, 1.0)
+
+
+def token_loss(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> Result:
+    """slime's policy loss, with the advantage 0 at tokens that are not chosen, and ``d3s/token_share`` as a metric.
+
+    The tokens are chosen from the micro-batches of all data-parallel ranks. ValueError: an option that does not fit.
+    """
+    return on_chosen_tokens("slime.backends.megatron_utils.loss", args, batch, logits, reduce)
+
+
+def miles_token_loss(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> Result:
+    """:func:`token_loss` for miles on Megatron."""
+    return on_chosen_tokens("miles.backends.training_utils.loss_hub.losses", args, batch, logits, reduce)
+
+
+def on_chosen_tokens(losses: str, args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> Result:
+    mpu, selection = import_module("megatron.core.parallel_state"), selection_of(args)
+    given, layout, lengths = selection.options, getattr(args, "qkv_format", "thd"), batch["response_lengths"]
+    start, end, context = given.token_ratio_start, given.token_ratio_end, mpu.get_context_parallel_world_size()
+    vocabulary, first = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_rank() * logits.shape[-1]
+    drawn = given.token_rule == "random" and vocabulary.size() > 1
+    of_token = "one with a ratio for each token: in a sequence's, dropped tokens would keep a gradient"
+    require(args.advantage_estimator != "gspo", "advantage_estimator", "gspo", of_token)
+    require(context == 1, "context_parallel_size", context, "1, because a rank has parts of responses")
+    require(layout == "thd", "qkv_format", layout, "'thd'")
+    require(not drawn, "d3s_token_rule", "random", "another with tensor parallelism, whose ranks would draw others")
+    require(given.loss_denominator == "all", "d3s_loss_denominator", "kept", "'all', which the trainer divides by")
+    require(start == end or progress is not None, "d3s_token_ratio_end", end, f"{start}, unless start_step is called")
+    spans = zip(batch["total_lengths"], lengths, strict=True)
+    of_responses = torch.cat([torch.arange(total) >= total - length for total, length in spans])
+    # The row before a token predicts it. Rows at the end are padding.
+    read = pad(of_responses[1:], (0, logits.shape[1] - len(of_responses) + 1)).to(logits.device)
+    no_label = torch.full_like(read, -100, dtype=torch.int64)
+    _, entropy = vocab_parallel_logprob_entropy(
+        logits[0].detach(), no_label, first, vocabulary, temperature=args.rollout_temperature or 1.0, mask=read
+    )
+    mask, advantages = torch.cat(batch["loss_masks"]), torch.cat(batch["advantages"])
+    offsets = torch.tensor([0, *lengths], device=logits.device).cumsum(0)
+    pool = {"mask": mask, "offsets": offsets, "process_group": mpu.get_data_parallel_group()}
+    kept = selection.tokens(entropy[read], advantages, progress or 0.0, **pool).mask
+    changed = {**batch, "advantages": list((advantages * kept).split(lengths))}
+    loss, metrics = import_module(losses).policy_loss_function(args, changed, logits, reduce)
+    return loss, {**metrics, "d3s/token_share": reduce(kept.float()).detach()}
