@@ -147,3 +147,18 @@ def test_a_part_that_was_imported_before_verl_is_said(tmp_path: Path) -> None:
     found = run("from d3s_kernels.integrations.verl import engine", tmp_path)
     assert "sampling_mask_field is not available" in found.stderr
     assert "import verl first" in found.stderr
+
+
+def test_another_verl_is_refused_unless_it_is_tried(tmp_path: Path) -> None:
+    code = """
+import importlib.metadata
+importlib.metadata.version = lambda name, found=importlib.metadata.version: "0.10.0" if name == "verl" else found(name)
+import verl
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+print("d3s" in POLICY_LOSS_REGISTRY)
+"""
+    refused, tried = run(code, tmp_path), run(code, tmp_path, D3S_VERL_UNTESTED="1")
+    assert (refused.stdout.split(), tried.stdout.split()) == (["False"], ["True"])
+    assert "found verl 0.10.0; takes 0.9.1, which the tests cover, and has registered nothing" in refused.stderr
+    assert "set D3S_VERL_UNTESTED=1" in refused.stderr
+    assert "found verl 0.10.0; takes 0.9.1, which the tests cover" in tried.stderr

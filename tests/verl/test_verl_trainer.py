@@ -4,6 +4,7 @@
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-ver
 
 import transfer_queue as tq
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl_world import compose_config, make_trainer, put_rollouts, rows_of, run_step
 
 import d3s_kernels as d3s
@@ -424,12 +426,14 @@ def test_what_needs_the_survivors_advantages(queue: None, overrides: list[str]) 
     assert sorted(batch.keys) == sorted(expected_keys(rewards, 2))
 
 
-def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch) -> None:
-    import verl
-
-    monkeypatch.setattr(verl, "__version__", "1.0.0")
-    with pytest.warns(UserWarning, match=r"verl: is 1\.0\.0; d3s_sync was tested with 0\.9\.1"):
-        make_trainer()
+@pytest.mark.parametrize("method", ["_balance_batch", "_compute_advantage"])
+def test_a_step_that_leaves_a_choice_out_is_refused(queue: None, method: str) -> None:
+    """As if verl had renamed the method that ours overrides. The optimiser has not moved then."""
+    put_rollouts(draw_rewards())
+    trainer = make_trainer()
+    setattr(trainer, method, partial(getattr(PPOTrainerSync, method), trainer))
+    with pytest.raises(RuntimeError, match=f"were chosen in this step: verl has not called {method}"):
+        run_step(trainer, 6)
 
 
 def test_the_lines_of_the_documentation_are_taken() -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
+import os
 import sys
 import warnings
 from typing import Any
 
 from .replaced import Replaced
 
+TESTED_WITH = "0.9.1"
 _SETTINGS = {
     "loss": "actor.policy_loss.loss_mode=d3s",
     "espo": "actor.policy_loss.loss_mode=espo",
@@ -32,6 +35,14 @@ def install() -> None:
     """Registers our names, and replaces what each module says. What is not available is said in a warning that names
     the setting; the others work.
     """
+    found_version = importlib.metadata.version("verl")
+    if found_version != TESTED_WITH:
+        message = f"d3s_kernels: found verl {found_version}; takes {TESTED_WITH}, which the tests cover"
+        if os.environ.get("D3S_VERL_UNTESTED") != "1":
+            way_out = "run tests/verl of a clone with it, then set D3S_VERL_UNTESTED=1"
+            warnings.warn(f"{message}, and has registered nothing. {way_out}", RuntimeWarning, stacklevel=2)
+            return
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     for module, setting in _SETTINGS.items():
         if module in _installed or (module == "trainer" and not importlib.util.find_spec("transfer_queue")):
             continue  # verl's V1 trainers cannot be imported without it

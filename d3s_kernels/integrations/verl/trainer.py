@@ -8,14 +8,12 @@ verl's trainer stores together with the old log-probabilities. Both run in the d
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transfer_queue as tq
-import verl
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
@@ -32,7 +30,6 @@ from .options import D3SOptions
 from .rows import rollout_advantages, rows_of_an_update, sessions, without_spread
 from .sampling_mask import NOTE, field_of
 
-TESTED_WITH = "0.9.1"
 MODE = "d3s_sync"
 SECTION = f"trainer.v1.{MODE}"
 
@@ -53,14 +50,13 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
     """
 
     def __init__(self, config: Any) -> None:
-        if verl.__version__ != TESTED_WITH:
-            warnings.warn(f"verl: is {verl.__version__}; {MODE} was tested with {TESTED_WITH}", stacklevel=2)
         self.d3s = D3SOptions.from_config(config.trainer.v1.get(MODE) or {}, SECTION)
         _require(config, self.d3s)
         # verl compares this string in its replay buffer, and when it submits prompts, refills and writes checkpoints.
         with _values(config, {"trainer.v1.trainer_mode": "sync"}):
             super().__init__(config)
-        self._rows = (0, 0)  # of this step, before and after the selection
+        self._rows = (0, 0)  # of this step, before and after the selection; 0 until rollouts were chosen
+        self._tokens_are_chosen = False  # of this step
         self._rows_of_an_update = 0
         self._advantages: dict[str, float] = {}  # of the kept rows, by their keys
 
@@ -91,12 +87,18 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         verl pads the batch to whole updates. With its own multiple, ``ppo_mini_batch_size * rollout.n``, padding rows
         would replace the dropped ones, and losses that are a mean over sequences would count them.
         """
+        self._require_rollouts()
         actor = self.config.actor_rollout_ref.actor
         before = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         unit = dp_size * _rows_of_a_micro_batch(self.config.actor_rollout_ref)
         rows, kept = self._rows
         self._rows_of_an_update = rows_of_an_update(kept, rows, before, unit)
         return self._rows_of_an_update
+
+    def _require_rollouts(self) -> None:
+        """A later verl may not call what this class overrides."""
+        if self._rows == (0, 0):
+            raise RuntimeError(f"{MODE}: no rollouts were chosen in this step: verl has not called _balance_batch")
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """With sampling masks, looks at the sets of all rows before, and at the entropies afterwards."""
@@ -125,6 +127,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """Lets verl compute advantages, replaces them by those of the full groups if asked to, chooses the tokens."""
+        self._require_rollouts()
         batch = super()._compute_advantage(batch, metrics)
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
         data = tq.kv_batch_get(select_fields=["advantages", "entropy", "response_mask"], **where)
@@ -156,10 +159,14 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         tq.kv_batch_put(fields=TensorDict(nested, batch_size=len(batch)), **where)
         sums = token_sums(kept, mask.bool(), entropy, advantages)
         metrics.update(_numbers(token_metrics(sums, tokens.threshold, self._budget.token_ratio)))
+        self._tokens_are_chosen = True
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """verl uses ``ppo_mini_batch_size * rollout.n`` rows per update; for this call, that is the reduced number."""
+        if not self._tokens_are_chosen:
+            raise RuntimeError(f"{MODE}: no tokens were chosen in this step: verl has not called _compute_advantage")
+        self._rows, self._tokens_are_chosen = (0, 0), False
         rows = {
             "actor_rollout_ref.actor.ppo_mini_batch_size": self._rows_of_an_update,
             "actor_rollout_ref.rollout.n": 1,
