@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._across_ranks.equal_rows import most_varied
-from ._arguments import whole_number
+from ._arguments import is_known, require_scope, whole_number
 from ._groups import ranks_of
 from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
@@ -171,8 +171,10 @@ class Selection:
         """
         given = self.options
         if has_tokens is not None:
-            lowest = advantages.amin() - 1 if given.rollout_rule == "highest" else 0.0
-            advantages = torch.where(has_tokens, advantages, lowest)
+            if has_tokens.shape != advantages.shape:
+                shapes = list(has_tokens.shape), list(advantages.shape)
+                raise ValueError(f"has_tokens: got shape {shapes[0]}; takes that of advantages, {shapes[1]}")
+            advantages = _without_tokens_last(advantages, has_tokens.bool(), given.rollout_rule)
         if groups is not None:
             groups = labels_of(groups)
             group_size = group_size or max(Counter(groups).values(), default=2)
@@ -291,7 +293,8 @@ def choose_rollouts(
 
     Args:
         advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. One that is not finite is
-            never kept.
+            never kept. On a GPU the number kept is right where those of ``[groups, n]`` are finite; with ``groups`` the
+            host counts them.
         keep: at least 1. Groups with fewer keep all that they have.
         rule, scope: as in :func:`d3s_kernels.select_rollouts`.
         groups: the group of each of N rollouts, which are in any order, and groups of any size: labels that are equal
@@ -319,15 +322,29 @@ def choose_rollouts(
         >>> choose_rollouts(advantages, 2, scope="group", groups="abaabb", multiple_of=5)
         tensor([ True,  True,  True, False,  True,  True])
     """
-    # As many on each rank are a multiple of the ranks.
-    multiple_of = math.lcm(whole_number("multiple_of", multiple_of, at_least=1), ranks or 1)
+    require_scope(scope, "group")
+    keep, multiple_of = whole_number("keep", keep, at_least=1), whole_number("multiple_of", multiple_of, at_least=1)
     if groups is not None:
         table, places = _in_groups(advantages, labels_of(groups))
-        sizes = table.isfinite().sum(dim=1).tolist()
     elif advantages.dim() == 2:
-        table, sizes = advantages, [advantages.shape[1]] * len(advantages)  # not counted: a GPU would have to answer
+        table = advantages
     else:
         raise ValueError(f"advantages: got shape {list(advantages.shape)}; takes [groups, n], or [N] with groups")
+    if ranks is not None:
+        if groups is not None or ranks < 1 or advantages.numel() % ranks:
+            takes = "takes [groups, n] without groups, whose rollouts can be divided evenly among the ranks"
+            raise ValueError(f"ranks: got {ranks} with advantages of shape {list(advantages.shape)}; {takes}")
+        multiple_of = math.lcm(multiple_of, ranks)
+    if groups is not None or is_known(advantages):
+        sizes = table.isfinite().sum(dim=1).tolist()
+    else:
+        sizes = [table.shape[1]] * len(table)  # a GPU would have to answer
+
+    def number_asked(sizes: Sequence[int]) -> int:
+        """``keep`` of each group; with the scope "batch", groups that have more make up for those that have fewer."""
+        if scope == "group":
+            return sum(min(keep, size) for size in sizes)
+        return min(keep * len(sizes), sum(sizes))
 
     def marked(values: Tensor, number: int) -> Tensor:
         if number == 0:
@@ -335,9 +352,7 @@ def choose_rollouts(
         return select_rollouts(values, number, rule=rule, scope="group", generator=generator)
 
     def of_table(values: Tensor, sizes: Sequence[int], multiple: int) -> Tensor:
-        usable = sum(sizes)
-        asked = sum(min(keep, size) for size in sizes) if scope == "group" else min(keep * len(sizes), usable)
-        total = rounded(asked, usable, multiple)
+        total = rounded(number_asked(sizes), sum(sizes), multiple)
         if scope == "batch":
             return marked(values.flatten(), total).view_as(values)
         each = min(total // max(1, len(sizes)), min(sizes, default=0))
@@ -346,8 +361,12 @@ def choose_rollouts(
         kept, more = marked(values, each), total - sum(min(each, size) for size in sizes)
         if more:
             larger = marked(values, each + 1)
-            widest = topk_mask(_variances(values, larger), k=more, mask=larger.sum(dim=1) > each)
-            kept = torch.where(widest.unsqueeze(1), larger, kept)
+            can = larger.sum(dim=1) > each
+            if rule == "random":
+                further = select_rollouts(can.float(), more, rule=rule, scope="group", mask=can, generator=generator)
+            else:
+                further = topk_mask(_variances(values, larger), k=more, mask=can)
+            kept = torch.where(further.unsqueeze(1), larger, kept)
         return kept
 
     if ranks is None:
@@ -357,13 +376,21 @@ def choose_rollouts(
         parts = zip(table.chunk(ranks), (sizes[i * each : (i + 1) * each] for i in range(ranks)), strict=True)
         kept = torch.cat([of_table(part, of_part, multiple_of // ranks) for part, of_part in parts])
     else:
-        asked = sum(min(keep, size) for size in sizes)
-        total, of_ranks = rounded(asked, sum(sizes), multiple_of), table.reshape(ranks, -1)
+        total, of_ranks = rounded(number_asked(sizes), sum(sizes), multiple_of), table.reshape(ranks, -1)
         if rule == "max_variance":
             kept = most_varied(of_ranks, torch.full((), total, device=table.device)).view_as(table)
         else:
             kept = marked(of_ranks, total // ranks).view_as(table)
     return kept if groups is None else kept.flatten()[places]
+
+
+def _without_tokens_last(advantages: Tensor, has_tokens: Tensor, rule: RolloutRule) -> Tensor:
+    """In place of the advantages of rollouts without a token: 0, or below all others, as the rule ranks them."""
+    finite, others = advantages.isfinite(), advantages.new_zeros(())
+    if rule == "highest" and advantages.numel():
+        lowest = torch.where(finite, advantages, 0.0).amin()  # or 0, if it is lower
+        others = lowest - lowest.abs().clamp(min=1)
+    return torch.where(has_tokens | ~finite, advantages, others)
 
 
 def rounded(asked: int, usable: int, multiple: int) -> int:
@@ -408,4 +435,4 @@ def _variances(values: Tensor, chosen: Tensor) -> Tensor:
     numbers = torch.where(chosen, values, 0.0).double()
     apart = torch.where(chosen, numbers - numbers.sum(dim=1, keepdim=True) / count, 0.0)
     variance = (apart.square().sum(dim=1) / count[:, 0]).float()
-    return 257 * variance - (257 * variance - variance)  # (2^8 + 1) x - (...) loses the last 8 bits
+    return ((variance.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)

@@ -63,9 +63,14 @@ def option(default: Any, help: str, takes: Takes) -> Any:
 
 
 def _accepted(kind: Any) -> Iterator[tuple[str, Takes]]:
-    """The options of a dataclass, or of its instance, and what each takes; its other fields are not ours."""
+    """The options of a dataclass, or of its instance, and what each takes; its other fields are not ours. A class that
+    inherits an option may give it another default.
+    """
+    bases = (kind if isinstance(kind, type) else type(kind)).__mro__
     for each in dataclasses.fields(kind):
-        if isinstance(text := each.metadata.get("help"), Help):
+        declared = (vars(base).get("__dataclass_fields__", {}).get(each.name, each) for base in bases)
+        texts = (text for field in declared if isinstance(text := field.metadata.get("help"), Help))
+        if (text := next(texts, None)) is not None:
             yield each.name, text.takes
 
 

@@ -105,7 +105,7 @@ def policy(tensor_parallel: int = 1, **options: Any) -> dict[str, Any]:
             **both,
         },
         "dtensor_cfg": {"tensor_parallel_size": tensor_parallel, **both},
-        "sequence_packing": {"enabled": packed},
+        "sequence_packing": {"enabled": packed, "fuse_loss": options.pop("fuse_loss", False)},
         "generation": {"top_k": None, "top_p": 1.0, **options},
     }  # fmt: skip
 
@@ -252,7 +252,8 @@ def test_ranks_that_share_the_vocabulary() -> None:
         ({}, {"token_ratio_end": 0.5}, "token_ratio_end: got 0.5; takes token_ratio_start, 0.3, since a loss"),
         ({}, {"loss_denominator": "kept"}, "loss_denominator: got 'kept'; takes 'all'"),
         ({"packed": True}, {}, "sequence_packing.enabled: got True; takes false, or token_scope 'sequence'"),
-        ({"fused": True, "megatron": True}, {}, "use_fused_linear_logprobs: got True; takes false"),
+        ({"fused": True, "megatron": True}, {}, "use_fused_linear_logprobs, fuse_loss: got True; takes false"),
+        ({"fuse_loss": True}, {"token_scope": "sequence"}, "use_fused_linear_logprobs, fuse_loss: got True"),
         ({"top_k": 20}, {}, r"generation.top_k and top_p: got \(20, 1.0\); takes null and 1.0"),
         ({"top_p": 0.9}, {}, r"generation.top_k and top_p: got \(None, 0.9\); takes null and 1.0"),
         ({"context_parallel": 2}, {}, "context_parallel_size: got 2; takes 1"),

@@ -186,13 +186,52 @@ def test_what_is_not_finite_is_never_kept() -> None:
     assert choose_rollouts(torch.empty(0), 2, groups=[]).shape == (0,)
 
 
+def test_rows_and_labels_count_what_is_finite_alike() -> None:
+    advantages = torch.tensor([[1.0, -1.0, math.nan, math.nan], [0.5, -0.5, 0.2, math.inf]])
+    labels = [0] * 4 + [1] * 4
+    for scope, keep, multiple in itertools.product(SCOPES, (2, 4), (1, 2, 4)):
+        options: dict[str, Any] = {"scope": scope, "multiple_of": multiple}
+        kept = choose_rollouts(advantages, keep, **options)
+        assert torch.equal(kept.flatten(), choose_rollouts(advantages.flatten(), keep, groups=labels, **options))
+        assert kept.sum() % multiple == 0
+        assert not kept[~advantages.isfinite()].any()
+
+
+def test_the_extra_rollouts_of_random_draws_go_to_any_group() -> None:
+    advantages = torch.tensor([[5.0, -5.0, 5.0, -5.0]] + [[0.1, -0.1, 0.1, -0.1]] * 3)
+    options: dict[str, Any] = {"rule": "random", "scope": "group", "multiple_of": 9}
+    more = torch.stack([choose_rollouts(advantages, 2, **options).sum(dim=1) for _ in range(60)])
+    assert (more.sum(dim=1) == 12).logical_or(more.sum(dim=1) == 9).all()
+    assert (more > 2).any(dim=0).all()
+
+
+def test_an_inherited_option_with_another_default_is_checked() -> None:
+    @dataclasses.dataclass
+    class Mine(d3s.SelectionOptions):
+        rollouts_end: float = 8.0
+        more: int = 3
+
+    assert selection_options.option_names(Mine) == selection_options.option_names(d3s.SelectionOptions)
+    assert d3s.Selection(Mine()).options.rollouts_end == 8.0
+    with pytest.raises(ValueError, match=r"rollouts_end: got 2\.5; takes a share"):
+        d3s.Selection(Mine(rollouts_end=2.5))
+    assert selection_options.options_from(Mine, {"rollouts_end": 4}).rollouts_end == 4
+
+
 def test_rollouts_without_a_token_come_last() -> None:
     advantages = torch.tensor([[3.0, -3.0, 1.0, -1.0], [2.0, -2.0, 0.5, -0.5]])
     has_tokens = torch.tensor([[False, True, True, True], [True, True, True, False]])
     kept = both_ends(2).rollouts(advantages, 0.0, has_tokens=has_tokens)
     assert kept.tolist() == [[False, True, True, False], [True, True, False, False]]
-    highest = both_ends(3, rollout_rule="highest").rollouts(advantages, 0.0, has_tokens=has_tokens)
-    assert not highest[~has_tokens].any()
+    highest = both_ends(3, rollout_rule="highest")
+    assert not highest.rollouts(advantages, 0.0, has_tokens=has_tokens)[~has_tokens].any()
+    highest = both_ends(2, rollout_rule="highest")
+    advantages = torch.tensor([[9e8, 1e9, math.nan, 8e8], [-1e9, 2e9, -math.inf, 3.0]])  # two are not finite
+    for values in (advantages, advantages.bfloat16()):
+        kept = highest.rollouts(values, 0.0, has_tokens=has_tokens.int())
+        assert kept.tolist() == [[False, True, False, True], [True, True, False, False]]
+    with pytest.raises(ValueError, match=r"has_tokens: got shape \[4\]; takes that of advantages, \[2, 4\]"):
+        highest.rollouts(advantages, 0.0, has_tokens=has_tokens[0])
 
 
 def test_random_draws_are_those_of_the_generator() -> None:
@@ -209,6 +248,14 @@ def test_wrong_shapes_are_named() -> None:
         choose_rollouts(torch.randn(4), 2, groups="abc")
     with pytest.raises(ValueError, match="multiple_of: got 0"):
         choose_rollouts(torch.randn(2, 4), 2, multiple_of=0)
+    with pytest.raises(ValueError, match="keep: got 0"):
+        choose_rollouts(torch.randn(2, 4), 0)
+    with pytest.raises(ValueError, match="scope: got 'groups'; takes 'batch' or 'group'"):
+        choose_rollouts(torch.randn(2, 4), 2, scope="groups")
+    for ranks, groups in ((3, None), (0, None), (2, [0, 0, 0, 0, 1, 1, 1, 1])):
+        values = torch.randn(8) if groups else torch.randn(2, 4)
+        with pytest.raises(ValueError, match=rf"ranks: got {ranks} with advantages of shape .*; takes \[groups, n\]"):
+            choose_rollouts(values, 2, groups=groups, ranks=ranks)
     with pytest.raises(ValueError, match="process_group: takes"):
         both_ends(2).rollouts(torch.randn(2, 4), 0.0, ranks=2, process_group=object())
 

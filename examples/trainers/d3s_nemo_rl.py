@@ -91,13 +91,13 @@ class D3SLoss(ClippedPGLossFn):
         start, end, drawn = given.token_ratio_start, given.token_ratio_end, given.token_rule == "random"
         alone = section["tensor_model_parallel_size" if self.megatron else "tensor_parallel_size"] == 1
         apart = given.token_scope == "sequence" or not policy["sequence_packing"]["enabled"]
-        fused, context = section.get("use_fused_linear_logprobs", False), section["context_parallel_size"]
-        top_k, top_p = policy["generation"]["top_k"], policy["generation"]["top_p"]
+        fused = section.get("use_fused_linear_logprobs", False) or policy["sequence_packing"].get("fuse_loss", False)
+        context, (top_k, top_p) = section["context_parallel_size"], map(policy["generation"].get, ("top_k", "top_p"))
         of_all = "null and 1.0, because entropies are of all tokens"
         require(start == end, "token_ratio_end", end, f"token_ratio_start, {start}, since a loss is not told of steps")
         require(given.loss_denominator == "all", "loss_denominator", "kept", "'all', which NeMo-RL divides by")
         require(apart, "sequence_packing.enabled", True, "false, or token_scope 'sequence'")
-        require(not fused, "use_fused_linear_logprobs", True, "false, because it leaves no logits")
+        require(not fused, "use_fused_linear_logprobs, fuse_loss", True, "false: they give a loss no logits")
         require((top_k or 0) <= 0 and top_p in (None, 1), "generation.top_k and top_p", (top_k, top_p), of_all)
         require(context == 1, "context_parallel_size", context, "1, because a rank has parts of sequences")
         require(alone or not drawn, "token_rule", "random", "another with tensor parallelism: ranks would draw others")

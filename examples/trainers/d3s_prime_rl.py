@@ -91,9 +91,10 @@ class D3SAlgorithm(GRPOAlgorithm):
         """Assigns GRPO's advantages, and then 0 to the rollouts that are not kept."""
         await super().score_group(episodes)
         traces = [trace for _, trace in iter_trainable_traces(episodes)]
-        # All tokens of a trace have the same one.
-        of_traces = [next(value for node in trace.nodes for value in node.advantages or ()) for trace in traces]
-        advantages = torch.tensor([of_traces])
+        of_tokens = [[value for node in trace.nodes for value in node.advantages or ()] for trace in traces]
+        if any(len(set(values)) != 1 for values in of_tokens):
+            raise ValueError("advantages: got different ones for the tokens of a rollout; takes one for each rollout")
+        advantages = torch.tensor([[values[0] for values in of_tokens]])
         kept = self.selection.rollouts(advantages, self.progress(episodes))
         weights = self.selection.advantages(advantages, kept, scale="none").where(kept, 0.0)
         for trace, weight in zip(traces, weights[0].tolist(), strict=True):

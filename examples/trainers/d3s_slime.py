@@ -57,7 +57,7 @@ def keep_rollouts(args: Any, data: list[list[Any]]) -> None:
     require(args.rewards_normalization, "disable_rewards_normalization", True, "False: advantages are normalised")
     require(not args.log_passrate, "log_passrate", True, "False, because pass rates need all rollouts of a group")
     require(not several, "rollouts", "a list of samples", "one sample for each")
-    rewards = torch.full((len(data), max(map(len, data))), torch.nan)  # NaN fills up groups of fewer rollouts
+    rewards = torch.full((len(data), max(map(len, data), default=0)), torch.nan)  # NaN: where a group has fewer
     for row, group in zip(rewards, data, strict=True):
         row[: len(group)] = torch.tensor([sample.get_reward_value(args) for sample in group])
     scale = "group" if args.grpo_std_normalization and estimator != NORMALISED[-1] else "none"

@@ -127,7 +127,7 @@ from verl.workers import engine_workers
 rows = [row for module in (engine, entropy, head) for row in module.REPLACED]
 def ours():
     held = [getattr(row.owner, row.name) for row in rows] + [engine_workers.ppo_loss]
-    return ["d3s_kernels" in inspect.getsourcefile(getattr(one, "__code__", one)) for one in held]
+    return ["integrations/verl" in inspect.getsourcefile(getattr(one, "__code__", one)) for one in held]
 print(len(rows), all(ours()))
 plugin.uninstall()
 print(any(ours()))

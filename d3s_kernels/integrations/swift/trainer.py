@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...metrics import token_metrics, token_sums
-from .._gradient import gradient_weights, only_through
+from .._gradient import DENOMINATORS, gradient_weights, only_through
 from .rollouts import ChoosesRollouts, Samples
 
 Scores = tuple[Tensor, Tensor | None]  # log-probabilities and entropies, [rows, tokens]
@@ -88,7 +88,9 @@ class D3STrainer(ChoosesRollouts):
         for part, tokens, own, of_processes in zip(parts, kept, masks, counts, strict=True):
             weight = torch.ones((), device=tokens.device)
             if self.args.loss_denominator == "kept":
-                whole = {"num_items_in_batch": part.num_items_in_batch, "d3s_tokens_kept": sums[0].float()}
+                # ms-swift's number counts the tokens of truncated completions too; dapo and cispo divide by it.
+                items = part.num_items_in_batch if DENOMINATORS[self.loss_type] == "generation" else sums[1].float()
+                whole = {"num_items_in_batch": items, "d3s_tokens_kept": sums[0].float()}
                 weight, _ = gradient_weights(self.loss_type, tokens, own, whole, of_processes)
             part.d3s_kept = Kept(tokens, weight)
 

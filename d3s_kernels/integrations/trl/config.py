@@ -77,7 +77,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
         one_of("token", "sequence", "entropy_group"),
     )
     espo_quantiles: list[float] = option(
-        [0.8], "Where 'entropy_group' cuts a sequence's tokens into groups: 0.8 sets the top 20% apart.", QUANTILES
+        [0.8], "Where 'entropy_group' cuts a sequence's tokens into groups: 0.8 sets the top fifth apart.", QUANTILES
     )
     espo_alpha: float = option(0.02, "The clip range of a group of the largest entropy there can be.", ALPHA)
     espo_denominator: Literal["self", "old"] = option(

@@ -29,7 +29,7 @@ class ChoosesRollouts(ChoosesTokens):
     _last_page: int | None = None  # the step of this run's last page
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        self._last_page = None  # each run has its own pages
+        self._last_page, self._kept_in_update = None, 0  # each run has its own pages, and begins with an update
         return super().train(*arguments, **options)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:

@@ -84,6 +84,6 @@ def _known_to_the_loss(original: Any) -> Any:
 REPLACED = (
     Replaced(
         losses, "ppo_loss", ["config", "model_output", "data"], _known_to_the_loss,
-        held_by=("verl.workers.engine_workers", "verl.trainer.distillation.losses"),
+        held_by=("verl.workers.engine_workers", "verl.trainer.distillation.losses"), passes_the_rest_on=True,
     ),
 )  # fmt: skip

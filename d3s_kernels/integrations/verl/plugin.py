@@ -46,6 +46,7 @@ def install() -> None:
     for module, setting in _SETTINGS.items():
         if module in _installed or (module == "trainer" and not importlib.util.find_spec("transfer_queue")):
             continue  # verl's V1 trainers cannot be imported without it
+        before = len(_replaced)
         try:
             found = importlib.import_module(f"{__package__}.{module}")
             if getattr(found.__spec__, "_initializing", False) and module in ("entropy", "head", "engine"):
@@ -53,8 +54,9 @@ def install() -> None:
             for replaced in getattr(found, "REPLACED", ()):
                 _replace(replaced)
         except Exception as error:  # verl would hide it
+            _undo(before)  # all of a module's replacements, or none
             warnings.warn(
-                f"d3s_kernels: {setting} is not available: {__package__}.{module} could not be imported: {error!r}",
+                f"d3s_kernels: {setting} is not available: {__package__}.{module} could not be used: {error!r}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -64,19 +66,22 @@ def install() -> None:
 
 def uninstall() -> None:
     """Puts verl's own functions back. Names stay registered; the settings that need a replacement are not available."""
-    while _replaced:
+    _undo(0)
+    _installed.clear()
+
+
+def _undo(before: int) -> None:
+    """Puts back what was replaced since so many replacements had been made."""
+    while len(_replaced) > before:
         replaced, original, ours = _replaced.pop()
         _put(replaced, ours, original)
-    _installed.clear()
 
 
 def _replace(replaced: Replaced) -> None:
     original = getattr(replaced.owner, replaced.name)
     parameters = list(inspect.signature(original).parameters)
-    if parameters[: len(replaced.takes)] != replaced.takes:
-        raise RuntimeError(
-            f"verl's {replaced.name} takes {parameters}; expected {replaced.takes} first, as in verl 0.9.1"
-        )
+    if parameters[: len(replaced.takes) if replaced.passes_the_rest_on else None] != replaced.takes:
+        raise RuntimeError(f"verl's {replaced.name} takes {parameters}; expected {replaced.takes}, as in verl 0.9.1")
     ours = replaced.by(original)
     if not isinstance(original, type):
         ours = functools.wraps(original)(ours)

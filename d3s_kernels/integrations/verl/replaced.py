@@ -11,6 +11,7 @@ class Replaced(NamedTuple):
 
     owner: Any
     name: str
-    takes: list[str]  # its first parameters in verl 0.9.1
+    takes: list[str]  # its parameters in verl 0.9.1
     by: Callable[[Any], Any]  # the original to ours
     held_by: tuple[str, ...] = ()  # modules that import it by name
+    passes_the_rest_on: bool = False  # whether ours takes further parameters, for the original
