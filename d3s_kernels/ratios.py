@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,6 +191,71 @@ def adaptive_clip(
     require_whole(vocab_size=vocab_size)
     require_number(alpha=alpha)
     return ops.adaptive_clip(_float32("entropy", entropy), groups, mask, offsets, vocab_size, alpha)
+
+
+class EspoTerms(NamedTuple):
+    """What :func:`espo_terms` returns: float32 ``[B, T]`` each. Only ``ratio`` has a gradient, with respect to
+    ``logprob``.
+    """
+
+    ratio: Tensor
+    epsilon: Tensor
+    weight: Tensor
+
+
+def espo_terms(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    entropy: Tensor,
+    mask: Tensor,
+    *,
+    vocab_size: int,
+    quantiles: Sequence[float] = (0.8,),
+    alpha: float = 0.02,
+    denominator: Literal["self", "old"] = "self",
+) -> EspoTerms:
+    """The terms of ESPO's objective (arXiv 2512.00499, eq. 5), for a loss that takes the mean over a sequence's tokens.
+
+    Eq. 5 averages ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)`` over the tokens of each group, and then over the
+    groups of the sequence. The loss averages over the tokens of the sequence instead. The result is the same if each
+    token is weighted: in a sequence of n tokens and K groups, a token in a group of m tokens has the weight
+    ``n / (K m)``. K counts only groups that have a token.
+
+    Args:
+        logprob: ``[B, T]``, float32, bfloat16 or float16.
+        old_logprob: the same shape; a constant.
+        entropy: the same shape: the entropy of the old policy, in nats. A token with a NaN entropy is in no group.
+        mask: bool, the same shape: true at the tokens of the completions.
+        quantiles: as in :func:`entropy_groups`.
+        alpha, vocab_size: as in :func:`adaptive_clip`.
+        denominator: as in :func:`importance_ratio`.
+
+    Returns:
+        For each token: the ratio of its group, with the token's share of the gradient; the epsilon of its group; its
+        weight. Outside the mask, and for a token in no group: 1 without a gradient, 0 and 0.
+
+    Raises:
+        ValueError, TypeError: as :func:`entropy_groups`, :func:`importance_ratio` and :func:`adaptive_clip`.
+
+    Example:
+        >>> import torch
+        >>> from d3s_kernels.ratios import espo_terms
+        >>> logprob, entropy = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[0.1, 2.0, 0.3]])
+        >>> terms = espo_terms(logprob, logprob - 0.1, entropy, torch.ones(1, 3, dtype=torch.bool), vocab_size=8)
+        >>> terms.ratio, terms.weight
+        (tensor([[1.1052, 1.1052, 1.1052]]), tensor([[0.7500, 1.5000, 0.7500]]))
+    """
+    groups = entropy_groups(entropy, mask, quantiles)
+    ratio = importance_ratio(logprob, old_logprob, mask, level="entropy_group", groups=groups, denominator=denominator)
+    epsilon = adaptive_clip(entropy, groups, mask, vocab_size=vocab_size, alpha=alpha)
+    return EspoTerms(ratio, epsilon, _weight(groups, mask, len(quantiles) + 1))
+
+
+def _weight(groups: Tensor, mask: Tensor, count: int) -> Tensor:
+    sizes = torch.stack([(groups == group).sum(-1) for group in range(count)], -1)
+    size = sizes.gather(-1, groups.clamp(min=0).long())
+    weight = mask.sum(-1, keepdim=True) / ((sizes > 0).sum(-1, keepdim=True) * size)
+    return weight.float().masked_fill(groups < 0, 0.0)
 
 
 def _float32(name: str, values: Tensor) -> Tensor:

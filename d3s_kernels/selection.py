@@ -217,7 +217,7 @@ class Selection:
             The advantages as they were given; or float32, 0 for rollouts that are not kept.
         """
         if groups is not None:
-            table, places = _in_groups(advantages, labels_of(groups))
+            table, places = in_groups(advantages, groups)
             kept = torch.zeros_like(table, dtype=torch.bool).view(-1).index_put((places,), kept).view_as(table)
             of_table = self.advantages(table, kept, scale=scale, without_spread=without_spread)
             return of_table.flatten()[places]
@@ -325,7 +325,7 @@ def choose_rollouts(
     require_scope(scope, "group")
     keep, multiple_of = whole_number("keep", keep, at_least=1), whole_number("multiple_of", multiple_of, at_least=1)
     if groups is not None:
-        table, places = _in_groups(advantages, labels_of(groups))
+        table, places = in_groups(advantages, groups)
     elif advantages.dim() == 2:
         table = advantages
     else:
@@ -410,10 +410,33 @@ def labels_of(groups: Iterable[Hashable] | Tensor) -> list[Hashable]:
     return [label.item() if isinstance(label, Tensor) else label for label in groups]
 
 
-def _in_groups(values: Tensor, groups: Sequence[Hashable]) -> tuple[Tensor, Tensor]:
-    """A row for each group, in the order in which they first appear, filled up with NaN; and each value's place."""
-    rows: dict[Hashable, int] = {}
-    row = torch.tensor([rows.setdefault(group, len(rows)) for group in groups], dtype=torch.int64)
+def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tensor, Tensor]:
+    """A table of the values of rollouts, which are in any order and in groups of any size.
+
+    Args:
+        values: float ``[N]``.
+        groups: the group of each: labels that are equal within a group, or an integer tensor.
+
+    Returns:
+        ``[groups, n]``: a row for each group, in the order in which they first appear, filled up with NaN, which
+        :func:`d3s_kernels.group_advantages` and others leave out. And int64 ``[N]``: where each value is in the
+        flattened table, so that ``table.flatten()[places]`` are the values.
+
+    Raises:
+        ValueError: not one label for each value.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> from d3s_kernels.selection import in_groups
+        >>> rewards, places = in_groups(torch.tensor([1.0, 5.0, 0.0]), ["a", "b", "a"])
+        >>> rewards
+        tensor([[1., 0.],
+                [5., nan]])
+        >>> d3s.group_advantages(rewards, scale="none").flatten()[places]
+        tensor([ 0.5000,  0.0000, -0.5000])
+    """
+    labels, rows = labels_of(groups), dict[Hashable, int]()
+    row = torch.tensor([rows.setdefault(label, len(rows)) for label in labels], dtype=torch.int64)
     if values.shape != row.shape:
         raise ValueError(
             f"advantages: got shape {list(values.shape)} with {len(row)} groups; takes one for each rollout"

@@ -40,8 +40,16 @@ def _is_rollouts(value: Any) -> bool:
     return type(value) in (int, float) and (0 < value <= 1 or (1 < value < math.inf and value == int(value)))
 
 
+def _are_quantiles(value: Any) -> bool:
+    if not isinstance(value, Sequence) or not all(type(cut) in (int, float) and 0 < cut < 1 for cut in value):
+        return False
+    return list(value) == sorted(set(value)) and len(value) <= 15
+
+
 ROLLOUTS = Takes(_is_rollouts, "a share in (0, 1] of a group's rollouts, or their number, which is whole and above 1")
 RATIO = Takes(lambda value: type(value) in (int, float) and 0 < value <= 1, "a number in (0, 1]")
+QUANTILES = Takes(_are_quantiles, "rising numbers in (0, 1), at most 15")
+ALPHA = Takes(lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0")
 FLAG = Takes(lambda value: isinstance(value, bool), "true or false")
 
 

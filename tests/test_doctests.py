@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 
 import d3s_kernels
-from d3s_kernels import distributed, metrics, selection, selection_options
+from d3s_kernels import distributed, metrics, ratios, selection, selection_options
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 DOCUMENTED = [
@@ -24,7 +24,10 @@ def public(name: str) -> object:
     return attrgetter(name)(d3s_kernels)
 
 
-FOR_TRAINERS = [metrics.selection_metrics, selection_options.rollouts_of, selection.choose_rollouts]
+FOR_TRAINERS = [
+    metrics.selection_metrics, selection_options.rollouts_of, selection.choose_rollouts, selection.in_groups,
+    ratios.espo_terms,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("documented", FOR_TRAINERS, ids=lambda function: function.__name__)

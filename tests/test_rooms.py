@@ -19,8 +19,8 @@ PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 ROOMS = {
     "__main__": "_doctor planning",
     "_doctor": "_dispatch _selfcheck compare",
-    "integrations": "_dispatch _groups _head _own_logits _page distributed heads metrics page ratios "
-    "rollouts sampling schedule selection selection_options tokens vocabulary",
+    "integrations": "_dispatch _groups _head _own_logits _page denominators distributed heads metrics page ratios "
+    "recorder rollouts sampling schedule selection selection_options tokens vocabulary",
     "planning": "_arguments",
     # what users call
     "_selfcheck": "_table compare",
@@ -35,6 +35,8 @@ ROOMS = {
     "rollouts": "_across_ranks _arguments _dispatch _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
+    "denominators": "",
+    "recorder": "",
     "sampling_rules": "_arguments _dispatch sampling",
     "page": "_arguments _page",
     # how it is checked

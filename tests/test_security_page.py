@@ -39,7 +39,7 @@ def test_nothing_is_unpickled_but_what_the_page_names() -> None:
     }
     assert found == {
         "d3s_kernels/integrations/trl/page.py": {"gather_object"},
-        "d3s_kernels/integrations/swift/rollouts.py": {"gather_object"},
+        "d3s_kernels/integrations/swift/trainer.py": {"gather_object"},
     }
 
 

@@ -510,7 +510,7 @@ MUTANTS = (
         "trl: a step in which no token was selected is taken",
         "d3s_kernels/integrations/trl/surface.py",
         "if not self._acted:",
-        "if not self._asked:",
+        "if False:",
         "tests/trainers/test_trl_surface.py",
     ),
     Mutant(
@@ -557,10 +557,10 @@ MUTANTS = (
     ),
     Mutant(
         "verl: advantages stay in the order of the groups",
-        "d3s_kernels/integrations/verl/rows.py",
-        "advantages[order] = group_advantages(",
-        "advantages[:] = group_advantages(",
-        "tests/verl/test_verl_rows.py",
+        "d3s_kernels/integrations/verl/trainer.py",
+        "of_groups.flatten()[places]",
+        "of_groups.flatten()[: len(places)]",
+        "tests/verl/test_verl_trainer.py",
     ),
     Mutant(
         "slime: a token's entropy is that of the row it is in",

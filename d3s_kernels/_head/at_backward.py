@@ -47,6 +47,32 @@ class AtBackward(NamedTuple):
     max_grad_rows: Callable[[], int | None] = lambda: None  # None: the op's own
 
 
+class HostNumber:
+    """A 0-d integer tensor on its way to the host, which reads it later, when it waits for the device anyway.
+    ``value`` waits only if the copy is not done by then.
+    """
+
+    def __init__(self, number: Tensor) -> None:
+        self._copy, self._done = number, None
+        if number.is_cuda:
+            pinned = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._copy, self._done = pinned.copy_(number, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(number.device))
+
+    def value(self) -> int:
+        if self._done is not None:
+            self._done.synchronize()
+        return int(self._copy)
+
+
+def gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The tensor to which autograd would add the weight's gradient, if nobody sees the difference; else None."""
+    if type(weight.grad) is not Tensor or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    usable = weight.grad.dtype in (torch.float32, dtype) and weight.grad.is_contiguous()
+    return weight.grad if usable else None
+
+
 def with_weight_grad_into(weight_grad_into: Tensor | None, op: str, *arguments: Any) -> tuple[Tensor, ...]:
     """The results of an op of the LM head, whose backward adds the weight's gradient to ``weight_grad_into``."""
     if weight_grad_into is None:

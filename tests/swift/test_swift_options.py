@@ -105,9 +105,10 @@ def test_another_trainer_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_other_versions_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swift.__version__", "4.5.2")
-    with pytest.raises(ImportError, match=r"found ms-swift 4\.5\.2; takes 4\.6 or newer"):
-        register()
+    for version in ("4.5.2", "4.7.0"):
+        monkeypatch.setattr("swift.__version__", version)
+        with pytest.raises(ImportError, match=rf"ms-swift {version}; takes .*>=4\.6,<4\.7, .* D3S_SWIFT_UNTESTED=1"):
+            register()
     monkeypatch.setattr("swift.__version__", "4.6.0")
     monkeypatch.setitem(sys.modules, "swift.megatron.trainers", sys)
     with pytest.raises(ImportError, match="got Megatron-SWIFT, which has another trainer; takes `swift rlhf`"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import importlib
 import math
 import os
 import re
@@ -22,6 +23,7 @@ from trl import GRPOConfig, TrlParser
 import d3s_kernels as d3s
 from d3s_kernels import Budget
 from d3s_kernels.integrations import trl as integration
+from d3s_kernels.integrations._versions import untested
 from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
 from d3s_kernels.selection_options import rollouts_of
 
@@ -180,17 +182,18 @@ def test_a_trainer_takes_its_own_config_only() -> None:
 
 def test_other_versions_of_trl_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("1.14.2", "1.17.0"):
-        with pytest.raises(ImportError, match=rf"found TRL {version}; takes trl>=1\.15,<1\.17, .* D3S_TRL_UNTESTED=1"):
-            integration._check_version(version)
+        monkeypatch.setattr(trl, "__version__", version)
+        with pytest.raises(ImportError, match=rf"found trl {version}; takes trl>=1\.15,<1\.17, .* D3S_TRL_UNTESTED=1"):
+            importlib.reload(integration)
     monkeypatch.setenv("D3S_TRL_UNTESTED", "1")
-    with pytest.warns(UserWarning, match=r"found TRL 1\.17\.0; takes trl>=1\.15,<1\.17, which the tests cover"):
-        integration._check_version("1.17.0")
+    with pytest.warns(RuntimeWarning, match=r"found trl 1\.17\.0; takes trl>=1\.15,<1\.17, which the tests cover"):
+        assert untested("trl", "1.17.0", "1.15", "1.17") is None
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("version", ["1.15.0", "1.16.0", "1.16.7"])
 def test_tested_versions_are_taken_silently(version: str) -> None:
-    integration._check_version(version)
+    assert untested("trl", version, "1.15", "1.17") is None
 
 
 @pytest.mark.skipif("D3S_TEST_TRL" not in os.environ, reason="no version was asked for")

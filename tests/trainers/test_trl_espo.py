@@ -17,8 +17,8 @@ from tiny_trl import GROUP, VOCABULARY, PlainTrainer, model, trainer
 from transformers import Qwen2Config
 from updates import assert_same_gradient, gradients, logits_of, loss_and_gradients
 
-from d3s_kernels.integrations._espo import espo_terms
 from d3s_kernels.integrations.trl.espo import as_espo
+from d3s_kernels.ratios import espo_terms
 
 ALPHA = 0.1  # so wide that only some ratios are out of range
 ESPO = {"importance_sampling_level": "entropy_group", "espo_alpha": ALPHA, "loss_type": "grpo"}

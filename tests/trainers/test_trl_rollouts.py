@@ -88,7 +88,10 @@ def test_widths_are_multiples_where_trl_pads_to_them() -> None:
 
 
 def test_rows_are_a_multiple_of_the_steps() -> None:
-    with pytest.warns(UserWarning, match=r"rollouts_start: got 3, asking for 3 of 8 rollouts, but 4 are kept"):
+    with pytest.warns(
+        UserWarning,
+        match=r"rollouts_start: got 3, but 4 of 8 rollouts are kept: a group has 8, and .* multiple of .*, 4",
+    ):
         made = trainer(rollouts=3, per_device_train_batch_size=2, gradient_accumulation_steps=4)
     kept = made._keep_rollouts(generation_batch(1, rows=GROUP))
     assert len(kept["advantages"]) == 4
@@ -97,10 +100,10 @@ def test_rows_are_a_multiple_of_the_steps() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollouts": 12}, "rollouts_start: got 12, num_generations is 8, so that no rollout is"),
+        ({"rollouts": 12}, "rollouts_start: got 12, but 16 of 16 rollouts are kept: a group has 8"),
         (
             {"rollouts_end": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-            "rollouts_end: got 5, asking for 5 of 8 rollouts, but 8 are kept",
+            "rollouts_end: got 5, but 8 of 8 rollouts are kept: a group has 8, and ",
         ),
     ],
 )

@@ -99,8 +99,8 @@ IN_THE_FIRST_STEP = {
         {"num_iterations": 2},
     ),
     "a pass is read before the rewards": Change(
-        _before(_REWARDS, "self._drift = old_per_token_logps.mean()"),
-        r"mean reads log-probabilities before the rollouts are chosen",
+        _before(_REWARDS, "self._drift = old_per_token_logps.mean().item()"),
+        r"cannot be called on meta tensors",
         {"num_iterations": 2},
     ),
     "a pass fills another field": Change(
@@ -114,7 +114,7 @@ IN_THE_FIRST_STEP = {
     ),
     "the step has another loss": Change(
         {"return self._compute_loss(model, inputs)": "return model.get_output_embeddings().weight.sum()"},
-        r"no token was selected in this step\. .* it asked for none\. compute_loss is GRPOTrainer\.compute_loss \(",
+        r"no token was selected in this step\. The loss needs a gradient through the log-probabilities",
     ),
 }
 

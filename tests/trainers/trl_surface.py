@@ -27,9 +27,16 @@ import trl.trainer.utils as trl_utils
 from packaging.version import Version
 from torch import Tensor
 
-from d3s_kernels.integrations._gradient import DENOMINATORS
+from d3s_kernels.denominators import DENOMINATORS
 from d3s_kernels.integrations.trl.batch import Batch, loss_mask
-from d3s_kernels.integrations.trl.surface import place
+
+
+def place(function: Any) -> str:
+    """A function's name, file and line, for an error."""
+    plain = inspect.unwrap(function)
+    code = getattr(plain, "__code__", None)
+    at = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return f"{getattr(plain, '__qualname__', repr(plain))}{at}"
 
 
 class ChangedTRL(AssertionError):

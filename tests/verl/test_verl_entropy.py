@@ -23,7 +23,7 @@ from d3s_kernels.integrations.verl import entropy, plugin
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 TARGET = f"{POLICY_LOSS}._target_=d3s_kernels.integrations.verl"
-ESPO = (f"{TARGET}.espo.EspoPolicyLossConfig", f"{POLICY_LOSS}.loss_mode=espo", f"+{POLICY_LOSS}.vocab_size=1000")
+ESPO = (f"{TARGET}.loss.D3SPolicyLossConfig", f"{POLICY_LOSS}.loss_mode=espo", f"+{POLICY_LOSS}.vocab_size=1000")
 ESPO_WITH_D3S = (
     f"{TARGET}.loss.D3SPolicyLossConfig", f"{POLICY_LOSS}.loss_mode=d3s", f"+{POLICY_LOSS}.base_loss=espo",
     f"+{POLICY_LOSS}.vocab_size=1000",

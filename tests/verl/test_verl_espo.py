@@ -20,7 +20,7 @@ from verl_losses import POLICY_LOSS, actor_config, gradient
 VOCAB_SIZE = 1000
 OURS = (
     f"{POLICY_LOSS}.loss_mode=espo",
-    f"{POLICY_LOSS}._target_=d3s_kernels.integrations.verl.espo.EspoPolicyLossConfig",
+    f"{POLICY_LOSS}._target_=d3s_kernels.integrations.verl.loss.D3SPolicyLossConfig",
 )
 
 
@@ -145,7 +145,7 @@ def test_rows_of_padding_alone() -> None:
 
 def test_its_options_have_defaults() -> None:
     config = actor_config(*OURS).policy_loss
-    assert type(config).__name__ == "EspoPolicyLossConfig"
+    assert type(config).__name__ == "D3SPolicyLossConfig"
     assert (config.quantiles, config.alpha, config.denominator) == ([0.8], 0.02, "self")
     assert (config.vocab_size, config.entropy_source) == (None, "old")
     assert config.clip_cov_ratio == 0.0002  # verl's own options are all there
@@ -181,9 +181,8 @@ def test_the_vocabulary_of_the_model() -> None:
         ("entropy_source", "rollout", "'old' or 'update' or 'surprisal'"),
     ],
 )
-@pytest.mark.parametrize("loss", ["espo.EspoPolicyLossConfig", "loss.D3SPolicyLossConfig"])
-def test_bad_options(key: str, value: Any, takes: str, loss: str) -> None:
-    target = f"{POLICY_LOSS}._target_=d3s_kernels.integrations.verl.{loss}"
+def test_bad_options(key: str, value: Any, takes: str) -> None:
+    target = f"{POLICY_LOSS}._target_=d3s_kernels.integrations.verl.loss.D3SPolicyLossConfig"
     with pytest.raises(Exception, match=rf"policy_loss\.{key}: got .*; takes {takes}"):
         actor_config(target, f"+{POLICY_LOSS}.{key}={value}")
 

@@ -16,15 +16,15 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 from head_ranks import VOCABULARY, bare_engine, make_model, outputs_of, sharded_step
 from ranks import world
 from tensordict import TensorDict
-from test_verl_sampling_masks import CUT, FIELD, NOTE, Sets, make_batch, micro_batch_of
+from test_verl_sampling_masks import FUSED, Sets, make_batch, micro_batch_of
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss
 from verl_losses import actor_config
-from verl_world import compose_config, make_trainer
+from verl_world import make_trainer
 
-from d3s_kernels.integrations.verl import checks, head
+from d3s_kernels.integrations.verl import head
 from d3s_kernels.vocabulary import linear_logprob_entropy
 
 PACKED = pytest.mark.parametrize("packed", [True, False])
@@ -143,27 +143,6 @@ def _as_nested(values: Tensor, data: TensorDict) -> Tensor:
         for row, (total, length) in enumerate(zip(offsets.diff().tolist(), lengths, strict=True))
     ]
     return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets)
-
-
-@PACKED
-@pytest.mark.parametrize("field", [FIELD, "padded"])
-def test_sampling_masks_through_the_head(packed: bool, field: str) -> None:
-    """As through the logits, which the engine takes where verl does not fuse its head."""
-    data, batch, _ = a_micro_batch(packed, **{NOTE: field})
-    mask = batch.batch["response_mask"].bool()
-    weights = torch.randn(2, *mask.shape) * mask
-    found = []
-    for backend in (None, "d3s"):
-        model = make_model(backend)
-        plain = micro_batch_of(batch, use_remove_padding=packed, use_fused_kernels=backend is not None, **{NOTE: field})
-        results = outputs_of(backend or "torch", model, plain)
-        (weights[0] * results["log_probs"] + weights[1] * results["entropy"]).sum().backward()
-        found.append((results, model.lm_head.weight.grad, model.model.embed_tokens.weight.grad))
-    for name in ("log_probs", "entropy"):
-        torch.testing.assert_close(found[1][0][name] * mask, found[0][0][name] * mask, rtol=0, atol=1e-5)
-    for ours, theirs in zip(found[1][1:], found[0][1:], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert data is not None
 
 
 OTHER_LOSSES: dict[str, Any] = {
@@ -305,20 +284,10 @@ REFUSED = {
     "actor_rollout_ref.actor.calculate_sum_pi_squared=true": "calculate_sum_pi_squared: got True; takes False with",
     "distillation.enabled=true": r"distillation\.enabled: got True; takes False with",
 }
-OURS = (
-    "actor_rollout_ref.model.use_fused_kernels=true",
-    "actor_rollout_ref.model.fused_kernel_options.impl_backend=d3s",
-)
-
-
-def test_sampling_masks_may_be_asked_for_with_this_head() -> None:
-    checks.require_config(compose_config(*OURS, CUT))
-    with pytest.raises(ValueError, match="use_fused_kernels: got True; takes False with sampling masks"):
-        checks.require_config(compose_config(OURS[0], CUT))
 
 
 @pytest.mark.parametrize("override", REFUSED)
 def test_configurations_that_are_refused(override: str) -> None:
     pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
     with pytest.raises(ValueError, match=REFUSED[override]):
-        make_trainer(*OURS, override)
+        make_trainer(*FUSED, override)

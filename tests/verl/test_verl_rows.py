@@ -12,17 +12,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kept_rows import choose_rows
+from kept_rows import choose_rows, rollout_advantages
 
 import d3s_kernels as d3s
 from d3s_kernels.integrations.verl import D3SOptions
-from d3s_kernels.integrations.verl.rows import rollout_advantages, rows_of_an_update, sessions
+from d3s_kernels.integrations.verl.rows import rows_of_an_update, sessions
+from d3s_kernels.selection import Selection, in_groups
+from d3s_kernels.selection_options import options_from
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
 def test_verl_need_not_be_there() -> None:
-    code = "import sys; sys.modules['verl'] = None; from d3s_kernels.integrations.verl import D3SOptions, select"
+    code = "import sys; sys.modules['verl'] = None; from d3s_kernels.integrations.verl import D3SOptions, rows"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
@@ -39,7 +41,7 @@ def rows_by_group(groups: list[str]) -> dict[str, list[int]]:
 def test_examples(name: str) -> None:
     module = importlib.import_module(f"d3s_kernels.integrations.verl.{name}")
     results = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert results.attempted > 2
+    assert results.attempted > 1
     assert not results.failed
 
 
@@ -47,18 +49,16 @@ def test_examples(name: str) -> None:
 def test_advantages_of_groups_in_any_order(sizes: list[int]) -> None:
     groups = shuffled_groups(sizes)
     rewards = torch.randn(len(groups))
-    found = {scale: rollout_advantages(rewards, groups, scale=scale) for scale in ("group", "none")}
+    table, places = in_groups(rewards, groups)
+    found = {scale: d3s.group_advantages(table, scale=scale, eps=1e-6).flatten()[places] for scale in ("group", "none")}
+    for scale, advantages in found.items():
+        assert torch.equal(advantages, rollout_advantages(rewards, groups, scale))
     for rows in rows_by_group(groups).values():
         of_group = rewards[rows].double()
         centred = of_group - of_group.mean()
         std = of_group.std() if len(rows) > 1 else 1.0
         torch.testing.assert_close(found["none"][rows], centred.float(), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(found["group"][rows], (centred / (std + 1e-6)).float(), atol=1e-5, rtol=1e-4)
-
-
-def test_a_nan_reward_is_left_out_of_its_group() -> None:
-    found = rollout_advantages(torch.tensor([1.0, math.nan, 3.0, 2.0]), list("aaab"), scale="none")
-    torch.testing.assert_close(found, torch.tensor([-1.0, math.nan, 1.0, 0.0]), equal_nan=True)
 
 
 @given(SIZES, st.integers(1, 9), st.sampled_from(["batch", "group"]))
@@ -140,18 +140,18 @@ def test_rows_of_an_update(kept: int, dropped: int, before: int, unit: int) -> N
 
 
 def test_options_have_the_defaults_of_the_paper() -> None:
-    options = D3SOptions.from_config({}, "trainer.v1.d3s_sync")
+    options = options_from(D3SOptions, {})
     rules = "max_variance", "batch", "advantage_entropy", "batch"
     assert options == D3SOptions(0.25, 1.0, 0.05, 0.20, "linear", *rules, "kept", False, "all")
-    assert options.budget(0.0, 32) == d3s.Budget(8, 0.05)
-    assert options.budget(0.5, 32) == (20, pytest.approx(0.125))
-    assert options.budget(1.0, 32) == d3s.Budget(32, 0.20)
+    assert Selection(options).budget(0.0, 32) == d3s.Budget(8, 0.05)
+    assert Selection(options).budget(0.5, 32) == (20, pytest.approx(0.125))
+    assert Selection(options).budget(1.0, 32) == d3s.Budget(32, 0.20)
 
 
 def test_the_budget_stays_between_two_and_the_group() -> None:
     options = D3SOptions(rollouts_start=0.01, rollouts_end=32)
-    assert options.budget(0.0, 16).rollouts == 2
-    assert options.budget(1.0, 16).rollouts == 16
+    assert Selection(options).budget(0.0, 16).rollouts == 2
+    assert Selection(options).budget(1.0, 16).rollouts == 16
 
 
 BAD = {
@@ -178,7 +178,7 @@ def test_every_option_has_bad_values_here() -> None:
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
 def test_bad_values(key: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^here\.{key}: got .*; takes ") as error:
-        D3SOptions.from_config({key: value}, "here")
+        options_from(D3SOptions, {key: value}, "here.")
     assert repr(value) in str(error.value)
 
 
@@ -187,11 +187,11 @@ def test_unknown_options() -> None:
         ValueError,
         match=r"^here\.rollout_start: got .*, but it is no option; the options are here\.rollouts_start",
     ):
-        D3SOptions.from_config({"rollout_start": 8}, "here")
+        options_from(D3SOptions, {"rollout_start": 8}, "here.")
 
 
 def test_rules_that_do_not_go_together() -> None:
     with pytest.raises(
         ValueError, match=r"^here\.drop_zeros: got True with token_rule 'entropy_quantile'; takes False"
     ):
-        D3SOptions.from_config({"token_rule": "entropy_quantile", "drop_zeros": True}, "here")
+        options_from(D3SOptions, {"token_rule": "entropy_quantile", "drop_zeros": True}, "here.")

@@ -1,7 +1,8 @@
-"""Sampling masks in verl: they stay with their rows, and verl's FSDP engine computes with them.
+"""Sampling masks in verl: they stay with their rows, and our LM head in verl's FSDP engine computes with them.
 
 Real: verl's rows and storage, its conversions of batches, and the engine's ``prepare_model_inputs`` and
-``prepare_model_outputs``. The model between the two is a table: the logits depend on the token before alone.
+``prepare_model_outputs``. The model between the two is a table before our head: the logits depend on the token before
+alone.
 """
 
 import inspect
@@ -29,8 +30,9 @@ from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding, response_from_nested
 from verl_world import Workers, compose_config, make_trainer, put_rollouts, rows_of, run_step
 
-from d3s_kernels.integrations.verl import engine, plugin, select
+from d3s_kernels.integrations.verl import head, plugin
 from d3s_kernels.integrations.verl.checks import require_config, require_sets
+from d3s_kernels.integrations.verl.head import FusedLinearForPPO
 from d3s_kernels.integrations.verl.sampling_mask import NOTE, sampling_mask_of
 
 PROMPT, RESPONSE, TEMPERATURE = 4, 6, 0.8
@@ -38,6 +40,9 @@ FIELD = "kept_tokens"
 OPTION = f"+trainer.v1.d3s_sync.sampling_mask_field={FIELD}"
 ACTOR = "actor_rollout_ref.actor"
 CUT = "actor_rollout_ref.rollout.top_p=0.9"
+FUSED = (
+    "actor_rollout_ref.model.use_fused_kernels=true", "actor_rollout_ref.model.fused_kernel_options.impl_backend=d3s",
+)  # fmt: skip
 Sets = list[list[int]]
 
 
@@ -82,15 +87,25 @@ def filled(sets: list[Sets]) -> Tensor:
 
 def micro_batch_of(batch: Any, **notes: Any) -> TensorDict:
     """As in verl's older ray trainer: it makes notes of ``meta_info``."""
-    batch.meta_info = {"temperature": TEMPERATURE, "calculate_entropy": True, **notes}
+    batch.meta_info = {"temperature": TEMPERATURE, "calculate_entropy": True, "use_fused_kernels": True, **notes}
     return left_right_2_no_padding(batch.to_tensordict())
 
 
-def forward(data: TensorDict, table: Tensor) -> dict[str, Tensor]:
-    """What the engine makes of the model's logits, for the tokens of the responses."""
-    inputs, arguments = bare_engine().prepare_model_inputs(data)
-    output = SimpleNamespace(logits=table[inputs["input_ids"]])
-    found = bare_engine().prepare_model_outputs(output, arguments, data, None)
+def in_the_engine(data: TensorDict, table: Tensor, backend: str = "d3s") -> dict[str, Tensor]:
+    """What the engine makes of a model that multiplies rows of the table by a head of ones on the diagonal."""
+    engine = bare_engine(backend)
+    inputs, arguments = engine.prepare_model_inputs(data)
+    ids = inputs["input_ids"]
+    labels = inputs["shift_labels"] if "shift_labels" in inputs else ids.roll(-1, -1)
+    scores = FusedLinearForPPO(impl_backend=backend)(table[ids], torch.eye(VOCABULARY), labels, TEMPERATURE)
+    output = SimpleNamespace(log_probs=scores[0], entropy=scores[1])
+    found: dict[str, Tensor] = engine.prepare_model_outputs(output, arguments, data, None)
+    return found
+
+
+def forward(data: TensorDict, table: Tensor, backend: str = "d3s") -> dict[str, Tensor]:
+    """For the tokens of the responses, ``[B, T]``."""
+    found = in_the_engine(data, table, backend)
     return {name: no_padding_2_padding(values, data) for name, values in found.items()}
 
 
@@ -140,14 +155,15 @@ def test_the_engine_computes_over_the_sets(field: str, use_remove_padding: bool)
 
 
 def test_without_sets_all_is_as_in_verl() -> None:
-    """Empty sets give what verl's own method gives, at the same places; that method runs where there is no note."""
+    """Empty sets give what verl's own head gives, at the same places."""
     batch, sets = make_batch()
     batch.non_tensor_batch[FIELD][:] = [[[] for _ in of_row] for of_row in sets]
     mask = batch.batch["response_mask"].bool()
     table = torch.randn(VOCABULARY, VOCABULARY)
     for padding in (True, False):
         ours, verls = (
-            forward(micro_batch_of(batch, use_remove_padding=padding, **notes), table) for notes in ({NOTE: FIELD}, {})
+            forward(micro_batch_of(batch, use_remove_padding=padding, **notes), table, backend)
+            for backend, notes in (("d3s", {NOTE: FIELD}), ("torch", {}))
         )
         for name, value in verls.items():
             torch.testing.assert_close(ours[name] * mask, value * mask, rtol=0, atol=1e-5)
@@ -156,9 +172,8 @@ def test_without_sets_all_is_as_in_verl() -> None:
 def test_the_sets_stay_with_their_rows() -> None:
     """Through the choice of rows and all that verl does with a batch, both as lists and as a tensor."""
     batch, sets = make_batch()
-    chosen = batch.select_idxs(select(batch, 2))
-    rows = choose_rows(batch.batch["advantages"].sum(1), batch.non_tensor_batch["uid"], 3)
-    later = batch.select_idxs(rows)
+    advantages, uids = batch.batch["advantages"].sum(1), batch.non_tensor_batch["uid"]
+    chosen, later = (batch.select_idxs(choose_rows(advantages, uids, keep)) for keep in (2, 3))
     later.reorder(torch.randperm(len(later)))
     padded, _ = pad_dataproto_to_divisor(DataProto.concat([chosen, later]), 4)
     assert [len(part) for part in (chosen, later, padded)] == [4, 6, 12]
@@ -214,10 +229,9 @@ class WorkersWithAnEngine(Workers):
         super().compute_log_prob(batch)
         self.noted.append(batch.extra_info.get(NOTE))
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
-        tu.assign_non_tensor(data, use_remove_padding=True, **batch.extra_info)
-        inputs, arguments = bare_engine().prepare_model_inputs(data)
-        output = SimpleNamespace(logits=self.table[inputs["input_ids"]])
-        found = bare_engine().prepare_model_outputs(output, arguments, data, None)
+        tu.assign_non_tensor(data, use_remove_padding=True, use_fused_kernels=True, **batch.extra_info)
+        with torch.no_grad():
+            found = in_the_engine(data, self.table)
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(found, len(batch)))
         for key, values in zip(batch.keys, response_from_nested(found["log_probs"], data["responses"]), strict=True):
             self.log_probs[key] = values.clone().requires_grad_()
@@ -234,8 +248,8 @@ def a_step(*overrides: str, sets_of: Any = draw_sets, option: str = OPTION, work
         extra_fields=lambda response: {} if sets_of is None else {FIELD: sets_of(response)},
     )
     trainer = make_trainer(
-        option, CUT, f"actor_rollout_ref.rollout.temperature={TEMPERATURE}", "+trainer.v1.d3s_sync.rollouts_start=3",
-        *overrides,
+        option, CUT, *FUSED, f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
+        "+trainer.v1.d3s_sync.rollouts_start=3", *overrides,
     )  # fmt: skip
     trainer.actor_rollout_wg = (workers or WorkersWithAnEngine)(trainer.config)
     trainer.ref_in_actor = True
@@ -299,17 +313,24 @@ def test_sets_that_do_not_fit() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    f"{ACTOR}.strategy": ("megatron", r"actor\.strategy: got 'megatron'; takes 'fsdp' or 'fsdp2' with sampling masks"),
+    f"{ACTOR}.strategy": (
+        "megatron",
+        r"actor\.strategy: got 'megatron'; takes 'fsdp' or 'fsdp2' with .*impl_backend=d3s",
+    ),
     "actor_rollout_ref.ref.strategy": ("veomni", r"ref\.strategy: got 'veomni'; takes 'fsdp'"),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": (2, "ulysses_sequence_parallel_size: got 2; takes 1"),
-    "actor_rollout_ref.model.use_fused_kernels": (True, "use_fused_kernels: got True; takes False"),
+    "actor_rollout_ref.model.use_fused_kernels": (False, "use_fused_kernels: got False; takes True"),
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend": (
+        "torch",
+        "got 'torch'; takes 'd3s' with sampling masks",
+    ),
     "actor_rollout_ref.rollout.multi_turn.enable": (True, r"multi_turn\.enable: got True; takes False"),
     "actor_rollout_ref.rollout.top_p": (1.0, "top_p: got 1.0 with top_k=-1, which cut nothing off; takes top_p below"),
 }
 
 
 def test_configurations_that_are_refused() -> None:
-    config = compose_config(CUT)
+    config = compose_config(CUT, *FUSED)
     require_config(config)
     for key, (value, message) in REFUSED.items():
         before = OmegaConf.select(config, key)
@@ -320,15 +341,15 @@ def test_configurations_that_are_refused() -> None:
 
 
 def test_the_trainer_mode_looks_at_the_configuration() -> None:
-    with pytest.raises(ValueError, match="use_fused_kernels: got True; takes False with sampling masks"):
-        make_trainer(CUT, OPTION, "actor_rollout_ref.model.use_fused_kernels=true")
+    with pytest.raises(ValueError, match="impl_backend: got 'torch'; takes 'd3s' with sampling masks"):
+        make_trainer(CUT, OPTION, FUSED[0])
 
 
 def test_micro_batches_that_are_refused() -> None:
     batch, _ = make_batch()
     table = torch.zeros(VOCABULARY, VOCABULARY)
-    with pytest.raises(ValueError, match=f"calculate_sum_pi_squared: got True in a micro-batch with {NOTE}; takes Fal"):
-        forward(micro_batch_of(batch, calculate_sum_pi_squared=True, **{NOTE: FIELD}), table)
+    with pytest.raises(ValueError, match=rf"impl_backend: got no 'd3s' with {NOTE}; takes it, since only our LM head"):
+        forward(micro_batch_of(batch, **{NOTE: FIELD}), table, "torch")
     with pytest.raises(ValueError, match="nothing: is no field of the rows, which have advantages"):
         forward(micro_batch_of(batch, **{NOTE: "nothing"}), table)
     with pytest.raises(ValueError, match=r"row: got shape \[8\]; takes \[8, T, K\] with T of at least"):
@@ -343,4 +364,4 @@ def test_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not FSDPEngineWithLMHead.prepare_model_outputs
     monkeypatch.setattr(FSDPEngineWithLMHead, "prepare_model_outputs", lambda self, logits: None)
     with pytest.raises(RuntimeError, match=r"prepare_model_outputs takes \['self', 'logits'\]; expected"):
-        plugin._replace(engine.REPLACED[1])
+        plugin._replace(head.REPLACED[1])

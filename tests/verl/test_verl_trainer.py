@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kept_rows import choose_rows
+from kept_rows import choose_rows, rollout_advantages
 from torch import Tensor
 
 pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
@@ -21,7 +21,6 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl_world import compose_config, make_trainer, put_rollouts, rows_of, run_step
 
 import d3s_kernels as d3s
-from d3s_kernels.integrations.verl.rows import rollout_advantages
 from d3s_kernels.metrics import NAMES
 
 D3S = "+trainer.v1.d3s_sync"
@@ -397,11 +396,11 @@ REFUSED = [
     (["algorithm.rollout_correction.bypass_mode=true"], "algorithm.rollout_correction.bypass_mode: got True; .* False"),
     (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator: got 'gae'; d3s_sync takes one adv"),
     (["critic.enable=true"], "critic.enable: got True; d3s_sync takes one advantage for a rollout, and no critic"),
-    (["algorithm.adv_estimator=rloo"], "algorithm.adv_estimator: got 'rloo'; takes 'grpo' or 'grpo_vectorized'"),
-    (["algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward: got True; takes False"),
+    (["algorithm.adv_estimator=rloo"], "algorithm.adv_estimator: got 'rloo'; d3s_sync takes 'grpo' or 'grpo_v"),
+    (["algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward: got True; d3s_sync takes False"),
     ([f"{LOSS}=d3s"], "policy_loss.loss_mode: got 'd3s'; d3s_sync takes another"),
-    ([f"{LOSS}=dro", f"{D3S}.loss_denominator=all"], "d3s_sync.loss_denominator: got 'all'; takes 'kept'"),
-    ([f"{LOSS}=geo_mean", f"{D3S}.loss_denominator=all"], "d3s_sync.loss_denominator: got 'all'; takes 'kept'"),
+    ([f"{LOSS}=dro", f"{D3S}.loss_denominator=all"], "loss_denominator: got 'all'; d3s_sync takes 'kept'"),
+    ([f"{LOSS}=geo_mean", f"{D3S}.loss_denominator=all"], "loss_denominator: got 'all'; d3s_sync takes 'kept'"),
     ([f"{D3S}.rollouts_start=0"], "trainer.v1.d3s_sync.rollouts_start: got 0; takes a share in"),
     ([f"{D3S}.token_rule=top"], "trainer.v1.d3s_sync.token_rule: got 'top'; takes 'advantage_entropy' or"),
     ([f"{D3S}.tokens=0.5"], "trainer.v1.d3s_sync.tokens: got 0.5, but it is no option; the options are "),

@@ -15,7 +15,7 @@ from ...selection_options import SelectionOptions, check_options, check_token_ru
 from .._options import check_one_process, choose_by_entropy
 
 PREFIX = "d3s_"
-LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # all are in _gradient.DENOMINATORS
+LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # all are in DENOMINATORS
 
 
 @dataclass

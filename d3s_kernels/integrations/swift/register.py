@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import warnings
 
 import swift
-from packaging.version import Version
 from swift.trainers import TrainerFactory
 
-_OLDEST, _NEWEST = "4.6", "4.6"
+from .._versions import untested
+
 _HERE = __name__.rpartition(".")[0]
 
 
@@ -19,11 +18,8 @@ def register() -> None:
     Raises:
         ImportError: another ms-swift than the tested ones, Megatron-SWIFT, or another plug-in with a trainer for GRPO.
     """
-    found = Version(swift.__version__)
-    if found < Version(_OLDEST):
-        raise ImportError(f"d3s_kernels.integrations.swift: found ms-swift {found}; takes {_OLDEST} or newer")
-    if found.release[:2] > Version(_NEWEST).release:
-        warnings.warn(f"d3s_kernels.integrations.swift: found ms-swift {found}; tested with {_NEWEST}", stacklevel=2)
+    if (wrong := untested("ms-swift", swift.__version__, "4.6", "4.7")) is not None:
+        raise ImportError(wrong)
     if any(name.startswith("swift.megatron") for name in sys.modules):
         raise ImportError(
             "d3s_kernels.integrations.swift: got Megatron-SWIFT, which has another trainer; takes `swift rlhf`"

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import gather_object
+from swift.rlhf_trainers import GRPOTrainer
+from swift.rlhf_trainers.utils import get_even_process_data
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...metrics import token_metrics, token_sums
-from .._gradient import DENOMINATORS, gradient_weights, only_through
-from .rollouts import ChoosesRollouts, Samples
+from ...denominators import DENOMINATORS, gradient_weights, only_through
+from ...metrics import rollout_metrics, token_metrics, token_sums
+from ...selection import Selection
+from .._rewards import without_spread
+from .._run import RunWithBudget
+from .config import D3SConfig
 
+Samples = list[Any]  # ms-swift's, one for each rollout of this process
 Scores = tuple[Tensor, Tensor | None]  # log-probabilities and entropies, [rows, tokens]
+_NO_TEACHER = "D3S takes none, since advantages of tokens come after the choice of rollouts"
 
 
 class Kept(NamedTuple):
@@ -24,7 +33,13 @@ class Kept(NamedTuple):
     """What the gradient of the loss is multiplied by, 0-d or ``[rows, 1]``."""
 
 
-class D3STrainer(ChoosesRollouts):
+def _length(sample: Any) -> int:
+    """The tokens of a completion: ms-swift keeps a list of them, or one for each turn."""
+    turns = sample.response_token_ids
+    return sum(map(len, turns)) if turns and isinstance(turns[0], list) else len(turns)
+
+
+class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift has no types
     """``GRPOTrainer`` of ms-swift that trains on the rollouts and the tokens that D3S chooses.
 
     Rollouts: once a generation batch has its rewards, rollouts are chosen over all processes, and each process gets the
@@ -37,11 +52,76 @@ class D3STrainer(ChoosesRollouts):
     Evaluation is ms-swift's.
 
     Raises:
-        TypeError, ValueError: as :class:`.run.Run`.
+        TypeError: ``args`` is not a :class:`D3SConfig`.
+        ValueError: what the choice does not cover and only the trainer knows of.
         RuntimeError: in the first step, if the loss does not score tokens in the way that is known.
     """
 
+    args: D3SConfig
+    _everyone: Samples | None = None  # all rollouts of this process, also dropped ones; set while a batch is made
+    _advantages: Tensor  # of all processes' rollouts
+    _kept_advantages: Tensor | None = None  # of the kept ones among them; set while a batch is made
     _choices_used = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        if not isinstance(options["args"], D3SConfig):
+            raise TypeError(f"args: got a {type(options['args']).__name__}; takes a D3SConfig")
+        super().__init__(*arguments, **options)
+        if self.template.sequence_parallel_size > 1:
+            given = self.template.sequence_parallel_size
+            raise ValueError(f"sequence_parallel_size: got {given}; D3S takes 1, where a process has whole sequences")
+        if self._has_teacher_explicit():
+            raise ValueError(f"teacher_model, teacher_model_server: got a teacher; {_NO_TEACHER}")
+        self._selection = Selection(self.args)
+
+    def _score_completions(self, samples: Samples) -> Samples:
+        samples = super()._score_completions(samples)
+        if not self.model.training:
+            return samples
+        if self.dynamic_num_samples:
+            raise ValueError("multi_turn_scheduler: got several samples of one rollout; D3S takes one of each")
+        if any(one.teacher_prompt or one.teacher_images is not None for one in samples):
+            raise ValueError(
+                f"teacher_prompt, teacher_images: got a column of the dataset for a teacher; {_NO_TEACHER}"
+            )
+        self._everyone = samples
+        self._advantages = super()._compute_advantages(samples, self._rewards_per_func, [])
+        return self._keep_rollouts(samples)
+
+    def _keep_rollouts(self, samples: Samples) -> Samples:
+        accelerator, budget, n = self.accelerator, self._budget(), self.num_generations
+        own = [[_length(one), self.overlong_filter and one.is_truncated] for one in samples]
+        lengths, left_out = accelerator.gather(torch.tensor(own, device=accelerator.device)).unbind(dim=1)
+        advantages = self._advantages.view(-1, n)
+        kept = self._selection.rollouts(
+            advantages,
+            self._progress,
+            has_tokens=(left_out == 0).view(-1, n),
+            multiple_of=self._multiple,
+            generator=self._draws_of_step(advantages.device),
+        ).flatten()
+        same = without_spread(self._rewards_per_func, self.reward_weights, n, self.scale_rewards == "gdpo")
+        self._log(rollout_metrics(kept, lengths, same, budget.rollouts / n))
+        self._kept_advantages = self._advantages_of(kept.view(-1, n), same)
+        here = kept.view(accelerator.num_processes, -1)[accelerator.process_index].tolist()
+        remaining = [sample for sample, stays in zip(samples, here, strict=True) if stays]
+        if bool(kept.all()):
+            return remaining
+        evenly: Samples = get_even_process_data(self, gather_object(remaining))
+        return evenly
+
+    def _advantages_of(self, kept: Tensor, same: Tensor) -> Tensor:
+        """The advantages of the kept rollouts, in their order; ``same`` marks the groups without a spread."""
+        advantages = self._advantages.view_as(kept)
+        anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=same)
+        return anew[kept]
+
+    def _compute_advantages(self, samples: Samples, *arguments: Any) -> Tensor:
+        """What ms-swift asks for once its batches are made: the advantages of the rollouts that are left."""
+        if self._kept_advantages is not None:
+            return self._kept_advantages
+        theirs: Tensor = super()._compute_advantages(samples, *arguments)
+        return theirs
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, compute_entropy: bool = False, **options: Any
@@ -61,7 +141,9 @@ class D3STrainer(ChoosesRollouts):
 
     def _postprocess_batch(self, samples: Samples, batches: list[dict[str, Any]]) -> None:
         super()._postprocess_batch(samples, batches)
-        if self._everyone is not None:
+        if self._kept_advantages is not None:
+            self._logs["advantages"].extend(self._advantages.tolist())  # as many as the log holds: it has no others
+            self._kept_advantages = None
             self._choose_tokens(samples, [batch["grpo_batch"] for batch in batches])
 
     def _choose_tokens(self, samples: Samples, parts: list[Any]) -> None:
@@ -108,3 +190,15 @@ class D3STrainer(ChoosesRollouts):
                 "tokens with a gradient; takes one that asks once"
             )
         return loss
+
+    def _log_rollout(self, samples: Samples) -> None:
+        """ms-swift's table of completions, whose rewards and advantages are those of all rollouts, has all of them."""
+        everyone, self._everyone = self._everyone, None
+        super()._log_rollout(samples if everyone is None else everyone)
+
+    def _log(self, metrics: dict[str, Tensor]) -> None:
+        """Keeps 0-d tensors for the next log, as numbers, which ms-swift's log takes. NaN: there is nothing to log."""
+        numbers = torch.stack([value.double() for value in metrics.values()]).tolist()
+        for name, number in zip(metrics, numbers, strict=True):
+            if not math.isnan(number):
+                self._metrics["train"][name].append(number)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from .sets import NO_TOKEN, SETS
+from ...recorder import NO_TOKEN
+from .sets import SETS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

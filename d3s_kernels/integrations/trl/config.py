@@ -8,10 +8,13 @@ from typing import Literal
 
 from trl import GRPOConfig
 
+from ...denominators import DENOMINATORS
 from ...schedule import DownSamplingSchedule
 from ...selection import Selection
 from ...selection_options import (
+    ALPHA,
     FLAG,
+    QUANTILES,
     SelectionOptions,
     check_options,
     check_token_rule,
@@ -19,8 +22,6 @@ from ...selection_options import (
     option,
     whole,
 )
-from .._espo import ALPHA, QUANTILES
-from .._gradient import DENOMINATORS
 from .._options import check_one_process, choose_by_entropy
 from .sampling_options import require_sampled_sets
 

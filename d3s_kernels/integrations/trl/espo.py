@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._espo import espo_terms
+from ...ratios import espo_terms
 from .batch import Batch, loss_mask
 from .config import D3SConfig
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...metrics import rollout_metrics
+from ...metrics import rollout_metrics, set_metrics, set_sums
+from ...recorder import Recorded, recording
 from ...rollouts import groups_without_spread
 from .._rewards import total_rewards, without_spread
-from ..sampling_metrics import set_metrics, set_sums
 from .batch import Batch, joined, keep_rollouts, loss_mask, take, trimmed
 from .page import PageOfBatch
-from .recorder import Recorded, recording
 from .refill import log_again, other_prompts, replacements, rows_of, take_logged
 from .sets import SETS
 from .surface import Passes
@@ -45,7 +44,7 @@ class ChoosesRollouts(ChoosesTokens):
                 self._page.add_rewards(total_rewards(self._rewards, self.reward_weights))
             self._page.add_generated(batch, self.accelerator.process_index, self._tokenizer.pad_token_id)
         batch = self._keep_rollouts(batch)
-        self._watch.rollouts_are_chosen()
+        self._watch.rollouts_were_chosen = True
         for name in postponed:
             batch |= self._postponed(name, batch)
         if self._tokens_before_update:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..._dispatch import ops
 from ..._dispatch.backends import DEVICES
-from ..._head.at_backward import AtBackward, asking_at_backward
+from ..._head.at_backward import AtBackward, HostNumber, asking_at_backward, gradient_to_add_to
 from ..._own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_logits
 from ...heads import read_head, why_not_here
 from ...sampling import op_arguments
-from .sets import scores_from_logits, sets_of_rows
+from .sets import sets_of_rows
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,24 +44,6 @@ def check_head(model: Any) -> None:
             require_own_logits(head)
         except UntriedHead as error:
             warnings.warn(f"d3s_kernels: TRL's reading of the model's head is not verified. {error}", stacklevel=3)
-
-
-class HostNumber:
-    """A 0-d integer tensor on its way to the host, which reads it later, when it waits for the device anyway.
-    ``value`` waits only if the copy is not done by then.
-    """
-
-    def __init__(self, number: Tensor) -> None:
-        self._copy, self._done = number, None
-        if number.is_cuda:
-            pinned = torch.empty((), dtype=number.dtype, pin_memory=True)
-            self._copy, self._done = pinned.copy_(number, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(torch.cuda.current_stream(number.device))
-
-    def value(self) -> int:
-        if self._done is not None:
-            self._done.synchronize()
-        return int(self._copy)
 
 
 @dataclass
@@ -87,16 +69,8 @@ class Update:
     def at_backward(self, weight: Tensor, dtype: torch.dtype) -> AtBackward:
         """For a head whose products have this dtype. Only a parameter is kept until then, not a gathered weight."""
         if self.adds_to_gradients and weight.is_leaf:
-            return AtBackward(lambda: _gradient_to_add_to(weight, dtype), self.max_grad_rows)
+            return AtBackward(lambda: gradient_to_add_to(weight, dtype), self.max_grad_rows)
         return AtBackward(lambda: None, self.max_grad_rows)
-
-
-def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The tensor to which autograd would add the weight's gradient, if nobody sees the difference; else None."""
-    if type(weight.grad) is not Tensor or weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return None
-    usable = weight.grad.dtype in (torch.float32, dtype) and weight.grad.is_contiguous()
-    return weight.grad if usable else None
 
 
 _updates = [Update()]  # the last one is that of the innermost d3s_head()
@@ -121,13 +95,10 @@ class _Head:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         reason, sets = _why_not(hidden, weight, dtype, logit_scale, outputs), sets_of_rows(len(targets))
-        if reason is not None and sets is not None:
-            return scores_from_logits(
-                sets, hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale, outputs, reason
-            )
         if reason is not None:
-            if _TRLS_HEAD is None:
-                raise RuntimeError(f"d3s_kernels: the LM head cannot be ours, because {reason}; and TRL's needs Triton")
+            if _TRLS_HEAD is None or sets is not None:
+                why_not_trls = "TRL's is over the whole vocabulary" if sets is not None else "TRL's needs Triton"
+                raise RuntimeError(f"d3s_kernels: the LM head cannot be ours, because {reason}; and {why_not_trls}")
             if reason not in _said:
                 _said.add(reason)
                 warnings.warn(f"d3s_kernels: TRL's own LM head is used, because {reason}", stacklevel=2)

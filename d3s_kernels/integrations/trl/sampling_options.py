@@ -21,21 +21,20 @@ _HARMLESS = {
 
 def require_sampled_sets(args: GRPOConfig) -> None:
     """Raises a ValueError if generation with these options has no sets, or sets that cannot be recorded."""
-    if args.use_vllm:
-        raise ValueError(
-            "use_vllm: got True with sampling_mask; takes False: vLLM returns the sets from 0.28 on, but TRL's client "
-            "and its colocated engine hand on token ids and log-probabilities alone"
-        )
-    if args.use_transformers_continuous_batching:
-        raise ValueError(
-            "use_transformers_continuous_batching: got True with sampling_mask; takes False: its generate_batch takes "
-            "no logits processors, which would record the sets"
-        )
-    if args.repetition_penalty != 1:
-        raise ValueError(
-            f"repetition_penalty: got {args.repetition_penalty} with sampling_mask; takes 1.0: it changes scores, and "
-            "the sets do not record that"
-        )
+    refused = {
+        "use_vllm": (
+            False,
+            "vLLM returns the sets from 0.28 on, but TRL hands on ids and log-probabilities alone",
+        ),
+        "use_transformers_continuous_batching": (
+            False,
+            "generate_batch takes no processors, which record the sets",
+        ),
+        "repetition_penalty": (1.0, "it changes scores, and the sets do not record that"),
+    }
+    for name, (takes, reason) in refused.items():
+        if (found := getattr(args, name)) != takes:
+            raise ValueError(f"{name}: got {found!r} with sampling_mask; takes {takes!r}: {reason}")
     given: dict[str, Any] = args.generation_kwargs or {}
     for name in given:
         if name not in _CUTS and name not in _HARMLESS:

@@ -1,16 +1,19 @@
-"""A call for scores of tokens, and the passes without gradient that make such calls before the update."""
+"""TRL's calls for scores of tokens, its passes without gradient before the update, and its log."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
 
+from .._run import RunWithBudget
 from .batch import IMAGES, Batch
-from .run import Run
+from .config import D3SConfig
 from .sets import SETS, over_sets
 from .surface import OLD, REFERENCE, Passes
 
@@ -30,10 +33,35 @@ class Call(NamedTuple):
         return self.method(self.model, self.tokens, self.attention, self.columns, **options)
 
 
-class Scoring(Run):
-    """Makes TRL's passes, and postpones those that only the update needs until the rollouts are chosen."""
+class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
+    """TRL's trainer with a log of our metrics that waits for no device. Makes TRL's passes, and postpones those that
+    only the update needs until the rollouts are chosen.
+    """
 
+    args: D3SConfig
     _passes: Passes | None = None  # set only while TRL makes a generation batch
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def _log(self, metrics: dict[str, Tensor]) -> None:
+        """Keeps 0-d tensors for the next log, which alone waits for the device. NaN stands for nothing to log."""
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
+        metrics = self._metrics["train"]
+        # The log of an evaluation leaves the metrics of training to the next one.
+        ours = [name for name in metrics if name.startswith("d3s/")] if self.model.training else []
+        if ours:
+            waiting = [value.double() for name in ours for value in metrics[name] if isinstance(value, Tensor)]
+            numbers = iter(torch.stack(waiting).tolist())
+            for name in [*ours, "entropy"]:  # TRL's mean may be over no token that was measured
+                found = [next(numbers) if isinstance(value, Tensor) else value for value in metrics.pop(name, ())]
+                if known := [number for number in found if not math.isnan(number)]:
+                    metrics[name] = known
+        super().log(logs, *more, **options)
 
     @property
     def _corrects_sampling(self) -> bool:

@@ -6,17 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ..._dispatch import ops
-from ..._dispatch.backends import DEVICES
 from ...sampling import SamplingMask
-from ...vocabulary import logprob_entropy
 
 SETS = "d3s_sets"  # a batch's field: int32 [rows, tokens, width], the set of each token of the completions
-NO_TOKEN = -1  # fills up the sets
 
 # Of the forward that runs now: the sets of all its tokens, and which tokens have a label. None: over the vocabulary.
 _sets_of_forwards: list[tuple[Tensor, Tensor] | None] = [None]
@@ -67,28 +62,3 @@ def sets_of_rows(rows: int) -> SamplingMask | None:
     sets, labelled = _sets_of_forwards[-1]
     places, _ = ops.compact(labelled, rows)
     return SamplingMask.from_padded(sets.index_select(0, places.clamp(min=0)))
-
-
-def scores_from_logits(
-    mask: SamplingMask,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    cap: float | None,
-    scale: float,
-    outputs: tuple[str, ...],
-    reason: str,
-) -> tuple[Tensor | None, ...]:
-    """What TRL's head returns, over the sets, where ours cannot be used for this ``reason``: all logits are made."""
-    elsewhere = hidden.device.type not in DEVICES or hasattr(weight, "ds_id")
-    if elsewhere or set(outputs) - {"log_probs", "entropy"}:
-        raise RuntimeError(
-            f"sampling_mask: the LM head cannot be ours, because {reason}; TRL's own is over the whole vocabulary"
-        )
-    logits = scale * linear(hidden.to(weight.dtype), weight, bias).float()
-    if cap is not None:
-        logits = cap * torch.tanh(logits / cap)
-    scores = logprob_entropy(logits, targets, temperature=temperature, sampling_mask=mask, max_dense_rows=0)
-    return *scores, None, None, None

@@ -8,7 +8,6 @@ in a class that overrides ours.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,8 +42,8 @@ class Passes:
         return name
 
     def postpone(self, name: str, rows: int, columns: int) -> Tensor:
-        """A tensor for TRL to put into the batch, which raises as soon as anything reads it."""
-        self.postponed[name] = torch.empty(rows, columns, device="meta").as_subclass(_Postponed)
+        """A tensor for TRL to put into the batch: it has no values, so that torch raises where anything reads them."""
+        self.postponed[name] = torch.empty(rows, columns, device="meta")
         return self.postponed[name]
 
     def without_postponed(self, batch: Batch) -> Batch:
@@ -73,35 +72,15 @@ class Passes:
         return {name: value for name, value in batch.items() if name not in self.postponed}
 
 
-class _Postponed(Tensor):
-    """Log-probabilities that are not there yet."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", str(function))
-        raise UnknownTRL(
-            f"_generate_and_score_completions: {name} reads log-probabilities before the rollouts are chosen; these "
-            "are scored afterwards, since neither rewards nor advantages need them in the versions that were tested"
-        )
-
-
 class Watch:
     """Notices a choice of rollouts, and the gradient of the log-probabilities that the selection of tokens hooks."""
 
     def __init__(self) -> None:
-        self._rollouts = self._asked = self._acted = False
-
-    def rollouts_are_chosen(self) -> None:
-        """Call it for each generation batch; several steps may train on one."""
-        self._rollouts = True
-
-    def begin(self) -> None:
-        """Call it before a step."""
-        self._asked = self._acted = False
+        self.rollouts_were_chosen = False  # for a generation batch, on which several steps may train
+        self._acted = False
 
     def seen(self, hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """The same backward hook, which is noticed when it runs."""
-        self._asked = True
 
         def noticed(gradient: Tensor) -> Tensor:
             self._acted = True
@@ -115,29 +94,22 @@ class Watch:
         Raises:
             UnknownTRL: no rollouts were chosen, or no gradient came through the selection of tokens.
         """
-        if not self._rollouts:
+        if not self.rollouts_were_chosen:
             raise UnknownTRL(
                 "training_step: no rollouts were chosen for this step. Its batch has to come from "
-                f"D3STrainer._generate_and_score_completions. {_overriding(trainer, _TO_ROLLOUTS)}"
+                f"D3STrainer._generate_and_score_completions{_overriding(trainer, _TO_ROLLOUTS)}"
             )
         if not self._acted:
-            what = "asked for them, but has no gradient through them" if self._asked else "asked for none"
             raise UnknownTRL(
-                "training_step: no token was selected in this step. The loss has to use the log-probabilities of "
-                f"D3STrainer._compute_loss; it {what}. {_overriding(trainer, _TO_TOKENS)}"
+                "training_step: no token was selected in this step. The loss needs a gradient through the "
+                f"log-probabilities of D3STrainer._compute_loss{_overriding(trainer, _TO_TOKENS)}"
             )
+        self._acted = False
 
 
 def _overriding(trainer: Any, names: Sequence[str]) -> str:
-    """The methods of a trainer that are neither ours nor TRL's; if there are none, the first, to begin with."""
-    methods = {name: getattr(trainer, name) for name in names}
-    others = [name for name, method in methods.items() if not f"{method.__module__}.".startswith(_KNOWN)]
-    return "; ".join(f"{name} is {place(methods[name])}" for name in others or names[:1])
-
-
-def place(function: Any) -> str:
-    """A function's name, file and line, for an error."""
-    plain = inspect.unwrap(function)
-    code = getattr(plain, "__code__", None)
-    at = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-    return f"{getattr(plain, '__qualname__', repr(plain))}{at}"
+    """The methods of a trainer that are neither ours nor TRL's."""
+    methods = [getattr(trainer, name) for name in names]
+    others = [each for each in methods if not f"{each.__module__}.".startswith(_KNOWN)]
+    named = [f"{each.__module__}.{getattr(each, '__qualname__', each)}" for each in others]
+    return f"; it may not come through {' and '.join(named)}" if named else ""

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..._head.at_backward import HostNumber
+from ...denominators import gradient_weights, only_through
+from ...metrics import token_metrics, token_sums
 from ...tokens import TokenSelection
-from .._gradient import gradient_weights, only_through
 from .batch import Batch, last_column, loss_mask, take
 from .espo import as_espo
-from .head import HostNumber, Update
+from .head import Update
 from .page import PageOfBatch
 from .scoring import Call, Scores, Scoring
 from .sets import SETS, over_sets
@@ -29,6 +31,8 @@ class ChoosesTokens(Scoring):
     epsilon_high: Any
     _watch: Watch
     _loss_inputs: Batch | None = None  # set only while TRL computes a training loss
+    _just_kept = HostNumber(torch.zeros(()))  # the kept tokens of the last micro-batch, of all processes
+    _kept_in_update = 0  # those of the update that is being made
     _page: PageOfBatch | None = None  # set while a generation batch is trained on of which a page is written
 
     @property
@@ -170,3 +174,30 @@ class ChoosesTokens(Scoring):
             return known.index_add(0, place, pad(of_kept, (0, call.columns - used)))
 
         return everywhere(logprob, known), everywhere(entropy, inputs["d3s_entropy"]), aux
+
+    def _log_tokens(
+        self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logs what was kept of a micro-batch. Means of entropies are over the ``measured`` tokens, all kept ones among
+        them. Returns, over all processes, the numbers of kept and of all tokens, and the mean entropy.
+        """
+        sums = token_sums(kept, mask, torch.where(measured, entropy, 0.0), advantages.unsqueeze(1))
+        sums = torch.cat([sums, measured.sum(dtype=sums.dtype).unsqueeze(0)])
+        totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
+        number, *_, of_kept, of_dropped, number_measured = totals
+        metrics = token_metrics(totals[:-1], threshold, self._budget().token_ratio)
+        self._log(metrics | {"d3s/entropy_dropped": of_dropped / (number_measured - number)})
+        self._just_kept = HostNumber(number)
+        return totals[:2].float(), (of_kept + of_dropped) / number_measured
+
+    def _count_tokens(self) -> None:
+        """Counts the kept tokens of a micro-batch whose loss was computed: TRL has waited for the device by then."""
+        number, metrics = self._just_kept.value(), self._metrics["train"]
+        # This part of the trainer's state goes into checkpoints, comes back from them, and is new in each run.
+        counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
+        counts["num_tokens_kept"] += number
+        metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # replaced: TRL logs means
+        self._kept_in_update += number
+        if self.accelerator.sync_gradients:  # the update's last micro-batch
+            metrics["d3s/updates_without_tokens"].append(float(self._kept_in_update == 0))
+            self._kept_in_update = 0

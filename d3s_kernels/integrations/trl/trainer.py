@@ -1,7 +1,7 @@
 """``GRPOTrainer`` with D3S's choice of rollouts and tokens between generation and update.
 
 Each file overrides what TRL does at one place: :mod:`.generation` after TRL has made a generation batch, :mod:`.tokens`
-while it computes a loss, :mod:`.scoring` in its passes without gradient, and :mod:`.run` in its log. This one makes the
+while it computes a loss, and :mod:`.scoring` in its passes without gradient and its log. This one makes the
 trainer, and hands each of TRL's calls for scores to the place that it comes from.
 """
 
@@ -84,22 +84,17 @@ class D3STrainer(ChoosesRollouts):
         for when, progress in (("start", 0.0), ("end", 1.0)):
             asked, kept = self._selection.number_of_rollouts(progress, everything // n, n, multiple)
             given = getattr(self.args, f"rollouts_{when}")
-            if when == "start" and asked == everything and given != 1:  # a share of 1 asks for all of them
-                message = f"num_generations is {n}, so that no rollout is dropped at the start"
-            elif kept > 1.25 * asked:
-                message = (
-                    f"asking for {asked} of {everything} rollouts, but {kept} are kept: a multiple of processes x "
-                    f"steps per generation, {multiple}. A larger per_device_train_batch_size with fewer "
-                    "gradient_accumulation_steps lets more be dropped"
+            nothing = when == "start" and asked == everything and given != 1  # a share of 1 asks for all of them
+            if self.accelerator.is_main_process and (nothing or kept > 1.25 * asked):
+                warnings.warn(
+                    f"rollouts_{when}: got {given}, but {kept} of {everything} rollouts are kept: a group has {n}, and "
+                    f"their number is a multiple of processes x steps per generation, {multiple}. More num_generations,"
+                    " or a larger per_device_train_batch_size with fewer gradient_accumulation_steps, drop more",
+                    stacklevel=3,
                 )
-            else:
-                continue
-            if self.accelerator.is_main_process:
-                warnings.warn(f"rollouts_{when}: got {given}, {message}", stacklevel=3)
-            return
+                return
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        self._watch.begin()
         loss: Tensor = super().training_step(*arguments, **options)
         self._watch.end(self)
         return loss

@@ -65,21 +65,17 @@ def require_config(config: Any) -> None:
     Args:
         config: verl's whole configuration.
     """
-    ref, actor = "actor_rollout_ref.ref", "actor_rollout_ref.actor"
-    engines, backend = ("fsdp", "fsdp2"), OmegaConf.select(config, f"{FUSED}.impl_backend")
+    parallel, one = "ulysses_sequence_parallel_size", (None, 1)
     takes: list[tuple[str, Sequence[Any]]] = [
-        (f"{actor}.strategy", engines),
-        (f"{ref}.strategy", engines),
-        (f"{actor}.ulysses_sequence_parallel_size", (None, 1)),
-        (f"{actor}.fsdp_config.ulysses_sequence_parallel_size", (None, 1)),
-        (f"{ref}.ulysses_sequence_parallel_size", (None, 1)),
-        (f"{ref}.fsdp_config.ulysses_sequence_parallel_size", (None, 1)),
-        *([] if backend == "d3s" else [("actor_rollout_ref.model.use_fused_kernels", (None, False))]),
-        (f"{actor}.calculate_sum_pi_squared", (None, False)),
+        (f"{FUSED}.impl_backend", ("d3s",)),
+        *(
+            (f"actor_rollout_ref.{of}{parallel}", one)
+            for of in ("actor.", "actor.fsdp_config.", "ref.", "ref.fsdp_config.")
+        ),
         ("actor_rollout_ref.rollout.multi_turn.enable", (None, False)),
-        ("distillation.enabled", (None, False)),
     ]
     _require_values(config, takes, "sampling masks")
+    require_head(config)
     rollout = config.actor_rollout_ref.rollout
     if rollout.top_p >= 1 and rollout.top_k <= 0:
         raise ValueError(

@@ -1,8 +1,10 @@
 """verl's fused LM head on :func:`d3s_kernels.linear_logprob_entropy`: ``fused_kernel_options.impl_backend=d3s``.
 
 verl's models with fused kernels hand hidden states and the head's weight to ``FusedLinearForPPO``. The plug-in replaces
-that class by one that knows our name, and lets ``patch_forward_with_backends`` take it. The engine (:mod:`.engine`)
-says which positions of a micro-batch are read; the others are not computed.
+that class by one that knows our name, and lets ``patch_forward_with_backends`` take it. After ``prepare_model_inputs``
+of verl's FSDP engine our head learns which positions of a micro-batch are read, and over which sets: it computes no
+others. After ``prepare_model_outputs`` these get their old log-probabilities. ``_build_lora_module`` may not adapt the
+head.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from verl.utils import fsdp_utils
 from verl.utils import tensordict_utils as tu
 from verl.utils.experimental import torch_functional
 from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ..._own_logits import UnsupportedHead, UntriedHead, verified_head
 from ...heads import read_head
@@ -51,23 +54,23 @@ class Read:
 _READ: ContextVar[Read | None] = ContextVar("what is read of this micro-batch", default=None)
 
 
-def forget() -> None:
+def _forget() -> None:
     """Whatever was said of the last micro-batch holds no longer."""
     _READ.set(None)
 
 
-def asked_for(engine: Any) -> bool:
+def _asked_for(engine: Any) -> bool:
     """Whether the engine's configuration asks for our head."""
     options = getattr(getattr(engine, "model_config", None), "fused_kernel_options", None) or {}
     return bool(options.get("impl_backend") == BACKEND)
 
 
-def serves(engine: Any, data: Any) -> bool:
+def _serves(engine: Any, data: Any) -> bool:
     """Whether the micro-batch goes through our head."""
-    return asked_for(engine) and bool(tu.get_non_tensor_data(data, "use_fused_kernels", False))
+    return _asked_for(engine) and bool(tu.get_non_tensor_data(data, "use_fused_kernels", False))
 
 
-def read_positions(engine: Any, data: Any, labels: Tensor) -> None:
+def _read_positions(engine: Any, data: Any, labels: Tensor) -> None:
     """Says what will be read of the model's next output.
 
     In the update of a policy these are the tokens of ``response_mask``, which the losses read. Where there is no
@@ -82,6 +85,8 @@ def read_positions(engine: Any, data: Any, labels: Tensor) -> None:
     if tu.get_non_tensor_data(data, "distillation_use_topk", False):
         raise ValueError(f"distillation_use_topk: got True; takes False with {OPTION}={BACKEND}, which has no logits")
     field = tu.get_non_tensor_data(data, NOTE, None)
+    if field is not None and engine.use_ulysses_sp:
+        raise ValueError(f"ulysses_sequence_parallel_size: got more than 1 with {NOTE}; takes 1")
     in_loss = torch.is_grad_enabled() and all(name in data for name in _POLICY_UPDATE)
     everything = "responses" not in data or "response_mask" not in data or (torch.is_grad_enabled() and not in_loss)
     if field is None and (everything or tu.get_non_tensor_data(data, "return_model_output", False)):
@@ -130,7 +135,7 @@ def _of_this_rank(mask: Tensor, rows: int, engine: Any) -> Tensor:
     return whole.view(ranks, rows)[get_ulysses_sequence_parallel_rank() if ranks > 1 else 0]
 
 
-def with_old_log_probs(found: dict[str, Any], data: Any) -> dict[str, Any]:
+def _at_old_log_probs(found: dict[str, Any], data: Any) -> dict[str, Any]:
     """The engine's outputs, with the old log-probabilities at the tokens that no loss reads: a ratio of 1 there."""
     read = _READ.get()
     if read is None or not read.used:
@@ -230,7 +235,53 @@ def _without_the_head(original: Any) -> Any:
     return select_fsdp2_wrap_targets
 
 
+def _with_read_positions(original: Any) -> Any:
+    def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
+        _forget()
+        ours = _serves(self, micro_batch)
+        if not ours and tu.get_non_tensor_data(micro_batch, NOTE, None) is not None:
+            raise ValueError(f"{OPTION}: got no {BACKEND!r} with {NOTE}; takes it, since only our LM head takes sets")
+        inputs, output_args = original(self, micro_batch)
+        if ours:
+            _read_positions(self, micro_batch, output_args["input_ids_rmpad_rolled"])
+        return inputs, output_args
+
+    return prepare_model_inputs
+
+
+def _with_old_log_probs(original: Any) -> Any:
+    def prepare_model_outputs(
+        self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
+    ) -> Any:
+        try:
+            found = original(self, output, output_args, micro_batch, logits_processor_func)
+            return _at_old_log_probs(found, micro_batch) if _serves(self, micro_batch) else found
+        finally:
+            _forget()
+
+    return prepare_model_outputs
+
+
+def _with_a_plain_head(original: Any) -> Any:
+    def build_lora_module(self: Any, module: Any) -> Any:
+        adapted = original(self, module)
+        if _asked_for(self):
+            try:
+                read_head(adapted)
+            except UnsupportedHead as error:
+                raise ValueError(f"{OPTION}: got {BACKEND!r}. {error}") from error
+        return adapted
+
+    return build_lora_module
+
+
 REPLACED = (
+    Replaced(FSDPEngineWithLMHead, "prepare_model_inputs", ["self", "micro_batch"], _with_read_positions),
+    Replaced(
+        FSDPEngineWithLMHead, "prepare_model_outputs",
+        ["self", "output", "output_args", "micro_batch", "logits_processor_func"], _with_old_log_probs,
+    ),
+    Replaced(FSDPEngineWithLMHead, "_build_lora_module", ["self", "module"], _with_a_plain_head),
     Replaced(
         monkey_patch, "patch_forward_with_backends", ["model", "use_fused_kernels", "fused_kernels_backend"],
         _with_our_backend,

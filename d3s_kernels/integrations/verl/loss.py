@@ -1,38 +1,26 @@
-"""The policy loss ``d3s`` for verl: wraps another policy loss and lets gradient flow only through the top tokens."""
-# ruff: noqa: RUF009  # option() makes a field
+"""The policy losses ``d3s``, which lets gradient flow only through the top tokens of another, and ``espo`` for verl."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
-from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_policy_loss
+from verl.utils.torch_functional import masked_mean
 from verl.workers.config import PolicyLossConfig
 
-from ...selection_options import FLAG, RATIO, Takes, TokenScope, check_options, check_token_rule, one_of, option
-from ...tokens import TokenRule, select_tokens
-from .options import POLICY_LOSS, EspoOptions, of_policy_loss
-
-_BASE = Takes(lambda value: isinstance(value, str) and value != "d3s", "the name of another policy loss")
-
-
-@dataclass
-class D3SLossOptions:
-    """The options of the policy loss ``d3s``. Its pool is verl's micro-batch, and a share does not change."""
-
-    base_loss: str = option("vanilla", "the policy loss of all tokens", _BASE)
-    token_ratio: float = option(0.20, "the share of a micro-batch's tokens that gets a gradient", RATIO)
-    token_rule: TokenRule = option("advantage_entropy", "by what tokens are ranked", one_of(*get_args(TokenRule)))
-    token_scope: TokenScope = option("batch", "of the micro-batch, or of each sequence", one_of(*get_args(TokenScope)))
-    drop_zeros: bool = option(False, "leave tokens of score 0 out", FLAG)
+from ...ratios import espo_terms
+from ...selection_options import check_options, check_token_rule
+from ...tokens import select_tokens
+from . import entropy  # the module, not its names: its import of verl may load this file before it is complete
+from .options import POLICY_LOSS, PolicyLossOptions, of_policy_loss
 
 
 @dataclass
-class D3SPolicyLossConfig(D3SLossOptions, EspoOptions, PolicyLossConfig):  # type: ignore[misc]  # verl has no types
-    """verl's section ``actor_rollout_ref.actor.policy_loss`` with the options of ``d3s``, and with those of ``espo``
-    for ``base_loss=espo``.
+class D3SPolicyLossConfig(PolicyLossOptions, PolicyLossConfig):  # type: ignore[misc]  # verl has no types
+    """verl's section ``actor_rollout_ref.actor.policy_loss`` with the options of ``d3s`` and ``espo``.
 
     verl's own class refuses unknown keys; ``policy_loss._target_`` selects this class instead.
 
@@ -81,7 +69,7 @@ def d3s_policy_loss(
     """
     if config is None:
         raise ValueError("config: got None; takes the actor's configuration")
-    options = of_policy_loss(D3SLossOptions, config.policy_loss)
+    options = of_policy_loss(config.policy_loss)
     kept = select_tokens(
         -old_log_prob.detach(), advantages.detach(), options.token_ratio, rule=options.token_rule,
         mask=response_mask.bool(), scope=options.token_scope, drop_zeros=options.drop_zeros,
@@ -97,3 +85,70 @@ def d3s_policy_loss(
         rollout_is_weights=rollout_is_weights,
     )
     return result
+
+
+@register_policy_loss("espo")  # type: ignore[untyped-decorator]
+def espo_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """ESPO's objective (arXiv 2512.00499, eq. 5), negated: the mean over sequences of the mean over a sequence's groups
+    of the mean over a group's tokens of ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)``.
+
+    Groups, ratio ``s`` and ``epsilon`` come from :func:`d3s_kernels.entropy_groups`,
+    :func:`d3s_kernels.importance_ratio` and :func:`d3s_kernels.adaptive_clip`. Token weights produce the mean over
+    groups, so that verl's own aggregation "seq-mean-token-mean" can average across micro-batches and ranks. The actor's
+    ``clip_ratio`` is not used.
+
+    Args:
+        old_log_prob, log_prob, advantages: float ``[B, T]``.
+        response_mask: bool or int ``[B, T]``.
+        loss_agg_mode: not used: eq. 5 has one aggregation.
+        config: the actor's. ``config.policy_loss`` has the options ``quantiles`` ([0.8]), ``alpha`` (0.02),
+            ``denominator`` ("self"), ``vocab_size`` (the model's) and ``entropy_source`` ("old").
+        rollout_is_weights: float ``[B, T]``, multiplied with the tokens' losses, as in verl's own losses.
+
+    Returns:
+        The loss and the metrics: the share of clipped tokens, verl's estimate of the divergence from the old policy,
+        and the mean epsilon of a token.
+
+    Raises:
+        ValueError: no config, a bad option, an unknown vocabulary size, or no entropy from ``entropy_source``.
+    """
+    if config is None:
+        raise ValueError("config: got None; takes the actor's configuration")
+    options = of_policy_loss(config.policy_loss)
+    ratio, epsilon, weight = espo_terms(
+        log_prob, old_log_prob, entropy.token_entropy(options.entropy_source, old_log_prob), response_mask.bool(),
+        quantiles=options.quantiles, alpha=options.alpha, denominator=options.denominator,
+        vocab_size=options.vocab_size or _vocab_size_of_model(config),
+    )  # fmt: skip
+
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - epsilon, 1 + epsilon)
+    losses = weight * torch.maximum(plain, clipped)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    loss: Tensor = agg_loss(
+        loss_mat=losses, loss_mask=response_mask, loss_agg_mode="seq-mean-token-mean", **config.global_batch_info
+    )
+
+    means = {
+        "actor/pg_clipfrac": (clipped > plain).float(),
+        "actor/ppo_kl": (old_log_prob - log_prob).detach(),
+        "actor/espo_epsilon": epsilon,
+    }
+    return loss, {name: masked_mean(values, response_mask).item() for name, values in means.items()}
+
+
+def _vocab_size_of_model(config: Any) -> int:
+    model = getattr(config.get("model_config"), "hf_config", None)
+    if model is None:
+        raise ValueError(f"{POLICY_LOSS}.vocab_size: got None, and no model to ask; takes a whole number of at least 2")
+    vocab_size: int = model.get_text_config().vocab_size
+    return vocab_size

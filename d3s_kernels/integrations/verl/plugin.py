@@ -11,20 +11,18 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import os
 import sys
 import warnings
 from typing import Any
 
+from .._versions import untested
 from .replaced import Replaced
 
 TESTED_WITH = "0.9.1"
 _SETTINGS = {
-    "loss": "actor.policy_loss.loss_mode=d3s",
-    "espo": "actor.policy_loss.loss_mode=espo",
+    "loss": "actor.policy_loss.loss_mode=d3s or espo",
     "entropy": "actor.policy_loss.entropy_source",
     "head": "model.fused_kernel_options.impl_backend=d3s",
-    "engine": "trainer.v1.d3s_sync.sampling_mask_field",
     "trainer": "trainer.v1.trainer_mode=d3s_sync",
 }
 _replaced: list[tuple[Replaced, Any, Any]] = []  # with the original and with ours
@@ -35,21 +33,16 @@ def install() -> None:
     """Registers our names, and replaces what each module says. What is not available is said in a warning that names
     the setting; the others work.
     """
-    found_version = importlib.metadata.version("verl")
-    if found_version != TESTED_WITH:
-        message = f"d3s_kernels: found verl {found_version}; takes {TESTED_WITH}, which the tests cover"
-        if os.environ.get("D3S_VERL_UNTESTED") != "1":
-            way_out = "run tests/verl of a clone with it, then set D3S_VERL_UNTESTED=1"
-            warnings.warn(f"{message}, and has registered nothing. {way_out}", RuntimeWarning, stacklevel=2)
-            return
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    if (wrong := untested("verl", importlib.metadata.version("verl"), TESTED_WITH, "0.9.2")) is not None:
+        warnings.warn(f"{wrong}. Nothing was registered", RuntimeWarning, stacklevel=2)
+        return
     for module, setting in _SETTINGS.items():
         if module in _installed or (module == "trainer" and not importlib.util.find_spec("transfer_queue")):
             continue  # verl's V1 trainers cannot be imported without it
         before = len(_replaced)
         try:
             found = importlib.import_module(f"{__package__}.{module}")
-            if getattr(found.__spec__, "_initializing", False) and module in ("entropy", "head", "engine"):
+            if getattr(found.__spec__, "_initializing", False) and module in ("entropy", "head"):
                 raise ImportError("it was imported before verl, which loads the plug-in; import verl first")
             for replaced in getattr(found, "REPLACED", ()):
                 _replace(replaced)

@@ -21,13 +21,14 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from ...metrics import rollout_metrics, token_metrics, token_sums
+from ...metrics import rollout_metrics, set_metrics, set_sums, token_metrics, token_sums
+from ...rollouts import group_advantages, groups_without_spread
 from ...schedule import Budget
-from ...selection import Selection
-from ..sampling_metrics import set_metrics, set_sums
+from ...selection import Selection, in_groups
+from ...selection_options import options_from
 from .checks import require_config, require_head, require_sets, require_used
-from .options import D3SOptions
-from .rows import rollout_advantages, rows_of_an_update, sessions, without_spread
+from .options import POLICY_LOSS, D3SOptions
+from .rows import rows_of_an_update, sessions
 from .sampling_mask import NOTE, field_of
 
 MODE = "d3s_sync"
@@ -50,7 +51,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
     """
 
     def __init__(self, config: Any) -> None:
-        self.d3s = D3SOptions.from_config(config.trainer.v1.get(MODE) or {}, SECTION)
+        self.d3s = options_from(D3SOptions, config.trainer.v1.get(MODE) or {}, f"{SECTION}.")
+        self._selection = Selection(self.d3s)
         _require(config, self.d3s)
         # verl compares this string in its replay buffer, and when it submits prompts, refills and writes checkpoints.
         with _values(config, {"trainer.v1.trainer_mode": "sync"}):
@@ -66,7 +68,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
     @property
     def _budget(self) -> Budget:
-        return self.d3s.budget(self._progress, self.config.actor_rollout_ref.rollout.n)
+        return self._selection.budget(self._progress, self.config.actor_rollout_ref.rollout.n)
 
     def _draws(self, rule: str) -> torch.Generator | None:
         """For the rule "random": other numbers in each step, the same ones after a checkpoint."""
@@ -142,7 +144,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             advantages = of_rows.repeat_interleave(offsets.diff()) * mask
             fields = {"advantages": advantages, "returns": advantages}
 
-        tokens = Selection(self.d3s).tokens(
+        tokens = self._selection.tokens(
             entropy, advantages, self._progress, mask=mask.bool(), offsets=offsets,
             generator=self._draws(self.d3s.token_rule),
         )  # fmt: skip
@@ -185,11 +187,14 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         rewards, groups = torch.stack([scores[row].sum() for row in last]), [uids[row] for row in last]
 
         scaled = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
-        advantages = rollout_advantages(rewards, groups, scale="group" if scaled else "none")
+        table, places = in_groups(rewards, groups)  # NaN where a group has fewer rollouts, and a reward of NaN
+        of_groups = group_advantages(table, scale="group" if scaled else "none", eps=1e-6)
+        of_groups = of_groups.masked_fill(table.isnan(), torch.nan)
         n, budget = self.config.actor_rollout_ref.rollout.n, self._budget
-        kept = Selection(self.d3s).rollouts(
-            advantages, self._progress, groups=groups, group_size=n, generator=self._draws(self.d3s.rollout_rule)
+        kept = self._selection.rollouts(
+            of_groups, self._progress, group_size=n, generator=self._draws(self.d3s.rollout_rule)
         )
+        kept, advantages = kept.flatten()[places], of_groups.flatten()[places]
         chosen = kept.nonzero().flatten().tolist()
         if not chosen:
             raise ValueError(f"rm_scores: got no finite reward in {len(rollouts)} rollouts; takes at least one")
@@ -200,7 +205,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
 
         lengths = torch.tensor([sum(tokens[row] for row in rows) for rows in rollouts])
-        same = without_spread(rewards, groups)
+        same = groups_without_spread(table)
         metrics.update(_numbers(rollout_metrics(kept, lengths, same, budget.rollouts / n)))
         # verl's own metrics cover only the kept rollouts, whose scores are extreme by choice.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
@@ -209,43 +214,30 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
 def _require(config: Any, options: D3SOptions) -> None:
     """Raises a ValueError for a configuration that the trainer does not support."""
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    estimator = str(algorithm.adv_estimator)
-    if (algorithm.get("rollout_correction") or {}).get("bypass_mode", False):
-        raise ValueError(
-            f"algorithm.rollout_correction.bypass_mode: got True; {MODE} takes False: bypass mode computes no entropy "
-            "of the old policy, by which the tokens are chosen"
-        )
-    for key, given, critic in (
-        ("critic.enable", config.critic.enable, config.critic.enable),
-        ("algorithm.adv_estimator", estimator, estimator == "gae"),
-    ):
-        if critic:
-            raise ValueError(f"{key}: got {given!r}; {MODE} takes one advantage for a rollout, and no critic")
-    if options.advantages_from == "all":
-        if estimator not in ("grpo", "grpo_vectorized"):
-            raise ValueError(
-                f"algorithm.adv_estimator: got {estimator!r}; takes 'grpo' or 'grpo_vectorized', or, with "
-                f"{SECTION}.advantages_from=kept, any without a critic"
-            )
-        if algorithm.use_kl_in_reward:
-            raise ValueError(
-                f"algorithm.use_kl_in_reward: got True; takes False, or {SECTION}.advantages_from=kept: the divergence "
-                "of dropped rollouts is not computed"
-            )
-    require_head(config)
-    if options.sampling_mask_field is not None:
-        require_config(config)
-    loss = actor.policy_loss.get("loss_mode", "vanilla")
-    if loss == "d3s":
-        raise ValueError(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode: got 'd3s'; {MODE} takes another one: it chooses the tokens"
-        )
-    if options.loss_denominator == "all" and loss in _NOT_SILENT_AT_ADVANTAGE_0:
-        raise ValueError(
-            f"{SECTION}.loss_denominator: got 'all'; takes 'kept' with policy_loss.loss_mode={loss}, where a token of "
-            "advantage 0 has a gradient"
-        )
+    (require_head if options.sampling_mask_field is None else require_config)(config)
+    algorithm, policy_loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
+    estimator, loss = str(algorithm.adv_estimator), policy_loss.get("loss_mode", "vanilla")
+    of_groups, kept = options.advantages_from == "all", f"or {SECTION}.advantages_from=kept"
+    no_critic = "one advantage for a rollout, and no critic"
+    bypass = (algorithm.get("rollout_correction") or {}).get("bypass_mode", False)
+    silent = options.loss_denominator == "kept" or loss not in _NOT_SILENT_AT_ADVANTAGE_0
+    for key, given, fits, takes in (
+        ("algorithm.rollout_correction.bypass_mode", bypass, not bypass, "False: tokens need the old policy's entropy"),
+        ("critic.enable", config.critic.enable, not config.critic.enable, no_critic),
+        ("algorithm.adv_estimator", estimator, estimator != "gae", no_critic),
+        (
+            "algorithm.adv_estimator", estimator, not of_groups or estimator in ("grpo", "grpo_vectorized"),
+            f"'grpo' or 'grpo_vectorized', {kept}, with which it takes any without a critic",
+        ),
+        (
+            "algorithm.use_kl_in_reward", True, not (of_groups and algorithm.use_kl_in_reward),
+            f"False, {kept}: the divergence of dropped rollouts is not computed",
+        ),
+        (f"{POLICY_LOSS}.loss_mode", loss, loss != "d3s", f"another one: {MODE} chooses the tokens"),
+        (f"{SECTION}.loss_denominator", "all", silent, f"'kept': with {loss}, tokens of advantage 0 have a gradient"),
+    ):  # fmt: skip
+        if not fits:
+            raise ValueError(f"{key}: got {given!r}; {MODE} takes {takes}")
 
 
 def _real_rows(batch: KVBatchMeta) -> dict[str, Any]:

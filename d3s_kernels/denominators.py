@@ -1,4 +1,4 @@
-"""Restricts the gradient to the kept tokens; the value of TRL's loss does not change."""
+"""Means over the kept tokens of losses whose value stays the mean over all tokens: factors for the gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What TRL's loss of each type divides the sum over its tokens by.
+# What a loss of each type, in the names of TRL, divides the sum over its tokens by.
 DENOMINATORS = {
     "grpo": "sequence",  # each sequence's tokens, and the sequences
     "sapo": "sequence",
@@ -29,7 +29,7 @@ def only_through(kept: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
 def gradient_weights(
     loss_type: str, kept: Tensor, mask: Tensor, batch: Mapping[str, Any], totals: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The factors that turn TRL's means over all tokens into means over the kept tokens, by loss type.
+    """The factors that turn a loss's means over all tokens into means over the kept tokens, by its type.
 
     Args:
         kept, mask: bool ``[B, T]``: the kept and the valid tokens of this process's micro-batch.

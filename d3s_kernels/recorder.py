@@ -1,4 +1,4 @@
-"""Records, while transformers generates, which tokens each token was drawn from.
+"""Records, while transformers generates, which tokens each token was drawn from: for a loop of your own, as for TRL.
 
 transformers runs the processors that are given to ``generate`` before its own top-k, top-p and min-p. So the recorder
 is put into the list that ``_get_logits_processor`` makes: at its end, where scores are those that are sampled from.
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .sets import NO_TOKEN
-
+NO_TOKEN = -1  # fills up the sets
 _TEMPERATURE = "TemperatureLogitsWarper"
 # Processors that leave tokens out and keep the scores of the others. A set of tokens says all of what they do.
 _CUTS = {
@@ -142,7 +141,25 @@ class Recorder:
 
 @contextmanager
 def recording(model: Any, max_kept: int) -> Iterator[Recorder]:
-    """While inside, the steps of the model's ``generate`` are recorded. With adapters, of the model that has them."""
+    """While inside, the steps of the model's ``generate`` are recorded. With adapters, of the model that has them.
+
+    Args:
+        model: of transformers, whose ``generate`` is called once, with sampling.
+        max_kept: the most tokens that a token may be drawn from; :meth:`Recorder.recorded` refuses more.
+
+    Raises:
+        ValueError: in ``generate``, if a processor of its changes scores otherwise than by a temperature.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> from d3s_kernels.recorder import recording
+        >>> with recording(model, max_kept=64) as recorder:
+        ...     tokens = model.generate(**prompts, do_sample=True, top_k=8, max_new_tokens=4)
+        >>> recorded = recorder.recorded(completions(tokens))  # lists of token ids, up to the first end of sequence
+        >>> recorded.sets.shape[0], recorded.sets.shape[2]  # 4 rows, sets of 8 tokens
+        (4, 8)
+        >>> mask = d3s.SamplingMask.from_padded(recorded.sets.flatten(0, 1))
+    """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     name, recorder = "_get_logits_processor", Recorder(max_kept)
     processors_of: Callable[..., list[Any]] = getattr(model, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("trl")
 from peft import LoraConfig, get_peft_model
 from tiny_trl import EOS, PAD, model
 
-from d3s_kernels.integrations.trl.recorder import Recorder, recording
+from d3s_kernels.recorder import Recorder, recording
 
 ROWS, STEPS = 4, 70  # more steps than are held at once
 
@@ -22,13 +23,25 @@ INPUTS = {"input_ids": PROMPTS, "attention_mask": (PROMPTS != PAD).long()}
 
 
 def generated(policy: Any = None, max_kept: int = 512, **options: Any) -> tuple[Recorder, list[list[int]], Any]:
-    """The recorder, the completions up to their end as TRL cuts them, and all that transformers returns."""
+    """The recorder, the completions, and all that transformers returns."""
     policy = model() if policy is None else policy
     everything = {"do_sample": True, "max_new_tokens": STEPS, "output_scores": True, "output_logits": True}
     with recording(policy, max_kept) as recorder:
         found = policy.generate(**INPUTS, return_dict_in_generate=True, **everything | options)
-    rows = found.sequences[:, 2:].tolist()
-    return recorder, [row[: row.index(EOS) + 1] if EOS in row else row for row in rows], found
+    return recorder, until_the_end(found.sequences), found
+
+
+def until_the_end(tokens: Tensor) -> list[list[int]]:
+    """The completions as TRL cuts them."""
+    return [row[: row.index(EOS) + 1] if EOS in row else row for row in tokens[:, 2:].tolist()]
+
+
+def test_example() -> None:
+    given = {"model": model(), "prompts": INPUTS, "completions": until_the_end}
+    (test,) = doctest.DocTestFinder(recurse=False).find(recording, "recording", globs=given)
+    report: list[str] = []
+    assert doctest.DocTestRunner().run(test, out=report.append).attempted == 5
+    assert not report, "".join(report)
 
 
 @pytest.mark.parametrize(
