@@ -40,7 +40,7 @@ def test_example() -> None:
     given = {"model": model(), "prompts": INPUTS, "completions": until_the_end}
     (test,) = doctest.DocTestFinder(recurse=False).find(recording, "recording", globs=given)
     report: list[str] = []
-    assert doctest.DocTestRunner().run(test, out=report.append).attempted == 5
+    assert doctest.DocTestRunner().run(test, out=report.append).attempted == 6
     assert not report, "".join(report)
 
 
