@@ -1,9 +1,8 @@
-"""Means over the kept tokens of losses whose value stays the mean over all tokens: factors for the gradient."""
+"""What the gradient of a loss is multiplied by, so that it is a mean over the kept tokens instead of all tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,20 +25,37 @@ def only_through(kept: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda gradient: torch.where(kept, gradient * weight, 0.0)
 
 
-def gradient_weights(
-    loss_type: str, kept: Tensor, mask: Tensor, batch: Mapping[str, Any], totals: Tensor
-) -> tuple[Tensor, Tensor]:
+def gradient_weights(loss_type: str, kept: Tensor, mask: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
     """The factors that turn a loss's means over all tokens into means over the kept tokens, by its type.
 
     Args:
+        loss_type: one of :data:`DENOMINATORS`.
         kept, mask: bool ``[B, T]``: the kept and the valid tokens of this process's micro-batch.
-        batch: the micro-batch. If tokens were chosen for the whole generation batch, it has their counts over all
-            processes.
-        totals: float ``[2]``: the numbers of kept and of all tokens in the micro-batches of all processes.
+        totals: float ``[2]``: the numbers of kept and of all tokens of all processes, for the types that divide by the
+            tokens of all of them or by a constant: of the generation batch, if tokens were chosen for all of it, so
+            that micro-batches get the same factor however they were split; else of these micro-batches.
 
     Returns:
-        The weight of the loss's gradient, 0-d or ``[B, 1]``, and that of the entropy bonus's gradient, 0-d.
+        What the gradient of the loss is multiplied by, 0-d or ``[B, 1]``, and that of an entropy bonus, 0-d, which is a
+        mean over the tokens of a process's micro-batch.
+
+    Raises:
+        ValueError: an unknown type of loss.
+
+    Example:
+        >>> import torch
+        >>> from d3s_kernels.denominators import gradient_weights, only_through
+        >>> logprob, mask = torch.zeros(1, 4, requires_grad=True), torch.ones(1, 4, dtype=torch.bool)
+        >>> kept = torch.tensor([[True, False, False, True]])
+        >>> weight, _ = gradient_weights("dapo", kept, mask, torch.tensor([2.0, 4.0]))
+        >>> hooked = logprob * 1
+        >>> _ = hooked.register_hook(only_through(kept, weight))
+        >>> hooked.mean().backward()
+        >>> logprob.grad  # of the mean over the two kept tokens
+        tensor([[0.5000, 0.0000, 0.0000, 0.5000]])
     """
+    if loss_type not in DENOMINATORS:
+        raise ValueError(f"loss_type: got {loss_type!r}; takes {' or '.join(map(repr, sorted(DENOMINATORS)))}")
     of_kept, of_all = kept.sum(dim=1, keepdim=True).float(), mask.sum(dim=1, keepdim=True).float()
     of_process = of_all.sum() / of_kept.sum().clamp(min=1)
     denominator = DENOMINATORS[loss_type]
@@ -49,6 +65,4 @@ def gradient_weights(
         return of_process, of_process
     if denominator == "sequences":
         return torch.ones_like(of_process), of_process
-    if "d3s_tokens_kept" in batch:  # all micro-batches get the same weight, so it does not matter how they were split
-        return batch["num_items_in_batch"] / batch["d3s_tokens_kept"].clamp(min=1), of_process
-    return totals[1] / totals[0].clamp(min=1), of_process  # micro-batch by micro-batch, of all processes
+    return totals[1] / totals[0].clamp(min=1), of_process

@@ -60,7 +60,7 @@ class Recorder:
         others = [type(one).__name__ for one in processors if type(one).__name__ not in _CUTS | {_TEMPERATURE}]
         if others:
             raise ValueError(
-                f"sampling_mask: generation changes scores by {', '.join(others)}, which the sets of tokens do not "
+                f"generate: it changes scores by {', '.join(others)}, which the sets of tokens do not "
                 "record; takes a temperature and what only leaves tokens out, such as top_k, top_p and min_p"
             )
         self._temperature = next((one.temperature for one in processors if type(one).__name__ == _TEMPERATURE), 1.0)
@@ -106,7 +106,7 @@ class Recorder:
         steps, columns = len(self._sizes), max(lengths, default=0)
         if not 0 < columns <= steps or self._sizes[0].shape != (len(lengths),):
             raise RuntimeError(
-                f"sampling_mask: {steps} steps of generation were recorded for {len(lengths)} completions of at most "
+                f"completions: {steps} steps of generation were recorded for {len(lengths)} completions of at most "
                 f"{columns} tokens; takes one call of transformers' generate, with a row and a step for each token"
             )
         if self._sets:
@@ -132,7 +132,7 @@ class Recorder:
             return
         row, column = (wide | outside).nonzero()[0].tolist()
         if outside[row, column]:
-            raise RuntimeError(f"sampling_mask: token {column} of rollout {row} could not be drawn from its set")
+            raise RuntimeError(f"completions: token {column} of rollout {row} could not be drawn from its set")
         raise ValueError(
             f"max_kept: got {self._max_kept}, but token {column} of rollout {row} was drawn from "
             f"{int(sizes[row, column])} tokens; takes at least that, or sampling with top_k"

@@ -418,12 +418,12 @@ def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tens
         groups: the group of each: labels that are equal within a group, or an integer tensor.
 
     Returns:
-        ``[groups, n]``: a row for each group, in the order in which they first appear, filled up with NaN, which
-        :func:`d3s_kernels.group_advantages` and others leave out. And int64 ``[N]``: where each value is in the
-        flattened table, so that ``table.flatten()[places]`` are the values.
+        ``[groups, n]``: a row for each group, in the order in which they first appear, filled up with NaN. The means of
+        :func:`d3s_kernels.group_advantages` leave NaN out; its advantages are 0 there. And int64 ``[N]``: where each
+        value is in the flattened table, so that ``table.flatten()[places]`` are the values.
 
     Raises:
-        ValueError: not one label for each value.
+        ValueError: not one label for each value; values that are not float.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -438,9 +438,9 @@ def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tens
     labels, rows = labels_of(groups), dict[Hashable, int]()
     row = torch.tensor([rows.setdefault(label, len(rows)) for label in labels], dtype=torch.int64)
     if values.shape != row.shape:
-        raise ValueError(
-            f"advantages: got shape {list(values.shape)} with {len(row)} groups; takes one for each rollout"
-        )
+        raise ValueError(f"groups: got {len(row)} for values of shape {list(values.shape)}; takes one for each rollout")
+    if not values.is_floating_point():
+        raise ValueError(f"values: got dtype {values.dtype}; takes a float dtype, which has NaN")
     sizes = row.bincount(minlength=len(rows))
     order, first = row.argsort(stable=True), sizes.cumsum(0) - sizes
     column = torch.empty_like(row)

@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 
 import d3s_kernels
-from d3s_kernels import distributed, metrics, ratios, selection, selection_options
+from d3s_kernels import denominators, distributed, metrics, ratios, selection, selection_options
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 DOCUMENTED = [
@@ -26,7 +26,7 @@ def public(name: str) -> object:
 
 FOR_TRAINERS = [
     metrics.selection_metrics, selection_options.rollouts_of, selection.choose_rollouts, selection.in_groups,
-    ratios.espo_terms,
+    ratios.espo_terms, denominators.gradient_weights,
 ]  # fmt: skip
 
 

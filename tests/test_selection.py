@@ -244,7 +244,7 @@ def test_random_draws_are_those_of_the_generator() -> None:
 def test_wrong_shapes_are_named() -> None:
     with pytest.raises(ValueError, match=r"advantages: got shape \[4\]; takes \[groups, n\], or \[N\] with groups"):
         choose_rollouts(torch.randn(4), 2)
-    with pytest.raises(ValueError, match=r"advantages: got shape \[4\] with 3 groups; takes one for each rollout"):
+    with pytest.raises(ValueError, match=r"groups: got 3 for values of shape .4.; takes one for each rollout"):
         choose_rollouts(torch.randn(4), 2, groups="abc")
     with pytest.raises(ValueError, match="multiple_of: got 0"):
         choose_rollouts(torch.randn(2, 4), 2, multiple_of=0)

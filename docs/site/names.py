@@ -7,7 +7,7 @@ import re
 # Types of other packages, and names for sets of types or strings, which the docstrings list.
 ELSEWHERE = (
     r"(torch|collections|os|verl)\..*"
-    r"|(.*\.)?(Placement|TokenRule|RolloutRule|Scope|Scale|LabelOutside|Group|Array)"
+    r"|(.*\.)?(Placement|TokenScope|Shape|KeptOrAll|TokenRule|RolloutRule|Scope|Scale|LabelOutside|Group|Array)"
 )
 PREFIXED = re.compile(r"\bd3s(?:_kernels)?\.([\w.]+)")
 

@@ -117,20 +117,20 @@ def test_a_set_that_is_too_large_is_named() -> None:
     ids=["a penalty", "a bias", "a function"],
 )
 def test_what_changes_scores_is_named(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"sampling_mask: generation changes scores by {name}, which the sets"):
+    with pytest.raises(ValueError, match=f"generate: it changes scores by {name}, which the sets"):
         generated(top_k=5, max_new_tokens=2, **options)
 
 
 def test_completions_of_another_generation_are_refused() -> None:
     recorder, completions, _ = generated(top_k=1, max_new_tokens=3)
     for other in (completions[:2], [[*completions[0], 5, 6, 7], *completions[1:]], []):
-        with pytest.raises(RuntimeError, match="sampling_mask: 3 steps of generation were recorded for"):
+        with pytest.raises(RuntimeError, match="completions: 3 steps of generation were recorded for"):
             recorder.recorded(other)
     with pytest.raises(RuntimeError, match="0 steps of generation were recorded for 4 completions"):
         Recorder(4).recorded(completions)
     recorder, completions, _ = generated(top_k=1, max_new_tokens=3)
     recorder._drawn[0] = torch.full_like(recorder._drawn[0], -torch.inf)
-    with pytest.raises(RuntimeError, match="sampling_mask: token 0 of rollout 0 could not be drawn from its set"):
+    with pytest.raises(RuntimeError, match="completions: token 0 of rollout 0 could not be drawn from its set"):
         recorder.recorded(completions)
 
 

@@ -187,13 +187,13 @@ def test_other_versions_of_trl_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
             importlib.reload(integration)
     monkeypatch.setenv("D3S_TRL_UNTESTED", "1")
     with pytest.warns(RuntimeWarning, match=r"found trl 1\.17\.0; takes trl>=1\.15,<1\.17, which the tests cover"):
-        assert untested("trl", "1.17.0", "1.15", "1.17") is None
+        assert untested("trl", "1.17.0", "1.15", "1.17", "tests/trainers") is None
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("version", ["1.15.0", "1.16.0", "1.16.7"])
 def test_tested_versions_are_taken_silently(version: str) -> None:
-    assert untested("trl", version, "1.15", "1.17") is None
+    assert untested("trl", version, "1.15", "1.17", "tests/trainers") is None
 
 
 @pytest.mark.skipif("D3S_TEST_TRL" not in os.environ, reason="no version was asked for")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
 pytest.importorskip("trl")
+import pandas as pd
 from processes import run_processes
 from tiny_trl import GROUP, generated, none_for_even_prompts, trainer
 

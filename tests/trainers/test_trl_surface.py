@@ -95,7 +95,7 @@ def test_a_change_is_refused_in_the_first_step(change: str, with_trls: Callable,
     replaced, message, options = IN_THE_FIRST_STEP[change]
     with_trls(replaced)
     ours = made(saved, **options)
-    with pytest.raises(RuntimeError, match=message) as error:
+    with pytest.raises(UnknownTRL, match=message) as error:
         ours.train()
     assert ours.state.global_step == 0  # the optimizer has not moved
     print(f"{change}: {type(error.value).__name__}: {error.value}")

@@ -16,7 +16,7 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 from head_ranks import VOCABULARY, bare_engine, make_model, outputs_of, sharded_step
 from ranks import world
 from tensordict import TensorDict
-from test_verl_sampling_masks import FUSED, Sets, make_batch, micro_batch_of
+from test_verl_sampling_masks import FIELD, FUSED, NOTE, Sets, make_batch, micro_batch_of
 from verl.models.transformers.monkey_patch import patch_forward_with_backends
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
@@ -25,6 +25,7 @@ from verl_losses import actor_config
 from verl_world import make_trainer
 
 from d3s_kernels.integrations.verl import head
+from d3s_kernels.integrations.verl.sampling_mask import sampling_mask_of
 from d3s_kernels.vocabulary import linear_logprob_entropy
 
 PACKED = pytest.mark.parametrize("packed", [True, False])
@@ -143,6 +144,36 @@ def _as_nested(values: Tensor, data: TensorDict) -> Tensor:
         for row, (total, length) in enumerate(zip(offsets.diff().tolist(), lengths, strict=True))
     ]
     return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets)
+
+
+@PACKED
+def test_sampling_masks_through_the_head(packed: bool) -> None:
+    """Results and gradients are those of verl's own way over logits that are low outside the sets."""
+    data, batch, _ = a_micro_batch(packed, **{NOTE: FIELD})
+    width = None if packed else int(data["input_ids"].offsets().diff().max())
+    sets = sampling_mask_of(data, FIELD, width=width)[0].to_lists()
+    mask = batch.batch["response_mask"].bool()
+    weights = torch.randn(2, *mask.shape) * mask
+
+    def lower(module: Any, given: Any, logits: Tensor) -> Tensor:
+        outside = torch.zeros(logits.shape[:-1].numel(), VOCABULARY, dtype=torch.bool)
+        for row, kept in enumerate(sets):
+            outside[row] = torch.tensor([bool(kept) and token not in kept for token in range(VOCABULARY)])
+        return logits.masked_fill(outside.view_as(logits), -1e4)
+
+    found = []
+    for backend in (None, "d3s"):
+        model, of_sets = make_model(backend), data
+        if backend is None:
+            model.lm_head.register_forward_hook(lower)
+            of_sets = micro_batch_of(batch, use_remove_padding=packed, use_fused_kernels=False)
+        results = outputs_of(backend or "torch", model, of_sets)
+        (weights[0] * results["log_probs"] + weights[1] * results["entropy"]).sum().backward()
+        found.append((results, {name: value.grad for name, value in model.named_parameters()}))
+    for name in ("log_probs", "entropy"):
+        torch.testing.assert_close(found[1][0][name] * mask, found[0][0][name] * mask, rtol=0, atol=1e-5)
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-4, atol=1e-5)
 
 
 OTHER_LOSSES: dict[str, Any] = {

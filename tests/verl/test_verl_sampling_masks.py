@@ -348,7 +348,9 @@ def test_the_trainer_mode_looks_at_the_configuration() -> None:
 def test_micro_batches_that_are_refused() -> None:
     batch, _ = make_batch()
     table = torch.zeros(VOCABULARY, VOCABULARY)
-    with pytest.raises(ValueError, match=rf"impl_backend: got no 'd3s' with {NOTE}; takes it, since only our LM head"):
+    with pytest.raises(
+        ValueError, match=rf"{NOTE}: got a micro-batch with it; takes .*use_fused_kernels=true and .*=d3s"
+    ):
         forward(micro_batch_of(batch, **{NOTE: FIELD}), table, "torch")
     with pytest.raises(ValueError, match="nothing: is no field of the rows, which have advantages"):
         forward(micro_batch_of(batch, **{NOTE: "nothing"}), table)

@@ -16,6 +16,7 @@ pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
 pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
 
 import transfer_queue as tq
+from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl_world import compose_config, make_trainer, put_rollouts, rows_of, run_step
@@ -347,6 +348,20 @@ def test_rollouts_without_a_reward_are_dropped(queue: None) -> None:
     assert advantages_in(rows) == pytest.approx(verls_advantages(rewards, good), abs=1e-5)
     assert metrics["d3s/score_of_all/mean"] == pytest.approx(float(values.nanmean()))
     assert all(math.isfinite(loss) for loss in trainer.actor_rollout_wg.losses)
+
+
+@pytest.mark.parametrize("scope", ["batch", "group"])
+def test_rows_in_any_order_of_groups_of_any_size(queue: None, scope: str) -> None:
+    rewards = {f"u{group}": torch.rand(size).tolist() for group, size in enumerate((2, 4, 3, 1))}
+    values, uids, keys = flat(rewards)
+    put_rollouts(rewards)
+    shuffled = [keys[row] for row in torch.randperm(len(keys))]
+    batch = KVBatchMeta(keys=shuffled, tags=[{} for _ in shuffled], partition_id="train")
+    trainer = make_trainer(f"{D3S}.rollouts_start=2", f"{D3S}.rollout_scope={scope}")
+    kept, expected = trainer._keep_rollouts(batch, {}), expected_keys(rewards, 2, scope)
+    assert kept.keys == [key for key in shuffled if key in expected]
+    advantages = dict(zip(keys, rollout_advantages(values, uids).tolist(), strict=True))
+    assert trainer._advantages == {key: advantages[key] for key in expected}
 
 
 def test_no_reward_at_all(queue: None) -> None:

@@ -18,7 +18,7 @@ def register() -> None:
     Raises:
         ImportError: another ms-swift than the tested ones, Megatron-SWIFT, or another plug-in with a trainer for GRPO.
     """
-    if (wrong := untested("ms-swift", swift.__version__, "4.6", "4.7")) is not None:
+    if (wrong := untested("ms-swift", swift.__version__, "4.6", "4.7", "tests/swift")) is not None:
         raise ImportError(wrong)
     if any(name.startswith("swift.megatron") for name in sys.modules):
         raise ImportError(

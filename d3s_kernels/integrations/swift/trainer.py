@@ -165,15 +165,13 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         del metrics["d3s/head_rows_not_computed"]  # ms-swift's head computes them all
         self._log(metrics)
         kept = [of[:, widest - own.shape[1] :] for of, own in zip(torch.split(chosen.mask, rows), masks, strict=True)]
-        counts = torch.stack([torch.stack([of.sum(), own.sum()]) for of, own in zip(kept, masks, strict=True)])
-        counts = self.accelerator.reduce(counts.float(), reduction="sum")  # [micro-batches, kept and all]
-        for part, tokens, own, of_processes in zip(parts, kept, masks, counts, strict=True):
+        for part, tokens, own in zip(parts, kept, masks, strict=True):
             weight = torch.ones((), device=tokens.device)
             if self.args.loss_denominator == "kept":
                 # ms-swift's number counts the tokens of truncated completions too; dapo and cispo divide by it.
-                items = part.num_items_in_batch if DENOMINATORS[self.loss_type] == "generation" else sums[1].float()
-                whole = {"num_items_in_batch": items, "d3s_tokens_kept": sums[0].float()}
-                weight, _ = gradient_weights(self.loss_type, tokens, own, whole, of_processes)
+                items = part.num_items_in_batch if DENOMINATORS[self.loss_type] == "generation" else sums[1]
+                totals = torch.stack([sums[0], torch.as_tensor(items, dtype=sums.dtype, device=sums.device)])
+                weight, _ = gradient_weights(self.loss_type, tokens, own, totals.float())
             part.d3s_kept = Kept(tokens, weight)
 
     def _loss_mask(self, part: Any) -> Tensor:

@@ -9,7 +9,7 @@ import trl
 
 from .._versions import untested
 
-if (_wrong := untested("trl", trl.__version__, "1.15", "1.17")) is not None:
+if (_wrong := untested("trl", trl.__version__, "1.15", "1.17", "tests/trainers")) is not None:
     raise ImportError(_wrong)
 
 from ..._own_logits import UnsupportedHead

@@ -97,8 +97,10 @@ class _Head:
         reason, sets = _why_not(hidden, weight, dtype, logit_scale, outputs), sets_of_rows(len(targets))
         if reason is not None:
             if _TRLS_HEAD is None or sets is not None:
-                why_not_trls = "TRL's is over the whole vocabulary" if sets is not None else "TRL's needs Triton"
-                raise RuntimeError(f"d3s_kernels: the LM head cannot be ours, because {reason}; and {why_not_trls}")
+                asked, trls = "d3s_kernels", "needs Triton"
+                if sets is not None:
+                    asked, trls = "sampling_mask: got True", "is over the whole vocabulary"
+                raise RuntimeError(f"{asked}: the LM head cannot be ours, because {reason}; and TRL's {trls}")
             if reason not in _said:
                 _said.add(reason)
                 warnings.warn(f"d3s_kernels: TRL's own LM head is used, because {reason}", stacklevel=2)

@@ -42,8 +42,10 @@ class Passes:
         return name
 
     def postpone(self, name: str, rows: int, columns: int) -> Tensor:
-        """A tensor for TRL to put into the batch: it has no values, so that torch raises where anything reads them."""
-        self.postponed[name] = torch.empty(rows, columns, device="meta")
+        """A tensor for TRL to put into the batch, which raises as soon as anything reads it. One on the meta device
+        alone does not: torch adds it to another tensor in place without a word.
+        """
+        self.postponed[name] = torch.empty(rows, columns, device="meta").as_subclass(_Postponed)
         return self.postponed[name]
 
     def without_postponed(self, batch: Batch) -> Batch:
@@ -72,11 +74,27 @@ class Passes:
         return {name: value for name, value in batch.items() if name not in self.postponed}
 
 
+class _Postponed(Tensor):
+    """Log-probabilities that are not there yet."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        raise UnknownTRL(
+            f"_generate_and_score_completions: {name} reads log-probabilities before the rollouts are chosen; these "
+            "are scored afterwards, since neither rewards nor advantages need them in the versions that were tested"
+        )
+
+
 class Watch:
     """Notices a choice of rollouts, and the gradient of the log-probabilities that the selection of tokens hooks."""
 
     def __init__(self) -> None:
         self.rollouts_were_chosen = False  # for a generation batch, on which several steps may train
+        self._acted = False
+
+    def begin(self) -> None:
+        """Call it before a step."""
         self._acted = False
 
     def seen(self, hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -104,7 +122,6 @@ class Watch:
                 "training_step: no token was selected in this step. The loss needs a gradient through the "
                 f"log-probabilities of D3STrainer._compute_loss{_overriding(trainer, _TO_TOKENS)}"
             )
-        self._acted = False
 
 
 def _overriding(trainer: Any, names: Sequence[str]) -> str:

@@ -123,7 +123,9 @@ class ChoosesTokens(Scoring):
         if logprob.requires_grad:
             policy = bonus = torch.ones((), device=kept.device)
             if self.args.loss_denominator == "kept":
-                policy, bonus = gradient_weights(self.loss_type, kept, mask, inputs, totals)
+                if "d3s_tokens_kept" in inputs:
+                    totals = torch.stack([inputs["d3s_tokens_kept"], inputs["num_items_in_batch"]]).float()
+                policy, bonus = gradient_weights(self.loss_type, kept, mask, totals)
             logprob.register_hook(self._watch.seen(only_through(kept, policy)))  # type: ignore[no-untyped-call]
             if entropy.requires_grad:
                 entropy.register_hook(only_through(kept, bonus))  # type: ignore[no-untyped-call]

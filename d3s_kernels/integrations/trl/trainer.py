@@ -95,6 +95,7 @@ class D3STrainer(ChoosesRollouts):
                 return
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+        self._watch.begin()
         loss: Tensor = super().training_step(*arguments, **options)
         self._watch.end(self)
         return loss

@@ -46,8 +46,8 @@ def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Ten
 def require_used(sizes: Tensor, entropy: Tensor) -> None:
     """Raises a RuntimeError where the workers have computed over more tokens than the sets have.
 
-    verl's engine ignores what it does not know, so nothing else would show that a worker has not loaded the library.
-    The entropy over a set is at most the logarithm of its size.
+    verl's engine ignores what it does not know: nothing else would show that a worker computes in another way. The
+    entropy over a set is at most the logarithm of its size.
     """
     excess = (entropy - sizes.log())[sizes > 0]
     if len(excess) and float(excess.max()) > 1e-2:

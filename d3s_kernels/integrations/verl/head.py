@@ -238,11 +238,8 @@ def _without_the_head(original: Any) -> Any:
 def _with_read_positions(original: Any) -> Any:
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
         _forget()
-        ours = _serves(self, micro_batch)
-        if not ours and tu.get_non_tensor_data(micro_batch, NOTE, None) is not None:
-            raise ValueError(f"{OPTION}: got no {BACKEND!r} with {NOTE}; takes it, since only our LM head takes sets")
         inputs, output_args = original(self, micro_batch)
-        if ours:
+        if _serves(self, micro_batch):
             _read_positions(self, micro_batch, output_args["input_ids_rmpad_rolled"])
         return inputs, output_args
 
@@ -254,8 +251,14 @@ def _with_old_log_probs(original: Any) -> Any:
         self: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> Any:
         try:
+            ours = _serves(self, micro_batch)
+            if not ours and tu.get_non_tensor_data(micro_batch, NOTE, None) is not None:
+                raise ValueError(
+                    f"{NOTE}: got a micro-batch with it; takes actor_rollout_ref.model.use_fused_kernels=true and "
+                    f"{OPTION}={BACKEND}, since only our LM head takes sets"
+                )
             found = original(self, output, output_args, micro_batch, logits_processor_func)
-            return _at_old_log_probs(found, micro_batch) if _serves(self, micro_batch) else found
+            return _at_old_log_probs(found, micro_batch) if ours else found
         finally:
             _forget()
 

@@ -18,7 +18,6 @@ from typing import Any
 from .._versions import untested
 from .replaced import Replaced
 
-TESTED_WITH = "0.9.1"
 _SETTINGS = {
     "loss": "actor.policy_loss.loss_mode=d3s or espo",
     "entropy": "actor.policy_loss.entropy_source",
@@ -33,7 +32,7 @@ def install() -> None:
     """Registers our names, and replaces what each module says. What is not available is said in a warning that names
     the setting; the others work.
     """
-    if (wrong := untested("verl", importlib.metadata.version("verl"), TESTED_WITH, "0.9.2")) is not None:
+    if (wrong := untested("verl", importlib.metadata.version("verl"), "0.9.1", "0.9.2", "tests/verl")) is not None:
         warnings.warn(f"{wrong}. Nothing was registered", RuntimeWarning, stacklevel=2)
         return
     for module, setting in _SETTINGS.items():
