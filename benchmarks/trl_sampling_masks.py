@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
-from d3s_kernels.integrations.trl.sets import SETS
+from d3s_kernels.integrations.trl.batch import SETS
 
 from .memory import growth
 from .sizes import FULL

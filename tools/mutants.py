@@ -516,8 +516,8 @@ MUTANTS = (
     Mutant(
         "trl: a scale that TRL reads otherwise is taken",
         "d3s_kernels/integrations/trl/head.py",
-        "if self.head is None or (math.isclose",
-        "if self.head is not None or (math.isclose",
+        "if known is None or (math.isclose",
+        "if known is not None or (math.isclose",
         "tests/trainers/test_trl_heads.py",
     ),
     Mutant(

@@ -8,7 +8,7 @@ import torch
 from tiny_trl import GROUP, VOCABULARY
 from torch import Tensor
 
-from d3s_kernels.integrations.trl.sets import SETS
+from d3s_kernels.integrations.trl.batch import SETS
 
 
 def generation_batch(seed: int, rows: int = 2 * GROUP, prompt: int = 4, completion: int = 10) -> dict[str, Tensor]:

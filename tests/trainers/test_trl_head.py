@@ -22,7 +22,7 @@ def test_a_scale_comes_before_the_cap() -> None:
     hidden, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((5, 8), (31, 8), (31,)))
     arguments = hidden, weight, bias, torch.randint(31, (5,)), 0.7, 16, 1.5, 0.25, ("log_probs", "entropy")
     found = []
-    for head in (our_head._Head, our_head._TRLS_HEAD):
+    for head in (our_head.OurHead(), our_head._TRLS_HEAD):
         logprob, entropy, *_ = head.apply(*arguments)
         grads = torch.autograd.grad((logprob - 2 * entropy).sum(), (hidden, weight, bias))
         found.append((logprob, entropy, *grads))
@@ -74,7 +74,7 @@ def test_without_triton_and_without_our_kernels_it_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(our_head, "_TRLS_HEAD", None)
     double = torch.zeros(2, 4, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="the LM head cannot be ours, because the head's weight is"):
-        our_head._Head.apply(double, double, None, torch.zeros(2, dtype=torch.long), 1.0, 16)
+        our_head.OurHead().apply(double, double, None, torch.zeros(2, dtype=torch.long), 1.0, 16)
 
 
 def test_other_outputs_are_left_to_trl() -> None:
@@ -88,7 +88,7 @@ def test_other_outputs_are_left_to_trl() -> None:
 def test_trl_is_as_it_was_afterwards() -> None:
     before = copy.copy(vars(trl_utils))
     with d3s_head():
-        assert trl_utils._ChunkedLogProbFunction is our_head._Head
+        assert isinstance(trl_utils._ChunkedLogProbFunction, our_head.OurHead)
     assert vars(trl_utils) == before
     with pytest.raises(ZeroDivisionError), d3s_head():
         1 / 0  # noqa: B018

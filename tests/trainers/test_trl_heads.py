@@ -19,7 +19,7 @@ from tiny_trl import trainer
 
 from d3s_kernels import UnsupportedHead
 from d3s_kernels.heads import read_head
-from d3s_kernels.integrations.trl.head import Update, check_head, d3s_head
+from d3s_kernels.integrations.trl.head import OurHead, check_head, d3s_head
 
 
 def with_peft(name: str, **config: Any) -> Any:
@@ -195,11 +195,11 @@ def test_an_adapter_that_trl_does_not_see_is_refused() -> None:
 def test_a_scale_that_trl_reads_otherwise_is_refused() -> None:
     """As a TRL that does not know of a name, or reads one that the model does not use."""
     model, labels = with_fused_head("Cohere: scales its logits"), draw_labels()
-    update = Update(head=read_head(model))
-    with d3s_head(update):
+    ours = OurHead(read_head(model))
+    with d3s_head(ours):
         model(labels.clamp(min=0), labels=labels, fused_lm_head=True)
         model.config.logit_scale = 0.5
-        update.head = read_head(model)
+        ours.model_head = read_head(model)
         with pytest.raises(
             UnsupportedHead, match=r"TRL scales the logits of Cohere.* by 0\.25 and caps .*itself by 0\.5"
         ):

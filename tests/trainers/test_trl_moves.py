@@ -12,8 +12,7 @@ from torch import Tensor
 from traffic import counted
 
 pytest.importorskip("trl")
-from d3s_kernels.integrations.trl.batch import keep_rollouts
-from d3s_kernels.integrations.trl.sets import SETS
+from d3s_kernels.integrations.trl.batch import SETS, keep_rollouts
 
 SIZE = 3
 ROUNDS = rounds(60)

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
+import trl.trainer.utils as trl_utils
 from batches import generation_batch, with_sets
 from peft import LoraConfig
 from tiny_trl import GROUP, VOCABULARY, arguments, model, share_of_even, tokenizer, trainer
 from updates import Seen, gradients, logits_of, loss_and_gradients
 
 from d3s_kernels.integrations.trl import D3STrainer
-from d3s_kernels.integrations.trl import head as our_head
-from d3s_kernels.integrations.trl.sets import SETS, over_sets
+from d3s_kernels.integrations.trl.batch import SETS
+from d3s_kernels.integrations.trl.head import d3s_head, over_sets
 from d3s_kernels.metrics import NAMES, SAMPLING_NAMES
 
 CUT: dict[str, Any] = {"top_p": 0.9, "top_k": 50, "temperature": 0.8}
@@ -152,9 +153,12 @@ def test_a_head_that_can_have_no_sets_says_why() -> None:
     hidden, labels = torch.zeros(1, 1, 16), torch.tensor([[2, 3]])
 
     def head(labels: Tensor) -> Any:
-        return our_head._Head.apply(hidden[0], weight, None, labels[0, 1:], 1.0, 16, None, 1.0, ("log_probs",))
+        return trl_utils._ChunkedLogProbFunction.apply(hidden[0], weight, None, labels[0, 1:], 1.0, 16)
 
-    with pytest.raises(RuntimeError, match=r"sampling_mask: got True: .*, because ZeRO-3 takes .*; and TRL"):
+    with (
+        d3s_head(),
+        pytest.raises(RuntimeError, match=r"sampling_mask: got True: .*, because ZeRO-3 takes .*; and TRL"),
+    ):
         over_sets(head, torch.tensor([[[3, 4]]], dtype=torch.int32))(labels=labels)
 
 

@@ -20,9 +20,9 @@ from tiny_trl import model, trainer
 from d3s_kernels import sampling
 from d3s_kernels._head import problem
 from d3s_kernels._head.at_backward import AtBackward
-from d3s_kernels.integrations.trl.head import HostNumber, Update
+from d3s_kernels.integrations.trl.head import HostNumber, OurHead
 
-OURS = str(Path(sys.modules[Update.__module__].__file__ or "").parents[2])  # the package
+OURS = str(Path(sys.modules[OurHead.__module__].__file__ or "").parents[2])  # the package
 TORCH = str(Path(torch.__file__).parent)
 
 
@@ -155,10 +155,10 @@ def accumulated(made: Any, before_second: Callable[[], Any] = lambda: None) -> t
     made.compute_loss(made.model, micro_batch(1)).backward()
     before_second()
     seen: list[bool] = []
-    ask = Update.at_backward
+    ask = OurHead._at_backward
 
-    def at_backward(update: Update, of: Tensor, dtype: torch.dtype) -> AtBackward:
-        asked = ask(update, of, dtype)
+    def at_backward(head: OurHead, of: Tensor, dtype: torch.dtype) -> AtBackward:
+        asked = ask(head, of, dtype)
 
         def into() -> Tensor | None:
             found = asked.weight_grad_into()
@@ -168,7 +168,7 @@ def accumulated(made: Any, before_second: Callable[[], Any] = lambda: None) -> t
         return asked._replace(weight_grad_into=into)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Update, "at_backward", at_backward)
+        patched.setattr(OurHead, "_at_backward", at_backward)
         made.compute_loss(made.model, micro_batch(2)).backward()
     assert len(seen) == 1
     return weight.grad.clone(), seen[0]

@@ -19,7 +19,7 @@ from traffic import counted
 from updates import Seen, forwards, gradients
 
 from d3s_kernels import select_tokens
-from d3s_kernels.integrations.trl.sets import SETS
+from d3s_kernels.integrations.trl.batch import SETS
 
 ROWS = 24  # three groups of 8; on two processes the second one lies on both
 

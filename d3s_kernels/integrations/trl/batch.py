@@ -15,12 +15,12 @@ from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ...recorder import NO_TOKEN
-from .sets import SETS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Batch = dict[str, Any]
+SETS = "d3s_sets"  # a field: int32 [rows, tokens, width], the set that each token of the completions was drawn from
 
 _PROMPT = {"prompt_ids", "prompt_mask"}  # padded on the left
 _COMPLETION = {  # padded on the right

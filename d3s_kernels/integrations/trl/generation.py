@@ -12,10 +12,9 @@ from ...metrics import rollout_metrics, set_metrics, set_sums
 from ...recorder import Recorded, recording
 from ...rollouts import groups_without_spread
 from .._rewards import total_rewards, without_spread
-from .batch import Batch, joined, keep_rollouts, loss_mask, take, trimmed
+from .batch import SETS, Batch, joined, keep_rollouts, loss_mask, take, trimmed
 from .page import PageOfBatch
 from .refill import log_again, other_prompts, replacements, rows_of, take_logged
-from .sets import SETS
 from .surface import Passes
 from .tokens import ChoosesTokens
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,7 @@ from ..._dispatch.backends import DEVICES
 from ..._head.at_backward import AtBackward, HostNumber, asking_at_backward, gradient_to_add_to
 from ..._own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_logits
 from ...heads import read_head, why_not_here
-from ...sampling import op_arguments
-from .sets import sets_of_rows
+from ...sampling import SamplingMask, op_arguments
 
 _TRLS_HEAD = trl_utils._ChunkedLogProbFunction
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,41 +45,17 @@ def check_head(model: Any) -> None:
             warnings.warn(f"d3s_kernels: TRL's reading of the model's head is not verified. {error}", stacklevel=3)
 
 
-@dataclass
-class Update:
-    """What the head's backward may know of the update that it is part of."""
+@dataclass(eq=False)
+class OurHead:
+    """Takes the place of TRL's ``ChunkedLogProbFunction`` while TRL scores tokens once."""
 
-    adds_to_gradients: bool = False  # whether it may add to the gradients of earlier micro-batches itself
+    model_head: ModelHead | None = None  # of the model that is scored, if it was verified
+    adds_to_gradients: bool = False  # whether the backward may add to the gradients of earlier micro-batches itself
     kept: HostNumber | None = None  # how many tokens have a gradient
-    head: ModelHead | None = None  # of the model that is scored
+    sets: tuple[Tensor, Tensor] | None = None  # of all tokens of a forward, and which of them have a label
 
-    def require_scale_and_softcap(self, scale: float, softcap: float | None) -> None:
-        """Raises where TRL has read others from the model's configuration than were verified."""
-        if self.head is None or (math.isclose(scale, self.head.scale) and softcap == self.head.softcap):
-            return
-        raise UnsupportedHead(
-            f"lm_head: TRL scales the logits of {self.head.name} by {scale:.6g} and caps them at {softcap}; the model "
-            f"itself by {self.head.scale:.6g} and at {self.head.softcap}"
-        )
-
-    def max_grad_rows(self) -> int | None:
-        return None if self.kept is None else self.kept.value()
-
-    def at_backward(self, weight: Tensor, dtype: torch.dtype) -> AtBackward:
-        """For a head whose products have this dtype. Only a parameter is kept until then, not a gathered weight."""
-        if self.adds_to_gradients and weight.is_leaf:
-            return AtBackward(lambda: gradient_to_add_to(weight, dtype), self.max_grad_rows)
-        return AtBackward(lambda: None, self.max_grad_rows)
-
-
-_updates = [Update()]  # the last one is that of the innermost d3s_head()
-
-
-class _Head:
-    """Replaces TRL's ``ChunkedLogProbFunction``, with the same arguments and results."""
-
-    @staticmethod
     def apply(
+        self,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -91,10 +66,11 @@ class _Head:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("entropy",),
     ) -> tuple[Tensor | None, ...]:
-        _updates[-1].require_scale_and_softcap(logit_scale, final_logit_softcapping)
+        """The same arguments and results as TRL's."""
+        self._require_scale_and_softcap(logit_scale, final_logit_softcapping)
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        reason, sets = _why_not(hidden, weight, dtype, logit_scale, outputs), sets_of_rows(len(targets))
+        reason, sets = _why_not(hidden, weight, dtype, logit_scale, outputs), self._sets_of_rows(len(targets))
         if reason is not None:
             if _TRLS_HEAD is None or sets is not None:
                 asked, trls = "d3s_kernels", "needs Triton"
@@ -119,9 +95,64 @@ class _Head:
         if torch.compiler.is_compiling():  # a graph cannot ask at its backward
             logprob, entropy, *_ = ops.linear_logprob_entropy(*given)
         else:
-            at_backward = _updates[-1].at_backward(weight, dtype)
+            at_backward = self._at_backward(weight, dtype)
             logprob, entropy, *_ = asking_at_backward(at_backward, "linear_logprob_entropy", *given)
         return logprob, entropy if "entropy" in outputs else None, None, None, None
+
+    def _require_scale_and_softcap(self, scale: float, softcap: float | None) -> None:
+        """Raises where TRL has read others from the model's configuration than were verified."""
+        known = self.model_head
+        if known is None or (math.isclose(scale, known.scale) and softcap == known.softcap):
+            return
+        raise UnsupportedHead(
+            f"lm_head: TRL scales the logits of {known.name} by {scale:.6g} and caps them at {softcap}; the model "
+            f"itself by {known.scale:.6g} and at {known.softcap}"
+        )
+
+    def _sets_of_rows(self, rows: int) -> SamplingMask | None:
+        """The sets of the labelled tokens, so many. Nothing waits for the device."""
+        if self.sets is None:
+            return None
+        places, _ = ops.compact(self.sets[1], rows)
+        return SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
+
+    def _at_backward(self, weight: Tensor, dtype: torch.dtype) -> AtBackward:
+        """For a head whose products have this dtype. Only a parameter is kept until then, not a gathered weight."""
+
+        def max_grad_rows() -> int | None:
+            return None if self.kept is None else self.kept.value()
+
+        if self.adds_to_gradients and weight.is_leaf:
+            return AtBackward(lambda: gradient_to_add_to(weight, dtype), max_grad_rows)
+        return AtBackward(lambda: None, max_grad_rows)
+
+
+class OverSets:
+    """A model that tells the head the sets that the tokens it scores were drawn from.
+
+    TRL calls a model with the rows of a batch one part after the other, and gives labels to the tokens to score. The
+    head gets the hidden states of labelled tokens alone.
+
+    Args:
+        model: TRL's.
+        sets: int32 ``[rows, tokens, width]``, of the rows in the order in which the model will be called with them;
+            their columns are the last ones of the labels.
+    """
+
+    def __init__(self, model: Callable[..., Any], sets: Tensor) -> None:
+        self.model, self._sets, self._begin = model, sets, 0
+
+    def __call__(self, *, labels: Tensor, **inputs: Any) -> Any:
+        own = self._sets[self._begin : self._begin + len(labels)]
+        self._begin += len(labels)
+        head: OurHead = trl_utils._ChunkedLogProbFunction
+        head.sets = own.flatten(0, 1), (labels[:, -own.shape[1] :] != -100).flatten()
+        return self.model(labels=labels, **inputs)
+
+
+def over_sets(model: Callable[..., Any], sets: Tensor | None) -> Callable[..., Any]:
+    """The model with scores over these sets; without sets, over the whole vocabulary."""
+    return model if sets is None else OverSets(model, sets)
 
 
 def _why_not(
@@ -142,22 +173,19 @@ def _why_not(
     return None
 
 
-_OURS = {
-    "_ChunkedLogProbFunction": _Head,
-    # TRL packs the labelled positions only on devices where its own kernels run. With our head it can do so everywhere.
-    "_use_triton": lambda device: True,
-}
+def _packs_labelled(device: Any) -> bool:
+    """Replaces TRL's ``_use_triton``: it packs the labelled positions only on devices where its own kernels run."""
+    return True
 
 
 @contextmanager
-def d3s_head(update: Update | None = None) -> Iterator[None]:
+def d3s_head(head: OurHead | None = None) -> Iterator[None]:
     """Inside this context, models with TRL's fused LM head use our head; afterwards TRL's is restored."""
+    ours = {"_ChunkedLogProbFunction": head or OurHead(), "_use_triton": _packs_labelled}
     module: dict[str, Any] = vars(trl_utils)
-    theirs = {name: module[name] for name in _OURS if name in module}
-    module.update((name, _OURS[name]) for name in theirs)
-    _updates.append(update or Update())
+    theirs = {name: module[name] for name in ours if name in module}
+    module.update((name, ours[name]) for name in theirs)
     try:
         yield
     finally:
-        _updates.pop()
         module.update(theirs)

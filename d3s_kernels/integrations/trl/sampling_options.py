@@ -22,14 +22,8 @@ _HARMLESS = {
 def require_sampled_sets(args: GRPOConfig) -> None:
     """Raises a ValueError if generation with these options has no sets, or sets that cannot be recorded."""
     refused = {
-        "use_vllm": (
-            False,
-            "vLLM returns the sets from 0.28 on, but TRL hands on ids and log-probabilities alone",
-        ),
-        "use_transformers_continuous_batching": (
-            False,
-            "generate_batch takes no processors, which record the sets",
-        ),
+        "use_vllm": (False, "vLLM returns the sets from 0.28 on, but TRL hands on ids and log-probabilities alone"),
+        "use_transformers_continuous_batching": (False, "generate_batch takes no processors, which record the sets"),
         "repetition_penalty": (1.0, "it changes scores, and the sets do not record that"),
     }
     for name, (takes, reason) in refused.items():

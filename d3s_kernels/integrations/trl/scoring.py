@@ -12,9 +12,9 @@ from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
 
 from .._run import RunWithBudget
-from .batch import IMAGES, Batch
+from .batch import IMAGES, SETS, Batch
 from .config import D3SConfig
-from .sets import SETS, over_sets
+from .head import over_sets
 from .surface import OLD, REFERENCE, Passes
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities, entropies, the loss of a router

@@ -13,12 +13,11 @@ from ..._head.at_backward import HostNumber
 from ...denominators import gradient_weights, only_through
 from ...metrics import token_metrics, token_sums
 from ...tokens import TokenSelection
-from .batch import Batch, last_column, loss_mask, take
+from .batch import SETS, Batch, last_column, loss_mask, take
 from .espo import as_espo
-from .head import Update
+from .head import OurHead, over_sets
 from .page import PageOfBatch
 from .scoring import Call, Scores, Scoring
-from .sets import SETS, over_sets
 from .surface import Watch
 
 UNMEASURED = "d3s_unmeasured"  # a batch's field: rows whose entropies are left out of what is logged of them
@@ -93,7 +92,7 @@ class ChoosesTokens(Scoring):
         self._count_tokens()
         return loss
 
-    def _score_for_loss(self, update: Update, call: Call, inputs: Batch) -> Scores:
+    def _score_for_loss(self, head: OurHead, call: Call, inputs: Batch) -> Scores:
         """The scores for TRL's loss, with hooks that let gradient flow only through the kept tokens."""
         measured = mask = loss_mask(inputs).bool()
         kept = inputs.get("d3s_kept")
@@ -109,7 +108,7 @@ class ChoosesTokens(Scoring):
         if kept is None:
             chosen = self._choose_tokens(constant, inputs["advantages"], mask)
             kept, threshold = chosen.mask, chosen.threshold
-        update.kept = HostNumber(kept.sum())
+        head.kept = HostNumber(kept.sum())
         totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured)
         unknown = mask & ~measured
         entropy = torch.where(unknown, mean, entropy)  # so that TRL's mean over all tokens is that of the measured ones

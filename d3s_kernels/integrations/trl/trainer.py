@@ -17,10 +17,9 @@ from ...heads import read_head
 from ...selection import Selection
 from .config import D3SConfig
 from .generation import ChoosesRollouts
-from .head import Update, check_head, d3s_head
+from .head import OurHead, OverSets, check_head, d3s_head
 from .sampling_options import require_one_turn
 from .scoring import Call, Scores
-from .sets import OverSets
 from .surface import Watch
 
 
@@ -110,13 +109,12 @@ class D3STrainer(ChoosesRollouts):
             return scores
 
         module = model.model if isinstance(model, OverSets) else model
-        head = read_head(self.accelerator.unwrap_model(module))  # an adapter may have come since the trainer was made
-        call, update = Call(method, model, input_ids, attention_mask, logits_to_keep), Update(head=head)
-        if self._loss_inputs is not None:
-            update.adds_to_gradients = self._alone
-        with d3s_head(update):
-            if self._loss_inputs is not None:
-                return self._score_for_loss(update, call, self._loss_inputs)
+        of_model = read_head(self.accelerator.unwrap_model(module))  # an adapter may be new
+        call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep), self._loss_inputs
+        head = OurHead(of_model, adds_to_gradients=inputs is not None and self._alone)
+        with d3s_head(head):
+            if inputs is not None:
+                return self._score_for_loss(head, call, inputs)
             if self._passes is not None and self._passes.names:
                 return self._score_before_rewards(call, self._passes)
             return call.scores()
