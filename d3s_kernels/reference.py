@@ -464,11 +464,10 @@ def _std(values: Tensor, ddof: int) -> Tensor:
     return ((scored - scored.mean()).square().sum() / freedom).sqrt()
 
 
-def _most_varied(values: Tensor, usable: Tensor, k: int) -> Tensor:
+def _most_varied(values: Tensor, usable: Tensor, k: int, equal: float = 1e-12) -> Tensor:
     """The best k are the i lowest and the k - i highest, for one i in 0..k (PODS, Lemma 3.1): try all i.
 
-    Many are equally good (to 1e-12) if rewards are 0 and 1. Then the largest i wins, which takes the fewest from the
-    top.
+    Many are as good (to ``equal``) if rewards are 0 and 1. Then the largest i wins, which has the fewest from the top.
     """
     kept = usable.nonzero().flatten()
     n = len(kept)
@@ -478,7 +477,7 @@ def _most_varied(values: Tensor, usable: Tensor, k: int) -> Tensor:
         sum_low, sum_high = _first_sums(shifted, k), _first_sums(shifted.flip(0), k).flip(0)
         square_low, square_high = _first_sums(shifted**2, k), _first_sums(shifted.flip(0) ** 2, k).flip(0)
         spread = k * (square_low + square_high) - (sum_low + sum_high) ** 2  # k^2 times the variance, for i = 0..k
-        low = int((spread >= spread.max() * (1 - 1e-12)).nonzero().max())
+        low = int((spread >= spread.max() * (1 - equal)).nonzero().max())
         kept = torch.cat([kept[:low], kept[n - (k - low) :]])
     return torch.zeros_like(usable).index_fill(0, kept, True)
 
