@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import performance
 import performance_picture as picture
+from helpers import slow
 
 from benchmarks import __main__ as run
 from benchmarks import harness, judging, machine, order, quiet, report, targets, timing
@@ -363,7 +364,9 @@ def rehearsal(folder: Path, *chosen: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=run.HERE.parent, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+@pytest.mark.parametrize(
+    "end", [pytest.param(signal.SIGKILL, id="killed"), slow(signal.SIGINT, shows="that Ctrl-C still makes the page")]
+)
 def test_a_run_that_is_stopped_keeps_what_has_ended(end: signal.Signals, tmp_path: Path) -> None:
     file, process = tmp_path / "contests.jsonl", rehearsal(tmp_path, "--only", "test_bandwidth or test_overhead")
     while not timing.read(file).contests:

@@ -452,8 +452,14 @@ QUOTAS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("length", [1, 8, 9, 32, 33, 64, 65])
-@pytest.mark.parametrize("drop_zeros", [False, True])
+BOTH = [(length, drop_zeros) for length in (1, 8, 9, 32, 65) for drop_zeros in (False, True)]
+
+
+# The interpreter takes three seconds for each of the lengths that fill several programs.
+@pytest.mark.parametrize(
+    ("length", "drop_zeros"),
+    [*BOTH, (33, True), (64, False), *(slow(*of, shows="the rest of the table") for of in ((33, False), (64, True)))],
+)
 def test_the_highest(length: int, drop_zeros: bool) -> None:
     """The selection is that of plain PyTorch, however the number is given."""
     scores = scores_of(3, length).to(DTYPES[length % 3])
