@@ -29,7 +29,7 @@ def gradient_weights(loss_type: str, kept: Tensor, mask: Tensor, totals: Tensor)
     """The factors that turn a loss's means over all tokens into means over the kept tokens, by its type.
 
     Args:
-        loss_type: one of :data:`DENOMINATORS`.
+        loss_type: one of ``DENOMINATORS``.
         kept, mask: bool ``[B, T]``: the kept and the valid tokens of this process's micro-batch.
         totals: float ``[2]``: the numbers of kept and of all tokens of all processes, for the types that divide by the
             tokens of all of them or by a constant: of the generation batch, if tokens were chosen for all of it, so
