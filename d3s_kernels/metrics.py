@@ -56,19 +56,25 @@ def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked
     }
 
 
-def token_sums(kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
+def token_sums(
+    kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, measured: Tensor | None = None
+) -> Tensor:
     """What :func:`token_metrics` is computed from; sums of several micro-batches or processes may be added.
 
     Args:
         kept, mask: bool, the shape of ``entropy``: the kept tokens, and all tokens of the kept rollouts.
         entropy: nats.
         advantages: broadcasts to that shape.
+        measured: bool, that shape: the tokens of the mask whose entropy is known, all kept ones among them; all of them
+            by default.
 
     Returns:
-        float64 ``[5]``: kept tokens, all tokens, kept ones with a positive advantage, entropies of kept and of dropped.
+        float64 ``[6]``: kept tokens, all tokens, kept ones with a positive advantage, measured ones, and the entropies
+        of kept and of the other measured ones.
     """
-    counts = (kept, mask, kept & (advantages > 0))
-    entropies = (torch.where(which, entropy, 0.0) for which in (kept, mask & ~kept))
+    measured = mask if measured is None else measured
+    counts = (kept, mask, kept & (advantages > 0), measured)
+    entropies = (torch.where(which, entropy, 0.0) for which in (kept, measured & ~kept))
     return torch.stack([part.sum(dtype=torch.float64) for part in (*counts, *entropies)])
 
 
@@ -79,14 +85,14 @@ def token_metrics(sums: Tensor, threshold: Tensor, asked: float) -> dict[str, Te
         threshold: of :class:`d3s_kernels.TokenSelection`.
         asked: the share that the budget asks for.
     """
-    kept, everything, positive, entropy_kept, entropy_dropped = sums
+    kept, everything, positive, measured, entropy_kept, entropy_dropped = sums
     return {
         "d3s/tokens_kept": kept,
         "d3s/token_share": kept / everything,
         "d3s/token_share_asked": torch.full_like(kept, asked),
         "d3s/threshold": threshold.double().masked_fill(~threshold.isfinite(), torch.nan).nanmean(),
         "d3s/entropy_kept": entropy_kept / kept,
-        "d3s/entropy_dropped": entropy_dropped / (everything - kept),
+        "d3s/entropy_dropped": entropy_dropped / (measured - kept),
         "d3s/positive_advantage_share": positive / kept,
         "d3s/head_rows_not_computed": everything - kept,
     }

@@ -182,12 +182,10 @@ class ChoosesTokens(Scoring):
         """Logs what was kept of a micro-batch. Means of entropies are over the ``measured`` tokens, all kept ones among
         them. Returns, over all processes, the numbers of kept and of all tokens, and the mean entropy.
         """
-        sums = token_sums(kept, mask, torch.where(measured, entropy, 0.0), advantages.unsqueeze(1))
-        sums = torch.cat([sums, measured.sum(dtype=sums.dtype).unsqueeze(0)])
+        sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured)
         totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
-        number, *_, of_kept, of_dropped, number_measured = totals
-        metrics = token_metrics(totals[:-1], threshold, self._budget().token_ratio)
-        self._log(metrics | {"d3s/entropy_dropped": of_dropped / (number_measured - number)})
+        number, *_, number_measured, of_kept, of_dropped = totals
+        self._log(token_metrics(totals, threshold, self._budget().token_ratio))
         self._just_kept = HostNumber(number)
         return totals[:2].float(), (of_kept + of_dropped) / number_measured
 
