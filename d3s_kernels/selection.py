@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from .schedule import Budget, DownSamplingSchedule
 from .selection_options import (
     PREFIX,
     SelectionOptions,
+    Shape,
     check_options,
     check_token_rule,
     options_from,
@@ -103,9 +105,8 @@ class Selection:
     def schedule(self, group_size: int) -> DownSamplingSchedule:
         """The schedule for groups of this size, with both ends as numbers of rollouts."""
         given = self.options
-        start = Budget(rollouts_of(given.rollouts_start, group_size), given.token_ratio_start)
-        end = Budget(rollouts_of(given.rollouts_end, group_size), given.token_ratio_end)
-        return DownSamplingSchedule(start, end, given.schedule_shape)
+        start = given.rollouts_start, given.token_ratio_start
+        return _schedule(start, (given.rollouts_end, given.token_ratio_end), given.schedule_shape, group_size)
 
     def budget(self, progress: float, group_size: int) -> Budget:
         """The budget at ``progress``, the share of training that is done: rollouts between 2 and ``group_size``."""
@@ -272,6 +273,14 @@ class Selection:
         if process_group is not None:
             number = ranks_of(process_group).add_(number)
         return number.clamp(min=1)
+
+
+@lru_cache(maxsize=64)  # each micro-batch asks for its budget
+def _schedule(
+    start: tuple[float, float], end: tuple[float, float], shape: Shape, group_size: int
+) -> DownSamplingSchedule:
+    first, last = (Budget(rollouts_of(rollouts, group_size), ratio) for rollouts, ratio in (start, end))
+    return DownSamplingSchedule(first, last, shape)
 
 
 def choose_rollouts(
