@@ -97,9 +97,8 @@ def check_token_rule(options: Any, section: str = "") -> None:
     """Raises a ValueError for token options that rule "entropy_quantile" does not have."""
     if options.token_rule != "entropy_quantile":
         return
-    for key, takes in (("token_scope", "batch"), ("drop_zeros", False), ("token_pool", "micro_batch")):
-        given = getattr(options, key, takes)
-        if given != takes:
+    for key, takes in (("token_scope", "batch"), ("drop_zeros", False)):
+        if (given := getattr(options, key)) != takes:
             raise ValueError(f"{section}{key}: got {given!r} with token_rule 'entropy_quantile'; takes {takes!r}")
 
 

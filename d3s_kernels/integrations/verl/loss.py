@@ -67,9 +67,7 @@ def d3s_policy_loss(
     Raises:
         ValueError: no config, a bad option, or a base loss that verl does not know.
     """
-    if config is None:
-        raise ValueError("config: got None; takes the actor's configuration")
-    options = of_policy_loss(config.policy_loss)
+    options = _options(config)
     kept = select_tokens(
         -old_log_prob.detach(), advantages.detach(), options.token_ratio, rule=options.token_rule,
         mask=response_mask.bool(), scope=options.token_scope, drop_zeros=options.drop_zeros,
@@ -120,9 +118,7 @@ def espo_policy_loss(
     Raises:
         ValueError: no config, a bad option, an unknown vocabulary size, or no entropy from ``entropy_source``.
     """
-    if config is None:
-        raise ValueError("config: got None; takes the actor's configuration")
-    options = of_policy_loss(config.policy_loss)
+    options = _options(config)
     ratio, epsilon, weight = espo_terms(
         log_prob, old_log_prob, entropy.token_entropy(options.entropy_source, old_log_prob), response_mask.bool(),
         quantiles=options.quantiles, alpha=options.alpha, denominator=options.denominator,
@@ -144,6 +140,12 @@ def espo_policy_loss(
         "actor/espo_epsilon": epsilon,
     }
     return loss, {name: masked_mean(values, response_mask).item() for name, values in means.items()}
+
+
+def _options(config: Any) -> PolicyLossOptions:
+    if config is None:
+        raise ValueError("config: got None; takes the actor's configuration")
+    return of_policy_loss(config.policy_loss)
 
 
 def _vocab_size_of_model(config: Any) -> int:

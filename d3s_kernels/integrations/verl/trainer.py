@@ -70,9 +70,10 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
     def _budget(self) -> Budget:
         return self._selection.budget(self._progress, self.config.actor_rollout_ref.rollout.n)
 
-    def _draws(self, rule: str) -> torch.Generator | None:
+    @property
+    def _draws(self) -> torch.Generator:
         """For the rule "random": other numbers in each step, the same ones after a checkpoint."""
-        return torch.Generator().manual_seed(self.global_steps) if rule == "random" else None
+        return torch.Generator().manual_seed(self.global_steps)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
         """Drops rollouts, then lets verl balance the rest.
@@ -145,9 +146,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             fields = {"advantages": advantages, "returns": advantages}
 
         tokens = self._selection.tokens(
-            entropy, advantages, self._progress, mask=mask.bool(), offsets=offsets,
-            generator=self._draws(self.d3s.token_rule),
-        )  # fmt: skip
+            entropy, advantages, self._progress, mask=mask.bool(), offsets=offsets, generator=self._draws
+        )
         # No token may have a score (drop_zeros, and in every group all rewards are equal). An empty mask would make
         # verl divide by 0, so the full mask is kept; all advantages are 0 then, so the result is the same.
         kept = tokens.mask if tokens.mask.any() else mask.bool()
@@ -191,9 +191,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         of_groups = group_advantages(table, scale="group" if scaled else "none", eps=1e-6)
         of_groups = of_groups.masked_fill(table.isnan(), torch.nan)
         n, budget = self.config.actor_rollout_ref.rollout.n, self._budget
-        kept = self._selection.rollouts(
-            of_groups, self._progress, group_size=n, generator=self._draws(self.d3s.rollout_rule)
-        )
+        kept = self._selection.rollouts(of_groups, self._progress, group_size=n, generator=self._draws)
         kept, advantages = kept.flatten()[places], of_groups.flatten()[places]
         chosen = kept.nonzero().flatten().tolist()
         if not chosen:
