@@ -203,7 +203,7 @@ def test_the_sets_stay_with_their_rows_in_an_update(field: str) -> None:
     table = torch.randn(VOCABULARY, VOCABULARY)
     expected = expected_of(batch, sets, table)["log_probs"]
     mask = batch.batch["response_mask"]
-    data = micro_batch_of(batch, use_dynamic_bsz=True, max_token_len_per_gpu=16, **{NOTE: field})
+    data = micro_batch_of(batch, use_dynamic_bsz=True, max_token_len_per_gpu=11, **{NOTE: field})
     seen = []
     for mini in tu.make_iterator(data, mini_batch_size=4, epochs=1, seed=1, dataloader_kwargs={"shuffle": True}):
         parts, _ = prepare_micro_batches(mini)
