@@ -16,6 +16,7 @@ from .schedule import Budget, DownSamplingSchedule
 from .selection import Selection
 from .selection_options import SelectionOptions
 from .tokens import TokenSelection, compact, select_tokens, select_tokens_from_logits, topk_mask
+from .trust import TrustedTokens, trusted_tokens
 from .vocabulary import entropy, linear_logprob_entropy, logprob_entropy
 
 __version__: str = build_info()["version"]
@@ -33,6 +34,7 @@ __all__ = [
     "Selection",
     "SelectionOptions",
     "TokenSelection",
+    "TrustedTokens",
     "UnsupportedHead",
     "adaptive_clip",
     "backends",
@@ -57,4 +59,5 @@ __all__ = [
     "selection_page",
     "synchronize_checks",
     "topk_mask",
+    "trusted_tokens",
 ]

@@ -124,6 +124,14 @@ def as_bool(name: str, mask: Tensor) -> Tensor:
     )
 
 
+def as_float32(name: str, values: Tensor) -> Tensor:
+    if values.dtype == torch.float32:
+        return values
+    if values.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"{name}: got dtype {values.dtype}; takes float32, bfloat16 or float16")
+    return values.float()
+
+
 def require_no_tangent(**arguments: Tensor | None) -> None:
     """Refuses forward-mode tangents. The ops have backward derivatives only, and torch would silently treat their
     results as constants.

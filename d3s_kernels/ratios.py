@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import (
+    as_float32,
     checked_mask,
     require_no_tangent,
     require_number,
@@ -93,7 +94,7 @@ def importance_ratio(
     low, high = _pair(log_bounds)
     old = old_logprob.detach() if old_logprob.requires_grad else old_logprob
     return ops.importance_ratio(
-        _float32("logprob", logprob), _float32("old_logprob", old), mask, groups, offsets, level,
+        as_float32("logprob", logprob), as_float32("old_logprob", old), mask, groups, offsets, level,
         denominator, low, high,
     )  # fmt: skip
 
@@ -143,7 +144,7 @@ def entropy_groups(
     for quantile in quantiles:
         require_number(quantiles=quantile)
     return ops.entropy_groups(
-        _float32("entropy", entropy), list(quantiles), mask, offsets, max_segment, require_scope(scope, "sequence")
+        as_float32("entropy", entropy), list(quantiles), mask, offsets, max_segment, require_scope(scope, "sequence")
     )
 
 
@@ -190,7 +191,7 @@ def adaptive_clip(
         raise TypeError("vocab_size: got None; takes a whole number")
     require_whole(vocab_size=vocab_size)
     require_number(alpha=alpha)
-    return ops.adaptive_clip(_float32("entropy", entropy), groups, mask, offsets, vocab_size, alpha)
+    return ops.adaptive_clip(as_float32("entropy", entropy), groups, mask, offsets, vocab_size, alpha)
 
 
 class EspoTerms(NamedTuple):
@@ -256,14 +257,6 @@ def _weight(groups: Tensor, mask: Tensor, count: int) -> Tensor:
     size = sizes.gather(-1, groups.clamp(min=0).long())
     weight = mask.sum(-1, keepdim=True) / ((sizes > 0).sum(-1, keepdim=True) * size)
     return weight.float().masked_fill(groups < 0, 0.0)
-
-
-def _float32(name: str, values: Tensor) -> Tensor:
-    if values.dtype == torch.float32:
-        return values
-    if values.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"{name}: got dtype {values.dtype}; takes float32, bfloat16 or float16")
-    return values.float()
 
 
 def _require_words(**arguments: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._across_ranks.equal_rows import most_varied
-from ._arguments import is_known, require_scope, whole_number
+from ._arguments import as_bool, is_known, require_scope, whole_number
 from ._groups import ranks_of
 from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
@@ -27,6 +27,7 @@ from .selection_options import (
     values_of_words,
 )
 from .tokens import Placement, TokenSelection, select_tokens, topk_mask
+from .trust import TrustedTokens, trusted_tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -230,22 +231,53 @@ class Selection:
         survivors = advantages.masked_fill(same[:, None], 0).masked_fill(~kept, torch.nan)  # NaN is ignored
         return group_advantages(survivors, scale="group" if scale == "group" else "none")
 
+    def trusted(
+        self,
+        logprob: Tensor,
+        sampling_logprob: Tensor,
+        advantages: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        offsets: Tensor | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+    ) -> TrustedTokens:
+        """The tokens that ``off_policy_rule`` leaves: :func:`d3s_kernels.trusted_tokens` with the options' rule and
+        bounds. All of the mask without a rule, with weights of 1 and the count of this rank.
+
+        Known before the update: the LM head takes its mask, so that the others cost nothing, and :meth:`tokens` takes
+        it whole. The loss of a token is multiplied by its weight.
+        """
+        given = self.options
+        if given.off_policy_rule == "none":
+            present = torch.ones_like(logprob, dtype=torch.bool) if mask is None else as_bool("mask", mask)
+            return TrustedTokens(present, present.float(), present.sum())
+        return trusted_tokens(
+            logprob, sampling_logprob, given.off_policy_rule, low=given.off_policy_low, high=given.off_policy_high,
+            advantages=advantages, mask=mask, offsets=offsets, process_group=process_group,
+        )  # fmt: skip
+
     def tokens(
         self,
         entropy: Tensor,
         advantages: Tensor | None,
         progress: float,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | TrustedTokens | None = None,
         offsets: Tensor | None = None,
         generator: torch.Generator | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
         placement: Placement = "whole",
     ) -> TokenSelection:
         """The tokens that carry the gradient: :func:`d3s_kernels.select_tokens` with the options' rule and scope, and
-        the share of this point of training. All arguments are as there; ``entropy`` may have a gradient.
+        the share of this point of training. All arguments are as there; ``entropy`` may have a gradient. With an
+        ``off_policy_rule``, ``mask`` is what :meth:`trusted` has returned, so that no token comes by it.
         """
         given = self.options
+        if isinstance(mask, TrustedTokens):
+            mask = mask.mask
+        elif given.off_policy_rule != "none":
+            rule, kind = given.off_policy_rule, type(mask).__name__
+            raise ValueError(f"mask: got a {kind} with off_policy_rule {rule!r}; takes what trusted() has returned")
         return select_tokens(
             entropy.detach(),
             advantages,

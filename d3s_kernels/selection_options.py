@@ -13,10 +13,12 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from .rollouts import RolloutRule, Scope
 from .tokens import TokenRule
+from .trust import RULES, TrustRule, bounds_of
 
 TokenScope = Literal["batch", "sequence"]
 Shape = Literal["linear", "cosine", "exponential"]
 KeptOrAll = Literal["kept", "all"]
+OffPolicyRule = Literal["none", TrustRule]
 Options = TypeVar("Options")
 PREFIX = "--d3s."
 
@@ -50,6 +52,9 @@ ROLLOUTS = Takes(_is_rollouts, "a share in (0, 1] of a group's rollouts, or thei
 RATIO = Takes(lambda value: type(value) in (int, float) and 0 < value <= 1, "a number in (0, 1]")
 QUANTILES = Takes(_are_quantiles, "rising numbers in (0, 1), at most 15")
 ALPHA = Takes(lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0")
+BOUND = Takes(
+    lambda value: value is None or (type(value) in (int, float) and value >= 0), "a number of at least 0, or None"
+)
 FLAG = Takes(lambda value: isinstance(value, bool), "true or false")
 
 
@@ -91,6 +96,14 @@ def check_options(options: Any, section: str = "") -> None:
     for name, takes in _accepted(options):
         if not takes.fits(value := getattr(options, name)):
             raise ValueError(f"{section}{name}: got {value!r}; takes {takes.words}")
+    if not isinstance(options, SelectionOptions):
+        return
+    bounds = {f"{section}off_policy_low": options.off_policy_low, f"{section}off_policy_high": options.off_policy_high}
+    if options.off_policy_rule != "none":
+        bounds_of(options.off_policy_rule, *bounds.values(), (*bounds,))
+    for name, value in bounds.items():
+        if value is not None and options.off_policy_rule == "none":
+            raise ValueError(f"{name}: got {value} with off_policy_rule 'none'; takes None")
 
 
 def check_token_rule(options: Any, section: str = "") -> None:
@@ -194,6 +207,14 @@ class SelectionOptions:
         "sequence.",
         one_of(*get_args(TokenScope)),
     )
+    off_policy_rule: OffPolicyRule = option(
+        "none",
+        "Which tokens are left out because the policy that is trained gives them another probability than the one that "
+        "sampled them: see d3s_kernels.trusted_tokens. The share of tokens is of the others.",
+        one_of("none", *RULES),
+    )
+    off_policy_low: float | None = option(None, "The rule's lower bound, for a ratio. None: its default.", BOUND)
+    off_policy_high: float | None = option(None, "The rule's upper bound. None: its default.", BOUND)
     loss_denominator: KeptOrAll = option(
         "kept",
         "What gradients are averaged over: 'kept' tokens, which makes them larger by about 1 / the share kept "

@@ -1,0 +1,252 @@
+"""Which tokens may be trusted: those whose probability in the trained policy is near that in the policy they were sampled
+from, by one of the rules of the field. The mask is known before the update, so that the LM head leaves the others out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._arguments import (
+    as_float32,
+    checked_mask,
+    require_number,
+    require_optional_tensors,
+    require_rule,
+    require_tensors,
+)
+from ._segments.ranking import lowest_first
+from ._segments.segments import Segments, pool, segments_of
+from ._selection.rules import usable
+from ._torch.topk_mask import advantage_of_each
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+TrustRule = Literal[
+    "token_mask", "token_truncate", "sequence_mask", "sequence_truncate", "geometric_mask", "geometric_truncate",
+    "kpop", "opsm", "sequence_error", "m2po",
+]  # fmt: skip
+
+
+class TrustedTokens(NamedTuple):
+    """The trusted tokens. All tensors stay on the device."""
+
+    mask: Tensor
+    """bool, the shape of the log-probabilities: what the LM head and the choice of tokens take as their mask."""
+    weight: Tensor
+    """float32, the same shape: what a token's loss is multiplied by; 0 where the token is not trusted."""
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    """int64, 0-d: the trusted tokens."""
+
+
+class Row(NamedTuple):
+    """A rule: the measure of a token, from the logarithms of p and q in float64, and what is asked of it."""
+
+    measure: Callable[[Tensor, Tensor], Tensor]
+    over: Literal["token", "sum", "mean", "smallest"] = "token"
+    """What the bounds are for: the measure of a token, the sum or the mean of a sequence, or the mean of the tokens with
+    the smallest ones of all."""
+    low: float | None = None
+    """The default bounds. None: the caller has to give it, or for ``low`` that the rule has none."""
+    high: float | None = None
+    is_ratio: bool = False
+    """Whether the measure is the logarithm of a ratio: bounds are for the ratio, which is the token's weight."""
+    truncates: bool = False
+    """Whether a ratio outside the bounds is set to the nearer one, and its tokens kept."""
+    drops_negative: bool = False
+    """Whether only sequences with an advantage below 0 are dropped."""
+
+
+def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return log_p - log_q
+
+
+def _two_point_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The larger of both KL divergences between 'this token' and 'another one'. Probabilities are kept 1e-8 away from 0
+    and 1, as in AReaL: in float32 a sure token has a probability of 1, where each divergence from it is infinite.
+    """
+    p, q = (log.exp().clamp(1e-8, 1 - 1e-8) for log in (log_p, log_q))
+    apart, others_apart = (p / q).log(), ((1 - p) / (1 - q)).log()
+    return torch.maximum(p * apart + (1 - p) * others_apart, -q * apart - (1 - q) * others_apart)
+
+
+RULES = {
+    "token_mask": Row(_log_ratio, low=0.5, high=5.0, is_ratio=True),
+    "token_truncate": Row(_log_ratio, low=0.0, high=2.0, is_ratio=True, truncates=True),
+    "sequence_mask": Row(_log_ratio, "sum", low=0.0, high=3.0, is_ratio=True),
+    "sequence_truncate": Row(_log_ratio, "sum", low=0.0, high=3.0, is_ratio=True, truncates=True),
+    "geometric_mask": Row(_log_ratio, "mean", low=0.999, high=1.001, is_ratio=True),
+    "geometric_truncate": Row(_log_ratio, "mean", low=0.0, high=2.0, is_ratio=True, truncates=True),
+    "kpop": Row(_two_point_divergence, high=2.0),
+    "opsm": Row(lambda log_p, log_q: log_q - log_p, "mean", drops_negative=True),
+    "sequence_error": Row(lambda log_p, log_q: (log_q - log_p).abs().exp(), "mean", high=2.0),
+    "m2po": Row(lambda log_p, log_q: (log_p - log_q).square(), "smallest", high=0.04),
+}
+
+
+def trusted_tokens(
+    logprob: Tensor,
+    sampling_logprob: Tensor,
+    rule: TrustRule,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    advantages: Tensor | None = None,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+) -> TrustedTokens:
+    """Keeps the tokens, or the sequences, whose probability is nearly the one that they were sampled with.
+
+    With the probability p of a token in the trained policy, q in the policy that sampled it (an inference engine, or an
+    earlier policy), ``r = p / q``, and means and products over the tokens of a sequence:
+
+    ==================== ================================================= ============ =============================
+    ``rule``             keeps                                             low, high    is
+    ==================== ================================================= ============ =============================
+    "token_mask"         a token iff ``low <= r <= high``                  0.5, 5       IcePop, arXiv 2510.18855
+    "sequence_mask"      a sequence iff ``low <= product of r <= high``    0, 3         TRL's default
+    "geometric_mask"     the same for the geometric mean of r              0.999, 1.001 verl's "seq_mean_k1"
+    "token_truncate",    all tokens; the ratio is set to the nearer bound  0, 2         truncated importance sampling
+    "sequence_truncate", where it is outside                               0, 3
+    "geometric_truncate"                                                   0, 2
+    "kpop"               a token iff ``max(KL(p, q), KL(q, p)) <= high``,  2            KPop, in AReaL
+                         for the two outcomes "this token" and "another"
+    "opsm"               a sequence iff its advantage is at least 0 or     no default   DeepSeek-V3.2, arXiv
+                         ``mean(log q - log p) <= high``                                2512.02556, eq. 9
+    "sequence_error"     a sequence iff ``mean(exp |log r|) <= high``      2            NeMo-RL's sequence mask
+    "m2po"               the most tokens of all, those with the smallest   0.04         M2PO, as in AReaL
+                         ``(log r)^2``, whose mean is below ``high``
+    ==================== ================================================= ============ =============================
+
+    A token with a NaN, or with a probability of 0 in both policies, is not kept and counts in no mean. All is computed
+    in float64, sums in an order that does not depend on the other sequences. Equal squares of "m2po" are kept from the
+    lowest index on. The result has no gradient.
+
+    Args:
+        logprob: log p, ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        sampling_logprob: log q, the same shape.
+        rule: see the table; ``docs/methods.md`` says what was read of each.
+        low, high: in place of the rule's bounds, which are kept themselves. ``low`` is for ratios alone; 0 and infinity
+            bound nothing.
+        advantages: for "opsm", which has to have them: one for each sequence or for each token.
+        mask: bool or integer (True where it is not 0), the shape of ``logprob``. What is False is not read.
+        offsets: int32 or int64 ``[S + 1]``, from 0 to N.
+        process_group: the ranks whose tokens "m2po" ranks together, and whose tokens are counted; their sequences are
+            whole. All ranks call it.
+
+    Returns:
+        :class:`TrustedTokens`. The weight of a kept token is the ratio for the first six rules (of the token, of its
+        sequence, or the geometric mean), and 1 for the others. A token whose weight is 0 is not kept.
+
+    Raises:
+        ValueError, TypeError: an unknown rule; bounds that are missing, negative, or not for this rule; a wrong shape,
+            dtype, device or offsets.
+
+    Example:
+        >>> import torch, d3s_kernels as d3s
+        >>> old, sampled = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[-1.1, -0.2, -0.5]])
+        >>> trusted = d3s.trusted_tokens(old, sampled, "token_mask")
+        >>> trusted.mask, trusted.weight
+        (tensor([[ True, False,  True]]), tensor([[1.1052, 0.0000, 1.0000]]))
+    """
+    require_rule(rule, tuple(RULES))
+    row, (low, high) = RULES[rule], bounds_of(rule, low, high)
+    require_tensors(logprob=logprob, sampling_logprob=sampling_logprob)
+    require_optional_tensors(logprob, advantages=advantages, offsets=offsets)
+    if sampling_logprob.shape != logprob.shape:
+        shapes = list(sampling_logprob.shape), list(logprob.shape)
+        raise ValueError(f"sampling_logprob: got shape {shapes[0]}; takes that of logprob, {shapes[1]}")
+    with torch.no_grad():
+        named = {"logprob": logprob, "sampling_logprob": sampling_logprob}
+        log_p, log_q = (as_float32(name, value).double().flatten() for name, value in named.items())
+        known = (log_p - log_q).clamp(-1, 1).float().view(logprob.shape)  # NaN stays
+        present = usable(known, checked_mask(mask, logprob), offsets).flatten()  # refuses bad arguments as well
+        measure, segments = row.measure(log_p, log_q), segments_of(logprob, offsets)
+        if row.over in ("sum", "mean"):
+            total = segments.last(segments.scan(torch.where(present, measure, 0.0), torch.add))
+            measure = (total / segments.total(present) if row.over == "mean" else total)[segments.of]
+        if row.over == "smallest":
+            kept = _smallest(measure.float(), present, high, process_group)
+        elif row.truncates:
+            kept = present & ~measure.isnan()
+        else:
+            lowest, highest = (_log(low), _log(high)) if row.is_ratio else (low, high)
+            kept = present & (measure >= lowest) & (measure <= highest)
+        if row.drops_negative:
+            of_each = _of_each(advantages, logprob, segments)
+            kept = (kept | (present & (of_each >= 0))) & ~of_each.isnan()
+        weight = kept.float()
+        if row.is_ratio:
+            weight = torch.where(kept, measure.exp().clamp(low, high), 0.0).float()
+            kept = (weight > 0) & (weight < math.inf)
+            weight = torch.where(kept, weight, 0.0)
+        count = kept.sum()
+        if process_group is not None:
+            from ._groups import ranks_of  # here, since some builds of torch have no groups
+
+            count = ranks_of(process_group).add_(count)
+        return TrustedTokens(kept.view(logprob.shape), weight.view(logprob.shape), count)
+
+
+def bounds_of(
+    rule: str, low: float | None, high: float | None, names: tuple[str, str] = ("low", "high")
+) -> tuple[float, float]:
+    """The bounds of a rule, with its defaults. In errors the two have these names."""
+    row = RULES[rule]
+    for name, value in zip(names, (low, high), strict=True):
+        require_number(**{name: value})
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name}: got {value}; takes a number of at least 0")
+    if low is not None and not row.is_ratio:
+        raise ValueError(f"{names[0]}: got {low} with rule {rule!r}, which has no lower bound; takes None")
+    lowest, highest = row.low if low is None else low, row.high if high is None else high
+    if highest is None:
+        raise ValueError(f"{names[1]}: got None with rule {rule!r}, which has no default; takes a number of at least 0")
+    lowest = -math.inf if lowest is None else lowest
+    if lowest > highest:
+        raise ValueError(f"{names[1]}: got {highest}; takes a number of at least {names[0]}, {lowest}")
+    return lowest, highest
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf
+
+
+def _of_each(advantages: Tensor | None, logprob: Tensor, segments: Segments) -> Tensor:
+    """The advantage of each token."""
+    if advantages is None:
+        raise ValueError("advantages: got None with rule 'opsm'; takes one for each sequence or for each token")
+    if advantages.dim() and advantages.shape != logprob.shape and advantages.numel() != segments.number:
+        raise ValueError(
+            f"advantages: got shape {list(advantages.shape)}; takes one for each of the {segments.number} sequences, or "
+            f"for each token, {list(logprob.shape)}"
+        )
+    return advantage_of_each(advantages, logprob, segments)
+
+
+def _smallest(
+    squares: Tensor, present: Tensor, high: float, process_group: ProcessGroup | DeviceMesh | None
+) -> Tensor:
+    """Marks the most of the smallest squares, float32, whose mean is below ``high``; of all ranks' squares. Each
+    further square raises the mean.
+    """
+    if process_group is not None:
+        from ._across_ranks.gathered import concatenate, gather
+        from ._groups import ranks_of
+
+        ranks = ranks_of(process_group)
+        everyones = gather(ranks, squares.masked_fill(~present, torch.nan), 0, None)
+        together = concatenate(everyones, ranks.rank, len(squares))
+        return _smallest(together.values, ~together.values.isnan(), high, None)[together.own]
+    segments = pool(squares)
+    order, rank = lowest_first(squares, present, segments)
+    sums = segments.scan(torch.where(present, squares.double(), torch.inf)[order], torch.add)
+    number = (sums < high * (torch.arange(len(sums), device=sums.device) + 1)).sum()
+    return present & (rank < number)

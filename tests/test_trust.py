@@ -1,0 +1,222 @@
+"""trusted_tokens against its meaning in float64, and against verl's own masks and weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+import pytest
+import torch
+from helpers import INF, NAN, Segmented, assert_identical, compiled_once, segmented
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Ranks, world
+from torch import Tensor
+
+import d3s_kernels as d3s
+from d3s_kernels import reference
+from d3s_kernels.trust import RULES, Row, TrustRule, trusted_tokens
+
+# Sums of these are exact in every order, so that means tie with the bounds.
+LOG_PROBABILITIES = st.sampled_from([0.0, -0.25, -0.5, -1.0, -1.5, -4.0, -30.0, -INF, NAN])
+# Ratios tie with bounds at 1 alone: another ratio and its logarithm are rounded each.
+LOW = st.sampled_from([0.0, 0.3, 1.0])
+HIGH = {"m2po": [0.0625, 0.25, 1.0], "opsm": [0.0, 0.25, 0.5], "kpop": [0.0, 0.1, 2.0], "sequence_error": [1.0, 1.7, 9.0]}
+
+
+def drawn(data: st.DataObject, like: Tensor) -> Tensor:
+    count = like.numel()
+    values = data.draw(st.lists(LOG_PROBABILITIES, min_size=count, max_size=count))
+    return torch.tensor(values, dtype=torch.float32).view(like.shape).to(like.dtype)
+
+
+def of_sequences(case: Segmented) -> Tensor:
+    return torch.randint(-1, 2, case.segments).float()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(data=st.data(), case=segmented(LOG_PROBABILITIES))
+def test_any_arguments(rule: str, data: st.DataObject, case: Segmented) -> None:
+    """With ties, NaN, empty and fully masked sequences, in rows and packed."""
+    high = data.draw(st.sampled_from(HIGH.get(rule, [1.0, 2.5, INF])))
+    given: dict[str, Any] = {"mask": case.mask, "offsets": case.offsets, "high": high}
+    if RULES[rule].is_ratio:
+        given["low"] = data.draw(LOW)
+    if rule == "opsm":
+        each = of_sequences(case) if data.draw(st.booleans()) else torch.randint(-1, 2, case.values.shape).float()
+        given["advantages"] = torch.where(torch.rand(each.shape) < 0.1, NAN, each)
+    sampled = drawn(data, case.values)
+    found = trusted_tokens(case.values, sampled, rule, **given)
+    expected = reference.trusted_tokens(case.values, sampled, rule, **given)
+    assert_identical(found.mask, expected.mask)
+    torch.testing.assert_close(found.weight, expected.weight, rtol=1e-6, atol=0)
+    assert_identical(found.count, expected.count)
+    kept = found.mask
+    assert not (kept & (case.values.isnan() | sampled.isnan())).any()
+    assert case.mask is None or not (kept & ~case.mask).any()
+    assert (found.weight > 0).equal(kept)
+
+
+def near(shape: tuple[int, ...], spread: float = 0.3) -> tuple[Tensor, Tensor]:
+    logprob = -torch.rand(shape) * 3
+    return logprob, logprob + spread * torch.randn(shape)
+
+
+TIGHT = {"opsm": 0.05, "sequence_mask": 3.0, "geometric_mask": 1.05, "m2po": 0.002, "kpop": 1e-3, "sequence_error": 1.04}
+
+
+def some_far(rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Row 0 is likelier now, the last row was likelier before, row 1 is as it was: the bounds above tell them apart."""
+    logprob, sampled = near((rows, tokens), 0.05)
+    sampled[0] -= 0.1
+    sampled[-1] += 0.1
+    sampled[1] = logprob[1]
+    return logprob, sampled
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_and_packed_tokens_agree_to_the_bit(rule: str) -> None:
+    """And nothing masked is read, nothing has a gradient, nothing asks for a value while a graph is made."""
+    logprob, sampled = some_far(6, 300)
+    mask = torch.arange(300) < torch.tensor([300, 1, 0, 17, 300, 299])[:, None]
+    mask[4] = False
+    given = {"high": TIGHT.get(rule), "advantages": torch.tensor([-1.0, 1, -1, -1, -1, -1])}
+    found = trusted_tokens(logprob.requires_grad_(), sampled, rule, mask=mask, **given)
+    assert not found.weight.requires_grad
+    assert 0 < found.count < mask.sum() or rule in ("token_mask", "token_truncate") or RULES[rule].truncates
+    dirty = torch.where(mask, logprob, INF), torch.where(mask, sampled, NAN)
+    again = [trusted_tokens(*dirty, rule, mask=mask.long(), **given)]
+    if rule in ("token_mask", "sequence_error", "m2po"):  # one of each kind; a graph takes seconds
+        compiled = compiled_once(lambda *tensors: trusted_tokens(*tensors, rule, mask=mask, **given))
+        again.append(compiled(logprob, sampled))
+    for each in again:
+        assert_identical(each.mask, found.mask)
+        assert_identical(each.weight, found.weight)
+    offsets = torch.cat([torch.tensor([0]), mask.sum(1).cumsum(0)])
+    packed = trusted_tokens(logprob[mask], sampled[mask], rule, offsets=offsets, **given)
+    assert_identical(packed.mask, found.mask[mask])
+    assert_identical(packed.weight, found.weight[mask])
+
+
+def test_the_rules_and_their_bounds() -> None:
+    """The defaults are those of the table in the docstring, which a reader sees."""
+    assert get_args(TrustRule) == tuple(RULES)
+    logprob, sampled = near((8, 40), 0.8)
+    for rule, row in RULES.items():
+        if row.high is None:
+            continue
+        bounds = {"low": row.low, "high": row.high} if row.is_ratio else {"high": row.high}
+        found, given = (trusted_tokens(logprob, sampled, rule, **each) for each in ({}, bounds))
+        assert_identical(found.weight, given.weight)
+        shown = ", ".join(f"{bound:g}" for bound in bounds.values())
+        line = next(line for line in str(trusted_tokens.__doc__).splitlines() if line.strip().startswith(f'"{rule}"'))
+        assert re.search(rf"\s{re.escape(shown)}(\s|$)", line), line
+
+
+def test_a_new_rule_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """prime-rl's IPO: a token iff |p - q| is at most the bound."""
+    row = Row(lambda log_p, log_q: (log_p.exp() - log_q.exp()).abs(), high=0.1)
+    monkeypatch.setitem(RULES, "ipo", row)
+    logprob, sampled = near((5, 9))
+    mask = trusted_tokens(logprob, sampled, "ipo").mask  # type: ignore[arg-type]
+    assert_identical(mask, (logprob.double().exp() - sampled.double().exp()).abs() <= 0.1)
+    assert 0 < mask.sum() < mask.numel()
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "message"),
+    [
+        ("icepop", {}, "rule: got 'icepop'; takes one of 'token_mask', 'token_truncate', "),
+        ("opsm", {"advantages": torch.ones(2)}, "high: got None with rule 'opsm', which has no default; takes a number"),
+        ("opsm", {"high": 0.1}, "advantages: got None with rule 'opsm'; takes one for each sequence or for each token"),
+        ("opsm", {"high": 0.1, "advantages": torch.ones(3)}, r"advantages: got shape \[3\]; takes one for each of the 2"),
+        ("kpop", {"low": 0.1}, "low: got 0.1 with rule 'kpop', which has no lower bound; takes None"),
+        ("token_mask", {"low": -0.1}, "low: got -0.1; takes a number of at least 0"),
+        ("token_mask", {"high": NAN}, "high: got nan; takes a number of at least 0"),
+        ("token_mask", {"high": 0.4}, "high: got 0.4; takes a number of at least low, 0.5"),
+        ("kpop", {"offsets": torch.tensor([0, 3])}, "offsets"),
+        ("kpop", {"mask": torch.ones(2, 2)}, "mask: got dtype torch.float32; takes bool or integers"),
+        ("kpop", {"mask": torch.ones(2, 2, dtype=torch.bool)}, "mask"),
+    ],
+)
+def test_bad_arguments_are_named(rule: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trusted_tokens(torch.zeros(2, 3), torch.zeros(2, 3), rule, **given)
+
+
+def test_bad_log_probabilities_are_named() -> None:
+    with pytest.raises(ValueError, match=r"sampling_logprob: got shape \[3, 2\]; takes that of logprob, \[2, 3\]"):
+        trusted_tokens(torch.zeros(2, 3), torch.zeros(3, 2), "kpop")
+    with pytest.raises(ValueError, match=r"logprob: got dtype torch.int64; takes float32, bfloat16 or float16"):
+        trusted_tokens(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3), "kpop")
+    with pytest.raises(TypeError, match="high: got '2'; takes a number"):
+        trusted_tokens(torch.zeros(2, 3), torch.zeros(2, 3), "kpop", high="2")  # type: ignore[arg-type]
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def task(ranks: Ranks, rule: Any, pieces: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    logprob, sampled, mask = pieces[ranks.rank]
+    given = {"high": TIGHT[rule], "mask": mask, "process_group": ranks.group}
+    return tuple(trusted_tokens(logprob, sampled, rule, **given))
+
+
+@pytest.mark.parametrize("rule", ["m2po", "sequence_mask"])
+def test_across_ranks(rule: Any) -> None:
+    """m2po ranks the tokens of all ranks, with ties in rank order; the count is of all of them."""
+    logprob, sampled = some_far(7, 40)
+    logprob, sampled = (values.mul(32).round() / 32 for values in (logprob, sampled))
+    mask = torch.rand(7, 40) < 0.8
+    expected = trusted_tokens(logprob, sampled, rule, mask=mask, high=TIGHT[rule])
+    assert 0 < expected.count < mask.sum()
+    found = world(2).run(task, rule, list(zip(*(t.split([5, 2]) for t in (logprob, sampled, mask)), strict=True)))
+    assert torch.cat([each[0] for each in found]).equal(expected.mask)
+    assert torch.cat([each[1] for each in found]).equal(expected.weight)
+    assert [each[2] for each in found] == [expected.count] * 2
+
+
+# ---- a choice of tokens ----------------------------------------------------------------------------------------------
+
+
+def test_a_selection_chooses_among_the_trusted() -> None:
+    logprob, sampled = near((6, 50))
+    mask, entropy, advantages = torch.rand(6, 50) < 0.9, torch.rand(6, 50), torch.randn(6)
+    selection = d3s.Selection(off_policy_rule="token_mask", off_policy_low=0.8, off_policy_high=1.25)
+    trusted = selection.trusted(logprob, sampled, advantages, mask=mask)
+    expected = trusted_tokens(logprob, sampled, "token_mask", low=0.8, high=1.25, mask=mask)
+    assert_identical(trusted.weight, expected.weight)
+    found = selection.tokens(entropy, advantages, 1.0, mask=trusted)
+    assert_identical(found.mask, d3s.select_tokens(entropy, advantages, 0.2, mask=trusted.mask).mask)
+    with pytest.raises(ValueError, match="mask: got a Tensor with off_policy_rule 'token_mask'; takes what trusted"):
+        selection.tokens(entropy, advantages, 1.0, mask=mask)
+
+    everything = d3s.Selection().trusted(logprob, sampled, mask=mask)
+    assert everything.mask is mask
+    assert everything.weight.equal(mask.float())
+    assert everything.count == mask.sum()
+    assert d3s.Selection().trusted(logprob, sampled).mask.all()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"off_policy_rule": "icepop"}, "off_policy_rule: got 'icepop'; takes 'none' or 'token_mask' or "),
+        ({"off_policy_rule": "opsm"}, "off_policy_high: got None with rule 'opsm', which has no default"),
+        ({"off_policy_rule": "kpop", "off_policy_low": 1}, "off_policy_low: got 1 with rule 'kpop'"),
+        ({"off_policy_high": 2.0}, "off_policy_high: got 2.0 with off_policy_rule 'none'; takes None"),
+        ({"off_policy_rule": "kpop", "off_policy_high": -1}, "off_policy_high: got -1; takes a number of at least 0"),
+    ],
+)
+def test_bad_options_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^s.{message}"):
+        d3s.Selection.from_mapping(values, "s.")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        d3s.Selection(**values)
+
+
+def test_rows_of_rollouts_with_several() -> None:
+    """The line of docs/selection.md: a rollout's rows are kept or dropped together."""
+    rollout_of_row = torch.tensor([0, 0, 1, 2, 2, 2, 3])
+    kept = torch.tensor([[True, False], [True, False]])
+    assert kept.flatten()[rollout_of_row].tolist() == [True, True, False, True, True, True, False]
