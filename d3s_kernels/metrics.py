@@ -27,6 +27,11 @@ NAMES = {
 }
 """Every metric, and what it is."""
 
+OFF_POLICY_SHARE = "d3s/off_policy_share"
+"""Share of the kept rollouts' tokens that are left out because they were sampled with another probability; logged where
+an ``off_policy_rule`` or a trainer's own correction may leave some out.
+"""
+
 SAMPLING_NAMES = {
     "d3s/set_size_mean": "tokens that a token was drawn from; the mean over the tokens of all rollouts",
     "d3s/set_size_p99": "of 100 tokens, 99 were drawn from at most so many tokens",

@@ -621,13 +621,13 @@ def trusted_tokens(
     sampling_logprob: Tensor,
     rule: str,
     *,
-    low: float | None = None,
-    high: float | None = None,
+    low: float = 0.0,
+    high: float = math.inf,
     advantages: Tensor | None = None,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> TrustedTokens:
-    """The tokens whose probability is near the one that they were sampled with. The bounds of the rule have to be given."""
+    """The tokens whose probability is near the one they were sampled with. A rule's own bounds have to be given."""
     p, q = logprob.double().flatten(), sampling_logprob.double().flatten()
     usable, weight = _usable(logprob - sampling_logprob, mask), torch.zeros_like(p)
     each = p if advantages is None else _per_token(advantages, logprob, offsets).flatten()
@@ -638,7 +638,7 @@ def trusted_tokens(
     return TrustedTokens(weight > 0, weight, (weight > 0).sum())
 
 
-def _trust(rule: str, p: Tensor, q: Tensor, low: float | None, high: float | None, advantages: Tensor) -> Tensor:
+def _trust(rule: str, p: Tensor, q: Tensor, low: float, high: float, advantages: Tensor) -> Tensor:
     """The weights of the tokens of a sequence, or for m2po of all tokens."""
     log_ratio, (level, _, way) = p - q, rule.partition("_")
     if way in ("mask", "truncate"):

@@ -96,13 +96,18 @@ def check_options(options: Any, section: str = "") -> None:
     for name, takes in _accepted(options):
         if not takes.fits(value := getattr(options, name)):
             raise ValueError(f"{section}{name}: got {value!r}; takes {takes.words}")
-    if not isinstance(options, SelectionOptions):
+    if isinstance(options, SelectionOptions):
+        _check_bounds(options, section)
+
+
+def _check_bounds(options: SelectionOptions, section: str) -> None:
+    rule, bounds = options.off_policy_rule, (options.off_policy_low, options.off_policy_high)
+    names = f"{section}off_policy_low", f"{section}off_policy_high"
+    if rule != "none":
+        bounds_of(rule, *bounds, names=names)
         return
-    bounds = {f"{section}off_policy_low": options.off_policy_low, f"{section}off_policy_high": options.off_policy_high}
-    if options.off_policy_rule != "none":
-        bounds_of(options.off_policy_rule, *bounds.values(), (*bounds,))
-    for name, value in bounds.items():
-        if value is not None and options.off_policy_rule == "none":
+    for name, value in zip(names, bounds, strict=True):
+        if value is not None:
             raise ValueError(f"{name}: got {value} with off_policy_rule 'none'; takes None")
 
 
@@ -207,14 +212,6 @@ class SelectionOptions:
         "sequence.",
         one_of(*get_args(TokenScope)),
     )
-    off_policy_rule: OffPolicyRule = option(
-        "none",
-        "Which tokens are left out because the policy that is trained gives them another probability than the one that "
-        "sampled them: see d3s_kernels.trusted_tokens. The share of tokens is of the others.",
-        one_of("none", *RULES),
-    )
-    off_policy_low: float | None = option(None, "The rule's lower bound, for a ratio. None: its default.", BOUND)
-    off_policy_high: float | None = option(None, "The rule's upper bound. None: its default.", BOUND)
     loss_denominator: KeptOrAll = option(
         "kept",
         "What gradients are averaged over: 'kept' tokens, which makes them larger by about 1 / the share kept "
@@ -228,6 +225,14 @@ class SelectionOptions:
         "group (PODS, with rollout_scope='group' and token ratios of 1).",
         one_of("all", "kept"),
     )
+    off_policy_rule: OffPolicyRule = option(
+        "none",
+        "Which tokens are left out because the policy that is trained gives them another probability than the one that "
+        "sampled them: see d3s_kernels.trusted_tokens. The share of tokens is of the others.",
+        one_of("none", *RULES),
+    )
+    off_policy_low: float | None = option(None, "The rule's lower bound, for a ratio. None: its default.", BOUND)
+    off_policy_high: float | None = option(None, "The rule's upper bound. None: its default.", BOUND)
 
 
 def rollouts_of(given: float, group_size: int) -> int:

@@ -1,5 +1,5 @@
-"""Which tokens may be trusted: those whose probability in the trained policy is near that in the policy they were sampled
-from, by one of the rules of the field. The mask is known before the update, so that the LM head leaves the others out.
+"""Which tokens may be trusted: those whose probability in the trained policy is near the one they were sampled with, by
+one of the rules of the field. The mask is known before the update, so that the LM head leaves the others out.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Row(NamedTuple):
 
     measure: Callable[[Tensor, Tensor], Tensor]
     over: Literal["token", "sum", "mean", "smallest"] = "token"
-    """What the bounds are for: the measure of a token, the sum or the mean of a sequence, or the mean of the tokens with
-    the smallest ones of all."""
+    """What the bounds are for: the measure of a token, its sum or mean over a sequence, or its mean over the tokens
+    of all sequences that have the smallest ones."""
     low: float | None = None
     """The default bounds. None: the caller has to give it, or for ``low`` that the rule has none."""
     high: float | None = None
@@ -130,7 +130,7 @@ def trusted_tokens(
     lowest index on. The result has no gradient.
 
     Args:
-        logprob: log p, ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
+        logprob: log p, ``[..., T]``, a sequence for each row, or ``[N]`` with ``offsets``. float32, bfloat16, float16.
         sampling_logprob: log q, the same shape.
         rule: see the table; ``docs/methods.md`` says what was read of each.
         low, high: in place of the rule's bounds, which are kept themselves. ``low`` is for ratios alone; 0 and infinity
@@ -225,15 +225,13 @@ def _of_each(advantages: Tensor | None, logprob: Tensor, segments: Segments) -> 
         raise ValueError("advantages: got None with rule 'opsm'; takes one for each sequence or for each token")
     if advantages.dim() and advantages.shape != logprob.shape and advantages.numel() != segments.number:
         raise ValueError(
-            f"advantages: got shape {list(advantages.shape)}; takes one for each of the {segments.number} sequences, or "
-            f"for each token, {list(logprob.shape)}"
+            f"advantages: got shape {list(advantages.shape)}; takes one for each of the {segments.number} sequences, "
+            f"or for each token, {list(logprob.shape)}"
         )
     return advantage_of_each(advantages, logprob, segments)
 
 
-def _smallest(
-    squares: Tensor, present: Tensor, high: float, process_group: ProcessGroup | DeviceMesh | None
-) -> Tensor:
+def _smallest(squares: Tensor, present: Tensor, high: float, process_group: ProcessGroup | DeviceMesh | None) -> Tensor:
     """Marks the most of the smallest squares, float32, whose mean is below ``high``; of all ranks' squares. Each
     further square raises the mean.
     """

@@ -21,7 +21,12 @@ from d3s_kernels.trust import RULES, Row, TrustRule, trusted_tokens
 LOG_PROBABILITIES = st.sampled_from([0.0, -0.25, -0.5, -1.0, -1.5, -4.0, -30.0, -INF, NAN])
 # Ratios tie with bounds at 1 alone: another ratio and its logarithm are rounded each.
 LOW = st.sampled_from([0.0, 0.3, 1.0])
-HIGH = {"m2po": [0.0625, 0.25, 1.0], "opsm": [0.0, 0.25, 0.5], "kpop": [0.0, 0.1, 2.0], "sequence_error": [1.0, 1.7, 9.0]}
+HIGH = {
+    "m2po": [0.0625, 0.25, 1.0],
+    "opsm": [0.0, 0.25, 0.5],
+    "kpop": [0.0, 0.1, 2.0],
+    "sequence_error": [1.0, 1.7, 9.0],
+}
 
 
 def drawn(data: st.DataObject, like: Tensor) -> Tensor:
@@ -62,7 +67,14 @@ def near(shape: tuple[int, ...], spread: float = 0.3) -> tuple[Tensor, Tensor]:
     return logprob, logprob + spread * torch.randn(shape)
 
 
-TIGHT = {"opsm": 0.05, "sequence_mask": 3.0, "geometric_mask": 1.05, "m2po": 0.002, "kpop": 1e-3, "sequence_error": 1.04}
+TIGHT = {
+    "opsm": 0.05,
+    "sequence_mask": 3.0,
+    "geometric_mask": 1.05,
+    "m2po": 0.002,
+    "kpop": 1e-3,
+    "sequence_error": 1.04,
+}
 
 
 def some_far(rows: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -127,9 +139,17 @@ def test_a_new_rule_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ("rule", "given", "message"),
     [
         ("icepop", {}, "rule: got 'icepop'; takes one of 'token_mask', 'token_truncate', "),
-        ("opsm", {"advantages": torch.ones(2)}, "high: got None with rule 'opsm', which has no default; takes a number"),
+        (
+            "opsm",
+            {"advantages": torch.ones(2)},
+            "high: got None with rule 'opsm', which has no default; takes a number",
+        ),
         ("opsm", {"high": 0.1}, "advantages: got None with rule 'opsm'; takes one for each sequence or for each token"),
-        ("opsm", {"high": 0.1, "advantages": torch.ones(3)}, r"advantages: got shape \[3\]; takes one for each of the 2"),
+        (
+            "opsm",
+            {"high": 0.1, "advantages": torch.ones(3)},
+            r"advantages: got shape \[3\]; takes one for each of the 2",
+        ),
         ("kpop", {"low": 0.1}, "low: got 0.1 with rule 'kpop', which has no lower bound; takes None"),
         ("token_mask", {"low": -0.1}, "low: got -0.1; takes a number of at least 0"),
         ("token_mask", {"high": NAN}, "high: got nan; takes a number of at least 0"),

@@ -167,6 +167,9 @@ BAD = {
     "loss_denominator": ["some", True],
     "drop_zeros": [1, "yes", None],
     "advantages_from": ["survivors", False],
+    "off_policy_rule": ["icepop", None],
+    "off_policy_low": [-1, "1", True, math.nan, 0.5],
+    "off_policy_high": [-0.5, 2],
     "sampling_mask_field": ["", True],
 }
 

@@ -15,7 +15,7 @@ from .._rewards import total_rewards, without_spread
 from .batch import SETS, Batch, joined, keep_rollouts, loss_mask, take, trimmed
 from .page import PageOfBatch
 from .refill import log_again, other_prompts, replacements, rows_of, take_logged
-from .surface import Passes
+from .surface import OLD, Passes
 from .tokens import ChoosesTokens
 
 
@@ -46,6 +46,8 @@ class ChoosesRollouts(ChoosesTokens):
         self._watch.rollouts_were_chosen = True
         for name in postponed:
             batch |= self._postponed(name, batch)
+        if self.args.off_policy_rule != "none" and OLD not in batch:
+            batch |= self._postponed(OLD, batch)
         if self._tokens_before_update:
             self._choose_tokens_of_batch(batch)
         return batch

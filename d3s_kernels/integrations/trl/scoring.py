@@ -69,8 +69,8 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
 
     @property
     def _tokens_before_update(self) -> bool:
-        source = self.args.entropy_from
-        return bool(source == "rollout" or (source == "auto" and OLD in self._pass_names()))
+        source, ruled = self.args.entropy_from, self.args.off_policy_rule != "none"
+        return bool(source == "rollout" or (source == "auto" and (ruled or OLD in self._pass_names())))
 
     def _pass_names(self) -> list[str]:
         """The passes without gradient that TRL makes over a generation batch, by TRL's own conditions."""

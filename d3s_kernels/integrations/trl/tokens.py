@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 
 from ..._head.at_backward import HostNumber
 from ...denominators import gradient_weights, only_through
-from ...metrics import token_metrics, token_sums
+from ...metrics import OFF_POLICY_SHARE, token_metrics, token_sums
 from ...tokens import TokenSelection
+from ...trust import TrustedTokens
 from .batch import SETS, Batch, last_column, loss_mask, take
 from .espo import as_espo
 from .head import OurHead, over_sets
@@ -40,13 +41,33 @@ class ChoosesTokens(Scoring):
 
     def _choose_tokens_of_batch(self, batch: Batch) -> None:
         """Marks the tokens of a whole generation batch."""
-        advantages, mask = batch["advantages"], loss_mask(batch).bool()
+        mask, trusted = loss_mask(batch).bool(), self._trusted(batch)
         if "d3s_entropy" not in batch:
             batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
         # Rollouts that the pass skipped have advantage 0, so their scores are 0. Their tokens still count as valid.
-        chosen = self._choose_tokens(batch["d3s_entropy"], advantages, mask)
+        chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], trusted)
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
-        batch["d3s_tokens_kept"] = self.accelerator.gather(batch["d3s_kept"].sum()).sum()
+        batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, trusted.weight
+        own = torch.stack([part.sum() for part in (chosen.mask, trusted.mask, mask)])
+        batch["d3s_tokens_kept"], left, everything = self.accelerator.gather(own).view(-1, 3).sum(dim=0)
+        batch["d3s_tokens_trusted"] = left
+        if self.args.off_policy_rule != "none" or "importance_sampling_ratio" in batch:
+            self._log({OFF_POLICY_SHARE: 1 - left / everything})
+
+    def _trusted(self, batch: Batch) -> TrustedTokens:
+        """The tokens that ``off_policy_rule`` leaves, without those whose loss TRL multiplies by a ratio of 0."""
+        mask, names = loss_mask(batch).bool(), ("old_per_token_logps", "sampling_per_token_logps")
+        if "importance_sampling_ratio" in batch and self._tokens_are_independent(batch):
+            mask = mask & (batch["importance_sampling_ratio"] != 0)
+        if self.args.off_policy_rule == "none":
+            return TrustedTokens(mask, mask.float(), mask.sum())
+        if names[1] not in batch:
+            raise ValueError(
+                f"off_policy_rule: got {self.args.off_policy_rule!r}, and completions without the log-probabilities "
+                "that they were sampled with; takes use_vllm, sampling_mask, or a rollout_func that returns them"
+            )
+        log_p, log_q = (batch[name] for name in names)
+        return self._selection.trusted(log_p, log_q, batch["advantages"], mask=mask, process_group=self._process_group)
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The entropy of each token that may be kept for it, from an extra pass, elsewhere 0; and which rows this pass
@@ -67,7 +88,7 @@ class ChoosesTokens(Scoring):
         # Rows that were scored because another process has more of them are not logged: one process would skip them.
         return scored.new_zeros(mask.shape).index_copy(0, first, scored), ~useful
 
-    def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor) -> TokenSelection:
+    def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor | TrustedTokens) -> TokenSelection:
         """This process's kept tokens: exactly the budget's share, of all processes' tokens or of each row."""
         return self._selection.tokens(entropy, advantages, self._progress, mask=mask, process_group=self._process_group)
 
@@ -123,8 +144,10 @@ class ChoosesTokens(Scoring):
             policy = bonus = torch.ones((), device=kept.device)
             if self.args.loss_denominator == "kept":
                 if "d3s_tokens_kept" in inputs:
-                    totals = torch.stack([inputs["d3s_tokens_kept"], inputs["num_items_in_batch"]]).float()
-                policy, bonus = gradient_weights(self.loss_type, kept, mask, totals)
+                    totals = torch.stack([inputs["d3s_tokens_kept"], inputs["d3s_tokens_trusted"]]).float()
+                policy, bonus = gradient_weights(self.loss_type, kept, inputs.get("d3s_trusted", mask), totals)
+            if "d3s_weight" in inputs:
+                policy = policy * inputs["d3s_weight"]
             logprob.register_hook(self._watch.seen(only_through(kept, policy)))  # type: ignore[no-untyped-call]
             if entropy.requires_grad:
                 entropy.register_hook(only_through(kept, bonus))  # type: ignore[no-untyped-call]

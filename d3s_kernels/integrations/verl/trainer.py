@@ -21,11 +21,12 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from ...metrics import rollout_metrics, set_metrics, set_sums, token_metrics, token_sums
+from ...metrics import OFF_POLICY_SHARE, rollout_metrics, set_metrics, set_sums, token_metrics, token_sums
 from ...rollouts import group_advantages, groups_without_spread
 from ...schedule import Budget
 from ...selection import Selection, in_groups
 from ...selection_options import options_from
+from ...trust import RULES
 from .checks import require_config, require_head, require_sets, require_used
 from .options import POLICY_LOSS, D3SOptions
 from .rows import rows_of_an_update, sessions
@@ -36,6 +37,9 @@ SECTION = f"trainer.v1.{MODE}"
 
 # In these losses a token's gradient is not proportional to its advantage, so an advantage of 0 does not remove it.
 _NOT_SILENT_AT_ADVANTAGE_0 = ("geo_mean", "dro", "kl_cov")
+
+
+_LOG_PROBABILITIES = ("old_log_probs", "rollout_log_probs")
 
 
 @register_trainer(MODE)
@@ -133,7 +137,9 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         self._require_rollouts()
         batch = super()._compute_advantage(batch, metrics)
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
-        data = tq.kv_batch_get(select_fields=["advantages", "entropy", "response_mask"], **where)
+        ruled = self.d3s.off_policy_rule != "none"
+        read = ["advantages", "entropy", "response_mask", "loss_mask"]
+        data = tq.kv_batch_get(select_fields=[*read, *(_LOG_PROBABILITIES if ruled else ())], **where)
         offsets = data["response_mask"].offsets()
         mask = data["response_mask"].values()
         advantages = data["advantages"].values()
@@ -145,17 +151,30 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             advantages = of_rows.repeat_interleave(offsets.diff()) * mask
             fields = {"advantages": advantages, "returns": advantages}
 
+        trusted: Any = mask.bool()
+        if ruled:
+            log_p, log_q = (data[name].values() for name in _LOG_PROBABILITIES)
+            trusted = self._selection.trusted(log_p, log_q, advantages, mask=mask, offsets=offsets)
+            advantages = advantages * trusted.mask
+            fields["advantages"] = advantages
+            if RULES[self.d3s.off_policy_rule].is_ratio:
+                fields["rollout_is_weights"] = trusted.weight
+        left, everything = (trusted.mask if ruled else mask).sum(), data["loss_mask"].values().sum()
+        if ruled or left != everything:  # verl's rollout correction may have rejected tokens
+            metrics[OFF_POLICY_SHARE] = float(1 - left / everything)
         tokens = self._selection.tokens(
-            entropy, advantages, self._progress, mask=mask.bool(), offsets=offsets, generator=self._draws
+            entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws
         )
-        # No token may have a score (drop_zeros, and in every group all rewards are equal). An empty mask would make
-        # verl divide by 0, so the full mask is kept; all advantages are 0 then, so the result is the same.
-        kept = tokens.mask if tokens.mask.any() else mask.bool()
+        # No token may be kept: with drop_zeros, if in every group all rewards are equal; or if none is trusted. An
+        # empty mask would make verl divide by 0, so the full mask is kept; all advantages are 0 then.
+        kept = tokens.mask if (some := bool(tokens.mask.any())) else mask.bool()
         if self.d3s.loss_denominator == "kept":
             # The loss reads response_mask, but divides by the sum of loss_mask.
             fields |= {"response_mask": kept.to(mask.dtype), "loss_mask": kept.to(mask.dtype)}
         else:
             fields |= {"advantages": advantages * kept}
+            if ruled and some:
+                fields["response_mask"] = trusted.mask.to(mask.dtype)
 
         nested = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in fields.items()}
         tq.kv_batch_put(fields=TensorDict(nested, batch_size=len(batch)), **where)
@@ -217,10 +236,20 @@ def _require(config: Any, options: D3SOptions) -> None:
     estimator, loss = str(algorithm.adv_estimator), policy_loss.get("loss_mode", "vanilla")
     of_groups, kept = options.advantages_from == "all", f"or {SECTION}.advantages_from=kept"
     no_critic = "one advantage for a rollout, and no critic"
-    bypass = (algorithm.get("rollout_correction") or {}).get("bypass_mode", False)
+    correction, rule = algorithm.get("rollout_correction") or {}, options.off_policy_rule
+    bypass, weighs = correction.get("bypass_mode", False), rule != "none" and RULES[rule].is_ratio
+    known = rule == "none" or config.actor_rollout_ref.rollout.calculate_log_probs
     silent = options.loss_denominator == "kept" or loss not in _NOT_SILENT_AT_ADVANTAGE_0
     for key, given, fits, takes in (
         ("algorithm.rollout_correction.bypass_mode", bypass, not bypass, "False: tokens need the old policy's entropy"),
+        (
+            "algorithm.rollout_correction.rollout_is", correction.get("rollout_is"),
+            not (weighs and correction.get("rollout_is")), f"null: {SECTION}.off_policy_rule weighs by the same ratios",
+        ),
+        (
+            "actor_rollout_ref.rollout.calculate_log_probs", False, known,
+            f"True with {SECTION}.off_policy_rule, which reads them",
+        ),
         ("critic.enable", config.critic.enable, not config.critic.enable, no_critic),
         ("algorithm.adv_estimator", estimator, estimator != "gae", no_critic),
         (

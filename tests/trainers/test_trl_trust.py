@@ -1,0 +1,218 @@
+"""Tokens whose probability in the policy is far from the one they were sampled with cost TRL's update nothing.
+
+vLLM is stood in for: the trainers get their completions from transformers, with log-probabilities as of an engine that
+computes in another way.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+from tiny_trl import GROUP, PlainTrainer, generated, trainer
+from updates import assert_same_gradient, forwards, loss_and_gradients
+
+from d3s_kernels import trusted_tokens
+from d3s_kernels.integrations.trl import D3STrainer
+
+OLD, SAMPLED, RATIO = "old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"
+ALL = {"rollouts": 1.0, "tokens": 1.0}
+
+
+class LikeVLLM:
+    """TRL takes vLLM's way with the completions, and the trainer's own with the rest."""
+
+    strange = 0.6  # how far an engine's log-probability may be from the trainer's
+
+    def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
+        self.use_vllm = False
+        completions, _ = super()._generate_single_turn(*arguments, **options)
+        self.use_vllm = True
+        prompts = options.get("prompt_ids", arguments[0] if arguments else None)
+        logprobs = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            ids = torch.tensor([[*prompt, *completion]])
+            with torch.no_grad():
+                logits = self.model(ids).logits[0, len(prompt) - 1 : -1]
+            own = logits.float().log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            shift = torch.cos(ids[0, len(prompt) :] * 37.0 + torch.arange(len(completion)))
+            logprobs.append((own + self.strange * shift).tolist())
+        return completions, logprobs
+
+
+class TheirsLikeVLLM(LikeVLLM, PlainTrainer):
+    pass
+
+
+class OursLikeVLLM(LikeVLLM, D3STrainer):
+    pass
+
+
+def made_of(kind: type, policy: Any, **options: Any) -> Any:
+    made = trainer(kind, policy=policy, **options)
+    made.use_vllm = True
+    return made
+
+
+def labels_of(made: Any, batch: dict[str, Any]) -> tuple[int, float, Tensor]:
+    """The tokens that the head computes in an update, and its loss and gradient."""
+    with forwards(made.model) as seen:
+        loss, gradient = loss_and_gradients(made, batch)
+    return sum(int((inputs["labels"] != -100).sum()) for with_grad, inputs in seen if with_grad), loss, gradient
+
+
+def batches_of(policy: Any, **options: Any) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """TRL's trainer and ours with all rollouts and tokens kept, and the batch that each has of the same completions."""
+    theirs, ours = made_of(TheirsLikeVLLM, policy, **options), made_of(OursLikeVLLM, policy, **options, **ALL)
+    found = []
+    for made in (theirs, ours):
+        torch.manual_seed(11)
+        found.append(generated(made))
+    return theirs, ours, *found
+
+
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "bnpo", "dr_grpo", "cispo"])
+@pytest.mark.parametrize(
+    ("mode", "low", "high"),
+    [("token_mask", 0.7, 1.4), ("sequence_mask", 0.5, 3.0), ("sequence_mask", None, 1.2), ("token_truncate", 0.7, 1.4)],
+)
+def test_what_trl_multiplies_by_0_is_not_computed(saved: str, loss: str, mode: str, low: Any, high: Any) -> None:
+    options = {
+        "loss_type": loss, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_min": low,
+        "vllm_importance_sampling_clip_max": high,
+    }  # fmt: skip
+    theirs, ours, batch, own = batches_of(saved, **options)
+    ratio = own[RATIO].expand_as(own["completion_mask"])
+    torch.testing.assert_close(own[RATIO], batch[RATIO])
+    mask = own["completion_mask"].bool()
+    trusted = mask & (ratio != 0)
+    assert (0 < trusted.sum() < mask.sum()) == mode.endswith("_mask")
+    computed, value, gradient = labels_of(ours, own)
+    _, expected_value, expected = labels_of(theirs, batch)
+    assert computed == trusted.sum()
+    assert_same_gradient(gradient, expected)
+    assert value == pytest.approx(expected_value, rel=1e-4, abs=1e-6)
+    assert own["d3s_trusted"].equal(trusted)
+    assert float(ours._metrics["train"]["d3s/off_policy_share"][0]) == pytest.approx(
+        1 - float(trusted.sum() / mask.sum())
+    )
+
+    # The ratios are those of the library's rule.
+    given = (own[OLD], own[SAMPLED], mode)
+    found = trusted_tokens(*given, low=0.0 if low is None else low, high=high, mask=mask)
+    torch.testing.assert_close(found.weight, torch.where(mask, ratio, 0.0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.1}, {"entropy_coef": 0.01}, {"off_policy_mask_threshold": 0.1}, {"loss_type": "vespo"},
+        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_where_such_a_token_has_a_gradient_it_is_computed(saved: str, options: dict[str, Any]) -> None:
+    """A KL term, an entropy bonus, or a mean over the sequence reads it."""
+    given = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.2, **options}
+    theirs, ours, batch, own = batches_of(saved, **given)
+    mask = own["completion_mask"].bool()
+    assert own["d3s_trusted"].equal(mask)
+    computed, _, gradient = labels_of(ours, own)
+    assert computed == mask.sum() > (own[RATIO] != 0).sum()
+    assert_same_gradient(gradient, labels_of(theirs, batch)[2])
+
+
+RULES = [
+    ("token_mask", 0.7, 1.4), ("geometric_mask", 0.9, 1.1), ("sequence_truncate", 0.5, 2.0), ("kpop", None, 0.05),
+    ("opsm", None, 0.01), ("sequence_error", None, 1.4), ("m2po", None, 0.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "low", "high"), RULES)
+def test_a_rule_of_ours(saved: str, rule: str, low: Any, high: Any) -> None:
+    """Gradient flows through the trusted tokens alone, with their weights; only they are computed."""
+    options = {"loss_type": "dapo", "vllm_importance_sampling_correction": False, "loss_denominator": "all", **ALL}
+    bounds = {"off_policy_rule": rule, "off_policy_low": low, "off_policy_high": high}
+    ours = made_of(OursLikeVLLM, saved, **options, **bounds)
+    torch.manual_seed(3)
+    batch = generated(ours)
+    mask = batch["completion_mask"].bool()
+    found = trusted_tokens(
+        batch[OLD], batch[SAMPLED], rule, low=low, high=high, mask=mask, advantages=batch["advantages"]
+    )
+    computed, _, gradient = labels_of(ours, batch)
+    assert (0 < found.count < mask.sum()) or "truncate" in rule
+    assert computed == found.count
+    # TRL's own loss, with the weights in the place of vLLM's ratios.
+    theirs = trainer(PlainTrainer, policy=saved, loss_type="dapo")
+    theirs.use_vllm, theirs.vllm_importance_sampling_correction = True, True
+    assert_same_gradient(gradient, loss_and_gradients(theirs, {**batch, RATIO: found.weight})[1])
+
+
+def test_the_share_of_tokens_is_of_the_trusted(saved: str) -> None:
+    """And with loss_denominator "kept" they have the mean of the trusted ones' gradients."""
+    options = {"vllm_importance_sampling_correction": False, "off_policy_rule": "kpop", "off_policy_high": 0.05}
+    ours = made_of(OursLikeVLLM, saved, **options, rollouts=1.0, tokens=0.25, loss_type="dapo")
+    torch.manual_seed(3)
+    batch = generated(ours)
+    kept, trusted = batch["d3s_kept"], batch["d3s_trusted"]
+    assert not (kept & ~trusted).any()
+    assert kept.sum() == math.ceil(trusted.sum() / 4)
+    computed, _, gradient = labels_of(ours, batch)
+    assert computed == kept.sum()
+    ours.args.loss_denominator = "all"
+    of_all = labels_of(ours, batch)[2]
+    assert_same_gradient(gradient, of_all * float(trusted.sum() / kept.sum()))
+
+
+def test_trains_like_trl_and_logs_the_share(saved: str) -> None:
+    mode = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.3}
+    runs = []
+    for kind, more in ((TheirsLikeVLLM, {}), (OursLikeVLLM, ALL)):
+        made = made_of(kind, saved, max_steps=2, steps_per_generation=4, **mode, **more)
+        torch.manual_seed(5)
+        made.train()
+        weights = torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
+        runs.append((weights, [row for row in made.state.log_history if "loss" in row]))
+    (weights, _), (own, rows) = runs
+    torch.testing.assert_close(own, weights, rtol=1e-3, atol=1e-5)
+    assert 0 < rows[0]["d3s/off_policy_share"] < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"off_policy_rule": "kpop", "entropy_from": "update"},
+            "entropy_from: got 'update' with off_policy_rule 'kpop'",
+        ),
+        (
+            {"off_policy_rule": "token_mask", "use_vllm": True},
+            "vllm_importance_sampling_correction: got True with off_policy_rule 'token_mask', whose weights are the",
+        ),
+        ({"off_policy_rule": "opsm"}, "off_policy_high: got None with rule 'opsm'"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(**options)
+
+
+def test_completions_without_log_probabilities_are_refused(saved: str) -> None:
+    made = trainer(policy=saved, off_policy_rule="kpop")
+    with pytest.raises(ValueError, match="off_policy_rule: got 'kpop', and completions without the log-probabilities"):
+        generated(made)
+
+
+def test_over_sampled_sets(saved: str) -> None:
+    """sampling_mask records with which probability a token was drawn: nothing is off-policy in the first update."""
+    made = trainer(policy=saved, sampling_mask=True, top_k=5, off_policy_rule="sequence_error", off_policy_high=1.001)
+    batch = generated(made)
+    assert batch["d3s_trusted"].equal(batch["completion_mask"].bool())
+    assert (batch[OLD] - batch[SAMPLED])[batch["d3s_trusted"]].abs().max() < 1e-4
+    assert made.args.num_generations == GROUP

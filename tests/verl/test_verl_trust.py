@@ -1,0 +1,178 @@
+"""Tokens that were sampled with another probability: verl's own masks are those of ours, and its update costs less.
+
+Real: verl's rollout correction, its losses, its trainer with its storage, and the engine's way into the head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("verl.protocol", reason="needs verl (make test-verl)")
+pytest.importorskip("transfer_queue", reason="needs TransferQueue (make test-verl)")
+
+from head_ranks import make_model, outputs_of
+from test_verl_head import Calls, a_micro_batch
+from test_verl_sampling_masks import micro_batch_of
+from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_and_add_to_batch,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
+from verl_world import Workers, make_trainer, put_rollouts, rows_of, run_step
+
+from d3s_kernels import trusted_tokens
+from d3s_kernels.integrations.verl.options import D3SOptions
+
+SECTION = "trainer.v1.d3s_sync"
+
+
+def near(rows: int = 12, tokens: int = 30) -> tuple[Tensor, Tensor, Tensor]:
+    logprob = -3 * torch.rand(rows, tokens)
+    mask = torch.arange(tokens) < torch.randint(1, tokens + 1, (rows, 1))
+    return logprob, logprob + 0.2 * torch.randn(rows, tokens) + torch.linspace(-0.1, 0.1, rows)[:, None], mask
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "low", "high"),
+    [
+        ("token_k1", "token_mask", 0.8, 1.3),
+        ("seq_sum_k1", "sequence_mask", 0.3, 2.5),
+        ("seq_mean_k1", "geometric_mask", 0.9, 1.08),
+    ],
+)
+def test_rejections_of_verl(name: str, rule: Any, low: float, high: float) -> None:
+    """verl bounds q / p, so that its bounds are the inverse ones."""
+    logprob, sampled, mask = near()
+    theirs, _ = compute_rollout_rejection_mask(logprob - sampled, mask.long(), name, f"{1 / high}_{1 / low}")
+    ours = trusted_tokens(logprob, sampled, rule, low=low, high=high, mask=mask)
+    assert ours.mask.equal(theirs.bool())
+    assert 0 < ours.count < mask.sum()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("bounds", "way", "low", "high"), [("0.7_1.4", "mask", 0.7, 1.4), ("1.4", "truncate", 0.0, 1.4)]
+)
+def test_weights_of_verl(level: str, bounds: str, way: str, low: float, high: float) -> None:
+    logprob, sampled, mask = near()
+    theirs, _ = compute_rollout_correction_weights(logprob - sampled, mask.long(), level, bounds)
+    ours = trusted_tokens(logprob, sampled, f"{level}_{way}", low=low, high=high, mask=mask)  # type: ignore[arg-type]
+    torch.testing.assert_close(ours.weight, theirs, rtol=1e-5, atol=1e-7)
+    assert (0 < ours.count < mask.sum()) == (way == "mask")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_verl_rejects_is_not_computed(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's rejections are in the response mask before the update, where our head reads it."""
+    calls = Calls(monkeypatch)
+    _, batch, _ = a_micro_batch(packed, update=True)
+    mask = batch.batch["response_mask"].bool()
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"] + 0.3 * torch.randn(mask.shape)
+    config = Config(rollout_rs="token_k1", rollout_rs_threshold="0.8_1.25")
+    corrected, _ = compute_rollout_correction_and_add_to_batch(
+        DataProto.from_dict(tensors=dict(batch.batch.items())), config
+    )
+    left = corrected.batch["response_mask"]
+    assert 0 < left.sum() < mask.sum()
+    batch.batch["response_mask"] = left
+    outputs_of("d3s", make_model("d3s"), micro_batch_of(batch, use_remove_padding=packed, use_fused_kernels=True))
+    assert calls.rows == [int(left.sum())]
+
+
+class Config(dict[str, Any]):
+    """As verl reads a section."""
+
+    __getattr__ = dict.get
+
+
+# ---- the trainer mode ------------------------------------------------------------------------------------------------
+
+OPTIONS = (
+    "actor_rollout_ref.rollout.calculate_log_probs=true", f"+{SECTION}.rollouts_start=4", f"+{SECTION}.rollouts_end=4",
+    f"+{SECTION}.token_ratio_start=1.0", f"+{SECTION}.token_ratio_end=1.0",
+)  # fmt: skip
+FIELDS = ("advantages", "response_mask", "loss_mask", "old_log_probs", "rollout_log_probs")
+
+
+def a_step(*overrides: str, denominator: str = "all") -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    put_rollouts({f"u{group}": torch.rand(4).tolist() for group in range(6)})  # each token was sampled with exp(-0.5)
+    trainer = make_trainer(*OPTIONS, f"+{SECTION}.loss_denominator={denominator}", *overrides)
+    trainer.actor_rollout_wg = Workers(trainer.config)
+    batch, metrics = run_step(trainer, 6)
+    return trainer, batch, rows_of(batch, *FIELDS), metrics
+
+
+def expected(rows: dict[str, Any], rule: Any, **bounds: Any) -> dict[str, Tensor]:
+    """The weight of each token of each row."""
+    found = {}
+    for key, row in rows.items():
+        given = row["old_log_probs"][None], row["rollout_log_probs"][None]
+        mask = torch.arange(len(row["loss_mask"]))[None] > 0  # the first token is a tool's
+        each = row["advantages"][None, -1]
+        found[key] = trusted_tokens(*given, rule, mask=mask, advantages=each, **bounds).weight[0]
+    return found
+
+
+@pytest.mark.parametrize("denominator", ["all", "kept"])
+@pytest.mark.parametrize(
+    ("rule", "low", "high"), [("token_mask", 0.8, 1.3), ("kpop", None, 0.02), ("sequence_error", None, 1.3)]
+)
+def test_a_rule_of_ours(queue: None, rule: str, low: Any, high: Any, denominator: str) -> None:
+    bounds = {"high": high} if low is None else {"low": low, "high": high}
+    words = [f"+{SECTION}.off_policy_{name}={value}" for name, value in bounds.items()]
+    trainer, _, rows, metrics = a_step(f"+{SECTION}.off_policy_rule={rule}", *words, denominator=denominator)
+    weights = expected(rows, rule, **bounds)
+    kept = sum(int((weight > 0).sum()) for weight in weights.values())
+    everything = sum(len(weight) - 1 for weight in weights.values())
+    assert 0 < kept < everything
+    assert metrics["d3s/off_policy_share"] == pytest.approx(1 - kept / everything)
+    for key, weight in weights.items():
+        assert rows[key]["response_mask"].bool().equal(weight > 0)
+        assert rows[key]["loss_mask"].sum() == (len(weight) - 1 if denominator == "all" else (weight > 0).sum())
+        assert trainer.actor_rollout_wg.tokens_with_gradient(key).equal(weight > 0)
+        if low is not None:  # the gradient is weighed by the ratio
+            grad = trainer.actor_rollout_wg.log_probs[key].grad
+            share = grad[weight > 0] / (rows[key]["advantages"] * weight)[weight > 0]
+            torch.testing.assert_close(share, share[:1].expand_as(share), rtol=1e-4, atol=0)
+
+
+def test_where_nothing_is_trusted_nothing_is_learnt(queue: None) -> None:
+    for denominator in ("all", "kept"):
+        trainer, _, rows, metrics = a_step(
+            f"+{SECTION}.off_policy_rule=kpop", f"+{SECTION}.off_policy_high=0.0", denominator=denominator
+        )
+        assert metrics["d3s/off_policy_share"] == 1
+        assert all(math.isfinite(loss) for loss in trainer.actor_rollout_wg.losses)
+        assert not any(trainer.actor_rollout_wg.tokens_with_gradient(key).any() for key in rows)
+
+
+def test_verls_own_rejections_are_counted(queue: None) -> None:
+    correction = "algorithm.rollout_correction"
+    _, _, rows, metrics = a_step(f"{correction}.rollout_rs=token_k1", f"{correction}.rollout_rs_threshold=0.8_1.25")
+    left = sum(int(row["response_mask"].sum()) for row in rows.values())
+    everything = sum(len(row["response_mask"]) - 1 for row in rows.values())
+    assert 0 < left < everything
+    assert metrics["d3s/off_policy_share"] == pytest.approx(1 - left / everything)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("actor_rollout_ref.rollout.calculate_log_probs=false",),
+            r"calculate_log_probs: got False; d3s_sync takes True",
+        ),
+        (("algorithm.rollout_correction.rollout_is=token",), r"rollout_is: got 'token'; d3s_sync takes null: trainer"),
+        ((f"+{SECTION}.off_policy_high=0.1",), r"off_policy_high: got 0.1; takes a number of at least .*low, 0.5"),
+    ],
+)
+def test_what_does_not_go_together(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_trainer(*OPTIONS, f"+{SECTION}.off_policy_rule=token_mask", *overrides)
+    assert D3SOptions().off_policy_rule == "none"
