@@ -206,3 +206,36 @@ def test_processes_choose_together(folder: Path) -> None:
     """In each of two processes, as `swift rlhf` starts them; the checks are in two_ranks.py."""
     printed = run_processes(Path(__file__).with_name("two_ranks.py"), 2, folder)
     assert printed.count("both ranks agree") == 2
+
+
+def with_log_probabilities(trainer: Any) -> None:
+    """Rollouts as vLLM returns them: with log-probabilities, here of another policy."""
+    score = trainer._score_completions
+
+    def scoring(samples: Any) -> Any:
+        for sample in samples:
+            tokens = sample.response_token_ids
+            sample.rollout_logprobs = [[-1.5 - math.cos(7 * token + place) for place, token in enumerate(tokens)]]
+        return score(samples)
+
+    trainer._score_completions = scoring
+    trainer.disable_rollout_importance_sampling = False  # which it is without vLLM
+
+
+@pytest.mark.parametrize("options", [{"loss_type": "dapo", "beta": 0.1}, {"loss_type": "grpo"}], ids=str)
+def test_off_policy_tokens_are_left_out_as_by_ms_swift(folder: Path, options: dict[str, Any]) -> None:
+    """With the weights of ms-swift's own mode, whose tokens keep their place in the loss's denominator."""
+    theirs = {"rollout_importance_sampling_mode": "token_mask", "rollout_importance_sampling_threshold": 1.5}
+    rule = {"off_policy_rule": "token_mask", "off_policy_low": 0, "off_policy_high": 1.5}
+    plain = train(folder, before=with_log_probabilities, **options, **theirs)
+    ours = train(folder, ALL | rule, before=with_log_probabilities, **options)
+    assert_equal(plain, ours)
+    assert all(0 < share < 1 for share in ours.logged("d3s/off_policy_share"))
+
+
+def test_an_off_policy_rule_without_log_probabilities_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="d3s_off_policy_rule: got 'kpop', and rollouts without log-probabilities"):
+        train(folder, ALL | {"off_policy_rule": "kpop"})
+    rule = ALL | {"off_policy_rule": "token_mask"}
+    with pytest.raises(ValueError, match="rollout_importance_sampling_mode: got 'token_mask', which D3S does not take"):
+        train(folder, rule, rollout_importance_sampling_mode="token_mask")

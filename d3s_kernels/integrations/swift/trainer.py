@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...denominators import DENOMINATORS, gradient_weights, only_through
-from ...metrics import rollout_metrics, token_metrics, token_sums
+from ...metrics import OFF_POLICY_SHARE, rollout_metrics, token_metrics, token_sums
 from ...selection import Selection
 from .._rewards import without_spread
 from .._run import RunWithBudget
@@ -30,7 +30,7 @@ class Kept(NamedTuple):
     tokens: Tensor
     """bool ``[rows, tokens]``."""
     weight: Tensor
-    """What the gradient of the loss is multiplied by, 0-d or ``[rows, 1]``."""
+    """What the gradient of the loss is multiplied by, the same shape."""
 
 
 def _length(sample: Any) -> int:
@@ -156,23 +156,40 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
 
         mask, advantages = together(masks), torch.stack([sample.advantages for sample in samples]).to(masks[0].device)
         entropy = together([torch.where(own, part.d3s_entropy, 0.0) for own, part in zip(masks, parts, strict=True)])
+        log_p = log_q = entropy
+        if ruled := self.args.off_policy_rule != "none":
+            if any(part.rollout_per_token_logps is None for part in parts):
+                raise ValueError(
+                    f"d3s_off_policy_rule: got {self.args.off_policy_rule!r}, and rollouts without log-probabilities; "
+                    "takes vLLM, which returns them"
+                )
+            log_p = together([part.old_per_token_logps for part in parts])
+            log_q = together([part.rollout_per_token_logps for part in parts])
+        trusted = self._selection.trusted(log_p, log_q, advantages, mask=mask, process_group=self._process_group)
         chosen = self._selection.tokens(
-            entropy, advantages, self._progress, mask=mask, process_group=self._process_group
+            entropy, advantages, self._progress, mask=trusted, process_group=self._process_group
         )
         sums = token_sums(chosen.mask, mask, entropy, advantages.unsqueeze(1))
         sums = self.accelerator.reduce(sums, reduction="sum")
+        share = trusted.count / sums[1] if ruled else torch.ones_like(sums[1])
         metrics = token_metrics(sums, chosen.threshold, self._budget().token_ratio)
+        if ruled:
+            metrics[OFF_POLICY_SHARE] = 1 - share
         del metrics["d3s/head_rows_not_computed"]  # ms-swift's head computes them all
         self._log(metrics)
-        kept = [of[:, widest - own.shape[1] :] for of, own in zip(torch.split(chosen.mask, rows), masks, strict=True)]
-        for part, tokens, own in zip(parts, kept, masks, strict=True):
+
+        def apart(values: Tensor) -> list[Tensor]:
+            return [of[:, widest - own.shape[1] :] for of, own in zip(torch.split(values, rows), masks, strict=True)]
+
+        of_parts = zip(parts, apart(chosen.mask), apart(trusted.mask), apart(trusted.weight), strict=True)
+        for part, tokens, left, weights in of_parts:
             weight = torch.ones((), device=tokens.device)
             if self.args.loss_denominator == "kept":
                 # ms-swift's number counts the tokens of truncated completions too; dapo and cispo divide by it.
                 items = part.num_items_in_batch if DENOMINATORS[self.loss_type] == "generation" else sums[1]
-                totals = torch.stack([sums[0], torch.as_tensor(items, dtype=sums.dtype, device=sums.device)])
-                weight, _ = gradient_weights(self.loss_type, tokens, own, totals.float())
-            part.d3s_kept = Kept(tokens, weight)
+                items = torch.as_tensor(items, dtype=sums.dtype, device=sums.device) * share
+                weight, _ = gradient_weights(self.loss_type, tokens, left, torch.stack([sums[0], items]).float())
+            part.d3s_kept = Kept(tokens, weight * weights)
 
     def _loss_mask(self, part: Any) -> Tensor:
         """The tokens that are in ms-swift's loss: with ``overlong_filter``, none of a truncated completion."""
