@@ -607,59 +607,6 @@ def _group_means(
     return means[present]
 
 
-# ---- tokens: which may be trusted ------------------------------------------------------------------------------------
-
-
-class TrustedTokens(NamedTuple):
-    mask: Tensor
-    weight: Tensor
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-
-
-def trusted_tokens(
-    logprob: Tensor,
-    sampling_logprob: Tensor,
-    rule: str,
-    *,
-    low: float = 0.0,
-    high: float = math.inf,
-    advantages: Tensor | None = None,
-    mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-) -> TrustedTokens:
-    """The tokens whose probability is near the one they were sampled with. A rule's own bounds have to be given."""
-    p, q = logprob.double().flatten(), sampling_logprob.double().flatten()
-    usable, weight = _usable(logprob - sampling_logprob, mask), torch.zeros_like(p)
-    each = p if advantages is None else _per_token(advantages, logprob, offsets).flatten()
-    for begin, end in [(0, len(p))] if rule == "m2po" else _segments(logprob, offsets):
-        at = begin + usable[begin:end].nonzero().flatten()
-        weight[at] = _trust(rule, p[at], q[at], low, high, each[at])
-    weight = weight.float().nan_to_num(0, posinf=0).view(logprob.shape)
-    return TrustedTokens(weight > 0, weight, (weight > 0).sum())
-
-
-def _trust(rule: str, p: Tensor, q: Tensor, low: float, high: float, advantages: Tensor) -> Tensor:
-    """The weights of the tokens of a sequence, or for m2po of all tokens."""
-    log_ratio, (level, _, way) = p - q, rule.partition("_")
-    if way in ("mask", "truncate"):
-        over = {"token": log_ratio, "sequence": log_ratio.sum(), "geometric": log_ratio.mean()}[level]
-        ratio = over.expand_as(log_ratio).exp()
-        return ratio.clamp(low, high) if way == "truncate" else torch.where((low <= ratio) & (ratio <= high), ratio, 0)
-    if rule == "kpop":
-        a, b = (log.exp().clamp(1e-8, 1 - 1e-8) for log in (p, q))
-        both = [x * (x / y).log() + (1 - x) * ((1 - x) / (1 - y)).log() for x, y in ((a, b), (b, a))]
-        kept = torch.maximum(*both) <= high
-    elif rule == "opsm":
-        kept = (advantages >= 0) | ((advantages < 0) & (-log_ratio.mean() <= high))
-    elif rule == "sequence_error":
-        kept = (log_ratio.abs().exp().mean() <= high).expand_as(log_ratio)
-    else:
-        smallest = log_ratio.square().float().double().sort(stable=True)
-        number = int((smallest.values.cumsum(0) / torch.arange(1, len(p) + 1) < high).sum())
-        kept = torch.zeros_like(p, dtype=torch.bool).index_fill(0, smallest.indices[:number], True)
-    return kept.double()
-
-
 # ---- segments --------------------------------------------------------------------------------------------------------
 
 

@@ -49,18 +49,14 @@ class Row(NamedTuple):
     """A rule: the measure of a token, from the logarithms of p and q in float64, and what is asked of it."""
 
     measure: Callable[[Tensor, Tensor], Tensor]
+    # What is bounded: a token's measure, its sum or mean over a sequence, or its mean over the tokens of all sequences
+    # that have the smallest ones.
     over: Literal["token", "sum", "mean", "smallest"] = "token"
-    """What the bounds are for: the measure of a token, its sum or mean over a sequence, or its mean over the tokens
-    of all sequences that have the smallest ones."""
-    low: float | None = None
-    """The default bounds. None: the caller has to give it, or for ``low`` that the rule has none."""
-    high: float | None = None
-    is_ratio: bool = False
-    """Whether the measure is the logarithm of a ratio: bounds are for the ratio, which is the token's weight."""
-    truncates: bool = False
-    """Whether a ratio outside the bounds is set to the nearer one, and its tokens kept."""
-    drops_negative: bool = False
-    """Whether only sequences with an advantage below 0 are dropped."""
+    low: float | None = None  # for a ratio alone
+    high: float | None = None  # None: the caller has to give it
+    is_ratio: bool = False  # the measure is a ratio's logarithm; the ratio is what is bounded, and the token's weight
+    truncates: bool = False  # a ratio outside is set to the nearer bound, and its tokens are kept
+    drops_negative: bool = False  # only sequences with an advantage below 0 are dropped
 
 
 def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -90,6 +86,7 @@ RULES = {
 }
 
 
+@torch.no_grad()
 def trusted_tokens(
     logprob: Tensor,
     sampling_logprob: Tensor,
@@ -163,36 +160,37 @@ def trusted_tokens(
     if sampling_logprob.shape != logprob.shape:
         shapes = list(sampling_logprob.shape), list(logprob.shape)
         raise ValueError(f"sampling_logprob: got shape {shapes[0]}; takes that of logprob, {shapes[1]}")
-    with torch.no_grad():
-        named = {"logprob": logprob, "sampling_logprob": sampling_logprob}
-        log_p, log_q = (as_float32(name, value).double().flatten() for name, value in named.items())
-        known = (log_p - log_q).clamp(-1, 1).float().view(logprob.shape)  # NaN stays
-        present = usable(known, checked_mask(mask, logprob), offsets).flatten()  # refuses bad arguments as well
-        measure, segments = row.measure(log_p, log_q), segments_of(logprob, offsets)
-        if row.over in ("sum", "mean"):
-            total = segments.last(segments.scan(torch.where(present, measure, 0.0), torch.add))
-            measure = (total / segments.total(present) if row.over == "mean" else total)[segments.of]
-        if row.over == "smallest":
-            kept = _smallest(measure.float(), present, high, process_group)
-        elif row.truncates:
-            kept = present & ~measure.isnan()
-        else:
-            lowest, highest = (_log(low), _log(high)) if row.is_ratio else (low, high)
-            kept = present & (measure >= lowest) & (measure <= highest)
-        if row.drops_negative:
-            of_each = _of_each(advantages, logprob, segments)
-            kept = (kept | (present & (of_each >= 0))) & ~of_each.isnan()
-        weight = kept.float()
-        if row.is_ratio:
-            weight = torch.where(kept, measure.exp().clamp(low, high), 0.0).float()
-            kept = (weight > 0) & (weight < math.inf)
-            weight = torch.where(kept, weight, 0.0)
-        count = kept.sum()
-        if process_group is not None:
-            from ._groups import ranks_of  # here, since some builds of torch have no groups
+    log_p = as_float32("logprob", logprob).double().flatten()
+    log_q = as_float32("sampling_logprob", sampling_logprob).double().flatten()
+    known = (log_p - log_q).clamp(-1, 1).float().view(logprob.shape)  # NaN stays
+    present = usable(known, checked_mask(mask, logprob), offsets).flatten()  # refuses bad arguments as well
+    measure, segments = row.measure(log_p, log_q), segments_of(logprob, offsets)
+    if row.over in ("sum", "mean"):
+        total = segments.last(segments.scan(torch.where(present, measure, 0.0), torch.add))
+        measure = (total / segments.total(present) if row.over == "mean" else total)[segments.of]
+    if row.over == "smallest":
+        kept = _smallest(measure.float(), present, high, process_group)
+    elif row.truncates:
+        kept = present & ~measure.isnan()
+    elif row.is_ratio:
+        lowest, highest = (math.log(bound) if bound > 0 else -math.inf for bound in (low, high))
+        kept = present & (measure >= lowest) & (measure <= highest)
+    else:
+        kept = present & (measure <= high)
+    if row.drops_negative:
+        of_each = _of_each(advantages, logprob, segments)
+        kept = (kept | (present & (of_each >= 0))) & ~of_each.isnan()
+    weight = kept.float()
+    if row.is_ratio:
+        weight = torch.where(kept, measure.exp().clamp(low, high), 0.0).float()
+        kept = (weight > 0) & (weight < math.inf)
+        weight = torch.where(kept, weight, 0.0)
+    count = kept.sum()
+    if process_group is not None:
+        from ._groups import ranks_of  # here, since some builds of torch have no groups
 
-            count = ranks_of(process_group).add_(count)
-        return TrustedTokens(kept.view(logprob.shape), weight.view(logprob.shape), count)
+        count = ranks_of(process_group).add_(count)
+    return TrustedTokens(kept.view(logprob.shape), weight.view(logprob.shape), count)
 
 
 def bounds_of(
@@ -206,17 +204,12 @@ def bounds_of(
             raise ValueError(f"{name}: got {value}; takes a number of at least 0")
     if low is not None and not row.is_ratio:
         raise ValueError(f"{names[0]}: got {low} with rule {rule!r}, which has no lower bound; takes None")
-    lowest, highest = row.low if low is None else low, row.high if high is None else high
+    lowest, highest = (row.low or 0.0) if low is None else low, row.high if high is None else high
     if highest is None:
         raise ValueError(f"{names[1]}: got None with rule {rule!r}, which has no default; takes a number of at least 0")
-    lowest = -math.inf if lowest is None else lowest
-    if lowest > highest:
+    if row.is_ratio and lowest > highest:
         raise ValueError(f"{names[1]}: got {highest}; takes a number of at least {names[0]}, {lowest}")
     return lowest, highest
-
-
-def _log(bound: float) -> float:
-    return math.log(bound) if bound > 0 else -math.inf
 
 
 def _of_each(advantages: Tensor | None, logprob: Tensor, segments: Segments) -> Tensor:

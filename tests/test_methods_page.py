@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import d3s_kernels as d3s
-from d3s_kernels import planning, ratios, reference
+from d3s_kernels import planning, ratios, reference, trust
 from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
 from d3s_kernels.planning.profile.__main__ import _arguments
+from d3s_kernels.trust import RULES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
 LINES: dict[str, str] = dict(re.findall(r"^\| (\S.*?) \| .*?`(\w+ = [^`]+)` \| [^|]*\|$", PAGE, re.MULTILINE))
@@ -96,6 +97,7 @@ ROLLOUTS: dict[str, Callable[[dict[str, Any]], Tensor]] = {
     "Lite-PPO": lambda v: centred(v["rewards"]) / (v["rewards"].std() + 1e-4),
     "PODS, advantages": lambda v: standardised(v["rewards"], v["kept"]),
     "GFPO, advantages": lambda v: standardised(v["rewards"], v["kept"], 0, 0.0),
+    "MaxRL, advantages": lambda v: centred(v["rewards"]) / (v["rewards"].mean(-1, keepdim=True) + 1e-6),
     "ESPO, advantages": lambda v: standardised(v["rewards"], v["verified"]),
     "DAPO, dynamic sampling": lambda v: torch.tensor([len(set(row)) > 1 for row in v["rewards"].tolist()]),
 }
@@ -182,6 +184,127 @@ def test_the_line_of_the_advantage_alone() -> None:
     torch.testing.assert_close(run(r"\|A\| alone", values).mask, expected)
 
 
+# ---- trust -----------------------------------------------------------------------------------------------------------
+
+
+def names_of_trust() -> dict[str, Any]:
+    """Probabilities, with entropies between 0 and 1. Some tokens, and some sequences, are far from how they were."""
+    values = names_of_tokens() | {"entropy": torch.rand(6, 40)}
+    old = -3 * torch.rand(6, 40)
+    logprob, sampled = old + 0.3 * torch.randn(6, 40), old + torch.randn(6, 40) * torch.rand(6, 1).mul(2)
+    sampled[0], sampled[1] = old[0], old[1] - 0.1
+    A, mask = values["advantages"][:, None], values["mask"]
+    each, n = A.expand(6, 40), int(mask.sum())
+    c = 3 * (each - each[mask].mean()) * (logprob - logprob[mask].mean())
+    shape = {"A": A, "c": c, "n": n, "clipped": torch.rand(6, 40) < 0.1, "p": logprob.exp(), "old_p": old.exp()}
+    bounds = {"low": 0.1, "high": 0.15, "tau_p": 0.4, "tau_h": 0.6, "delta": 0.05}
+    return values | shape | bounds | {"logprob": logprob, "old_logprob": old, "sampling_logprob": sampled}
+
+
+def ratio_of(v: dict[str, Any]) -> Tensor:
+    return (v["old_logprob"].double() - v["sampling_logprob"].double()).exp()
+
+
+def over_sequences(v: dict[str, Any], values: Tensor) -> Tensor:
+    """The mean over each sequence, ``[6, 1]``."""
+    return torch.where(v["mask"], values, 0).sum(-1, keepdim=True) / v["mask"].sum(-1, keepdim=True)
+
+
+def kl(a: Tensor, b: Tensor) -> Tensor:
+    return a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
+
+
+def two_points(v: dict[str, Any]) -> Tensor:
+    p, q = (v[name].double().exp().clamp(1e-8, 1 - 1e-8) for name in ("old_logprob", "sampling_logprob"))
+    return torch.maximum(kl(p, q), kl(q, p))
+
+
+def least_moved(v: dict[str, Any]) -> Tensor:
+    """M2PO: drops the largest until the mean of the rest is below 0.04."""
+    squares = ratio_of(v).log().square()
+    left = v["mask"].clone()
+    while left.any() and squares[left].mean() >= 0.04:
+        left &= squares < squares[left].max()
+    return left
+
+
+# The weight of each token, without the mask.
+TRUST: dict[str, Callable[[dict[str, Any]], Tensor]] = {
+    "IcePop": lambda v: ratio_of(v) * ((ratio_of(v) >= 0.5) & (ratio_of(v) <= 5)),
+    "truncated importance sampling": lambda v: ratio_of(v).clamp(max=2),
+    "TRL's `sequence_mask`": lambda v: product(v) * (product(v) <= 3),
+    "verl's `seq_mean_k1`": lambda v: geometric(v) * ((geometric(v) >= 0.999) & (geometric(v) <= 1.001)),
+    "KPop": lambda v: two_points(v) <= 2,
+    "OPSM": lambda v: (v["A"] >= 0) | (over_sequences(v, -ratio_of(v).log()) <= 0.05),
+    "NeMo-RL's sequence mask": lambda v: over_sequences(v, ratio_of(v).log().abs().exp()) <= 2,
+    "M2PO": least_moved,
+}
+
+
+def product(v: dict[str, Any]) -> Tensor:
+    return torch.where(v["mask"], ratio_of(v), 1).prod(-1, keepdim=True)
+
+
+def geometric(v: dict[str, Any]) -> Tensor:
+    return over_sequences(v, ratio_of(v).log()).exp()
+
+
+@pytest.mark.parametrize("method", TRUST)
+def test_lines_of_trust(method: str) -> None:
+    values = names_of_trust()
+    expected = torch.where(values["mask"], TRUST[method](dict(values)).double(), 0)
+    found = run(method, values)
+    torch.testing.assert_close(found.weight, expected.float(), rtol=1e-5, atol=1e-30)
+    assert found.mask.equal(found.weight > 0)
+    assert found.mask.any()
+
+
+KEPT_OR_MARKED: dict[str, Callable[[dict[str, Any]], Tensor]] = {
+    "DPPO-TV": lambda v: v["mask"] & torch.where(v["A"] > 0, v["p"] - v["old_p"] <= 0.15, v["old_p"] - v["p"] <= 0.1),
+    "STAPO": lambda v: v["mask"] & ((v["A"] <= 0) | (v["p"] >= 0.4) | (v["entropy"] >= 0.6)),
+    "KL-Cov": lambda v: pooled(v["c"].masked_fill(~v["mask"], -math.inf), 1),
+}
+
+
+@pytest.mark.parametrize("method", KEPT_OR_MARKED)
+def test_lines_that_need_no_function(method: str) -> None:
+    values = names_of_trust()
+    found = run(method, values)
+    assert found.equal(KEPT_OR_MARKED[method](values))
+    assert 0 < found.sum() < values["mask"].sum()
+
+
+def test_clip_cov_draws_from_the_middle() -> None:
+    values = names_of_trust()
+    among = (values["c"] > 1) & (values["c"] < 5) & values["mask"] & ~values["clipped"]
+    drawn = torch.stack([run("Clip-Cov", dict(values)) for _ in range(30)])
+    assert among.sum() > 5
+    assert (drawn.sum((1, 2)) == 1).all()
+    assert not (drawn & ~among).any()
+    assert drawn.any(0).sum() > 1
+    assert not run("Clip-Cov", values | {"c": torch.zeros(6, 40)}).any()
+
+
+def test_archer_clips_the_upper_fifth_at_half() -> None:
+    values = names_of_trust()
+    groups = reference.entropy_groups(values["entropy"], values["mask"])
+    assert run("Archer", values).equal(torch.where(groups == 1, 0.5, 0.2))
+
+
+def test_the_block_of_trusted_tokens() -> None:
+    """Its head computes the trusted tokens alone."""
+    values, weight = names_of_trust(), torch.randn(50, 8)
+    hidden = torch.randn(6, 40, 8, requires_grad=True)
+    selection = d3s.Selection(off_policy_rule="token_mask", token_ratio_start=1.0)
+    values |= {"hidden": hidden, "labels": torch.randint(50, (6, 40)), "selection": selection, "progress": 0.0}
+    values["model"] = SimpleNamespace()
+    head = SimpleNamespace(**vars(d3s) | {"lm_head": lambda model: {"weight": weight}})
+    exec(BLOCKS[0], values | {"d3s": head}, found := {})
+    found["loss"].backward()
+    assert hidden.grad.any(-1).equal(found["trusted"].mask)
+    assert 0 < found["trusted"].count < values["mask"].sum()
+
+
 # ---- ratios ----------------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +360,7 @@ def test_lines_of_ratios(method: str) -> None:
 def test_the_objective_has_no_gradient_where_it_is_clipped() -> None:
     values = names_of_ratios()
     values["logprob"].requires_grad_()
-    exec(BLOCKS[0], values)
+    exec(BLOCKS[1], values)
     (gradient,) = torch.autograd.grad(values["objective"].sum(), values["logprob"])
     w, epsilon, up = values["w"], values["epsilon"], values["advantages"].unsqueeze(-1) > 0
     clipped = torch.where(up, w > 1 + epsilon, w < 1 - epsilon)
@@ -304,7 +427,7 @@ def test_blocks_of_queries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "checkpoint": {},
         "reward": None,
     }
-    for block in BLOCKS[1:]:
+    for block in BLOCKS[2:]:
         exec(block, values)
 
     plan = values["plan"]
@@ -329,9 +452,9 @@ def test_the_command_that_profiles() -> None:
 
 def test_every_line_is_tested_here() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
-    tested = {*ROLLOUTS, *TOKENS, *RATIOS, *re.findall(r'run\(r?"([^"]+)"', source)}
+    tested = {*ROLLOUTS, *TOKENS, *TRUST, *KEPT_OR_MARKED, *RATIOS, *re.findall(r'run\(r?"([^"]+)"', source)}
     assert tested == set(LINES)
-    assert len(LINES) == len(re.findall(r"`\w+ = ~?d3s\.|`groups = \(", PAGE))
+    assert len(LINES) == len(re.findall(r"`\w+ = ~?d3s\.|`groups = \(|`kept = mask|`epsilon = torch", PAGE))
 
 
 def words(function: Callable[..., Any], argument: str) -> tuple[str, ...]:
@@ -340,16 +463,17 @@ def words(function: Callable[..., Any], argument: str) -> tuple[str, ...]:
 
 def test_every_rule_and_every_function_is_on_the_page() -> None:
     rules = {f'"{rule}"' for rule in (*ROLLOUT_RULES, *TOKEN_RULES, "inverse_success_rate")}
+    trusting = {f'"{rule}"' for rule in RULES if not rule.endswith("_truncate")}
     levels = {f'level="{level}"' for level in words(d3s.importance_ratio, "level")}
     functions = {
         name
-        for module in (ratios, planning)
+        for module in (ratios, trust, planning)
         for name in d3s.__all__
         if getattr(module, name, None) is getattr(d3s, name)
     }
     assert levels >= {'level="token"'}
     assert functions >= {"importance_ratio", "entropy_groups", "adaptive_clip", "plan_rollouts", "RolloutPlan"}
-    assert [name for name in rules | levels | functions if name not in PAGE] == []
+    assert [name for name in rules | trusting | levels | functions if name not in PAGE] == []
 
 
 def test_lines_are_short() -> None:
