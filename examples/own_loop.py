@@ -2,13 +2,15 @@
 
     python examples/own_loop.py
 
-`update` below has every part: advantages, the choice of rollouts, the LM head without logits, the choice of tokens, the
-loss. The policy is a small transformer that learns to continue counting from the last digit of its prompt.
+`update` below has every part: advantages, the choice of rollouts, the trusted tokens, the LM head without logits, the
+choice of tokens, the loss. The policy is a small transformer that learns to continue counting from the last digit of
+its prompt. Its rollouts come from an engine, a copy that gets new weights every few steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ import d3s_kernels as d3s
 DIGITS, LENGTH = 10, 4  # a prompt and a completion have LENGTH digits each
 PROMPTS, GROUP = 32, 16  # prompts of a step, and rollouts of each prompt
 WIDTH = 64
+NEW_WEIGHTS = 5  # every so many steps
 
 
 class Policy(nn.Module):
@@ -47,19 +50,25 @@ class Policy(nn.Module):
 
 
 @torch.no_grad()
-def generate(policy: Policy, prompts: Tensor) -> Tensor:
-    """The prompts, each followed by a sampled completion."""
-    tokens = prompts
+def generate(engine: Policy, prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """The prompts, each followed by a sampled completion, and the log-probabilities of the completions' tokens."""
+    tokens, logprobs = prompts, []
     for _ in range(LENGTH):
-        logits = policy(tokens)[:, -1]
-        tokens = torch.cat([tokens, torch.distributions.Categorical(logits=logits).sample().unsqueeze(1)], 1)
-    return tokens
+        choice = torch.distributions.Categorical(logits=engine(tokens)[:, -1])
+        drawn = choice.sample()
+        tokens = torch.cat([tokens, drawn.unsqueeze(1)], 1)
+        logprobs.append(choice.log_prob(drawn))
+    return tokens, torch.stack(logprobs, 1)
 
 
-def update(policy: Policy, optimizer: torch.optim.Optimizer, selection: d3s.Selection, progress: float) -> Tensor:
-    """Makes one step of GRPO with D3S at this share of the training; returns the mean reward."""
+def update(
+    policy: Policy, engine: Policy, optimizer: torch.optim.Optimizer, selection: d3s.Selection, progress: float
+) -> tuple[Tensor, Tensor]:
+    """Makes one step of GRPO with D3S at this share of the training; returns the mean reward and the share of tokens
+    that are trusted.
+    """
     prompts = torch.randint(DIGITS, (PROMPTS, LENGTH)).repeat_interleave(GROUP, 0)
-    tokens = generate(policy, prompts)
+    tokens, sampling_logprob = generate(engine, prompts)
     right = (tokens[:, LENGTH - 1 : -1] + 1) % DIGITS
     rewards = (tokens[:, LENGTH:] == right).float().mean(1).view(PROMPTS, GROUP)
 
@@ -70,20 +79,27 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, selection: d3s.Sele
 
     # 2. Log-probability and entropy of the sampled tokens, straight from the hidden states. What stands between these
     #    and the logits (here a weight alone) is read from the policy, and compared with its logits once.
-    hidden = policy.hidden(tokens[:, :-1])[:, LENGTH - 1 :]
-    logprob, entropy = d3s.linear_logprob_entropy(hidden, labels=tokens[:, LENGTH:], **d3s.lm_head(policy))
+    def scores(mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        hidden = policy.hidden(tokens[:, :-1])[:, LENGTH - 1 :]
+        return d3s.linear_logprob_entropy(hidden, labels=tokens[:, LENGTH:], mask=mask, **d3s.lm_head(policy))
 
-    # 3. The tokens with the largest |advantage| * entropy of the batch. Only they have a gradient, so the backward of
+    # 3. The tokens that have nearly the probability they were sampled with. Others cost nothing in the update.
+    with torch.no_grad():
+        old_logprob, _ = scores()
+    trusted = selection.trusted(old_logprob, sampling_logprob[kept.flatten()], weights)
+    logprob, entropy = scores(trusted.mask)
+
+    # 4. The tokens with the largest |advantage| * entropy of the batch. Only they have a gradient, so the backward of
     #    the head computes only their rows.
-    chosen = selection.tokens(entropy, weights, progress)
+    chosen = selection.tokens(entropy, weights, progress, mask=trusted)
 
-    # 4. GRPO's loss. This step is on-policy, so nothing is clipped.
-    ratio = d3s.importance_ratio(logprob, logprob.detach())
+    # 5. GRPO's loss. The policy is that of the first pass, so nothing is clipped.
+    ratio = d3s.importance_ratio(logprob, old_logprob) * trusted.weight
     loss = -(ratio * weights.unsqueeze(1))[chosen.mask].sum() / chosen.count.clamp(min=1)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return rewards.mean()
+    return rewards.mean(), trusted.mask.float().mean()
 
 
 def main() -> None:
@@ -92,15 +108,22 @@ def main() -> None:
     steps = parser.parse_args().steps
     torch.manual_seed(0)
     policy = Policy()
+    engine = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     # Few rollouts and tokens at first, more later: the budget of a step follows from the progress of training, 0 to 1.
-    selection = d3s.Selection(rollouts_start=4, rollouts_end=12, token_ratio_start=0.2, token_ratio_end=0.5)
-    print(f"{'step':>5} {'reward':>7} {'rollouts':>9} {'tokens':>7}")
+    selection = d3s.Selection(
+        rollouts_start=4, rollouts_end=12, token_ratio_start=0.2, token_ratio_end=0.5, off_policy_rule="token_mask",
+        off_policy_low=0.8, off_policy_high=1.25,
+    )  # fmt: skip
+    print(f"{'step':>5} {'reward':>7} {'rollouts':>9} {'trusted':>8} {'tokens':>7}")
     for step in range(steps):
         progress = step / max(1, steps - 1)
-        reward, budget = update(policy, optimizer, selection, progress), selection.budget(progress, GROUP)
+        if step % NEW_WEIGHTS == 0:
+            engine.load_state_dict(policy.state_dict())
+        reward, trusted = update(policy, engine, optimizer, selection, progress)
+        budget = selection.budget(progress, GROUP)
         if step % max(1, steps // 10) == 0 or step == steps - 1:
-            print(f"{step:5} {reward:7.3f} {budget.rollouts:6}/{GROUP} {budget.token_ratio:7.0%}")
+            print(f"{step:5} {reward:7.3f} {budget.rollouts:6}/{GROUP} {trusted:8.0%} {budget.token_ratio:7.0%}")
 
 
 if __name__ == "__main__":

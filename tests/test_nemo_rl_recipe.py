@@ -23,7 +23,7 @@ from d3s_kernels import reference
 
 RECIPE = Path(__file__).parents[1] / "examples" / "trainers" / "d3s_nemo_rl.py"
 SEQUENCES, LENGTH, VOCABULARY, RATIO = 4, 9, 13, 0.3
-CONFIG = SimpleNamespace(ratio_clip=0.2, reference_policy_kl_penalty=0.1)
+CONFIG = SimpleNamespace(ratio_clip=0.2, reference_policy_kl_penalty=0.1, use_importance_sampling_correction=False)
 
 
 # ---- the trainer: written from nemo_rl/algorithms/loss and nemo_rl/models/policy at 7ea279a, 2026-08-22 --------------
@@ -130,6 +130,7 @@ def load() -> ModuleType:
 
 
 recipe = load()
+ALIKE = {"token_ratio_start": RATIO, "token_ratio_end": RATIO, "loss_denominator": "all"}
 
 
 def loss_of(policy: dict[str, Any], ratio: float = RATIO, **options: Any) -> Any:
@@ -149,8 +150,8 @@ def micro_batch() -> tuple[dict[str, Tensor], Tensor]:
         "token_mask": ((torch.arange(LENGTH) < lengths.unsqueeze(1)) & (torch.arange(LENGTH) >= 2)).float(),
         "sample_mask": torch.tensor([1.0, 1.0, 0.0, 1.0]),
         "advantages": torch.randn(SEQUENCES, 1).expand(-1, LENGTH),
-        "prev_logprobs": -3 * torch.rand(SEQUENCES, LENGTH),
-    }
+        "prev_logprobs": -3 * torch.rand(SEQUENCES, LENGTH), "generation_logprobs": -3 * torch.rand(SEQUENCES, LENGTH),
+    }  # fmt: skip
     return data, torch.randn(SEQUENCES, LENGTH, VOCABULARY) * 2
 
 
@@ -202,6 +203,24 @@ def test_a_share_of_the_tokens(options: dict[str, Any]) -> None:
     entropies = reference.entropy(logits[:, :-1])[mask_of(data)]
     assert metrics["d3s/entropy"] == pytest.approx(float(entropies.mean()), rel=1e-6)
     assert metrics["loss"] == pytest.approx(loss.item())
+
+
+def test_off_policy_tokens_have_no_gradient() -> None:
+    data, logits = micro_batch()
+    leaf = logits.clone().requires_grad_()
+    loss_fn = loss_of(policy(), 1.0, off_policy_rule="token_mask", off_policy_low=0.6, off_policy_high=2.0)
+    (gradient,) = torch.autograd.grad(call(loss_fn, data, leaf)[0], leaf)
+    ratio = (data["prev_logprobs"] - data["generation_logprobs"])[:, 1:].exp()
+    kept = mask_of(data) & (ratio >= 0.6) & (ratio <= 2)
+    assert 0 < kept.sum() < mask_of(data).sum()
+    expected = in_plain_torch(data, logits, kept)[1]
+    expected[:, :-1] *= torch.where(kept, ratio, 0.0)[..., None]
+    torch.testing.assert_close(gradient, expected)
+    corrected = SimpleNamespace(**vars(CONFIG) | {"use_importance_sampling_correction": True})
+    with pytest.raises(
+        ValueError, match="use_importance_sampling_correction: got True; takes false with off_policy_rule"
+    ):
+        recipe.D3SLoss(corrected, policy(), **ALIKE, off_policy_rule="kpop")
 
 
 def test_metrics_of_micro_batches_are_summed() -> None:

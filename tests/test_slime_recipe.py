@@ -197,10 +197,26 @@ def test_other_refusals_of_rollouts(hooks: ModuleType) -> None:
     data = groups_of(spread_rewards().tolist())
     hooks.keep_rollouts(arguments(global_batch_size=5, use_dynamic_global_batch_size=True), data)  # miles
     assert sum(map(len, data)) == 8
-    with pytest.raises(ValueError, match="rollouts: got 'a list of samples'; takes one sample for each"):
-        hooks.keep_rollouts(arguments(), [data])
+    with pytest.raises(ValueError, match=r"reward: got \[0\.5, 1\.0\]; takes one for all samples of a rollout"):
+        hooks.keep_rollouts(arguments(), [[[Sample(0, 0.5, {}), Sample(1, 1.0, {})]]])
     with pytest.raises(ValueError, match=r"rollout_sample_filter_path: got None; takes d3s_slime\.keep_rollouts"):
         hooks.post_process_rewards(arguments(), [Sample(0, 1.0, {})])
+
+
+def test_rollouts_of_several_samples(hooks: ModuleType) -> None:
+    """They are chosen as rollouts, and each of their samples has the rollout's advantage."""
+    rewards = spread_rewards()
+    plain, data = groups_of(rewards.tolist()), groups_of(rewards.tolist())
+    for group in data:
+        group[1:] = [[one, Sample(-one.index, one.reward, one.metadata)] for one in group[1:]]
+    for each in (plain, data):
+        hooks.keep_rollouts(arguments(), each)
+    assert any(isinstance(rollout, list) for group in data for rollout in group)
+    for group, of_one in zip(data, plain, strict=True):
+        for rollout, one in zip(group, of_one, strict=True):
+            for sample in rollout if isinstance(rollout, list) else [rollout]:
+                assert abs(sample.index) == one.index
+                assert sample.metadata == one.metadata
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -262,6 +278,28 @@ def test_tokens(hooks: ModuleType, loss: str, scope: str) -> None:
     assert metrics == {**theirs, "d3s/token_share": reduce(kept.float())}
     if scope == "batch":
         assert not torch.equal(kept, expected(batch, rows, temperature=1.0))
+
+
+def test_off_policy_tokens_have_no_gradient(hooks: ModuleType) -> None:
+    """The share is of the others, and the ratio weighs their loss."""
+    batch, logits, rows = micro_batch()
+    batch["rollout_log_probs"] = [old + 0.5 * torch.randn(len(old)) for old in batch["log_probs"]]
+    rule = {"d3s_off_policy_rule": "token_mask", "d3s_off_policy_low": 0.7, "d3s_off_policy_high": 1.5}
+    args, reduce, leaf = arguments(**rule), reducer(batch), logits.clone().requires_grad_()
+    found, metrics = hooks.token_loss(args, batch, leaf, reduce)
+    ratio = torch.cat([p - q for p, q in zip(batch["log_probs"], batch["rollout_log_probs"], strict=True)]).exp()
+    trusted = (ratio >= 0.7) & (ratio <= 1.5) & torch.cat(batch["loss_masks"]).bool()
+    entropy = reference.entropy(rows, temperature=TEMPERATURE).float()
+    kept = reference.select_tokens(entropy, torch.cat(batch["advantages"]), RATIO, mask=trusted).mask
+    changed = {**batch, "advantages": (torch.cat(batch["advantages"]) * torch.where(kept, ratio, 0)).split(RESPONSES)}
+    torch.testing.assert_close(found, policy_loss_function(args, changed, logits, reduce)[0])
+    assert metrics["d3s/token_share"] == kept.sum()
+    corrected = arguments(**rule, use_tis=True)
+    with pytest.raises(ValueError, match="d3s_off_policy_rule: got 'token_mask'; takes 'none' with use_tis, and"):
+        hooks.token_loss(corrected, batch, logits, reduce)
+    del batch["rollout_log_probs"]
+    with pytest.raises(ValueError, match="d3s_off_policy_rule: got 'token_mask'; takes 'none' with use_tis, and"):
+        hooks.token_loss(args, batch, logits, reduce)
 
 
 @pytest.mark.parametrize(

@@ -42,15 +42,10 @@ def policy_class(base: type, group_size: int, **options: Any) -> type:
 
 
 def keep_rollouts(data: Any, group_size: int, multiple_of: int, **options: Any) -> Any:
-    """The kept rows of a batch, with the advantages that they have.
+    """The kept rows of a batch of whole groups, with the advantages that they have, by options of ``d3s.Selection``.
 
-    Args:
-        data: a ``BatchedDataDict`` of whole groups: ``advantages``, ``token_mask`` ``[B, S]``, ``sample_mask`` ``[B]``.
-        multiple_of: the rows of a step; the number of kept rows is rounded up to a multiple of it.
-        options: of :class:`d3s_kernels.Selection`.
-
-    Raises:
-        ValueError: a bad option; rows that are no whole groups or steps; advantages that differ within a rollout.
+    ``multiple_of`` is the rows of a step; the number of kept rows is rounded up to a multiple of it. ValueError: a bad
+    option; rows that are no whole groups or steps; advantages that differ within a rollout.
     """
     selection, rows = d3s.Selection(**options), len(data["advantages"])
     start, end, source = (getattr(selection.options, n) for n in ("rollouts_start", "rollouts_end", "advantages_from"))
@@ -94,6 +89,8 @@ class D3SLoss(ClippedPGLossFn):
         fused = section.get("use_fused_linear_logprobs", False) or policy["sequence_packing"].get("fuse_loss", False)
         context, (top_k, top_p) = section["context_parallel_size"], map(policy["generation"].get, ("top_k", "top_p"))
         of_all = "null and 1.0, because entropies are of all tokens"
+        corrected = config.use_importance_sampling_correction and given.off_policy_rule != "none"
+        require(not corrected, "use_importance_sampling_correction", True, "false with off_policy_rule")
         require(start == end, "token_ratio_end", end, f"token_ratio_start, {start}, since a loss is not told of steps")
         require(given.loss_denominator == "all", "loss_denominator", "kept", "'all', which NeMo-RL divides by")
         require(apart, "sequence_packing.enabled", True, "false, or token_scope 'sequence'")
@@ -122,8 +119,11 @@ class D3SLoss(ClippedPGLossFn):
         mask = (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)).bool()
         sums = {"d3s/entropy": torch.where(mask, entropies.detach(), 0.0).sum()}
         if logprobs.requires_grad:
-            kept = self.selection.tokens(entropies, data["advantages"][:, 1:], 0.0, mask=mask).mask
-            logprobs.register_hook(lambda gradient: torch.where(kept, gradient, 0.0))
+            names = ("prev_logprobs", "generation_logprobs", "advantages")
+            old, sampled, advantages = (data[name][:, 1:] for name in names)
+            trusted = self.selection.trusted(old, sampled, advantages, mask=mask)
+            kept = self.selection.tokens(entropies, advantages, 0.0, mask=trusted).mask
+            logprobs.register_hook(lambda gradient: torch.where(kept, gradient * trusted.weight, 0.0))
             sums["d3s/token_share"] = kept.sum()
         loss, metrics = super().__call__(logprobs, data, global_valid_seqs, global_valid_toks)
         tokens = max(float(global_valid_toks), 1.0)

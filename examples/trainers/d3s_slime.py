@@ -42,35 +42,34 @@ def require(fits: bool, name: str, given: Any, takes: str) -> None:
 def keep_rollouts(args: Any, data: list[list[Any]]) -> None:
     """Drops rollouts before anything is computed for training. Advantages of whole groups stay with the samples.
 
-    Args:
-        data: groups of samples; changed in place. A group that keeps no rollout is left out.
-
-    Raises:
-        ValueError: a bad option; one of the trainer's that does not fit, such as ``global_batch_size``; a rollout of
-            several samples.
+    ``data`` has groups of rollouts, of a sample or a list of samples each, and is changed in place. A group that keeps
+    no rollout is left out. ValueError: a bad option; one of the trainer's that does not fit; a rollout of two rewards.
     """
     selection, estimator, size = selection_of(args), args.advantage_estimator, args.global_batch_size
     start, end = selection.options.rollouts_start, selection.options.rollouts_end
-    several = any(isinstance(sample, list) for group in data for sample in group)
     require(start == end, "d3s_rollouts_end", end, f"d3s_rollouts_start, which is {start}: steps have a fixed size")
     require(estimator in NORMALISED, "advantage_estimator", estimator, f"one of {NORMALISED}")
     require(args.rewards_normalization, "disable_rewards_normalization", True, "False: advantages are normalised")
     require(not args.log_passrate, "log_passrate", True, "False, because pass rates need all rollouts of a group")
-    require(not several, "rollouts", "a list of samples", "one sample for each")
     rewards = torch.full((len(data), max(map(len, data), default=0)), torch.nan)  # NaN: where a group has fewer
-    for row, group in zip(rewards, data, strict=True):
-        row[: len(group)] = torch.tensor([sample.get_reward_value(args) for sample in group])
+    samples = [[each if isinstance(each, list) else [each] for each in group] for group in data]
+    for row, group in zip(rewards, samples, strict=True):
+        for place, rollout in enumerate(group):
+            given = [sample.get_reward_value(args) for sample in rollout]
+            require(len(set(given)) == 1, "reward", given, "one for all samples of a rollout")
+            row[place] = given[0]
     scale = "group" if args.grpo_std_normalization and estimator != NORMALISED[-1] else "none"
     advantages = d3s.group_advantages(rewards, scale=scale, eps=1e-6).masked_fill(rewards.isnan(), torch.nan)
     kept = selection.rollouts(advantages, 0.0, group_size=args.n_samples_per_prompt)
     # Both trainers drop what does not fill a step, and say nothing. miles can make a step of what there is.
-    number, any_number = int(kept.sum()), getattr(args, "use_dynamic_global_batch_size", False)
-    fits = any_number or number % size == 0
+    number = int(kept.sum())
+    fits = getattr(args, "use_dynamic_global_batch_size", False) or number % size == 0
     require(fits, "global_batch_size", size, f"a divisor of {number}, the rollouts kept, and no num_steps_per_rollout")
     weights = selection.advantages(advantages, kept, scale=scale)
-    for group, values in zip(data, weights.tolist(), strict=True):
-        for sample, value in zip(group, values, strict=False):  # a new dictionary, since samples may share theirs
-            sample.metadata = {**sample.metadata, "d3s_advantage": value}
+    for group, values in zip(samples, weights.tolist(), strict=True):
+        for rollout, value in zip(group, values, strict=False):
+            for sample in rollout:  # a new dictionary, since samples may share theirs
+                sample.metadata = {**sample.metadata, "d3s_advantage": value}
     data[:] = filter(None, [list(compress(group, marks)) for group, marks in zip(data, kept.tolist(), strict=True)])
 
 
@@ -82,21 +81,17 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
 
 
 def start_step(args: Any, rollout_id: int, *_: Any) -> None:
-    """Tells the loss how much of training is done."""
-    global progress
+    global progress  # tells the loss how much of training is done
     progress = min(rollout_id / args.num_rollout, 1.0)
 
 
 def token_loss(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> Result:
-    """slime's policy loss, with the advantage 0 at tokens that are not chosen, and ``d3s/token_share`` as a metric.
-
-    The tokens are chosen from the micro-batches of all data-parallel ranks. ValueError: an option that does not fit.
-    """
+    """slime's policy loss, with the advantage 0 at tokens that are not chosen, and ``d3s/token_share`` as a metric. The
+    pool is the micro-batches of all data-parallel ranks. ValueError: an option that does not fit."""
     return on_chosen_tokens("slime.backends.megatron_utils.loss", args, batch, logits, reduce)
 
 
 def miles_token_loss(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> Result:
-    """:func:`token_loss` for miles on Megatron."""
     return on_chosen_tokens("miles.backends.training_utils.loss_hub.losses", args, batch, logits, reduce)
 
 
@@ -105,16 +100,19 @@ def on_chosen_tokens(losses: str, args: Any, batch: dict[str, Any], logits: Tens
     given, layout, lengths = selection.options, getattr(args, "qkv_format", "thd"), batch["response_lengths"]
     start, end, context = given.token_ratio_start, given.token_ratio_end, mpu.get_context_parallel_world_size()
     vocabulary, first = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_rank() * logits.shape[-1]
-    drawn = given.token_rule == "random" and vocabulary.size() > 1
     of_token = "one with a ratio for each token: in a sequence's, dropped tokens would keep a gradient"
     require(args.advantage_estimator != "gspo", "advantage_estimator", "gspo", of_token)
     require(context == 1, "context_parallel_size", context, "1, because a rank has parts of responses")
     require(layout == "thd", "qkv_format", layout, "'thd'")
-    require(not drawn, "d3s_token_rule", "random", "another with tensor parallelism, whose ranks would draw others")
+    alone = given.token_rule != "random" or vocabulary.size() == 1
+    require(alone, "d3s_token_rule", "random", "another with tensor parallelism, whose ranks would draw others")
     require(given.loss_denominator == "all", "d3s_loss_denominator", "kept", "'all', which the trainer divides by")
+    rule, corrected = given.off_policy_rule, getattr(args, "use_tis", False)
+    known = rule == "none" or ("rollout_log_probs" in batch and not corrected)
+    require(known, "d3s_off_policy_rule", rule, "'none' with use_tis, and without log-probabilities of the rollout")
     require(start == end or progress is not None, "d3s_token_ratio_end", end, f"{start}, unless start_step is called")
-    spans = zip(batch["total_lengths"], lengths, strict=True)
-    of_responses = torch.cat([torch.arange(total) >= total - length for total, length in spans])
+    totals = zip(batch["total_lengths"], lengths, strict=True)
+    of_responses = torch.cat([torch.arange(total) >= total - length for total, length in totals])
     # The row before a token predicts it. Rows at the end are padding.
     read = pad(of_responses[1:], (0, logits.shape[1] - len(of_responses) + 1)).to(logits.device)
     no_label = torch.full_like(read, -100, dtype=torch.int64)
@@ -123,8 +121,10 @@ def on_chosen_tokens(losses: str, args: Any, batch: dict[str, Any], logits: Tens
     )
     mask, advantages = torch.cat(batch["loss_masks"]), torch.cat(batch["advantages"])
     offsets = torch.tensor([0, *lengths], device=logits.device).cumsum(0)
-    pool = {"mask": mask, "offsets": offsets, "process_group": mpu.get_data_parallel_group()}
-    kept = selection.tokens(entropy[read], advantages, progress or 0.0, **pool).mask
-    changed = {**batch, "advantages": list((advantages * kept).split(lengths))}
+    pool = {"offsets": offsets, "process_group": mpu.get_data_parallel_group()}
+    log_p, log_q = (torch.cat(batch.get(name, [entropy[read]])) for name in ("log_probs", "rollout_log_probs"))
+    trusted = selection.trusted(log_p, log_q, advantages, mask=mask, **pool)
+    kept = selection.tokens(entropy[read], advantages, progress or 0.0, mask=trusted, **pool).mask
+    changed = {**batch, "advantages": list((advantages * kept * trusted.weight).split(lengths))}
     loss, metrics = import_module(losses).policy_loss_function(args, changed, logits, reduce)
     return loss, {**metrics, "d3s/token_share": reduce(kept.float()).detach()}
