@@ -106,7 +106,7 @@ def model_of(vocabulary: int, shape: str) -> Qwen2ForCausalLM:
         torch.set_default_dtype(before)
 
 
-def trainer_of(name: str, sizes: Sizes, shape: str) -> GRPOTrainer:
+def trainer_of(name: str, sizes: Sizes, shape: str, **changed: Any) -> GRPOTrainer:
     on_gpu = inputs.device.type == "cuda"
     model = model_of(sizes.vocabulary, shape)
     common: dict[str, Any] = {
@@ -120,7 +120,7 @@ def trainer_of(name: str, sizes: Sizes, shape: str) -> GRPOTrainer:
         "bf16": False,
         "gradient_checkpointing": on_gpu,
     }
-    ours = HALF_AND_TENTH | {"rollouts_start": sizes.rollouts // 2, "rollouts_end": sizes.rollouts // 2}
+    ours = HALF_AND_TENTH | {"rollouts_start": sizes.rollouts // 2, "rollouts_end": sizes.rollouts // 2} | changed
     if name in (GRPO, GRPO_OUR_HEAD):
         kind, arguments = GRPOTrainer, GRPOConfig(**common)
     else:
