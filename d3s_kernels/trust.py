@@ -16,6 +16,7 @@ from ._arguments import (
     checked_mask,
     require_number,
     require_optional_tensors,
+    require_readable,
     require_rule,
     require_tensors,
 )
@@ -156,7 +157,9 @@ def trusted_tokens(
     require_rule(rule, tuple(RULES))
     row, (low, high) = RULES[rule], bounds_of(rule, low, high)
     require_tensors(logprob=logprob, sampling_logprob=sampling_logprob)
-    require_optional_tensors(logprob, advantages=advantages, offsets=offsets)
+    others: dict[str, Tensor | None] = {"advantages": advantages, "offsets": offsets}
+    require_optional_tensors(logprob, **others)
+    require_readable(logprob=logprob, sampling_logprob=sampling_logprob, mask=mask, **others)
     if sampling_logprob.shape != logprob.shape:
         shapes = list(sampling_logprob.shape), list(logprob.shape)
         raise ValueError(f"sampling_logprob: got shape {shapes[0]}; takes that of logprob, {shapes[1]}")

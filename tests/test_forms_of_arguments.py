@@ -77,6 +77,18 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         d3s.importance_ratio,
         {"logprob": VALUES, "old_logprob": VALUES, "mask": MASK, "groups": GROUPS, "level": "entropy_group"},
     ),
+    "trusted_tokens": (
+        d3s.trusted_tokens,
+        {
+            "logprob": FLAT,
+            "sampling_logprob": FLAT / 2,
+            "rule": "opsm",
+            "high": 0.1,
+            "advantages": FLAT,
+            "mask": FLAT_MASK,
+            "offsets": OFFSETS,
+        },
+    ),
     "entropy_groups": (d3s.entropy_groups, {"entropy": FLAT, "mask": FLAT_MASK, "offsets": OFFSETS}),
     "adaptive_clip": (d3s.adaptive_clip, {"entropy": VALUES, "groups": GROUPS, "mask": MASK, "vocab_size": 9}),
     "sampling_mask_from_logits": (d3s.sampling_mask_from_logits, {"logits": LOGITS, "top_k": 2}),

@@ -20,14 +20,15 @@ ROOMS = {
     "__main__": "_doctor planning",
     "_doctor": "_dispatch _selfcheck compare",
     "integrations": "_dispatch _groups _head _own_logits _page denominators distributed heads metrics page ratios "
-    "recorder rollouts sampling schedule selection selection_options tokens vocabulary",
+    "recorder rollouts sampling schedule selection selection_options tokens trust vocabulary",
     "planning": "_arguments",
     # what users call
     "_selfcheck": "_table compare",
     "compare": "_arguments _dispatch _head _table ratios rollouts sampling tokens vocabulary",
     "metrics": "rollouts schedule tokens",
-    "selection": "_across_ranks _arguments _groups rollouts schedule selection_options tokens",
-    "selection_options": "rollouts tokens",
+    "selection": "_across_ranks _arguments _groups rollouts schedule selection_options tokens trust",
+    "selection_options": "rollouts tokens trust",
+    "trust": "_across_ranks _arguments _groups _segments _selection _torch",
     "distributed": "_across_ranks",
     "heads": "_arguments _head _own_logits",
     "vocabulary": "_arguments _dispatch _head sampling",

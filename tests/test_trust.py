@@ -101,6 +101,28 @@ def near(shape: tuple[int, ...], spread: float = 0.3) -> tuple[Tensor, Tensor]:
     return logprob, logprob + spread * torch.randn(shape)
 
 
+@pytest.mark.parametrize(
+    ("rule", "bounds", "kept"),
+    [
+        ("token_mask", {"low": 1.0, "high": 1.0}, [True, False, False, True]),
+        ("geometric_mask", {"low": 1.0, "high": 1.0}, [True, True, True, False]),  # the logarithms' mean is 0
+        ("kpop", {"high": 0.0}, [True, False, False, True]),
+        ("opsm", {"high": 0.0}, [True, True, True, False]),
+        ("sequence_error", {"high": 1.0}, [False, False, False, True]),
+        ("m2po", {"high": 0.03125}, [True, True, False, True]),  # the mean of all; of the equal ones the first
+    ],
+)
+def test_bounds_themselves(rule: Any, bounds: dict[str, float], kept: list[bool]) -> None:
+    """A value at a bound is kept, but M2PO's mean has to be below it."""
+    sampled = torch.tensor([0.0, -0.25, 0.25, 0.0]) - 1
+    offsets = torch.tensor([0, 3, 4])
+    advantages = torch.tensor([-1.0, -1.0])
+    if rule in ("geometric_mask", "opsm"):
+        sampled[3] = -0.5
+    found = trusted_tokens(torch.full((4,), -1.0), sampled, rule, **bounds, advantages=advantages, offsets=offsets)
+    assert found.mask.tolist() == kept
+
+
 TIGHT = {
     "opsm": 0.05,
     "sequence_mask": 3.0,

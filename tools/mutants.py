@@ -586,7 +586,7 @@ MUTANTS = (
     Mutant(
         "nemo_rl: dropped tokens keep their gradient",
         "examples/trainers/d3s_nemo_rl.py",
-        "torch.where(kept, gradient, 0.0)",
+        "torch.where(kept, gradient * trusted.weight, 0.0)",
         "gradient",
         "tests/test_nemo_rl_recipe.py",
     ),
@@ -603,5 +603,48 @@ MUTANTS = (
         ".where(kept, 0.0)",
         "",
         "tests/test_prime_rl_recipe.py",
+    ),
+    # ---- trusted tokens ---------------------------------------------------------------------------------------------
+    Mutant(
+        "trust: a token at the bound is dropped",
+        "d3s_kernels/trust.py",
+        "kept = present & (measure <= high)",
+        "kept = present & (measure < high)",
+        "tests/test_trust.py",
+    ),
+    Mutant(
+        "trust: M2PO's mean may be the bound",
+        "d3s_kernels/trust.py",
+        "(sums < high *",
+        "(sums <= high *",
+        "tests/test_trust.py",
+    ),
+    Mutant(
+        "trust: OPSM drops sequences with an advantage of 0",
+        "d3s_kernels/trust.py",
+        "(of_each >= 0)",
+        "(of_each > 0)",
+        "tests/test_trust.py",
+    ),
+    Mutant(
+        "trust: masked tokens count in the mean of a sequence",
+        "d3s_kernels/trust.py",
+        "segments.total(present) if",
+        "segments.total(torch.ones_like(present)) if",
+        "tests/test_trust.py",
+    ),
+    Mutant(
+        "trl: what is left out shrinks the loss's denominator",
+        "d3s_kernels/integrations/trl/tokens.py",
+        'inputs["d3s_tokens_trusted"]]).float()',
+        'inputs["num_items_in_batch"]]).float()',
+        "tests/trainers/test_trl_trust.py",
+    ),
+    Mutant(
+        "trl: a token that a KL term reads is left out",
+        "d3s_kernels/integrations/trl/tokens.py",
+        'if "importance_sampling_ratio" in batch and self._tokens_are_independent(batch):',
+        'if "importance_sampling_ratio" in batch:',
+        "tests/trainers/test_trl_trust.py",
     ),
 )
