@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("trl")
 from processes import run_processes
 from tiny_trl import model, trainer
-from trl_ranks import ROWS, batch_of_rank, outcome
+from trl_ranks import ROWS, batch_of_rank, kinds_of, outcome
 
 PER_RANK = {2: 12, 3: 8}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -25,6 +25,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one that keeps none": (3, {"rollouts_start": 2, "rollouts_end": 2, "drop_zeros": True}),
     "by other rules": (2, {"rollout_rule": "random", "token_rule": "entropy", "entropy_from": "rollout"}),
     "sampling masks": (2, {"sampling_mask": True, "top_p": 0.9, "top_k": 50, "temperature": 0.8}),
+    "off-policy tokens": (2, {"sampling_mask": True, "top_p": 0.9, "off_policy_rule": "m2po", "off_policy_high": 0.03}),
     "three processes": (3, {"advantages_from": "kept", "rollout_scope": "group", "loss_type": "grpo"}),
 }
 
@@ -53,7 +54,7 @@ def alone(ranks: int, options: dict[str, Any]) -> dict[str, Tensor]:
         steps_per_generation=ranks,
     )  # fmt: skip
     made.current_gradient_accumulation_steps = ranks
-    return outcome(made, batch_of_rank(1, 0, 1, made.args.sampling_mask))
+    return outcome(made, batch_of_rank(1, 0, 1, *kinds_of(made.args)))
 
 
 def tokens_of(row: int, batch: dict[str, Tensor]) -> tuple[int, ...]:

@@ -24,8 +24,10 @@ from d3s_kernels.integrations.trl.batch import SETS
 ROWS = 24  # three groups of 8; on two processes the second one lies on both
 
 
-def batch_of_rank(seed: int, rank: int, ranks: int, sets: bool = False) -> dict[str, Tensor]:
-    """This process's rows, trimmed to its own longest prompt and completion, and its own largest set."""
+def batch_of_rank(seed: int, rank: int, ranks: int, sets: bool = False, ruled: bool = False) -> dict[str, Tensor]:
+    """This process's rows, trimmed to its own longest prompt and completion, and its own largest set. ``ruled``: with
+    the log-probabilities that an ``off_policy_rule`` reads.
+    """
     batch = generation_batch(seed, ROWS)
     batch["advantages"][:8] *= 0.1  # so that processes differ in how many rollouts they keep
     # The first process has the shorter prompts and completions, so rows that it receives are wider.
@@ -33,6 +35,11 @@ def batch_of_rank(seed: int, rank: int, ranks: int, sets: bool = False) -> dict[
     batch["completion_mask"][:8, 6:] = 0
     batch["completion_ids"] *= batch["completion_mask"]
     batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    if ruled:
+        random, shape = torch.Generator().manual_seed(seed), batch["completion_ids"].shape
+        batch["old_per_token_logps"] = -3 * torch.rand(shape, generator=random)
+        noise = 0.3 * torch.randn(shape, generator=random)
+        batch["sampling_per_token_logps"] = batch["old_per_token_logps"] + noise
     if sets:
         batch = with_sets(batch)
         batch[SETS][:8, :, 4:] = -1
@@ -46,6 +53,10 @@ def batch_of_rank(seed: int, rank: int, ranks: int, sets: bool = False) -> dict[
         name: value[:, prompt:] if name.startswith("prompt") else value[:, :completion] if value.dim() > 1 else value
         for name, value in own.items()
     }
+
+
+def kinds_of(args: Any) -> tuple[bool, bool]:
+    return args.sampling_mask, args.off_policy_rule != "none"
 
 
 def outcome(made: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -85,7 +96,7 @@ def main(folder: str, options: str) -> None:
     for name, calls in sent.items():
         watched(made, name, calls)
     with forwards(made.model) as seen_forwards:
-        found = outcome(made, batch_of_rank(1, here, ranks, made.args.sampling_mask))
+        found = outcome(made, batch_of_rank(1, here, ranks, *kinds_of(made.args)))
     found["forwards"] = torch.tensor(len(seen_forwards))
     with counted() as sent["one token"]:
         one = torch.ones(1, 1), torch.ones(1)
