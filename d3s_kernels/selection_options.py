@@ -97,18 +97,8 @@ def check_options(options: Any, section: str = "") -> None:
         if not takes.fits(value := getattr(options, name)):
             raise ValueError(f"{section}{name}: got {value!r}; takes {takes.words}")
     if isinstance(options, SelectionOptions):
-        _check_bounds(options, section)
-
-
-def _check_bounds(options: SelectionOptions, section: str) -> None:
-    rule, bounds = options.off_policy_rule, (options.off_policy_low, options.off_policy_high)
-    names = f"{section}off_policy_low", f"{section}off_policy_high"
-    if rule != "none":
-        bounds_of(rule, *bounds, names=names)
-        return
-    for name, value in zip(names, bounds, strict=True):
-        if value is not None:
-            raise ValueError(f"{name}: got {value} with off_policy_rule 'none'; takes None")
+        names = f"{section}off_policy_low", f"{section}off_policy_high"
+        bounds_of(options.off_policy_rule, options.off_policy_low, options.off_policy_high, names)
 
 
 def check_token_rule(options: Any, section: str = "") -> None:

@@ -196,17 +196,22 @@ def trusted_tokens(
     return TrustedTokens(kept.view(logprob.shape), weight.view(logprob.shape), count)
 
 
+def weighs(rule: str) -> bool:
+    """Whether the weights of a rule, which may be "none", are ratios."""
+    return rule in RULES and RULES[rule].is_ratio
+
+
 def bounds_of(
     rule: str, low: float | None, high: float | None, names: tuple[str, str] = ("low", "high")
 ) -> tuple[float, float]:
-    """The bounds of a rule, with its defaults. In errors the two have these names."""
-    row = RULES[rule]
-    for name, value in zip(names, (low, high), strict=True):
+    """The bounds of a rule, with its defaults; "none" has none. In errors the two have these names."""
+    row = RULES.get(rule, Row(_log_ratio, high=0.0))
+    for name, value, taken in zip(names, (low, high), (row.is_ratio, rule in RULES), strict=True):
         require_number(**{name: value})
+        if value is not None and not taken:
+            raise ValueError(f"{name}: got {value} with rule {rule!r}; takes None")
         if value is not None and not value >= 0:
             raise ValueError(f"{name}: got {value}; takes a number of at least 0")
-    if low is not None and not row.is_ratio:
-        raise ValueError(f"{names[0]}: got {low} with rule {rule!r}, which has no lower bound; takes None")
     lowest, highest = (row.low or 0.0) if low is None else low, row.high if high is None else high
     if highest is None:
         raise ValueError(f"{names[1]}: got None with rule {rule!r}, which has no default; takes a number of at least 0")

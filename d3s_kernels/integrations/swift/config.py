@@ -12,7 +12,7 @@ from typing import Any
 from swift.rlhf_trainers import GRPOConfig
 
 from ...selection_options import SelectionOptions, check_options, check_token_rule, option_names
-from ...trust import RULES
+from ...trust import weighs
 from .._options import check_one_process, choose_by_entropy
 
 PREFIX = "d3s_"
@@ -49,10 +49,10 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift
             raise ValueError(f"loss_type: got {self.loss_type!r}; takes {' or '.join(map(repr, LOSSES))}")
         if self.num_generations < 2:
             raise ValueError(f"num_generations: got {self.num_generations}; takes at least 2")
-        weighs = self.off_policy_rule != "none" and RULES[self.off_policy_rule].is_ratio
         refused = {
             "rollout_importance_sampling_mode": (
-                weighs and self.rollout_importance_sampling_mode, f"{PREFIX}off_policy_rule weighs by the same ratios",
+                weighs(self.off_policy_rule) and self.rollout_importance_sampling_mode,
+                f"{PREFIX}off_policy_rule weighs by the same ratios",
             ),
             "use_liger_kernel": (self.use_liger_kernel, "its loss hands out no log-probabilities of tokens"),
             "kl_in_reward": (self.kl_in_reward and self.beta != 0, "advantages would need a forward of all rollouts"),

@@ -22,7 +22,7 @@ from ...selection_options import (
     option,
     whole,
 )
-from ...trust import RULES
+from ...trust import weighs
 from .._options import check_one_process, choose_by_entropy
 from .sampling_options import require_sampled_sets
 
@@ -115,23 +115,18 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             choose_by_entropy(self, self.top_entropy_quantile)
         check_token_rule(self)
         check_one_process(self)
-        if self.off_policy_rule != "none":
-            self._require_known_before_update()
-        if self.refill:
-            self._require_refillable()
-        if self.sampling_mask:
-            require_sampled_sets(self)
-
-    def _require_known_before_update(self) -> None:
-        """Raises where ``off_policy_rule`` would come too late, or would weigh tokens a second time."""
         rule, corrects = self.off_policy_rule, self.use_vllm and self.vllm_importance_sampling_correction
-        if self.entropy_from == "update":
+        if rule != "none" and self.entropy_from == "update":  # the choice would come too late
             raise ValueError(f"entropy_from: got 'update' with off_policy_rule {rule!r}; takes 'auto' or 'rollout'")
-        if RULES[rule].is_ratio and corrects:
+        if corrects and weighs(rule):
             raise ValueError(
                 f"vllm_importance_sampling_correction: got True with off_policy_rule {rule!r}, whose weights are the "
                 "same ratios; takes False, or a rule without weights"
             )
+        if self.refill:
+            self._require_refillable()
+        if self.sampling_mask:
+            require_sampled_sets(self)
 
     def _require_refillable(self) -> None:
         """Raises where further groups cannot take the place of others."""

@@ -26,7 +26,7 @@ from ...rollouts import group_advantages, groups_without_spread
 from ...schedule import Budget
 from ...selection import Selection, in_groups
 from ...selection_options import options_from
-from ...trust import RULES
+from ...trust import weighs
 from .checks import require_config, require_head, require_sets, require_used
 from .options import POLICY_LOSS, D3SOptions
 from .rows import rows_of_an_update, sessions
@@ -157,7 +157,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             trusted = self._selection.trusted(log_p, log_q, advantages, mask=mask, offsets=offsets)
             advantages = advantages * trusted.mask
             fields["advantages"] = advantages
-            if RULES[self.d3s.off_policy_rule].is_ratio:
+            if weighs(self.d3s.off_policy_rule):
                 fields["rollout_is_weights"] = trusted.weight
         left, everything = (trusted.mask if ruled else mask).sum(), data["loss_mask"].values().sum()
         if ruled or left != everything:  # verl's rollout correction may have rejected tokens
@@ -237,14 +237,14 @@ def _require(config: Any, options: D3SOptions) -> None:
     of_groups, kept = options.advantages_from == "all", f"or {SECTION}.advantages_from=kept"
     no_critic = "one advantage for a rollout, and no critic"
     correction, rule = algorithm.get("rollout_correction") or {}, options.off_policy_rule
-    bypass, weighs = correction.get("bypass_mode", False), rule != "none" and RULES[rule].is_ratio
+    bypass, weighed_twice = correction.get("bypass_mode", False), weighs(rule) and correction.get("rollout_is")
     known = rule == "none" or config.actor_rollout_ref.rollout.calculate_log_probs
     silent = options.loss_denominator == "kept" or loss not in _NOT_SILENT_AT_ADVANTAGE_0
     for key, given, fits, takes in (
         ("algorithm.rollout_correction.bypass_mode", bypass, not bypass, "False: tokens need the old policy's entropy"),
         (
-            "algorithm.rollout_correction.rollout_is", correction.get("rollout_is"),
-            not (weighs and correction.get("rollout_is")), f"null: {SECTION}.off_policy_rule weighs by the same ratios",
+            "algorithm.rollout_correction.rollout_is", correction.get("rollout_is"), not weighed_twice,
+            f"null: {SECTION}.off_policy_rule weighs by the same ratios",
         ),
         (
             "actor_rollout_ref.rollout.calculate_log_probs", False, known,
