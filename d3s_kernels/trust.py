@@ -119,7 +119,7 @@ def trusted_tokens(
     "opsm"               a sequence iff its advantage is at least 0 or     no default   DeepSeek-V3.2, arXiv
                          ``mean(log q - log p) <= high``                                2512.02556, eq. 9
     "sequence_error"     a sequence iff ``mean(exp |log r|) <= high``      2            NeMo-RL's sequence mask
-    "m2po"               the most tokens of all, those with the smallest   0.04         M2PO, as in AReaL
+    "m2po"               as many tokens as can be, with the smallest       0.04         M2PO, as in AReaL
                          ``(log r)^2``, whose mean is below ``high``
     ==================== ================================================= ============ =============================
 
@@ -137,7 +137,7 @@ def trusted_tokens(
         mask: bool or integer (True where it is not 0), the shape of ``logprob``. What is False is not read.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
         process_group: the ranks whose tokens "m2po" ranks together, and whose tokens are counted; their sequences are
-            whole. All ranks call it.
+            whole. All ranks call it. "m2po" then waits for the device.
 
     Returns:
         :class:`TrustedTokens`. The weight of a kept token is the ratio for the first six rules (of the token, of its
@@ -233,7 +233,7 @@ def _of_each(advantages: Tensor | None, logprob: Tensor, segments: Segments) -> 
 
 
 def _smallest(squares: Tensor, present: Tensor, high: float, process_group: ProcessGroup | DeviceMesh | None) -> Tensor:
-    """Marks the most of the smallest squares, float32, whose mean is below ``high``; of all ranks' squares. Each
+    """Marks as many of the smallest squares, float32, as have a mean below ``high``; of all ranks' squares. Each
     further square raises the mean.
     """
     if process_group is not None:
