@@ -76,10 +76,17 @@ def batches_of(policy: Any, **options: Any) -> tuple[Any, Any, dict[str, Any], d
     return theirs, ours, *found
 
 
-@pytest.mark.parametrize("loss", ["dapo", "grpo", "bnpo", "dr_grpo", "cispo"])
+MODES = [
+    ("token_mask", 0.7, 1.4),
+    ("sequence_mask", 0.5, 3.0),
+    ("sequence_mask", None, 1.2),
+    ("token_truncate", 0.7, 1.4),
+]
+LOSSES = ["grpo", "bnpo", "dr_grpo", "cispo"]
+
+
 @pytest.mark.parametrize(
-    ("mode", "low", "high"),
-    [("token_mask", 0.7, 1.4), ("sequence_mask", 0.5, 3.0), ("sequence_mask", None, 1.2), ("token_truncate", 0.7, 1.4)],
+    ("loss", "mode", "low", "high"), [*(("dapo", *mode) for mode in MODES), *((loss, *MODES[0]) for loss in LOSSES)]
 )
 def test_what_trl_multiplies_by_0_is_not_computed(saved: str, loss: str, mode: str, low: Any, high: Any) -> None:
     options = {
