@@ -21,8 +21,10 @@ DENOMINATORS = {
 
 
 def only_through(kept: Tensor, weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """A backward hook for a loss's input: multiplies the gradient of kept tokens by ``weight``, sets others to 0."""
-    return lambda gradient: torch.where(kept, gradient * weight, 0.0)
+    """A backward hook for a loss's input: multiplies the gradient of kept tokens by ``weight``, sets others to 0. The
+    gradient keeps its dtype.
+    """
+    return lambda gradient: torch.where(kept, gradient * weight, 0.0).to(gradient.dtype)
 
 
 def gradient_weights(loss_type: str, kept: Tensor, mask: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:

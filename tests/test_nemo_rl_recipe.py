@@ -23,7 +23,12 @@ from d3s_kernels import reference
 
 RECIPE = Path(__file__).parents[1] / "examples" / "trainers" / "d3s_nemo_rl.py"
 SEQUENCES, LENGTH, VOCABULARY, RATIO = 4, 9, 13, 0.3
-CONFIG = SimpleNamespace(ratio_clip=0.2, reference_policy_kl_penalty=0.1, use_importance_sampling_correction=False)
+CONFIG = SimpleNamespace(
+    ratio_clip=0.2,
+    reference_policy_kl_penalty=0.1,
+    use_importance_sampling_correction=False,
+    force_on_policy_ratio=False,
+)
 
 
 # ---- the trainer: written from nemo_rl/algorithms/loss and nemo_rl/models/policy at 7ea279a, 2026-08-22 --------------
@@ -216,11 +221,20 @@ def test_off_policy_tokens_have_no_gradient() -> None:
     expected = in_plain_torch(data, logits, kept)[1]
     expected[:, :-1] *= torch.where(kept, ratio, 0.0)[..., None]
     torch.testing.assert_close(gradient, expected)
-    corrected = SimpleNamespace(**vars(CONFIG) | {"use_importance_sampling_correction": True})
-    with pytest.raises(
-        ValueError, match="use_importance_sampling_correction: got True; takes false with off_policy_rule"
-    ):
-        recipe.D3SLoss(corrected, policy(), **ALIKE, off_policy_rule="kpop")
+    for name in ("use_importance_sampling_correction", "force_on_policy_ratio"):
+        config = SimpleNamespace(**vars(CONFIG) | {name: True})
+        with pytest.raises(ValueError, match=f"{name}: got True; takes false with off_policy_rule"):
+            recipe.D3SLoss(config, policy(), **ALIKE, off_policy_rule="kpop")
+    with pytest.raises(ValueError, match=r"sequence_packing\.enabled: got True; takes false"):
+        loss_of(policy(packed=True), token_scope="sequence", off_policy_rule="m2po")
+
+
+def test_without_a_rule_no_log_probabilities_are_read() -> None:
+    """With ``force_on_policy_ratio`` NeMo-RL may leave them out."""
+    data, logits = micro_batch()
+    del data["generation_logprobs"]
+    _, metrics = call(loss_of(policy()), data, logits.requires_grad_())
+    assert metrics["d3s/token_share"] > 0
 
 
 def test_metrics_of_micro_batches_are_summed() -> None:

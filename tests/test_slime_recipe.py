@@ -294,12 +294,14 @@ def test_off_policy_tokens_have_no_gradient(hooks: ModuleType) -> None:
     changed = {**batch, "advantages": (torch.cat(batch["advantages"]) * torch.where(kept, ratio, 0)).split(RESPONSES)}
     torch.testing.assert_close(found, policy_loss_function(args, changed, logits, reduce)[0])
     assert metrics["d3s/token_share"] == kept.sum()
-    corrected = arguments(**rule, use_tis=True)
-    with pytest.raises(ValueError, match="d3s_off_policy_rule: got 'token_mask'; takes 'none' with use_tis, and"):
-        hooks.token_loss(corrected, batch, logits, reduce)
-    del batch["rollout_log_probs"]
-    with pytest.raises(ValueError, match="d3s_off_policy_rule: got 'token_mask'; takes 'none' with use_tis, and"):
-        hooks.token_loss(args, batch, logits, reduce)
+    refused = "d3s_off_policy_rule: got 'token_mask'; takes 'none' with use_tis or use_rollout_logprobs, or without"
+    for name in ("use_tis", "use_rollout_logprobs"):
+        with pytest.raises(ValueError, match=refused):
+            hooks.token_loss(arguments(**rule, **{name: True}), batch, logits, reduce)
+    for name in ("log_probs", "rollout_log_probs"):
+        without = {key: value for key, value in batch.items() if key != name}
+        with pytest.raises(ValueError, match=refused):
+            hooks.token_loss(args, without, logits, reduce)
 
 
 @pytest.mark.parametrize(

@@ -85,12 +85,13 @@ class D3SLoss(ClippedPGLossFn):
         given, section = self.selection.options, policy["megatron_cfg" if self.megatron else "dtensor_cfg"]
         start, end, drawn = given.token_ratio_start, given.token_ratio_end, given.token_rule == "random"
         alone = section["tensor_model_parallel_size" if self.megatron else "tensor_parallel_size"] == 1
-        apart = given.token_scope == "sequence" or not policy["sequence_packing"]["enabled"]
+        rule, packed = given.off_policy_rule, policy["sequence_packing"]["enabled"]
+        apart = not packed or (given.token_scope == "sequence" and rule != "m2po")
         fused = section.get("use_fused_linear_logprobs", False) or policy["sequence_packing"].get("fuse_loss", False)
         context, (top_k, top_p) = section["context_parallel_size"], map(policy["generation"].get, ("top_k", "top_p"))
         of_all = "null and 1.0, because entropies are of all tokens"
-        corrected = config.use_importance_sampling_correction and given.off_policy_rule != "none"
-        require(not corrected, "use_importance_sampling_correction", True, "false with off_policy_rule")
+        for name in ("use_importance_sampling_correction", "force_on_policy_ratio"):
+            require(rule == "none" or not getattr(config, name), name, True, "false with off_policy_rule")
         require(start == end, "token_ratio_end", end, f"token_ratio_start, {start}, since a loss is not told of steps")
         require(given.loss_denominator == "all", "loss_denominator", "kept", "'all', which NeMo-RL divides by")
         require(apart, "sequence_packing.enabled", True, "false, or token_scope 'sequence'")
@@ -120,11 +121,10 @@ class D3SLoss(ClippedPGLossFn):
         sums = {"d3s/entropy": torch.where(mask, entropies.detach(), 0.0).sum()}
         if logprobs.requires_grad:
             names = ("prev_logprobs", "generation_logprobs", "advantages")
-            old, sampled, advantages = (data[name][:, 1:] for name in names)
+            old, sampled, advantages = (data.get(name, mask)[:, -mask.shape[1] :] for name in names)
             trusted = self.selection.trusted(old, sampled, advantages, mask=mask)
             kept = self.selection.tokens(entropies, advantages, 0.0, mask=trusted).mask
             logprobs.register_hook(lambda gradient: torch.where(kept, gradient * trusted.weight, 0.0))
             sums["d3s/token_share"] = kept.sum()
         loss, metrics = super().__call__(logprobs, data, global_valid_seqs, global_valid_toks)
-        tokens = max(float(global_valid_toks), 1.0)
-        return loss, metrics | {name: total.item() / tokens for name, total in sums.items()}
+        return loss, metrics | {name: total.item() / max(float(global_valid_toks), 1.0) for name, total in sums.items()}

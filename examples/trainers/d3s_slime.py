@@ -107,9 +107,9 @@ def on_chosen_tokens(losses: str, args: Any, batch: dict[str, Any], logits: Tens
     alone = given.token_rule != "random" or vocabulary.size() == 1
     require(alone, "d3s_token_rule", "random", "another with tensor parallelism, whose ranks would draw others")
     require(given.loss_denominator == "all", "d3s_loss_denominator", "kept", "'all', which the trainer divides by")
-    rule, corrected = given.off_policy_rule, getattr(args, "use_tis", False)
-    known = rule == "none" or ("rollout_log_probs" in batch and not corrected)
-    require(known, "d3s_off_policy_rule", rule, "'none' with use_tis, and without log-probabilities of the rollout")
+    rule, corrected = given.off_policy_rule, any(vars(args).get(name) for name in ("use_tis", "use_rollout_logprobs"))
+    known = rule == "none" or ({"log_probs", "rollout_log_probs"} <= batch.keys() and not corrected)
+    require(known, "d3s_off_policy_rule", rule, "'none' with use_tis or use_rollout_logprobs, or without log_probs")
     require(start == end or progress is not None, "d3s_token_ratio_end", end, f"{start}, unless start_step is called")
     totals = zip(batch["total_lengths"], lengths, strict=True)
     of_responses = torch.cat([torch.arange(total) >= total - length for total, length in totals])

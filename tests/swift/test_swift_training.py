@@ -233,6 +233,29 @@ def test_off_policy_tokens_are_left_out_as_by_ms_swift(folder: Path, options: di
     assert all(0 < share < 1 for share in ours.logged("d3s/off_policy_share"))
 
 
+def test_rollouts_without_log_probabilities_are_left_out(folder: Path) -> None:
+    """ms-swift then has none for their micro-batch. Others are trained on."""
+
+    def with_some(trainer: Any) -> None:
+        with_log_probabilities(trainer)
+        score = trainer._score_completions
+
+        def scoring(samples: Any) -> Any:
+            scored = score(samples)
+            samples[0].rollout_logprobs = None
+            return scored
+
+        trainer._score_completions = scoring
+
+    rule = {"off_policy_rule": "token_mask", "off_policy_low": 0, "off_policy_high": 1e9}
+    shares = train(folder, ALL | rule, before=with_some).logged("d3s/off_policy_share")
+    assert all(0.2 < share < 0.8 for share in shares)  # one micro-batch of two
+
+
+def test_gradients_in_half_precision(folder: Path) -> None:
+    train(folder, HALF, torch_dtype="bfloat16", bf16=False, loss_type="grpo")
+
+
 def test_an_off_policy_rule_without_log_probabilities_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="d3s_off_policy_rule: got 'kpop', and rollouts without log-probabilities"):
         train(folder, ALL | {"off_policy_rule": "kpop"})

@@ -161,6 +161,21 @@ def test_a_rule_of_ours(saved: str, rule: str, low: Any, high: Any) -> None:
     assert_same_gradient(gradient, loss_and_gradients(theirs, {**batch, RATIO: found.weight})[1])
 
 
+@pytest.mark.parametrize(("rule", "high"), [("sequence_error", 1.4), ("opsm", 0.01), ("m2po", 0.1)])
+def test_a_rule_measures_also_what_trl_multiplies_by_0(saved: str, rule: str, high: float) -> None:
+    """What it leaves does not depend on whether other terms of the loss let such tokens be left out."""
+    correction = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.2}
+    ours = made_of(OursLikeVLLM, saved, **correction, off_policy_rule=rule, off_policy_high=high, **ALL)
+    torch.manual_seed(3)
+    batch = generated(ours)
+    mask = batch["completion_mask"].bool()
+    given = (batch[OLD], batch[SAMPLED], rule)
+    left = trusted_tokens(*given, high=high, mask=mask, advantages=batch["advantages"]).mask
+    assert batch["d3s_trusted"].equal(left & (batch[RATIO] != 0))
+    assert 0 < batch["d3s_trusted"].sum() < left.sum() < mask.sum()
+    assert labels_of(ours, batch)[0] == batch["d3s_trusted"].sum()
+
+
 def test_the_share_of_tokens_is_of_the_trusted(saved: str) -> None:
     """And with loss_denominator "kept" they have the mean of the trusted ones' gradients."""
     options = {"vllm_importance_sampling_correction": False, "off_policy_rule": "kpop", "off_policy_high": 0.05}

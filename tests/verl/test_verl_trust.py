@@ -161,6 +161,17 @@ def test_verls_own_rejections_are_counted(queue: None) -> None:
     assert metrics["d3s/off_policy_share"] == pytest.approx(1 - left / everything)
 
 
+def test_where_verl_rejects_everything_nothing_is_learnt(queue: None) -> None:
+    correction = "algorithm.rollout_correction"
+    for denominator in ("all", "kept"):
+        trainer, _, rows, _ = a_step(
+            f"{correction}.rollout_rs=token_k1", f"{correction}.rollout_rs_threshold=0.99999_0.999999",
+            denominator=denominator,
+        )  # fmt: skip
+        assert all(math.isfinite(loss) for loss in trainer.actor_rollout_wg.losses)
+        assert not any(trainer.actor_rollout_wg.tokens_with_gradient(key).any() for key in rows)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

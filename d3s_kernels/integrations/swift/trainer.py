@@ -158,13 +158,17 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         entropy = together([torch.where(own, part.d3s_entropy, 0.0) for own, part in zip(masks, parts, strict=True)])
         log_p = log_q = entropy
         if ruled := self.args.off_policy_rule != "none":
-            if any(part.rollout_per_token_logps is None for part in parts):
+            found = [part.rollout_per_token_logps for part in parts]  # None where a rollout lacks some
+            if not any(gather_object([one is not None for one in found])):
                 raise ValueError(
                     f"d3s_off_policy_rule: got {self.args.off_policy_rule!r}, and rollouts without log-probabilities; "
                     "takes vLLM, which returns them"
                 )
-            log_p = together([part.old_per_token_logps for part in parts])
-            log_q = together([part.rollout_per_token_logps for part in parts])
+            old = [part.old_per_token_logps for part in parts]
+            log_p = together(old)
+            log_q = together(
+                [torch.full_like(p.float(), math.nan) if q is None else q for p, q in zip(old, found, strict=True)]
+            )
         trusted = self._selection.trusted(log_p, log_q, advantages, mask=mask, process_group=self._process_group)
         chosen = self._selection.tokens(
             entropy, advantages, self._progress, mask=trusted, process_group=self._process_group

@@ -19,7 +19,7 @@ from .espo import as_espo
 from .head import OurHead, over_sets
 from .page import PageOfBatch
 from .scoring import Call, Scores, Scoring
-from .surface import Watch
+from .surface import OLD, Watch
 
 UNMEASURED = "d3s_unmeasured"  # a batch's field: rows whose entropies are left out of what is logged of them
 
@@ -41,33 +41,35 @@ class ChoosesTokens(Scoring):
 
     def _choose_tokens_of_batch(self, batch: Batch) -> None:
         """Marks the tokens of a whole generation batch."""
-        mask, trusted = loss_mask(batch).bool(), self._trusted(batch)
+        trusted = self._trusted(batch)
         if "d3s_entropy" not in batch:
             batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
         # Rollouts that the pass skipped have advantage 0, so their scores are 0. Their tokens still count as valid.
         chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], trusted)
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
         batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, trusted.weight
-        own = torch.stack([part.sum() for part in (chosen.mask, trusted.mask, mask)])
-        batch["d3s_tokens_kept"], left, everything = self.accelerator.gather(own).view(-1, 3).sum(dim=0)
+        own = torch.stack([part.sum() for part in (chosen.mask, trusted.mask)])
+        batch["d3s_tokens_kept"], left = self.accelerator.gather(own).view(-1, 2).sum(dim=0)
         batch["d3s_tokens_trusted"] = left
         if self.args.off_policy_rule != "none" or "importance_sampling_ratio" in batch:
-            self._log({OFF_POLICY_SHARE: 1 - left / everything})
+            self._log({OFF_POLICY_SHARE: 1 - left / batch["num_items_in_batch"]})
 
     def _trusted(self, batch: Batch) -> TrustedTokens:
         """The tokens that ``off_policy_rule`` leaves, without those whose loss TRL multiplies by a ratio of 0."""
-        mask, names = loss_mask(batch).bool(), ("old_per_token_logps", "sampling_per_token_logps")
-        if "importance_sampling_ratio" in batch and self._tokens_are_independent(batch):
-            mask = mask & (batch["importance_sampling_ratio"] != 0)
-        if self.args.off_policy_rule == "none":
-            return TrustedTokens(mask, mask.float(), mask.sum())
-        if names[1] not in batch:
-            raise ValueError(
-                f"off_policy_rule: got {self.args.off_policy_rule!r}, and completions without the log-probabilities "
-                "that they were sampled with; takes use_vllm, sampling_mask, or a rollout_func that returns them"
-            )
-        log_p, log_q = (batch[name] for name in names)
-        return self._selection.trusted(log_p, log_q, batch["advantages"], mask=mask, process_group=self._process_group)
+        mask, ratio = loss_mask(batch).bool(), batch.get("importance_sampling_ratio")
+        trusted = TrustedTokens(mask, mask.float(), mask.sum())
+        if self.args.off_policy_rule != "none":
+            if "sampling_per_token_logps" not in batch:
+                raise ValueError(
+                    f"off_policy_rule: got {self.args.off_policy_rule!r}, and completions without the "
+                    "log-probabilities that they were sampled with; takes use_vllm, sampling_mask, or a rollout_func that returns them"
+                )
+            log_p, log_q, advantages = (batch[name] for name in (OLD, "sampling_per_token_logps", "advantages"))
+            trusted = self._selection.trusted(log_p, log_q, advantages, mask=mask, process_group=self._process_group)
+        if ratio is not None and self._tokens_are_independent(batch):
+            left = trusted.mask & (ratio != 0)
+            trusted = TrustedTokens(left, trusted.weight * left, left.sum())
+        return trusted
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The entropy of each token that may be kept for it, from an extra pass, elsewhere 0; and which rows this pass
@@ -146,8 +148,7 @@ class ChoosesTokens(Scoring):
                 if "d3s_tokens_kept" in inputs:
                     totals = torch.stack([inputs["d3s_tokens_kept"], inputs["d3s_tokens_trusted"]]).float()
                 policy, bonus = gradient_weights(self.loss_type, kept, inputs.get("d3s_trusted", mask), totals)
-            if "d3s_weight" in inputs:
-                policy = policy * inputs["d3s_weight"]
+            policy = policy * inputs.get("d3s_weight", 1)
             logprob.register_hook(self._watch.seen(only_through(kept, policy)))  # type: ignore[no-untyped-call]
             if entropy.requires_grad:
                 entropy.register_hook(only_through(kept, bonus))  # type: ignore[no-untyped-call]

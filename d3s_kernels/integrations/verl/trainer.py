@@ -166,8 +166,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws
         )
         # No token may be kept: with drop_zeros, if in every group all rewards are equal; or if none is trusted. An
-        # empty mask would make verl divide by 0, so the full mask is kept; all advantages are 0 then.
-        kept = tokens.mask if (some := bool(tokens.mask.any())) else mask.bool()
+        # empty mask would make verl divide by 0, so all tokens are kept, with the advantages 0 that they then have.
+        kept = tokens.mask if (some := bool(tokens.mask.any())) else data["loss_mask"].values().bool()
         if self.d3s.loss_denominator == "kept":
             # The loss reads response_mask, but divides by the sum of loss_mask.
             fields |= {"response_mask": kept.to(mask.dtype), "loss_mask": kept.to(mask.dtype)}
