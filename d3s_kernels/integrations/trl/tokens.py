@@ -61,8 +61,9 @@ class ChoosesTokens(Scoring):
         if self.args.off_policy_rule != "none":
             if "sampling_per_token_logps" not in batch:
                 raise ValueError(
-                    f"off_policy_rule: got {self.args.off_policy_rule!r}, and completions without the "
-                    "log-probabilities that they were sampled with; takes use_vllm, sampling_mask, or a rollout_func that returns them"
+                    f"off_policy_rule: got {self.args.off_policy_rule!r}, and completions without the log-"
+                    "probabilities that they were sampled with; takes use_vllm, sampling_mask, or a rollout_func that "
+                    "returns them"
                 )
             log_p, log_q, advantages = (batch[name] for name in (OLD, "sampling_per_token_logps", "advantages"))
             trusted = self._selection.trusted(log_p, log_q, advantages, mask=mask, process_group=self._process_group)
