@@ -643,8 +643,8 @@ MUTANTS = (
     Mutant(
         "trl: a token that a KL term reads is left out",
         "d3s_kernels/integrations/trl/tokens.py",
-        'if "importance_sampling_ratio" in batch and self._tokens_are_independent(batch):',
-        'if "importance_sampling_ratio" in batch:',
+        "if ratio is not None and self._tokens_are_independent(batch):",
+        "if ratio is not None:",
         "tests/trainers/test_trl_trust.py",
     ),
 )
