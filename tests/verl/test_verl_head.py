@@ -82,7 +82,7 @@ def test_the_same_as_verls_torch(packed: bool, tied: bool) -> None:
     for name, values in theirs.items():
         torch.testing.assert_close(ours[name] * inside, values * inside, rtol=0, atol=1e-5)
     for name, gradient in of_theirs.items():
-        torch.testing.assert_close(of_ours[name], gradient, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(of_ours[name], gradient, rtol=1e-4, atol=1e-4)
 
 
 @PACKED
@@ -173,7 +173,7 @@ def test_sampling_masks_through_the_head(packed: bool) -> None:
     for name in ("log_probs", "entropy"):
         torch.testing.assert_close(found[1][0][name] * mask, found[0][0][name] * mask, rtol=0, atol=1e-5)
     for name, gradient in found[0][1].items():
-        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-4, atol=1e-4)
 
 
 OTHER_LOSSES: dict[str, Any] = {
