@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._across_ranks.equal_rows import most_varied
-from ._arguments import as_bool, is_known, require_scope, whole_number
+from ._arguments import as_bool, is_known, require_scope, require_tensors, whole_number
 from ._groups import ranks_of
 from .rollouts import RolloutRule, Scale, Scope, group_advantages, groups_without_spread, select_rollouts
 from .schedule import Budget, DownSamplingSchedule
@@ -233,8 +233,8 @@ class Selection:
 
     def trusted(
         self,
-        logprob: Tensor,
-        sampling_logprob: Tensor,
+        logprob: Tensor | None,
+        sampling_logprob: Tensor | None,
         advantages: Tensor | None = None,
         *,
         mask: Tensor | None = None,
@@ -242,15 +242,21 @@ class Selection:
         process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> TrustedTokens:
         """The tokens that ``off_policy_rule`` leaves: :func:`d3s_kernels.trusted_tokens` with the options' rule and
-        bounds. All of the mask without a rule, with weights of 1 and the count of this rank.
+        bounds. Without a rule, all of the mask, with weights of 1 and the count of this rank; where there is a mask, no
+        log-probabilities are needed then.
 
         Known before the update: the LM head takes its mask, so that the others cost nothing, and :meth:`tokens` takes
         it whole. The loss of a token is multiplied by its weight.
         """
         given = self.options
-        if given.off_policy_rule == "none":
-            present = torch.ones_like(logprob, dtype=torch.bool) if mask is None else as_bool("mask", mask)
+        if given.off_policy_rule == "none" and mask is not None:
+            present = as_bool("mask", mask)
             return TrustedTokens(present, present.float(), present.sum())
+        require_tensors(logprob=logprob, sampling_logprob=sampling_logprob)
+        assert logprob is not None
+        assert sampling_logprob is not None
+        if given.off_policy_rule == "none":
+            return self.trusted(None, None, mask=torch.ones_like(logprob, dtype=torch.bool))
         return trusted_tokens(
             logprob, sampling_logprob, given.off_policy_rule, low=given.off_policy_low, high=given.off_policy_high,
             advantages=advantages, mask=mask, offsets=offsets, process_group=process_group,

@@ -156,7 +156,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
 
         mask, advantages = together(masks), torch.stack([sample.advantages for sample in samples]).to(masks[0].device)
         entropy = together([torch.where(own, part.d3s_entropy, 0.0) for own, part in zip(masks, parts, strict=True)])
-        log_p = log_q = entropy
+        log_p = log_q = None
         if ruled := self.args.off_policy_rule != "none":
             found = [part.rollout_per_token_logps for part in parts]  # None where a rollout lacks some
             if not any(gather_object([one is not None for one in found])):

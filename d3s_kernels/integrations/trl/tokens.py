@@ -57,16 +57,13 @@ class ChoosesTokens(Scoring):
     def _trusted(self, batch: Batch) -> TrustedTokens:
         """The tokens that ``off_policy_rule`` leaves, without those whose loss TRL multiplies by a ratio of 0."""
         mask, ratio = loss_mask(batch).bool(), batch.get("importance_sampling_ratio")
-        trusted = TrustedTokens(mask, mask.float(), mask.sum())
-        if self.args.off_policy_rule != "none":
-            if "sampling_per_token_logps" not in batch:
-                raise ValueError(
-                    f"off_policy_rule: got {self.args.off_policy_rule!r}, and completions without the log-"
-                    "probabilities that they were sampled with; takes use_vllm, sampling_mask, or a rollout_func that "
-                    "returns them"
-                )
-            log_p, log_q, advantages = (batch[name] for name in (OLD, "sampling_per_token_logps", "advantages"))
-            trusted = self._selection.trusted(log_p, log_q, advantages, mask=mask, process_group=self._process_group)
+        log_p, log_q, group = batch.get(OLD), batch.get("sampling_per_token_logps"), self._process_group
+        if log_q is None and self.args.off_policy_rule != "none":
+            raise ValueError(
+                f"off_policy_rule: got {self.args.off_policy_rule!r}, and completions without the log-probabilities "
+                "that they were sampled with; takes use_vllm, sampling_mask, or a rollout_func that returns them"
+            )
+        trusted = self._selection.trusted(log_p, log_q, batch["advantages"], mask=mask, process_group=group)
         if ratio is not None and self._tokens_are_independent(batch):
             left = trusted.mask & (ratio != 0)
             trusted = TrustedTokens(left, trusted.weight * left, left.sum())
