@@ -212,6 +212,8 @@ def test_a_share_of_the_tokens(options: dict[str, Any]) -> None:
 
 def test_off_policy_tokens_have_no_gradient() -> None:
     data, logits = micro_batch()
+    data["generation_logprobs"][:, :4] = data["prev_logprobs"][:, :4]  # near enough
+    data["generation_logprobs"][:, -2:] = data["prev_logprobs"][:, -2:] - 1  # too far
     leaf = logits.clone().requires_grad_()
     loss_fn = loss_of(policy(), 1.0, off_policy_rule="token_mask", off_policy_low=0.6, off_policy_high=2.0)
     (gradient,) = torch.autograd.grad(call(loss_fn, data, leaf)[0], leaf)

@@ -33,9 +33,12 @@ SECTION = "trainer.v1.d3s_sync"
 
 
 def near(rows: int = 12, tokens: int = 30) -> tuple[Tensor, Tensor, Tensor]:
+    """The first sequence is as it was sampled, the last one far from it: every rule tells these two apart."""
     logprob = -3 * torch.rand(rows, tokens)
     mask = torch.arange(tokens) < torch.randint(1, tokens + 1, (rows, 1))
-    return logprob, logprob + 0.2 * torch.randn(rows, tokens) + torch.linspace(-0.1, 0.1, rows)[:, None], mask
+    sampled = logprob + 0.2 * torch.randn(rows, tokens) + torch.linspace(-0.1, 0.1, rows)[:, None]
+    sampled[0], sampled[-1] = logprob[0], logprob[-1] + 1
+    return logprob, sampled, mask
 
 
 @pytest.mark.parametrize(
