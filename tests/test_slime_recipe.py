@@ -227,7 +227,8 @@ TOTALS, RESPONSES, VOCABULARY, TEMPERATURE = [9, 7, 14], [4, 3, 9], 50, 0.7
 def micro_batch() -> tuple[dict[str, Any], Tensor, Tensor]:
     """A batch, its logits ``[1, T, V]``, and the rows among them that the responses are drawn from.
 
-    The temperature decides which tokens are chosen. A tool's output, which is masked, has the highest entropy.
+    The temperature decides which tokens are chosen. A tool's output, which is masked, has the highest entropy. Entropies
+    of a kind are nearly equal: advantages of its tokens differ, so that no choice is left to rounding.
     """
     logits = torch.full((1, sum(TOTALS) + 6, VOCABULARY), torch.nan)  # prompts and padding must not be read
     clean, end = [], 0
@@ -244,7 +245,7 @@ def micro_batch() -> tuple[dict[str, Any], Tensor, Tensor]:
     batch = {
         "total_lengths": TOTALS, "response_lengths": RESPONSES, "loss_masks": masks,
         "unconcat_tokens": [torch.randint(2, (n,)) for n in TOTALS],
-        "advantages": [torch.full((n,), a) for n, a in zip(RESPONSES, (0.5, -1.5, 1.0), strict=True)],
+        "advantages": [a * (1 + 0.1 * torch.rand(n)) for n, a in zip(RESPONSES, (0.5, -1.5, 1.0), strict=True)],
         "log_probs": [-torch.rand(n) for n in RESPONSES],
     }  # fmt: skip
     return batch, logits, torch.cat(clean)
