@@ -1,6 +1,7 @@
 """TRL's update with tokens that its correction of vLLM's probabilities multiplies by 0: ours beside TRL's, in turns.
 
     python -m benchmarks.off_policy_update
+    python -m benchmarks.off_policy_update --device cuda --shape 0.5B --rollouts 32 --completion 1024
 
 Both trainers keep all rollouts and tokens, and have one model and one batch, in which vLLM's ratio is 0 for a share of
 the tokens, or of the sequences. TRL computes them and multiplies their loss by 0; ours leaves them out.
@@ -18,23 +19,24 @@ import torch
 import trl
 from torch import Tensor
 
-from . import machine
+from . import inputs, machine
 from .sizes import Sizes
-from .trl_step import GRPO, OURS_PASS, generation_batch, trainer_of
+from .trl_step import GRPO, OURS_PASS, SHAPES, generation_batch, trainer_of
 
 
-def updates(sizes: Sizes, dropped: float, of_sequences: bool) -> dict[str, Callable[[], Tensor]]:
+def updates(sizes: Sizes, model: str, dropped: float, of_sequences: bool) -> dict[str, Callable[[], Tensor]]:
     """The updates, which return the gradient of the LM head, and ours with its choice of tokens before."""
     batch: dict[str, Any] = generation_batch(sizes)
     generator = torch.Generator().manual_seed(2)
     shape = (sizes.rollouts, 1) if of_sequences else batch["completion_ids"].shape
     order = torch.rand(shape, generator=generator).flatten().argsort()
-    batch["importance_sampling_ratio"] = (order >= round(dropped * len(order))).float().view(shape)
-    batch["old_per_token_logps"] = -12 * torch.ones(batch["completion_ids"].shape)  # near those of random weights
+    batch["importance_sampling_ratio"] = (order >= round(dropped * len(order))).float().view(shape).to(inputs.device)
+    # near those of random weights
+    batch["old_per_token_logps"] = torch.full(batch["completion_ids"].shape, -12.0, device=inputs.device)
     batch["d3s_entropy"] = torch.ones_like(batch["old_per_token_logps"])  # of the same pass
     found = {}
     for name in (GRPO, OURS_PASS):
-        trainer = trainer_of(name, sizes, "small", token_ratio_start=1.0, token_ratio_end=1.0)
+        trainer = trainer_of(name, sizes, model, token_ratio_start=1.0, token_ratio_end=1.0)
         trainer.use_vllm = True  # what makes TRL read the ratios
 
         def run(trainer: Any = trainer, ours: bool = name != GRPO) -> Tensor:
@@ -52,13 +54,19 @@ def updates(sizes: Sizes, dropped: float, of_sequences: bool) -> dict[str, Calla
 
 
 def compared(made: dict[str, Callable[[], Tensor]], rounds: int) -> str:
-    theirs, ours = (made[name]() for name in (GRPO, OURS_PASS))  # also warms up
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()))
+    theirs, ours = (made[name]().float() for name in (GRPO, OURS_PASS))  # also warms up
+    on_cpu = inputs.device.type == "cpu"
+    finish = (lambda: None) if on_cpu else torch.cuda.synchronize
+    apart = float((ours - theirs).norm() / theirs.norm())
+    assert apart < (1e-4 if on_cpu else 0.1), apart  # a GPU's model is in bfloat16, and may clip other ratios
+    del theirs, ours
     times: dict[str, list[float]] = {name: [] for name in made}
     for turn in range(rounds):
         for name in sorted(made, reverse=bool(turn % 2)):
+            finish()
             start = perf_counter()
             made[name]()
+            finish()
             times[name].append(perf_counter() - start)
     pairs = [own / other for own, other in zip(times[OURS_PASS], times[GRPO], strict=True)]
     fastest = [f"{1000 * min(times[name]):7.0f} ms" for name in (GRPO, OURS_PASS)]
@@ -71,16 +79,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for option, default in {"rollouts": 8, "completion": 64, "vocabulary": 151_936, "rounds": 15}.items():
         parser.add_argument(f"--{option}", type=int, default=default)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", default="small", choices=SHAPES)
     parser.add_argument("--dropped", type=float, nargs="+", default=[0.0, 0.2, 0.5])
     given = parser.parse_args()
+    inputs.device = torch.device(given.device)
     sizes = Sizes(rollouts=given.rollouts, completion=given.completion, vocabulary=given.vocabulary)
-    print(machine.cpu_model(), "torch", torch.__version__, "TRL", trl.__version__, "commit", machine.commit())
+    name = torch.cuda.get_device_name() if given.device == "cuda" else machine.cpu_model()
+    print(name, "torch", torch.__version__, "TRL", trl.__version__, "commit", machine.commit())
     print(vars(given))
     print(f"{'dropped':24}{'TRL':>10} {'ours':>10} {'fastest':>10}   median of the pairs")
     for of_sequences in (False, True):
         for dropped in given.dropped:
             label = f"{dropped:.0%} of the {'sequences' if of_sequences else 'tokens'}"
-            print(f"{label:24}{compared(updates(sizes, dropped, of_sequences), given.rounds)}")
+            print(f"{label:24}{compared(updates(sizes, given.shape, dropped, of_sequences), given.rounds)}")
 
 
 if __name__ == "__main__":

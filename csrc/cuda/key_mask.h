@@ -33,24 +33,66 @@ D3S_HOST_DEVICE void write_selected(const SelectionOutputs& outputs, int64_t seg
   if (outputs.threshold) outputs.threshold[segment] = count > 0 ? order_key_value(kept.lowest) : INFINITY;
 }
 
-// A row of keys and its mask, four neighbours at a time. Fours begin where the mask has a multiple of 4 bytes, so that
-// they are stored as one word; the first and the last of them may be incomplete. Padded keys are the kernel's own: they
-// are aligned, with absent keys in all places of these two.
+// The mask of a row of keys, four neighbours at a time. Fours begin where the mask has a multiple of 4 bytes, so that
+// they are stored as one word; the first and the last of them may be incomplete.
+class MaskRow {
+ public:
+  __device__ MaskRow(bool* mask, int count)
+      : lead_(static_cast<int>(reinterpret_cast<uintptr_t>(mask) & 3)), end_(lead_ + count), mask_(mask - lead_) {}
+
+  __device__ int lead() const { return lead_; }  // places of the first four that are before the row
+  __device__ int fours() const { return (end_ + 3) / 4; }
+
+  // Stores one byte of the word for each place that is in the row.
+  __device__ void store(int four, uint32_t word) const {
+    if (whole(four))
+      reinterpret_cast<uint32_t*>(mask_)[four] = word;
+    else
+      for (int place = 4 * four; place < 4 * four + 4; ++place, word >>= 8)
+        if (has(place)) mask_[place] = word & 1;
+  }
+
+  // Stores the bytes of the word that are 1, for places that are in the row.
+  __device__ void add(int four, uint32_t word) const {
+    for (int place = 4 * four; word > 0; ++place, word >>= 8)
+      if ((word & 1) && has(place)) mask_[place] = true;
+  }
+
+ protected:
+  __device__ bool has(int place) const { return place >= lead_ && place < end_; }
+  __device__ bool whole(int four) const { return four >= (lead_ > 0 ? 1 : 0) && four < end_ / 4; }
+
+ private:
+  int lead_, end_;  // the first places of the row and after it
+  bool* mask_;
+};
+
+// A row of keys in memory. Padded keys are the kernel's own: they are aligned, with absent keys in all places of the
+// first and the last four.
 template <bool kPadded>
-class KeyRow {
+class KeyRow : public MaskRow {
  public:
   using Keys = std::conditional_t<kPadded, uint32_t, const uint32_t>;
 
   // `keys` are those of the row; padded ones begin with the first four.
   __device__ KeyRow(Keys* keys, bool* mask, int count)
-      : lead_(static_cast<int>(reinterpret_cast<uintptr_t>(mask) & 3)),
-        end_(lead_ + count),
-        keys_(kPadded ? keys : keys - lead_),
-        mask_(mask - lead_) {}
+      : MaskRow(mask, count), keys_(kPadded ? keys : keys - lead()) {}
 
-  __device__ int lead() const { return lead_; }  // places of the first four that are before the row
-  __device__ int fours() const { return (end_ + 3) / 4; }
+  // Sets padded keys.
+  __device__ void set(int four, const uint4& keys) const { *reinterpret_cast<uint4*>(keys_ + 4 * four) = keys; }
 
+  // body(four, keys) for the thread's fours of the warp's stretch of the row. All lanes of a warp take each turn
+  // together: past the end of the row, keys are absent.
+  template <class Body>
+  __device__ void for_stretch(const BlockGroup& block, const Body& body) const {
+    int from, to;
+    block.warp_stretch(0, fours(), from, to);
+#pragma unroll 1
+    for (int four = from + block.rank % kWarp; four - block.rank % kWarp < to; four += kWarp)
+      body(four, four < to ? load(four) : uint4{});
+  }
+
+ private:
   // kAbsent for places outside of the row.
   __device__ uint4 load(int four) const {
     const uint32_t* at = keys_ + 4 * four;
@@ -58,44 +100,10 @@ class KeyRow {
     if (whole(four) && misalignment(at) == 0) return *reinterpret_cast<const uint4*>(at);
     return make_uint4(key(4 * four), key(4 * four + 1), key(4 * four + 2), key(4 * four + 3));
   }
-
-  // Sets padded keys.
-  __device__ void set(int four, const uint4& keys) const { *reinterpret_cast<uint4*>(keys_ + 4 * four) = keys; }
-
-  // Stores one byte of the word for each place that is in the row.
-  __device__ void store(int four, uint32_t word) const {
-    if (whole(four))
-      *reinterpret_cast<uint32_t*>(mask_ + 4 * four) = word;
-    else
-      for (int place = 4 * four; place < 4 * four + 4; ++place, word >>= 8)
-        if (has(place)) mask_[place] = word & 1;
-  }
-
-  // Stores the bytes of the word that are 1.
-  __device__ void add(int four, uint32_t word) const {
-    for (int place = 4 * four; word > 0; ++place, word >>= 8)
-      if (word & 1) mask_[place] = true;
-  }
-
- private:
-  __device__ bool has(int place) const { return place >= lead_ && place < end_; }
-  __device__ bool whole(int four) const { return 4 * four >= lead_ && 4 * four + 3 < end_; }
   __device__ uint32_t key(int place) const { return has(place) ? keys_[place] : kAbsent; }
 
-  int lead_, end_;  // the first places of the row and after it
   Keys* keys_;
-  bool* mask_;
 };
-
-// body(key) for the keys of all threads of the block together.
-template <bool kPadded, class Body>
-__device__ void for_keys(const KeyRow<kPadded>& row, const BlockGroup& block, const Body& body) {
-#pragma unroll 1
-  for (int four = block.rank; four < row.fours(); four += block.size) {
-    const uint4 keys = row.load(four);
-    body(keys.x), body(keys.y), body(keys.z), body(keys.w);
-  }
-}
 
 // A byte of 1 for each of four keys that has a property.
 template <class Property>
@@ -134,15 +142,6 @@ __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
   return kept;
 }
 
-// body(four) for the thread's fours of the warp's stretch of a row. All lanes of a warp take each turn together.
-template <bool kPadded, class Body>
-__device__ void for_stretch(const KeyRow<kPadded>& row, const BlockGroup& block, const Body& body) {
-  int from, to;
-  block.warp_stretch(0, row.fours(), from, to);
-#pragma unroll 1
-  for (int first = from; first < to; first += kWarp) body(first + block.rank % kWarp, to);
-}
-
 // Takes the keys from `floor` on, except zeros that are to be dropped.
 class Taker {
  public:
@@ -173,14 +172,12 @@ class Taker {
 
 // Writes the mask of a row. Returns what each thread has kept. Where only some ties are kept, these are added once all
 // threads have counted theirs: each warp has a stretch, so that ties come in the order of their index.
-template <bool kPadded>
-__device__ Kept write_mask(const KeyRow<kPadded>& row, const Cut& cut, bool drop_zeros, const BlockGroup& block) {
+template <class Row>
+__device__ Kept write_mask(const Row& row, const Cut& cut, bool drop_zeros, const BlockGroup& block) {
   Taker taker(cut.all_ties || cut.key == UINT32_MAX ? cut.key : cut.key + 1, drop_zeros);
   const auto ties_of = [&](const uint4& keys) { return bytes_of(keys, [&](uint32_t key) { return key == cut.key; }); };
   int ties = 0;
-  for_stretch(row, block, [&](int four, int end) {
-    if (four >= end) return;
-    const uint4 keys = row.load(four);
+  row.for_stretch(block, [&](int four, const uint4& keys) {
     row.store(four, taker.take(keys));
     if (!cut.all_ties) ties += __popc(ties_of(keys));
   });
@@ -188,8 +185,8 @@ __device__ Kept write_mask(const KeyRow<kPadded>& row, const Cut& cut, bool drop
   if (cut.all_ties) return kept;
   int tie = block.sum_before_warp(ties), added = 0;
   const bool dropped = drop_zeros && cut.key == kZeroKey;
-  for_stretch(row, block, [&](int four, int end) {
-    const uint32_t first = first_ties(four < end ? ties_of(row.load(four)) : 0, tie, cut.ties);
+  row.for_stretch(block, [&](int four, const uint4& keys) {
+    const uint32_t first = first_ties(ties_of(keys), tie, cut.ties);
     added += __popc(first);
     if (first && !dropped) row.add(four, first);
   });
@@ -204,7 +201,7 @@ __device__ inline Kept sum_of(const Kept& own, const BlockGroup& block) {
 
 // Writes false to the mask of a row.
 __device__ inline void write_nothing(bool* mask, int count, const BlockGroup& block) {
-  const KeyRow<true> row(nullptr, mask, count);  // no key is loaded
+  const MaskRow row(mask, count);
 #pragma unroll 1
   for (int four = block.rank; four < row.fours(); four += block.size) row.store(four, 0);
 }

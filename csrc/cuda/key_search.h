@@ -38,7 +38,7 @@ struct FoundRoom {
 
 // The start of a block's shared memory.
 struct SearchRoom {
-  alignas(16) uint32_t histogram[kBins];
+  alignas(16) uint32_t histogram[kBins + 1];  // the last for count_any_keys()
   FoundRoom<int> search;
   alignas(16) unsigned char group[BlockGroup::kSharedBytes];
 };
@@ -57,6 +57,14 @@ __device__ __forceinline__ void count_key(uint32_t* histogram, uint32_t key, con
 // Counts the first digit of any keys. That of absent keys is 0, which no other key has: such bits are those of a NaN.
 __device__ __forceinline__ void count_first_digits(uint32_t* histogram, const uint4& keys) {
   for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) atomicAdd(&histogram[key >> digit_of(0).shift], 1u);
+}
+
+// Counts the next digit of those keys that have the digits found: `lowest` is the lowest such key, above 0. All others
+// are counted in the bin after the last: a branch for each key would take twice as long.
+__device__ __forceinline__ void count_any_keys(uint32_t* histogram, const uint4& keys, const Digit& digit,
+                                               uint32_t lowest) {
+  for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w})
+    atomicAdd(&histogram[min((key - lowest) >> digit.shift, static_cast<uint32_t>(digit.bins()))], 1u);
 }
 
 template <class Count>

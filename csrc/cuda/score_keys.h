@@ -32,7 +32,7 @@ inline void require_places(int64_t scores) {
 }
 
 // Fours of neighbours that a thread loads before it uses the first: so many loads are in flight at a time.
-constexpr int kFoursInFlight = 2;
+constexpr int kFoursInFlight = 4;
 
 // One advantage per sequence: with kLookUp, each position's sequence is looked up; without, all are of one sequence.
 // Fours of neighbours are loaded as one vector if `origin`, the position where one of them begins, lets them be

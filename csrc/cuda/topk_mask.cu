@@ -55,10 +55,9 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
   Found<int> found = find_first_digit<true>(room.histogram, digit_of(0), quota, block, room.search, absent);
 #pragma unroll 1
   for (int number = 1; number < kDigits && !found.keeps_all(); ++number) {
+    const uint32_t lowest = found.prefix << found.shift;
     const auto count = [&](const Digit& digit) {
-      for_keys(row, block, [&](uint32_t key) {  // no absent key has the digits found
-        if (digit.follows(key, found.prefix)) atomicAdd(&room.histogram[digit.bin_of(key)], 1u);
-      });
+      row.for_stretch(block, [&](int, const uint4& keys) { count_any_keys(room.histogram, keys, digit, lowest); });
     };
     if (number == 1)  // so that the loops have shifts that the compiler knows
       count(digit_of(1));

@@ -121,15 +121,15 @@ __device__ inline void add_kept(const Kept& own, Progress& progress, const Block
   if (kept.lowest < UINT32_MAX) atomicMax(&progress.unkept, ~kept.lowest);
 }
 
-// The warp's stretch of a part: fours of scores, as KeyRow has them.
+// The warp's stretch of a part: fours of scores, as MaskRow has them.
 struct PartOfWarp {
-  KeyRow<true> row;  // for its mask: no key is loaded
+  MaskRow row;
   int origin;        // the position where the first four begins
   int from, to;      // fours
   int begin;         // the position where the stretch begins
 
   __device__ PartOfWarp(const Pieces& pieces, const Part& part, const BlockGroup& block)
-      : row(nullptr, pieces.selection.outputs.mask + part.begin, part.end - part.begin),
+      : row(pieces.selection.outputs.mask + part.begin, part.end - part.begin),
         origin(part.begin - row.lead()) {
     block.warp_stretch(0, row.fours(), from, to);
     begin = max(part.begin, position(from));
