@@ -227,8 +227,8 @@ TOTALS, RESPONSES, VOCABULARY, TEMPERATURE = [9, 7, 14], [4, 3, 9], 50, 0.7
 def micro_batch() -> tuple[dict[str, Any], Tensor, Tensor]:
     """A batch, its logits ``[1, T, V]``, and the rows among them that the responses are drawn from.
 
-    The temperature decides which tokens are chosen. A tool's output, which is masked, has the highest entropy. Entropies
-    of a kind are nearly equal: advantages of its tokens differ, so that no choice is left to rounding.
+    The temperature decides which tokens are chosen. A tool's output, which is masked, has the highest entropy. Tokens
+    of a kind have nearly equal entropies, so their advantages differ: no choice is left to rounding.
     """
     logits = torch.full((1, sum(TOTALS) + 6, VOCABULARY), torch.nan)  # prompts and padding must not be read
     clean, end = [], 0

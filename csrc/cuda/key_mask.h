@@ -75,8 +75,7 @@ class KeyRow : public MaskRow {
   using Keys = std::conditional_t<kPadded, uint32_t, const uint32_t>;
 
   // `keys` are those of the row; padded ones begin with the first four.
-  __device__ KeyRow(Keys* keys, bool* mask, int count)
-      : MaskRow(mask, count), keys_(kPadded ? keys : keys - lead()) {}
+  __device__ KeyRow(Keys* keys, bool* mask, int count) : MaskRow(mask, count), keys_(kPadded ? keys : keys - lead()) {}
 
   // Sets padded keys.
   __device__ void set(int four, const uint4& keys) const { *reinterpret_cast<uint4*>(keys_ + 4 * four) = keys; }

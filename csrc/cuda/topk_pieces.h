@@ -124,13 +124,12 @@ __device__ inline void add_kept(const Kept& own, Progress& progress, const Block
 // The warp's stretch of a part: fours of scores, as MaskRow has them.
 struct PartOfWarp {
   MaskRow row;
-  int origin;        // the position where the first four begins
-  int from, to;      // fours
-  int begin;         // the position where the stretch begins
+  int origin;    // the position where the first four begins
+  int from, to;  // fours
+  int begin;     // the position where the stretch begins
 
   __device__ PartOfWarp(const Pieces& pieces, const Part& part, const BlockGroup& block)
-      : row(pieces.selection.outputs.mask + part.begin, part.end - part.begin),
-        origin(part.begin - row.lead()) {
+      : row(pieces.selection.outputs.mask + part.begin, part.end - part.begin), origin(part.begin - row.lead()) {
     block.warp_stretch(0, row.fours(), from, to);
     begin = max(part.begin, position(from));
   }
