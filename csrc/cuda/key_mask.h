@@ -52,12 +52,6 @@ class MaskRow {
         if (has(place)) mask_[place] = word & 1;
   }
 
-  // Stores the bytes of the word that are 1, for places that are in the row.
-  __device__ void add(int four, uint32_t word) const {
-    for (int place = 4 * four; word > 0; ++place, word >>= 8)
-      if ((word & 1) && has(place)) mask_[place] = true;
-  }
-
  protected:
   __device__ bool has(int place) const { return place >= lead_ && place < end_; }
   __device__ bool whole(int four) const { return four >= (lead_ > 0 ? 1 : 0) && four < end_ / 4; }
@@ -169,26 +163,33 @@ class Taker {
   uint32_t zeros_ = 0, lowest_ = UINT32_MAX;
 };
 
-// Writes the mask of a row. Returns what each thread has kept. Where only some ties are kept, these are added once all
-// threads have counted theirs: each warp has a stretch, so that ties come in the order of their index.
+// Writes the mask of a row. Returns what each thread has kept. Where only some ties are kept, these are counted first:
+// each warp has a stretch, so that ties come in the order of their index. All ties of a stretch are kept or none, but
+// in one stretch.
 template <class Row>
 __device__ Kept write_mask(const Row& row, const Cut& cut, bool drop_zeros, const BlockGroup& block) {
-  Taker taker(cut.all_ties || cut.key == UINT32_MAX ? cut.key : cut.key + 1, drop_zeros);
-  const auto ties_of = [&](const uint4& keys) { return bytes_of(keys, [&](uint32_t key) { return key == cut.key; }); };
-  int ties = 0;
+  const auto is_tie = [&](uint32_t key) { return key == cut.key; };
+  bool all = cut.all_ties;  // of the warp's stretch
+  int wanted = 0;           // else, so many
+  if (!cut.all_ties) {
+    int ties = 0;
+    row.for_stretch(block, [&](int, const uint4& keys) { ties += __popc(bytes_of(keys, is_tie)); });
+    wanted = cut.ties - block.sum_before_warp(ties);
+    all = wanted >= warp_sum(ties);
+  }
+  Taker taker(all || cut.key == UINT32_MAX ? max(cut.key, 1u) : cut.key + 1, drop_zeros);
+  const bool some = !all && wanted > 0, dropped = drop_zeros && cut.key == kZeroKey;
+  int tie = 0, added = 0;
   row.for_stretch(block, [&](int four, const uint4& keys) {
-    row.store(four, taker.take(keys));
-    if (!cut.all_ties) ties += __popc(ties_of(keys));
+    uint32_t kept = taker.take(keys);
+    if (some) {
+      const uint32_t first = first_ties(bytes_of(keys, is_tie), tie, wanted);
+      added += __popc(first);
+      if (!dropped) kept |= first;
+    }
+    row.store(four, kept);
   });
   Kept kept = taker.kept();
-  if (cut.all_ties) return kept;
-  int tie = block.sum_before_warp(ties), added = 0;
-  const bool dropped = drop_zeros && cut.key == kZeroKey;
-  row.for_stretch(block, [&](int four, const uint4& keys) {
-    const uint32_t first = first_ties(ties_of(keys), tie, cut.ties);
-    added += __popc(first);
-    if (first && !dropped) row.add(four, first);
-  });
   if (dropped) kept.zeros += added;
   if (added > 0 && !dropped) kept.lowest = cut.key;
   return kept;

@@ -32,7 +32,7 @@ inline void require_places(int64_t scores) {
 }
 
 // Fours of neighbours that a thread loads before it uses the first: so many loads are in flight at a time.
-constexpr int kFoursInFlight = 4;
+constexpr int kFoursInFlight = 2;
 
 // One advantage per sequence: with kLookUp, each position's sequence is looked up; without, all are of one sequence.
 // Fours of neighbours are loaded as one vector if `origin`, the position where one of them begins, lets them be
@@ -229,16 +229,16 @@ class ScoreKeys {
 
 // body(four, keys) for the thread's share of the fours that have a position in [begin, end). The first begins at
 // `origin`, up to 3 positions before `begin`.
-template <bool kLookUp, class Body>
+template <int kInFlight = kFoursInFlight, bool kLookUp, class Body>
 __device__ __forceinline__ void for_scores(ScoreKeys<kLookUp> source, int origin, int begin, int end,
                                            const BlockGroup& block, const Body& body) {
   const int fours = (end - origin + 3) / 4;
 #pragma unroll 1
-  for (int four = block.rank; four < fours; four += kFoursInFlight * block.size) {
-    uint4 keys[kFoursInFlight];
+  for (int four = block.rank; four < fours; four += kInFlight * block.size) {
+    uint4 keys[kInFlight];
     source.load(origin + 4 * four, 4 * block.size, begin, end, keys);
 #pragma unroll
-    for (int j = 0; j < kFoursInFlight; ++j)
+    for (int j = 0; j < kInFlight; ++j)
       if (four + j * block.size < fours) body(four + j * block.size, keys[j]);
   }
 }

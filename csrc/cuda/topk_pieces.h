@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(kPieceThreads, 2)
   for_parts(pieces, [&](const Part& part) {
     clear_histogram(room, block);
     const int origin = part.begin / 4 * 4;
-    for_scores(ScoreKeys<true>(pieces.selection.scores, origin), origin, part.begin, part.end, block,
-               [&](int, const uint4& keys) { count_first_digits(room.histogram, keys); });
+    for_scores<4>(ScoreKeys<true>(pieces.selection.scores, origin), origin, part.begin, part.end, block,
+                  [&](int, const uint4& keys) { count_first_digits(room.histogram, keys); });
     block.sync();
     add_histogram(room.histogram, kBins, part.progress(pieces).histograms[0], block);
     block.sync();
