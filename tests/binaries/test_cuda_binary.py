@@ -252,6 +252,20 @@ def test_the_sums_of_sequences_load_in_vectors(architecture: str, groups: bool) 
     assert set(order[order.index("F2F") :]) == {"F2F"}
 
 
+@built
+@pytest.mark.parametrize("architecture", DETAILED)
+def test_later_digits_of_top_k_are_counted_without_branches(architecture: str) -> None:
+    """A branch for each key took 11 instructions, and 14.1 us in place of 12.9 for 512 x 8,192 scores on an H200."""
+    functions = kernels(library(), architecture)
+    code = functions[find(functions, "15select_segmentsILb0ELb0EEEvNS_6Scores")]
+    passes = [loop for loop in loops(code) if sum("ATOMS" in step.opcode for step in loop) == 4 and not loads(loop)]
+    print(f"{architecture} select_segments: {[len(loop) / 4 for loop in passes]} instructions for a key")
+    assert len(passes) >= 2  # of the second digit and of the third
+    for loop in passes:
+        assert len(loop) <= 4 * 8
+        assert not any(step.opcode.startswith("B") for step in loop[:-1])
+
+
 def conversions(code: list[Instruction]) -> int:
     return sum(instruction.opcode == "F2F.F64.F32" for instruction in code)
 
