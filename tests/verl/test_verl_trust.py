@@ -37,7 +37,7 @@ def near(rows: int = 12, tokens: int = 30) -> tuple[Tensor, Tensor, Tensor]:
     logprob = -3 * torch.rand(rows, tokens)
     mask = torch.arange(tokens) < torch.randint(1, tokens + 1, (rows, 1))
     sampled = logprob + 0.2 * torch.randn(rows, tokens) + torch.linspace(-0.1, 0.1, rows)[:, None]
-    sampled[0], sampled[-1] = logprob[0], logprob[-1] + 1
+    sampled[0], sampled[-1] = logprob[0], logprob[-1] + 2
     return logprob, sampled, mask
 
 
