@@ -119,8 +119,8 @@ __device__ __forceinline__ int before_lane(int own, int& all) {
   return before;
 }
 
-// Of the ties of four keys, the bytes of those that are among the first `wanted` ties. `tie` is how many came before
-// those of this warp; it moves on past them.
+// Of the ties of four keys, the bytes of those that are among the first `wanted` ties of the warp's stretch. `tie` is
+// how many came before; it moves on past these.
 __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
   int all;
   const int before = before_lane(__popc(ties), all);

@@ -157,6 +157,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2)
   for_parts(pieces, [&](const Part& part) {
     clear_histogram(room, block);
     const int origin = part.begin / 4 * 4;
+    // Twice the loads of select_segments, whose segments are mostly too short for so many.
     for_scores<4>(ScoreKeys<true>(pieces.selection.scores, origin), origin, part.begin, part.end, block,
                   [&](int, const uint4& keys) { count_first_digits(room.histogram, keys); });
     block.sync();
