@@ -9,8 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 import d3s_kernels as d3s
-from d3s_kernels._head.products import Head
-from d3s_kernels._head.tiles import SIZES, Tiles, whole_vectors
+from d3s_kernels._head.products import SIZES, Head, Tiles, whole_vectors
 
 from . import inputs, peers
 from .clock import Prepared, Work

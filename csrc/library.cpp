@@ -1,7 +1,7 @@
-// Every op of the library: the table of contents. Kernels are in cpu/ and cuda/, in the file named after the op's
-// subject; ops composed of other ops are in d3s_kernels/_head/. d3s_kernels/reference.py defines what an op computes,
-// d3s_kernels/_table/meaning.py does so for ops that are no public function, and the docstrings of d3s_kernels explain
-// the arguments.
+// Every op that C++ computes: the table of contents. Kernels are in cpu/ and cuda/, in the file named after the op's
+// subject. The ops that Python computes are declared in d3s_kernels/_head/op.py. d3s_kernels/reference.py defines what
+// an op computes, d3s_kernels/_table/meaning.py does so for ops that are no public function, and the docstrings of
+// d3s_kernels explain the arguments.
 //
 // A number that a trainer changes from step to step comes as a SymInt (capacity, max_rows), as a 0-d tensor
 // (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.
@@ -38,42 +38,6 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
       "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt first_token, float temperature=1.0, "
       "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()");
-  // hidden states and the LM head -> the same numbers, without storing all logits
-  m.def(
-      "linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
-      "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
-      "SymInt? max_grad_rows=None, ScalarType logits_dtype=float, SymInt? workspace_bytes=None, Tensor? "
-      "sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
-      "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
-  m.def(
-      "linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor hidden, Tensor weight, "
-      "Tensor labels, Tensor? bias, Tensor entropy, Tensor row_max, Tensor log_sum, float temperature, "
-      "Tensor? temperature_tensor, float? logit_softcap, Tensor? mask, SymInt? max_grad_rows, "
-      "ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted, Tensor? sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
-      "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
-  // Both for a vocabulary that the ranks of a process group share: a rank's shard starts at first_token.
-  m.def(
-      "vocab_parallel_logprob_entropy(Tensor logits, Tensor labels, SymInt first_token, str group_name, "
-      "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
-      "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
-  m.def(
-      "vocab_parallel_linear_logprob_entropy(Tensor hidden, Tensor weight, Tensor labels, SymInt first_token, "
-      "str group_name, Tensor? bias=None, float temperature=1.0, Tensor? temperature_tensor=None, "
-      "float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, SymInt? max_grad_rows=None, "
-      "ScalarType logits_dtype=float, SymInt? workspace_bytes=None, Tensor? sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
-      "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
-  m.def(
-      "vocab_parallel_linear_logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor hidden, "
-      "Tensor weight, Tensor labels, SymInt first_token, str group_name, Tensor? bias, Tensor entropy, Tensor row_max, "
-      "Tensor log_sum, float temperature, Tensor? temperature_tensor, float? logit_softcap, Tensor? mask, "
-      "SymInt? max_grad_rows, ScalarType logits_dtype, SymInt? workspace_bytes, bool[3] wanted, Tensor? "
-      "sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
-      "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   // With a sampling mask: logits of the kept tokens alone, of which the ops above take `kept_of`, the number of tokens
   // that they are of. There is a place for each id and then one for the label of each row. Then their gradient, with
   // the row and token of each place (a row of -1 has none), and the gradients of hidden states and weight from these.

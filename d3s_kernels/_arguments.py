@@ -168,14 +168,6 @@ def require_number(**arguments: float | None) -> None:
             raise TypeError(f"{name}: got {value!r}; takes a number")
 
 
-def require_head_options(logit_softcap: float | None, logits_dtype: torch.dtype, **whole: int | None) -> None:
-    """Checks the types of the LM head's options."""
-    require_whole(**whole)
-    require_number(logit_softcap=logit_softcap)
-    if not isinstance(logits_dtype, torch.dtype):
-        raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
-
-
 def require_flag(**arguments: bool) -> None:
     for name, value in arguments.items():
         if not isinstance(value, bool):

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import ratios, rollouts, tokens, vocabulary
 from ._arguments import as_bool, require_plain
 from ._dispatch import backends
-from ._head.operands import operands
+from ._head.problem import operands
 from ._table.outcomes import copied, outcomes
 from ._table.table import FUNCTIONS, OPS, Row
 from .sampling import SamplingMask

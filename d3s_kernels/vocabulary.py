@@ -5,17 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._arguments import (
-    checked_mask,
-    require_head_options,
-    require_no_tangent,
-    require_optional_tensors,
-    require_tensors,
-    temperature_argument,
-)
+from ._arguments import checked_mask, require_no_tangent, require_tensors, temperature_argument
 from ._dispatch import ops
-from ._head.at_backward import with_weight_grad_into
-from ._head.operands import operands
+from ._head import op
+from ._head.problem import HeadProblem
 from .sampling import LabelOutside, SamplingMask, op_arguments
 
 
@@ -193,18 +186,10 @@ def linear_logprob_entropy(
         >>> hidden.grad[0].abs().sum()
         tensor(0.)
     """
-    require_tensors(hidden=hidden, weight=weight, labels=labels)
-    require_optional_tensors(hidden, bias=bias, weight_grad_into=weight_grad_into)
-    mask = checked_mask(mask, hidden)
-    require_no_tangent(hidden=hidden, weight=weight, bias=bias)
-    require_head_options(
-        logit_softcap, logits_dtype, max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes
-    )
-    hidden, weight, bias = operands(hidden, weight, bias, weight_grad_into)
-    number, tensor = temperature_argument(temperature, hidden)
-    spans = op_arguments(sampling_mask, max_dense_rows, hidden, label_outside)
-    logprob, row_entropy, _, _ = with_weight_grad_into(
-        weight_grad_into, "linear_logprob_entropy", hidden, weight, labels, bias, number, tensor, logit_softcap, mask,
-        max_rows, max_grad_rows, logits_dtype, workspace_bytes, *spans,
+    problem = HeadProblem.checked(
+        hidden, weight, labels, bias=bias, temperature=temperature, logit_softcap=logit_softcap, mask=mask,
+        max_rows=max_rows, max_grad_rows=max_grad_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
+        weight_grad_into=weight_grad_into, sampling_mask=sampling_mask, label_outside=label_outside,
+        max_dense_rows=max_dense_rows,
     )  # fmt: skip
-    return logprob, row_entropy
+    return op.linear_logprob_entropy(problem, op.adding_to(weight_grad_into))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.libraries import argument_names
-from d3s_kernels._head.tiles import SIZES
+from d3s_kernels._head.products import SIZES
 from d3s_kernels._table.coverage import replaced, require_all, served_by
 from d3s_kernels._table.outcomes import copied, written_arguments
 

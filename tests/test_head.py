@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
 from d3s_kernels._dispatch import backends
-from d3s_kernels._head import gradients, products
+from d3s_kernels._head import backward, products
 from d3s_kernels._table import allowed
 
 
@@ -260,15 +260,15 @@ def test_no_remains_of_logits_lie_behind_a_gradient_in_half_precision(monkeypatc
     """Products on processors with AMX read past a row's end: on one, rows of the hidden states' gradient were NaN."""
     if products.widens(torch.empty(0, dtype=torch.bfloat16)):
         pytest.skip("this CPU makes such products in float32")
-    seen, add = [], gradients.Gradients.add
+    seen, add = [], backward.Gradients.add
 
-    def looked_at(self: gradients.Gradients, tile: Tensor, *rest: object) -> None:
+    def looked_at(self: backward.Gradients, tile: Tensor, *rest: object) -> None:
         assert tile.dtype == torch.bfloat16
         behind = tile.as_strided((len(tile), 32), tile.stride(), tile.storage_offset() + tile.shape[1])
         seen.append(float(behind.abs().max()) if tile.is_cpu else 0.0)
         add(self, tile, *rest)
 
-    monkeypatch.setattr(gradients.Gradients, "add", looked_at)
+    monkeypatch.setattr(backward.Gradients, "add", looked_at)
     hidden, weight = torch.randn(40, 16).bfloat16().requires_grad_(), torch.randn(500, 16).bfloat16()
     linear_logprob_entropy(hidden, weight, random_labels(40, vocabulary=500))[0].sum().backward()
     assert seen == [0.0]

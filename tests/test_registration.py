@@ -1,11 +1,9 @@
 """torch sees every op: fake kernels, autograd, torch.compile, and numbers that change between steps. For whole losses
 see test_compiled_losses.py."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +12,12 @@ from helpers import assert_identical, compiled_once, random_logits, rounds, slow
 from torch import Tensor
 
 import d3s_kernels as d3s
+from d3s_kernels._dispatch.libraries import argument_names, schema_of
+from d3s_kernels._head.problem import HeadProblem
 from d3s_kernels._table.coverage import served_by
 from d3s_kernels._table.draw import Draw
 from d3s_kernels._table.outcomes import called
 from d3s_kernels._table.table import OPS as OPS_TABLE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-import op_stubs
 
 OPS = torch.ops.d3s_kernels
 # ---- opcheck ---------------------------------------------------------------------------------------------------------
@@ -46,9 +43,14 @@ def test_opcheck(name: str) -> None:
         torch.library.opcheck(op, (), row.draw(Draw(seed)))
 
 
-def test_the_types_of_the_ops_are_those_of_their_schemas() -> None:
-    """Type checkers and editors read the stub. `python tools/op_stubs.py` writes it."""
-    assert op_stubs.STUB.read_text(encoding="utf-8") == op_stubs.stub()
+def test_the_arguments_of_the_head_are_those_of_its_op() -> None:
+    *fields, shard = HeadProblem._fields
+    assert shard == "shard"
+    assert [*argument_names("linear_logprob_entropy")] == [*fields, "first_token", "group_name"]
+    defaults = {argument.name: argument.default_value for argument in schema_of("linear_logprob_entropy").arguments}
+    for name in fields[3:]:
+        default = HeadProblem._field_defaults[name]
+        assert defaults[name] == (6 if default == torch.float32 else default), name  # 6 is torch's number of float32
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ ROOMS = {
     "_table": "_dispatch reference sampling",
     # how it is computed
     "_across_ranks": "_arguments _dispatch _groups _head _segments _selection sampling",
-    "_head": "_arguments _dispatch _groups",
+    "_head": "_arguments _dispatch _groups sampling",
     "_selection": "_arguments _dispatch _segments sampling",
     "sampling": "_arguments _dispatch",
     "_groups": "",

@@ -758,17 +758,17 @@ def opchecked(ranks: Ranks) -> None:
     torch.library.opcheck(ops.vocab_parallel_logprob_entropy.default, (logits, labels, start, name, *options))
     hidden, weight, bias = torch.randn(*rows, 8), torch.randn(20, 8), torch.randn(20)
     leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
-    head = ops.vocab_parallel_linear_logprob_entropy.default
-    torch.library.opcheck(head, (hidden, weight, labels, start, name))
-    torch.library.opcheck(head, (*leaves[:2], labels, start, name, leaves[2]))
-    sizes = 30.0, mask, 6, 6, torch.float32, 500
-    torch.library.opcheck(head, (hidden, weight, labels, start, name, bias, 1.0, each, *sizes))
-    _, *state = head(hidden, weight, labels, start, name, bias)
-    backward = ops.vocab_parallel_linear_logprob_entropy_backward.default
-    ones = torch.ones(rows)
-    saved = hidden, weight, labels, start, name, bias, *state, 1.0, None, None, None, 6, torch.float32, None
+    head, shard = ops.linear_logprob_entropy.default, {"first_token": start, "group_name": name}
+    torch.library.opcheck(head, (hidden, weight, labels), shard)
+    torch.library.opcheck(head, (*leaves[:2], labels, leaves[2]), shard)
+    sizes = {"max_rows": 6, "max_grad_rows": 6, "workspace_bytes": 500}
+    numbers = {"temperature_tensor": each, "logit_softcap": 30.0, "mask": mask}
+    torch.library.opcheck(head, (hidden, weight, labels, bias), numbers | sizes | shard)
+    _, *state = head(hidden, weight, labels, bias, **shard)
+    backward, ones = ops.linear_logprob_entropy_backward.default, torch.ones(rows)
     for wanted in ([True, True, True], [False, True, False], [True, False, False]):
-        torch.library.opcheck(backward, (ones, None, *saved, wanted))
+        arguments = ones, None, *state, wanted, hidden, weight, labels, bias
+        torch.library.opcheck(backward, arguments, {"max_grad_rows": 6} | shard)
 
 
 def test_opcheck() -> None:

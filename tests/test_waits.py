@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves
 from d3s_kernels import _torch
 from d3s_kernels._across_ranks import rollouts, tokens
 from d3s_kernels._head import backward, forward
-from d3s_kernels._head.problem import HeadProblem
-from d3s_kernels._head.shard import WHOLE, Shard
+from d3s_kernels._head.problem import WHOLE, HeadProblem, Shard
 from d3s_kernels._selection.rollouts import AdvantageArguments, RolloutArguments
 from d3s_kernels._selection.tokens import TokenArguments, TopkArguments
 from d3s_kernels._table.draw import Draw
@@ -181,12 +180,13 @@ def test_the_head(masked: bool, spans: bool, shard: Shard) -> None:
                 given["sampling_ids"], given["sampling_offsets"] = gpu(20, dtype=torch.int32), gpu(8, dtype=torch.int64)
                 given["max_dense_rows"] = most_dense
             labels, (hidden, weight) = gpu(7, dtype=torch.int64), (gpu(n, 16, dtype=torch.bfloat16) for n in (7, 50))
-            problem = HeadProblem(shard, hidden, weight, labels, None, 1.0, gpu(7), 30.0, **given)
-            _, *statistics = forward.forward(problem, bound)
+            given |= {"max_rows": bound, "max_grad_rows": bound, "shard": shard}
+            problem = HeadProblem(hidden, weight, labels, None, 1.0, gpu(7), 30.0, **given)
+            _, *statistics = forward.forward(problem)
             in_forward, mode.waits = mode.waits, 0
             incoming = backward.Incoming(gpu(7), gpu(7), *statistics)
             wanted = backward.Wanted(True, True, False)
-            backward.backward(problem, incoming, wanted, bound, None if into is None else into(50, 16))
+            backward.backward(problem, incoming, wanted, None if into is None else into(50, 16))
         assert (in_forward, mode.waits) == ((0, 0) if bound else (int(masked or spans), 1)), bound
 
 

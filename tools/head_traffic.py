@@ -29,16 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d3s_kernels._dispatch import backends
-from d3s_kernels._head import problem, products, tiles
-from d3s_kernels._head.backward import Incoming
+from d3s_kernels._head import products
+from d3s_kernels._head.backward import Incoming, Wanted
 from d3s_kernels._head.backward import backward as head_backward
 from d3s_kernels._head.forward import forward as head_forward
-from d3s_kernels._head.gradients import Wanted
 from d3s_kernels._head.problem import HeadProblem
-from d3s_kernels._head.shard import WHOLE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lm-head.md"
-GPU = tiles.SIZES["cuda"]
+GPU = products.SIZES["cuda"]
 GB, MIB = 1e9, 1 << 20
 
 # What products of these shapes reach, in floating point operations a second, and 90 % of the memory's peak rate.
@@ -146,26 +144,26 @@ def _returns(value: Any) -> Callable[..., Any]:  # not a Mock, which would keep 
 class _AsOnGpu(ExitStack):
     def __enter__(self) -> _AsOnGpu:
         super().__enter__()
-        self.enter_context(mock.patch.dict(tiles.SIZES, cpu=GPU))
+        self.enter_context(mock.patch.dict(products.SIZES, cpu=GPU))
         self.enter_context(mock.patch.dict(backends.SLICES, cpu=backends.GPU_SLICE))
         self.enter_context(mock.patch.object(products, "widens", _returns(True)))
         self.enter_context(mock.patch.object(products, "multiplies", _returns(True)))
         self.enter_context(mock.patch.object(products, "_sums_apart", _returns(False)))
-        self.enter_context(mock.patch.object(problem, "_check_labels", _returns(None)))
+        self.enter_context(mock.patch.object(HeadProblem, "_check_labels", _returns(None)))
         self.enter_context(FakeTensorMode())
         return self
 
 
 def _problem(rows: int, width: int, vocabulary: int, softcap: float | None = None) -> HeadProblem:
     hidden, weight = (torch.empty(length, width, dtype=torch.bfloat16) for length in (rows, vocabulary))
-    return HeadProblem(WHOLE, hidden, weight, torch.empty(rows, dtype=torch.long), logit_softcap=softcap)
+    return HeadProblem(hidden, weight, torch.empty(rows, dtype=torch.long), logit_softcap=softcap)
 
 
 def forward(rows: int, width: int, vocabulary: int) -> Traffic:
     with _AsOnGpu():
         given = _problem(rows, width, vocabulary)
         with Traffic(given.hidden, given.weight, given.labels) as traffic:
-            head_forward(given, None)
+            head_forward(given)
     return traffic
 
 
@@ -189,7 +187,8 @@ def backward(
         known = [given.hidden, given.weight, given.labels, gradient, *saved, *([] if total is None else [total])]
         with Traffic(*known) as traffic:
             wanted = Wanted(hidden=True, weight=not frozen, bias=False)
-            head_backward(given, Incoming(gradient, None, *saved), wanted, active, total)
+            bounded = given._replace(max_grad_rows=active)
+            head_backward(bounded, Incoming(gradient, None, *saved), wanted, total)
     return traffic
 
 

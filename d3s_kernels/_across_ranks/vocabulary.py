@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Shard as DTensorShard
 
 from .._arguments import (
     checked_mask,
-    require_head_options,
     require_no_tangent,
-    require_optional_tensors,
     require_readable,
     require_tensors,
+    require_whole,
     temperature_argument,
 )
 from .._dispatch import ops
-from .._head.at_backward import with_weight_grad_into
-from .._head.operands import operands
-from .._head.problem import HeadProblem, require_bounds, require_memory
-from .._head.shard import Shard
+from .._groups import Ranks, ranks_of
+from .._head import op
+from .._head.problem import HeadProblem, Shard
 from ..sampling import LabelOutside, SamplingMask, op_arguments
 from .agreement import agree, asks
-from .sharded_argument import ShardedArgument
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -99,32 +97,32 @@ def vocab_parallel_logprob_entropy(
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    shard = ShardedArgument("logits_shard", logits_shard, -1, vocab_start, process_group)
-    logits, rows = shard.local, shard.local.shape[:-1]
-    labels, mask, temperature = shard.beside(labels=labels, mask=mask, temperature=temperature)
+    sharded = ShardedArgument("logits_shard", logits_shard, -1, vocab_start, process_group)
+    logits, ranks = sharded.local, sharded.ranks
+    labels, mask, temperature = sharded.beside(labels=labels, mask=mask, temperature=temperature)
 
-    def arguments() -> tuple[Any, ...]:
-        nonlocal mask
+    def check() -> tuple[Any, ...]:
+        first_token = sharded.find_first_token()
         require_readable(labels=labels, mask=mask, temperature=temperature)
         require_tensors(logits_shard=logits, labels=labels)
         require_no_tangent(logits_shard=logits)
-        mask = checked_mask(mask, logits)
-        number, tensor = temperature_argument(temperature, logits)
+        kept = checked_mask(mask, logits)
+        numbers = temperature_argument(temperature, logits)
         spans = op_arguments(sampling_mask, max_dense_rows, logits, label_outside)
-        return logits, labels, shard.first_token, shard.ranks.group.group_name, number, tensor, mask, *spans
+        state = logits.new_empty((logits.shape[:-1].numel(), 4), dtype=torch.float32)
+        ops.check("softmax_state_", state, logits, labels, first_token, *numbers, kept, *spans)
+        return logits, labels, first_token, ranks.group.group_name, *numbers, kept, *spans
 
-    def refuse(*given: Any) -> None:
-        state = logits.new_empty((rows.numel(), 4), dtype=torch.float32)
-        ops.check("softmax_state_", state, *given[:3], *given[4:])
-
-    def alike() -> dict[str, Any]:
+    def alike(arguments: tuple[Any, ...]) -> dict[str, Any]:
         return {
-            "the rows of logits_shard": list(rows), "labels": labels, "temperature": temperature, "mask": mask,
-            **_of_mask(sampling_mask, label_outside, max_dense_rows),
+            "the rows of logits_shard": list(logits.shape[:-1]), "labels": labels, "temperature": temperature,
+            "mask": arguments[6], **_of_mask(sampling_mask, label_outside, max_dense_rows),
         }  # fmt: skip
 
-    given = _agreed("vocab_parallel_logprob_entropy", shard, arguments, refuse, alike, sampling_mask)
-    logprob, entropy, _, _ = ops.vocab_parallel_logprob_entropy(*given)
+    arguments = agree(ranks, "vocab_parallel_logprob_entropy", check, alike)
+    if asks():
+        _require_one_vocabulary(sharded, labels, sampling_mask)
+    logprob, entropy, _, _ = ops.vocab_parallel_logprob_entropy(*arguments)
     return logprob, entropy
 
 
@@ -217,53 +215,40 @@ def vocab_parallel_linear_logprob_entropy(
         (tensor([-1.3863,  0.0000]), tensor([1.3863, 1.3863]))
         >>> dist.destroy_process_group()
     """
-    shard = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group)
-    weight = shard.local
-    bias, into = shard.along("bias", bias), shard.along("weight_grad_into", weight_grad_into)
-    hidden, labels, mask, temperature = shard.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)
+    sharded = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group)
+    bias, into = sharded.along("bias", bias), sharded.along("weight_grad_into", weight_grad_into)
+    hidden, labels, mask, temperature = sharded.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)
 
-    def arguments() -> tuple[Any, ...]:
-        nonlocal mask
+    def check() -> HeadProblem:
+        shard = Shard(sharded.find_first_token(), sharded.ranks)
         require_readable(hidden=hidden, labels=labels, bias=bias, mask=mask, temperature=temperature)
-        require_tensors(hidden=hidden, weight_shard=weight, labels=labels)
-        require_optional_tensors(hidden, bias=bias, weight_grad_into=into)
-        mask = checked_mask(mask, hidden)
-        require_no_tangent(hidden=hidden, weight_shard=weight, bias=bias)
-        require_head_options(
-            logit_softcap, logits_dtype, max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes
-        )
-        number, tensor = temperature_argument(temperature, hidden)
-        states, of_tokens, of_bias = operands(hidden, weight, bias, into, "weight_shard")
-        return (
-            states, of_tokens, labels, shard.first_token, shard.ranks.group.group_name, of_bias, number, tensor,
-            logit_softcap, mask, max_rows, max_grad_rows, logits_dtype, workspace_bytes,
-            *op_arguments(sampling_mask, max_dense_rows, hidden, label_outside),
+        problem = HeadProblem.checked(
+            hidden, sharded.local, labels, bias=bias, temperature=temperature, logit_softcap=logit_softcap, mask=mask,
+            max_rows=max_rows, max_grad_rows=max_grad_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
+            weight_grad_into=into, sampling_mask=sampling_mask, label_outside=label_outside,
+            max_dense_rows=max_dense_rows, shard=shard,
         )  # fmt: skip
+        if not torch.compiler.is_compiling():  # else values are unknown, and torch checks shapes
+            problem.check()
+            problem.require_memory()
+            # A rank without tokens runs no kernel that checks the temperature. So it is checked before others wait.
+            state = hidden.new_empty((problem.rows, 4), dtype=torch.float32)
+            ops.check("softmax_state_finish", state, problem.temperature, problem.temperatures())
+        return problem
 
-    def refuse(*given: Any) -> None:
-        number, tensor = given[6:8]
-        HeadProblem(Shard(shard.first_token, shard.ranks), *given[:3], *given[5:10], *given[12:]).check()
-        require_memory(given[1], given[5])
-        require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
-        # A rank without tokens runs no kernel that checks the temperature. So it is checked before others wait.
-        state = hidden.new_empty((labels.numel(), 4), dtype=torch.float32)
-        ops.check(
-            "softmax_state_finish", state, number, tensor if tensor is None or tensor.dim() == 0 else tensor.reshape(-1)
-        )
-
-    def alike() -> dict[str, Any]:
+    def alike(problem: HeadProblem) -> dict[str, Any]:
         return {
             "hidden": (list(hidden.shape), str(hidden.dtype)),
             "a gradient of hidden": torch.is_grad_enabled() and hidden.requires_grad,
-            "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "mask": mask,
+            "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "mask": problem.mask,
             "max_rows": max_rows, "max_grad_rows": max_grad_rows, "logits_dtype": str(logits_dtype),
             **_of_mask(sampling_mask, label_outside, max_dense_rows),
         }  # fmt: skip
 
-    op = "vocab_parallel_linear_logprob_entropy"
-    given = _agreed(op, shard, arguments, refuse, alike, sampling_mask)
-    logprob, entropy, _, _ = with_weight_grad_into(into, op, *given)
-    return logprob, entropy
+    problem = agree(sharded.ranks, "vocab_parallel_linear_logprob_entropy", check, alike)
+    if asks():
+        _require_one_vocabulary(sharded, labels, sampling_mask)
+    return op.linear_logprob_entropy(problem, op.adding_to(into))
 
 
 def _of_mask(
@@ -278,35 +263,12 @@ def _of_mask(
     }
 
 
-def _agreed(
-    op: str,
-    shard: ShardedArgument,
-    arguments: Callable[[], tuple[Any, ...]],
-    refuse: Callable[..., None],
-    alike: Callable[[], dict[str, Any]],
-    sampling_mask: SamplingMask | None = None,
-) -> tuple[Any, ...]:
-    """The op's arguments, checked beforehand, so that the op refuses none while other ranks wait."""
-
-    def check() -> tuple[Any, ...]:
-        shard.find_start()
-        given = arguments()
-        if not torch.compiler.is_compiling():  # else values are unknown, and torch checks shapes
-            refuse(*given)
-        return given
-
-    given = agree(shard.ranks, op, check, lambda _: alike())
-    if asks():
-        _require_one_vocabulary(shard, alike()["labels"], sampling_mask)
-    return given
-
-
-def _require_one_vocabulary(shard: ShardedArgument, labels: Tensor, sampling_mask: SamplingMask | None) -> None:
+def _require_one_vocabulary(sharded: ShardedArgument, labels: Tensor, sampling_mask: SamplingMask | None) -> None:
     """Raises on all ranks alike, unless the shards make up the whole vocabulary, and every label and kept token lies
     in a shard.
     """
-    own = torch.tensor([shard.first_token, shard.tokens], device=labels.device)
-    edges = [(first, first + tokens) for first, tokens in shard.ranks.gather(own).tolist()]
+    own = torch.tensor([sharded.first_token, sharded.tokens], device=labels.device)
+    edges = [(first, first + tokens) for first, tokens in sharded.ranks.gather(own).tolist()]
     end = 0
     for first, last in sorted(edge for edge in edges if edge[0] < edge[1]):
         if first != end:
@@ -320,3 +282,117 @@ def _require_one_vocabulary(shard: ShardedArgument, labels: Tensor, sampling_mas
         kept = sampling_mask.token_ids[: int(sampling_mask.offsets[-1])]
         if len(kept) and int(kept.max()) >= end:
             raise ValueError(f"sampling_mask: got id {int(kept.max())}; takes tokens in [0, {end})")
+
+
+# ---- a vocabulary shard, as the caller or a DTensor describes it ----------------------------------------------------
+
+
+class ShardedArgument:
+    """A tensor whose dimension ``dim`` is the vocabulary: ``local`` is this rank's shard; the ``ranks`` have all."""
+
+    local: Tensor
+    first_token: int
+    ranks: Ranks
+
+    def __init__(
+        self,
+        name: str,
+        tensor: Tensor,
+        dim: int,
+        vocab_start: int | None,
+        process_group: dist.ProcessGroup | DeviceMesh | None,
+    ) -> None:
+        self._name, self._tensor = name, tensor
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}; takes a tensor")
+        if isinstance(tensor, DTensor):
+            for argument, value in (("vocab_start", vocab_start), ("process_group", process_group)):
+                if value is not None:
+                    raise ValueError(f"{argument}: got {value!r}; takes None where {name} is a DTensor, which says it")
+            self._mesh_dim = self._dimension_of_the_vocabulary(tensor, dim % max(1, tensor.dim()))
+            self.ranks = ranks_of(tensor.device_mesh.get_group(self._mesh_dim), name)
+            self.local = tensor.to_local()
+        else:
+            require_readable(**{name: tensor})
+            if process_group is None:
+                raise TypeError(f"process_group: got None; takes None only where {name} is a DTensor")
+            self.local, self.ranks = tensor, ranks_of(process_group)
+        self._dim, self._start = dim, vocab_start
+        self.tokens = self.local.shape[dim] if self.local.dim() else 0
+
+    def find_first_token(self) -> int:
+        """Sets ``first_token``. It is checked within ``agree``, since an error may occur on this rank alone."""
+        if isinstance(self._tensor, DTensor):
+            self.first_token = _first_token(self._name, self._tensor, self._dim, self._mesh_dim)
+            return self.first_token
+        if self._start is None:
+            raise TypeError(f"vocab_start: got None; takes None only where {self._name} is a DTensor")
+        require_whole(vocab_start=self._start)
+        if self._start < 0:
+            raise ValueError(f"vocab_start: got {self._start}; takes at least 0")
+        self.first_token = self._start
+        return self.first_token
+
+    def _dimension_of_the_vocabulary(self, tensor: DTensor, dim: int) -> int:
+        """The mesh dimension that cuts the vocabulary. The others replicate the tensor, or cut the rows of logits."""
+        rows_may_be_cut = dim > 0
+        rest = "Replicate, or a Shard of rows," if rows_may_be_cut else "Replicate"
+        found = [i for i, placement in enumerate(tensor.placements) if _cuts(placement) == dim]
+        others = [placement for i, placement in enumerate(tensor.placements) if i not in found]
+        if len(found) != 1 or not all(
+            placement.is_replicate() or (rows_may_be_cut and _cuts(placement) is not None) for placement in others
+        ):
+            raise ValueError(
+                f"{self._name}: got a DTensor with placements {tensor.placements}; takes Shard({dim}), which cuts the "
+                f"vocabulary, on one dimension of the mesh, and {rest} on the others"
+            )
+        return found[0]
+
+    def beside(self, **tensors: Any) -> list[Any]:
+        """Arguments that are the same on these ranks: the local tensor of a DTensor, other values as they are."""
+        return [self._beside(name, value) if isinstance(value, DTensor) else value for name, value in tensors.items()]
+
+    def _beside(self, name: str, tensor: DTensor) -> Tensor:
+        same_mesh = isinstance(self._tensor, DTensor) and tensor.device_mesh == self._tensor.device_mesh
+        for i, placement in enumerate(tensor.placements):
+            cuts_rows = same_mesh and i != self._mesh_dim and _cuts(placement) is not None
+            if not (placement.is_replicate() or cuts_rows):
+                raise ValueError(
+                    f"{name}: got a DTensor with placements {tensor.placements}; takes Replicate on the ranks that "
+                    "share the vocabulary"
+                )
+        return tensor.to_local()
+
+    def along(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        """An argument that is cut as the vocabulary is: the local tensor of a DTensor, another value as it is."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        whole = self._tensor
+        if not isinstance(whole, DTensor) or (tensor.device_mesh, tensor.placements) != (
+            whole.device_mesh,
+            whole.placements,
+        ):
+            raise ValueError(
+                f"{name}: got a DTensor with placements {tensor.placements}; takes one that is cut as {self._name}, or "
+                "this rank's part"
+            )
+        return tensor.to_local()
+
+
+def _cuts(placement: Placement) -> int | None:
+    """The dimension that it cuts in rank order, or None. Other kinds of Shard have another order: None."""
+    return placement.dim if type(placement) is DTensorShard else None
+
+
+def _first_token(name: str, tensor: DTensor, dim: int, mesh_dim: int) -> int:
+    """The rank's first token. A DTensor is cut as by torch.chunk: the last ranks may have fewer tokens, or none."""
+    mesh, vocabulary = tensor.device_mesh, tensor.shape[dim]
+    step = -(-vocabulary // mesh.size(mesh_dim))
+    first = min(mesh.get_local_rank(mesh_dim) * step, vocabulary)
+    tokens, own = min(step, vocabulary - first), tensor._local_tensor.shape[dim]
+    if own != tokens:
+        raise ValueError(
+            f"{name}: got a DTensor with {own} of {vocabulary} tokens on rank {mesh.get_local_rank(mesh_dim)} of "
+            f"{mesh.size(mesh_dim)}; takes one that is cut evenly, {tokens} tokens there"
+        )
+    return first

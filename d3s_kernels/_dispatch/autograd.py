@@ -1,123 +1,121 @@
 """Registers the gradient of each op, or that it has none.
 
-An op and the op that computes its gradient are bound by the names in their schemas. The backward takes arguments of the
-forward, results of it (``entropy``) and incoming gradients (``grad_entropy``). It returns gradients (``grad_hidden``);
-``wanted`` says which of them are needed. Incoming gradients that are missing stay None, so that an entropy used as a
-score costs nothing in the backward.
-
-Where ranks share the vocabulary, two more arguments give the rank's first token and the group. Incoming gradients are
-the same on all ranks, so each rank computes the gradient of its logits without communication. (The LM head sums the
-gradient of the hidden states over the ranks: ``_head/backward.py``.)
+A gradient is two functions: one saves what the backward needs, and the other returns the gradients by the names of the
+arguments. Incoming gradients that are missing stay None, so that an entropy used as a score costs nothing in the
+backward. ``_head/op.py`` registers the gradients of the LM head in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .libraries import argument_names, registered, schema_of
+from .libraries import COMPILED, argument_names, schema_of
 
 _op = torch.ops.d3s_kernels
+Save = Callable[[Any, tuple[Any, ...], Any], None]
+Gradients = Callable[..., dict[str, Tensor]]
+
+EAGER: dict[str, Callable[..., Any]] = {}
+"""The ops with their gradients, for eager mode: torch's own way parses the schema in each call, which takes 100 us."""
 
 
-def of_known_labels(grad_logprob: Tensor | None, logprob: Tensor | None) -> Tensor | None:
-    """Makes the gradient NaN for a label that no rank has. One rank cannot see this, but the logprob is NaN."""
-    if grad_logprob is None or logprob is None:
-        return grad_logprob
-    return torch.where(logprob.isnan() & (grad_logprob != 0), torch.nan, grad_logprob)
+def register_gradient(op: str, save: Save, gradients: Gradients) -> None:
+    """Registers the gradient of an op for graphs, and puts the op for eager mode into :data:`EAGER`.
 
-
-def _bound(op: str, backward: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """The backward and the setup of the op's gradient, which the op ``backward`` computes; and the op with both, for
-    eager mode: torch's own way around them parses the schema in each call, which takes 100 us.
-
-    What the two share is found here, once. A call only picks values by their places.
+    Args:
+        op: the name of the op.
+        save: called as ``save(ctx, arguments of the op, its results)``.
+        gradients: called as ``gradients(ctx, *incoming)``; returns gradients by the names of the arguments.
     """
-    names, results = argument_names(op), [result.name for result in schema_of(op).returns]
-    takes, optional = argument_names(backward), [a for a in schema_of(backward).arguments if a.has_default_value()]
-    gradient_of = [names.index(result.name.removeprefix("grad_")) for result in schema_of(backward).returns]
-    constants = [place for place, name in enumerate(results) if f"grad_{name}" not in takes]
+    names, defaults = argument_names(op), [argument.default_value for argument in schema_of(op).arguments]
+    call = getattr(_op, op).default
 
-    forward = [*schema_of(op).arguments, *schema_of(op).returns]
-    tensors = [value.name for value in forward if value.name in takes and "Tensor" in str(value.type)]
-    others = [value.name for value in forward if value.name in takes and "Tensor" not in str(value.type)]
-    shared = "group_name" in names  # the vocabulary, by ranks
-    if shared:
-        tensors.append("logprob")
-    pick = itemgetter(*map([*names, *results].index, (*tensors, *others)))
-    known = [*(f"grad_{name}" for name in results), *tensors, *others, "wanted", *(a.name for a in optional)]
-    order = itemgetter(*map(known.index, takes))  # an error here: the backward takes what nobody gives it
-    defaults = [a.default_value for a in optional]
-    compute = getattr(_op, backward).default
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        outputs = (output,) if isinstance(output, Tensor) else output
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[outputs[place] for place in constants])
-        needed = pick((*inputs, *outputs))
-        ctx.others = needed[len(tensors) :]
-        ctx.save_for_backward(*needed[: len(tensors)])
+        save(ctx, inputs, output)
 
-    def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        results: list[Tensor | None] = [None] * len(names)
-        if all(grad is None for grad in grads):
-            return tuple(results)
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-        if shared:
-            grads = of_known_labels(grads[0], saved[-1]), *grads[1:]
-        # needs_input_grad leaves out arguments at the end that have their default value.
-        wanted = [place < len(needs) and needs[place] for place in gradient_of]
-        given = order((*grads, *saved, *ctx.others, wanted, *defaults))
-        if torch.is_grad_enabled():  # refuses a second derivative
-            found = compute(*given)
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in incoming):
+            return (None,) * len(names)
+        if torch.is_grad_enabled():  # the op of the gradient refuses a second derivative
+            found = gradients(ctx, *incoming)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                found = compute(*given)
-        gradients = (found,) if isinstance(found, Tensor) else found
-        for place, grad, want in zip(gradient_of, gradients, wanted, strict=True):
-            results[place] = grad if want else None
-        return tuple(results)
+                found = gradients(ctx, *incoming)
+        return tuple(found.get(name) if needs(ctx, place) else None for place, name in enumerate(names))
 
-    forward_op, all_defaults = getattr(_op, op).default, [a.default_value for a in schema_of(op).arguments]
-
-    def apply_forward(ctx: Any, *inputs: Any) -> Any:
+    def forward(ctx: Any, *inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            output = forward_op(*inputs)
+            output = call(*inputs)
         setup(ctx, inputs, output)
         return output
 
+    torch.library.register_autograd(f"d3s_kernels::{op}", backward, setup_context=setup)
     of_torch = f"GeneratedBackwardFor_d3s_kernels_{op}_default"
-    function: Any = type(of_torch, (torch.autograd.Function,), {"forward": apply_forward, "backward": run})
-
-    def differentiable(*arguments: Any) -> Any:
-        return function.apply(*arguments, *all_defaults[len(arguments) :])
-
-    return run, setup, differentiable
+    function: Any = type(of_torch, (torch.autograd.Function,), {"forward": forward, "backward": backward})
+    EAGER[op] = lambda *arguments: function.apply(*arguments, *defaults[len(arguments) :])
 
 
-def _no_second_derivative(*_: Any) -> None:
-    raise RuntimeError("d3s_kernels: its ops can be differentiated once, not twice")
+def needs(ctx: Any, place: int) -> bool:
+    """Whether the argument at this place needs its gradient. Torch leaves out those at the end that have defaults."""
+    return place < len(ctx.needs_input_grad) and ctx.needs_input_grad[place]
 
 
-# The ops that have a gradient, and the op that computes it.
-GRADIENTS = {
-    "logprob_entropy": "logprob_entropy_backward",
-    "vocab_parallel_logprob_entropy": "logprob_entropy_backward",
-    "linear_logprob_entropy": "linear_logprob_entropy_backward",
-    "vocab_parallel_linear_logprob_entropy": "vocab_parallel_linear_logprob_entropy_backward",
-    "importance_ratio": "importance_ratio_backward",
-}
-EAGER: dict[str, Callable[..., Any]] = {}
+def register_no_second_derivative(op: str) -> None:
+    """Makes the op of a gradient refuse to be differentiated."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("d3s_kernels: its ops can be differentiated once, not twice")
+
+    torch.library.register_autograd(f"d3s_kernels::{op}", refuse)
+
+
+# ---- logprob_entropy ------------------------------------------------------------------------------------------------
+
+
+def _save_logprob_entropy(ctx: Any, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+    logits, labels, temperature, temperature_tensor, mask, ids, offsets, include_label, max_dense_rows, _ = arguments
+    ctx.mark_non_differentiable(*results[2:])
+    ctx.save_for_backward(logits, labels, temperature_tensor, mask, ids, offsets, *results[1:])
+    ctx.options = temperature, include_label, max_dense_rows
+
+
+def _of_logprob_entropy(
+    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+) -> dict[str, Tensor]:
+    logits, labels, temperature_tensor, mask, ids, offsets, *statistics = ctx.saved_tensors
+    temperature, include_label, max_dense_rows = ctx.options
+    gradient = _op.logprob_entropy_backward.default(
+        grad_logprob, grad_entropy, logits, labels, *statistics, temperature, temperature_tensor, mask, None, ids,
+        offsets, include_label, max_dense_rows,
+    )  # fmt: skip
+    return {"logits": gradient}
+
+
+# ---- importance_ratio -----------------------------------------------------------------------------------------------
+
+
+def _save_ratio(ctx: Any, arguments: tuple[Any, ...], ratio: Tensor) -> None:
+    _, _, mask, groups, _, _, _, low, high = arguments
+    ctx.save_for_backward(ratio, mask, groups)
+    ctx.bounds = low, high
+
+
+def _of_ratio(ctx: Any, grad_ratio: Tensor) -> dict[str, Tensor]:
+    return {"logprob": _op.importance_ratio_backward.default(grad_ratio, *ctx.saved_tensors, *ctx.bounds)}
+
+
+register_gradient("logprob_entropy", _save_logprob_entropy, _of_logprob_entropy)
+register_gradient("importance_ratio", _save_ratio, _of_ratio)
+register_no_second_derivative("logprob_entropy_backward")
+register_no_second_derivative("importance_ratio_backward")
+
+# The others have no gradient. Without this, torch would attach a "not implemented" node to their float outputs.
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
-for _name in registered():
-    if _name in GRADIENTS:
-        _backward, _setup, EAGER[_name] = _bound(_name, GRADIENTS[_name])
-        torch.library.register_autograd(f"d3s_kernels::{_name}", _backward, setup_context=_setup)
-    elif _name.endswith("_backward"):
-        torch.library.register_autograd(f"d3s_kernels::{_name}", _no_second_derivative)
-    else:  # no gradient; without this, torch would attach a "not implemented" node to float outputs
+for _name in COMPILED:
+    if _name not in EAGER and not _name.endswith("_backward"):
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Fake kernels: the shapes and dtypes of each op's results, for torch.compile and FakeTensorMode.
+"""Fake kernels of the compiled ops: the shapes and dtypes of each op's results, for torch.compile and FakeTensorMode.
 
 The real kernels check the arguments, and their ``std::invalid_argument`` reaches Python as ValueError. A fake kernel
 gets all arguments by name, defaults included, and names those that it needs.
@@ -32,14 +32,9 @@ def _rows(like: Tensor, shape: Sequence[int], count: int = 4) -> tuple[Tensor, .
     return tuple(like.new_empty(shape, dtype=torch.float32) for _ in range(count))
 
 
-@_fake("logprob_entropy", "vocab_parallel_logprob_entropy")
+@_fake("logprob_entropy")
 def _(logits: Tensor, **_: Any) -> tuple[Tensor, ...]:
     return _rows(logits, logits.shape[:-1])
-
-
-@_fake("linear_logprob_entropy", "vocab_parallel_linear_logprob_entropy")
-def _(hidden: Tensor, **_: Any) -> tuple[Tensor, ...]:
-    return _rows(hidden, hidden.shape[:-1])
 
 
 @_fake("softmax_state_finish")
@@ -70,15 +65,6 @@ def _(**_: Any) -> None:
 @_fake("logprob_entropy_backward")
 def _(logits: Tensor, **_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
-
-
-@_fake("linear_logprob_entropy_backward", "vocab_parallel_linear_logprob_entropy_backward")
-def _(hidden: Tensor, weight: Tensor, wanted: Sequence[bool], **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
-        weight.new_empty(weight.shape if wanted[1] else (0,)),
-        weight.new_empty(weight.shape[:1] if wanted[2] else (0,)),
-    )
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------

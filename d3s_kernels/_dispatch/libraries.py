@@ -76,7 +76,11 @@ def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def registered() -> list[str]:
-    """The ops of the namespace that are registered with torch: those of ``csrc/library.cpp``."""
+    """The ops of the namespace that are registered with torch."""
     names = torch._C._dispatch_get_all_op_names()
     found = {name.removeprefix("d3s_kernels::").partition(".")[0] for name in names if name.startswith("d3s_kernels::")}
     return sorted(found)
+
+
+COMPILED = tuple(registered())
+"""The ops of ``csrc/library.cpp``. Those of ``_head/op.py`` are declared later."""

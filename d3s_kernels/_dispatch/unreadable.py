@@ -6,7 +6,6 @@ kernel for them, which raises. So an argument that is not of these is not looked
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,22 +13,26 @@ import torch
 from .._arguments import require_readable
 from .backends import DEVICES, is_built
 from .faults import PUBLIC_OPS
-from .libraries import argument_names, registered
+from .libraries import COMPILED, argument_names
 
 _LAYOUTS = ("Sparse", "SparseCsr", "Quantized", "NestedTensor")
 _KEYS = ["MkldnnCPU", *(layout + key for layout in _LAYOUTS for device, key in DEVICES.items() if is_built(device))]
 
 
-def _refusal(names: tuple[str, ...]) -> Callable[..., Any]:
+_library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def refuse_unreadable(op: str) -> None:
+    names = argument_names(op)
+
     def refuse(*arguments: Any, **options: Any) -> Any:
         given = dict(zip(names, arguments, strict=False)) | options
         require_readable(**{name.removesuffix("_tensor"): value for name, value in given.items()})
         raise AssertionError(f"one of {', '.join(given)} has a layout that require_readable takes")
 
-    return refuse
+    for key in _KEYS:
+        _library.impl(op, refuse, key)  # type: ignore[no-untyped-call]
 
 
-_library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
-for _name in {*PUBLIC_OPS, "compact"}.intersection(registered()):
-    for _key in _KEYS:
-        _library.impl(_name, _refusal(argument_names(_name)), _key)  # type: ignore[no-untyped-call]
+for _name in {*PUBLIC_OPS, "compact"}.intersection(COMPILED):
+    refuse_unreadable(_name)

@@ -1,25 +1,22 @@
 """The backward of the LM head: it recomputes each tile of logits, writes its gradient over it, and takes two products.
 
 Only rows whose gradient is not 0 are computed. Where ranks share the vocabulary, each rank does this with its shard,
-and the ranks sum their gradients of the hidden states (``shard.py``).
+and the ranks sum their gradients of the hidden states.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._arguments import is_known
-from .gradients import Gradients, Wanted
-from .kept import dense_rows, flat, flat_rows, has_span, kept_logits, spans_of
-from .picked import Picked
+from .forward import Picked, dense_rows, flat, flat_rows, has_span, kept_logits
 from .problem import HeadProblem
-from .products import Head, without_autocast
-from .tiles import Tiles, of_rows, whole_vectors
+from .products import Head, Tiles, add_product, of_rows, whole_vectors, without_autocast
 
 _op = torch.ops.d3s_kernels
 
@@ -48,19 +45,12 @@ class Incoming(NamedTuple):
         return Incoming(*(None if values is None else change(values) for values in self))  # type: ignore[arg-type]
 
 
-def backward_op(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    max_grad_rows: int | None,
-    wanted: Sequence[bool],
-    **given: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    problem, incoming = HeadProblem.of(**given), Incoming(grad_logprob, grad_entropy, entropy, row_max, log_sum)
-    problem.check()
-    return backward(problem, incoming, Wanted(*wanted), max_grad_rows)
+class Wanted(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
 
 
 @without_autocast
@@ -68,25 +58,25 @@ def backward(
     problem: HeadProblem,
     incoming: Incoming,
     wanted: Wanted,
-    max_grad_rows: int | None = None,
     weight_grad_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden states, weight and bias; empty where they are not wanted. The weight's is added to
     ``weight_grad_into`` if that is given, and empty then. The problem has been checked.
     """
     if problem.sampling_offsets is None:
-        return _of_all_tokens(problem, incoming, wanted, max_grad_rows, weight_grad_into)
+        return _of_all_tokens(problem, incoming, wanted, weight_grad_into)
     dense, most_dense = dense_rows(problem), problem.max_dense_rows
     exceeded = _any_exceeded(
-        problem.rows, (max_grad_rows, lambda: _rows_with_gradient(problem, incoming)), (most_dense, lambda: dense.mask)
+        problem.rows,
+        (problem.max_grad_rows, lambda: _rows_with_gradient(problem, incoming)),
+        (most_dense, lambda: dense.mask),
     )
     if exceeded is not None:
         incoming = incoming.poisoned(exceeded, both=most_dense != 0)
     if most_dense == 0:
         gradients = _filled(problem, wanted, exceeded, weight_grad_into)
     else:
-        bound = min((bound for bound in (max_grad_rows, most_dense) if bound is not None), default=None)
-        gradients = _of_all_tokens(dense, incoming, wanted, bound, weight_grad_into, exceeded)
+        gradients = _of_all_tokens(dense, incoming, wanted, weight_grad_into, exceeded)
     return _with_kept_tokens(problem, incoming, wanted, gradients, weight_grad_into, exceeded)
 
 
@@ -152,8 +142,9 @@ def _with_kept_tokens(
     with torch._C._AutoDispatchBelowAutograd():  # torch's kernel for the gradient is Python
         grad, rows, tokens, undefined = _op.kept_logits_backward.default(
             grad_logprob, grad_entropy, kept_logits(problem), problem.labels, *statistics, weight.shape[0],
-            problem.temperature, problem.temperatures(None), problem.logit_softcap, problem.mask,
-            None if shard.ranks is None else shard.first_token, *spans_of(problem),
+            problem.temperature, problem.temperatures(), problem.logit_softcap, problem.mask,
+            None if shard.ranks is None else shard.first_token, problem.sampling_ids, problem.sampling_offsets,
+            problem.include_label,
         )  # fmt: skip
     if exceeded is not None:
         undefined.logical_or_(exceeded)
@@ -179,15 +170,14 @@ def _of_all_tokens(
     problem: HeadProblem,
     incoming: Incoming,
     wanted: Wanted,
-    max_grad_rows: int | None,
     weight_grad_into: Tensor | None,
     exceeded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    head, shard = problem.head, problem.shard
+    head, shard = Head.of(problem), problem.shard
     active = _rows_with_gradient(problem, incoming)
     if wanted.hidden:  # its rows are summed over the ranks, so all ranks must pick the same ones
         active = shard.anyones_(active)
-    picked = Picked.where(active, max_grad_rows).unless(exceeded)
+    picked = Picked.where(active, problem.max_grad_rows).unless(exceeded)
     rows = _Rows.gathered(picked, problem, incoming)
     grad_rows, grad_weight, grad_bias = _sum_over_tiles(problem, head, rows, wanted, weight_grad_into)
     if not len(rows.hidden):  # no tile has carried the NaN of an exceeded bound
@@ -239,13 +229,67 @@ class _Rows(NamedTuple):
             # Labels on a GPU are not checked: one that is no token gives NaN.
             given.grad_logprob.masked_fill_(targets >= problem.weight.shape[0], torch.nan)
         packed = picked.gather(hidden.reshape(count, hidden.shape[-1]))
-        return cls(packed, targets, given, problem.temperatures(picked))
+        return cls(packed, targets, given, picked.temperatures(problem))
 
     def at(self, place: slice) -> _Rows:
         if place.start == 0 and place.stop == self.targets.shape[0]:  # mostly there is one tile, of all rows
             return self
         incoming = self.incoming.each(lambda values: values[place])
         return _Rows(self.hidden[place], self.targets[place], incoming, of_rows(self.temperatures, place))
+
+
+class Gradients:
+    """The gradients to which the tiles add. One that is not wanted takes no memory.
+
+    The weight's gradient is written to memory of its own, or added to ``weight_grad_into``. Where several tiles of rows
+    add to it, the sum is made in float32: in its place where that is float32, else in a buffer for one slab of tokens.
+    """
+
+    def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted, weight_grad_into: Tensor | None) -> None:
+        self._head, self._into, weight = head, weight_grad_into, head.weight
+        # Without a tile nothing is written, and the gradients are 0.
+        fresh = torch.empty_like if rows.numel() and weight.numel() else torch.zeros_like
+        self._hidden = fresh(rows, dtype=torch.float32) if wanted.hidden else None
+        self._bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted.bias else None
+        self._weight: Tensor | None = None
+        if wanted.weight:
+            own = weight_grad_into is None
+            self._weight = fresh(weight, memory_format=torch.contiguous_format) if own else weight_grad_into
+        self._slab: Tensor | None = None
+        if self._weight is not None and len(rows) > tiles.row_step and self._weight.dtype != torch.float32:
+            self._slab = weight.new_empty((tiles.token_step, weight.shape[1]), dtype=torch.float32)
+
+    def add(self, tile: Tensor, rows: Tensor, place: slice, tokens: slice) -> None:
+        """Adds what a tile contributes. The tiles of a slab of tokens come one after the other, first rows first."""
+        if self._bias is not None:
+            self._bias[tokens].add_(tile.sum(0, dtype=torch.float32))
+        if self._hidden is not None:
+            add_product(self._hidden[place], tile, self._head.weight[tokens], first=tokens.start == 0)
+        if self._slab is not None:
+            add_product(self._slab[: tile.shape[1]], tile.t(), rows, first=place.start == 0)
+        elif self._weight is not None:
+            add_product(self._weight[tokens], tile.t(), rows, first=place.start == 0 and self._into is None)
+
+    def finish(self, tokens: slice) -> None:
+        """All tiles of a slab of tokens are there."""
+        if self._slab is None or self._weight is None:
+            return
+        total = self._slab[: tokens.stop - tokens.start]
+        if self._into is None:
+            self._weight[tokens] = total
+        else:
+            self._weight[tokens].add_(total)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of the rows in float32, and those of weight and bias in the weight's dtype; empty if there is
+        none to return.
+        """
+        weight = self._head.weight
+        return (
+            weight.new_empty(0, dtype=torch.float32) if self._hidden is None else self._hidden,
+            weight.new_empty(0) if self._weight is None or self._into is not None else self._weight,
+            weight.new_empty(0) if self._bias is None else self._bias.to(weight.dtype),
+        )
 
 
 def _sum_over_tiles(

@@ -1,22 +1,135 @@
 """The forward of the LM head: it merges one tile of logits at a time into the rows' softmax states, and drops the tile.
 
-A row's result has the same bits as from its whole logits.
+A row's result has the same bits as from its whole logits. Of a row with a span of a sampling mask, only the logits of
+the kept tokens are computed. Nothing waits for the device, except to count rows that no bound is given for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .kept import dense_rows, flat_rows, kept_logits, spans_of
-from .picked import Picked
-from .problem import HeadProblem, require_bounds, require_memory
-from .products import without_autocast
-from .tiles import Tiles, of_rows
+from .problem import HeadProblem, Shard
+from .products import Head, Tiles, of_rows, without_autocast
 
 _op = torch.ops.d3s_kernels
+
+
+# ---- some of the rows -----------------------------------------------------------------------------------------------
+
+
+class Picked(NamedTuple):
+    """Some of the rows, packed in their order; without host synchronisation if the caller bounds their number."""
+
+    indices: Tensor  # [capacity]; past the last row those of row 0
+    past: Tensor | None  # bool [capacity]: the places past the last row; None where the host knows the number of rows
+    exceeded: Tensor | None  # bool [1]: whether there are more than the bound; None where there is no bound
+
+    @classmethod
+    def where(cls, mask: Tensor, bound: int | None) -> Picked:
+        capacity = int(mask.sum()) if bound is None else min(bound, mask.numel())
+        indices, count = _op.compact.default(mask, capacity)
+        if bound is None:
+            return cls(indices, None, None)
+        return cls(indices.clamp(min=0), indices < 0, count > bound)
+
+    def gather(self, values: Tensor, dim: int = 0, past: float = 0) -> Tensor:
+        """``values`` of these rows, and ``past`` past the last one: values there may be NaN, and must not reach a
+        product.
+        """
+        packed = values.index_select(dim, self.indices)
+        if self.past is None:
+            return packed
+        return packed.masked_fill_(self.past if dim == values.dim() - 1 else self.past.unsqueeze(1), past)
+
+    def temperatures(self, problem: HeadProblem) -> Tensor | None:
+        each = problem.temperatures()
+        return each if each is None or each.dim() == 0 else self.gather(each, past=1)  # a temperature is above 0
+
+    def scatter(self, values: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
+        """``values`` at their rows, 0 elsewhere; NaN where the bound was exceeded."""
+        # One more row takes the values past the picked rows.
+        places = self.indices if self.past is None else self.indices.masked_fill(self.past, rows)
+        outs = (each.new_zeros((rows + 1, *each.shape[1:])).index_copy_(0, places, each)[:rows] for each in values)
+        return tuple(map(self.poison_, outs))
+
+    def unless(self, exceeded: Tensor | None) -> Picked:
+        """The same, with another bound that may be exceeded."""
+        if exceeded is None:
+            return self
+        own = self.exceeded
+        return self._replace(exceeded=exceeded.view(1) if own is None else own | exceeded)
+
+    def poison_(self, values: Tensor) -> Tensor:
+        return values if self.exceeded is None else values.masked_fill_(self.exceeded, torch.nan)
+
+
+# ---- rows with a span: a logit has a place, one for each id of the mask and then one for the label of each row ------
+
+
+def rows_of(matrix: Tensor) -> Tensor:
+    """The same ``[n, columns]``, with the columns of a row side by side."""
+    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def flat(values: Tensor, rows: int) -> Tensor:
+    return values if values.dim() == 1 else values.reshape(rows)
+
+
+def flat_rows(problem: HeadProblem) -> HeadProblem:
+    """The same with hidden states ``[rows, H]``, and labels and mask ``[rows]``."""
+    hidden, count, mask = problem.hidden, problem.rows, problem.mask
+    return problem._replace(
+        hidden=rows_of(hidden if hidden.dim() == 2 else hidden.reshape(count, hidden.shape[-1])),
+        weight=rows_of(problem.weight),
+        labels=flat(problem.labels, count),
+        mask=None if mask is None else flat(mask, count),
+    )
+
+
+def kept_logits(problem: HeadProblem) -> Tensor:
+    """The logits of all places, for each of the flat rows: ``[rows, places]``, which share their memory."""
+    logits: Tensor = _op.kept_logits.default(
+        problem.hidden, problem.weight, problem.labels, problem.sampling_ids, problem.sampling_offsets, problem.bias,
+        problem.logit_softcap, problem.mask, problem.shard.first_token, problem.include_label, problem.logits_dtype,
+    )  # fmt: skip
+    return logits.expand(problem.rows, -1)
+
+
+def has_span(problem: HeadProblem) -> Tensor:
+    """bool ``[rows]``."""
+    assert problem.sampling_offsets is not None
+    return problem.sampling_offsets.diff() != 0
+
+
+def dense_rows(problem: HeadProblem) -> HeadProblem:
+    """The rows with an empty span, of which all logits are computed."""
+    offsets, ids = problem.sampling_offsets, problem.sampling_ids
+    assert ids is not None
+    assert offsets is not None
+    # Offsets may be unchecked on a GPU: where they are bad, the row's results are NaN. Both ends of an empty span are
+    # what good offsets must be; of row 0 they are 0.
+    good = offsets.clamp(0, ids.shape[0])
+    good[:1].zero_()
+    mask = (good[:-1] == offsets[1:]).logical_and_(good[1:] == offsets[:-1]).view(problem.labels.shape)
+    mask = mask if problem.mask is None else mask.logical_and_(problem.mask)
+
+    def smaller(*bounds: int | None) -> int | None:
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    return problem._replace(
+        mask=mask,
+        max_rows=smaller(problem.max_rows, problem.max_dense_rows),
+        max_grad_rows=smaller(problem.max_grad_rows, problem.max_dense_rows),
+        sampling_ids=None,
+        sampling_offsets=None,
+        max_dense_rows=None,
+    )
+
+
+# ---- the forward -----------------------------------------------------------------------------------------------------
 
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
@@ -27,69 +140,72 @@ def no_logits(rows: int, like: Tensor) -> Tensor:
     return state
 
 
-def forward_op(max_rows: int | None = None, max_grad_rows: int | None = None, **given: Any) -> tuple[Tensor, ...]:
-    require_bounds(max_rows=max_rows, max_grad_rows=max_grad_rows)
-    return forward(HeadProblem.of(**given), max_rows)
+def finished(
+    shard: Shard, state: Tensor, labels: Tensor, mask: Tensor | None, temperature: float, temperatures: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The results of the rows: of the states of all shards, 0 where there is no label, and where the mask is False."""
+    outputs: tuple[Tensor, ...] = _op.softmax_state_finish.default(shard.everyones(state), temperature, temperatures)
+    outputs[0].masked_fill_(labels == -100, 0.0)
+    if mask is not None:
+        for output in outputs:
+            output.masked_fill_(~mask, 0.0)
+    return outputs
 
 
-def forward(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, ...]:
+def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
     problem.check()
-    if problem.sampling_ids is None and problem.sampling_offsets is None and problem.max_dense_rows is None:
+    if not problem.has_spans:
         try:
-            return _of_all_tokens(problem, max_rows)
+            return _of_all_tokens(problem)
         except RuntimeError:
-            require_memory(problem.weight, problem.bias)
+            problem.require_memory()
             raise
-    require_memory(problem.weight, problem.bias)
+    problem.require_memory()
     outputs = _of_kept_tokens(problem)
     if problem.max_dense_rows != 0:
         dense = dense_rows(problem)
         assert dense.mask is not None
-        all_tokens = _of_all_tokens(dense, _smaller(max_rows, problem.max_dense_rows))
+        all_tokens = _of_all_tokens(dense)
         outputs = tuple(torch.where(dense.mask, *both) for both in zip(all_tokens, outputs, strict=True))
         outputs[0].masked_fill_(problem.labels == -100, 0.0)  # also with more dense rows than the bound
-    if max_rows is not None and problem.mask is not None:
-        exceeded = problem.mask.sum() > max_rows
+    if problem.max_rows is not None and problem.mask is not None:
+        exceeded = problem.mask.sum() > problem.max_rows
         outputs = tuple(output.masked_fill(exceeded, torch.nan) for output in outputs)
-    elif max_rows is not None and problem.rows > max_rows:  # the host knows
+    elif problem.max_rows is not None and problem.rows > problem.max_rows:  # the host knows
         outputs = tuple(torch.full_like(output, torch.nan) for output in outputs)
     return outputs
-
-
-def _smaller(*bounds: int | None) -> int | None:
-    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 @without_autocast
 def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
     """The outputs of the rows that have a span, 0 for others."""
-    flat, temperatures = flat_rows(problem), problem.temperatures(None)
-    logits, labels, mask = kept_logits(flat), flat.labels, flat.mask
-    given = problem.temperature, temperatures, mask, *spans_of(problem), problem.max_dense_rows, len(problem.weight)
-    if problem.shard.ranks is None:
-        outputs = _op.logprob_entropy.default(logits, labels, *given)
+    rows, temperatures, shard = flat_rows(problem), problem.temperatures(), problem.shard
+    logits, labels, mask = kept_logits(rows), rows.labels, rows.mask
+    options = (
+        problem.temperature, temperatures, mask, problem.sampling_ids, problem.sampling_offsets, problem.include_label,
+        problem.max_dense_rows, len(problem.weight),
+    )  # fmt: skip
+    if shard.ranks is None:
+        outputs = _op.logprob_entropy.default(logits, labels, *options)
     else:
         state = no_logits(problem.rows, logits)
-        _op.softmax_state_.default(state, logits, labels, problem.shard.first_token, *given)
-        outputs = _op.softmax_state_finish.default(problem.shard.everyones(state), problem.temperature, temperatures)
-        outputs[0].masked_fill_(labels == -100, 0.0)
-        if mask is not None:
-            outputs = tuple(output.masked_fill_(~mask, 0.0) for output in outputs)
+        _op.softmax_state_.default(state, logits, labels, shard.first_token, *options)
+        outputs = finished(shard, state, labels, mask, problem.temperature, temperatures)
     return tuple(output.view(problem.labels.shape) for output in outputs)
 
 
 @without_autocast
-def _of_all_tokens(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, ...]:
-    head = problem.head
+def _of_all_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
     hidden, mask, count, shape = problem.hidden, problem.mask, problem.rows, problem.labels.shape
-    if mask is None and max_rows is not None and count > max_rows:
+    if mask is None and problem.max_rows is not None and count > problem.max_rows:
         return tuple(hidden.new_full(shape, torch.nan, dtype=torch.float32) for _ in range(4))
-    picked = None if mask is None else Picked.where(mask.reshape(count), max_rows)
+    picked = None if mask is None else Picked.where(mask.reshape(count), problem.max_rows)
     rows, targets = hidden.reshape(count, hidden.shape[-1]), problem.labels.reshape(count)
     if picked is not None:
         rows, targets = picked.gather(rows), picked.gather(targets)
-    temperatures = problem.temperatures(picked)
+    temperatures = problem.temperatures() if picked is None else picked.temperatures(problem)
 
+    head = Head.of(problem)
     tiles = Tiles.cut(rows, head, problem.workspace_bytes)
     state = no_logits(len(rows), rows)
     for r in tiles.row_slices():
@@ -99,8 +215,7 @@ def _of_all_tokens(problem: HeadProblem, max_rows: int | None) -> tuple[Tensor, 
                 state[r], logits, targets[r], problem.shard.first_token + t.start, problem.temperature,
                 of_rows(temperatures, r),
             )  # fmt: skip
-    outputs = _op.softmax_state_finish.default(problem.shard.everyones(state), problem.temperature, temperatures)
-    outputs[0].masked_fill_(targets == -100, 0.0)
+    outputs = finished(problem.shard, state, targets, None, problem.temperature, temperatures)
     if picked is not None:
         outputs = picked.scatter(outputs, count)
     return tuple(output.view(shape) for output in outputs)

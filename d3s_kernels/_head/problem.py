@@ -1,25 +1,79 @@
-"""The arguments of the LM head's ops, for a whole vocabulary or for a rank's shard of it; and their checks."""
+"""The arguments of the LM head's ops as one object, for a whole vocabulary or for one rank's shard of it; their checks.
+
+``HeadProblem.checked`` makes it of what a caller passes. From there on it travels as a whole: through the op, whose
+arguments are its fields, to the forward and the backward.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._arguments import is_known
+from .._arguments import (
+    checked_mask,
+    is_known,
+    require_no_tangent,
+    require_number,
+    require_optional_tensors,
+    require_readable,
+    require_tensors,
+    require_whole,
+    temperature_argument,
+)
 from .._dispatch import ops
-from .picked import Picked
-from .products import Head
-from .shard import WHOLE, Shard
+from ..sampling import LabelOutside, SamplingMask, op_arguments
+
+if TYPE_CHECKING:
+    from .._groups import Ranks
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class HeadProblem(NamedTuple):
-    """The arguments that forward and backward have in common."""
+class Shard(NamedTuple):
+    """The tokens from ``first_token`` on, as many as the logits or the weight have; all tokens if ``ranks`` is None.
 
-    shard: Shard
+    All ranks hold the same rows, so that all of them enter a collective, or none does because there are no rows.
+    """
+
+    first_token: int = 0
+    ranks: Ranks | None = None
+
+    @classmethod
+    def of(cls, first_token: int = 0, group_name: str | None = None) -> Shard:
+        """From an op's arguments. An op takes a group by its registered name, as torch's functional collectives do."""
+        if group_name is None:
+            return WHOLE
+        from .._groups import ranks_named  # here, since some builds of torch have no groups
+
+        return cls(first_token, ranks_named(group_name))
+
+    @property
+    def group_name(self) -> str | None:
+        return None if self.ranks is None else self.ranks.group.group_name
+
+    def everyones(self, states: Tensor) -> Tensor:
+        """``[shards, rows, 4]``: the softmax states ``[rows, 4]`` of all ranks, in rank order."""
+        return states if self.ranks is None or not len(states) else self.ranks.gather(states)
+
+    def anyones_(self, mask: Tensor) -> Tensor:
+        """The rows that are in the mask of at least one rank, in place."""
+        if self.ranks is not None and len(mask):
+            self.ranks.maximum_(mask.view(torch.uint8))
+        return mask
+
+    def total_(self, values: Tensor) -> Tensor:
+        """The sum over the shards, in place."""
+        return values if self.ranks is None or not len(values) else self.ranks.add_(values)
+
+
+WHOLE = Shard()
+
+
+class HeadProblem(NamedTuple):
+    """The arguments of the ops, in the order of their schema (``op.py``), which ends with the two fields of a shard."""
+
     hidden: Tensor
     weight: Tensor
     labels: Tensor
@@ -28,39 +82,86 @@ class HeadProblem(NamedTuple):
     temperature_tensor: Tensor | None = None
     logit_softcap: float | None = None
     mask: Tensor | None = None
+    max_rows: int | None = None
+    max_grad_rows: int | None = None
     logits_dtype: torch.dtype = torch.float32
     workspace_bytes: int | None = None
     sampling_ids: Tensor | None = None
     sampling_offsets: Tensor | None = None
     include_label: bool = False
     max_dense_rows: int | None = None
+    shard: Shard = WHOLE
 
     @classmethod
-    def of(cls, first_token: int = 0, group_name: str | None = None, **given: Any) -> HeadProblem:
-        """From the arguments of an op, by the names of its schema."""
-        return cls(WHOLE if group_name is None else Shard.of_group(first_token, group_name), **given)
+    def checked(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        bias: Tensor | None,
+        temperature: float | Tensor,
+        logit_softcap: float | None,
+        mask: Tensor | None,
+        max_rows: int | None,
+        max_grad_rows: int | None,
+        logits_dtype: torch.dtype,
+        workspace_bytes: int | None,
+        weight_grad_into: Tensor | None,
+        sampling_mask: SamplingMask | None,
+        label_outside: LabelOutside,
+        max_dense_rows: int | None,
+        shard: Shard = WHOLE,
+    ) -> HeadProblem:
+        """From the arguments of the public functions, after checks of their types, their devices and what one kernel
+        alone would not see. Values and shapes are checked where the op runs: :meth:`check`.
+        """
+        name = "weight" if shard.ranks is None else "weight_shard"
+        require_tensors(**{"hidden": hidden, name: weight, "labels": labels})
+        require_optional_tensors(hidden, bias=bias, weight_grad_into=weight_grad_into)
+        mask = checked_mask(mask, hidden)
+        require_no_tangent(**{"hidden": hidden, name: weight, "bias": bias})
+        require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
+        require_number(logit_softcap=logit_softcap)
+        if not isinstance(logits_dtype, torch.dtype):
+            raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
+        hidden, weight, bias = operands(hidden, weight, bias, weight_grad_into, name)
+        number, tensor = temperature_argument(temperature, hidden)
+        return cls(
+            hidden, weight, labels, bias, number, tensor, logit_softcap, mask, max_rows, max_grad_rows, logits_dtype,
+            workspace_bytes, *op_arguments(sampling_mask, max_dense_rows, hidden, label_outside), shard=shard,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, *arguments: Any) -> HeadProblem:
+        """From the arguments of an op. Torch may leave out those at the end that have their default value."""
+        end = len(cls._fields) - 1
+        return cls(*arguments[:end])._replace(shard=Shard.of(*arguments[end:]))
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of the op."""
+        return *self[:-1], self.shard.first_token, self.shard.group_name
 
     @property
     def rows(self) -> int:
         return self.labels.numel()
 
-    def temperatures(self, picked: Picked | None) -> Tensor | None:
-        """The tensor of temperatures, for all rows or those that are picked; a 0-d one stands for all."""
-        tensor = self.temperature_tensor
-        if tensor is None or tensor.dim() == 0:
-            return tensor
-        each = tensor.reshape(self.rows)
-        return each if picked is None else picked.gather(each, past=1)  # a temperature is above 0
-
     @property
-    def head(self) -> Head:
-        return Head(self.weight, self.bias, self.logit_softcap, self.logits_dtype)
+    def has_spans(self) -> bool:
+        """Whether some argument is about a sampling mask."""
+        return not (self.sampling_ids is None and self.sampling_offsets is None and self.max_dense_rows is None)
+
+    def temperatures(self) -> Tensor | None:
+        """The tensor of temperatures, one for each row or 0-d for all; None if they are the number."""
+        each = self.temperature_tensor
+        return each if each is None or each.dim() == 0 else each.reshape(self.rows)
+
+    # ---- checks of shapes and values: raise a ValueError that names the first wrong argument ------------------------
 
     def check(self) -> None:
-        """Raises a ValueError that names the first wrong argument."""
         self._check_products()
         self._check_rows()
-        _check_labels(self.labels, self._tokens())
+        self._check_labels()
         self._check_numbers()
         self._check_spans()
 
@@ -83,7 +184,7 @@ class HeadProblem(NamedTuple):
         if self._tokens() == 0:
             raise ValueError("weight: got no tokens; takes [V, H] with V of at least 1")
         if bias is not None and bias.shape != weight.shape[:1]:
-            raise not_fitting(weight, bias)
+            raise _not_fitting(weight, bias)
         if bias is not None and bias.dtype != weight.dtype:
             raise ValueError(f"bias: got dtype {bias.dtype}; takes the dtype of weight, {weight.dtype}")
 
@@ -105,24 +206,25 @@ class HeadProblem(NamedTuple):
         if each is not None and each.dim() > 0 and each.shape != shape:
             raise ValueError(f"temperature: got shape {list(each.shape)}; takes a 0-d tensor or one for each row")
 
-    def _check_spans(self) -> None:
-        """As the op on logits would: with one row of uninitialised logits, which stands for all."""
-        given = self.labels, 1.0, None, self.mask
-        spans = self.sampling_ids, self.sampling_offsets, self.include_label, self.max_dense_rows
-        if all(part is None for part in (self.sampling_ids, self.sampling_offsets, self.max_dense_rows)):
+    def _check_labels(self) -> None:
+        """Checks the values, if the host may read them."""
+        labels, tokens = self.labels, self._tokens()
+        if not labels.numel() or not is_known(labels):
             return
-        both = self.sampling_ids is not None and self.sampling_offsets is not None
-        if both and self.shard.ranks is None and not is_known(self.labels):
-            return  # all but values is checked again by kept_logits; ranks must know before they wait for each other
-        logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
-        if self.shard.ranks is None:
-            ops.check("logprob_entropy", logits, *given, *spans)
-        else:
-            state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
-            ops.check("softmax_state_", state, logits, given[0], self.shard.first_token, *given[1:], *spans)
+        low, high = (int(bound) for bound in labels.aminmax())
+        bad = high if tokens is not None and high >= tokens else low if low < -100 else None
+        if bad is None and low < 0:
+            between = labels[(labels < 0) & (labels != -100)]
+            bad = int(between[0]) if len(between) else None
+        if bad is not None:
+            end = "V" if tokens is None else tokens
+            raise ValueError(f"labels: got {bad}; takes -100 (no target) or a token in [0, {end})")
 
     def _check_numbers(self) -> None:
         dtype, cap, room = self.logits_dtype, self.logit_softcap, self.workspace_bytes
+        for name, bound in (("max_rows", self.max_rows), ("max_grad_rows", self.max_grad_rows)):
+            if bound is not None and bound < 0:
+                raise ValueError(f"{name}: got {bound}; takes at least 0")
         if dtype not in (torch.float32, self.hidden.dtype):
             raise ValueError(
                 f"logits_dtype: got {dtype}; takes torch.float32 or the dtype of the products, {self.hidden.dtype}"
@@ -131,6 +233,101 @@ class HeadProblem(NamedTuple):
             raise ValueError(f"logit_softcap: got {cap}; takes a finite number above 0")
         if room is not None and room <= 0:
             raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
+
+    def _check_spans(self) -> None:
+        """As the op on logits would: with one row of uninitialised logits, which stands for all."""
+        if not self.has_spans:
+            return
+        both = self.sampling_ids is not None and self.sampling_offsets is not None
+        if both and self.shard.ranks is None and not is_known(self.labels):
+            return  # all but values is checked again by kept_logits; ranks must know before they wait for each other
+        rows = self.labels, 1.0, None, self.mask
+        spans = self.sampling_ids, self.sampling_offsets, self.include_label, self.max_dense_rows
+        logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
+        if self.shard.ranks is None:
+            ops.check("logprob_entropy", logits, *rows, *spans)
+        else:
+            state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
+            ops.check("softmax_state_", state, logits, rows[0], self.shard.first_token, *rows[1:], *spans)
+
+    def require_memory(self) -> None:
+        """Refuses a parameter that was gathered for a module's forward and freed after it. Torch's products find that
+        too, and kernels do not: they would end the process.
+        """
+        _require_memory(self.weight, self.bias)
+
+
+# ---- hidden states, weight and bias in the form that the ops take --------------------------------------------------
+
+
+def operands(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, weight_grad_into: Tensor | None, name: str = "weight"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight and bias in one dtype, for a weight that callers know by this name.
+
+    Where dtypes differ and one is float32, all become float32. Autograd gives each argument its gradient in its own
+    dtype, and no op has to know of it.
+    """
+    if weight.dim() != 2:
+        require_readable(**{name: weight})
+        raise ValueError(f"{name}: got shape {list(weight.shape)}; takes [V, H]{why_not_whole(name, weight)}")
+    if weight_grad_into is not None:
+        _require_room_for_gradient(weight_grad_into, weight, name)
+    dtypes = {"hidden": hidden.dtype, name: weight.dtype} | ({} if bias is None else {"bias": bias.dtype})
+    if len(set(dtypes.values())) == 1:
+        return hidden, weight, bias
+    for argument, dtype in dtypes.items():
+        if dtype not in FLOATS:
+            # Bytes are what a quantised weight is stored as: bitsandbytes' Int8Params and Params4bit.
+            hint = "; a quantised one has to be dequantised first" if dtype.itemsize == 1 else ""
+            raise ValueError(f"{argument}: got dtype {dtype}; takes float32, bfloat16 or float16{hint}")
+    if torch.float32 not in dtypes.values():
+        argument = next(argument for argument, dtype in dtypes.items() if dtype != hidden.dtype)
+        raise ValueError(
+            f"{argument}: got dtype {dtypes[argument]}; takes float32 or the dtype of hidden, {hidden.dtype}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise _not_fitting(weight, bias)
+    if not torch.compiler.is_compiling():
+        _require_memory(weight, bias)  # before it is read
+    if weight_grad_into is not None and weight_grad_into.dtype != torch.float32:
+        raise ValueError(
+            f"weight_grad_into: got dtype {weight_grad_into.dtype}; takes float32, since dtypes differ and the "
+            f"products are made in float32: hidden is {hidden.dtype}, {name} is {weight.dtype}"
+        )
+    return hidden.float(), weight.float(), None if bias is None else bias.float()
+
+
+def _require_room_for_gradient(into: Tensor, weight: Tensor, name: str) -> None:
+    """Refuses a tensor to which the weight's gradient cannot be added."""
+    require_readable(weight_grad_into=into)
+    if torch.compiler.is_compiling():
+        raise ValueError("weight_grad_into: got a tensor in torch.compile; takes one in eager mode alone")
+    if into.shape != weight.shape or not into.is_contiguous():
+        raise ValueError(
+            f"weight_grad_into: got shape {list(into.shape)} and strides {list(into.stride())}; takes a contiguous "
+            f"tensor of the shape of {name}, {list(weight.shape)}"
+        )
+    if into.dtype not in (torch.float32, weight.dtype):
+        raise ValueError(
+            f"weight_grad_into: got dtype {into.dtype}; takes float32 or the dtype of {name}, {weight.dtype}"
+        )
+    if into.requires_grad:
+        raise ValueError("weight_grad_into: got a tensor that requires a gradient; takes one that does not")
+
+
+def _require_memory(weight: Tensor, bias: Tensor | None) -> None:
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.numel() and not parameter.untyped_storage().nbytes():
+            raise ValueError(
+                f"{name}: got one whose memory has been freed, as FSDP does after the forward of a module; takes one "
+                "that is there: call within that forward, or gather the parameter again"
+            )
+
+
+def _not_fitting(weight: Tensor, bias: Tensor) -> ValueError:
+    reason = "" if bias.numel() else why_not_whole("bias", bias)
+    return ValueError(f"bias: got shape {list(bias.shape)}; takes [V], {list(weight.shape[:1])}{reason}")
 
 
 def why_not_whole(name: str, parameter: Tensor) -> str:
@@ -147,40 +344,3 @@ def why_not_whole(name: str, parameter: Tensor) -> str:
             "call within that forward, or within FullyShardedDataParallel.summon_full_params"
         )
     return ""
-
-
-def require_memory(weight: Tensor, bias: Tensor | None) -> None:
-    """Refuses what was gathered for a module's forward and freed after it. Torch's products find that too, and kernels
-    do not: they would end the process.
-    """
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.numel() and not parameter.untyped_storage().nbytes():
-            raise ValueError(
-                f"{name}: got one whose memory has been freed, as FSDP does after the forward of a module; takes one "
-                "that is there: call within that forward, or gather the parameter again"
-            )
-
-
-def not_fitting(weight: Tensor, bias: Tensor) -> ValueError:
-    reason = "" if bias.numel() else why_not_whole("bias", bias)
-    return ValueError(f"bias: got shape {list(bias.shape)}; takes [V], {list(weight.shape[:1])}{reason}")
-
-
-def _check_labels(labels: Tensor, tokens: int | None) -> None:
-    """Checks the values of labels, if the host may read them."""
-    if not labels.numel() or not is_known(labels):
-        return
-    low, high = (int(bound) for bound in labels.aminmax())
-    bad = high if tokens is not None and high >= tokens else low if low < -100 else None
-    if bad is None and low < 0:
-        between = labels[(labels < 0) & (labels != -100)]
-        bad = int(between[0]) if len(between) else None
-    if bad is not None:
-        end = "V" if tokens is None else tokens
-        raise ValueError(f"labels: got {bad}; takes -100 (no target) or a token in [0, {end})")
-
-
-def require_bounds(**bounds: int | None) -> None:
-    for name, bound in bounds.items():
-        if bound is not None and bound < 0:
-            raise ValueError(f"{name}: got {bound}; takes at least 0")

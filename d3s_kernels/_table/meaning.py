@@ -84,7 +84,7 @@ def softmax_state_(of: Given) -> Tensor:
         after[row, :3] = _merged(after[row, :3], _state_of(values, row_temperature[row]), row_temperature[row])
         if targets[row] - of.first_token in own:
             after[row, 3] = values[own.index(targets[row] - of.first_token)]
-    return after  # type: ignore[no-any-return]
+    return after
 
 
 def exceeds_bound(of: Given) -> bool:
@@ -222,7 +222,7 @@ def _logprob_entropy_backward(of: Given) -> Tensor:
     still |= single.unsqueeze(1) & ~(log_total + of_logprob + of_entropy).isnan()
     if of.mask is not None:
         still |= ~of.mask.reshape(-1, 1)
-    return gradient.masked_fill(still, 0).view(shape)  # type: ignore[no-any-return]
+    return gradient.masked_fill(still, 0).view(shape)
 
 
 def _incoming(of: Given, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -153,15 +153,6 @@ OPS: dict[str, Row] = {
     "vocab_parallel_logprob_entropy": Row(
         samples.of_one_rank(samples.logprob_entropy), meaning.row_statistics, _STATISTICS, _LOGITS, "ranks"
     ),
-    "vocab_parallel_linear_logprob_entropy": Row(
-        samples.of_one_rank(samples.head), meaning.head_statistics, _HEAD_STATISTICS, _HEAD_GRADIENTS, "ranks"
-    ),
-    "vocab_parallel_linear_logprob_entropy_backward": Row(
-        samples.of_one_rank(samples.head_backward),
-        meaning.linear_logprob_entropy_backward,
-        _HEAD_GRADIENTS,
-        served_by="ranks",
-    ),
     "kept_logits": Row(samples.kept_logits, meaning.kept_logits, _one("logits", allowed.kept_product)),
     "kept_logits_backward": Row(
         samples.kept_logits_backward,

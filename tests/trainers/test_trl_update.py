@@ -19,7 +19,7 @@ from tiny_trl import model, trainer
 
 from d3s_kernels import sampling
 from d3s_kernels._head import problem
-from d3s_kernels._head.at_backward import AtBackward
+from d3s_kernels._head.op import AtBackward
 from d3s_kernels.integrations.trl.head import HostNumber, OurHead
 
 OURS = str(Path(sys.modules[OurHead.__module__].__file__ or "").parents[2])  # the package

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ..._dispatch import ops
 from ..._dispatch.backends import DEVICES
-from ..._head.at_backward import AtBackward, HostNumber, asking_at_backward, gradient_to_add_to
+from ..._head import op
+from ..._head.op import AtBackward
+from ..._head.problem import HeadProblem
 from ..._own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_logits
 from ...heads import read_head, why_not_here
 from ...sampling import SamplingMask, op_arguments
@@ -43,6 +45,24 @@ def check_head(model: Any) -> None:
             require_own_logits(head)
         except UntriedHead as error:
             warnings.warn(f"d3s_kernels: TRL's reading of the model's head is not verified. {error}", stacklevel=3)
+
+
+class HostNumber:
+    """A 0-d integer tensor on its way to the host, which reads it later, when it waits for the device anyway.
+    ``value`` waits only if the copy is not done by then.
+    """
+
+    def __init__(self, number: Tensor) -> None:
+        self._copy, self._done = number, None
+        if number.is_cuda:
+            pinned = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._copy, self._done = pinned.copy_(number, non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(number.device))
+
+    def value(self) -> int:
+        if self._done is not None:
+            self._done.synchronize()
+        return int(self._copy)
 
 
 @dataclass(eq=False)
@@ -88,15 +108,12 @@ class OurHead:
         # TRL computes c tanh(s x / c) / T with scale s, cap c and temperature T. Ours has no scale, but this is the
         # same as (c/s) tanh(x / (c/s)) / (T/s).
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
-        given = (
+        problem = HeadProblem(
             hidden.to(dtype), weight.to(dtype), targets, bias, temperature / logit_scale, None, cap, None, None, None,
             torch.float32, None, *op_arguments(sets, None if sets is None else 0, hidden),
         )  # fmt: skip
-        if torch.compiler.is_compiling():  # a graph cannot ask at its backward
-            logprob, entropy, *_ = ops.linear_logprob_entropy(*given)
-        else:
-            at_backward = self._at_backward(weight, dtype)
-            logprob, entropy, *_ = asking_at_backward(at_backward, "linear_logprob_entropy", *given)
+        at_backward = None if torch.compiler.is_compiling() else self._at_backward(weight, dtype)
+        logprob, entropy = op.linear_logprob_entropy(problem, at_backward)
         return logprob, entropy if "entropy" in outputs else None, None, None, None
 
     def _require_scale_and_softcap(self, scale: float, softcap: float | None) -> None:
@@ -123,8 +140,16 @@ class OurHead:
             return None if self.kept is None else self.kept.value()
 
         if self.adds_to_gradients and weight.is_leaf:
-            return AtBackward(lambda: gradient_to_add_to(weight, dtype), max_grad_rows)
+            return AtBackward(lambda: _gradient_to_add_to(weight, dtype), max_grad_rows)
         return AtBackward(lambda: None, max_grad_rows)
+
+
+def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The tensor to which autograd would add the weight's gradient, if nobody sees the difference; else None."""
+    if type(weight.grad) is not Tensor or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    usable = weight.grad.dtype in (torch.float32, dtype) and weight.grad.is_contiguous()
+    return weight.grad if usable else None
 
 
 class OverSets:

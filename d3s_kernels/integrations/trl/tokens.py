@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..._head.at_backward import HostNumber
 from ...denominators import gradient_weights, only_through
 from ...metrics import OFF_POLICY_SHARE, token_metrics, token_sums
 from ...tokens import TokenSelection
 from ...trust import TrustedTokens
 from .batch import SETS, Batch, last_column, loss_mask, take
 from .espo import as_espo
-from .head import OurHead, over_sets
+from .head import HostNumber, OurHead, over_sets
 from .page import PageOfBatch
 from .scoring import Call, Scores, Scoring
 from .surface import OLD, Watch
