@@ -29,7 +29,8 @@ def register_gradient(op: str, save: Save, gradients: Gradients) -> None:
     Args:
         op: the name of the op.
         save: called as ``save(ctx, arguments of the op, its results)``.
-        gradients: called as ``gradients(ctx, *incoming)``; returns gradients by the names of the arguments.
+        gradients: called as ``gradients(ctx, saved tensors, *incoming)``; returns gradients by the names of the
+            arguments.
     """
     names, defaults = argument_names(op), [argument.default_value for argument in schema_of(op).arguments]
     call = getattr(_op, op).default
@@ -41,11 +42,12 @@ def register_gradient(op: str, save: Save, gradients: Gradients) -> None:
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in incoming):
             return (None,) * len(names)
+        saved = ctx.saved_tensors  # a checkpoint recomputes them here, with autograd
         if torch.is_grad_enabled():  # the op of the gradient refuses a second derivative
-            found = gradients(ctx, *incoming)
+            found = gradients(ctx, saved, *incoming)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                found = gradients(ctx, *incoming)
+                found = gradients(ctx, saved, *incoming)
         return tuple(found.get(name) if needs(ctx, place) else None for place, name in enumerate(names))
 
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -85,9 +87,9 @@ def _save_logprob_entropy(ctx: Any, arguments: tuple[Any, ...], results: tuple[T
 
 
 def _of_logprob_entropy(
-    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+    ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> dict[str, Tensor]:
-    logits, labels, temperature_tensor, mask, ids, offsets, *statistics = ctx.saved_tensors
+    logits, labels, temperature_tensor, mask, ids, offsets, *statistics = saved
     temperature, include_label, max_dense_rows = ctx.options
     gradient = _op.logprob_entropy_backward.default(
         grad_logprob, grad_entropy, logits, labels, *statistics, temperature, temperature_tensor, mask, None, ids,
@@ -105,8 +107,8 @@ def _save_ratio(ctx: Any, arguments: tuple[Any, ...], ratio: Tensor) -> None:
     ctx.bounds = low, high
 
 
-def _of_ratio(ctx: Any, grad_ratio: Tensor) -> dict[str, Tensor]:
-    return {"logprob": _op.importance_ratio_backward.default(grad_ratio, *ctx.saved_tensors, *ctx.bounds)}
+def _of_ratio(ctx: Any, saved: tuple[Tensor, ...], grad_ratio: Tensor) -> dict[str, Tensor]:
+    return {"logprob": _op.importance_ratio_backward.default(grad_ratio, *saved, *ctx.bounds)}
 
 
 register_gradient("logprob_entropy", _save_logprob_entropy, _of_logprob_entropy)

@@ -101,21 +101,27 @@ _declare(
 
 def _save(ctx: Any, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*results[2:])
-    ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in arguments), *results)
+    logprob = None if arguments[-1] is None else results[0]
+    tensors = [value if isinstance(value, Tensor) else None for value in arguments]
+    ctx.save_for_backward(*tensors, logprob, *results[1:])
     ctx.numbers = [None if isinstance(value, Tensor) else value for value in arguments]
 
 
-def _saved(ctx: Any, grad_logprob: Tensor | None) -> tuple[list[Any], Tensor | None, list[Tensor]]:
+def _restored(
+    ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None
+) -> tuple[list[Any], Tensor | None, list[Tensor]]:
     """The arguments of the forward, the gradient of the log-probabilities, and entropies, maxima and log sums."""
-    *tensors, logprob, entropy, row_max, log_sum = ctx.saved_tensors
+    *tensors, logprob, entropy, row_max, log_sum = saved
     arguments = [number if tensor is None else tensor for tensor, number in zip(tensors, ctx.numbers, strict=True)]
-    if arguments[-1] is not None:  # a group shares the vocabulary
+    if logprob is not None:  # a group shares the vocabulary
         grad_logprob = _with_known_labels(grad_logprob, logprob)
     return arguments, grad_logprob, [entropy, row_max, log_sum]
 
 
-def _gradients(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None) -> dict[str, Tensor]:
-    arguments, grad_logprob, statistics = _saved(ctx, grad_logprob)
+def _gradients(
+    ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+) -> dict[str, Tensor]:
+    arguments, grad_logprob, statistics = _restored(ctx, saved, grad_logprob)
     wanted = [needs(ctx, HeadProblem._fields.index(name)) for name in Wanted._fields]
     gradients = _op.linear_logprob_entropy_backward.default(grad_logprob, grad_entropy, *statistics, wanted, *arguments)
     return dict(zip(Wanted._fields, gradients, strict=True))
@@ -171,7 +177,7 @@ class _AsksAtBackward(torch.autograd.Function):
         needed = dict(zip(("at_backward", *HeadProblem._fields), ctx.needs_input_grad, strict=False))
         found: dict[str, Tensor] = {}
         if grad_logprob is not None or grad_entropy is not None:
-            arguments, grad_logprob, statistics = _saved(ctx, grad_logprob)
+            arguments, grad_logprob, statistics = _restored(ctx, ctx.saved_tensors, grad_logprob)
             problem, max_grad_rows = HeadProblem.of(*arguments), ctx.at_backward.max_grad_rows()
             if max_grad_rows is not None:
                 problem = problem._replace(max_grad_rows=max_grad_rows)
@@ -225,10 +231,10 @@ def _save_vocab_parallel(ctx: Any, arguments: tuple[Any, ...], results: tuple[Te
 
 
 def _of_vocab_parallel(
-    ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
+    ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> dict[str, Tensor]:
     """Incoming gradients are the same on all ranks, so each rank computes its logits' gradient alone."""
-    logits, labels, temperature_tensor, mask, ids, offsets, logprob, *statistics = ctx.saved_tensors
+    logits, labels, temperature_tensor, mask, ids, offsets, logprob, *statistics = saved
     first_token, temperature, options = ctx.options
     gradient = _op.logprob_entropy_backward.default(
         _with_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, *statistics, temperature,

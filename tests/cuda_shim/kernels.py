@@ -657,15 +657,13 @@ def test_spans_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, ones = torch.randn(8, 16), torch.randn(50, 16), torch.ones(8)
 
     def undefined(cuts: torch.Tensor, include: bool, bound: int | None) -> list[list[bool]]:
-        options = (None, 1.0, None, None, None)
-        given = torch.float32, None
-        found = OP.linear_logprob_entropy(
-            hidden, weight, labels, *options, None, None, *given, ids, cuts, include, bound
-        )
-        slopes = OP.linear_logprob_entropy_backward(
-            ones, ones, hidden, weight, labels, None, *found[1:], *options[1:], None, *given, [True, True, False],
-            ids, cuts, include, bound,
-        )  # fmt: skip
+        arguments = hidden, weight, labels
+        spans = {
+            "sampling_ids": ids, "sampling_offsets": cuts, "include_label": include, "max_dense_rows": bound
+        }  # fmt: skip
+        found = OP.linear_logprob_entropy(*arguments, **spans)
+        wanted = [True, True, False]
+        slopes = OP.linear_logprob_entropy_backward(ones, ones, *found[1:], wanted, *arguments, **spans)
         return [part.isnan().tolist() for part in (*found[:2], slopes[0].sum(1))]
 
     bad = [False, True, True, True, False, False, False, False]
