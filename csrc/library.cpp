@@ -3,6 +3,9 @@
 // an op computes, d3s_kernels/_table/meaning.py does so for ops that are no public function, and the docstrings of
 // d3s_kernels explain the arguments.
 //
+// Arguments that travel together stand side by side, and kernels take them as one: a number and the tensor that
+// replaces it, a sampling mask (csrc/ops/arguments.h, d3s_kernels/_dispatch/backends.py).
+//
 // A number that a trainer changes from step to step comes as a SymInt (capacity, max_rows), as a 0-d tensor
 // (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.
 #include "torch_abi.h"
@@ -42,14 +45,14 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   // that they are of. There is a place for each id and then one for the label of each row. Then their gradient, with
   // the row and token of each place (a row of -1 has none), and the gradients of hidden states and weight from these.
   m.def(
-      "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? sampling_ids, Tensor? sampling_offsets, "
-      "Tensor? bias=None, float? logit_softcap=None, Tensor? mask=None, SymInt first_token=0, "
-      "bool include_label=False, ScalarType logits_dtype=float) -> Tensor");
+      "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
+      "Tensor? mask=None, SymInt first_token=0, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
+      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor");
   m.def(
       "kept_logits_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, Tensor entropy, "
       "Tensor row_max, Tensor log_sum, SymInt kept_of, float temperature=1.0, Tensor? temperature_tensor=None, "
       "float? logit_softcap=None, Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False) "
+      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
       "-> (Tensor grad, Tensor rows, Tensor tokens, Tensor undefined)");
   m.def(
       "kept_hidden_grad_(Tensor grad, Tensor weight, Tensor rows, Tensor tokens, Tensor offsets, Tensor undefined, "
@@ -73,7 +76,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
       "select_tokens_from_logits(Tensor logits, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
       "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, float temperature=1.0, "
       "Tensor? temperature_tensor=None, bool pooled=True, bool drop_zeros=False, Tensor? sampling_ids=None, "
-      "Tensor? sampling_offsets=None, SymInt? max_dense_rows=None) "
+      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
       "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)");
   m.def("compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)");
 

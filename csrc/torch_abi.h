@@ -22,6 +22,9 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/float_bits.h"
@@ -332,6 +335,59 @@ void parallel_segments(const Segments& segments, int64_t values, int64_t grain, 
 }
 
 }  // namespace d3s
+
+// ---- the kernel of an op ---------------------------------------------------------------------------------------
+// A kernel's parameter is one argument of the op's schema, or several that travel together: then they are one struct.
+
+namespace d3s {
+
+template <class T>
+struct Parameter {
+  static constexpr uint64_t kArguments = 1;
+  static T take(StableIValue*& argument) { return torch::stable::detail::to<T>(*argument++); }
+};
+
+template <class T, class... Fields>
+struct Together {
+  static constexpr uint64_t kArguments = sizeof...(Fields);
+  static T take(StableIValue*& argument) { return T{Parameter<Fields>::take(argument)...}; }
+};
+
+template <auto kernel>
+struct Boxed;
+
+template <class Result, class... Parameters, Result (*kernel)(Parameters...)>
+struct Boxed<kernel> {
+  static void call(StableIValue* stack, uint64_t arguments, uint64_t) {
+    constexpr uint64_t kArguments = (Parameter<Value<Parameters>>::kArguments + ... + 0);
+    if (arguments != kArguments)
+      throw std::logic_error("d3s_kernels: an op's schema has " + std::to_string(arguments) +
+                             " arguments, and its kernel takes " + std::to_string(kArguments));
+    StableIValue* next = stack;  // in braces, the arguments are taken from left to right
+    std::tuple<Value<Parameters>...> parameters{Parameter<Value<Parameters>>::take(next)...};
+    if constexpr (std::is_void_v<Result>)
+      std::apply(kernel, parameters);
+    else
+      put(stack, std::apply(kernel, parameters));
+  }
+
+ private:
+  template <class T>
+  using Value = std::remove_cv_t<std::remove_reference_t<T>>;
+
+  template <class T>
+  static void put(StableIValue* stack, const T& result) {
+    *stack = torch::stable::detail::from(result);
+  }
+  template <class... Ts>
+  static void put(StableIValue* stack, const std::tuple<Ts...>& results) {
+    torch::stable::detail::box_from_tuple<Ts...>(stack, results);
+  }
+};
+
+}  // namespace d3s
+
+#define D3S_BOX(kernel) d3s::Boxed<&kernel>::call
 
 // The dispatch key that this library's kernels are registered for.
 #if defined(D3S_NO_KERNELS)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ._arguments import is_known, require_optional_tensors, require_readable, require_tensors, require_whole
 from ._dispatch import ops
+from ._together import NO_SAMPLING_MASK, SamplingArguments
 
 _MOST = 2**31 - 1  # the highest id
 
@@ -203,7 +204,6 @@ class SamplingMask:
 
 
 LabelOutside = Literal["nan", "include"]
-_OpArguments = tuple[Tensor | None, Tensor | None, bool, int | None]
 
 
 def op_arguments(
@@ -211,19 +211,20 @@ def op_arguments(
     max_dense_rows: int | None,
     like: Tensor,
     label_outside: LabelOutside = "nan",
-) -> _OpArguments:
-    """What ops take for a sampling mask: ids, offsets, whether labels join their sets, and the bound on dense rows."""
+) -> SamplingArguments:
+    """A sampling mask as the ops take it."""
     require_whole(max_dense_rows=max_dense_rows)
     if label_outside not in ("nan", "include"):
         raise ValueError(f"label_outside: got {label_outside!r}; takes 'nan' or 'include'")
     if sampling_mask is None:
         if max_dense_rows is not None:
             raise ValueError(f"max_dense_rows: got {max_dense_rows} without a sampling_mask; takes it with one")
-        return None, None, False, None
+        return NO_SAMPLING_MASK
     if not isinstance(sampling_mask, SamplingMask):
         raise TypeError(f"sampling_mask: got {type(sampling_mask).__name__}; takes a SamplingMask or None")
     require_optional_tensors(like, sampling_mask=sampling_mask.token_ids)
-    return sampling_mask.token_ids, sampling_mask.offsets, label_outside == "include", max_dense_rows
+    include_label = label_outside == "include"
+    return SamplingArguments(sampling_mask.token_ids, sampling_mask.offsets, include_label, max_dense_rows)
 
 
 def known(tensor: Tensor) -> bool:

@@ -12,8 +12,8 @@ from helpers import assert_identical, compiled_once, random_logits, rounds, slow
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels._dispatch.libraries import argument_names, schema_of
-from d3s_kernels._head.problem import HeadProblem
+from d3s_kernels._dispatch.libraries import schema_of
+from d3s_kernels._head.problem import WHOLE, problem_of
 from d3s_kernels._table.coverage import served_by
 from d3s_kernels._table.draw import Draw
 from d3s_kernels._table.outcomes import called
@@ -44,13 +44,16 @@ def test_opcheck(name: str) -> None:
 
 
 def test_the_arguments_of_the_head_are_those_of_its_op() -> None:
-    *fields, shard = HeadProblem._fields
-    assert shard == "shard"
-    assert [*argument_names("linear_logprob_entropy")] == [*fields, "first_token", "group_name"]
-    defaults = {argument.name: argument.default_value for argument in schema_of("linear_logprob_entropy").arguments}
-    for name in fields[3:]:
-        default = HeadProblem._field_defaults[name]
-        assert defaults[name] == (6 if default == torch.float32 else default), name  # 6 is torch's number of float32
+    """In the same order, and with the same defaults."""
+    tensors = torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2, dtype=torch.long)
+    assert problem_of(*tensors).shard == WHOLE
+    schema = schema_of("linear_logprob_entropy").arguments
+    values = dict(zip([argument.name for argument in schema], problem_of(*tensors).arguments(), strict=True))
+    for argument in schema[3:]:
+        default = values[argument.name]
+        assert argument.default_value == (6 if default == torch.float32 else default)  # torch's number of float32
+    numbered = problem_of(*tensors, *range(len(schema) - 3 - 1), None).arguments()
+    assert [*numbered[3:-2]] == [*range(len(schema) - 3 - 2)]
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------

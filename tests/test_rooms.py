@@ -19,8 +19,8 @@ PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 ROOMS = {
     "__main__": "_doctor planning",
     "_doctor": "_dispatch _selfcheck compare",
-    "integrations": "_dispatch _groups _head _own_logits _page denominators distributed heads metrics page ratios "
-    "recorder rollouts sampling schedule selection selection_options tokens trust vocabulary",
+    "integrations": "_dispatch _groups _head _own_logits _page _together denominators distributed heads metrics page "
+    "ratios recorder rollouts sampling schedule selection selection_options tokens trust vocabulary",
     "planning": "_arguments",
     # what users call
     "_selfcheck": "_table compare",
@@ -44,18 +44,19 @@ ROOMS = {
     "_table": "_dispatch reference sampling",
     # how it is computed
     "_across_ranks": "_arguments _dispatch _groups _head _segments _selection sampling",
-    "_head": "_arguments _dispatch _groups sampling",
+    "_head": "_arguments _dispatch _groups _together sampling",
     "_selection": "_arguments _dispatch _segments sampling",
-    "sampling": "_arguments _dispatch",
+    "sampling": "_arguments _dispatch _together",
     "_groups": "",
     "_own_logits": "",
     "_page": "_arguments",
     "_dispatch": "_arguments _build _torch _triton reference",
-    "_torch": "_segments",
-    "_triton": "",
+    "_torch": "_segments _together",
+    "_triton": "_together",
     # what is alike everywhere
     "_segments": "",
     "_arguments": "",
+    "_together": "",
     "_build": "",
     # what every op means
     "reference": "",

@@ -29,6 +29,7 @@ from d3s_kernels._selection.rollouts import AdvantageArguments, RolloutArguments
 from d3s_kernels._selection.tokens import TokenArguments, TopkArguments
 from d3s_kernels._table.draw import Draw
 from d3s_kernels._table.table import OPS
+from d3s_kernels._together import NumberOrTensor, SamplingArguments
 
 ATEN = torch.ops.aten
 GROUP: Any = None  # tests put a stand-in in its place
@@ -177,11 +178,11 @@ def test_the_head(masked: bool, spans: bool, shard: Shard) -> None:
         with watched() as mode:
             given: dict[str, Any] = {"mask": gpu(7, dtype=torch.bool) if masked else None}
             if spans:
-                given["sampling_ids"], given["sampling_offsets"] = gpu(20, dtype=torch.int32), gpu(8, dtype=torch.int64)
-                given["max_dense_rows"] = most_dense
+                ids, offsets = gpu(20, dtype=torch.int32), gpu(8, dtype=torch.int64)
+                given["sampling_mask"] = SamplingArguments(ids, offsets, max_dense_rows=most_dense)
             labels, (hidden, weight) = gpu(7, dtype=torch.int64), (gpu(n, 16, dtype=torch.bfloat16) for n in (7, 50))
             given |= {"max_rows": bound, "max_grad_rows": bound, "shard": shard}
-            problem = HeadProblem(hidden, weight, labels, None, 1.0, gpu(7), 30.0, **given)
+            problem = HeadProblem(hidden, weight, labels, None, NumberOrTensor(1.0, gpu(7)), 30.0, **given)
             _, *statistics = forward.forward(problem)
             in_forward, mode.waits = mode.waits, 0
             incoming = backward.Incoming(gpu(7), gpu(7), *statistics)

@@ -8,17 +8,42 @@
 
 namespace d3s {
 
-// A sampling mask as the ops take it.
-struct SamplingMask {
-  const OptionalTensor &ids, &offsets;  // both or none
-  bool include_label;
-  const OptionalInt& max_dense_rows;
+// ---- arguments of a schema that travel together ------------------------------------------------------------------
+
+// A number, or the 0-d tensor that replaces it.
+template <class Number>
+struct NumberOrTensor {
+  std::optional<Number> number;
+  OptionalTensor tensor;
 };
+using RatioArgument = NumberOrTensor<double>;
+using KeepArgument = NumberOrTensor<int64_t>;
+
+// The temperature of all rows, or the tensor that replaces it: 0-d, or with one for each row.
+struct TemperatureArgument {
+  double number = 1.0;
+  OptionalTensor tensor;
+};
+
+struct SamplingMask {
+  OptionalTensor ids, offsets;  // both or none
+  bool include_label;
+  OptionalInt max_dense_rows;
+};
+
+template <class Number>
+struct Parameter<NumberOrTensor<Number>> : Together<NumberOrTensor<Number>, std::optional<Number>, OptionalTensor> {};
+template <>
+struct Parameter<TemperatureArgument> : Together<TemperatureArgument, double, OptionalTensor> {};
+template <>
+struct Parameter<SamplingMask> : Together<SamplingMask, OptionalTensor, OptionalTensor, bool, OptionalInt> {};
+
+// ---- checked ------------------------------------------------------------------------------------------------------
 
 // The rows of logits with all that belongs to them. Owns the tensors that `rows` points into.
 class LogitsArgument {
  public:
-  LogitsArgument(const Tensor& logits, double temperature, const OptionalTensor& temperature_tensor);
+  LogitsArgument(const Tensor& logits, const TemperatureArgument& temperature);
 
   void set_labels(const OptionalTensor& labels, int64_t vocabulary);
   void set_mask(const OptionalTensor& mask);
@@ -63,15 +88,14 @@ inline void require_token(const char* argument, int64_t token) {
 }
 
 // Checks temperatures and keeps their tensor alive in `owner`. Softmax states, which have no logits, need only these.
-Temperatures temperatures_of(double temperature, const OptionalTensor& tensor, const Tensor& like, int64_t row_dims,
+Temperatures temperatures_of(const TemperatureArgument& temperature, const Tensor& like, int64_t row_dims,
                              OptionalTensor& owner);
 
 // A number of values to keep, at least 1. Kernels read a 0-d tensor on the device; the host reads it only to check it.
-Keep keep_of(const char* argument, const OptionalInt& keep, const OptionalTensor& keep_tensor, const Tensor& like);
+Keep keep_of(const char* argument, const KeepArgument& keep, const Tensor& like);
 
 // The same, or a ratio instead.
-Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k,
-               const OptionalTensor& k_tensor, const Tensor& like);
+Quota quota_of(const RatioArgument& ratio, const KeepArgument& k, const Tensor& like);
 
 // Whether there is one advantage, one for each sequence or one for each token. If a shape fits both, it is per token.
 Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences);

@@ -10,13 +10,11 @@ using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 FourTensors kept_logits_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
                                  const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
-                                 const Tensor& row_max, const Tensor& log_sum, int64_t kept_of, double temperature,
-                                 const OptionalTensor& temperature_tensor, const OptionalFloat& logit_softcap,
+                                 const Tensor& row_max, const Tensor& log_sum, int64_t kept_of,
+                                 const TemperatureArgument& temperature, const OptionalFloat& logit_softcap,
                                  const OptionalTensor& mask, const OptionalInt& first_token,
-                                 const OptionalTensor& sampling_ids, const OptionalTensor& sampling_offsets,
-                                 bool include_label) {
-  LogitsArgument argument(logits, temperature, temperature_tensor);
-  const SamplingMask sampling_mask{sampling_ids, sampling_offsets, include_label, std::nullopt};
+                                 const SamplingMask& sampling_mask) {
+  LogitsArgument argument(logits, temperature);
   argument.set_kept_alone(sampling_mask, kept_of);
   if (first_token) require_token("first_token", *first_token);
   require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
@@ -40,6 +38,6 @@ FourTensors kept_logits_backward(const OptionalTensor& grad_logprob, const Optio
 
 }  // namespace
 
-D3S_REGISTER(m) { m.impl("kept_logits_backward", TORCH_BOX(&kept_logits_backward)); }
+D3S_REGISTER(m) { m.impl("kept_logits_backward", D3S_BOX(kept_logits_backward)); }
 
 }  // namespace d3s

@@ -24,17 +24,16 @@ Matrix output_of(const char* argument, const Tensor& tensor, const Matrix& like,
   return out;
 }
 
-Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& labels,
-                      const OptionalTensor& sampling_ids, const OptionalTensor& sampling_offsets,
-                      const OptionalTensor& bias, const OptionalFloat& logit_softcap, const OptionalTensor& mask,
-                      int64_t first_token, bool include_label, ScalarType logits_dtype) {
+Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& labels, const OptionalTensor& bias,
+                      const OptionalFloat& logit_softcap, const OptionalTensor& mask, int64_t first_token,
+                      ScalarType logits_dtype, const SamplingMask& sampling_mask) {
   KeptHead head;
   head.hidden = matrix_of("hidden", hidden);
   head.weight = matrix_of("weight", weight);
   require(head.hidden.type == head.weight.type && head.hidden.columns == head.weight.columns, "weight",
           "got another dtype or width than hidden; takes the same");
   require_same_device("weight", weight, hidden);
-  require(sampling_ids && sampling_offsets, "sampling_mask", "got none; takes ids and offsets");
+  require(sampling_mask.ids && sampling_mask.offsets, "sampling_mask", "got none; takes ids and offsets");
   OptionalTensor bias_owner;
   if (bias) {
     require(bias->dim() == 1 && bias->size(0) == head.weight.rows && bias->scalar_type() == weight.scalar_type(),
@@ -49,10 +48,10 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
   head.softcap = static_cast<float>(logit_softcap.value_or(0));
   head.logits_type = float_type(logits_dtype);
   head.first_token = first_token;
-  LogitsArgument argument(hidden, 1.0, std::nullopt);  // the rows of hidden have what rows of logits have
+  LogitsArgument argument(hidden, TemperatureArgument());  // the rows of hidden have what rows of logits have
   argument.set_labels(labels, INT64_MAX);
   argument.set_mask(mask);
-  argument.set_spans({sampling_ids, sampling_offsets, include_label, std::nullopt}, INT64_MAX);
+  argument.set_spans(sampling_mask, INT64_MAX);
   head.labels = argument.rows.labels;
   head.mask = argument.rows.mask;
   head.spans = argument.rows.spans;
@@ -136,9 +135,9 @@ void kept_weight_grad_(const Tensor& grad, const Tensor& hidden, const Tensor& r
 }  // namespace
 
 D3S_REGISTER(m) {
-  m.impl("kept_logits", TORCH_BOX(&kept_logits_op));
-  m.impl("kept_hidden_grad_", TORCH_BOX(&kept_hidden_grad_));
-  m.impl("kept_weight_grad_", TORCH_BOX(&kept_weight_grad_));
+  m.impl("kept_logits", D3S_BOX(kept_logits_op));
+  m.impl("kept_hidden_grad_", D3S_BOX(kept_hidden_grad_));
+  m.impl("kept_weight_grad_", D3S_BOX(kept_weight_grad_));
 }
 
 }  // namespace d3s

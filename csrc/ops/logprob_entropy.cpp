@@ -4,13 +4,15 @@
 
 namespace d3s {
 
-Temperatures temperatures_of(double temperature, const OptionalTensor& tensor, const Tensor& like, int64_t row_dims,
+Temperatures temperatures_of(const TemperatureArgument& temperature, const Tensor& like, int64_t row_dims,
                              OptionalTensor& owner) {
+  const OptionalTensor& tensor = temperature.tensor;
   const auto good = [](double t) { return t >= Temperatures::kLowest && t <= Temperatures::kHighest; };
   Temperatures temperatures;
   if (!tensor) {
-    require(good(temperature), "temperature", "got ", temperature, "; takes a number above 0, in [1e-15, 1e15]");
-    temperatures.one = static_cast<float>(temperature);
+    const double number = temperature.number;
+    require(good(number), "temperature", "got ", number, "; takes a number above 0, in [1e-15, 1e15]");
+    temperatures.one = static_cast<float>(number);
     return temperatures;
   }
   require(tensor->scalar_type() == ScalarType::Float, "temperature", "got dtype ", dtype(*tensor), "; takes float32");
@@ -28,14 +30,13 @@ Temperatures temperatures_of(double temperature, const OptionalTensor& tensor, c
   return temperatures;
 }
 
-LogitsArgument::LogitsArgument(const Tensor& logits, double temperature, const OptionalTensor& temperature_tensor)
-    : logits_(logits) {
+LogitsArgument::LogitsArgument(const Tensor& logits, const TemperatureArgument& temperature) : logits_(logits) {
   require_float("logits", logits);
   rows.layout = rows_of("logits", logits);
   rows.logits = logits.const_data_ptr();
   rows.type = float_type(logits);
   dims = logits.dim() - 1;
-  rows.temperatures = temperatures_of(temperature, temperature_tensor, logits, dims, temperatures_);
+  rows.temperatures = temperatures_of(temperature, logits, dims, temperatures_);
 }
 
 namespace {
@@ -108,12 +109,9 @@ RowOutputs pointers(const FourTensors& outputs) {
           mutable_data<float>(std::get<2>(outputs)), mutable_data<float>(std::get<3>(outputs))};
 }
 
-FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, double temperature,
-                            const OptionalTensor& temperature_tensor, const OptionalTensor& mask,
-                            const OptionalTensor& sampling_ids, const OptionalTensor& sampling_offsets,
-                            bool include_label, const OptionalInt& max_dense_rows, const OptionalInt& kept_of) {
-  LogitsArgument argument(logits, temperature, temperature_tensor);
-  const SamplingMask sampling_mask{sampling_ids, sampling_offsets, include_label, max_dense_rows};
+FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, const TemperatureArgument& temperature,
+                            const OptionalTensor& mask, const SamplingMask& sampling_mask, const OptionalInt& kept_of) {
+  LogitsArgument argument(logits, temperature);
   if (kept_of) argument.set_kept_alone(sampling_mask, *kept_of);
   const int64_t vocabulary = argument.rows.layout.columns;
   argument.set_labels(labels, vocabulary);
@@ -129,17 +127,15 @@ FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, 
 
 Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
                                 const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
-                                const Tensor& row_max, const Tensor& log_sum, double temperature,
-                                const OptionalTensor& temperature_tensor, const OptionalTensor& mask,
-                                const OptionalInt& first_token, const OptionalTensor& sampling_ids,
-                                const OptionalTensor& sampling_offsets, bool include_label,
-                                const OptionalInt& max_dense_rows) {
-  LogitsArgument argument(logits, temperature, temperature_tensor);
+                                const Tensor& row_max, const Tensor& log_sum, const TemperatureArgument& temperature,
+                                const OptionalTensor& mask, const OptionalInt& first_token,
+                                const SamplingMask& sampling_mask) {
+  LogitsArgument argument(logits, temperature);
   if (first_token) require_token("first_token", *first_token);
   const int64_t vocabulary = first_token ? INT64_MAX : argument.rows.layout.columns;  // unknown for a tile
   argument.set_labels(labels, vocabulary);
   argument.set_mask(mask);
-  argument.set_spans({sampling_ids, sampling_offsets, include_label, max_dense_rows}, vocabulary);
+  argument.set_spans(sampling_mask, vocabulary);
   GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
   gradients.rows.vocabulary = vocabulary;
   const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
@@ -164,9 +160,9 @@ GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
 
 void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy,
                                const Tensor& logits, const OptionalTensor& labels, const Tensor& entropy,
-                               const Tensor& row_max, const Tensor& log_sum, int64_t first_token, double temperature,
-                               const OptionalTensor& temperature_tensor, const std::optional<ScalarType>& grad_dtype) {
-  LogitsArgument argument(logits, temperature, temperature_tensor);
+                               const Tensor& row_max, const Tensor& log_sum, int64_t first_token,
+                               const TemperatureArgument& temperature, const std::optional<ScalarType>& grad_dtype) {
+  LogitsArgument argument(logits, temperature);
   require_token("first_token", first_token);
   for (int64_t i = 0; i < argument.dims; ++i)
     require(logits.size(i) <= 1 || logits.stride(i) >= logits.size(argument.dims), "logits",
@@ -189,11 +185,9 @@ void require_state(const Tensor& state, bool shards) {
 }
 
 void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTensor& labels, int64_t first_token,
-                    double temperature, const OptionalTensor& temperature_tensor, const OptionalTensor& mask,
-                    const OptionalTensor& sampling_ids, const OptionalTensor& sampling_offsets, bool include_label,
-                    const OptionalInt& max_dense_rows, const OptionalInt& kept_of) {
-  LogitsArgument argument(logits, temperature, temperature_tensor);
-  const SamplingMask sampling_mask{sampling_ids, sampling_offsets, include_label, max_dense_rows};
+                    const TemperatureArgument& temperature, const OptionalTensor& mask,
+                    const SamplingMask& sampling_mask, const OptionalInt& kept_of) {
+  LogitsArgument argument(logits, temperature);
   if (kept_of) argument.set_kept_alone(sampling_mask, *kept_of);
   require_token("first_token", first_token);
   require_state(state, false);
@@ -207,12 +201,12 @@ void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTen
   merge_tile(argument.rows, first_token, mutable_data<RowState>(state), device);
 }
 
-FourTensors softmax_state_finish(const Tensor& state, double temperature, const OptionalTensor& temperature_tensor) {
+FourTensors softmax_state_finish(const Tensor& state, const TemperatureArgument& temperature) {
   require_state(state, true);
   const int64_t count = state.size(state.dim() - 2);
   FourTensors outputs = new_outputs({count}, state);
   OptionalTensor owner;
-  const Temperatures temperatures = temperatures_of(temperature, temperature_tensor, std::get<0>(outputs), 1, owner);
+  const Temperatures temperatures = temperatures_of(temperature, std::get<0>(outputs), 1, owner);
   TorchDevice device(state, PublicOp::kLinearLogprobEntropy);
   finish_states({data<RowState>(state), state.dim() == 3 ? state.size(0) : 1, count}, temperatures, pointers(outputs),
                 device);
@@ -222,11 +216,11 @@ FourTensors softmax_state_finish(const Tensor& state, double temperature, const 
 }  // namespace
 
 D3S_REGISTER(m) {
-  m.impl("logprob_entropy", TORCH_BOX(&logprob_entropy));
-  m.impl("logprob_entropy_backward", TORCH_BOX(&logprob_entropy_backward));
-  m.impl("logprob_entropy_backward_", TORCH_BOX(&logprob_entropy_backward_));
-  m.impl("softmax_state_", TORCH_BOX(&softmax_state_));
-  m.impl("softmax_state_finish", TORCH_BOX(&softmax_state_finish));
+  m.impl("logprob_entropy", D3S_BOX(logprob_entropy));
+  m.impl("logprob_entropy_backward", D3S_BOX(logprob_entropy_backward));
+  m.impl("logprob_entropy_backward_", D3S_BOX(logprob_entropy_backward_));
+  m.impl("softmax_state_", D3S_BOX(softmax_state_));
+  m.impl("softmax_state_finish", D3S_BOX(softmax_state_finish));
 }
 
 }  // namespace d3s

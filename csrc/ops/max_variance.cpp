@@ -3,36 +3,34 @@
 
 namespace d3s {
 
-Keep keep_of(const char* argument, const OptionalInt& keep, const OptionalTensor& keep_tensor, const Tensor& like) {
-  require(keep.has_value() != keep_tensor.has_value(), argument, "takes one number or one 0-d tensor");
+Keep keep_of(const char* argument, const KeepArgument& keep, const Tensor& like) {
+  require(keep.number.has_value() != keep.tensor.has_value(), argument, "takes one number or one 0-d tensor");
   const auto require_some = [&](int64_t k) { require(k >= 1, argument, "got ", k, "; takes at least 1"); };
   Keep number;
-  if (keep) {
-    require_some(*keep);
-    number.number = *keep;
+  if (keep.number) {
+    require_some(*keep.number);
+    number.number = *keep.number;
     return number;
   }
-  const auto type = keep_tensor->scalar_type();
-  const bool wide = type == ScalarType::Long;
-  require(keep_tensor->numel() == 1 && (wide || type == ScalarType::Int), argument, "got shape ", shape(*keep_tensor),
-          " of ", dtype(*keep_tensor), "; takes a number or a 0-d int64 or int32 tensor");
-  require_same_device(argument, *keep_tensor, like);
+  const Tensor& given = *keep.tensor;
+  const bool wide = given.scalar_type() == ScalarType::Long;
+  require(given.numel() == 1 && (wide || given.scalar_type() == ScalarType::Int), argument, "got shape ", shape(given),
+          " of ", dtype(given), "; takes a number or a 0-d int64 or int32 tensor");
+  require_same_device(argument, given, like);
   if (wide)
-    number.on_device64 = data<int64_t>(*keep_tensor);
+    number.on_device64 = data<int64_t>(given);
   else
-    number.on_device32 = data<int32_t>(*keep_tensor);
-  if (const OptionalTensor known = on_host(*keep_tensor))
-    require_some(wide ? *data<int64_t>(*known) : *data<int32_t>(*known));
+    number.on_device32 = data<int32_t>(given);
+  if (const OptionalTensor known = on_host(given)) require_some(wide ? *data<int64_t>(*known) : *data<int32_t>(*known));
   return number;
 }
 
 namespace {
 
-Tensor max_variance_select(const Tensor& values, const OptionalInt& keep, const OptionalTensor& keep_tensor,
-                           const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment,
-                           bool pooled) {
+Tensor max_variance_select(const Tensor& values, const KeepArgument& keep, const OptionalTensor& mask,
+                           const OptionalTensor& offsets, const OptionalInt& max_segment, bool pooled) {
   require_float("values", values);
-  Keep number = keep_of("keep", keep, keep_tensor, values);
+  Keep number = keep_of("keep", keep, values);
   SegmentedValues segmented;
   segmented.segments = segments_of(values, offsets, "values");
   segmented.total = values.numel();
@@ -56,6 +54,6 @@ Tensor max_variance_select(const Tensor& values, const OptionalInt& keep, const 
 
 }  // namespace
 
-D3S_REGISTER(m) { m.impl("max_variance_select", TORCH_BOX(&max_variance_select)); }
+D3S_REGISTER(m) { m.impl("max_variance_select", D3S_BOX(max_variance_select)); }
 
 }  // namespace d3s

@@ -165,10 +165,10 @@ Tensor adaptive_clip(const Tensor& entropy, const Tensor& groups, const Optional
 }  // namespace
 
 D3S_REGISTER(m) {
-  m.impl("importance_ratio", TORCH_BOX(&importance_ratio));
-  m.impl("importance_ratio_backward", TORCH_BOX(&importance_ratio_backward));
-  m.impl("entropy_groups", TORCH_BOX(&entropy_groups));
-  m.impl("adaptive_clip", TORCH_BOX(&adaptive_clip));
+  m.impl("importance_ratio", D3S_BOX(importance_ratio));
+  m.impl("importance_ratio_backward", D3S_BOX(importance_ratio_backward));
+  m.impl("entropy_groups", D3S_BOX(entropy_groups));
+  m.impl("adaptive_clip", D3S_BOX(adaptive_clip));
 }
 
 }  // namespace d3s

@@ -3,32 +3,31 @@
 
 namespace d3s {
 
-Quota quota_of(const OptionalFloat& ratio, const OptionalTensor& ratio_tensor, const OptionalInt& k,
-               const OptionalTensor& k_tensor, const Tensor& like) {
-  const int given = (ratio ? 1 : 0) + (ratio_tensor ? 1 : 0) + (k ? 1 : 0) + (k_tensor ? 1 : 0);
+Quota quota_of(const RatioArgument& ratio, const KeepArgument& k, const Tensor& like) {
+  const int given = ratio.number.has_value() + ratio.tensor.has_value() + k.number.has_value() + k.tensor.has_value();
   require(given == 1, "ratio", "got ", given, " of ratio and k; takes exactly one of the two");
   const auto require_ratio = [](double share) {
     require(share > 0 && share <= 1, "ratio", "got ", share, "; takes a number in (0, 1]");
   };
   Quota quota;
-  if (k || k_tensor) {
+  if (k.number || k.tensor) {
     quota.is_number = true;
-    quota.number = keep_of("k", k, k_tensor, like);
-  } else if (ratio) {
-    require_ratio(*ratio);
-    quota.ratio = *ratio;
+    quota.number = keep_of("k", k, like);
+  } else if (ratio.number) {
+    require_ratio(*ratio.number);
+    quota.ratio = *ratio.number;
   } else {
-    const bool wide = ratio_tensor->scalar_type() == ScalarType::Double;
-    require(ratio_tensor->numel() == 1 && (wide || ratio_tensor->scalar_type() == ScalarType::Float), "ratio",
-            "got shape ", shape(*ratio_tensor), " of ", dtype(*ratio_tensor),
-            "; takes a 0-d float32 or float64 tensor");
-    require_same_device("ratio", *ratio_tensor, like);
+    const Tensor& share = *ratio.tensor;
+    const bool wide = share.scalar_type() == ScalarType::Double;
+    require(share.numel() == 1 && (wide || share.scalar_type() == ScalarType::Float), "ratio", "got shape ",
+            shape(share), " of ", dtype(share), "; takes a 0-d float32 or float64 tensor");
+    require_same_device("ratio", share, like);
     quota.slack = wide ? kDoubleSlack : kFloatSlack;
     if (wide)
-      quota.ratio64 = data<double>(*ratio_tensor);
+      quota.ratio64 = data<double>(share);
     else
-      quota.ratio32 = data<float>(*ratio_tensor);
-    if (const OptionalTensor known = on_host(*ratio_tensor))
+      quota.ratio32 = data<float>(share);
+    if (const OptionalTensor known = on_host(share))
       require_ratio(wide ? *data<double>(*known) : static_cast<double>(*data<float>(*known)));
   }
   return quota;
@@ -51,13 +50,12 @@ Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, cons
 
 namespace {
 
-Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
-                 const OptionalInt& k, const OptionalTensor& k_tensor, const OptionalTensor& mask,
+Tensor topk_mask(const Tensor& scores, const RatioArgument& ratio, const KeepArgument& k, const OptionalTensor& mask,
                  const OptionalTensor& offsets, const OptionalInt& max_segment, bool pooled, bool drop_zeros) {
   require_float("scores", scores);
   Segments segments = segments_of(scores, offsets, "scores");
   int64_t longest = longest_of(segments, scores.numel(), max_segment);
-  Quota quota = quota_of(ratio, ratio_tensor, k, k_tensor, scores);
+  Quota quota = quota_of(ratio, k, scores);
   const OptionalTensor present = require_mask("mask", mask, scores, scores.dim());
   const Tensor source_values = packed(scores);
   const Tensor out = empty(leading_sizes(scores, scores.dim()), ScalarType::Bool, scores);
@@ -78,8 +76,7 @@ Tensor topk_mask(const Tensor& scores, const OptionalFloat& ratio, const Optiona
 // The arguments that select_tokens and select_tokens_from_logits share.
 struct TokenArguments {
   const Tensor& advantages;
-  const OptionalFloat& ratio;
-  const OptionalTensor& ratio_tensor;
+  const RatioArgument& ratio;
   const OptionalTensor& mask;
   const OptionalTensor& offsets;
   const OptionalInt& max_segment;
@@ -101,7 +98,7 @@ struct TokenSelection {
       : advantages(packed(given.advantages)),
         present(require_mask("mask", given.mask, entropy, entropy.dim())),
         sequences(segments_of(entropy, given.offsets, name)),
-        quota(quota_of(given.ratio, given.ratio_tensor, std::nullopt, std::nullopt, entropy)),
+        quota(quota_of(given.ratio, KeepArgument(), entropy)),
         longest(longest_of(sequences, entropy.numel(), given.max_segment)),
         pooled(given.pooled),
         drop_zeros(given.drop_zeros),
@@ -130,30 +127,27 @@ struct TokenSelection {
 };
 
 std::tuple<Tensor, Tensor, Tensor> select_tokens(const Tensor& entropy, const Tensor& advantages,
-                                                 const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
-                                                 const OptionalTensor& mask, const OptionalTensor& offsets,
-                                                 const OptionalInt& max_segment, bool pooled, bool drop_zeros) {
+                                                 const RatioArgument& ratio, const OptionalTensor& mask,
+                                                 const OptionalTensor& offsets, const OptionalInt& max_segment,
+                                                 bool pooled, bool drop_zeros) {
   require_float("entropy", entropy);
-  TokenSelection selection(entropy, "entropy",
-                           {advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros});
+  TokenSelection selection(entropy, "entropy", {advantages, ratio, mask, offsets, max_segment, pooled, drop_zeros});
   TorchDevice device(entropy, PublicOp::kSelectTokens);
   selection.run(packed(entropy), device);
   return {selection.mask, selection.count, selection.threshold};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
-    const Tensor& logits, const Tensor& advantages, const OptionalFloat& ratio, const OptionalTensor& ratio_tensor,
-    const OptionalTensor& mask, const OptionalTensor& offsets, const OptionalInt& max_segment, double temperature,
-    const OptionalTensor& temperature_tensor, bool pooled, bool drop_zeros, const OptionalTensor& sampling_ids,
-    const OptionalTensor& sampling_offsets, const OptionalInt& max_dense_rows) {
-  LogitsArgument argument(logits, temperature, temperature_tensor);
+    const Tensor& logits, const Tensor& advantages, const RatioArgument& ratio, const OptionalTensor& mask,
+    const OptionalTensor& offsets, const OptionalInt& max_segment, const TemperatureArgument& temperature, bool pooled,
+    bool drop_zeros, const SamplingMask& sampling_mask) {
+  LogitsArgument argument(logits, temperature);
   require(logits.dim() >= 2, "logits", "got shape ", shape(logits), "; takes [..., n, V]");
   const Tensor entropy = empty(leading_sizes(logits, argument.dims), ScalarType::Float, logits);
   // Checks all arguments before the long pass over the logits, not after it.
-  TokenSelection selection(entropy, "logits",
-                           {advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros});
+  TokenSelection selection(entropy, "logits", {advantages, ratio, mask, offsets, max_segment, pooled, drop_zeros});
   argument.rows.mask = selection.scores.mask;
-  argument.set_spans({sampling_ids, sampling_offsets, false, max_dense_rows}, argument.rows.layout.columns);
+  argument.set_spans(sampling_mask, argument.rows.layout.columns);
   RowOutputs outputs;
   outputs.entropy = mutable_data<float>(entropy);
   TorchDevice device(logits, PublicOp::kSelectTokensFromLogits);
@@ -170,9 +164,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
 }  // namespace
 
 D3S_REGISTER(m) {
-  m.impl("topk_mask", TORCH_BOX(&topk_mask));
-  m.impl("select_tokens", TORCH_BOX(&select_tokens));
-  m.impl("select_tokens_from_logits", TORCH_BOX(&select_tokens_from_logits));
+  m.impl("topk_mask", D3S_BOX(topk_mask));
+  m.impl("select_tokens", D3S_BOX(select_tokens));
+  m.impl("select_tokens_from_logits", D3S_BOX(select_tokens_from_logits));
 }
 
 }  // namespace d3s

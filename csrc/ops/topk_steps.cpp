@@ -61,8 +61,8 @@ Tensor topk_count_digit(const Tensor& keys, const Tensor& search, int64_t shift,
   return counts;
 }
 
-void topk_choose_digit_(const Tensor& search, const Tensor& counts, int64_t shift, const OptionalFloat& ratio,
-                        const OptionalTensor& ratio_tensor, const OptionalInt& k, const OptionalTensor& k_tensor) {
+void topk_choose_digit_(const Tensor& search, const Tensor& counts, int64_t shift, const RatioArgument& ratio,
+                        const KeepArgument& k) {
   require(counts.scalar_type() == ScalarType::Long && counts.dim() == 2 && counts.is_contiguous(), "counts",
           "got shape ", shape(counts), " of ", dtype(counts), "; takes contiguous int64 [segments, bins]");
   int64_t bits = 0;
@@ -70,7 +70,7 @@ void topk_choose_digit_(const Tensor& search, const Tensor& counts, int64_t shif
   require(int64_t{1} << bits == counts.size(1), "counts", "got ", counts.size(1), " bins; takes a power of two");
   const Digit digit = digit_of(shift, bits);
   KeySearch* searches = searches_of(search, counts.size(0), counts);
-  const Quota quota = quota_of(ratio, ratio_tensor, k, k_tensor, search);
+  const Quota quota = quota_of(ratio, k, search);
   TorchDevice device(search, PublicOp::kTopkMask);
   choose_digit(searches, counts.size(0), data<int64_t>(counts), digit, quota, device);
 }
@@ -95,10 +95,10 @@ std::tuple<Tensor, Tensor, Tensor> topk_mask_from_key(const Tensor& keys, const 
 }  // namespace
 
 D3S_REGISTER(m) {
-  m.impl("topk_order_keys", TORCH_BOX(&topk_order_keys));
-  m.impl("topk_count_digit", TORCH_BOX(&topk_count_digit));
-  m.impl("topk_choose_digit_", TORCH_BOX(&topk_choose_digit_));
-  m.impl("topk_mask_from_key", TORCH_BOX(&topk_mask_from_key));
+  m.impl("topk_order_keys", D3S_BOX(topk_order_keys));
+  m.impl("topk_count_digit", D3S_BOX(topk_count_digit));
+  m.impl("topk_choose_digit_", D3S_BOX(topk_choose_digit_));
+  m.impl("topk_mask_from_key", D3S_BOX(topk_mask_from_key));
 }
 
 }  // namespace d3s

@@ -233,7 +233,7 @@ def vocab_parallel_linear_logprob_entropy(
             problem.require_memory()
             # A rank without tokens runs no kernel that checks the temperature. So it is checked before others wait.
             state = hidden.new_empty((problem.rows, 4), dtype=torch.float32)
-            ops.check("softmax_state_finish", state, problem.temperature, problem.temperatures())
+            ops.check("softmax_state_finish", state, *problem.flat_temperature)
         return problem
 
     def alike(problem: HeadProblem) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._arguments import is_known
+from .._together import NumberOrTensor
 from .forward import Picked, dense_rows, flat, flat_rows, has_span, kept_logits
 from .problem import HeadProblem
 from .products import Head, Tiles, add_product, of_rows, whole_vectors, without_autocast
@@ -63,9 +64,9 @@ def backward(
     """The gradients of hidden states, weight and bias; empty where they are not wanted. The weight's is added to
     ``weight_grad_into`` if that is given, and empty then. The problem has been checked.
     """
-    if problem.sampling_offsets is None:
+    if problem.sampling_mask.offsets is None:
         return _of_all_tokens(problem, incoming, wanted, weight_grad_into)
-    dense, most_dense = dense_rows(problem), problem.max_dense_rows
+    dense, most_dense = dense_rows(problem), problem.sampling_mask.max_dense_rows
     exceeded = _any_exceeded(
         problem.rows,
         (problem.max_grad_rows, lambda: _rows_with_gradient(problem, incoming)),
@@ -142,16 +143,15 @@ def _with_kept_tokens(
     with torch._C._AutoDispatchBelowAutograd():  # torch's kernel for the gradient is Python
         grad, rows, tokens, undefined = _op.kept_logits_backward.default(
             grad_logprob, grad_entropy, kept_logits(problem), problem.labels, *statistics, weight.shape[0],
-            problem.temperature, problem.temperatures(), problem.logit_softcap, problem.mask,
-            None if shard.ranks is None else shard.first_token, problem.sampling_ids, problem.sampling_offsets,
-            problem.include_label,
+            *problem.flat_temperature, problem.logit_softcap, problem.mask,
+            None if shard.ranks is None else shard.first_token, *problem.sampling_mask,
         )  # fmt: skip
     if exceeded is not None:
         undefined.logical_or_(exceeded)
     if wanted.hidden:
         out = grad_hidden.view(hidden.shape)
         total = out if shard.ranks is None else torch.zeros_like(out, dtype=torch.float32)
-        offsets = problem.sampling_offsets
+        offsets = problem.sampling_mask.offsets
         _op.kept_hidden_grad_.default(grad, weight, rows, tokens, offsets, undefined, total)
         if total is not out:
             total = shard.total_(total).to(hidden.dtype)
@@ -212,7 +212,7 @@ class _Rows(NamedTuple):
     hidden: Tensor
     targets: Tensor
     incoming: Incoming
-    temperatures: Tensor | None
+    temperature: NumberOrTensor
 
     @classmethod
     def gathered(cls, picked: Picked, problem: HeadProblem, incoming: Incoming) -> _Rows:
@@ -229,13 +229,13 @@ class _Rows(NamedTuple):
             # Labels on a GPU are not checked: one that is no token gives NaN.
             given.grad_logprob.masked_fill_(targets >= problem.weight.shape[0], torch.nan)
         packed = picked.gather(hidden.reshape(count, hidden.shape[-1]))
-        return cls(packed, targets, given, picked.temperatures(problem))
+        return cls(packed, targets, given, picked.temperature(problem))
 
     def at(self, place: slice) -> _Rows:
         if place.start == 0 and place.stop == self.targets.shape[0]:  # mostly there is one tile, of all rows
             return self
         incoming = self.incoming.each(lambda values: values[place])
-        return _Rows(self.hidden[place], self.targets[place], incoming, of_rows(self.temperatures, place))
+        return _Rows(self.hidden[place], self.targets[place], incoming, of_rows(self.temperature, place))
 
 
 class Gradients:
@@ -319,7 +319,7 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
         grad_logprob, grad_entropy, *statistics = part.incoming
         _op.logprob_entropy_backward_.default(
             grad_logprob, grad_entropy, logits, part.targets, *statistics, problem.shard.first_token + tokens.start,
-            problem.temperature, part.temperatures, gradient.dtype if slope is None else None,
+            *part.temperature, gradient.dtype if slope is None else None,
         )  # fmt: skip
         if slope is not None:
             gradient[strip] = slope.mul_(logits)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._together import NO_SAMPLING_MASK, NumberOrTensor
 from .problem import HeadProblem, Shard
 from .products import Head, Tiles, of_rows, without_autocast
 
@@ -44,9 +45,11 @@ class Picked(NamedTuple):
             return packed
         return packed.masked_fill_(self.past if dim == values.dim() - 1 else self.past.unsqueeze(1), past)
 
-    def temperatures(self, problem: HeadProblem) -> Tensor | None:
-        each = problem.temperatures()
-        return each if each is None or each.dim() == 0 else self.gather(each, past=1)  # a temperature is above 0
+    def temperature(self, problem: HeadProblem) -> NumberOrTensor:
+        number, each = problem.flat_temperature
+        if each is None or each.dim() == 0:
+            return problem.temperature
+        return NumberOrTensor(number, self.gather(each, past=1))  # a temperature is above 0
 
     def scatter(self, values: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
         """``values`` at their rows, 0 elsewhere; NaN where the bound was exceeded."""
@@ -92,21 +95,21 @@ def flat_rows(problem: HeadProblem) -> HeadProblem:
 def kept_logits(problem: HeadProblem) -> Tensor:
     """The logits of all places, for each of the flat rows: ``[rows, places]``, which share their memory."""
     logits: Tensor = _op.kept_logits.default(
-        problem.hidden, problem.weight, problem.labels, problem.sampling_ids, problem.sampling_offsets, problem.bias,
-        problem.logit_softcap, problem.mask, problem.shard.first_token, problem.include_label, problem.logits_dtype,
+        problem.hidden, problem.weight, problem.labels, problem.bias, problem.logit_softcap, problem.mask,
+        problem.shard.first_token, problem.logits_dtype, *problem.sampling_mask,
     )  # fmt: skip
     return logits.expand(problem.rows, -1)
 
 
 def has_span(problem: HeadProblem) -> Tensor:
     """bool ``[rows]``."""
-    assert problem.sampling_offsets is not None
-    return problem.sampling_offsets.diff() != 0
+    assert problem.sampling_mask.offsets is not None
+    return problem.sampling_mask.offsets.diff() != 0
 
 
 def dense_rows(problem: HeadProblem) -> HeadProblem:
     """The rows with an empty span, of which all logits are computed."""
-    offsets, ids = problem.sampling_offsets, problem.sampling_ids
+    ids, offsets, _, most_dense = problem.sampling_mask
     assert ids is not None
     assert offsets is not None
     # Offsets may be unchecked on a GPU: where they are bad, the row's results are NaN. Both ends of an empty span are
@@ -121,11 +124,9 @@ def dense_rows(problem: HeadProblem) -> HeadProblem:
 
     return problem._replace(
         mask=mask,
-        max_rows=smaller(problem.max_rows, problem.max_dense_rows),
-        max_grad_rows=smaller(problem.max_grad_rows, problem.max_dense_rows),
-        sampling_ids=None,
-        sampling_offsets=None,
-        max_dense_rows=None,
+        max_rows=smaller(problem.max_rows, most_dense),
+        max_grad_rows=smaller(problem.max_grad_rows, most_dense),
+        sampling_mask=NO_SAMPLING_MASK,
     )
 
 
@@ -141,10 +142,10 @@ def no_logits(rows: int, like: Tensor) -> Tensor:
 
 
 def finished(
-    shard: Shard, state: Tensor, labels: Tensor, mask: Tensor | None, temperature: float, temperatures: Tensor | None
+    shard: Shard, state: Tensor, labels: Tensor, mask: Tensor | None, temperature: NumberOrTensor
 ) -> tuple[Tensor, ...]:
     """The results of the rows: of the states of all shards, 0 where there is no label, and where the mask is False."""
-    outputs: tuple[Tensor, ...] = _op.softmax_state_finish.default(shard.everyones(state), temperature, temperatures)
+    outputs: tuple[Tensor, ...] = _op.softmax_state_finish.default(shard.everyones(state), *temperature)
     outputs[0].masked_fill_(labels == -100, 0.0)
     if mask is not None:
         for output in outputs:
@@ -162,7 +163,7 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
             raise
     problem.require_memory()
     outputs = _of_kept_tokens(problem)
-    if problem.max_dense_rows != 0:
+    if problem.sampling_mask.max_dense_rows != 0:
         dense = dense_rows(problem)
         assert dense.mask is not None
         all_tokens = _of_all_tokens(dense)
@@ -179,18 +180,15 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
 @without_autocast
 def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
     """The outputs of the rows that have a span, 0 for others."""
-    rows, temperatures, shard = flat_rows(problem), problem.temperatures(), problem.shard
+    rows, temperature, shard = flat_rows(problem), problem.flat_temperature, problem.shard
     logits, labels, mask = kept_logits(rows), rows.labels, rows.mask
-    options = (
-        problem.temperature, temperatures, mask, problem.sampling_ids, problem.sampling_offsets, problem.include_label,
-        problem.max_dense_rows, len(problem.weight),
-    )  # fmt: skip
+    options = *temperature, mask, *problem.sampling_mask, len(problem.weight)
     if shard.ranks is None:
         outputs = _op.logprob_entropy.default(logits, labels, *options)
     else:
         state = no_logits(problem.rows, logits)
         _op.softmax_state_.default(state, logits, labels, shard.first_token, *options)
-        outputs = finished(shard, state, labels, mask, problem.temperature, temperatures)
+        outputs = finished(shard, state, labels, mask, temperature)
     return tuple(output.view(problem.labels.shape) for output in outputs)
 
 
@@ -203,7 +201,7 @@ def _of_all_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
     rows, targets = hidden.reshape(count, hidden.shape[-1]), problem.labels.reshape(count)
     if picked is not None:
         rows, targets = picked.gather(rows), picked.gather(targets)
-    temperatures = problem.temperatures() if picked is None else picked.temperatures(problem)
+    temperature = problem.flat_temperature if picked is None else picked.temperature(problem)
 
     head = Head.of(problem)
     tiles = Tiles.cut(rows, head, problem.workspace_bytes)
@@ -212,10 +210,10 @@ def _of_all_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
         for t in tiles.token_slices():
             logits = head.logits(rows[r], t, tiles.room(r, t))
             _op.softmax_state_.default(
-                state[r], logits, targets[r], problem.shard.first_token + t.start, problem.temperature,
-                of_rows(temperatures, r),
+                state[r], logits, targets[r], problem.shard.first_token + t.start,
+                *of_rows(temperature, r),
             )  # fmt: skip
-    outputs = finished(problem.shard, state, targets, None, problem.temperature, temperatures)
+    outputs = finished(problem.shard, state, targets, None, temperature)
     if picked is not None:
         outputs = picked.scatter(outputs, count)
     return tuple(output.view(shape) for output in outputs)

@@ -15,10 +15,12 @@ from .._dispatch import ops
 from .._dispatch.autograd import needs, register_gradient, register_no_second_derivative
 from .._dispatch.backends import DEVICES
 from .._dispatch.faults import look
+from .._dispatch.libraries import argument_names
 from .._dispatch.unreadable import refuse_unreadable
+from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
 from .backward import Incoming, Wanted, backward
 from .forward import finished, forward, no_logits
-from .problem import HeadProblem, Shard
+from .problem import HeadProblem, Shard, problem_of
 
 _op = torch.ops.d3s_kernels
 _library = torch.library.Library("d3s_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -57,9 +59,9 @@ _ARGUMENTS = (
 
 
 def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
-    problem = HeadProblem.of(*arguments)
+    problem = problem_of(*arguments)
     if not problem.hidden.is_cpu and problem.shard.ranks is None:  # on a CPU the values are checked
-        look("linear_logprob_entropy", problem._asdict())
+        look("linear_logprob_entropy", dict(zip(argument_names("linear_logprob_entropy"), arguments, strict=False)))
     return forward(problem)
 
 
@@ -72,7 +74,7 @@ def _backward_kernel(
     wanted: Sequence[bool],
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = HeadProblem.of(*arguments)
+    problem = problem_of(*arguments)
     problem.check()
     return backward(problem, Incoming(grad_logprob, grad_entropy, entropy, row_max, log_sum), Wanted(*wanted))
 
@@ -122,7 +124,8 @@ def _gradients(
     ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> dict[str, Tensor]:
     arguments, grad_logprob, statistics = _restored(ctx, saved, grad_logprob)
-    wanted = [needs(ctx, HeadProblem._fields.index(name)) for name in Wanted._fields]
+    names = argument_names("linear_logprob_entropy")
+    wanted = [needs(ctx, names.index(name)) for name in Wanted._fields]
     gradients = _op.linear_logprob_entropy_backward.default(grad_logprob, grad_entropy, *statistics, wanted, *arguments)
     return dict(zip(Wanted._fields, gradients, strict=True))
 
@@ -174,11 +177,12 @@ class _AsksAtBackward(torch.autograd.Function):
             raise RuntimeError(
                 "d3s_kernels: the LM head can be differentiated once, not twice; got a backward with create_graph=True"
             )
-        needed = dict(zip(("at_backward", *HeadProblem._fields), ctx.needs_input_grad, strict=False))
+        names = "at_backward", *argument_names("linear_logprob_entropy")
+        needed = dict(zip(names, ctx.needs_input_grad, strict=True))
         found: dict[str, Tensor] = {}
         if grad_logprob is not None or grad_entropy is not None:
             arguments, grad_logprob, statistics = _restored(ctx, ctx.saved_tensors, grad_logprob)
-            problem, max_grad_rows = HeadProblem.of(*arguments), ctx.at_backward.max_grad_rows()
+            problem, max_grad_rows = problem_of(*arguments), ctx.at_backward.max_grad_rows()
             if max_grad_rows is not None:
                 problem = problem._replace(max_grad_rows=max_grad_rows)
             wanted = Wanted(*(needed[name] for name in Wanted._fields))
@@ -186,7 +190,7 @@ class _AsksAtBackward(torch.autograd.Function):
             gradients = backward(problem, Incoming(grad_logprob, grad_entropy, *statistics), wanted, into)
             found = dict(zip(Wanted._fields, gradients, strict=True))
             needed["weight"] &= into is None
-        return *(found.get(name) if need else None for name, need in needed.items()), None
+        return tuple(found.get(name) if need else None for name, need in needed.items())
 
 
 # ---- vocab_parallel_logprob_entropy ---------------------------------------------------------------------------------
@@ -197,19 +201,18 @@ def _vocab_parallel_kernel(
     labels: Tensor,
     first_token: int,
     group_name: str,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
-    *spans: Any,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> tuple[Tensor, ...]:
     shape = logits.shape[:-1]
     state = no_logits(shape.numel(), logits)
-    _op.softmax_state_.default(state, logits, labels, first_token, temperature, temperature_tensor, mask, *spans)
-    if temperature_tensor is not None and temperature_tensor.dim() > 0:
-        temperature_tensor = temperature_tensor.reshape(-1)
+    _op.softmax_state_.default(state, logits, labels, first_token, *temperature, mask, *sampling_mask)
+    if temperature.tensor is not None and temperature.tensor.dim() > 0:
+        temperature = NumberOrTensor(temperature.number, temperature.tensor.reshape(-1))
     rows_of_mask = None if mask is None else mask.reshape(-1)
     shard = Shard.of(first_token, group_name)
-    outputs = finished(shard, state, labels.reshape(-1), rows_of_mask, temperature, temperature_tensor)
+    outputs = finished(shard, state, labels.reshape(-1), rows_of_mask, temperature)
     return tuple(output.view(shape) for output in outputs)
 
 
@@ -218,7 +221,7 @@ _declare(
     "float temperature=1.0, Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
     "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
-    _vocab_parallel_kernel,
+    of_schema(_vocab_parallel_kernel),
     lambda logits, *_: _results(logits),
 )
 

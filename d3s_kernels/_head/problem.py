@@ -23,6 +23,7 @@ from .._arguments import (
     temperature_argument,
 )
 from .._dispatch import ops
+from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
 from ..sampling import LabelOutside, SamplingMask, op_arguments
 
 if TYPE_CHECKING:
@@ -78,18 +79,14 @@ class HeadProblem(NamedTuple):
     weight: Tensor
     labels: Tensor
     bias: Tensor | None = None
-    temperature: float = 1.0
-    temperature_tensor: Tensor | None = None
+    temperature: NumberOrTensor = ONE
     logit_softcap: float | None = None
     mask: Tensor | None = None
     max_rows: int | None = None
     max_grad_rows: int | None = None
     logits_dtype: torch.dtype = torch.float32
     workspace_bytes: int | None = None
-    sampling_ids: Tensor | None = None
-    sampling_offsets: Tensor | None = None
-    include_label: bool = False
-    max_dense_rows: int | None = None
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK
     shard: Shard = WHOLE
 
     @classmethod
@@ -126,21 +123,19 @@ class HeadProblem(NamedTuple):
         if not isinstance(logits_dtype, torch.dtype):
             raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
         hidden, weight, bias = operands(hidden, weight, bias, weight_grad_into, name)
-        number, tensor = temperature_argument(temperature, hidden)
         return cls(
-            hidden, weight, labels, bias, number, tensor, logit_softcap, mask, max_rows, max_grad_rows, logits_dtype,
-            workspace_bytes, *op_arguments(sampling_mask, max_dense_rows, hidden, label_outside), shard=shard,
+            hidden, weight, labels, bias, NumberOrTensor(*temperature_argument(temperature, hidden)), logit_softcap,
+            mask, max_rows, max_grad_rows, logits_dtype, workspace_bytes,
+            op_arguments(sampling_mask, max_dense_rows, hidden, label_outside), shard,
         )  # fmt: skip
 
-    @classmethod
-    def of(cls, *arguments: Any) -> HeadProblem:
-        """From the arguments of an op. Torch may leave out those at the end that have their default value."""
-        end = len(cls._fields) - 1
-        return cls(*arguments[:end])._replace(shard=Shard.of(*arguments[end:]))
-
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of the op."""
-        return *self[:-1], self.shard.first_token, self.shard.group_name
+        """The arguments of the op's schema."""
+        return (
+            self.hidden, self.weight, self.labels, self.bias, *self.temperature, self.logit_softcap, self.mask,
+            self.max_rows, self.max_grad_rows, self.logits_dtype, self.workspace_bytes, *self.sampling_mask,
+            self.shard.first_token, self.shard.group_name,
+        )  # fmt: skip
 
     @property
     def rows(self) -> int:
@@ -149,12 +144,13 @@ class HeadProblem(NamedTuple):
     @property
     def has_spans(self) -> bool:
         """Whether some argument is about a sampling mask."""
-        return not (self.sampling_ids is None and self.sampling_offsets is None and self.max_dense_rows is None)
+        return any(value is not None for value in (*self.sampling_mask[:2], self.sampling_mask.max_dense_rows))
 
-    def temperatures(self) -> Tensor | None:
-        """The tensor of temperatures, one for each row or 0-d for all; None if they are the number."""
-        each = self.temperature_tensor
-        return each if each is None or each.dim() == 0 else each.reshape(self.rows)
+    @property
+    def flat_temperature(self) -> NumberOrTensor:
+        """A tensor is ``[rows]``, or 0-d for all rows."""
+        number, each = self.temperature
+        return self.temperature if each is None or each.dim() == 0 else NumberOrTensor(number, each.reshape(self.rows))
 
     # ---- checks of shapes and values: raise a ValueError that names the first wrong argument ------------------------
 
@@ -202,7 +198,7 @@ class HeadProblem(NamedTuple):
         for name, tensor in (("weight", self.weight), ("labels", labels), ("bias", self.bias), ("mask", mask)):
             if tensor is not None and tensor.device != device:
                 raise ValueError(f"{name}: is not on hidden's device, {device}")
-        each = self.temperature_tensor
+        each = self.temperature.tensor
         if each is not None and each.dim() > 0 and each.shape != shape:
             raise ValueError(f"temperature: got shape {list(each.shape)}; takes a 0-d tensor or one for each row")
 
@@ -238,23 +234,26 @@ class HeadProblem(NamedTuple):
         """As the op on logits would: with one row of uninitialised logits, which stands for all."""
         if not self.has_spans:
             return
-        both = self.sampling_ids is not None and self.sampling_offsets is not None
+        both = self.sampling_mask.ids is not None and self.sampling_mask.offsets is not None
         if both and self.shard.ranks is None and not is_known(self.labels):
             return  # all but values is checked again by kept_logits; ranks must know before they wait for each other
-        rows = self.labels, 1.0, None, self.mask
-        spans = self.sampling_ids, self.sampling_offsets, self.include_label, self.max_dense_rows
+        rows = self.labels, *ONE, self.mask, *self.sampling_mask
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
         if self.shard.ranks is None:
-            ops.check("logprob_entropy", logits, *rows, *spans)
+            ops.check("logprob_entropy", logits, *rows)
         else:
             state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
-            ops.check("softmax_state_", state, logits, rows[0], self.shard.first_token, *rows[1:], *spans)
+            ops.check("softmax_state_", state, logits, rows[0], self.shard.first_token, *rows[1:])
 
     def require_memory(self) -> None:
         """Refuses a parameter that was gathered for a module's forward and freed after it. Torch's products find that
         too, and kernels do not: they would end the process.
         """
         _require_memory(self.weight, self.bias)
+
+
+problem_of = of_schema(HeadProblem, shard=(Shard.of, {"first_token": 0, "group_name": None}))
+"""The problem of the arguments of the op's schema."""
 
 
 # ---- hidden states, weight and bias in the form that the ops take --------------------------------------------------

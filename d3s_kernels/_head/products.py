@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._dispatch import backends
 from .._dispatch.backends import SLICES
+from .._together import NumberOrTensor
 from .problem import HeadProblem
 
 _op = torch.ops.d3s_kernels
@@ -221,6 +222,6 @@ def whole_vectors(elements: int, dtype: torch.dtype) -> int:
     return -(-elements // vector) * vector
 
 
-def of_rows(values: Tensor | None, rows: slice) -> Tensor | None:
-    """``values`` of these rows; a 0-d tensor stands for all."""
-    return values if values is None or values.dim() == 0 else values[rows]
+def of_rows(temperature: NumberOrTensor, rows: slice) -> NumberOrTensor:
+    number, each = temperature
+    return temperature if each is None or each.dim() == 0 else NumberOrTensor(number, each[rows])

@@ -1,6 +1,7 @@
 """The ops in plain PyTorch, for devices that have no kernels of their own.
 
-Each function has the name, arguments and results of an op of ``csrc/library.cpp``. Arguments are checked before, except
+Each function has the name, arguments and results of an op of ``csrc/library.cpp``. Arguments that travel together are
+one. Arguments are checked before, except
 for values on a GPU: there invalid values give NaN or select nothing, as in the CUDA kernels. No function waits for the
 device, and the result of a row or a segment has the same bits in any batch.
 """
@@ -10,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .._together import of_schema
 from . import compact, group_advantages, kept_products, logprob_entropy, max_variance, ratios, topk_mask, topk_steps
 from . import logprob_entropy_backward as backward
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    kernel.__name__: kernel
+    kernel.__name__: of_schema(kernel)
     for kernel in (
         logprob_entropy.logprob_entropy,
         backward.logprob_entropy_backward,

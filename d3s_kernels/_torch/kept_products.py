@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .._together import NO_SAMPLING_MASK, SamplingArguments
 from .spans import Sets, Spans
 
 _GATHERED = 1 << 24  # numbers at a time: 64 MB in float32
@@ -19,22 +20,20 @@ def kept_logits(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    sampling_ids: Tensor,
-    sampling_offsets: Tensor,
     bias: Tensor | None = None,
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     first_token: int = 0,
-    include_label: bool = False,
     logits_dtype: torch.dtype = torch.float32,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Tensor:
-    spans = Spans.of(sampling_ids, sampling_offsets, include_label, None)
+    spans = Spans.of(sampling_mask)
     assert spans is not None
     sets = Sets.of(spans, labels.long(), 1 << 31)
     counts = ~sets.single if mask is None else ~sets.single & mask
-    out = torch.full((len(sampling_ids) + len(labels),), -torch.inf, device=hidden.device)
+    out = torch.full((len(spans.ids) + len(labels),), -torch.inf, device=hidden.device)
     rows = torch.arange(len(labels), device=labels.device)
-    label_pieces = (rows, labels.long(), sets.label_joins, len(sampling_ids) + rows)
+    label_pieces = (rows, labels.long(), sets.label_joins, len(spans.ids) + rows)
     for row, ids, used, place in (*spans.pieces(), label_pieces):
         token = ids - first_token
         needed = used & counts[row] & (token >= 0) & (token < len(weight))

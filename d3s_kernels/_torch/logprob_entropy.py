@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
 from .softmax_state import SLICE, add_logits, finish, log_probability, merge, no_logits, row_blocks, temperatures
 from .spans import SpanRows, Spans
 
@@ -37,20 +38,16 @@ def at_places(tile: Tensor, places: Tensor) -> Tensor:
 def logprob_entropy(
     logits: Tensor,
     labels: Tensor | None,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
     kept_of: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = logits.shape[:-1]
     count = math.prod(shape)
     targets = labels_of(labels, count, logits)
-    each = temperatures(temperature, temperature_tensor, count, logits)
-    spans = Spans.of(sampling_ids, sampling_offsets, include_label, max_dense_rows)
+    each = temperatures(temperature, count, logits)
+    spans = Spans.of(sampling_mask)
     if spans is None:
         results = _of_all_tokens(logits, targets, each)
     else:
@@ -102,19 +99,15 @@ def softmax_state_(
     logits: Tensor,
     labels: Tensor | None,
     first_token: int,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
     kept_of: int | None = None,
 ) -> None:
     """Merges a tile into the states [rows, 4]: (m, S, T, the label's logit, NaN until the label's tile is merged)."""
     targets = labels_of(labels, len(state), logits)
-    each = temperatures(temperature, temperature_tensor, len(state), logits)
-    spans = Spans.of(sampling_ids, sampling_offsets, include_label, max_dense_rows)
+    each = temperatures(temperature, len(state), logits)
+    spans = Spans.of(sampling_mask)
     if spans is None:
         after = _merged_with_all(state, logits, targets, each, first_token)
     else:
@@ -160,12 +153,10 @@ def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
     return torch.where(in_tile.unsqueeze(1), alone, state)
 
 
-def softmax_state_finish(
-    state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def softmax_state_finish(state: Tensor, temperature: NumberOrTensor = ONE) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of states [rows, 4], or [pieces, rows, 4], where a row's pieces are merged from left to right."""
     first, *others = state.unsqueeze(0) if state.dim() == 2 else state
-    each = temperatures(temperature, temperature_tensor, len(first), state)
+    each = temperatures(temperature, len(first), state)
     merged, label_logit = first[:, :3].T, first[:, 3]
     for piece in others:
         merged = merge(merged, piece[:, :3].T, each)

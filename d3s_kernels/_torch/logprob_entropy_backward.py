@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
 from .logprob_entropy import NO_TARGET, at_places, labels_of, places_in_tile
 from .softmax_state import row_blocks, temperatures
 from .spans import SpanRows, Spans
@@ -36,17 +37,13 @@ def logprob_entropy_backward(
     entropy: Tensor,
     row_max: Tensor,
     log_sum: Tensor,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
     first_token: int | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Tensor:
     targets = labels_of(labels, entropy.numel(), logits)
-    each = temperatures(temperature, temperature_tensor, entropy.numel(), logits)
+    each = temperatures(temperature, entropy.numel(), logits)
     rows = _rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each)
     no_token = (targets != NO_TARGET) & (targets < 0)
     if first_token is None:  # else the logits are a tile, and the size of the vocabulary is unknown
@@ -54,7 +51,7 @@ def logprob_entropy_backward(
     rows = rows._replace(top=rows.top.masked_fill(no_token & (rows.target != 0), math.nan))
     if mask is not None:
         rows = rows._replace(still=rows.still | ~mask.reshape(-1))
-    spans = Spans.of(sampling_ids, sampling_offsets, include_label, max_dense_rows)
+    spans = Spans.of(sampling_mask)
     if spans is not None:
         return _gradient_of_kept(rows, SpanRows.of(spans, logits, targets, first_token, mask))
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -71,12 +68,11 @@ def logprob_entropy_backward_(
     row_max: Tensor,
     log_sum: Tensor,
     first_token: int,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     grad_dtype: torch.dtype | None = None,
 ) -> None:
     targets = labels_of(labels, entropy.numel(), logits)
-    each = temperatures(temperature, temperature_tensor, entropy.numel(), logits)
+    each = temperatures(temperature, entropy.numel(), logits)
     rows = _rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each)
     # A gradient in half precision takes the front half of each row of float32.
     _write(rows, logits, first_token, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
@@ -130,19 +126,16 @@ def kept_logits_backward(
     row_max: Tensor,
     log_sum: Tensor,
     kept_of: int,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
     first_token: int | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For each place the gradient, the row (-1 for none) and the token; and which rows have a gradient of NaN."""
     targets = labels_of(labels, len(entropy), logits)
-    each = temperatures(temperature, temperature_tensor, len(entropy), logits)
-    spans = Spans.of(sampling_ids, sampling_offsets, include_label, None)
+    each = temperatures(temperature, len(entropy), logits)
+    spans = Spans.of(sampling_mask)
     assert spans is not None
     own = SpanRows.of(spans, logits, targets, first_token, mask, kept_of)
     rows = _of_sets(_rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each), own)

@@ -11,12 +11,12 @@ from torch.nn.functional import pad
 from .._segments.quota import Quota
 from .._segments.ranking import lowest_first
 from .._segments.segments import Segments, both, pool, segments_of
+from .._together import NOTHING, NumberOrTensor
 
 
 def max_variance_select(
     values: Tensor,
-    keep: int | None = None,
-    keep_tensor: Tensor | None = None,
+    keep: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
@@ -28,7 +28,7 @@ def max_variance_select(
     usable = both(flat.isfinite(), mask) & ~segments.left_out()
     order, rank = lowest_first(flat, usable, segments)
     n = segments.total(usable)
-    k = Quota(k=keep, k_tensor=keep_tensor).of(n, times=times)
+    k = Quota(k=keep.number, k_tensor=keep.tensor).of(n, times=times)
     low = torch.where(k < n, _best_split(flat[order], n, k, segments), k)  # if k is n, all are kept
     low = torch.where(k == 1, 1, low)  # a single value has variance 0; rounding must not choose
     rank_from_end = n[segments.of] - rank  # 1 for the last usable value, below 1 for unusable ones

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .._together import NumberOrTensor
+
 # The tokens that are summed at once; the states of slices are then merged from left to right. On every device, tiles of
 # the vocabulary are cut at multiples of it (d3s_kernels/_head/tiles.py).
 SLICE = 8192
@@ -39,8 +41,9 @@ def _blocks(logits: Tensor, most: int, first: int) -> Iterator[tuple[slice, Tens
         first += rows
 
 
-def temperatures(number: float, tensor: Tensor | None, rows: int, like: Tensor) -> Tensor:
+def temperatures(temperature: NumberOrTensor, rows: int, like: Tensor) -> Tensor:
     """One for each row. An unchecked temperature that is not valid becomes NaN, and so do the results of its row."""
+    number, tensor = temperature
     if tensor is None:
         return torch.full((rows,), number, dtype=torch.float32, device=like.device)
     each = tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(-1)

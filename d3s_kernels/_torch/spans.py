@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._together import SamplingArguments
 from .compact import compact
 from .softmax_state import LOWEST
 
@@ -22,7 +23,7 @@ _DENSE_AT_ONCE = 1 << 25  # logits of rows that are packed
 
 
 class Spans(NamedTuple):
-    """The spans of all rows, as an op takes them."""
+    """The spans of all rows."""
 
     ids: Tensor
     offsets: Tensor  # int64
@@ -31,9 +32,8 @@ class Spans(NamedTuple):
     max_dense_rows: int | None
 
     @classmethod
-    def of(
-        cls, ids: Tensor | None, offsets: Tensor | None, include_label: bool, max_dense_rows: int | None
-    ) -> Spans | None:
+    def of(cls, sampling_mask: SamplingArguments) -> Spans | None:
+        ids, offsets, include_label, max_dense_rows = sampling_mask
         if ids is None or offsets is None:
             return None
         bad = (offsets[0] != 0) | (offsets[1:] < offsets[:-1]).any() | (offsets[-1] > len(ids))

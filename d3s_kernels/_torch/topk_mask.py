@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from .._segments.quota import Quota
 from .._segments.ranking import highest_first
 from .._segments.segments import Segments, both, pool, segments_of
+from .._together import NO_SAMPLING_MASK, NOTHING, ONE, NumberOrTensor, SamplingArguments
 from .logprob_entropy import logprob_entropy
 
 
@@ -45,10 +46,8 @@ def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zer
 
 def topk_mask(
     scores: Tensor,
-    ratio: float | None = None,
-    ratio_tensor: Tensor | None = None,
-    k: int | None = None,
-    k_tensor: Tensor | None = None,
+    ratio: NumberOrTensor = NOTHING,
+    k: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
@@ -58,15 +57,14 @@ def topk_mask(
     segments, times = segments_of(scores, offsets), 1
     if pooled:
         segments, times = pool(scores), segments.number
-    quota = Quota(ratio, ratio_tensor, k, k_tensor)
+    quota = Quota(*ratio, *k)
     return _select(scores.flatten().float(), mask, segments, quota, drop_zeros, times).mask.view(scores.shape)
 
 
 def select_tokens(
     entropy: Tensor,
     advantages: Tensor,
-    ratio: float | None = None,
-    ratio_tensor: Tensor | None = None,
+    ratio: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
@@ -76,7 +74,7 @@ def select_tokens(
     sequences = segments_of(entropy, offsets)
     scores = advantage_of_each(advantages, entropy, sequences).abs() * entropy.flatten().float()
     segments = pool(entropy) if pooled else sequences
-    top = _select(scores, mask, segments, Quota(ratio, ratio_tensor), drop_zeros)
+    top = _select(scores, mask, segments, Quota(*ratio), drop_zeros)
     count, threshold = _count_and_threshold(top, scores, segments, drop_zeros)
     shape = () if pooled else entropy.shape[:-1] if offsets is None else count.shape
     return top.mask.view(entropy.shape), count.view(shape), threshold.view(shape)
@@ -94,23 +92,15 @@ def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) 
 def select_tokens_from_logits(
     logits: Tensor,
     advantages: Tensor,
-    ratio: float | None = None,
-    ratio_tensor: Tensor | None = None,
+    ratio: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     pooled: bool = True,
     drop_zeros: bool = False,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    max_dense_rows: int | None = None,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, entropy, _, _ = logprob_entropy(
-        logits, None, temperature, temperature_tensor, mask, sampling_ids, sampling_offsets, False, max_dense_rows
-    )
-    chosen, count, threshold = select_tokens(
-        entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
-    )
+    _, entropy, _, _ = logprob_entropy(logits, None, temperature, mask, sampling_mask, None)
+    chosen, count, threshold = select_tokens(entropy, advantages, ratio, mask, offsets, max_segment, pooled, drop_zeros)
     return chosen, entropy, count, threshold

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from .._segments.order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, signed, unsigned
 from .._segments.quota import Quota
 from .._segments.segments import both, segments_of
+from .._together import NOTHING, NumberOrTensor
 from .topk_mask import advantage_of_each
 
 _KEY_BITS = 32
@@ -46,15 +47,13 @@ def topk_choose_digit_(
     search: Tensor,
     counts: Tensor,
     shift: int,
-    ratio: float | None = None,
-    ratio_tensor: Tensor | None = None,
-    k: int | None = None,
-    k_tensor: Tensor | None = None,
+    ratio: NumberOrTensor = NOTHING,
+    k: NumberOrTensor = NOTHING,
 ) -> None:
     bins = counts.shape[1]
     prefix, left, kept = search.unbind(1)
     if shift + bins.bit_length() - 1 == _KEY_BITS:
-        kept = Quota(ratio, ratio_tensor, k, k_tensor).of(counts.sum(1))
+        kept = Quota(*ratio, *k).of(counts.sum(1))
         prefix, left = torch.zeros_like(kept), kept
     from_top = counts.flip(1).cumsum(1)  # how many keys are in a bin or above it
     place = (from_top < left.unsqueeze(1)).sum(1).clamp(max=bins - 1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._together import of_schema
 from . import logprob_entropy, max_variance, topk_mask
 from . import logprob_entropy_backward as backward
 
@@ -28,7 +29,7 @@ def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    kernel.__name__: _on_its_device(kernel)
+    kernel.__name__: _on_its_device(of_schema(kernel))
     for kernel in (
         logprob_entropy.logprob_entropy,
         logprob_entropy.softmax_state_,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
 from . import launch
 from .launch import EXACT, contiguous
 from .order_key import ABSENT, order_key
@@ -172,26 +173,21 @@ def finish_states(
 def logprob_entropy(
     logits: Tensor,
     labels: Tensor | None,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
     kept_of: int | None = None,
 ) -> Any:
-    if sampling_ids is not None:
+    if sampling_mask.ids is not None:
         return NotImplemented
-    return row_statistics(logits, labels, temperature, temperature_tensor, mask)
+    return row_statistics(logits, labels, temperature, mask)
 
 
 def row_statistics(
     logits: Tensor,
     labels: Tensor | None,
-    temperature: float,
-    temperature_tensor: Tensor | None,
-    mask: Tensor | None,
+    temperature: NumberOrTensor = ONE,
+    mask: Tensor | None = None,
     **keys: Any,
 ) -> tuple[Tensor, ...]:
     """Computes the op; with ``keys``, ``advantages`` and ``tokens_per_advantage`` also the order keys of |A| * H."""
@@ -199,7 +195,7 @@ def row_statistics(
     outputs = new_outputs(logits, logits.shape[:-1])
     if rows.total == 0:
         return tuple(outputs.values())
-    of_rows = {"mask": contiguous(mask), **temperature_arguments(temperature, temperature_tensor)}
+    of_rows = {"mask": contiguous(mask), **temperature_arguments(temperature)}
     states, slices = _slice_states(rows, **of_rows)
     keys = {"keys": None, "advantages": None, "tokens_per_advantage": 1, **keys}
     finish_rows[(triton.cdiv(rows.total, MERGERS),)](
@@ -214,21 +210,17 @@ def softmax_state_(
     logits: Tensor,
     labels: Tensor | None,
     first_token: int,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
     kept_of: int | None = None,
 ) -> Any:
-    if sampling_ids is not None:
+    if sampling_mask.ids is not None:
         return NotImplemented
     rows = Rows.of(logits)
     if rows.total == 0:
         return None
-    of_rows = {"mask": contiguous(mask), **temperature_arguments(temperature, temperature_tensor)}
+    of_rows = {"mask": contiguous(mask), **temperature_arguments(temperature)}
     states, slices = _slice_states(rows, **of_rows)
     merge_into_states[(triton.cdiv(rows.total, MERGERS),)](
         states, slices, rows.total, columns=rows.columns, labels=contiguous(labels), **rows.place(), **of_rows,
@@ -237,15 +229,13 @@ def softmax_state_(
     return None
 
 
-def softmax_state_finish(
-    state: Tensor, temperature: float = 1.0, temperature_tensor: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def softmax_state_finish(state: Tensor, temperature: NumberOrTensor = ONE) -> tuple[Tensor, ...]:
     count = state.shape[-2]
     outputs = new_outputs(state, (count,))
     if count:
         finish_states[(triton.cdiv(count, MERGERS),)](
             state, 1 if state.dim() == 2 else state.shape[0], count,
-            **temperature_arguments(temperature, temperature_tensor), **outputs,
+            **temperature_arguments(temperature), **outputs,
             MERGERS=MERGERS, num_warps=launch.warps(MERGERS), **EXACT,
         )  # fmt: skip
     return tuple(outputs.values())

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
 from .launch import EXACT, contiguous, warps
 from .logprob_entropy import NO_TARGET
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
@@ -141,23 +142,19 @@ def logprob_entropy_backward(
     entropy: Tensor,
     row_max: Tensor,
     log_sum: Tensor,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
     first_token: int | None = None,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    include_label: bool = False,
-    max_dense_rows: int | None = None,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Any:
-    if sampling_ids is not None:
+    if sampling_mask.ids is not None:
         return NotImplemented
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _write(
         grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,
         mask=contiguous(mask), first_token=first_token or 0,
         vocabulary=logits.shape[-1] if first_token is None else ANY_TOKEN,
-        **temperature_arguments(temperature, temperature_tensor),
+        **temperature_arguments(temperature),
     )  # fmt: skip
     return out
 
@@ -171,8 +168,7 @@ def logprob_entropy_backward_(
     row_max: Tensor,
     log_sum: Tensor,
     first_token: int,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     grad_dtype: torch.dtype | None = None,
 ) -> None:
     out = logits
@@ -181,7 +177,7 @@ def logprob_entropy_backward_(
     _write(
         grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, out,
         mask=None, first_token=first_token, vocabulary=ANY_TOKEN,
-        **temperature_arguments(temperature, temperature_tensor),
+        **temperature_arguments(temperature),
     )  # fmt: skip
 
 

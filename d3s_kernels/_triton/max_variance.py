@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._together import NOTHING, NumberOrTensor
 from .launch import EXACT, contiguous, smallest, warps
 from .order_key import order_key
 from .token_keys import number
@@ -84,8 +85,7 @@ def select_most_varied(
 
 def max_variance_select(
     values: Tensor,
-    keep: int | None = None,
-    keep_tensor: Tensor | None = None,
+    keep: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
@@ -99,7 +99,7 @@ def max_variance_select(
         size, threads = smallest(SIZES, length)
         times = values.shape[:-1].numel() if pooled else 1
         select_most_varied[(values.numel() // length,)](
-            values.contiguous(), contiguous(mask), length, keep, keep_tensor, times, out, SIZE=size,
+            values.contiguous(), contiguous(mask), length, *keep, times, out, SIZE=size,
             num_warps=warps(threads), **EXACT,
         )  # fmt: skip
     return out

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._together import NumberOrTensor
+
 # Arguments of row_start on which no kernel is specialised: strides change with the length of a batch, and STEP gives
 # their alignment.
 PLACE = ("inner", "outer_stride", "inner_stride")
@@ -74,8 +76,9 @@ def row_start(logits, row, inner, outer_stride, inner_stride, STEP: tl.constexpr
     return logits + (row // inner) * outer_stride * STEP + (row % inner) * inner_stride * STEP
 
 
-def temperature_arguments(number: float, tensor: Tensor | None) -> dict[str, Any]:
+def temperature_arguments(temperature: NumberOrTensor) -> dict[str, Any]:
     """A number is passed as the bits of a float32: kernels that Inductor launches would take a float as float64."""
+    number, tensor = temperature
     (bits,) = struct.unpack("i", struct.pack("f", number))
     if tensor is None:
         return {"temperatures": None, "temperature_bits": bits, "PER_ROW": False}

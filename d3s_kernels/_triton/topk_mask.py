@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._together import NO_SAMPLING_MASK, NOTHING, ONE, NumberOrTensor, SamplingArguments
 from .launch import EXACT, contiguous, smallest, warps
 from .logprob_entropy import row_statistics
 from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key_value
@@ -168,16 +169,10 @@ def _spread(advantages: Tensor, shape: torch.Size) -> Tensor:
     return advantages.expand(shape).contiguous()
 
 
-def _quota(
-    ratio: float | None,
-    ratio_tensor: Tensor | None,
-    k: int | None = None,
-    k_tensor: Tensor | None = None,
-    times: int = 1,
-) -> dict[str, Any]:
+def _quota(ratio: NumberOrTensor, k: NumberOrTensor = NOTHING, times: int = 1) -> dict[str, Any]:
     """The quota as kernel arguments. A ratio that is a number is passed as its bits, since no kernel takes a float."""
-    (bits,) = struct.unpack("q", struct.pack("d", ratio or 0.0))
-    return {"ratio_bits": bits, "ratio": ratio_tensor, "k": k, "k_tensor": k_tensor, "times": times}
+    (bits,) = struct.unpack("q", struct.pack("d", ratio.number or 0.0))
+    return {"ratio_bits": bits, "ratio": ratio.tensor, "k": k.number, "k_tensor": k.tensor, "times": times}
 
 
 # ---- the ops --------------------------------------------------------------------------------------------------------
@@ -185,10 +180,8 @@ def _quota(
 
 def topk_mask(
     scores: Tensor,
-    ratio: float | None = None,
-    ratio_tensor: Tensor | None = None,
-    k: int | None = None,
-    k_tensor: Tensor | None = None,
+    ratio: NumberOrTensor = NOTHING,
+    k: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
@@ -197,15 +190,14 @@ def topk_mask(
 ) -> Any:
     if not _fits(scores.shape, pooled, offsets):
         return NotImplemented
-    quota = _quota(ratio, ratio_tensor, k, k_tensor, scores.shape[:-1].numel() if pooled else 1)
+    quota = _quota(ratio, k, scores.shape[:-1].numel() if pooled else 1)
     return _select(scores.contiguous(), scores.shape, pooled, drop_zeros, mask, quota, with_counts=False)[0]
 
 
 def select_tokens(
     entropy: Tensor,
     advantages: Tensor,
-    ratio: float | None = None,
-    ratio_tensor: Tensor | None = None,
+    ratio: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
@@ -214,41 +206,40 @@ def select_tokens(
 ) -> Any:
     if not _fits(entropy.shape, pooled, offsets):
         return NotImplemented
-    quota = _quota(ratio, ratio_tensor)
+    quota = _quota(ratio)
     return _select(entropy.contiguous(), entropy.shape, pooled, drop_zeros, mask, quota, advantages)
 
 
 def select_tokens_from_logits(
     logits: Tensor,
     advantages: Tensor,
-    ratio: float | None = None,
-    ratio_tensor: Tensor | None = None,
+    ratio: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     max_segment: int | None = None,
-    temperature: float = 1.0,
-    temperature_tensor: Tensor | None = None,
+    temperature: NumberOrTensor = ONE,
     pooled: bool = True,
     drop_zeros: bool = False,
-    sampling_ids: Tensor | None = None,
-    sampling_offsets: Tensor | None = None,
-    max_dense_rows: int | None = None,
+    sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Any:
     shape = logits.shape[:-1]
-    of_rows = None, temperature, temperature_tensor, mask
-    if sampling_ids is not None or not _fits(shape, pooled, offsets):
-        entropy = torch.ops.d3s_kernels.logprob_entropy.default(
-            logits, *of_rows, sampling_ids, sampling_offsets, False, max_dense_rows
-        )[1]
+    if sampling_mask.ids is not None or not _fits(shape, pooled, offsets):
+        entropy = torch.ops.d3s_kernels.logprob_entropy.default(logits, None, *temperature, mask, *sampling_mask)[1]
         chosen, count, threshold = torch.ops.d3s_kernels.select_tokens.default(
-            entropy, advantages, ratio, ratio_tensor, mask, offsets, max_segment, pooled, drop_zeros
+            entropy, advantages, *ratio, mask, offsets, max_segment, pooled, drop_zeros
         )
         return chosen, entropy, count, threshold
     # One kernel writes keys and entropies, so that no other kernel reads entropies, mask and advantages again.
     keys = torch.empty(shape, dtype=torch.int32, device=logits.device)
     each = shape.numel() // max(1, advantages.numel())
     entropy = row_statistics(
-        logits, *of_rows, keys=keys, advantages=advantages.contiguous(), tokens_per_advantage=max(1, each)
+        logits,
+        None,
+        temperature,
+        mask,
+        keys=keys,
+        advantages=advantages.contiguous(),
+        tokens_per_advantage=max(1, each),
     )[1]
-    chosen, counts, thresholds = _select(keys, shape, pooled, drop_zeros, None, _quota(ratio, ratio_tensor))
+    chosen, counts, thresholds = _select(keys, shape, pooled, drop_zeros, None, _quota(ratio))
     return chosen, entropy, counts, thresholds

@@ -24,6 +24,7 @@ from ..._head import op
 from ..._head.op import AtBackward
 from ..._head.problem import HeadProblem
 from ..._own_logits import ModelHead, UnsupportedHead, UntriedHead, require_own_logits
+from ..._together import NumberOrTensor
 from ...heads import read_head, why_not_here
 from ...sampling import SamplingMask, op_arguments
 
@@ -109,8 +110,8 @@ class OurHead:
         # same as (c/s) tanh(x / (c/s)) / (T/s).
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
         problem = HeadProblem(
-            hidden.to(dtype), weight.to(dtype), targets, bias, temperature / logit_scale, None, cap, None, None, None,
-            torch.float32, None, *op_arguments(sets, None if sets is None else 0, hidden),
+            hidden.to(dtype), weight.to(dtype), targets, bias, NumberOrTensor(temperature / logit_scale), cap,
+            sampling_mask=op_arguments(sets, None if sets is None else 0, hidden),
         )  # fmt: skip
         at_backward = None if torch.compiler.is_compiling() else self._at_backward(weight, dtype)
         logprob, entropy = op.linear_logprob_entropy(problem, at_backward)

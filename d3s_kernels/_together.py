@@ -1,0 +1,67 @@
+"""Arguments of an op's schema that travel together, and are one argument of the code that reads them.
+
+A schema has tensors, numbers and flags side by side. From a public function on, and again in the kernels that are
+written in Python, those that belong together are one object. ``csrc/ops/arguments.h`` has the same for C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class NumberOrTensor(NamedTuple):
+    """A number, or the tensor that replaces it."""
+
+    number: Any = None
+    tensor: Tensor | None = None
+
+
+class SamplingArguments(NamedTuple):
+    """A sampling mask: ids and offsets, or neither of them."""
+
+    ids: Tensor | None = None
+    offsets: Tensor | None = None
+    include_label: bool = False
+    max_dense_rows: int | None = None
+
+
+NOTHING, ONE, NO_SAMPLING_MASK = NumberOrTensor(), NumberOrTensor(1.0), SamplingArguments()
+_Parameter = tuple[Callable[..., Any], dict[str, Any]]
+"""What makes a parameter, and the arguments of the schema that it is made of, with their defaults."""
+
+
+def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[..., Any]:
+    """The kernel, called with the arguments of its op's schema. The default of a parameter says what it is made of;
+    ``parameters`` adds others.
+    """
+    names: list[str] = []
+    defaults: list[Any] = []
+    parts: list[tuple[Callable[..., Any] | None, slice]] = []
+    for name, parameter in signature(kernel).parameters.items():
+        make, arguments = parameters.get(name) or _made_of(name, parameter.default)
+        parts.append((make, slice(len(names), len(names) + len(arguments))))
+        names += arguments
+        defaults += arguments.values()
+
+    @wraps(kernel)
+    def call(*given: Any, **named: Any) -> Any:
+        values = [*given, *map(named.get, names[len(given) :], defaults[len(given) :])]
+        if any(value is Parameter.empty for value in values) or named.keys() - set(names[len(given) :]):
+            raise TypeError(f"{kernel.__name__}: takes {', '.join(names)}")
+        return kernel(*(values[at.start] if make is None else make(*values[at]) for make, at in parts))
+
+    return call
+
+
+def _made_of(name: str, default: Any) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    if isinstance(default, NumberOrTensor):
+        return NumberOrTensor, {name: default.number, f"{name}_tensor": default.tensor}
+    if isinstance(default, SamplingArguments):
+        names = "sampling_ids", "sampling_offsets", "include_label", "max_dense_rows"
+        return SamplingArguments, dict(zip(names, default, strict=True))
+    return None, {name: default}
