@@ -295,7 +295,7 @@ sanitize: library $(VENV)/.with-test  ## every op and the CUDA kernels under Add
 	  -DCMAKE_MAKE_PROGRAM="$(HERE)/ninja" -DPython_EXECUTABLE="$(HERE)/python" \
 	  -Dpybind11_DIR="$$($(BIN)/python -m pybind11 --cmakedir)" > build/sanitize.log
 	$(BIN)/cmake --build build/sanitize --target \
-	  test_core test_loops d3s_kernels_cpu d3s_kernels_checks _build_info
+	  test_core test_loops d3s_kernels_cpu _build_info
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZERS)" \
 	  $(BIN)/python tests/cpp/sanitized_ops.py build/sanitize

@@ -4,112 +4,103 @@
 // d3s_kernels explain the arguments.
 //
 // Arguments that travel together stand side by side, and kernels take them as one: a number and the tensor that
-// replaces it, a sampling mask (csrc/ops/arguments.h, d3s_kernels/_dispatch/backends.py).
+// replaces it, a sampling mask (csrc/ops/arguments.h, d3s_kernels/_together.py).
 //
 // A number that a trainer changes from step to step comes as a SymInt (capacity, max_rows), as a 0-d tensor
 // (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.
 #include "torch_abi.h"
 
-#if defined(D3S_NO_KERNELS)
-STABLE_TORCH_LIBRARY(d3s_checks, m) {  // the same ops, which only check their arguments
-#else
+namespace {
+
+constexpr const char* kSchemas[] = {
+    // vocabulary: logits [..., V] -> one number for each row, of all its tokens or of those that a sampling mask keeps
+    "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
+    "Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
+    "SymInt? max_dense_rows=None, SymInt? kept_of=None) "
+    "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
+    "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
+    "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
+    "Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
+    "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)",
+    // The same for a tile, whose first column is token first_token: it is merged into states [rows, 4], and its
+    // gradient is written in place (or by the op above). With a grad_dtype of half the size, it takes the front half of
+    // each row. States [shards, rows, 4], of the shards of each row, are merged in order.
+    "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
+    "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
+    "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None, "
+    "SymInt? kept_of=None) -> ()",
+    "softmax_state_finish(Tensor state, float temperature=1.0, Tensor? temperature_tensor=None) "
+    "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)",
+    "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
+    "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt first_token, float temperature=1.0, "
+    "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
+    // With a sampling mask: logits of the kept tokens alone, of which the ops above take `kept_of`, the number of
+    // tokens that they are of. There is a place for each id and then one for the label of each row. Then their
+    // gradient, with the row and token of each place (a row of -1 has none), and the gradients of hidden states and
+    // weight from these.
+    "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
+    "Tensor? mask=None, SymInt first_token=0, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
+    "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor",
+    "kept_logits_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, Tensor entropy, "
+    "Tensor row_max, Tensor log_sum, SymInt kept_of, float temperature=1.0, Tensor? temperature_tensor=None, "
+    "float? logit_softcap=None, Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, "
+    "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
+    "-> (Tensor grad, Tensor rows, Tensor tokens, Tensor undefined)",
+    "kept_hidden_grad_(Tensor grad, Tensor weight, Tensor rows, Tensor tokens, Tensor offsets, Tensor undefined, "
+    "Tensor(a!) out) -> ()",
+    "kept_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out, "
+    "Tensor(b!)? bias_out=None) -> ()",
+    // out = hidden @ weight.T, bfloat16 in, float32 out: on CPUs, where torch has no such product
+    "wide_product_(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()",
+
+    // tokens: segments of scores -> masks
+    "topk_mask(Tensor scores, float? ratio=None, Tensor? ratio_tensor=None, SymInt? k=None, Tensor? k_tensor=None, "
+    "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False, bool drop_zeros=False) "
+    "-> Tensor",
+    "select_tokens(Tensor entropy, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
+    "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=True, bool drop_zeros=False) "
+    "-> (Tensor mask, Tensor count, Tensor threshold)",
+    "select_tokens_from_logits(Tensor logits, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
+    "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, float temperature=1.0, "
+    "Tensor? temperature_tensor=None, bool pooled=True, bool drop_zeros=False, Tensor? sampling_ids=None, "
+    "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
+    "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)",
+    "compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)",
+
+    // The same in steps, for a segment that lies on several ranks: between the steps, the ranks add up their counts.
+    "topk_order_keys(Tensor scores, Tensor? advantages=None, Tensor? mask=None, Tensor? offsets=None) -> Tensor",
+    "topk_count_digit(Tensor keys, Tensor search, int shift, int bits, Tensor? offsets=None) -> Tensor",
+    "topk_choose_digit_(Tensor(a!) search, Tensor counts, int shift, float? ratio=None, Tensor? ratio_tensor=None, "
+    "SymInt? k=None, Tensor? k_tensor=None) -> ()",
+    "topk_mask_from_key(Tensor keys, Tensor search, Tensor ties, Tensor? offsets=None, bool drop_zeros=False) "
+    "-> (Tensor mask, Tensor zeros, Tensor lowest)",
+
+    // rollouts: groups of rewards or advantages
+    "group_advantages(Tensor rewards, Tensor? offsets=None, str scale=\"group\", float eps=0.0001, int ddof=1) "
+    "-> Tensor",
+    "max_variance_select(Tensor values, SymInt? keep=None, Tensor? keep_tensor=None, Tensor? mask=None, "
+    "Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False) -> Tensor",
+
+    // tokens: the weights that a loss gives them. Groups are int8, below 0 for tokens in no group.
+    "importance_ratio(Tensor logprob, Tensor old_logprob, Tensor? mask=None, Tensor? groups=None, "
+    "Tensor? offsets=None, str level=\"token\", str denominator=\"self\", float low=-20.0, float high=20.0) "
+    "-> (Tensor ratio)",
+    "importance_ratio_backward(Tensor grad_ratio, Tensor ratio, Tensor? mask=None, Tensor? groups=None, "
+    "float low=-20.0, float high=20.0) -> (Tensor grad_logprob)",
+    "entropy_groups(Tensor entropy, float[] quantiles, Tensor? mask=None, Tensor? offsets=None, "
+    "SymInt? max_segment=None, bool pooled=False) -> Tensor",
+    "adaptive_clip(Tensor entropy, Tensor groups, Tensor? mask, Tensor? offsets, int vocab_size, float alpha=0.02) "
+    "-> Tensor",
+};
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(d3s_kernels, m) {
-#endif
-  // vocabulary: logits [..., V] -> one number for each row, of all its tokens or of those that a sampling mask keeps
-  m.def(
-      "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
-      "Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
-      "SymInt? max_dense_rows=None, SymInt? kept_of=None) "
-      "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
-  m.def(
-      "logprob_entropy_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, "
-      "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
-      "Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
-      "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)");
-  // The same for a tile, whose first column is token first_token: it is merged into states [rows, 4], and its gradient
-  // is written in place (or by the op above). With a grad_dtype of half the size, it takes the front half of each row.
-  // States [shards, rows, 4], of the shards of each row, are merged in order.
-  m.def(
-      "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
-      "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None, "
-      "SymInt? kept_of=None) -> ()");
-  m.def(
-      "softmax_state_finish(Tensor state, float temperature=1.0, Tensor? temperature_tensor=None) "
-      "-> (Tensor logprob, Tensor entropy, Tensor row_max, Tensor log_sum)");
-  m.def(
-      "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
-      "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt first_token, float temperature=1.0, "
-      "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()");
-  // With a sampling mask: logits of the kept tokens alone, of which the ops above take `kept_of`, the number of tokens
-  // that they are of. There is a place for each id and then one for the label of each row. Then their gradient, with
-  // the row and token of each place (a row of -1 has none), and the gradients of hidden states and weight from these.
-  m.def(
-      "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
-      "Tensor? mask=None, SymInt first_token=0, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor");
-  m.def(
-      "kept_logits_backward(Tensor? grad_logprob, Tensor? grad_entropy, Tensor logits, Tensor? labels, Tensor entropy, "
-      "Tensor row_max, Tensor log_sum, SymInt kept_of, float temperature=1.0, Tensor? temperature_tensor=None, "
-      "float? logit_softcap=None, Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
-      "-> (Tensor grad, Tensor rows, Tensor tokens, Tensor undefined)");
-  m.def(
-      "kept_hidden_grad_(Tensor grad, Tensor weight, Tensor rows, Tensor tokens, Tensor offsets, Tensor undefined, "
-      "Tensor(a!) out) -> ()");
-  m.def(
-      "kept_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out, "
-      "Tensor(b!)? bias_out=None) -> ()");
-  // out = hidden @ weight.T, bfloat16 in, float32 out: on CPUs, where torch has no such product
-  m.def("wide_product_(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()");
+  for (const char* schema : kSchemas) m.def(schema);
+}
 
-  // tokens: segments of scores -> masks
-  m.def(
-      "topk_mask(Tensor scores, float? ratio=None, Tensor? ratio_tensor=None, SymInt? k=None, Tensor? k_tensor=None, "
-      "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False, bool drop_zeros=False) "
-      "-> Tensor");
-  m.def(
-      "select_tokens(Tensor entropy, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
-      "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=True, bool drop_zeros=False) "
-      "-> (Tensor mask, Tensor count, Tensor threshold)");
-  m.def(
-      "select_tokens_from_logits(Tensor logits, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
-      "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, float temperature=1.0, "
-      "Tensor? temperature_tensor=None, bool pooled=True, bool drop_zeros=False, Tensor? sampling_ids=None, "
-      "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
-      "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)");
-  m.def("compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)");
-
-  // The same in steps, for a segment that lies on several ranks: between the steps, the ranks add up their counts.
-  m.def("topk_order_keys(Tensor scores, Tensor? advantages=None, Tensor? mask=None, Tensor? offsets=None) -> Tensor");
-  m.def("topk_count_digit(Tensor keys, Tensor search, int shift, int bits, Tensor? offsets=None) -> Tensor");
-  m.def(
-      "topk_choose_digit_(Tensor(a!) search, Tensor counts, int shift, float? ratio=None, Tensor? ratio_tensor=None, "
-      "SymInt? k=None, Tensor? k_tensor=None) -> ()");
-  m.def(
-      "topk_mask_from_key(Tensor keys, Tensor search, Tensor ties, Tensor? offsets=None, bool drop_zeros=False) "
-      "-> (Tensor mask, Tensor zeros, Tensor lowest)");
-
-  // rollouts: groups of rewards or advantages
-  m.def(
-      "group_advantages(Tensor rewards, Tensor? offsets=None, str scale=\"group\", float eps=0.0001, int ddof=1) "
-      "-> Tensor");
-  m.def(
-      "max_variance_select(Tensor values, SymInt? keep=None, Tensor? keep_tensor=None, Tensor? mask=None, "
-      "Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False) -> Tensor");
-
-  // tokens: the weights that a loss gives them. Groups are int8, below 0 for tokens in no group.
-  m.def(
-      "importance_ratio(Tensor logprob, Tensor old_logprob, Tensor? mask=None, Tensor? groups=None, "
-      "Tensor? offsets=None, str level=\"token\", str denominator=\"self\", float low=-20.0, float high=20.0) "
-      "-> (Tensor ratio)");
-  m.def(
-      "importance_ratio_backward(Tensor grad_ratio, Tensor ratio, Tensor? mask=None, Tensor? groups=None, "
-      "float low=-20.0, float high=20.0) -> (Tensor grad_logprob)");
-  m.def(
-      "entropy_groups(Tensor entropy, float[] quantiles, Tensor? mask=None, Tensor? offsets=None, "
-      "SymInt? max_segment=None, bool pooled=False) -> Tensor");
-  m.def(
-      "adaptive_clip(Tensor entropy, Tensor groups, Tensor? mask, Tensor? offsets, int vocab_size, float alpha=0.02) "
-      "-> Tensor");
+// The same ops, which only check their arguments: the kernels that are written in Python call these first, so that a
+// wrong argument gives the same message everywhere.
+STABLE_TORCH_LIBRARY(d3s_checks, m) {
+  for (const std::string schema : kSchemas) m.def((schema.substr(0, schema.find("->")) + "-> ()").c_str());
 }

@@ -177,11 +177,26 @@ inline OptionalTensor on_host(const Tensor& tensor) {
   return here ? tensor : torch::stable::to(tensor, torch::stable::Device(kCpu));
 }
 
-// The device of `like`. It is the current device as long as this object lives.
+// While this object lives, ops of this thread check their arguments and then end, before they would compute anything.
+class OnlyChecked {
+ public:
+  struct Done {};
+
+  OnlyChecked() { active() = true; }
+  ~OnlyChecked() { active() = false; }
+  static bool& active() {
+    static thread_local bool is_active = false;
+    return is_active;
+  }
+};
+
+// The device of `like`. It is the current device as long as this object lives. An op makes it when all its arguments
+// have been checked.
 class TorchDevice : public Device {
  public:
   // With an op, its kernels note faults.
   explicit TorchDevice(const Tensor& like, [[maybe_unused]] std::optional<PublicOp> op = std::nullopt) : like_(like) {
+    if (OnlyChecked::active()) throw OnlyChecked::Done();
 #if defined(D3S_ON_GPU)
     index = like.get_device_index();
     guard_.emplace(index);
@@ -359,21 +374,34 @@ struct Boxed;
 template <class Result, class... Parameters, Result (*kernel)(Parameters...)>
 struct Boxed<kernel> {
   static void call(StableIValue* stack, uint64_t arguments, uint64_t) {
-    constexpr uint64_t kArguments = (Parameter<Value<Parameters>>::kArguments + ... + 0);
-    if (arguments != kArguments)
-      throw std::logic_error("d3s_kernels: an op's schema has " + std::to_string(arguments) +
-                             " arguments, and its kernel takes " + std::to_string(kArguments));
-    StableIValue* next = stack;  // in braces, the arguments are taken from left to right
-    std::tuple<Value<Parameters>...> parameters{Parameter<Value<Parameters>>::take(next)...};
+    const auto parameters = taken(stack, arguments);
     if constexpr (std::is_void_v<Result>)
       std::apply(kernel, parameters);
     else
       put(stack, std::apply(kernel, parameters));
   }
 
+  // Only checks the arguments, and has no result.
+  static void check(StableIValue* stack, uint64_t arguments, uint64_t) {
+    const auto parameters = taken(stack, arguments);
+    const OnlyChecked scope;
+    try {
+      std::apply(kernel, parameters);
+    } catch (const OnlyChecked::Done&) {
+    }
+  }
+
  private:
   template <class T>
   using Value = std::remove_cv_t<std::remove_reference_t<T>>;
+
+  static std::tuple<Value<Parameters>...> taken(StableIValue* stack, uint64_t arguments) {
+    constexpr uint64_t kArguments = (Parameter<Value<Parameters>>::kArguments + ... + 0);
+    if (arguments != kArguments)
+      throw std::logic_error("d3s_kernels: an op's schema has " + std::to_string(arguments) +
+                             " arguments, and its kernel takes " + std::to_string(kArguments));
+    return {Parameter<Value<Parameters>>::take(stack)...};  // in braces, from left to right
+  }
 
   template <class T>
   static void put(StableIValue* stack, const T& result) {
@@ -387,13 +415,17 @@ struct Boxed<kernel> {
 
 }  // namespace d3s
 
-#define D3S_BOX(kernel) d3s::Boxed<&kernel>::call
-
-// The dispatch key that this library's kernels are registered for.
-#if defined(D3S_NO_KERNELS)
-#define D3S_REGISTER(library) STABLE_TORCH_LIBRARY_IMPL(d3s_checks, CompositeExplicitAutograd, library)
-#elif defined(D3S_ON_GPU)
-#define D3S_REGISTER(library) STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CUDA, library)
+// Registers the kernel of an op for this library's dispatch key; and with the CPU's library the same op as a check.
+#if defined(D3S_ON_GPU)
+#define D3S_REGISTER(op, kernel) \
+  STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CUDA, library) { library.impl(op, d3s::Boxed<&kernel>::call); }
+#elif defined(D3S_CUDA)
+#define D3S_REGISTER(op, kernel) \
+  STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, library) { library.impl(op, d3s::Boxed<&kernel>::call); }
 #else
-#define D3S_REGISTER(library) STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, library)
+#define D3S_REGISTER(op, kernel)                                                                        \
+  STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, library) { library.impl(op, d3s::Boxed<&kernel>::call); } \
+  STABLE_TORCH_LIBRARY_IMPL(d3s_checks, CompositeExplicitAutograd, library) {                           \
+    library.impl(op, d3s::Boxed<&kernel>::check);                                                       \
+  }
 #endif

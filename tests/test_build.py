@@ -18,7 +18,7 @@ from d3s_kernels import _build
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = _build.FOLDER / "_cpu.so"
-LIBRARIES = [LIBRARY.with_name(f"{name}.so") for name in ("_cpu", "_checks", "_cuda")]
+LIBRARIES = [LIBRARY.with_name(f"{name}.so") for name in ("_cpu", "_cuda")]
 HAS_CUDA = LIBRARIES[-1].exists()
 LIBRARIES = LIBRARIES if HAS_CUDA else LIBRARIES[:-1]
 LEVELS = d3s_kernels.build_info()["simd_levels"]

@@ -48,6 +48,6 @@ void wide_product_(const Tensor& hidden, const Tensor& weight, const Tensor& out
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CPU, m) { m.impl("wide_product_", D3S_BOX(wide_product_)); }
+D3S_REGISTER("wide_product_", wide_product_)
 
 }  // namespace d3s

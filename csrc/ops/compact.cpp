@@ -19,6 +19,6 @@ std::tuple<Tensor, Tensor> compact(const Tensor& mask, int64_t capacity) {
 
 }  // namespace
 
-D3S_REGISTER(m) { m.impl("compact", D3S_BOX(compact)); }
+D3S_REGISTER("compact", compact)
 
 }  // namespace d3s

@@ -31,6 +31,6 @@ Tensor group_advantages(const Tensor& rewards, const OptionalTensor& offsets, co
 
 }  // namespace
 
-D3S_REGISTER(m) { m.impl("group_advantages", D3S_BOX(group_advantages)); }
+D3S_REGISTER("group_advantages", group_advantages)
 
 }  // namespace d3s

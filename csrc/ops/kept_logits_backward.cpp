@@ -38,6 +38,6 @@ FourTensors kept_logits_backward(const OptionalTensor& grad_logprob, const Optio
 
 }  // namespace
 
-D3S_REGISTER(m) { m.impl("kept_logits_backward", D3S_BOX(kept_logits_backward)); }
+D3S_REGISTER("kept_logits_backward", kept_logits_backward)
 
 }  // namespace d3s

@@ -16,8 +16,8 @@ struct KeptGradientOutput {
 
 // The gradient of logits of the kept tokens alone (LogitsRows::kept_alone) of the tile from first_token on, through a
 // soft cap if that is above 0.
-D3S_KERNEL(void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
-                               float softcap, const KeptGradientOutput& out, Device& device))
+void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, float softcap,
+                    const KeptGradientOutput& out, Device& device);
 
 // Through z = cap * tanh(x / cap).
 D3S_HOST_DEVICE float softcap_slope(float z, float softcap) {

@@ -110,9 +110,10 @@ void kept_hidden_grad_(const Tensor& grad, const Tensor& weight, const Tensor& r
   else
     spans.offsets64 = data<int64_t>(offsets);
   if (const OptionalTensor known = on_host(offsets)) require_offsets(*known, count, spans.limit);
-  TorchDevice device(weight);
   require_same_device("out", out, weight);
-  sum_for_rows(gradient, w, spans, data<bool>(undefined), output_of("out", out, w, count, w.columns), device);
+  const Matrix to = output_of("out", out, w, count, w.columns);
+  TorchDevice device(weight);
+  sum_for_rows(gradient, w, spans, data<bool>(undefined), to, device);
 }
 
 void kept_weight_grad_(const Tensor& grad, const Tensor& hidden, const Tensor& rows, const Tensor& tokens,
@@ -134,10 +135,8 @@ void kept_weight_grad_(const Tensor& grad, const Tensor& hidden, const Tensor& r
 
 }  // namespace
 
-D3S_REGISTER(m) {
-  m.impl("kept_logits", D3S_BOX(kept_logits_op));
-  m.impl("kept_hidden_grad_", D3S_BOX(kept_hidden_grad_));
-  m.impl("kept_weight_grad_", D3S_BOX(kept_weight_grad_));
-}
+D3S_REGISTER("kept_logits", kept_logits_op)
+D3S_REGISTER("kept_hidden_grad_", kept_hidden_grad_)
+D3S_REGISTER("kept_weight_grad_", kept_weight_grad_)
 
 }  // namespace d3s

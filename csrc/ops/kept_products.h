@@ -102,7 +102,7 @@ struct KeptHead {
 
 // The logit of each place, -inf where none is needed: the token is in another shard, the place in no row, the row
 // masked out or its set a single token. NaN everywhere if offsets on a GPU, where they may be unchecked, are bad.
-D3S_KERNEL(void kept_logits(const KeptHead& head, float* out, Device& device))
+void kept_logits(const KeptHead& head, float* out, Device& device);
 
 // A gradient for each place: of the logit of a row and a token.
 struct KeptGradient {
@@ -120,12 +120,12 @@ struct KeptGradient {
 // out[row] = the sum of grad weight[token] over the places of a row, in their order, the label's last; NaN for a row
 // that is `undefined`. `spans` are the places of each row. Rows without one are not written. `out` has the weight's
 // type, or float32.
-D3S_KERNEL(void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans,
-                             const bool* undefined, const Matrix& out, Device& device))
+void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
+                  const Matrix& out, Device& device);
 
 // out[token] += the sum of grad hidden[row] over the places of a token, in their order, and bias_out[token] += that of
 // grad. `out` has the type of `hidden` or float32. It may have no columns, and bias_out no values.
-D3S_KERNEL(void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out,
-                               const Vector& bias_out, Device& device))
+void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
+                    Device& device);
 
 }  // namespace d3s

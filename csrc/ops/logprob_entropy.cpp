@@ -138,8 +138,8 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
   argument.set_spans(sampling_mask, vocabulary);
   GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
   gradients.rows.vocabulary = vocabulary;
-  const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
   TorchDevice device(logits);
+  const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
   row_gradients(argument.rows, gradients.rows, first_token.value_or(0),
                 {out.mutable_data_ptr(), argument.rows.type, rows_of("logits", out)}, device);
   return out;
@@ -169,9 +169,9 @@ void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const Optiona
             "its rows overlap; takes a tensor that can be written in place");
   argument.set_labels(labels, INT64_MAX);
   const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
+  const GradientOutput out = gradient_in_place(logits, argument.rows, grad_dtype);
   TorchDevice device(logits);
-  row_gradients(argument.rows, gradients.rows, first_token, gradient_in_place(logits, argument.rows, grad_dtype),
-                device);
+  row_gradients(argument.rows, gradients.rows, first_token, out, device);
 }
 
 // Requires states [rows, 4] or, if `shards` is true, also [shards, rows, 4].
@@ -215,12 +215,10 @@ FourTensors softmax_state_finish(const Tensor& state, const TemperatureArgument&
 
 }  // namespace
 
-D3S_REGISTER(m) {
-  m.impl("logprob_entropy", D3S_BOX(logprob_entropy));
-  m.impl("logprob_entropy_backward", D3S_BOX(logprob_entropy_backward));
-  m.impl("logprob_entropy_backward_", D3S_BOX(logprob_entropy_backward_));
-  m.impl("softmax_state_", D3S_BOX(softmax_state_));
-  m.impl("softmax_state_finish", D3S_BOX(softmax_state_finish));
-}
+D3S_REGISTER("logprob_entropy", logprob_entropy)
+D3S_REGISTER("logprob_entropy_backward", logprob_entropy_backward)
+D3S_REGISTER("logprob_entropy_backward_", logprob_entropy_backward_)
+D3S_REGISTER("softmax_state_", softmax_state_)
+D3S_REGISTER("softmax_state_finish", softmax_state_finish)
 
 }  // namespace d3s

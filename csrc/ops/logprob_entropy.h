@@ -166,28 +166,23 @@ struct KeyOutput {
   Scores scores;
   uint32_t* keys = nullptr;  // one for each row, or null
 };
-#if defined(D3S_NO_KERNELS)
-constexpr bool kMakesKeys = false;
-#else
 extern const bool kMakesKeys;
-#endif
 
 // Statistics of all rows, zeros for those that the mask leaves out. With more dense rows than their bound, NaN for all
 // others; the log-probability of a row without a label stays 0.
-D3S_KERNEL(void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys,
-                               Device& device))
+void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device);
 
 // Writes the gradient of all rows; 0 for rows without a gradient. The first column is token first_token.
-D3S_KERNEL(void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
-                              const GradientOutput& out, Device& device))
+void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
+                   const GradientOutput& out, Device& device);
 
 // Merges a tile, whose first column is token first_token, into the states of its rows. Skips rows that are masked out.
 // Of a row with a span, the kept tokens that lie in the tile are merged. With more dense rows than their bound, all
 // states become NaN.
-D3S_KERNEL(void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device))
+void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device);
 
 // Statistics of finished states.
-D3S_KERNEL(void finish_states(const RowStates& states, const Temperatures& temperatures, const RowOutputs& outputs,
-                              Device& device))
+void finish_states(const RowStates& states, const Temperatures& temperatures, const RowOutputs& outputs,
+                   Device& device);
 
 }  // namespace d3s

@@ -54,6 +54,6 @@ Tensor max_variance_select(const Tensor& values, const KeepArgument& keep, const
 
 }  // namespace
 
-D3S_REGISTER(m) { m.impl("max_variance_select", D3S_BOX(max_variance_select)); }
+D3S_REGISTER("max_variance_select", max_variance_select)
 
 }  // namespace d3s

@@ -164,11 +164,9 @@ Tensor adaptive_clip(const Tensor& entropy, const Tensor& groups, const Optional
 
 }  // namespace
 
-D3S_REGISTER(m) {
-  m.impl("importance_ratio", D3S_BOX(importance_ratio));
-  m.impl("importance_ratio_backward", D3S_BOX(importance_ratio_backward));
-  m.impl("entropy_groups", D3S_BOX(entropy_groups));
-  m.impl("adaptive_clip", D3S_BOX(adaptive_clip));
-}
+D3S_REGISTER("importance_ratio", importance_ratio)
+D3S_REGISTER("importance_ratio_backward", importance_ratio_backward)
+D3S_REGISTER("entropy_groups", entropy_groups)
+D3S_REGISTER("adaptive_clip", adaptive_clip)
 
 }  // namespace d3s

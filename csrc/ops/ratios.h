@@ -30,8 +30,8 @@ enum class RatioForm { kToken, kMean, kMeanAndToken };
 
 constexpr float kNoClip = 0.f;  // the clip range of tokens in no group
 
-D3S_KERNEL(void importance_ratios(const float* logprob, const float* old_logprob, const TokenGroups& groups,
-                                  RatioForm form, const LogBounds& bounds, float* out, Device& device))
+void importance_ratios(const float* logprob, const float* old_logprob, const TokenGroups& groups, RatioForm form,
+                       const LogBounds& bounds, float* out, Device& device);
 
 struct RatioGradient {
   const float* grad;
@@ -40,11 +40,10 @@ struct RatioGradient {
   RatioLimits limits;
 };
 
-D3S_KERNEL(void importance_ratio_gradients(const RatioGradient& gradient, float* out, Device& device))
+void importance_ratio_gradients(const RatioGradient& gradient, float* out, Device& device);
 
 // Writes for each token `scale` times the mean of its group.
-D3S_KERNEL(void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out,
-                                   Device& device))
+void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out, Device& device);
 
 // Which tokens are above each quantile: `above` is [quantiles][tokens].
 struct QuantileMasks {
@@ -58,6 +57,6 @@ struct QuantileMasks {
 };
 
 // The group of a token is the number of quantiles below it; -1 if the token is masked out or its entropy is NaN.
-D3S_KERNEL(void group_by_quantiles(const QuantileMasks& masks, int8_t* out, Device& device))
+void group_by_quantiles(const QuantileMasks& masks, int8_t* out, Device& device);
 
 }  // namespace d3s

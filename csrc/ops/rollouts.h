@@ -22,7 +22,7 @@ struct SegmentedValues {
   const bool* mask = nullptr;
 };
 
-D3S_KERNEL(void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* out, Device& device))
+void max_variance_mask(const SegmentedValues& values, const Keep& keep, bool* out, Device& device);
 
 enum class AdvantageScale { kGroup, kBatch, kNone };
 
@@ -86,7 +86,6 @@ D3S_HOST_DEVICE float advantage_of(double reward, double mean, int64_t scored, d
   return none ? 0.f : static_cast<float>(difference / divisor);
 }
 
-D3S_KERNEL(void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions& options, float* out,
-                                    Device& device))
+void group_advantages_of(const SegmentedValues& rewards, const AdvantageOptions& options, float* out, Device& device);
 
 }  // namespace d3s

@@ -163,10 +163,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
 
 }  // namespace
 
-D3S_REGISTER(m) {
-  m.impl("topk_mask", D3S_BOX(topk_mask));
-  m.impl("select_tokens", D3S_BOX(select_tokens));
-  m.impl("select_tokens_from_logits", D3S_BOX(select_tokens_from_logits));
-}
+D3S_REGISTER("topk_mask", topk_mask)
+D3S_REGISTER("select_tokens", select_tokens)
+D3S_REGISTER("select_tokens_from_logits", select_tokens_from_logits)
 
 }  // namespace d3s

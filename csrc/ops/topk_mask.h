@@ -54,7 +54,7 @@ struct SelectionOutputs {
 };
 
 // `longest` is a bound on the length of a segment, or the number of all values; it is a hint, which may be wrong.
-D3S_KERNEL(void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments,
-                           int64_t values, int64_t longest, const SelectionOutputs& outputs, Device& device))
+void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t values,
+                int64_t longest, const SelectionOutputs& outputs, Device& device);
 
 }  // namespace d3s

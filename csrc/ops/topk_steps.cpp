@@ -94,11 +94,9 @@ std::tuple<Tensor, Tensor, Tensor> topk_mask_from_key(const Tensor& keys, const 
 
 }  // namespace
 
-D3S_REGISTER(m) {
-  m.impl("topk_order_keys", D3S_BOX(topk_order_keys));
-  m.impl("topk_count_digit", D3S_BOX(topk_count_digit));
-  m.impl("topk_choose_digit_", D3S_BOX(topk_choose_digit_));
-  m.impl("topk_mask_from_key", D3S_BOX(topk_mask_from_key));
-}
+D3S_REGISTER("topk_order_keys", topk_order_keys)
+D3S_REGISTER("topk_count_digit", topk_count_digit)
+D3S_REGISTER("topk_choose_digit_", topk_choose_digit_)
+D3S_REGISTER("topk_mask_from_key", topk_mask_from_key)
 
 }  // namespace d3s

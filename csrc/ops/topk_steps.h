@@ -14,15 +14,15 @@ struct SegmentedKeys {
 };
 
 // The order keys of all scores.
-D3S_KERNEL(void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device))
+void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device);
 
 // counts[segment][bin]: how many keys of the segment have `bin` as this digit, after the digits that are found already.
-D3S_KERNEL(void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
-                            Device& device))
+void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
+                 Device& device);
 
 // Finds one more digit from the counts of all ranks. At the first digit, the quota decides how many keys to keep.
-D3S_KERNEL(void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit,
-                             const Quota& quota, Device& device))
+void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
+                  Device& device);
 
 struct KeyMaskOutputs {
   bool* mask = nullptr;
@@ -31,7 +31,7 @@ struct KeyMaskOutputs {
 };
 
 // Keeps the keys above the key that was found and, in each segment, the first `ties` keys that equal it.
-D3S_KERNEL(void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties,
-                              bool drop_zeros, const KeyMaskOutputs& outputs, Device& device))
+void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
+                   const KeyMaskOutputs& outputs, Device& device);
 
 }  // namespace d3s

@@ -15,7 +15,6 @@ from .._build import FOLDER, build_info
 from .faults import watch
 
 torch.ops.load_library(str(FOLDER / "_cpu.so"))  # type: ignore[no-untyped-call]
-torch.ops.load_library(str(FOLDER / "_checks.so"))  # type: ignore[no-untyped-call]
 
 
 @cache

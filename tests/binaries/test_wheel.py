@@ -225,7 +225,7 @@ def test_what_is_in_it(wheel: Path, local_version: str) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"d3s_kernels"}
     libraries = {Path(name).name.partition(".")[0] for name in names if ".so" in name}
-    assert libraries - {"_build_info"} == {"_cpu", "_checks"} | ({"_cuda"} if local_version != "cpu" else set())
+    assert libraries - {"_build_info"} == {"_cpu"} | ({"_cuda"} if local_version != "cpu" else set())
     assert "_build_info" in libraries or not RUNS_HERE  # one that is cross-compiled has none
     assert "d3s_kernels/py.typed" in names
 
