@@ -32,8 +32,8 @@ ROOMS = {
     "distributed": "_across_ranks",
     "heads": "_arguments _head _own_logits",
     "vocabulary": "_arguments _dispatch _head sampling",
-    "tokens": "_across_ranks _arguments _dispatch _selection sampling",
-    "rollouts": "_across_ranks _arguments _dispatch _selection",
+    "tokens": "_across_ranks _arguments _dispatch _segments _selection sampling",
+    "rollouts": "_across_ranks _arguments _dispatch _segments _selection",
     "ratios": "_arguments _dispatch",
     "schedule": "",
     "denominators": "",
@@ -54,7 +54,7 @@ ROOMS = {
     "_torch": "_segments",
     "_triton": "",
     # what is alike everywhere
-    "_segments": "",
+    "_segments": "_arguments",
     "_arguments": "",
     "_build": "",
     # what every op means
