@@ -40,8 +40,7 @@ def agree(
     refusal: Exception | None = None
     try:
         checked = check()
-        call = {"call": op} | {name: _sendable(value) for name, value in alike(checked).items()}
-        message = json.dumps({"arguments": call}, default=repr)
+        message = json.dumps({"arguments": {"call": op} | alike(checked)}, default=_as_json)
     except Exception as error:  # any error: the other ranks are waiting for this rank's answer
         refusal = error
         message = json.dumps({"refused": [type(error).__name__, str(error)]})
@@ -66,9 +65,9 @@ def require_alike(everyones: list[dict[str, Any]]) -> None:
                 )
 
 
-def _sendable(value: Any) -> Any:
-    """The value in a form that JSON has and that can be compared."""
-    return ["tensor", str(value.dtype), value.tolist()] if isinstance(value, Tensor) else value
+def _as_json(value: Any) -> Any:
+    """A value that JSON does not have, in a form that can be compared."""
+    return ["tensor", str(value.dtype), value.tolist()] if isinstance(value, Tensor) else repr(value)
 
 
 def _shortened(value: Any) -> str:

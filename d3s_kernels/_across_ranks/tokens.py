@@ -8,8 +8,6 @@ exchange only counts, whose size does not depend on the number of tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -22,6 +20,7 @@ from .._selection.arguments import Logits, ScoresOfOp, TokensOfOp, checked_score
 from .agreement import Layout as Layout
 from .agreement import agree, require_offsets
 
+Top = tuple[Tensor, Tensor, Tensor]
 _MOST = 2**31 - 1  # the largest int32
 
 # (shift, bits) of each digit. Few segments take three rounds of 16 KB for each segment. Many segments take four rounds
@@ -61,7 +60,7 @@ def topk_mask(
         assert offsets is not None
         pieces = _pieces(offsets, ranks.gather_number(scores.numel(), scores), ranks, "scores")
     keys = ops.topk_order_keys(scores, None, checked.mask, None)
-    return keep_top(keys, pieces, checked.quota, drop_zeros, ranks).mask
+    return keep_top(keys, pieces, checked.quota, drop_zeros, ranks)[0]
 
 
 def select_tokens(
@@ -74,7 +73,7 @@ def select_tokens(
     drop_zeros: bool,
     generator: torch.Generator | None,
     layout: Layout,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, Top]:
     """Returns the value of each token (for logits, the entropy computed here), and mask, count and threshold."""
     ranks, offsets = ranks_of(layout.process_group), layout.offsets
 
@@ -105,9 +104,9 @@ def select_tokens(
     keys = ops.topk_order_keys(values, weights, checked.mask, pieces)
     if checked.pooled:
         keys, pieces = keys.view(-1), None
-    kept = keep_top(keys, pieces, checked.quota, drop_zeros, ranks)
-    shape = () if checked.pooled else values.shape[:-1] if offsets is None else kept.count.shape
-    return values, (kept.mask.view(values.shape), kept.count.view(shape), kept.threshold.view(shape))
+    chosen, count, threshold = keep_top(keys, pieces, checked.quota, drop_zeros, ranks)
+    shape = () if checked.pooled else values.shape[:-1] if offsets is None else count.shape
+    return values, (chosen.view(values.shape), count.view(shape), threshold.view(shape))
 
 
 def _alike(layout: Layout, values: Tensor) -> dict[str, object]:
@@ -175,13 +174,6 @@ def _pieces_and_weights(
 # ---- the search for the k-th largest key -----------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
-    mask: Tensor  # the shape of the keys
-    # int32: of each segment on all ranks, at most the largest int32.
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    threshold: Tensor  # float32: the lowest kept score, infinite where none is kept
-
-
 def digits_for(segments: int) -> tuple[tuple[int, int], ...]:
     return _LONG_DIGITS if segments <= FEW_SEGMENTS else _SHORT_DIGITS
 
@@ -190,8 +182,12 @@ def gathers_counts(segments: int, ranks: int) -> bool:
     return ranks <= FEW_RANKS and segments <= FEW_SEGMENTS
 
 
-def keep_top(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Kept:
-    """Selects from the segments of all ranks' keys. A rank's pieces of them are its rows, or given by its offsets."""
+def keep_top(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Top:
+    """Selects from the segments of all ranks' keys. A rank's pieces of them are its rows, or given by its offsets.
+
+    Returns the mask, of the shape of the keys; and for each segment on all ranks how many are kept, int32 and at most
+    the largest int32, and the lowest kept score, float32 and infinite where none is kept.
+    """
     segments = keys.shape[:-1].numel() if offsets is None else offsets.shape[0] - 1
     gathers = gathers_counts(segments, ranks.size)
     search = torch.zeros(segments, 3, dtype=torch.int64, device=keys.device)
@@ -211,4 +207,4 @@ def keep_top(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: boo
         everyones = ranks.gather(torch.stack([zeros, lowest]))
         count = count - everyones[:, 0].sum(0)
         lowest_key = everyones[:, 1].amin(0)
-    return Kept(mask, count.clamp(max=_MOST).int(), torch.where(count > 0, order_key_value(lowest_key), torch.inf))
+    return mask, count.clamp(max=_MOST).int(), torch.where(count > 0, order_key_value(lowest_key), torch.inf)

@@ -79,15 +79,12 @@ def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0
     if generator is not None:  # torch.compile accepts no generator, not even None
         drawn["generator"] = generator
     bits = torch.randint(_LOWEST_NORMAL, _INFINITY, like.shape, **drawn)
-    return (bits if rank == 0 else _of_rank(bits, rank)).view(torch.float32)
-
-
-def _of_rank(bits: Tensor, rank: int) -> Tensor:
-    """Other numbers on each rank, in the same range: drawn bits plus an offset, mixed by MurmurHash3's last steps."""
-    mixed = (bits.long() + rank * _GOLDEN) & _WORD
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        mixed = ((mixed ^ (mixed >> shift)) * factor) & _WORD
-    return (_LOWEST_NORMAL + ((mixed * (_INFINITY - _LOWEST_NORMAL)) >> 32)).int()
+    if rank > 0:  # other numbers in the same range: drawn bits plus an offset, mixed by MurmurHash3's last steps
+        mixed = (bits.long() + rank * _GOLDEN) & _WORD
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+            mixed = ((mixed ^ (mixed >> shift)) * factor) & _WORD
+        bits = (_LOWEST_NORMAL + ((mixed * (_INFINITY - _LOWEST_NORMAL)) >> 32)).int()
+    return bits.view(torch.float32)
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Alone:
 
 def among_ranks(scores: Tensor, offsets: Tensor | None, **quota: object) -> tuple[Tensor, ...]:
     keys = torch.ops.d3s_kernels.topk_order_keys(scores)
-    return tuple(across_ranks.keep_top(keys, offsets, across_ranks.Quota(**quota), True, Alone()))[:2]  # type: ignore[arg-type]
+    return across_ranks.keep_top(keys, offsets, across_ranks.Quota(**quota), True, Alone())[:2]  # type: ignore[arg-type]
 
 
 def arguments_of(op: str, seed: int, device: torch.device) -> dict[str, Any]:
