@@ -182,7 +182,8 @@ def max_variance_select(
         layout = across_ranks.Layout(process_group, placement, offsets, max_segment, max_rollouts)
         return across_ranks.max_variance_select(values, keep, mask, layout)
     require_tensors(values=values)
-    return ops.max_variance_select(*checked_rollouts(values, keep, mask, offsets, max_segment, False))
+    quota, mask = checked_rollouts(values, keep, mask, offsets, max_segment)
+    return ops.max_variance_select(values, *quota[2:], mask, offsets, max_segment, False)
 
 
 def select_rollouts(
@@ -274,6 +275,6 @@ def select_rollouts(
         layout = across_ranks.Layout(process_group, placement, offsets, max_rollouts=max_rollouts)
         return across_ranks.select_rollouts(advantages, keep, rule, scope, mask, generator, equal_rows, layout)
     require_tensors(advantages=advantages)
-    of_op = checked_rollouts(advantages, keep, mask, offsets, None, scope == "batch")
+    quota, mask = checked_rollouts(advantages, keep, mask, offsets, None)
     check_rule(advantages, keep, rule, scope, generator, equal_rows)
-    return choose_rollouts(rule, of_op, generator)
+    return choose_rollouts(rule, advantages, quota, mask, offsets, None, scope == "batch", generator)

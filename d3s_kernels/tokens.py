@@ -105,7 +105,8 @@ def topk_mask(
 
         layout = across_ranks.Layout(process_group, placement, offsets, max_segment)
         return across_ranks.topk_mask(scores, ratio, k, mask, drop_zeros, layout)
-    return ops.topk_mask(*checked_scores(scores, ratio, k, mask, offsets, max_segment, drop_zeros))
+    quota, mask = checked_scores(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
+    return ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
 
 
 def select_tokens(
@@ -200,10 +201,13 @@ def select_tokens(
         if drop_zeros:
             raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")
         require_readable(entropy=entropy, advantages=advantages, ratio=ratio, mask=mask, offsets=offsets)
-    of_op = checked_tokens(entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator)
+    values, weights, quota, mask = checked_tokens(
+        entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator
+    )
+    of_op = values, weights, *quota[:2], mask, offsets, max_segment, scope == "batch", drop_zeros
     if rule == "entropy_quantile":
         ops.check("select_tokens", *of_op)
-        chosen, count, threshold = entropy_quantile(entropy, float(ratio), checked_mask(mask, entropy))
+        chosen, count, threshold = entropy_quantile(values, float(ratio), mask)
     else:
         chosen, count, threshold = ops.select_tokens(*of_op)
     return TokenSelection(chosen, entropy, count, threshold)
@@ -272,12 +276,11 @@ def select_tokens_from_logits(
     require_tensors(logits=logits, advantages=advantages)
     require_segments(logits, offsets, max_segment)
     require_flag(drop_zeros=drop_zeros)
-    share, share_tensor, _, _ = quota_of(logits, ratio)
-    mask = checked_mask(mask, logits)
+    quota, mask = quota_of(logits, ratio), checked_mask(mask, logits)
     number, tensor = temperature_argument(temperature, logits)
     ids, ids_offsets, _, bound = op_arguments(sampling_mask, max_dense_rows, logits)
     chosen, entropy, count, threshold = ops.select_tokens_from_logits(
-        logits, weights_as_float32(advantages), share, share_tensor, mask, offsets, max_segment, number, tensor,
+        logits, weights_as_float32(advantages), *quota[:2], mask, offsets, max_segment, number, tensor,
         require_scope(scope, "sequence"), drop_zeros, ids, ids_offsets, bound,
     )  # fmt: skip
     return TokenSelection(chosen, entropy, count, threshold)

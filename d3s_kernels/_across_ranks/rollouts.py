@@ -18,10 +18,10 @@ from torch.nn.functional import pad
 from .._arguments import is_known, require_readable, require_tensors, whole_number
 from .._dispatch import ops
 from .._groups import Ranks, ranks_of
-from .._segments.quota import Quota
+from .._segments.quota import Quota, QuotaOfOp
 from .._segments.segments import both, pool
 from .._selection.arguments import DTYPES_OF_REWARDS, check_rule, checked_rewards, checked_rollouts
-from .._selection.rules import RolloutsOfOp, choose_rollouts, random_scores
+from .._selection.rules import choose_rollouts, random_scores
 from .agreement import Layout as Layout
 from .agreement import agree, require_alike, require_offsets
 
@@ -69,13 +69,15 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
 def max_variance_select(values: Tensor, keep: int | Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
     ranks, offsets = ranks_of(layout.process_group), layout.offsets
 
-    def check() -> RolloutsOfOp:
+    def check() -> tuple[QuotaOfOp, Tensor | None]:
         require_tensors(values=values)
         require_readable(values=values, keep=keep, offsets=offsets, mask=mask)
-        return _checked(checked_rollouts(values, keep, mask, offsets, layout.max_segment, False), layout)
+        quota, checked = checked_rollouts(values, keep, mask, offsets, layout.max_segment)
+        _check_op(values, quota, checked, layout)
+        return quota, checked
 
-    checked = agree(ranks, "max_variance_select", check, lambda _: _alike(layout, values) | {"keep": keep})
-    return _select(checked, "max_variance", None, False, layout, ranks)
+    quota, mask = agree(ranks, "max_variance_select", check, lambda _: _alike(layout, values) | {"keep": keep})
+    return _select("max_variance", values, quota, mask, False, None, False, layout, ranks)
 
 
 @torch.no_grad()
@@ -91,37 +93,33 @@ def select_rollouts(
 ) -> Tensor:
     ranks, offsets = ranks_of(layout.process_group), layout.offsets
 
-    def check() -> RolloutsOfOp:
+    def check() -> tuple[QuotaOfOp, Tensor | None]:
         require_tensors(advantages=advantages)
         require_readable(advantages=advantages, keep=keep, offsets=offsets, mask=mask)
-        of_op = checked_rollouts(advantages, keep, mask, offsets, None, scope == "batch")
+        quota, checked = checked_rollouts(advantages, keep, mask, offsets, None)
         check_rule(advantages, keep, rule, scope, generator, equal_rows)
-        return _checked(of_op, layout)
+        _check_op(advantages, quota, checked, layout)
+        return quota, checked
 
     same = {"keep": keep, "rule": rule, "scope": scope, "equal_rows": equal_rows}
-    checked = agree(ranks, "select_rollouts", check, lambda _: _alike(layout, advantages) | same)
-    return _select(checked, rule, generator, equal_rows, layout, ranks)
-
-
-def _checked(of_op: RolloutsOfOp, layout: Layout) -> RolloutsOfOp:
-    values, keep, keep_tensor, mask, _, max_segment, _ = of_op
-    _check_layout(layout, "values", values)
-    ops.check("max_variance_select", values, keep, keep_tensor, mask, layout.local_offsets, max_segment)
-    return of_op
+    quota, checked = agree(ranks, "select_rollouts", check, lambda _: _alike(layout, advantages) | same)
+    return _select(rule, advantages, quota, checked, scope == "batch", generator, equal_rows, layout, ranks)
 
 
 def _select(
-    of_op: RolloutsOfOp,
     rule: str,
+    values: Tensor,
+    quota: QuotaOfOp,
+    mask: Tensor | None,
+    pooled: bool,
     generator: torch.Generator | None,
     equal_rows: bool,
     layout: Layout,
     ranks: Ranks,
 ) -> Tensor:
-    values, keep, keep_tensor, mask, offsets, max_segment, pooled = of_op
-    whole = layout.is_whole(values)
+    offsets, max_segment, whole = layout.offsets, layout.max_segment, layout.is_whole(values)
     if ranks.size == 1 or (whole and not pooled):
-        return choose_rollouts(rule, of_op, generator)
+        return choose_rollouts(rule, values, quota, mask, offsets, max_segment, pooled, generator)
 
     numbers = values.reshape(-1).float()
     usable = both(numbers.isfinite(), mask)
@@ -132,21 +130,25 @@ def _select(
     groups = everyones.as_one_segment() if whole else _groups_of_all("values", offsets, everyones)
     if pooled:  # as many as all groups have together; without a group there are no values, and one counts
         number = everyones.numbers.sum().clamp(min=1) if whole else max(len(groups) - 2, 1)
-        each = Quota(k=keep, k_tensor=keep_tensor).number(max(len(everyones.values), 1))
-        keep, keep_tensor = None, torch.ones((), dtype=torch.int64, device=values.device) * each * number
+        each = Quota(*quota).number(max(len(everyones.values), 1))
+        wanted = torch.ones((), dtype=torch.int64, device=values.device) * each * number
+        quota = None, None, None, wanted
         groups = everyones.as_one_segment()
-    if equal_rows:
-        assert keep_tensor is not None
-        return most_varied(everyones.rows, keep_tensor)[ranks.rank, : len(numbers)].view(values.shape)
+    if equal_rows:  # which is for the scope "batch"
+        return most_varied(everyones.rows, wanted)[ranks.rank, : len(numbers)].view(values.shape)
     longest = max_segment if everyones.host_total is not None else None  # the padding may be longer
-    of_all = everyones.values, keep, keep_tensor, None, groups, longest, False
-    kept = choose_rollouts(rule, of_all, None)[everyones.places]
+    kept = choose_rollouts(rule, everyones.values, quota, None, groups, longest, False, None)[everyones.places]
     if offsets is not None and not pooled:
         kept = kept & ~_left_out(everyones.places, offsets)
     return kept.view(values.shape)
 
 
 # ---- what the ranks know of each other's groups ----------------------------------------------------------------------
+
+
+def _check_op(values: Tensor, quota: QuotaOfOp, mask: Tensor | None, layout: Layout) -> None:
+    _check_layout(layout, "values", values)
+    ops.check("max_variance_select", values, *quota[2:], mask, layout.local_offsets, layout.max_segment)
 
 
 def _check_layout(layout: Layout, name: str, values: Tensor) -> None:

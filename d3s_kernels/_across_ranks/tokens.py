@@ -14,9 +14,9 @@ from torch import Tensor
 from .._arguments import is_known, require_readable
 from .._dispatch import ops
 from .._groups import Ranks, ranks_of
-from .._segments.quota import Quota
+from .._segments.quota import Quota, QuotaOfOp
 from .._segments.segments import order_key_value
-from .._selection.arguments import Logits, ScoresOfOp, TokensOfOp, checked_scores, checked_tokens
+from .._selection.arguments import Logits, Tokens, checked_scores, checked_tokens
 from .agreement import Layout as Layout
 from .agreement import agree, require_offsets
 
@@ -42,25 +42,24 @@ def topk_mask(
     drop_zeros: bool,
     layout: Layout,
 ) -> Tensor:
-    ranks, offsets = ranks_of(layout.process_group), layout.offsets
+    ranks, offsets, max_segment = ranks_of(layout.process_group), layout.offsets, layout.max_segment
 
-    def check() -> ScoresOfOp:
+    def check() -> tuple[QuotaOfOp, Tensor | None]:
         require_readable(scores=scores, ratio=ratio, k=k, mask=mask, offsets=offsets)
-        checked = ScoresOfOp(*checked_scores(scores, ratio, k, mask, offsets, layout.max_segment, drop_zeros))
+        quota, checked = checked_scores(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
         layout.check("scores", scores, "whole", "global", "pieces")
-        ops.check("topk_mask", *checked._replace(offsets=layout.local_offsets))
-        return checked
+        ops.check("topk_mask", scores, *quota, checked, layout.local_offsets, max_segment, False, drop_zeros)
+        return quota, checked
 
     same = {"ratio": ratio, "k": k, "drop_zeros": drop_zeros}
-    checked = agree(ranks, "topk_mask", check, lambda _: same | _alike(layout, scores))
+    quota, checked = agree(ranks, "topk_mask", check, lambda _: same | _alike(layout, scores))
     if ranks.size == 1 or layout.is_whole(scores):
-        return ops.topk_mask(*checked)
+        return ops.topk_mask(scores, *quota, checked, offsets, max_segment, False, drop_zeros)
     pieces = offsets
     if layout.placement == "global":
         assert offsets is not None
         pieces = _pieces(offsets, ranks.gather_number(scores.numel(), scores), ranks, "scores")
-    keys = ops.topk_order_keys(scores, None, checked.mask, None)
-    return keep_top(keys, pieces, checked.quota, drop_zeros, ranks)[0]
+    return keep_top(ops.topk_order_keys(scores, None, checked, None), pieces, Quota(*quota), drop_zeros, ranks)[0]
 
 
 def select_tokens(
@@ -75,37 +74,47 @@ def select_tokens(
     layout: Layout,
 ) -> tuple[Tensor, Top]:
     """Returns the value of each token (for logits, the entropy computed here), and mask, count and threshold."""
-    ranks, offsets = ranks_of(layout.process_group), layout.offsets
+    ranks, offsets, max_segment = ranks_of(layout.process_group), layout.offsets, layout.max_segment
+    pooled = scope == "batch"
 
-    def check() -> TokensOfOp:
-        values = entropy._asdict() if isinstance(entropy, Logits) else {"entropy": entropy}
-        require_readable(**values, advantages=advantages, ratio=ratio, mask=mask, offsets=offsets)
+    def check() -> Tokens:
+        named = entropy._asdict() if isinstance(entropy, Logits) else {"entropy": entropy}
+        require_readable(**named, advantages=advantages, ratio=ratio, mask=mask, offsets=offsets)
         if rule == "entropy_quantile":
             raise ValueError(f"process_group: got one with rule {rule!r}; takes None, as it is one process's")
-        checked = TokensOfOp(*checked_tokens(
-            entropy, advantages, ratio, rule, mask, offsets, layout.max_segment, scope, drop_zeros, generator,
-            ranks.rank,
-        ))  # fmt: skip
-        layout.check("entropy", checked.values, "whole", "global", "pieces")
-        local = checked._replace(offsets=layout.local_offsets)
-        if layout.placement == "global":
-            _require_one_for_each(checked)
-            local = local._replace(weights=checked.weights.new_zeros(()))
-        ops.check("select_tokens", *local)
-        return checked
+        tokens = checked_tokens(
+            entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator, ranks.rank
+        )
+        values, weights, quota, checked = tokens
+        layout.check("entropy", values, "whole", "global", "pieces")
+        if layout.placement == "global":  # the op would refuse advantages that are for sequences of all ranks
+            assert offsets is not None
+            takes = values.shape[0], offsets.shape[0] - 1
+            if weights.dim() > 1 or (weights.dim() == 1 and weights.shape[0] not in takes):
+                raise ValueError(
+                    f"advantages: got shape {list(weights.shape)}; takes one for each token, [{takes[0]}], one for "
+                    f"each of {takes[1]} sequences, or a 0-d tensor"
+                )
+            weights = weights.new_zeros(())
+        ops.check(
+            "select_tokens", values, weights, *quota[:2], checked, layout.local_offsets, max_segment, pooled, drop_zeros
+        )
+        return tokens
 
     same = {"ratio": ratio, "rule": rule, "scope": scope, "drop_zeros": drop_zeros}
-    checked = agree(ranks, "select_tokens", check, lambda checked: same | _alike(layout, checked.values))
-    values, weights, pieces = checked.values, checked.weights, offsets
-    if ranks.size == 1 or (not checked.pooled and layout.is_whole(values)):
-        return values, ops.select_tokens(*checked)
+    values, weights, quota, checked = agree(
+        ranks, "select_tokens", check, lambda tokens: same | _alike(layout, tokens[0])
+    )
+    if ranks.size == 1 or (not pooled and layout.is_whole(values)):
+        return values, ops.select_tokens(values, weights, *quota[:2], checked, offsets, max_segment, pooled, drop_zeros)
+    pieces = offsets
     if offsets is not None and layout.placement != "whole":
         pieces, weights = _pieces_and_weights(values, weights, offsets, layout.placement, ranks)
-    keys = ops.topk_order_keys(values, weights, checked.mask, pieces)
-    if checked.pooled:
+    keys = ops.topk_order_keys(values, weights, checked, pieces)
+    if pooled:
         keys, pieces = keys.view(-1), None
-    chosen, count, threshold = keep_top(keys, pieces, checked.quota, drop_zeros, ranks)
-    shape = () if checked.pooled else values.shape[:-1] if offsets is None else count.shape
+    chosen, count, threshold = keep_top(keys, pieces, Quota(*quota), drop_zeros, ranks)
+    shape = () if pooled else values.shape[:-1] if offsets is None else count.shape
     return values, (chosen.view(values.shape), count.view(shape), threshold.view(shape))
 
 
@@ -118,18 +127,6 @@ def _alike(layout: Layout, values: Tensor) -> dict[str, object]:
     elif not layout.is_whole(values):
         segments = list(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1
     return {"placement": layout.placement, "offsets": segments}
-
-
-def _require_one_for_each(tokens: TokensOfOp) -> None:
-    """Checks the advantages of tokens whose offsets are of all ranks, which the op would refuse."""
-    advantages, offsets = tokens.weights, tokens.offsets
-    assert offsets is not None
-    takes = tokens.values.shape[0], offsets.shape[0] - 1
-    if advantages.dim() > 1 or (advantages.dim() == 1 and advantages.shape[0] not in takes):
-        raise ValueError(
-            f"advantages: got shape {list(advantages.shape)}; takes one for each token, [{takes[0]}], one for each of "
-            f"{takes[1]} sequences, or a 0-d tensor"
-        )
 
 
 # ---- the pieces of segments that a rank has --------------------------------------------------------------------------

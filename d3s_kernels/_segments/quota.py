@@ -50,10 +50,11 @@ class Quota(NamedTuple):
 
 
 QuotaOfOp = tuple[float | None, Tensor | None, int | None, Tensor | None]
+"""The fields of a :class:`Quota`, which itself would take a twentieth of the smallest call."""
 
 
 def quota_of(like: Tensor, ratio: float | Tensor | None, k: int | Tensor | None = None, name: str = "k") -> QuotaOfOp:
-    """The fields of a :class:`Quota`: decides whether ``ratio`` and ``k`` are numbers or 0-d tensors, which have to be
+    """Decides whether ``ratio`` and ``k`` are numbers or 0-d tensors, which have to be
     on the device of ``like``. The ops check the values. Error messages call ``k`` by ``name``.
     """
     ratio_tensor: Tensor | None = None
@@ -71,6 +72,6 @@ def quota_of(like: Tensor, ratio: float | Tensor | None, k: int | Tensor | None 
     if isinstance(k, Tensor):
         require_optional_tensors(like, **{name: k})
         k, k_tensor = None, k
-    elif k is not None:
+    elif k is not None and type(k) is not int:
         require_whole(**{name: k})
     return ratio, ratio_tensor, k, k_tensor

@@ -1,12 +1,11 @@
 """What the selections are called with, for one process and for several ranks.
 
-Each function here checks the arguments of a public function, and returns those of its op, in the order of its schema:
-as a plain tuple, since one with names takes a twentieth of the smallest call.
+Each function here checks the arguments of a public function, and returns those that its op takes in another form.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,30 +26,11 @@ from .._arguments import (
     temperature_argument,
 )
 from .._dispatch import ops
-from .._segments.quota import Quota, quota_of
+from .._segments.quota import QuotaOfOp, quota_of
 from ..sampling import SamplingMask, op_arguments
-from .rules import ROLLOUT_RULES, ROLLOUTS, TOKEN_RULES, TOKENS, RolloutsOfOp, token_factors
+from .rules import ROLLOUT_RULES, ROLLOUTS, TOKEN_RULES, TOKENS, token_factors
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
-
-
-class ScoresOfOp(NamedTuple):
-    """The arguments of the op ``topk_mask``."""
-
-    scores: Tensor
-    ratio: float | None
-    ratio_tensor: Tensor | None
-    k: int | None
-    k_tensor: Tensor | None
-    mask: Tensor | None
-    offsets: Tensor | None
-    max_segment: int | None
-    pooled: bool
-    drop_zeros: bool
-
-    @property
-    def quota(self) -> Quota:
-        return Quota(self.ratio, self.ratio_tensor, self.k, self.k_tensor)
 
 
 def checked_scores(
@@ -61,32 +41,18 @@ def checked_scores(
     offsets: Tensor | None,
     max_segment: int | None,
     drop_zeros: bool,
-) -> tuple[Any, ...]:
-    """Of :func:`d3s_kernels.topk_mask`: those of :class:`ScoresOfOp`."""
+) -> tuple[QuotaOfOp, Tensor | None]:
+    """Of :func:`d3s_kernels.topk_mask`: how many scores are kept, and the mask."""
     require_tensors(scores=scores)
     require_segments(scores, offsets, max_segment)
     require_flag(drop_zeros=drop_zeros)
-    ratio, ratio_tensor, k, k_tensor = quota_of(scores, ratio, k)
-    mask = checked_mask(mask, scores)
-    return scores, ratio, ratio_tensor, k, k_tensor, mask, offsets, max_segment, False, drop_zeros
+    return quota_of(scores, ratio, k), checked_mask(mask, scores)
 
 
-class TokensOfOp(NamedTuple):
-    """The arguments of the op ``select_tokens``. A token's score is ``|weight| * value``."""
-
-    values: Tensor
-    weights: Tensor  # float32: one for all, for each sequence, or for each token of this rank
-    ratio: float | None
-    ratio_tensor: Tensor | None
-    mask: Tensor | None
-    offsets: Tensor | None
-    max_segment: int | None
-    pooled: bool
-    drop_zeros: bool
-
-    @property
-    def quota(self) -> Quota:
-        return Quota(self.ratio, self.ratio_tensor)
+Tokens = tuple[Tensor, Tensor, QuotaOfOp, Tensor | None]
+"""The value and weight of each token of this rank, whose score is ``|weight| * value``, how many tokens are kept, and
+the mask. Weights are float32: one for all, for each sequence, or for each token.
+"""
 
 
 class Logits(NamedTuple):
@@ -118,10 +84,10 @@ def checked_tokens(
     drop_zeros: bool,
     generator: torch.Generator | None,
     rank: int = 0,
-) -> tuple[Any, ...]:
-    """Of :func:`d3s_kernels.select_tokens`: those of :class:`TokensOfOp`."""
+) -> Tokens:
+    """Of :func:`d3s_kernels.select_tokens`."""
     require_rule(rule, TOKEN_RULES)
-    pooled = require_scope(scope, "sequence")
+    require_scope(scope, "sequence")
     if isinstance(entropy, Logits):
         entropy = entropy.entropy(mask)
     if TOKENS[rule].reads_advantages:
@@ -131,12 +97,10 @@ def checked_tokens(
     assert entropy is not None
     require_segments(entropy, offsets, max_segment)
     require_flag(drop_zeros=drop_zeros)
-    share, share_tensor, _, _ = quota_of(entropy, ratio)
-    mask = checked_mask(mask, entropy)
+    quota, mask = quota_of(entropy, ratio), checked_mask(mask, entropy)
     require_generator(generator, rule, TOKENS[rule].draws, entropy)
     values, weights = token_factors(rule, entropy, advantages, generator, rank)
-    weights = weights_as_float32(weights)
-    return values, weights, share, share_tensor, mask, offsets, max_segment, pooled, drop_zeros
+    return values, weights_as_float32(weights), quota, mask
 
 
 def weights_as_float32(advantages: Tensor) -> Tensor:
@@ -189,16 +153,14 @@ def checked_rollouts(
     mask: Tensor | None,
     offsets: Tensor | None,
     max_segment: int | None,
-    pooled: bool,
-) -> RolloutsOfOp:
-    """Of :func:`d3s_kernels.max_variance_select`, or of ``select_rollouts``, where :func:`check_rule` checks the rest.
-    The caller has checked that ``values``, for which the two have different names, is a tensor.
+) -> tuple[QuotaOfOp, Tensor | None]:
+    """Of :func:`d3s_kernels.max_variance_select`, or of ``select_rollouts``, where :func:`check_rule` checks the rest:
+    how many values are kept, and the mask. The caller has checked the values, for which the two have different names.
     """
     require_segments(values, offsets, max_segment)
     if keep is None:
         raise TypeError("keep: got None; takes a whole number or a 0-d integer tensor")
-    _, _, number, tensor = quota_of(values, None, keep, "keep")
-    return values, number, tensor, checked_mask(mask, values), offsets, max_segment, pooled
+    return quota_of(values, None, keep, "keep"), checked_mask(mask, values)
 
 
 def check_rule(

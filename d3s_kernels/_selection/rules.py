@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import ops
-from .._segments.quota import Quota
+from .._segments.quota import Quota, QuotaOfOp
 from .._segments.segments import lowest_first, pool, segments_of
 
 _LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
@@ -109,23 +109,24 @@ ROLLOUTS = {
 ROLLOUT_RULES = tuple(ROLLOUTS)
 
 
-RolloutsOfOp = tuple[Tensor, int | None, Tensor | None, Tensor | None, Tensor | None, int | None, bool]
-"""The arguments of the op max_variance_select: values, keep as a number or a tensor, mask, offsets, max_segment and
-pooled. All rules take them.
-"""
-
-
-def choose_rollouts(rule: str, arguments: RolloutsOfOp, generator: torch.Generator | None) -> Tensor:
+def choose_rollouts(
+    rule: str,
+    values: Tensor,
+    quota: QuotaOfOp,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    max_segment: int | None,
+    pooled: bool,
+    generator: torch.Generator | None,
+) -> Tensor:
     """Marks the rollouts that the rule keeps."""
     if rule == "max_variance":
-        return ops.max_variance_select(*arguments)
-    values, keep, keep_tensor, mask, offsets, _, pooled = arguments
+        return ops.max_variance_select(values, *quota[2:], mask, offsets, max_segment, pooled)
     present = usable(values, mask, offsets)
     score = ROLLOUTS[rule].score
     if score is None:
-        return _percentile(values, present, Quota(k=keep, k_tensor=keep_tensor), offsets, pooled)
-    scores = score(values, generator)
-    return ops.topk_mask(scores, None, None, keep, keep_tensor, present, offsets, None, pooled, False)
+        return _percentile(values, present, Quota(*quota), offsets, pooled)
+    return ops.topk_mask(score(values, generator), *quota, present, offsets, None, pooled, False)
 
 
 def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
