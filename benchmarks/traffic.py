@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from d3s_kernels._across_ranks.topk_mask import digits_for, gathers_counts
+from d3s_kernels._across_ranks.tokens import digits_for, gathers_counts
 
 Sent = list[tuple[str, int]]  # for each round: c10d's name of the collective, and the bytes that a rank puts in
 

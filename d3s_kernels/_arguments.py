@@ -34,6 +34,14 @@ def require_optional_tensors(like: Tensor, **arguments: Tensor | None) -> None:
             _require_device(name, value, like.device)
 
 
+def require_segments(like: Tensor, offsets: Tensor | None, max_segment: int | None) -> None:
+    """Checks the types of what says where the segments of ``like`` lie."""
+    if offsets is not None:
+        _require_device("offsets", offsets, like.device)
+    if max_segment is not None:
+        require_whole(max_segment=max_segment)
+
+
 def _require_device(name: str, value: Tensor, device: torch.device) -> None:
     if type(value) is not Tensor and type(value) is not Parameter:
         _readable(name, value, "a tensor or None")
@@ -164,7 +172,7 @@ def whole_number(name: str, value: object, *, at_least: int | None = None) -> in
 def require_number(**arguments: float | None) -> None:
     """Raises unless each argument is a number or None."""
     for name, value in arguments.items():
-        if value is not None and not _is_number(value):
+        if value is not None and not is_number(value):
             raise TypeError(f"{name}: got {value!r}; takes a number")
 
 
@@ -201,12 +209,12 @@ def require_generator(generator: torch.Generator | None, rule: str, draws: bool,
 def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[float, Tensor | None]:
     """Returns the number, and the tensor that replaces it, if any: float32, 0-d or one for each row of ``like``."""
     if not isinstance(temperature, Tensor):
-        if not _is_number(temperature):
+        if not is_number(temperature):
             raise TypeError(f"temperature: got {type(temperature).__name__}; takes a number or a float tensor")
         if torch.compiler.is_compiling():
             if not 1e-15 <= temperature <= 1e15:
                 raise ValueError(f"temperature: got {temperature}; takes a number above 0, in [1e-15, 1e15]")
-            return 1.0, _in_a_graph(temperature, like).float()
+            return 1.0, in_a_graph(temperature, like).float()
         return temperature, None
     if not temperature.is_floating_point():
         raise TypeError(f"temperature: got dtype {temperature.dtype}; takes a float tensor")
@@ -225,35 +233,11 @@ def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[flo
     return 1.0, temperature.float()
 
 
-def ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float | None, Tensor | None]:
-    """Returns the number, or the 0-d tensor that replaces it; the other one is None."""
-    if isinstance(ratio, Tensor):
-        _require_device("ratio", ratio, like.device)
-        return None, ratio
-    if ratio is not None and not _is_number(ratio):
-        raise TypeError(f"ratio: got {type(ratio).__name__}; takes a number or a 0-d tensor")
-    if ratio is not None and torch.compiler.is_compiling():
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio: got {ratio}; takes a number in (0, 1]")
-        return None, _in_a_graph(ratio, like)
-    return ratio, None
-
-
-def _in_a_graph(value: float, like: Tensor) -> Tensor:
+def in_a_graph(value: float, like: Tensor) -> Tensor:
     """The number as a 0-d tensor, since torch.compile would compile a new graph for each float. The caller checks the
     value before, because the kernels do not check the value of a tensor on a GPU.
     """
     return torch.ones((), dtype=torch.float64, device=like.device) * value
-
-
-def whole_or_tensor(name: str, value: int | Tensor, like: Tensor) -> tuple[int | None, Tensor | None]:
-    if isinstance(value, Tensor):
-        _require_device(name, value, like.device)
-        return None, value
-    if value is None:
-        raise TypeError(f"{name}: got None; takes a whole number or a 0-d integer tensor")
-    require_whole(**{name: value})
-    return value, None
 
 
 def require_keep(keep: int | Tensor) -> None:
@@ -280,7 +264,7 @@ def is_known(tensor: Tensor) -> bool:
     return tensor.is_cpu or checks_everything()
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     if type(value) is float or type(value) is int:  # the usual case first: an abstract class is slow
         return True
     return isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)

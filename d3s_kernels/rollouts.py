@@ -7,17 +7,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ._arguments import checked_mask, require_tensors
+from ._arguments import require_number, require_optional_tensors, require_readable, require_tensors
 from ._dispatch import ops
-from ._selection.rollouts import (
-    AdvantageArguments,
-    RolloutArguments,
-    check_advantages,
-    check_rule,
-    checked_number,
-    without_spread,
-)
-from ._selection.rules import ROLLOUTS
+from ._segments.segments import TOLERANCE, segments_of
+from ._segments.segments import without_spread as segments_without_spread
+from ._selection.arguments import check_rule, checked_rewards, checked_rollouts, rewards_as_floats
+from ._selection.rules import choose_rollouts, usable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -88,10 +83,9 @@ def group_advantages(
     if process_group is not None:
         from ._across_ranks import rollouts as across_ranks  # here, since some builds of torch have no groups
 
-        arguments = AdvantageArguments(rewards, offsets, scale, eps, ddof)
-        return across_ranks.group_advantages(arguments, across_ranks.Across(process_group, placement, max_rollouts))
-    rewards = check_advantages(rewards, offsets, scale, eps, ddof)
-    return ops.group_advantages(rewards, offsets, scale, eps, ddof)
+        layout = across_ranks.Layout(process_group, placement, offsets, max_rollouts=max_rollouts)
+        return across_ranks.group_advantages(rewards, scale, eps, ddof, layout)
+    return ops.group_advantages(*checked_rewards(rewards, offsets, scale, eps, ddof))
 
 
 def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tolerance: float | None = None) -> Tensor:
@@ -123,7 +117,20 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
         >>> rewards.std(dim=1) == 0, d3s.groups_without_spread(rewards)
         (tensor([False, False]), tensor([ True, False]))
     """
-    return without_spread(rewards, offsets, tolerance)
+    require_readable(rewards=rewards)
+    require_tensors(rewards=rewards)
+    require_optional_tensors(rewards, offsets=offsets)
+    rewards = rewards_as_floats(rewards)
+    if tolerance is None:
+        tolerance = TOLERANCE[rewards.dtype]
+    require_number(tolerance=tolerance)
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance: got {tolerance}; takes at least 0")
+    # x - x is 0, or NaN if x is not finite. The op that marks those that are takes no float64.
+    finite = usable((rewards - rewards).float(), None, offsets).flatten()
+    groups = segments_of(rewards, offsets)
+    same = groups.without_ends(segments_without_spread(rewards.flatten().double(), finite, groups, tolerance))
+    return same if offsets is not None else same.view(rewards.shape[:-1])
 
 
 def max_variance_select(
@@ -172,13 +179,11 @@ def max_variance_select(
     if process_group is not None:
         from ._across_ranks import rollouts as across_ranks
 
-        arguments = RolloutArguments(
-            "max_variance_select", values, keep, "max_variance", offsets, "group", mask, max_segment
-        )
-        return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
+        layout = across_ranks.Layout(process_group, placement, offsets, max_segment, max_rollouts)
+        return across_ranks.max_variance_select(values, keep, mask, layout)
     require_tensors(values=values)
-    number, mask = checked_number(values, keep, offsets, max_segment), checked_mask(mask, values)
-    return ops.max_variance_select(values, *number, mask, offsets, max_segment, False)
+    quota, mask = checked_rollouts(values, keep, mask, offsets, max_segment)
+    return ops.max_variance_select(values, *quota[2:], mask, offsets, max_segment, False)
 
 
 def select_rollouts(
@@ -221,7 +226,7 @@ def select_rollouts(
     With ``equal_rows`` each rank keeps some of its lowest and some of its highest values; how many of each is chosen
     for all ranks together. To find the best choice is as hard as to divide numbers into two equal sums. The choice
     found here has a sum of squared deviations within ``d^2 / (4 k)`` of the best, where k is the number kept on all
-    ranks and d the difference of two values of one rank: see ``d3s_kernels/_across_ranks/equal_rows.py``. It sends no
+    ranks and d the difference of two values of one rank: see ``d3s_kernels/_across_ranks/rollouts.py``. It sends no
     more than the choice without ``equal_rows``.
 
     Args:
@@ -267,11 +272,9 @@ def select_rollouts(
     if process_group is not None:
         from ._across_ranks import rollouts as across_ranks
 
-        arguments = RolloutArguments(
-            "select_rollouts", advantages, keep, rule, offsets, scope, mask, None, generator, equal_rows
-        )
-        return across_ranks.select(arguments, across_ranks.Across(process_group, placement, max_rollouts))
+        layout = across_ranks.Layout(process_group, placement, offsets, max_rollouts=max_rollouts)
+        return across_ranks.select_rollouts(advantages, keep, rule, scope, mask, generator, equal_rows, layout)
     require_tensors(advantages=advantages)
-    number, mask = checked_number(advantages, keep, offsets, None), checked_mask(mask, advantages)
+    quota, mask = checked_rollouts(advantages, keep, mask, offsets, None)
     check_rule(advantages, keep, rule, scope, generator, equal_rows)
-    return ROLLOUTS[rule].select(advantages, number, mask, offsets, None, scope == "batch", generator)
+    return choose_rollouts(rule, advantages, quota, mask, offsets, None, scope == "batch", generator)

@@ -10,15 +10,18 @@ from torch import Tensor
 from ._arguments import (
     as_bool,
     checked_mask,
+    require_flag,
     require_readable,
     require_scope,
+    require_segments,
     require_tensors,
     require_whole,
     temperature_argument,
 )
 from ._dispatch import ops
+from ._segments.quota import quota_of
+from ._selection.arguments import Logits, checked_scores, checked_tokens, weights_as_float32
 from ._selection.rules import entropy_quantile
-from ._selection.tokens import Selection, TokenArguments, TopkArguments, as_float32, checked_quota, checked_ratio
 from .sampling import SamplingMask, op_arguments
 
 if TYPE_CHECKING:
@@ -100,10 +103,9 @@ def topk_mask(
     if process_group is not None:
         from ._across_ranks import tokens as across_ranks  # here, since some builds of torch have no groups
 
-        arguments = TopkArguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
-        return across_ranks.topk_mask(arguments, process_group, placement)
-    quota = checked_quota(scores, ratio, k, offsets, max_segment, drop_zeros)
-    mask = checked_mask(mask, scores)
+        layout = across_ranks.Layout(process_group, placement, offsets, max_segment)
+        return across_ranks.topk_mask(scores, ratio, k, mask, drop_zeros, layout)
+    quota, mask = checked_scores(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
     return ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
 
 
@@ -185,32 +187,30 @@ def select_tokens(
         tensor([[False,  True, False],
                 [ True, False, False]])
     """
-    arguments = TokenArguments(
-        entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator
-    )
     if process_group is not None:
         from ._across_ranks import tokens as across_ranks
 
-        _, (chosen, count, threshold) = across_ranks.select_tokens(arguments, process_group, placement)
-    elif rule == "entropy_quantile":
-        chosen, count, threshold = _entropy_quantile(arguments)
-    else:
-        values, weights, number, mask = arguments.checked_factors()
-        chosen, count, threshold = ops.select_tokens(
-            values, weights, *number, mask, offsets, max_segment, scope == "batch", drop_zeros
+        layout = across_ranks.Layout(process_group, placement, offsets, max_segment)
+        _, (chosen, count, threshold) = across_ranks.select_tokens(
+            entropy, advantages, ratio, rule, mask, scope, drop_zeros, generator, layout
         )
+        return TokenSelection(chosen, entropy, count, threshold)
+    if rule == "entropy_quantile":
+        if not require_scope(scope, "sequence"):
+            raise ValueError("scope: got 'sequence' with rule 'entropy_quantile'; takes 'batch'")
+        if drop_zeros:
+            raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")
+        require_readable(entropy=entropy, advantages=advantages, ratio=ratio, mask=mask, offsets=offsets)
+    values, weights, quota, mask = checked_tokens(
+        entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator
+    )
+    of_op = values, weights, *quota[:2], mask, offsets, max_segment, scope == "batch", drop_zeros
+    if rule == "entropy_quantile":
+        ops.check("select_tokens", *of_op)
+        chosen, count, threshold = entropy_quantile(values, float(ratio), mask)
+    else:
+        chosen, count, threshold = ops.select_tokens(*of_op)
     return TokenSelection(chosen, entropy, count, threshold)
-
-
-def _entropy_quantile(arguments: TokenArguments) -> Selection:
-    if not require_scope(arguments.scope, "sequence"):
-        raise ValueError("scope: got 'sequence' with rule 'entropy_quantile'; takes 'batch'")
-    if arguments.drop_zeros:
-        raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")
-    require_readable(**arguments._asdict())
-    values, weights, ratio, mask = arguments.checked_factors()
-    ops.check("select_tokens", *arguments.of_op(values, weights, ratio, mask))
-    return entropy_quantile(values, float(arguments.ratio), mask)
 
 
 def select_tokens_from_logits(
@@ -267,20 +267,20 @@ def select_tokens_from_logits(
     if process_group is not None:
         from ._across_ranks import tokens as across_ranks
 
-        arguments = TokenArguments(
-            None, advantages, ratio, "advantage_entropy", mask, offsets, max_segment, scope, drop_zeros,
-            logits=logits, temperature=temperature, sampling_mask=sampling_mask, max_dense_rows=max_dense_rows,
-        )  # fmt: skip
-        entropy, (chosen, count, threshold) = across_ranks.select_tokens(arguments, process_group, placement)
+        layout = across_ranks.Layout(process_group, placement, offsets, max_segment)
+        of_logits = Logits(logits, temperature, sampling_mask, max_dense_rows)
+        entropy, (chosen, count, threshold) = across_ranks.select_tokens(
+            of_logits, advantages, ratio, "advantage_entropy", mask, scope, drop_zeros, None, layout
+        )
         return TokenSelection(chosen, entropy, count, threshold)
     require_tensors(logits=logits, advantages=advantages)
-    share, share_tensor = checked_ratio(logits, ratio, offsets, max_segment, drop_zeros)
-    mask = checked_mask(mask, logits)
-    number, tensor = temperature_argument(temperature, logits)
-    ids, ids_offsets, _, bound = op_arguments(sampling_mask, max_dense_rows, logits)
+    require_segments(logits, offsets, max_segment)
+    require_flag(drop_zeros=drop_zeros)
+    quota, mask = quota_of(logits, ratio), checked_mask(mask, logits)
+    numbers, sets = temperature_argument(temperature, logits), op_arguments(sampling_mask, max_dense_rows, logits)
     chosen, entropy, count, threshold = ops.select_tokens_from_logits(
-        logits, as_float32(advantages), share, share_tensor, mask, offsets, max_segment, number, tensor,
-        require_scope(scope, "sequence"), drop_zeros, ids, ids_offsets, bound,
+        logits, weights_as_float32(advantages), *quota[:2], mask, offsets, max_segment, *numbers,
+        require_scope(scope, "sequence"), drop_zeros, *sets,
     )  # fmt: skip
     return TokenSelection(chosen, entropy, count, threshold)
 

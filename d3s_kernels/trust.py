@@ -20,8 +20,7 @@ from ._arguments import (
     require_rule,
     require_tensors,
 )
-from ._segments.ranking import lowest_first
-from ._segments.segments import Segments, pool, segments_of
+from ._segments.segments import Segments, lowest_first, pool, segments_of
 from ._selection.rules import usable
 from ._torch.topk_mask import advantage_of_each
 
@@ -170,7 +169,7 @@ def trusted_tokens(
     measure, segments = row.measure(log_p, log_q), segments_of(logprob, offsets)
     if row.over in ("sum", "mean"):
         total = segments.last(segments.scan(torch.where(present, measure, 0.0), torch.add))
-        measure = (total / segments.total(present) if row.over == "mean" else total)[segments.of]
+        measure = (total / segments.total(present) if row.over == "mean" else total)[segments.segment_ids]
     if row.over == "smallest":
         kept = _smallest(measure.float(), present, high, process_group)
     elif row.truncates:
@@ -237,13 +236,12 @@ def _smallest(squares: Tensor, present: Tensor, high: float, process_group: Proc
     further square raises the mean.
     """
     if process_group is not None:
-        from ._across_ranks.gathered import concatenate, gather
+        from ._across_ranks.rollouts import gather
         from ._groups import ranks_of
 
         ranks = ranks_of(process_group)
         everyones = gather(ranks, squares.masked_fill(~present, torch.nan), 0, None)
-        together = concatenate(everyones, ranks.rank, len(squares))
-        return _smallest(together.values, ~together.values.isnan(), high, None)[together.own]
+        return _smallest(everyones.values, ~everyones.values.isnan(), high, None)[everyones.places]
     segments = pool(squares)
     order, rank = lowest_first(squares, present, segments)
     sums = segments.scan(torch.where(present, squares.double(), torch.inf)[order], torch.add)

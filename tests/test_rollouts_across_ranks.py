@@ -16,7 +16,7 @@ from traffic import counted
 
 import d3s_kernels
 from d3s_kernels import group_advantages, max_variance_select, select_rollouts
-from d3s_kernels._across_ranks import gathered, rollouts
+from d3s_kernels._across_ranks import rollouts
 from d3s_kernels._segments.segments import pool_present
 from d3s_kernels._selection.rules import ROLLOUT_RULES
 
@@ -115,7 +115,7 @@ def random_keep(generator: torch.Generator) -> tuple[int, int | Tensor]:
 def rounds_of(rounds: int) -> Iterator[int]:
     """In every other round host values count as unknown, as on a GPU."""
     for number in range(rounds):
-        with mock.patch.object(gathered, "_is_at_hand", lambda _, odd=number % 2: not odd):
+        with mock.patch.object(rollouts, "_is_at_hand", lambda _, odd=number % 2: not odd):
             yield number
 
 
@@ -424,7 +424,7 @@ def test_what_differs_between_ranks(function: str, other: dict[str, Any], said: 
 def of_other_dtypes(ranks: Ranks, bound: dict[str, int], known: bool) -> Tensor:
     """The first rank was given whole numbers, the other one not."""
     rewards = torch.tensor([0, 1, 1] if ranks.rank == 0 else [0.0, 0.5])
-    with mock.patch.object(gathered, "_is_at_hand", return_value=known):
+    with mock.patch.object(rollouts, "_is_at_hand", return_value=known):
         return group_advantages(rewards, process_group=ranks.group, **bound)
 
 

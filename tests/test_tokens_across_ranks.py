@@ -13,7 +13,7 @@ from ranks import SIZES, Ranks, pieces_of, world
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels._across_ranks import topk_mask as top
+from d3s_kernels._across_ranks import tokens as across_ranks
 
 sizes = pytest.mark.parametrize("size", SIZES)
 SEEDS = rounds(60)  # for each number of ranks and each of the tests below
@@ -73,7 +73,7 @@ def draw(seed: int, size: int) -> Drawn:
 def seeds(first: int, size: int) -> Iterator[tuple[int, Drawn]]:
     """Half of the problems take the path for many ranks, which sum their counts with an all-reduce."""
     for seed in range(first, first + SEEDS):
-        with mock.patch.object(top, "FEW_RANKS", top.FEW_RANKS if seed % 4 < 2 else 1):
+        with mock.patch.object(across_ranks, "FEW_RANKS", across_ranks.FEW_RANKS if seed % 4 < 2 else 1):
             yield seed, draw(seed, size)
 
 

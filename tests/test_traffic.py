@@ -11,8 +11,8 @@ from ranks import SIZES, Ranks, world
 from traffic import asked, counted
 
 import d3s_kernels as d3s
-from d3s_kernels._across_ranks import topk_mask as top
-from d3s_kernels._across_ranks.topk_mask import FEW_RANKS, FEW_SEGMENTS
+from d3s_kernels._across_ranks import tokens as across_ranks
+from d3s_kernels._across_ranks.tokens import FEW_RANKS, FEW_SEGMENTS
 from d3s_kernels.distributed import (
     exchange_rows,
     plan_rows,
@@ -28,7 +28,7 @@ Sent = list[tuple[str, int]]
 
 def sent_by_tokens(ranks: Ranks, tokens: int, few_ranks: int) -> list[tuple[str, Sent, Sent]]:
     """Ranks have different numbers of tokens, and the first has none."""
-    top.FEW_RANKS = few_ranks
+    across_ranks.FEW_RANKS = few_ranks
     own, across = tokens * ranks.rank, {"process_group": ranks.group}
     entropy, advantages = torch.rand(own), torch.randn(own)
     found: list[tuple[str, Sent, Sent]] = []
@@ -67,7 +67,7 @@ def sent_by_tokens(ranks: Ranks, tokens: int, few_ranks: int) -> list[tuple[str,
         "whole sequences", [],
         lambda: d3s.select_tokens(rows, advantages.view(ranks.rank, tokens), 0.3, scope="sequence", **across),
     )  # fmt: skip
-    top.FEW_RANKS = FEW_RANKS
+    across_ranks.FEW_RANKS = FEW_RANKS
     return found
 
 

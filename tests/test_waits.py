@@ -25,8 +25,6 @@ from d3s_kernels import _torch
 from d3s_kernels._across_ranks import rollouts, tokens
 from d3s_kernels._head import backward, forward
 from d3s_kernels._head.problem import WHOLE, HeadProblem, Shard
-from d3s_kernels._selection.rollouts import AdvantageArguments, RolloutArguments
-from d3s_kernels._selection.tokens import TokenArguments, TopkArguments
 from d3s_kernels._table.draw import Draw
 from d3s_kernels._table.table import OPS
 from d3s_kernels._together import NumberOrTensor, SamplingArguments
@@ -194,12 +192,11 @@ def test_the_head(masked: bool, spans: bool, shard: Shard) -> None:
 @pytest.mark.parametrize("placement", ["pieces", "global"])
 def test_tokens_across_ranks(placement: str) -> None:
     with watched() as mode, patch.object(tokens, "ranks_of", lambda group: StandIn()):
-        entropy, ratio, offsets = gpu(30), gpu(), gpu(4, dtype=torch.int64)
-        given: Any = {"offsets": offsets, "max_segment": None, "mask": gpu(30) > 0, "drop_zeros": True}
-        tokens.topk_mask(TopkArguments(entropy, ratio, None, **given), GROUP, placement)
+        entropy, ratio, mask = gpu(30), gpu(), gpu(30) > 0
+        layout = tokens.Layout(GROUP, placement, gpu(4, dtype=torch.int64))
+        tokens.topk_mask(entropy, ratio, None, mask, True, layout)
         for scope in ("batch", "sequence"):
-            chosen = TokenArguments(entropy, gpu(3), ratio, "entropy", scope=scope, **given)
-            tokens.select_tokens(chosen, GROUP, placement)
+            tokens.select_tokens(entropy, gpu(3), ratio, "entropy", mask, scope, True, None, layout)
     assert mode.waits == 0
 
 
@@ -207,11 +204,10 @@ def test_tokens_across_ranks(placement: str) -> None:
 def test_rollouts_across_ranks(placement: str) -> None:
     """With max_rollouts."""
     with watched() as mode, patch.object(rollouts, "ranks_of", lambda group: StandIn()):
-        across, rewards = rollouts.Across(GROUP, placement, 40), gpu(30)
-        offsets, keep = gpu(4, dtype=torch.int64), gpu(dtype=torch.int32)
-        rollouts.group_advantages(AdvantageArguments(rewards, offsets, "batch", 1e-6, 1), across)
+        rewards, keep = gpu(30), gpu(dtype=torch.int32)
+        layout = rollouts.Layout(GROUP, placement, gpu(4, dtype=torch.int64), max_rollouts=40)
+        rollouts.group_advantages(rewards, "batch", 1e-6, 1, layout)
         for rule, equal_rows in (("max_variance", placement == "whole"), ("highest", False)):
-            cuts = None if equal_rows else offsets
-            given = RolloutArguments("select_rollouts", rewards, keep, rule, cuts, "batch", rewards > 0)
-            rollouts.select(given._replace(equal_rows=equal_rows), across)
+            of_rule = layout._replace(offsets=None) if equal_rows else layout
+            rollouts.select_rollouts(rewards, keep, rule, "batch", rewards > 0, None, equal_rows, of_rule)
     assert mode.waits == 0

@@ -372,7 +372,7 @@ MUTANTS = (
     # ---- plain PyTorch -----------------------------------------------------------------------------------------------
     Mutant(
         "plain: -0 is below 0",
-        "d3s_kernels/_segments/order_key.py",
+        "d3s_kernels/_segments/segments.py",
         "bits = (values + 0.0).view(torch.int32)",
         "bits = values.contiguous().view(torch.int32)",
         PLAIN,
@@ -415,21 +415,21 @@ MUTANTS = (
     # ---- several ranks -----------------------------------------------------------------------------------------------
     Mutant(
         "ranks: a rank counts its own values among those before it",
-        "d3s_kernels/_across_ranks/offsets.py",
+        "d3s_kernels/_across_ranks/tokens.py",
         "lengths[: ranks.rank].sum()",
         "lengths[: ranks.rank + 1].sum()",
         "tests/test_tokens_across_ranks.py",
     ),
     Mutant(
         "ranks: every rank keeps the ties that the first one keeps",
-        "d3s_kernels/_across_ranks/topk_mask.py",
-        "(search[:, 1] - before).clamp(min=0)",
-        "search[:, 1].clamp(min=0)",
+        "d3s_kernels/_across_ranks/tokens.py",
+        "(left - before).clamp(min=0)",
+        "left.clamp(min=0)",
         "tests/test_tokens_across_ranks.py",
     ),
     Mutant(
         "ranks: the first rollout of a rank is looked for on the rank before",
-        "d3s_kernels/_across_ranks/gathered.py",
+        "d3s_kernels/_across_ranks/rollouts.py",
         "torch.searchsorted(ends, place, right=True)",
         "torch.searchsorted(ends, place)",
         "tests/test_rollouts_across_ranks.py",
@@ -437,8 +437,8 @@ MUTANTS = (
     Mutant(
         "ranks: rewards of half precision are rounded as finely as float64",
         "d3s_kernels/_across_ranks/rollouts.py",
-        "together.values.to(rewards.dtype)",
-        "together.values",
+        "everyones.values.to(rewards.dtype)",
+        "everyones.values",
         "tests/test_rollouts_across_ranks.py",
     ),
     Mutant(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from .._arguments import checks_everything
+from .._arguments import checks_everything, require_optional_tensors
 from .._groups import Ranks
 
 _Checked = TypeVar("_Checked")
@@ -38,37 +40,87 @@ def agree(
     refusal: Exception | None = None
     try:
         checked = check()
-        own = {"call": op} | {name: _sendable(value) for name, value in alike(checked).items()}
-        message = json.dumps({"given": own}, default=repr)
+        message = json.dumps({"arguments": {"call": op} | alike(checked)}, default=_as_json)
     except Exception as error:  # any error: the other ranks are waiting for this rank's answer
         refusal = error
         message = json.dumps({"refused": [type(error).__name__, str(error)]})
     everyones: list[dict[str, Any]] = [json.loads(text) for text in ranks.gather_text(message)]
-    for rank, said in enumerate(everyones):
-        if "refused" in said:
-            kind, text = said["refused"]
+    for rank, answer in enumerate(everyones):
+        if "refused" in answer:
+            kind, text = answer["refused"]
             raise _TOLD.get(kind, RuntimeError)(f"{text} (on rank {rank} of {ranks.size})") from refusal
-    require_alike([said["given"] for said in everyones])
+    require_alike([answer["arguments"] for answer in everyones])
     return checked
 
 
 def require_alike(everyones: list[dict[str, Any]]) -> None:
     """Raises if a value differs between ranks."""
     first = everyones[0]
-    for rank, given in enumerate(everyones):
+    for rank, arguments in enumerate(everyones):
         for name in first:  # "call" is compared first: other ops have other arguments
-            if given[name] != first[name]:
+            if arguments[name] != first[name]:
                 raise ValueError(
-                    f"{name}: got {_shortened(first[name])} on rank 0 and {_shortened(given[name])} on rank {rank}; "
-                    "takes the same on all ranks of the process group"
+                    f"{name}: got {_shortened(first[name])} on rank 0 and {_shortened(arguments[name])} on rank "
+                    f"{rank}; takes the same on all ranks of the process group"
                 )
 
 
-def _sendable(value: Any) -> Any:
-    """The value in a form that JSON has and that can be compared."""
-    return ["tensor", str(value.dtype), value.tolist()] if isinstance(value, Tensor) else value
+def _as_json(value: Any) -> Any:
+    """A value that JSON does not have, in a form that can be compared."""
+    return ["tensor", str(value.dtype), value.tolist()] if isinstance(value, Tensor) else repr(value)
 
 
 def _shortened(value: Any) -> str:
     text = repr(value[2] if isinstance(value, list) and value[:1] == ["tensor"] else value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class Layout(NamedTuple):
+    """The ranks that hold a tensor together, and how its segments lie on them."""
+
+    process_group: dist.ProcessGroup | DeviceMesh
+    placement: str
+    offsets: Tensor | None
+    max_segment: int | None = None
+    max_rollouts: int | None = None
+
+    @property
+    def local_offsets(self) -> Tensor | None:
+        """The offsets if they can be checked against this rank's values alone, else None."""
+        return None if self.placement == "global" else self.offsets
+
+    def is_whole(self, values: Tensor) -> bool:
+        """Whether each segment lies on one rank. A 1-D tensor without offsets is one with a piece on every rank."""
+        return self.placement == "whole" and (values.dim() > 1 or self.offsets is not None)
+
+    def check(self, name: str, values: Tensor, *takes: str) -> None:
+        """Checks what one rank can check without the others: the placement, and offsets that are of all ranks."""
+        placement, offsets = self.placement, self.offsets
+        if placement not in takes:
+            raise ValueError(f"placement: got {placement!r}; takes {', '.join(map(repr, takes[:-1]))} or {takes[-1]!r}")
+        if placement != "global":
+            return
+        if offsets is None:
+            raise ValueError("offsets: got None with placement='global'; takes the offsets of all ranks' values")
+        require_optional_tensors(values, offsets=offsets)
+        if values.dim() != 1:
+            raise ValueError(f"{name}: got shape {list(values.shape)} with offsets; takes a 1-D tensor with offsets")
+        if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"offsets: got shape {list(offsets.shape)} of {offsets.dtype}; takes a 1-D int64 or int32 tensor of "
+                "segments + 1"
+            )
+
+
+def require_offsets(offsets: Tensor, total: int, name: str) -> None:
+    """Checks the offsets of all ranks' values, of which there are ``total``."""
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise ValueError(f"offsets: starts at {first}; must start at 0")
+    if (falls := (offsets.diff() < 0).nonzero()).numel():
+        at = int(falls[0]) + 1
+        raise ValueError(
+            f"offsets: decreases from {int(offsets[at - 1])} to {int(offsets[at])} at {at}; must not decrease"
+        )
+    if last != total:
+        raise ValueError(f"offsets: ends at {last}; must end at the length of {name} on all ranks, {total}")

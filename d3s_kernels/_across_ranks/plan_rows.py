@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -90,7 +90,8 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
         raise ValueError(
             f"mask: {sum(held)} rows are kept on {ranks.size} ranks; takes a multiple of the ranks, or drop_last=True"
         )
-    taken = _without_last(held, too_many)
+    ends = [min(end, rows * ranks.size) for end in accumulate(held, initial=0)]  # without the surplus
+    taken = [end - begin for begin, end in pairwise(ends)]
     sent = _moves(taken, rows)
     here = min(taken[ranks.rank], rows)
     return RowPlan(
@@ -102,15 +103,6 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
         sum(map(sum, sent)),
         len(mask),
     )
-
-
-def _without_last(held: list[int], too_many: int) -> list[int]:
-    taken = list(held)
-    for rank in reversed(range(len(taken))):
-        dropped = min(too_many, taken[rank])
-        taken[rank] -= dropped
-        too_many -= dropped
-    return taken
 
 
 def _moves(held: list[int], rows: int) -> list[list[int]]:
@@ -189,34 +181,25 @@ def exchange_rows(
             )
 
     def alike(_: object) -> dict[str, Any]:
-        return {
-            "values": {name: f"{columns[name].dtype} {['*', *columns[name].shape[1:]]}" for name in sorted(columns)}
-        }
+        of_rows = {name: f"{column.dtype} {['*', *column.shape[1:]]}" for name, column in sorted(columns.items())}
+        return {"values": of_rows}
 
     agree(ranks, "exchange_rows", check, alike)
     names = sorted(columns)
-    own = [columns[name] for name in names]
-    got = [column[:0] for column in own]
-    if plan.moved and own:
-        sent = torch.cat([_as_bytes(column[plan.leaving]) for column in own], 1)
+    rows = {name: column[plan.staying] for name, column in columns.items()}
+    if plan.moved and columns:
+        leaving = [_as_bytes(columns[name][plan.leaving]) for name in names]
+        sent = torch.cat(leaving, 1)
         received = sent.new_empty(sum(plan.receive_counts), sent.shape[1])
         dist.all_to_all_single(received, sent, plan.receive_counts, plan.send_counts, group=ranks.group)
-        widths = [_bytes_of_a_row(column) for column in own]
-        got = [_from_bytes(part, column) for part, column in zip(torch.split(received, widths, 1), own, strict=True)]
-    rows = {name: torch.cat([column[plan.staying], new]) for name, column, new in zip(names, own, got, strict=True)}
-    return rows["values"] if isinstance(values, Tensor) else {name: rows[name] for name in columns}
-
-
-def _bytes_of_a_row(column: Tensor) -> int:
-    return math.prod(column.shape[1:]) * column.element_size()
+        for name, part in zip(names, torch.split(received, [part.shape[1] for part in leaving], 1), strict=True):
+            # Cloned, since a part of a row of bytes may be misaligned for the dtype.
+            packed = part.clone(memory_format=torch.contiguous_format).view(-1).view(rows[name].dtype)
+            rows[name] = torch.cat([rows[name], packed.view(len(part), *rows[name].shape[1:])])
+    return rows["values"] if isinstance(values, Tensor) else rows
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
     """The rows as uint8 ``[rows, bytes]``, since not every backend of torch.distributed takes every dtype."""
-    return rows.contiguous().view(-1).view(torch.uint8).view(len(rows), _bytes_of_a_row(rows))
-
-
-def _from_bytes(rows: Tensor, like: Tensor) -> Tensor:
-    # Cloned, since a part of a row of bytes may be misaligned for the dtype.
-    packed = rows.clone(memory_format=torch.contiguous_format)
-    return packed.view(-1).view(like.dtype).view(len(rows), *like.shape[1:])
+    width = math.prod(rows.shape[1:]) * rows.element_size()
+    return rows.contiguous().view(-1).view(torch.uint8).view(len(rows), width)

@@ -12,165 +12,316 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
-from .._arguments import is_known, require_optional_tensors, require_readable, whole_number
+from .._arguments import is_known, require_readable, require_tensors, whole_number
 from .._dispatch import ops
-from .._groups import ranks_of
-from .._segments.segments import both
-from .._selection.rollouts import DTYPES_OF_REWARDS, AdvantageArguments, RolloutArguments, check_advantages
-from .._selection.rules import random_scores
-from .agreement import agree, require_alike
-from .equal_rows import most_varied
-from .gathered import Concatenation, concatenate, gather
-from .offsets import is_whole, own_offsets, require_offsets, require_placement
+from .._groups import Ranks, ranks_of
+from .._segments.quota import Quota, QuotaOfOp
+from .._segments.segments import both, pool
+from .._selection.arguments import DTYPES_OF_REWARDS, check_rule, checked_rewards, checked_rollouts
+from .._selection.rules import choose_rollouts, random_scores
+from .agreement import Layout as Layout
+from .agreement import agree, require_alike, require_offsets
 
 
-class Across(NamedTuple):
-    """The arguments that concern the ranks."""
+@torch.no_grad()
+def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout: Layout) -> Tensor:
+    ranks, offsets = ranks_of(layout.process_group), layout.offsets
 
-    process_group: dist.ProcessGroup | DeviceMesh
-    placement: str
-    max_rollouts: int | None
+    def check() -> Tensor:
+        require_readable(rewards=rewards, offsets=offsets)
+        checked, *_ = checked_rewards(rewards, offsets, scale, eps, ddof)
+        _check_layout(layout, "rewards", checked)
+        ops.check("group_advantages", checked, layout.local_offsets, scale, eps, ddof)
+        return checked
 
-    def check(self, name: str, values: Tensor, offsets: Tensor | None) -> None:
-        require_placement(self.placement, values, offsets, name, ("whole", "global"))
-        if self.placement == "global" and offsets is not None:
-            require_optional_tensors(values, offsets=offsets)
-            if is_known(offsets):  # all but the end, which depends on other ranks
-                require_offsets(offsets, int(offsets[-1]), name)
-        if self.max_rollouts is None:
-            return
-        most = whole_number("max_rollouts", self.max_rollouts, at_least=1)
+    same = {"scale": scale, "eps": eps, "ddof": ddof}
+    rewards = agree(ranks, "group_advantages", check, lambda checked: _alike(layout, checked) | same)
+    whole = layout.is_whole(rewards)
+    if ranks.size == 1 or (whole and scale != "batch"):
+        return ops.group_advantages(rewards, offsets, scale, eps, ddof)
+    # All send float64: ranks with different dtypes then find out, where they would wait for each other's bytes.
+    dtype = DTYPES_OF_REWARDS.index(rewards.dtype)
+    everyones = gather(ranks, rewards.reshape(-1).double(), dtype, layout.max_rollouts)
+    if everyones.host_total is not None:
+        require_alike([{"rewards": DTYPES_OF_REWARDS[number]} for number in everyones.numbers.tolist()])
+    if not whole:
+        groups = _groups_of_all("rewards", offsets, everyones)
+    else:  # this rank's groups, with one segment before them and one behind them for the other ranks' values
+        if offsets is None:
+            edges = torch.arange(math.prod(rewards.shape[:-1]) + 1, device=rewards.device) * rewards.shape[-1]
+        else:
+            edges = offsets.long().clamp(0, rewards.numel())
+        groups = everyones.with_tail(torch.cat([edges.new_zeros(1), everyones.begin + edges]))
+    all_rewards = everyones.values.to(rewards.dtype)  # exact; what counts as rounding depends on the dtype
+    advantages = ops.group_advantages(all_rewards, groups, scale, eps, ddof)[everyones.places]
+    if everyones.host_total is None:  # the host does not know whether it is one dtype
+        advantages = advantages.masked_fill((everyones.numbers != dtype).any(), math.nan)
+    if offsets is not None:
+        places = torch.arange(rewards.numel(), device=rewards.device) if whole else everyones.places
+        advantages = advantages.masked_fill(_left_out(places, offsets), math.nan)
+    return advantages.view(rewards.shape)
+
+
+@torch.no_grad()
+def max_variance_select(values: Tensor, keep: int | Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
+    ranks, offsets = ranks_of(layout.process_group), layout.offsets
+
+    def check() -> tuple[QuotaOfOp, Tensor | None]:
+        require_tensors(values=values)
+        require_readable(values=values, keep=keep, offsets=offsets, mask=mask)
+        quota, checked = checked_rollouts(values, keep, mask, offsets, layout.max_segment)
+        _check_op(values, quota, checked, layout)
+        return quota, checked
+
+    quota, mask = agree(ranks, "max_variance_select", check, lambda _: _alike(layout, values) | {"keep": keep})
+    return _select("max_variance", values, quota, mask, False, None, False, layout, ranks)
+
+
+@torch.no_grad()
+def select_rollouts(
+    advantages: Tensor,
+    keep: int | Tensor,
+    rule: str,
+    scope: str,
+    mask: Tensor | None,
+    generator: torch.Generator | None,
+    equal_rows: bool,
+    layout: Layout,
+) -> Tensor:
+    ranks, offsets = ranks_of(layout.process_group), layout.offsets
+
+    def check() -> tuple[QuotaOfOp, Tensor | None]:
+        require_tensors(advantages=advantages)
+        require_readable(advantages=advantages, keep=keep, offsets=offsets, mask=mask)
+        quota, checked = checked_rollouts(advantages, keep, mask, offsets, None)
+        check_rule(advantages, keep, rule, scope, generator, equal_rows)
+        _check_op(advantages, quota, checked, layout)
+        return quota, checked
+
+    same = {"keep": keep, "rule": rule, "scope": scope, "equal_rows": equal_rows}
+    quota, checked = agree(ranks, "select_rollouts", check, lambda _: _alike(layout, advantages) | same)
+    return _select(rule, advantages, quota, checked, scope == "batch", generator, equal_rows, layout, ranks)
+
+
+def _select(
+    rule: str,
+    values: Tensor,
+    quota: QuotaOfOp,
+    mask: Tensor | None,
+    pooled: bool,
+    generator: torch.Generator | None,
+    equal_rows: bool,
+    layout: Layout,
+    ranks: Ranks,
+) -> Tensor:
+    offsets, max_segment, whole = layout.offsets, layout.max_segment, layout.is_whole(values)
+    if ranks.size == 1 or (whole and not pooled):
+        return choose_rollouts(rule, values, quota, mask, offsets, max_segment, pooled, generator)
+
+    numbers = values.reshape(-1).float()
+    usable = both(numbers.isfinite(), mask)
+    if rule == "random":  # scores are sent in place of values, so that all ranks have the same
+        numbers, rule = random_scores(numbers, generator, ranks.rank), "highest"
+    held = math.prod(values.shape[:-1]) if offsets is None else len(offsets) - 1
+    everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), held, layout.max_rollouts)
+    groups = everyones.as_one_segment() if whole else _groups_of_all("values", offsets, everyones)
+    if pooled:  # as many as all groups have together; without a group there are no values, and one counts
+        number = everyones.numbers.sum().clamp(min=1) if whole else max(len(groups) - 2, 1)
+        each = Quota(*quota).number(max(len(everyones.values), 1))
+        wanted = torch.ones((), dtype=torch.int64, device=values.device) * each * number
+        quota = None, None, None, wanted
+        groups = everyones.as_one_segment()
+    if equal_rows:  # which is for the scope "batch"
+        return most_varied(everyones.rows, wanted)[ranks.rank, : len(numbers)].view(values.shape)
+    longest = max_segment if everyones.host_total is not None else None  # the padding may be longer
+    kept = choose_rollouts(rule, everyones.values, quota, None, groups, longest, False, None)[everyones.places]
+    if offsets is not None and not pooled:
+        kept = kept & ~_left_out(everyones.places, offsets)
+    return kept.view(values.shape)
+
+
+# ---- what the ranks know of each other's groups ----------------------------------------------------------------------
+
+
+def _check_op(values: Tensor, quota: QuotaOfOp, mask: Tensor | None, layout: Layout) -> None:
+    _check_layout(layout, "values", values)
+    ops.check("max_variance_select", values, *quota[2:], mask, layout.local_offsets, layout.max_segment)
+
+
+def _check_layout(layout: Layout, name: str, values: Tensor) -> None:
+    layout.check(name, values, "whole", "global")
+    offsets = layout.offsets
+    if layout.placement == "global" and offsets is not None and is_known(offsets):
+        require_offsets(offsets, int(offsets[-1]), name)  # all but the end, which depends on other ranks
+    if layout.max_rollouts is not None:
+        most = whole_number("max_rollouts", layout.max_rollouts, at_least=1)
         if values.numel() > most:
             raise ValueError(
                 f"max_rollouts: got {most} with {values.numel()} values; takes no less than any rank has of them"
             )
 
-    def alike(self, values: Tensor, offsets: Tensor | None) -> dict[str, Any]:
-        """The values that have to be the same on all ranks."""
-        given = f"{values.dtype} {['*', *values.shape[1:]]}"
-        of_all = offsets if self.placement == "global" else offsets is not None
-        return {"values": given, "offsets": of_all, "placement": self.placement, "max_rollouts": self.max_rollouts}
+
+def _alike(layout: Layout, values: Tensor) -> dict[str, Any]:
+    """What has to be the same on all ranks."""
+    return {
+        "values": f"{values.dtype} {['*', *values.shape[1:]]}",
+        "offsets": layout.offsets if layout.placement == "global" else layout.offsets is not None,
+        "placement": layout.placement,
+        "max_rollouts": layout.max_rollouts,
+    }
 
 
-# ---- advantages -----------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def group_advantages(arguments: AdvantageArguments, across: Across) -> Tensor:
-    ranks = ranks_of(across.process_group)
-    _, offsets, scale, eps, ddof = arguments
-
-    def check() -> Tensor:
-        require_readable(**arguments._asdict())
-        rewards = check_advantages(*arguments)
-        across.check("rewards", rewards, offsets)
-        ops.check("group_advantages", rewards, own_offsets(across.placement, offsets), scale, eps, ddof)
-        return rewards
-
-    same = {"scale": scale, "eps": eps, "ddof": ddof}
-    rewards = agree(ranks, "group_advantages", check, lambda rewards: across.alike(rewards, offsets) | same)
-    whole = is_whole(across.placement, rewards, offsets)
-    if ranks.size == 1 or (whole and scale != "batch"):
-        return ops.group_advantages(rewards, offsets, scale, eps, ddof)
-    # All send float64: ranks with different dtypes then find out, where they would wait for each other's bytes.
-    dtype = DTYPES_OF_REWARDS.index(rewards.dtype)
-    everyones = gather(ranks, rewards.reshape(-1).double(), dtype, across.max_rollouts)
-    if everyones.total is not None:
-        require_alike([{"rewards": DTYPES_OF_REWARDS[number]} for number in everyones.numbers.tolist()])
-    together = concatenate(everyones, ranks.rank, rewards.numel())
-    groups = _own_groups(rewards, offsets, together) if whole else _groups_of_all("rewards", offsets, together)
-    all_rewards = together.values.to(rewards.dtype)  # exact; what counts as rounding depends on the dtype
-    advantages: Tensor = ops.group_advantages(all_rewards, groups, scale, eps, ddof)[together.own]
-    if everyones.total is None:  # the host does not know whether it is one dtype
-        advantages = advantages.masked_fill((everyones.numbers != dtype).any(), math.nan)
-    if offsets is not None:
-        own = torch.arange(rewards.numel(), device=rewards.device) if whole else together.own
-        advantages = advantages.masked_fill(_left_out(own, offsets), math.nan)
-    return advantages.view(rewards.shape)
-
-
-def _own_groups(rewards: Tensor, offsets: Tensor | None, together: Concatenation) -> Tensor:
-    """Offsets of this rank's groups, with one segment before them and one behind them for the other ranks' values."""
-    if offsets is None:
-        edges = torch.arange(math.prod(rewards.shape[:-1]) + 1, device=rewards.device) * rewards.shape[-1]
-    else:
-        edges = offsets.long().clamp(0, rewards.numel())
-    return together.with_tail(torch.cat([edges.new_zeros(1), together.begin + edges]))
-
-
-# ---- selections -----------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def select(arguments: RolloutArguments, across: Across) -> Tensor:
-    """The selection of ``max_variance_select`` or ``select_rollouts`` across ranks."""
-    ranks, values, offsets = ranks_of(across.process_group), arguments.values, arguments.offsets
-
-    def check() -> RolloutArguments:
-        checked, number = arguments.checked()
-        across.check("values", values, offsets)
-        own = own_offsets(across.placement, offsets)
-        ops.check("max_variance_select", values, *number, checked.mask, own, checked.max_segment)
-        return checked
-
-    same = {name: getattr(arguments, name) for name in ("keep", "rule", "scope", "equal_rows")}
-    checked = agree(ranks, arguments.op, check, lambda _: across.alike(values, offsets) | same)
-    whole, pooled = is_whole(across.placement, values, offsets), arguments.scope == "batch"
-    if ranks.size == 1 or (whole and not pooled):
-        return checked.select()
-
-    numbers, rule, keep = values.reshape(-1).float(), arguments.rule, arguments.keep
-    usable = both(numbers.isfinite(), checked.mask)
-    if rule == "random":  # scores are sent in place of values, so that all ranks have the same
-        numbers, rule = random_scores(numbers, arguments.generator, ranks.rank), "highest"
-    everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), _groups(values, offsets), across.max_rollouts)
-    together = concatenate(everyones, ranks.rank, len(numbers))
-    groups = together.as_one_segment() if whole else _groups_of_all("values", offsets, together)
-    if pooled:
-        keep = _of_all(keep, everyones.numbers.sum() if whole else len(groups) - 2, len(together.values), values)
-        groups = together.as_one_segment()
-    if arguments.equal_rows:
-        assert isinstance(keep, Tensor)
-        return most_varied(everyones.values, keep)[ranks.rank, : len(numbers)].view(values.shape)
-    longest = arguments.max_segment if everyones.total is not None else None  # the padding may be longer
-    of_all = RolloutArguments(arguments.op, together.values, keep, rule, groups, "group", None, longest)
-    kept = of_all.select()[together.own]
-    if offsets is not None and not pooled:
-        kept = kept & ~_left_out(together.own, offsets)
-    return kept.view(values.shape)
-
-
-def _groups(values: Tensor, offsets: Tensor | None) -> int:
-    return math.prod(values.shape[:-1]) if offsets is None else len(offsets) - 1
-
-
-def _of_all(keep: int | Tensor, groups: int | Tensor, values: int, like: Tensor) -> Tensor:
-    """``keep`` times the number of groups, on the device. ``keep`` is limited to the number of values, so that the
-    product does not overflow. The number of groups counts as at least 1; without a group there are no values."""
-    most = max(values, 1)
-    if isinstance(keep, Tensor):
-        each = keep.reshape(()).long().clamp(max=most)
-    else:
-        each = torch.full((), min(keep, most), dtype=torch.int64, device=like.device)
-    return each * (groups.clamp(min=1) if isinstance(groups, Tensor) else max(groups, 1))
-
-
-# ---- offsets of all ranks -------------------------------------------------------------------------------------------
-
-
-def _groups_of_all(name: str, offsets: Tensor | None, together: Concatenation) -> Tensor:
+def _groups_of_all(name: str, offsets: Tensor | None, everyones: Everyones) -> Tensor:
     """Offsets of the segments of all ranks' values, with one more segment for the padding."""
     if offsets is None:
-        return together.as_one_segment()
+        return everyones.as_one_segment()
     if is_known(offsets):
-        require_offsets(offsets, int(together.total), name)
-    return together.with_tail(offsets)
+        require_offsets(offsets, int(everyones.total), name)
+    return everyones.with_tail(offsets)
 
 
-def _left_out(place: Tensor, offsets: Tensor) -> Tensor:
+def _left_out(places: Tensor, offsets: Tensor) -> Tensor:
     """Which places unchecked offsets leave out."""
-    return (place < offsets[0]) | (place >= offsets[-1])
+    return (places < offsets[0]) | (places >= offsets[-1])
+
+
+# ---- all ranks' rollouts in one tensor -------------------------------------------------------------------------------
+
+_HEADER = 2  # before the values, in int32: how many there are, and another number
+
+
+class Everyones(NamedTuple):
+    """The values of all ranks: a row for each rank, and one after the other."""
+
+    rows: Tensor  # [ranks, most]: NaN after a rank's last
+    numbers: Tensor  # int64 [ranks]: the number that each rank sends with them
+    host_total: int | None  # how many values all ranks have; None if the host does not know
+    total: Tensor  # int64 [1]: the same on the device
+    values: Tensor  # in rank order, and padding of NaN up to the end
+    begin: Tensor  # int64 [1]: where the values of this rank begin
+    places: Tensor  # int64 [values of this rank]: where they are
+
+    def with_tail(self, offsets: Tensor) -> Tensor:
+        """The offsets of the ranks' values, with the padding as one more segment."""
+        return torch.cat([offsets, offsets.new_full((1,), len(self.values))])
+
+    def as_one_segment(self) -> Tensor:
+        return self.with_tail(torch.cat([self.total.new_zeros(1), self.total]))
+
+
+def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) -> Everyones:
+    """Gathers the values of all ranks, float32 or float64 ``[n]``, and a number of each rank. This is little data: one
+    number for each rollout.
+
+    Ranks may hold different numbers of rollouts, or none. Every rank sends a message of the same length:
+    ``max_rollouts`` values, which is the caller's bound, or without it the largest number of all ranks, which takes a
+    round before and a wait of the host. With the bound, only the device knows where one rank's values end and the next
+    one's begin, and the host does not wait for it.
+    """
+    most, total = max_rollouts, None
+    if most is None:
+        lengths = ranks.gather_number(len(values), values).tolist()  # waits for the device
+        most, total = max(lengths), sum(lengths)
+    # As int32, so that nothing treats the two integers of the header as floats.
+    padded = pad(values, (0, most - len(values)), value=math.nan).view(torch.int32)
+    message = padded.new_empty(_HEADER + len(padded))
+    message[0], message[1], message[_HEADER:] = len(values), number, padded
+    all_messages = ranks.gather(message)
+    sizes, numbers = all_messages[:, 0].long(), all_messages[:, 1].long()
+    rows = all_messages[:, _HEADER:].contiguous().view(values.dtype)
+    if total is None and _is_at_hand(sizes):
+        total = int(sizes.sum())
+    ends = sizes.cumsum(0)
+    begins = ends - sizes
+    begin = begins[ranks.rank : ranks.rank + 1]
+    places = begin + torch.arange(len(values), device=ends.device)
+    in_order = rows.view(-1)
+    if total != rows.numel():  # some rows have padding
+        place = torch.arange(rows.numel() if total is None else total, device=ends.device)
+        holder = torch.searchsorted(ends, place, right=True)  # one past the last rank for the padding
+        inside = place < ends[-1]
+        holder = holder.where(inside, 0)
+        source = (holder * most + place - begins[holder]).where(inside, 0)
+        in_order = in_order[source].masked_fill(~inside, math.nan)
+    return Everyones(rows, numbers, total, ends[-1:], in_order, begin, places)
+
+
+def _is_at_hand(sizes: Tensor) -> bool:
+    """Whether the host can read the sizes without waiting."""
+    return sizes.is_cpu and not torch.compiler.is_compiling()
+
+
+# ---- the same number of rollouts on every rank -----------------------------------------------------------------------
+#
+# The choice has nearly the largest variance that a choice of the same number on every rank can have.
+#
+# Each of R ranks keeps q values. The variance is convex in each value, so a rank keeps its i lowest and its q - i
+# highest, for some i. Start with the q highest of all ranks. Exchange number i of rank r then replaces h, the lowest
+# that is left of its highest values, by l, its i-th lowest. Along a rank the midpoints (l + h) / 2 do not decrease. For
+# a fixed centre c an exchange adds (l - c)^2 - (h - c)^2 to the sum of (x - c)^2, which is positive if c lies above the
+# midpoint. So the set with the largest sum makes exactly the exchanges whose midpoint lies below c. One chain, made of
+# all ranks' exchanges in the order of their midpoints, therefore has the best set for every centre. It has only q R + 1
+# sets, and all are tried.
+#
+# Let F be the sum of squared deviations of a set. F is the set's smallest sum of (x - c)^2 over all centres c, so max F
+# is at most the minimum over c of the largest sum. Let c* be the centre of that minimum. The means of the chain's sets
+# cross c* between the set before c* and the set behind it, and each exchange moves the mean by d / k, where d = h - l
+# and k = q R. One of the two sets next to the crossing has its mean within d / (2 k) of c*, and its F is k (mean -
+# c*)^2 below the bound. So the chain's best set is within d^2 / (4 k) of the optimum, with d of the exchange at the
+# crossing: this is less than one rollout's part of the sum. To find the optimum itself is as hard as to divide numbers
+# into two equal sums: with the values -d_r and d_r on rank r and q = 1, one has to maximise sum d_r^2 - (sum +-d_r)^2 /
+# R.
+#
+# With one rank the chain is the scan over all splits (csrc/core/split_scan.h), and gives the same set.
+
+
+def most_varied(values: Tensor, wanted: Tensor) -> Tensor:
+    """Marks the same number of values in each row of ``[ranks, most]``: ``wanted`` divided by the ranks and rounded up,
+    or as many as the row with the fewest usable values has. Usable values are finite. Nothing waits for the device.
+    """
+    ranks, most = values.shape
+    usable = values.isfinite()
+    if most == 0:
+        return usable
+    have = usable.sum(1, keepdim=True)
+    each = torch.minimum((wanted.long() + ranks - 1) // ranks, have.min()).clamp(min=0)
+    in_order, order = values.masked_fill(~usable, math.inf).sort(dim=1, stable=True)
+    place = torch.arange(most, device=values.device).expand(ranks, most)
+
+    made = _exchanges(in_order.double(), have, each, place)
+    low = place < made
+    high = (place >= have - each + made) & (place < have)
+    return torch.zeros_like(usable).scatter(1, order, low | high)
+
+
+def _exchanges(in_order: Tensor, have: Tensor, each: Tensor, place: Tensor) -> Tensor:
+    """``[ranks, 1]``: how many exchanges each rank makes in the best set of the chain."""
+    ranks, most = in_order.shape
+    exchanged, usable = place < each, place < have
+    partner = (place + have - each).clamp(max=most - 1)
+    midpoint = in_order + in_order.gather(1, partner)  # twice the midpoint, which has the same order
+    # Exchanges tie if rewards are 0 and 1. The ranks then make them in turn, so that each keeps values of both ends.
+    turns = midpoint.masked_fill(~exchanged, math.inf).T.reshape(-1).argsort(stable=True)
+    chain = turns % ranks * most + turns // ranks
+
+    # Values are shifted by one of them, since large ones with small differences would cancel. Sums are made by
+    # doubling, since their bits have to be the same on all ranks and from run to run.
+    shift = in_order[0, (have[0] // 2).clamp(max=most - 1)]
+    value = (in_order - shift).masked_fill(~usable, 0)
+    out = value.gather(1, partner)
+    exchanges = torch.stack([value - out, value.square() - out.square()]) * exchanged
+    highest = torch.stack([value, value.square()]) * (usable & (place >= have - each))
+    terms = torch.cat([exchanges.view(2, -1)[:, chain], highest.view(2, -1)])
+    running = pool(in_order).scan(terms, torch.add)
+    total, square = running[2:, -1:] + pad(running[:2], (1, 0))
+
+    # Sets this close to the best count as equal; among them the one with the fewest from the top wins.
+    kept, number = each * ranks, torch.arange(ranks * most + 1, device=chain.device)
+    spread = torch.where(number <= kept, kept * square - total.square(), -math.inf)
+    chosen = number.where(spread >= spread.max() * (1 - 1e-12), 0).max()
+    chosen = torch.where(kept == 1, 1, chosen)  # a single value has variance 0; rounding must not choose
+    made = torch.zeros_like(chain, dtype=torch.bool).scatter(0, chain, number[:-1] < chosen)
+    return made.view(ranks, most).sum(1, keepdim=True)

@@ -1,91 +1,146 @@
-"""topk_mask and select_tokens across ranks."""
+"""topk_mask and select_tokens across ranks: exactly k of each segment, for segments that lie on several ranks.
+
+The k-th largest key of all ranks is found digit by digit: each rank counts its keys by their next digit, among those
+that have the digits found so far, and the counts are summed over the ranks. That decides which keys are kept, except
+for ties, which go to the lower rank: each rank has to know how many ties the ranks before it have. So the ranks
+exchange only counts, whose size does not depend on the number of tokens.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from .._arguments import checked_mask, require_readable
+from .._arguments import is_known, require_readable
 from .._dispatch import ops
 from .._groups import Ranks, ranks_of
-from .._segments.quota import Quota
-from .._selection.tokens import Factors, Selection, TokenArguments, TopkArguments, checked_quota
-from .agreement import agree
-from .offsets import alike, is_whole, own_offsets, own_pieces, require_placement
-from .topk_mask import select
+from .._segments.quota import Quota, QuotaOfOp
+from .._segments.segments import order_key_value
+from .._selection.arguments import Logits, Tokens, checked_scores, checked_tokens
+from .agreement import Layout as Layout
+from .agreement import agree, require_offsets
+
+Top = tuple[Tensor, Tensor, Tensor]
+_MOST = 2**31 - 1  # the largest int32
+
+# (shift, bits) of each digit. Few segments take three rounds of 16 KB for each segment. Many segments take four rounds
+# of 2 KB for each, since then bytes cost more than rounds.
+FEW_SEGMENTS = 16
+_LONG_DIGITS = (21, 11), (10, 11), (0, 10)
+_SHORT_DIGITS = (24, 8), (16, 8), (8, 8), (0, 8)
+
+# Up to this many ranks gather their counts of few segments instead of an all-reduce: that takes no longer, and all
+# ranks' counts of the last digit include all ranks' ties. With more ranks, the ties take one more round.
+FEW_RANKS = 8
 
 
-def topk_mask(arguments: TopkArguments, process_group: ProcessGroup | DeviceMesh, placement: str) -> Tensor:
-    ranks = ranks_of(process_group)
-    scores, ratio, k, mask, offsets, max_segment, drop_zeros = arguments
+def topk_mask(
+    scores: Tensor,
+    ratio: float | Tensor | None,
+    k: int | Tensor | None,
+    mask: Tensor | None,
+    drop_zeros: bool,
+    layout: Layout,
+) -> Tensor:
+    ranks, offsets, max_segment = ranks_of(layout.process_group), layout.offsets, layout.max_segment
 
-    def check() -> tuple[Quota, Tensor | None]:
-        require_readable(**arguments._asdict())
-        quota = Quota(*checked_quota(scores, ratio, k, offsets, max_segment, drop_zeros))
-        kept = checked_mask(mask, scores)
-        require_placement(placement, scores, offsets, "scores")
-        ops.check("topk_mask", scores, *quota, kept, own_offsets(placement, offsets), max_segment, False, drop_zeros)
-        return quota, kept
+    def check() -> tuple[QuotaOfOp, Tensor | None]:
+        require_readable(scores=scores, ratio=ratio, k=k, mask=mask, offsets=offsets)
+        quota, checked = checked_scores(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
+        layout.check("scores", scores, "whole", "global", "pieces")
+        ops.check("topk_mask", scores, *quota, checked, layout.local_offsets, max_segment, False, drop_zeros)
+        return quota, checked
 
     same = {"ratio": ratio, "k": k, "drop_zeros": drop_zeros}
-    quota, mask = agree(ranks, "topk_mask", check, lambda _: same | alike(placement, scores, offsets))
-    if ranks.size == 1 or is_whole(placement, scores, offsets):
-        return ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
+    quota, checked = agree(ranks, "topk_mask", check, lambda _: same | _alike(layout, scores))
+    if ranks.size == 1 or layout.is_whole(scores):
+        return ops.topk_mask(scores, *quota, checked, offsets, max_segment, False, drop_zeros)
     pieces = offsets
-    if placement == "global":
+    if layout.placement == "global":
         assert offsets is not None
-        pieces = own_pieces(offsets, ranks.gather_number(scores.numel(), scores), ranks, "scores")
-    return select(ops.topk_order_keys(scores, None, mask, None), pieces, quota, drop_zeros, ranks).mask
+        pieces = _pieces(offsets, ranks.gather_number(scores.numel(), scores), ranks, "scores")
+    return keep_top(ops.topk_order_keys(scores, None, checked, None), pieces, Quota(*quota), drop_zeros, ranks)[0]
 
 
 def select_tokens(
-    arguments: TokenArguments, process_group: ProcessGroup | DeviceMesh, placement: str
-) -> tuple[Tensor, Selection]:
+    entropy: Tensor | Logits | None,
+    advantages: Tensor | None,
+    ratio: float | Tensor,
+    rule: str,
+    mask: Tensor | None,
+    scope: str,
+    drop_zeros: bool,
+    generator: torch.Generator | None,
+    layout: Layout,
+) -> tuple[Tensor, Top]:
     """Returns the value of each token (for logits, the entropy computed here), and mask, count and threshold."""
-    ranks, offsets, pooled = ranks_of(process_group), arguments.offsets, arguments.scope == "batch"
+    ranks, offsets, max_segment = ranks_of(layout.process_group), layout.offsets, layout.max_segment
+    pooled = scope == "batch"
 
-    def check() -> Factors:
-        require_readable(**arguments._asdict())
-        if arguments.rule == "entropy_quantile":
-            raise ValueError(f"process_group: got one with rule {arguments.rule!r}; takes None, as it is one process's")
-        values, weights, ratio, mask = arguments.checked_factors(ranks.rank)
-        require_placement(placement, values, offsets, "entropy")
-        checked = weights
-        if placement == "global":
-            _require_one_for_each(weights, values, offsets)
-            checked = weights.new_zeros(())
-        own = arguments._replace(offsets=own_offsets(placement, offsets))
-        ops.check("select_tokens", *own.of_op(values, checked, ratio, mask))
-        return values, weights, ratio, mask
-
-    given = {name: getattr(arguments, name) for name in ("ratio", "rule", "scope", "drop_zeros")}
-    values, weights, ratio, mask = agree(
-        ranks, "select_tokens", check, lambda checked: given | alike(placement, checked[0], offsets)
-    )
-    if ranks.size == 1 or (not pooled and is_whole(placement, values, offsets)):
-        return values, ops.select_tokens(*arguments.of_op(values, weights, ratio, mask))
-    pieces = offsets
-    if offsets is not None and placement != "whole":
-        pieces, weights = _pieces_and_weights(values, weights, offsets, placement, ranks)
-    keys, quota = ops.topk_order_keys(values, weights, mask, pieces), Quota(*ratio)
-    if pooled:
-        kept = select(keys.view(-1), None, quota, arguments.drop_zeros, ranks)
-        return values, (kept.mask.view(values.shape), kept.count.view(()), kept.threshold.view(()))
-    kept = select(keys, pieces, quota, arguments.drop_zeros, ranks)
-    shape = values.shape[:-1] if offsets is None else kept.count.shape
-    return values, (kept.mask, kept.count.view(shape), kept.threshold.view(shape))
-
-
-def _require_one_for_each(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> None:
-    assert offsets is not None
-    takes = entropy.shape[0], offsets.shape[0] - 1
-    if advantages.dim() > 1 or (advantages.dim() == 1 and advantages.shape[0] not in takes):
-        raise ValueError(
-            f"advantages: got shape {list(advantages.shape)}; takes one for each token, [{takes[0]}], one for each of "
-            f"{takes[1]} sequences, or a 0-d tensor"
+    def check() -> Tokens:
+        named = entropy._asdict() if isinstance(entropy, Logits) else {"entropy": entropy}
+        require_readable(**named, advantages=advantages, ratio=ratio, mask=mask, offsets=offsets)
+        if rule == "entropy_quantile":
+            raise ValueError(f"process_group: got one with rule {rule!r}; takes None, as it is one process's")
+        tokens = checked_tokens(
+            entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator, ranks.rank
         )
+        values, weights, quota, checked = tokens
+        layout.check("entropy", values, "whole", "global", "pieces")
+        if layout.placement == "global":  # the op would refuse advantages that are for sequences of all ranks
+            assert offsets is not None
+            takes = values.shape[0], offsets.shape[0] - 1
+            if weights.dim() > 1 or (weights.dim() == 1 and weights.shape[0] not in takes):
+                raise ValueError(
+                    f"advantages: got shape {list(weights.shape)}; takes one for each token, [{takes[0]}], one for "
+                    f"each of {takes[1]} sequences, or a 0-d tensor"
+                )
+            weights = weights.new_zeros(())
+        ops.check(
+            "select_tokens", values, weights, *quota[:2], checked, layout.local_offsets, max_segment, pooled, drop_zeros
+        )
+        return tokens
+
+    same = {"ratio": ratio, "rule": rule, "scope": scope, "drop_zeros": drop_zeros}
+    values, weights, quota, checked = agree(
+        ranks, "select_tokens", check, lambda tokens: same | _alike(layout, tokens[0])
+    )
+    if ranks.size == 1 or (not pooled and layout.is_whole(values)):
+        return values, ops.select_tokens(values, weights, *quota[:2], checked, offsets, max_segment, pooled, drop_zeros)
+    pieces = offsets
+    if offsets is not None and layout.placement != "whole":
+        pieces, weights = _pieces_and_weights(values, weights, offsets, layout.placement, ranks)
+    keys = ops.topk_order_keys(values, weights, checked, pieces)
+    if pooled:
+        keys, pieces = keys.view(-1), None
+    chosen, count, threshold = keep_top(keys, pieces, Quota(*quota), drop_zeros, ranks)
+    shape = () if pooled else values.shape[:-1] if offsets is None else count.shape
+    return values, (chosen.view(values.shape), count.view(shape), threshold.view(shape))
+
+
+def _alike(layout: Layout, values: Tensor) -> dict[str, object]:
+    """What has to be the same on all ranks: the segments, unless each lies on one rank."""
+    offsets = layout.offsets
+    segments: Tensor | list[int] | int | None = None
+    if layout.placement == "global":
+        segments = offsets
+    elif not layout.is_whole(values):
+        segments = list(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1
+    return {"placement": layout.placement, "offsets": segments}
+
+
+# ---- the pieces of segments that a rank has --------------------------------------------------------------------------
+
+
+def _pieces(offsets: Tensor, lengths: Tensor, ranks: Ranks, name: str) -> Tensor:
+    """Offsets of this rank's piece, maybe empty, of every global segment.
+
+    Raises:
+        ValueError: on all ranks alike, if the host may read the offsets.
+    """
+    if is_known(offsets):
+        require_offsets(offsets, int(lengths.sum()), name)
+    return (offsets - lengths[: ranks.rank].sum()).clamp(min=0).minimum(lengths[ranks.rank])
 
 
 def _pieces_and_weights(
@@ -98,17 +153,55 @@ def _pieces_and_weights(
     ranks too.
     """
     tokens, sequences = entropy.shape[0], offsets.shape[0] - 1
-    given = advantages.shape[0] if advantages.dim() else -1
-    own = torch.empty(3, dtype=torch.int64, device=entropy.device)
-    own[0], own[1], own[2] = tokens, given == tokens, given == sequences  # copying a list would wait for the device
-    everyones = ranks.gather(own)
-    lengths, for_tokens, for_sequences = everyones.unbind(1)
-    pieces = own_pieces(offsets, lengths, ranks, "entropy") if placement == "global" else offsets
-    if given != sequences or 0 in (tokens, sequences):
+    number = advantages.shape[0] if advantages.dim() else -1
+    fits = torch.empty(3, dtype=torch.int64, device=entropy.device)
+    fits[0], fits[1], fits[2] = tokens, number == tokens, number == sequences  # a list would wait for the device
+    lengths, for_tokens, for_sequences = ranks.gather(fits).unbind(1)
+    pieces = _pieces(offsets, lengths, ranks, "entropy") if placement == "global" else offsets
+    if number != sequences or 0 in (tokens, sequences):
         return pieces, advantages
     place = torch.arange(tokens, device=entropy.device)
     sequence = torch.searchsorted(pieces[1:].contiguous(), place, right=True).clamp(max=sequences - 1)
-    spread = advantages[sequence]
-    if given != tokens:
-        return pieces, spread
-    return pieces, torch.where(for_sequences.bool().all() & ~for_tokens.bool().all(), spread, advantages)
+    of_sequences = advantages[sequence]
+    if number != tokens:
+        return pieces, of_sequences
+    return pieces, torch.where(for_sequences.bool().all() & ~for_tokens.bool().all(), of_sequences, advantages)
+
+
+# ---- the search for the k-th largest key -----------------------------------------------------------------------------
+
+
+def digits_for(segments: int) -> tuple[tuple[int, int], ...]:
+    return _LONG_DIGITS if segments <= FEW_SEGMENTS else _SHORT_DIGITS
+
+
+def gathers_counts(segments: int, ranks: int) -> bool:
+    return ranks <= FEW_RANKS and segments <= FEW_SEGMENTS
+
+
+def keep_top(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Top:
+    """Selects from the segments of all ranks' keys. A rank's pieces of them are its rows, or given by its offsets.
+
+    Returns the mask, of the shape of the keys; and for each segment on all ranks how many are kept, int32 and at most
+    the largest int32, and the lowest kept score, float32 and infinite where none is kept.
+    """
+    segments = keys.shape[:-1].numel() if offsets is None else offsets.shape[0] - 1
+    gathers = gathers_counts(segments, ranks.size)
+    search = torch.zeros(segments, 3, dtype=torch.int64, device=keys.device)
+    for shift, bits in digits_for(segments):
+        counts = ops.topk_count_digit(keys, search, shift, bits, offsets)
+        everyones = ranks.gather(counts) if gathers else None
+        total = ranks.add_(counts.clone()) if everyones is None else everyones.sum(0)
+        ops.topk_choose_digit_(search, total, shift, *quota)
+    last_digit = search[:, :1] & (counts.shape[1] - 1)
+    if everyones is None:
+        everyones = ranks.gather(counts.gather(1, last_digit))
+        last_digit = torch.zeros_like(last_digit)
+    before = everyones[: ranks.rank].sum(0).gather(1, last_digit).squeeze(1)
+    lowest_key, left, count = search.unbind(1)
+    mask, zeros, lowest = ops.topk_mask_from_key(keys, search, (left - before).clamp(min=0), offsets, drop_zeros)
+    if drop_zeros:
+        everyones = ranks.gather(torch.stack([zeros, lowest]))
+        count = count - everyones[:, 0].sum(0)
+        lowest_key = everyones[:, 1].amin(0)
+    return mask, count.clamp(max=_MOST).int(), torch.where(count > 0, order_key_value(lowest_key), torch.inf)

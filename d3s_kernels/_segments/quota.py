@@ -1,4 +1,4 @@
-"""How many values of a segment are kept."""
+"""How many values of a segment are kept: a share or a number of them, given as a number or as a tensor."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import in_a_graph, is_number, require_optional_tensors, require_whole
+
 DOUBLE_SLACK, FLOAT_SLACK = 2.0**-50, 2.0**-21  # see keep_from_ratio in csrc/core/quota.h
 
 
 class Quota(NamedTuple):
-    """How many values to keep: a share, or a number. Exactly one of the four is given, as the ops take them."""
+    """How many values to keep: a share, or a number. At most one of the four is set, as the ops take them."""
 
     ratio: float | None = None
     ratio_tensor: Tensor | None = None
@@ -38,3 +40,38 @@ class Quota(NamedTuple):
         wanted = (present.double() * ratio * (1 - slack)).ceil().clamp(min=1)
         good = (ratio > 0) & (ratio <= 1)
         return torch.minimum(torch.where(wanted.isnan(), 0, wanted).long(), present) * good
+
+    def number(self, most: int) -> int | Tensor:
+        """``k``, but at most ``most``, so that products with it do not overflow."""
+        if self.k_tensor is not None:
+            return self.k_tensor.reshape(()).long().clamp(max=most)
+        number: int = torch.sym_min(self.k, most)  # type: ignore[no-untyped-call]
+        return number
+
+
+QuotaOfOp = tuple[float | None, Tensor | None, int | None, Tensor | None]
+"""The fields of a :class:`Quota`, which itself would take a twentieth of the smallest call."""
+
+
+def quota_of(like: Tensor, ratio: float | Tensor | None, k: int | Tensor | None = None, name: str = "k") -> QuotaOfOp:
+    """Decides whether ``ratio`` and ``k`` are numbers or 0-d tensors, which have to be
+    on the device of ``like``. The ops check the values. Error messages call ``k`` by ``name``.
+    """
+    ratio_tensor: Tensor | None = None
+    k_tensor: Tensor | None = None
+    if isinstance(ratio, Tensor):
+        require_optional_tensors(like, ratio=ratio)
+        ratio, ratio_tensor = None, ratio
+    elif ratio is not None:
+        if not is_number(ratio):
+            raise TypeError(f"ratio: got {type(ratio).__name__}; takes a number or a 0-d tensor")
+        if torch.compiler.is_compiling():
+            if not 0 < ratio <= 1:
+                raise ValueError(f"ratio: got {ratio}; takes a number in (0, 1]")
+            ratio_tensor, ratio = in_a_graph(ratio, like), None
+    if isinstance(k, Tensor):
+        require_optional_tensors(like, **{name: k})
+        k, k_tensor = None, k
+    elif k is not None and type(k) is not int:
+        require_whole(**{name: k})
+    return ratio, ratio_tensor, k, k_tensor

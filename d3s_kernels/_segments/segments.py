@@ -1,4 +1,4 @@
-"""Segments of a flat tensor, and sums over them.
+"""Segments of a flat tensor: which value lies in which, sums over them, and the order of their values.
 
 Lengths stay on the device, so that the host never waits for it. Floats are summed by doubling, in an order that depends
 only on a value's place in its segment; torch's own sums would change with the shape.
@@ -23,7 +23,7 @@ class Segments(NamedTuple):
     """
 
     edges: Tensor  # int64 [stretches + 1]: where each stretch begins, and where the last one ends
-    of: Tensor  # int64 [values]: the stretch of each value
+    segment_ids: Tensor  # int64 [values]: the stretch of each value
     place: Tensor  # int64 [values]: the place of each value in its stretch
     longest: int  # a bound: no stretch is longer
     ragged: bool  # whether there are the two additional stretches
@@ -32,19 +32,19 @@ class Segments(NamedTuple):
     def number(self) -> int:
         return self.edges.shape[0] - 1 - 2 * self.ragged
 
-    def own(self, numbers: Tensor) -> Tensor:
+    def without_ends(self, numbers: Tensor) -> Tensor:
         """From one number for each stretch, the numbers of the segments."""
         return numbers[1:-1] if self.ragged else numbers
 
     def spread(self, numbers: Tensor) -> Tensor:
         """For each value the number of its segment; for values that are left out NaN, or 0 if numbers are integers."""
         nothing = math.nan if numbers.is_floating_point() else 0
-        return (pad(numbers, (1, 1), value=nothing) if self.ragged else numbers)[self.of]
+        return (pad(numbers, (1, 1), value=nothing) if self.ragged else numbers)[self.segment_ids]
 
     def left_out(self) -> Tensor:
         if not self.ragged:
-            return torch.zeros_like(self.of, dtype=torch.bool)
-        return (self.of == 0) | (self.of == self.number + 1)
+            return torch.zeros_like(self.segment_ids, dtype=torch.bool)
+        return (self.segment_ids == 0) | (self.segment_ids == self.number + 1)
 
     def total(self, whole: Tensor) -> Tensor:
         """The sum of whole numbers or flags over each stretch."""
@@ -62,8 +62,8 @@ class Segments(NamedTuple):
 
     def last(self, scanned: Tensor) -> Tensor:
         """The last scanned value of each stretch; 0 for an empty stretch."""
-        found = pad(scanned, (1, 0))[..., self.edges[1:]]
-        return torch.where(self.edges.diff() > 0, found, 0)
+        at_ends = pad(scanned, (1, 0))[..., self.edges[1:]]
+        return torch.where(self.edges.diff() > 0, at_ends, 0)
 
 
 def segments_of(values: Tensor, offsets: Tensor | None) -> Segments:
@@ -92,8 +92,8 @@ def pool_present(present: Tensor) -> Segments:
 
 def _segments(edges: Tensor, values: int, longest: int, ragged: bool) -> Segments:
     positions = torch.arange(values, device=edges.device)
-    of = torch.searchsorted(edges[1:], positions, right=True)
-    return Segments(edges, of, positions - edges[of], longest, ragged)
+    segment_ids = torch.searchsorted(edges[1:], positions, right=True)
+    return Segments(edges, segment_ids, positions - edges[segment_ids], longest, ragged)
 
 
 def flags(mask: Tensor) -> Tensor:
@@ -103,3 +103,72 @@ def flags(mask: Tensor) -> Tensor:
 
 def both(present: Tensor, mask: Tensor | None) -> Tensor:
     return present if mask is None else present & flags(mask)
+
+
+# ---- the order of the values, by keys: whole numbers that have the order of the floats (csrc/core/order_key.h) -------
+
+ABSENT = 0  # the key of a value that is masked or NaN
+ZERO_KEY = 2**31  # the key of 0; those of positive numbers are larger
+NO_KEY = 2**32 - 1  # above the key of any float
+
+
+def order_key(values: Tensor) -> Tensor:
+    """The int64 key of each float32, in [1, 2^32) and in the order of the values; -0 and 0 share one key."""
+    bits = (values + 0.0).view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + ZERO_KEY
+
+
+def order_key_value(keys: Tensor) -> Tensor:
+    """The float32 of each key."""
+    return torch.where(keys >= ZERO_KEY, keys - ZERO_KEY, -1 - keys).int().view(torch.float32)
+
+
+def signed(keys: Tensor) -> Tensor:
+    """The keys as int32 with the same 32 bits, since torch has few operations for uint32."""
+    return torch.where(keys >= ZERO_KEY, keys - 2**32, keys).int()
+
+
+def unsigned(keys: Tensor) -> Tensor:
+    """The int64 keys, from int32 with the same 32 bits."""
+    return keys.long() & NO_KEY
+
+
+class Ranking(NamedTuple):
+    order: Tensor  # int64: the positions, segment after segment, each in the order of its keys
+    rank: Tensor  # int64: the rank of each position within its segment
+
+
+def lowest_first(values: Tensor, present: Tensor, segments: Segments) -> Ranking:
+    """Ranks the float32 values from the lowest on, equal ones by position. Values that are not present come last."""
+    return _by_key(order_key(values).where(present, NO_KEY), segments)
+
+
+def highest_first(scores: Tensor, present: Tensor, segments: Segments) -> Ranking:
+    """Ranks from the highest score on; among equal ones the lower position still comes first."""
+    return _by_key((NO_KEY - order_key(scores)).where(present, NO_KEY), segments)
+
+
+def _by_key(keys: Tensor, segments: Segments) -> Ranking:
+    order = torch.sort((segments.segment_ids << 32) + keys, stable=True).indices
+    return Ranking(order, torch.empty_like(order).scatter_(0, order, segments.place))
+
+
+# ---- rewards that are equal up to rounding ---------------------------------------------------------------------------
+
+# How far apart equal rewards of a dtype may be after rounding, relative to the largest |reward| or to 1: some eight
+# steps, or one of half precision. csrc/ops/rollouts.h says the same.
+TOLERANCE = {torch.float64: 2e-15, torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def without_spread(rewards: Tensor, scored: Tensor, segments: Segments, tolerance: float) -> Tensor:
+    """For each stretch, whether its scored rewards, float64, are equal up to rounding. Infinite ones never are; without
+    any, it is true.
+    """
+
+    def largest(values: Tensor) -> Tensor:
+        start = values.new_full((segments.edges.shape[0] - 1,), -math.inf)
+        return start.scatter_reduce(0, segments.segment_ids, values.masked_fill(~scored, -math.inf), "amax")
+
+    highest, lowest = largest(rewards), -largest(-rewards)
+    size = torch.maximum(highest, -lowest)  # the largest |reward|
+    return ~((highest - lowest > tolerance * size.clamp(min=1)) | (size == math.inf))

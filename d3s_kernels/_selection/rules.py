@@ -1,4 +1,4 @@
-"""The rules: one row each. That of rollouts has the function that chooses, that of tokens what makes a score.
+"""The rules: one row each. That of rollouts has the score by which it chooses, that of tokens what makes a score.
 
 Except for :func:`entropy_quantile`, nothing here waits for a device or loops over segments.
 """
@@ -13,25 +13,14 @@ import torch
 from torch import Tensor
 
 from .._dispatch import ops
-from .._segments.ranking import lowest_first
-from .._segments.segments import pool, segments_of
+from .._segments.quota import Quota, QuotaOfOp
+from .._segments.segments import lowest_first, pool, segments_of
 
 _LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
 _GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF
 _ALL = 2**62  # more than any segment has
 
-
-Number = tuple[int | None, Tensor | None]
-"""A number and the tensor that replaces it, as the ops take them: one of the two is None."""
-
-
-class RolloutRow(NamedTuple):
-    select: Callable[..., Tensor]
-    """Marks the rollouts that the rule keeps, from checked arguments: ``values, number, mask, offsets, max_segment,
-    pooled, generator``. They are no tuple of their own, which would take a tenth of the smallest call.
-    """
-    draws: bool = False
-    """Whether it takes a generator."""
+# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 class TokenScoring(NamedTuple):
@@ -67,6 +56,18 @@ def token_factors(
     return values, advantages
 
 
+def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """TRL's ``top_entropy_quantile``, to the bit: mask, count and threshold. It waits for the device."""
+    values = entropy.detach().float()
+    present = values if mask is None else values[mask]
+    threshold = torch.quantile(present, 1 - ratio) if present.numel() else values.new_full((), math.inf)
+    kept = values >= threshold if mask is None else (values >= threshold) & mask
+    return kept, kept.sum(dtype=torch.int32), threshold
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
 def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:
     """A float32 for each value, independent and of one distribution: every order of them is equally likely. This also
     holds over several ranks whose generators have the same state, because they use the same seed.
@@ -78,28 +79,54 @@ def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0
     if generator is not None:  # torch.compile accepts no generator, not even None
         drawn["generator"] = generator
     bits = torch.randint(_LOWEST_NORMAL, _INFINITY, like.shape, **drawn)
-    return (bits if rank == 0 else _of_rank(bits, rank)).view(torch.float32)
+    if rank > 0:  # other numbers in the same range: drawn bits plus an offset, mixed by MurmurHash3's last steps
+        mixed = (bits.long() + rank * _GOLDEN) & _WORD
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+            mixed = ((mixed ^ (mixed >> shift)) * factor) & _WORD
+        bits = (_LOWEST_NORMAL + ((mixed * (_INFINITY - _LOWEST_NORMAL)) >> 32)).int()
+    return bits.view(torch.float32)
 
 
-def _of_rank(bits: Tensor, rank: int) -> Tensor:
-    """Other numbers on each rank, in the same range: drawn bits plus an offset, mixed by MurmurHash3's last steps."""
-    mixed = (bits.long() + rank * _GOLDEN) & _WORD
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        mixed = ((mixed ^ (mixed >> shift)) * factor) & _WORD
-    return (_LOWEST_NORMAL + ((mixed * (_INFINITY - _LOWEST_NORMAL)) >> 32)).int()
+# ---- rollouts --------------------------------------------------------------------------------------------------------
 
 
-def most_varied(
+class RolloutRow(NamedTuple):
+    score: Callable[[Tensor, torch.Generator | None], Tensor] | None = None
+    """The score whose highest values the rule keeps, from the values and a generator; None for rules that
+    :func:`choose_rollouts` knows.
+    """
+    draws: bool = False
+    """Whether it takes a generator."""
+
+
+ROLLOUTS = {
+    "max_variance": RolloutRow(),
+    "highest": RolloutRow(lambda values, _: values),
+    "largest_abs": RolloutRow(lambda values, _: values.abs()),
+    "percentile": RolloutRow(),
+    "random": RolloutRow(lambda values, generator: random_scores(values, generator), draws=True),
+}
+ROLLOUT_RULES = tuple(ROLLOUTS)
+
+
+def choose_rollouts(
+    rule: str,
     values: Tensor,
-    number: Number,
+    quota: QuotaOfOp,
     mask: Tensor | None,
     offsets: Tensor | None,
     max_segment: int | None,
     pooled: bool,
-    _: Any,
+    generator: torch.Generator | None,
 ) -> Tensor:
-    """The one rule that is an op, which also makes use of ``max_segment``."""
-    return ops.max_variance_select(values, *number, mask, offsets, max_segment, pooled)
+    """Marks the rollouts that the rule keeps."""
+    if rule == "max_variance":
+        return ops.max_variance_select(values, *quota[2:], mask, offsets, max_segment, pooled)
+    present = usable(values, mask, offsets)
+    score = ROLLOUTS[rule].score
+    if score is None:
+        return _percentile(values, present, Quota(*quota), offsets, pooled)
+    return ops.topk_mask(score(values, generator), *quota, present, offsets, None, pooled, False)
 
 
 def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
@@ -107,69 +134,23 @@ def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tenso
     return ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
 
 
-def highest_by(score: Callable[[Tensor, torch.Generator | None], Tensor]) -> Callable[..., Tensor]:
-    """The rule that keeps the values of the highest scores."""
-
-    def select(
-        values: Tensor, number: Number, mask: Tensor | None, offsets: Tensor | None, _: Any, pooled: bool,
-        generator: torch.Generator | None,
-    ) -> Tensor:  # fmt: skip
-        present = usable(values, mask, offsets)
-        return ops.topk_mask(score(values, generator), None, None, *number, present, offsets, None, pooled, False)
-
-    return select
-
-
-def percentile(
-    values: Tensor, number: Number, mask: Tensor | None, offsets: Tensor | None, _: Any, pooled: bool, __: Any
-) -> Tensor:
+def _percentile(values: Tensor, present: Tensor, quota: Quota, offsets: Tensor | None, pooled: bool) -> Tensor:
     """Marks those of a segment's n usable values whose ranks are nearest to (i + 0.5) / k (n - 1), half down.
 
     The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. This counts the kept ranks up to r without
     listing them: r itself is kept if the count increases from r - 1 to r.
     """
-    present, most = usable(values, mask, offsets).reshape(-1), _no_more_than(number, values.numel())
+    present, most = present.reshape(-1), quota.number(values.numel())
     if pooled:
         groups = math.prod(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1
         segments, most = pool(values), most * groups
     else:
         segments = segments_of(values, offsets)
     rank = lowest_first(values.reshape(-1).float(), present, segments).rank
-    n = segments.total(present)[segments.of]
+    n = segments.total(present)[segments.segment_ids]
     k, span = n.clamp(max=most), (n - 1).clamp(min=1)
 
     def up_to(r: Tensor) -> Tensor:
         return torch.minimum((((2 * r + 1) * k + span) // (2 * span)).clamp(min=0), k)
 
     return ((up_to(rank) != up_to(rank - 1)) & present).view(values.shape)
-
-
-def _no_more_than(number: Number, most: int) -> int | Tensor:
-    """The number, but at most ``most``, so that products with it do not overflow."""
-    keep, tensor = number
-    if tensor is not None:
-        return tensor.reshape(()).long().clamp(max=most)
-    smaller: int = torch.sym_min(keep, most)  # type: ignore[no-untyped-call]
-    return smaller
-
-
-ROLLOUTS = {
-    "max_variance": RolloutRow(most_varied),
-    "highest": RolloutRow(highest_by(lambda values, _: values)),
-    "largest_abs": RolloutRow(highest_by(lambda values, _: values.abs())),
-    "percentile": RolloutRow(percentile),
-    "random": RolloutRow(highest_by(lambda values, generator: random_scores(values, generator)), draws=True),
-}
-ROLLOUT_RULES = tuple(ROLLOUTS)
-
-
-# ---- tokens ---------------------------------------------------------------------------------------------------------
-
-
-def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """TRL's ``top_entropy_quantile``, to the bit: mask, count and threshold. It waits for the device."""
-    values = entropy.detach().float()
-    present = values if mask is None else values[mask]
-    threshold = torch.quantile(present, 1 - ratio) if present.numel() else values.new_full((), math.inf)
-    kept = values >= threshold if mask is None else (values >= threshold) & mask
-    return kept, kept.sum(dtype=torch.int32), threshold

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._segments.segments import Segments, pool_present, segments_of
-from .._segments.spread import tolerance_of, without_spread
+from .._segments.segments import TOLERANCE, Segments, pool_present, segments_of, without_spread
 
 
 def group_advantages(
@@ -18,11 +17,11 @@ def group_advantages(
     mean, deviation, scored = _statistics(flat, groups, ddof)
     if scale == "batch":
         deviation = _statistics(flat, pool_present(~flat.isnan()), ddof)[1][0].expand_as(mean)
-    difference = flat - mean[groups.of]
-    scaled = difference if scale == "none" else difference / (deviation + eps)[groups.of]
+    difference = flat - mean[groups.segment_ids]
+    scaled = difference if scale == "none" else difference / (deviation + eps)[groups.segment_ids]
     # Advantages are 0 in a group of equal rewards or of one, and for the mean itself, even if the divisor is 0.
-    same = without_spread(flat, ~flat.isnan(), groups, tolerance_of(rewards.dtype)) | (scored == 1)
-    nothing = flat.isnan() | (difference == 0) | same[groups.of]
+    same = without_spread(flat, ~flat.isnan(), groups, TOLERANCE[rewards.dtype]) | (scored == 1)
+    nothing = flat.isnan() | (difference == 0) | same[groups.segment_ids]
     advantages = scaled.float().masked_fill(nothing, 0).masked_fill(groups.left_out(), math.nan)
     return advantages.view(rewards.shape)
 
@@ -32,7 +31,7 @@ def _statistics(rewards: Tensor, groups: Segments, ddof: int) -> tuple[Tensor, T
     unscorable = rewards.isnan()
     scored = groups.total(~unscorable)
     mean = groups.last(groups.scan(rewards.masked_fill(unscorable, 0), torch.add)) / scored.clamp(min=1)
-    squares = (rewards - mean[groups.of]).masked_fill(unscorable, 0).square()
+    squares = (rewards - mean[groups.segment_ids]).masked_fill(unscorable, 0).square()
     freedom = scored - ddof
     variance = groups.last(groups.scan(squares, torch.add)) / freedom.clamp(min=1)
     return mean, torch.where(freedom > 0, variance.sqrt(), 0), scored

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._segments.quota import Quota
-from .._segments.ranking import lowest_first
-from .._segments.segments import Segments, both, pool, segments_of
+from .._segments.segments import Segments, both, lowest_first, pool, segments_of
 from .._together import NOTHING, NumberOrTensor
 
 
@@ -31,9 +30,9 @@ def max_variance_select(
     k = Quota(k=keep.number, k_tensor=keep.tensor).of(n, times=times)
     low = torch.where(k < n, _best_split(flat[order], n, k, segments), k)  # if k is n, all are kept
     low = torch.where(k == 1, 1, low)  # a single value has variance 0; rounding must not choose
-    rank_from_end = n[segments.of] - rank  # 1 for the last usable value, below 1 for unusable ones
-    high = (rank_from_end > 0) & (rank_from_end <= (k - low)[segments.of])
-    return ((rank < low[segments.of]) | high).view(values.shape)
+    rank_from_end = n[segments.segment_ids] - rank  # 1 for the last usable value, below 1 for unusable ones
+    high = (rank_from_end > 0) & (rank_from_end <= (k - low)[segments.segment_ids])
+    return ((rank < low[segments.segment_ids]) | high).view(values.shape)
 
 
 def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> Tensor:
@@ -42,18 +41,18 @@ def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> T
     Split i has the first i and the last k - i values. Split i + 1 has value i instead of value n - k + i. So one
     running sum of such exchanges, which starts from the moments of the last k values, gives the moments of all splits.
     """
-    of, place = segments.of, segments.place
-    usable, exchanged, kept = place < n[of], place < k[of], k[of]
+    ids, place = segments.segment_ids, segments.place
+    usable, exchanged, kept = place < n[ids], place < k[ids], k[ids]
     shift = pad(in_order, (0, 1))[segments.edges[:-1] + n // 2].double()
-    value = torch.where(usable, in_order.double() - shift[of], 0)
-    partner = torch.arange(len(value), device=value.device) + (n - k)[of]
+    value = torch.where(usable, in_order.double() - shift[ids], 0)
+    partner = torch.arange(len(value), device=value.device) + (n - k)[ids]
     out = value[torch.where(exchanged, partner, 0)]
     exchanges = torch.stack([value - out, value.square() - out.square()])
     highest = torch.stack([value, value.square()])
-    running = segments.scan(torch.cat([exchanges * exchanged, highest * (usable & (place >= (n - k)[of]))]), torch.add)
+    running = segments.scan(torch.cat([exchanges * exchanged, highest * (usable & (place >= (n - k)[ids]))]), torch.add)
     before = torch.where(place > 0, pad(running[:2, :-1], (1, 0)), 0)
-    total, square = before + segments.last(running[2:])[:, of]
-    spread = torch.where(place <= k[of], kept * square - total.square(), -math.inf)
+    total, square = before + segments.last(running[2:])[:, ids]
+    spread = torch.where(place <= k[ids], kept * square - total.square(), -math.inf)
     # Splits this close to the best count as equal; among them the one with the fewest from the top wins.
     equal = segments.last(segments.scan(spread, torch.maximum)) * (1 - 1e-12)
-    return segments.last(segments.scan(torch.where(spread >= equal[of], place, 0), torch.maximum))
+    return segments.last(segments.scan(torch.where(spread >= equal[ids], place, 0), torch.maximum))

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .._segments.quota import DOUBLE_SLACK, Quota
-from .._segments.ranking import highest_first
-from .._segments.segments import Segments, both, pool, segments_of
+from .._segments.segments import Segments, both, highest_first, pool, segments_of
 from .exact_sum import exact_means, exponential
 
 _MOST_GROUPS = 16  # in a sequence
@@ -75,7 +74,7 @@ def entropy_groups(
     groups = torch.zeros_like(flat, dtype=torch.int8)
     for share in (1.0 - quantile for quantile in quantiles):
         # The quantile's rounding error is larger relative to the share, which may be small.
-        groups += rank < Quota(share).of(n, slack=DOUBLE_SLACK / share)[segments.of]
+        groups += rank < Quota(share).of(n, slack=DOUBLE_SLACK / share)[segments.segment_ids]
     return groups.masked_fill(~usable, -1).view(entropy.shape)
 
 
@@ -101,10 +100,10 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
 def _group_means(terms: Tensor, present: Tensor, groups: Tensor | None, sequences: Segments) -> Tensor:
     """For each token the mean over its sequence, or over its group there. NaN for a group of 16 or above."""
     if groups is None:
-        return exact_means(terms, present, sequences.of, len(sequences.edges) - 1)[sequences.of]
+        return exact_means(terms, present, sequences.segment_ids, len(sequences.edges) - 1)[sequences.segment_ids]
     ids = groups.flatten().long()
     good = ids < _MOST_GROUPS
-    slot = sequences.of * _MOST_GROUPS + ids.clamp(0, _MOST_GROUPS - 1)
+    slot = sequences.segment_ids * _MOST_GROUPS + ids.clamp(0, _MOST_GROUPS - 1)
     means = exact_means(terms, present & good, slot, (len(sequences.edges) - 1) * _MOST_GROUPS)
     return means[slot].masked_fill(~good, math.nan)
 

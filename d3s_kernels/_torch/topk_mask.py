@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._segments.quota import Quota
-from .._segments.ranking import highest_first
-from .._segments.segments import Segments, both, pool, segments_of
+from .._segments.segments import Segments, both, highest_first, pool, segments_of
 from .._together import NO_SAMPLING_MASK, NOTHING, ONE, NumberOrTensor, SamplingArguments
 from .logprob_entropy import logprob_entropy
 
@@ -29,7 +28,7 @@ def _select(
     present = both(scores == scores, mask) & ~segments.left_out()
     k = quota.of(segments.total(present), times=times)
     order, rank = highest_first(scores, present, segments)
-    kept = rank < k[segments.of]
+    kept = rank < k[segments.segment_ids]
     return _Top(kept & (scores != 0) if drop_zeros else kept, k, order)
 
 
@@ -40,7 +39,7 @@ def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zer
     lowest = in_order[begin + top.k]
     if drop_zeros:  # if the lowest is 0, the scores that remain come before it
         lowest = torch.where(lowest == 0, in_order[begin + count], lowest)
-    count, lowest = segments.own(count), segments.own(lowest)
+    count, lowest = segments.without_ends(count), segments.without_ends(lowest)
     return count.int(), torch.where(count > 0, lowest, math.inf)
 
 

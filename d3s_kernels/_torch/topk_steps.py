@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._segments.order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, signed, unsigned
 from .._segments.quota import Quota
-from .._segments.segments import both, segments_of
+from .._segments.segments import ABSENT, NO_KEY, ZERO_KEY, both, order_key, segments_of, signed, unsigned
 from .._together import NOTHING, NumberOrTensor
 from .topk_mask import advantage_of_each
 
@@ -70,10 +69,12 @@ def topk_mask_from_key(
     inside = (k > 0) & ~segments.left_out()
     tie = inside & (flat == found)
     so_far = tie.long().cumsum(0)
-    number = so_far - pad(so_far, (1, 0))[segments.edges[:-1]][segments.of]  # a tie's number in its segment, from 1 on
+    number = (
+        so_far - pad(so_far, (1, 0))[segments.edges[:-1]][segments.segment_ids]
+    )  # a tie's number in its segment, from 1 on
     kept = inside & ((flat > found) | (tie & (number <= allowed)))
     dropped = kept & (flat == ZERO_KEY) if drop_zeros else torch.zeros_like(kept)
     kept &= ~dropped
     at = torch.where(kept, segments.spread(torch.arange(len(search), device=keys.device)), len(search))
     lowest = torch.full((len(search) + 1,), NO_KEY, device=keys.device).scatter_reduce_(0, at, flat, "amin")
-    return kept.view(keys.shape), segments.own(segments.total(dropped)), lowest[:-1]
+    return kept.view(keys.shape), segments.without_ends(segments.total(dropped)), lowest[:-1]

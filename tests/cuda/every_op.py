@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels._across_ranks import topk_mask as top
-from d3s_kernels._across_ranks.equal_rows import most_varied
+from d3s_kernels._across_ranks import tokens as across_ranks
+from d3s_kernels._across_ranks.rollouts import most_varied
 from d3s_kernels._selection import rules
 from d3s_kernels._table.coverage import served_by
 from d3s_kernels._table.draw import Draw
@@ -64,7 +64,7 @@ class Alone:
 
 def among_ranks(scores: Tensor, offsets: Tensor | None, **quota: object) -> tuple[Tensor, ...]:
     keys = torch.ops.d3s_kernels.topk_order_keys(scores)
-    return tuple(top.select(keys, offsets, top.Quota(**quota), True, Alone()))[:2]  # type: ignore[arg-type]
+    return across_ranks.keep_top(keys, offsets, across_ranks.Quota(**quota), True, Alone())[:2]  # type: ignore[arg-type]
 
 
 def arguments_of(op: str, seed: int, device: torch.device) -> dict[str, Any]:
