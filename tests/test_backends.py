@@ -224,7 +224,7 @@ def test_the_report_of_what_does_not_run(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setitem(_torch.KERNELS, "compact", broken)
     assert report.main() == 0
-    said = "torch: compact does not run here: OSError of Draw(0, most=40): no C compiler"
+    said = "torch: compact does not run here: OSError at length 8: no C compiler"
     assert said in capsys.readouterr().out
     monkeypatch.setattr(backends, "serving", lambda device: {"cpu", "torch"})
     assert report.main() == 1
@@ -245,6 +245,6 @@ def test_after_a_fault_of_the_device_the_report_goes_on(
     assert report.main() == 1
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
     assert lines["topk_mask"] == "equal"
-    said = "raised RuntimeError of Draw(0, most=40): CUDA error: an illegal memory access was encountered"
+    said = "raised RuntimeError at length 8: CUDA error: an illegal memory access was encountered"
     assert lines["group_advantages"] == said
     assert lines["max_variance_select"] == "not run: the device failed at group_advantages"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cases import allowed
 from helpers import (
     DTYPES,
     INF,
@@ -34,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._head import gradients, products
-from d3s_kernels._table import allowed
 
 
 class Head(NamedTuple):

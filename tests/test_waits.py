@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cases.draw import Draw
+from cases.table import OPS
 from helpers import EVERYTHING
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,8 +30,6 @@ from d3s_kernels._head.problem import HeadProblem
 from d3s_kernels._head.shard import WHOLE, Shard
 from d3s_kernels._selection.rollouts import AdvantageArguments, RolloutArguments
 from d3s_kernels._selection.tokens import TokenArguments, TopkArguments
-from d3s_kernels._table.draw import Draw
-from d3s_kernels._table.table import OPS
 
 ATEN = torch.ops.aten
 GROUP: Any = None  # tests put a stand-in in its place

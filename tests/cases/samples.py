@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import reference
-from . import meaning
+from d3s_kernels import _torch, reference
+
 from .draw import FLOATS, Draw
+from .meaning import step
 
 Arguments = dict[str, Any]
 RATIOS = (0.3, 1.0, 0.1, 0.07, 1e-6, 0.999)
@@ -56,8 +56,8 @@ def with_labels(draw: Draw, given: Arguments) -> Arguments:
 
 def _with_statistics(draw: Draw, given: Arguments) -> Arguments:
     """Adds a forward's results, and random incoming gradients, of which one may be missing and some are 0."""
-    _, *found = meaning.row_statistics(**given)
-    given |= {name: part.float() for name, part in zip(("entropy", "row_max", "log_sum"), found, strict=True)}
+    _, *found = step("logprob_entropy")(**given)
+    given |= dict(zip(("entropy", "row_max", "log_sum"), found, strict=True))
     rows = given["entropy"].shape
     generator = draw.generator()
     missing = draw.choice(("neither", "logprob", "entropy"))
@@ -89,16 +89,26 @@ def logprob_entropy_backward_in_place(draw: Draw) -> Arguments:
     return given
 
 
+def no_logits(rows: int) -> Tensor:
+    """The initial states (m, S, T, the label's logit), float32 [rows, 4]."""
+    return torch.tensor([[torch.finfo(torch.float32).min, 0.0, 0.0, math.nan]]).repeat(rows, 1)
+
+
+def _merged(state: Tensor, **tile: Any) -> Tensor:
+    (after,) = step("softmax_state_")(state=state, **tile)
+    return after  # type: ignore[no-any-return]
+
+
 def softmax_state(draw: Draw) -> Arguments:
     """A tile, and the states that other tiles of the same rows have left."""
     given = _detached(logprob_entropy(draw, bound=False))
     logits = given["logits"]
     vocabulary, rows = logits.shape[-1], logits.shape[:-1].numel()
     first = draw.integer(0, vocabulary - 1)
-    state = meaning.no_logits(rows)
+    state = no_logits(rows)
     if draw.flag():
-        before = {"state": state, "logits": logits[..., :first], "first_token": 0, "mask": None, "max_dense_rows": None}
-        state = meaning.softmax_state_(**given | before).float()
+        before = {"logits": logits[..., :first], "first_token": 0, "mask": None, "max_dense_rows": None}
+        state = _merged(state, **given | before)
     return given | {"state": state, "logits": logits[..., first:], "first_token": first}
 
 
@@ -111,8 +121,7 @@ def softmax_state_finish(draw: Draw) -> Arguments:
         temperature["temperature_tensor"] = temperature["temperature_tensor"].reshape(-1)
     pieces, first = [], 0
     for tile in logits.split(-(-logits.shape[-1] // draw.integer(1, 3)), -1):
-        of_tile = {"state": meaning.no_logits(rows), "logits": tile, "labels": labels, "first_token": first}
-        pieces.append(meaning.softmax_state_(**of_tile, **temperature).float())
+        pieces.append(_merged(no_logits(rows), logits=tile, labels=labels, first_token=first, **temperature))
         first += tile.shape[-1]
     state = torch.stack(pieces) if len(pieces) > 1 or draw.flag() else pieces[0]
     return {"state": state, **temperature}
@@ -154,26 +163,10 @@ def head_backward(draw: Draw) -> Arguments:
     given.setdefault("temperature_tensor", None)
     given.setdefault("temperature", 1.0)
     given.pop("max_rows")
-    _, *found = meaning.head_statistics(**given)
-    given |= {name: part.float() for name, part in zip(("entropy", "row_max", "log_sum"), found, strict=True)}
-    generator, missing = draw.generator(), draw.choice(("neither", "logprob", "entropy"))
-    for name in ("logprob", "entropy"):
-        gradient = torch.randn(given["labels"].shape, generator=generator)
-        given[f"grad_{name}"] = None if missing == name else gradient
     wanted = draw.choice(([True, True, True], [True, False, False], [False, True, False]))
-    return given | {"wanted": [*wanted[:2], wanted[2] and given["bias"] is not None]}
-
-
-def of_one_rank(drawn: Callable[[Draw], Arguments]) -> Callable[[Draw], Arguments]:
-    """A group whose only rank has the whole vocabulary. (With several ranks: tests/test_vocab_parallel.py.)"""
-
-    def arguments(draw: Draw) -> Arguments:
-        given = drawn(draw)
-        if "hidden" not in given:
-            given = with_labels(draw, given)
-        return given | {"first_token": 0, "group_name": draw.group}
-
-    return arguments
+    given["wanted"] = [*wanted[:2], wanted[2] and given["bias"] is not None]
+    logits = reference._head_logits(given["hidden"], given["weight"], given["bias"], given["logit_softcap"]).float()
+    return _without(_with_statistics(draw, given | {"logits": logits}), "logits")
 
 
 def _kept(draw: Draw) -> Arguments:
@@ -210,9 +203,11 @@ def _alone(given: Arguments, logits: Tensor, first: int) -> Arguments:
     """The logits of kept tokens alone, from first on, out of rows of logits. NaN for what is not read."""
     ids, rows = given["sampling_ids"], len(logits)
     flat = torch.full((len(ids) + rows,), math.nan)
-    include = given.get("include_label", False)
-    for row, places in enumerate(meaning.places_of_rows(meaning.Given(**given | {"include_label": include}))):
-        for place, token in places.items() if len(places) > 1 else ():
+    for row, (begin, end) in enumerate(pairwise(given["sampling_offsets"].tolist())):
+        places = dict(zip(ids[begin:end].tolist(), range(begin, end), strict=True))
+        if places and given.get("include_label") and (label := int(given["labels"][row])) != -100:
+            places.setdefault(label, len(ids) + row)
+        for token, place in places.items() if len(places) > 1 else ():
             if token >= first:
                 flat[place] = logits[row, token]
     return {"logits": flat.expand(rows, -1), "kept_of": logits.shape[1] - first}
@@ -239,8 +234,7 @@ def kept_logits_backward(draw: Draw) -> Arguments:
     logits = 3 * torch.randn(rows, vocabulary, generator=draw.generator())
     given["logits"] = logits if cap is None else (logits / cap).tanh() * cap
     given = _with_statistics(draw, given | draw.temperature((rows,)))
-    for name in ("hidden", "weight", "bias"):
-        del given[name]
+    given = _without(given, "hidden", "weight", "bias")
     first = draw.choice((None, draw.integer(0, vocabulary - 1)))
     return given | _alone(given, given["logits"], first or 0) | {"first_token": first}
 
@@ -273,6 +267,10 @@ def _kept_gradient(draw: Draw) -> Arguments:
 
 def _some(given: Arguments, *names: str) -> Arguments:
     return {name: given[name] for name in names}
+
+
+def _without(given: Arguments, *names: str) -> Arguments:
+    return {name: part for name, part in given.items() if name not in names}
 
 
 def _written(draw: Draw, given: Arguments, *shape: int) -> Tensor:
@@ -395,49 +393,38 @@ def topk_order_keys(draw: Draw) -> Arguments:
     return given | {"advantages": draw.optional(advantages)}
 
 
-def _keys(draw: Draw) -> tuple[Arguments, Arguments]:
-    """Keys with their offsets, and how many are kept."""
+def _keys(draw: Draw, all_digits: bool = False) -> tuple[Arguments, Arguments, Arguments]:
+    """Keys with their offsets and the search after some digits, the next digit, and how many keys are kept."""
     given = topk_order_keys(draw)
     quota = draw.choice((_ratio(draw), draw.number_or_tensor(draw.length(1), "k", (torch.int64, torch.int32))))
-    keys = meaning.topk_order_keys(**given).contiguous()
+    keys, offsets = _torch.KERNELS["topk_order_keys"](**given).contiguous(), given["offsets"]
     if keys.dim() > 1 and keys[..., :1].numel() > draw.room(_COUNTS):
         keys = keys.flatten(0, -2)[: draw.room(_COUNTS)]
-    return {"keys": keys, "offsets": given["offsets"]}, quota
-
-
-def _searched(given: Arguments, quota: Arguments, digits: Sequence[tuple[int, int]]) -> Tensor:
-    """The search for each segment's key, after these digits."""
-    keys, offsets = given["keys"], given["offsets"]
+    digits = _DIGITS[0] if all_digits else draw.choice(_DIGITS)
+    known = len(digits) if all_digits else draw.integer(0, len(digits) - 1)
     search = torch.zeros(keys.shape[:-1].numel() if offsets is None else len(offsets) - 1, 3, dtype=torch.int64)
-    for shift, bits in digits:
-        counts = meaning.topk_count_digit(keys, search, shift, bits, offsets)
-        search = meaning.topk_choose_digit_(search, counts, shift, **quota)
-    return search
+    for shift, bits in digits[:known]:
+        counts = _torch.KERNELS["topk_count_digit"](keys, search, shift, bits, offsets)
+        _torch.KERNELS["topk_choose_digit_"](search, counts, shift, **quota)
+    digit = {} if all_digits else dict(zip(("shift", "bits"), digits[known], strict=True))
+    return {"keys": keys, "search": search, "offsets": offsets}, digit, quota
 
 
 def topk_count_digit(draw: Draw) -> Arguments:
-    given, quota = _keys(draw)
-    digits = draw.choice(_DIGITS)
-    known = draw.integer(0, len(digits) - 1)
-    shift, bits = digits[known]
-    return given | {"search": _searched(given, quota, digits[:known]), "shift": shift, "bits": bits}
+    given, digit, _ = _keys(draw)
+    return given | digit
 
 
 def topk_choose_digit(draw: Draw) -> Arguments:
-    given, quota = _keys(draw)
-    digits = draw.choice(_DIGITS)
-    known = draw.integer(0, len(digits) - 1)
-    search, (shift, bits) = _searched(given, quota, digits[:known]), digits[known]
-    counts = meaning.topk_count_digit(given["keys"], search, shift, bits, given["offsets"])
-    return {"search": search, "counts": counts, "shift": shift, **quota}
+    given, digit, quota = _keys(draw)
+    counts = _torch.KERNELS["topk_count_digit"](**given, **digit)
+    return {"search": given["search"], "counts": counts, "shift": digit["shift"], **quota}
 
 
 def topk_mask_from_key(draw: Draw) -> Arguments:
     """A finished search, and any number of ties that a rank keeps, including none and too many."""
-    given, quota = _keys(draw)
-    search = _searched(given, quota, _DIGITS[0])
-    ties = search[:, 1] + draw.integer(-2, 2)
-    return given | {"search": search, "ties": ties, "drop_zeros": draw.flag()}
+    given, _, _ = _keys(draw, all_digits=True)
+    return given | {"ties": given["search"][:, 1] + draw.integer(-2, 2), "drop_zeros": draw.flag()}
 
 
 # ---- rollouts -------------------------------------------------------------------------------------------------------

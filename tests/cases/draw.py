@@ -33,19 +33,11 @@ class Draw:
     Args:
         seed: the seed of the choices.
         most: the largest length of a row or a segment.
-        group: the name of a process group, for the ops of several ranks; None leaves them out.
         choices: the choices of another draw, to draw the same again.
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        most: int = 40,
-        group: str | None = None,
-        choices: Sequence[int] | None = None,
-    ) -> None:
-        self.most, self.group = most, group
+    def __init__(self, seed: int = 0, *, most: int = 40, choices: Sequence[int] | None = None) -> None:
+        self.most = most
         self.choices: list[int] = []
         self._given = choices
         self._random = random.Random(seed)
