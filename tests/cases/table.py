@@ -8,10 +8,12 @@ this table. An op that is missing here fails a test; an op of the table is run b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from d3s_kernels import _exact
+from d3s_kernels._dispatch.libraries import argument_names
 from d3s_kernels._exact import Allowed, equal
 
 from . import allowed, meaning, samples
@@ -57,7 +59,7 @@ _HEAD_RESULTS = {"logprob": _HEAD["logprob"], "entropy": _HEAD["entropy"]}
 _HEAD_GRADIENTS = {name: _HEAD[name] for name in ("hidden", "weight", "bias")}
 _LOGITS = allowed.gradient_of_logits
 
-OPS: dict[str, Row] = {
+_OPS: dict[str, Row] = {
     # vocabulary
     "logprob_entropy": Row(
         means=meaning.logprob_entropy, results=_STATISTICS, gradients={"logits": _LOGITS},
@@ -66,7 +68,7 @@ OPS: dict[str, Row] = {
     "logprob_entropy_backward": _row(
         samples.logprob_entropy_backward, step("logprob_entropy_backward", wide=True), grad=_LOGITS
     ),
-    "softmax_state_": _row(samples.softmax_state_or_kept, step("softmax_state_", wide=True), state=allowed.states),
+    "softmax_state_": _row(samples.softmax_state, step("softmax_state_", wide=True), state=allowed.states),
     "softmax_state_finish": _row(samples.softmax_state_finish, meaning.softmax_state_finish, **_STATISTICS),
     "logprob_entropy_backward_": _row(
         samples.logprob_entropy_backward_in_place, step("logprob_entropy_backward_", wide=True), grad=_LOGITS
@@ -85,7 +87,7 @@ OPS: dict[str, Row] = {
         grad=allowed.gradient_of_places, rows=equal, tokens=equal, undefined=equal,
     ),
     "kept_hidden_grad_": _row(
-        samples.kept_hidden_grad, step("kept_hidden_grad_", wide=True), out=allowed.kept_gradient
+        samples.kept_gradient, step("kept_hidden_grad_", wide=True), out=allowed.kept_gradient
     ),
     "kept_weight_grad_": _row(
         samples.kept_weight_grad, step("kept_weight_grad_", wide=True),
@@ -134,22 +136,32 @@ OF_RANKS = (
 )
 
 
-def _drawn_as(op: str, name: str, extra: Callable[[Draw, dict[str, Any]], dict[str, Any]]) -> Callable[[Draw], Any]:
-    """Draws a function's arguments as those of the op; ``extra`` adds what else it takes."""
-    draw_op = samples.logprob_entropy if op == "logprob_entropy" else OPS[op].draw  # no logits of kept tokens alone
-    return lambda draw: extra(draw, public_arguments(name, draw_op(draw)))
+def _drawn_for(op: str, draw_some: Callable[[Draw], dict[str, Any]], draw: Draw) -> dict[str, Any]:
+    """What is drawn, without what the op does not take."""
+    takes = argument_names(op)
+    return {name: part for name, part in draw_some(draw).items() if name in takes}
 
 
-# What draws the arguments of a function that are not those of the op of its name.
+OPS = {op: replace(row, draw=partial(_drawn_for, op, row.draw)) for op, row in _OPS.items()}
+
+
+# ---- public functions ------------------------------------------------------------------------------------------------
+
+
+def _public(name: str, draw_some: Callable[[Draw], dict[str, Any]], draw: Draw) -> dict[str, Any]:
+    return public_arguments(name, draw_some(draw))
+
+
+# What draws the arguments of a function, where that is not the draw of the op of its name.
 _DRAWN: Mapping[str, Callable[[Draw], dict[str, Any]]] = {
-    "entropy": _drawn_as("logprob_entropy", "entropy", lambda draw, given: given),
-    "logprob_entropy": _drawn_as("logprob_entropy", "logprob_entropy", samples.with_labels),
-    "group_advantages": _drawn_as("group_advantages", "group_advantages", samples.whole_rewards),
-    "groups_without_spread": samples.groups_without_spread,
+    "entropy": samples.logprob_entropy,
+    "logprob_entropy": lambda draw: samples.with_labels(draw, samples.logprob_entropy(draw)),
+    "group_advantages": lambda draw: samples.whole_rewards(draw, samples.group_advantages(draw)),
+    "groups_without_spread": lambda draw: samples.whole_rewards(draw, samples.group_advantages(draw)),
     "select_tokens": samples.token_rules,
     "select_rollouts": samples.rollout_rules,
 }
-FUNCTIONS: dict[str, Row] = {
-    name: Row(**vars(row), draw=_DRAWN.get(name) or _drawn_as(name, name, lambda draw, given: given))
+FUNCTIONS = {
+    name: Row(**vars(row), draw=partial(_public, name, _DRAWN.get(name) or OPS[name].draw))
     for name, row in _exact.FUNCTIONS.items()
 }
