@@ -100,18 +100,19 @@ def of_head(name: str) -> Allowed:
     def allowed(exact: Tensor, arguments: Arguments) -> Tensor:
         hidden, weight = (arguments[part].detach() for part in ("hidden", "weight"))
         bias = None if arguments.get("bias") is None else arguments["bias"].detach()
-        shift = 2**-21 * reference._head_logits(hidden.abs(), weight.abs(), bias, None)
+        shift = 2**-21 * reference._head_logits(hidden.abs(), weight.abs(), None if bias is None else bias.abs(), None)
         if (dtype := arguments.get("logits_dtype") or torch.float32) != torch.float32:
             shift = shift + 8 * torch.finfo(dtype).eps * reference._head_logits(hidden, weight, bias, None).abs()
-        shift = shift.nan_to_num(neginf=0).amax(-1) / _temperature(arguments)
+        shift = shift.nan_to_num(posinf=0).amax(-1) / _temperature(arguments)
         if name == "logprob":
             return logprob(exact, arguments) + 2 * shift
         if name == "entropy":
             return 1e-5 + 2 * shift * (1 + exact.double().nan_to_num())
         of_rows = {"hidden": weight.double().norm(dim=-1).amax(), "weight": hidden.double().norm(dim=-1), "bias": 1.0}
-        share = rounding(hidden.dtype)
-        limit: Tensor = share * exact.double().nan_to_num().norm()
-        return limit + ((share + 2 * shift) * _incoming(arguments) * of_rows[name]).norm()  # type: ignore[no-any-return]
+        share, least = rounding(hidden.dtype), torch.finfo(hidden.dtype).smallest_normal  # below it, steps are equal
+        limit: Tensor = share * (exact.double().nan_to_num().norm() + least * exact.numel() ** 0.5)
+        of_logits = (share + 2 * shift) * _incoming(arguments) + share * least * len(weight) ** 0.5
+        return limit + (of_logits * of_rows[name]).nan_to_num().norm()  # type: ignore[no-any-return]
 
     return allowed
 

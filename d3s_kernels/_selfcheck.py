@@ -105,7 +105,7 @@ def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference
         if failed:
             yield op, _nothing(backend, f"not run: {failed}")
             continue
-        worst = _worst(op, device, backend)
+        worst = worst_of(op, device, backend)
         yield op, worst
         if raised(worst) and not _works(device):
             failed = f"the device failed at {op}"
@@ -120,7 +120,7 @@ def _nothing(backend: str, why: str) -> Difference:
     return Difference(backend, why, None, math.inf, 0.0)
 
 
-def _worst(op: str, device: torch.device, backend: str) -> Difference:
+def worst_of(op: str, device: torch.device, backend: str) -> Difference:
     row, call = row_of(public(op) if op in FUNCTIONS else getattr(torch.ops.d3s_kernels, op))
     found: list[Difference] = []
     for length in LENGTHS:

@@ -17,6 +17,7 @@ import d3s_kernels as d3s
 from d3s_kernels import __main__ as report
 from d3s_kernels import _selfcheck, _torch
 from d3s_kernels._dispatch import backends, libraries
+from d3s_kernels._exact import written_arguments
 
 here = pytest.mark.skipif(backends.forced_backend is not None, reason="a back-end is forced")
 
@@ -213,6 +214,27 @@ def test_the_report_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: py
     said, cell = [line for line in capsys.readouterr().out.splitlines() if "WRONG" in line]
     assert said.split()[:3] == ["torch", "group_advantages:", "advantages"]
     assert cell.split()[0] == "group_advantages"
+
+
+@here
+@pytest.mark.parametrize("op", _torch.KERNELS)
+def test_the_checks_see_a_wrong_kernel(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is compared with plain PyTorch, and all others with the reference."""
+    right, written = _torch.KERNELS[op], written_arguments(op)
+
+    def wrong(**arguments: object) -> object:
+        results = right(**arguments)
+        listed = [results] if isinstance(results, Tensor) else results or [arguments[name] for name in written]
+        for result in listed:
+            result.logical_not_() if result.dtype == torch.bool else result.add_(1)
+        return results
+
+    monkeypatch.setitem(_torch.KERNELS, op, libraries.by_name(op, wrong))
+    found = []
+    for backend in ("cpu", "torch"):
+        with backends.forced(backend):
+            found.append(_selfcheck.worst_of(op, torch.device("cpu"), backend))
+    assert not all(worst.agrees for worst in found)
 
 
 @here

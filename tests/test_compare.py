@@ -102,6 +102,15 @@ def test_ops_are_compared_too_and_nothing_is_written() -> None:
     assert {row.output for row in found} == {"search"}
 
 
+@here
+def test_gradients_of_ops_are_compared_too() -> None:
+    hidden, weight, labels = torch.randn(3, 5), torch.randn(9, 5, requires_grad=True), torch.tensor([1, -100, 8])
+    found = d3s.compare(torch.ops.d3s_kernels.linear_logprob_entropy, hidden, weight, labels)
+    outputs = ["logprob", "entropy", "row_max", "log_sum", "gradient of weight"]
+    assert [row.output for row in found] == 2 * outputs
+    assert found.agrees
+
+
 def test_what_is_random_is_the_same_for_all() -> None:
     generator = torch.Generator().manual_seed(3)
     values = torch.rand(4, 50)

@@ -25,6 +25,7 @@ from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.libraries import registered
 from d3s_kernels._exact import written_arguments
 from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
+from d3s_kernels._selfcheck import calls
 from d3s_kernels.compare import compare_here
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +88,11 @@ def test_the_cuda_library_registers_every_op() -> None:
     text = library.read_bytes()
     named = {op for op in registered() if re.search(rb"(?<!\w)%s\0" % op.encode(), text)}
     require_all("the CUDA library", named & served_by("kernels"), served_by("kernels"))
+
+
+def test_the_doctor_calls_every_op() -> None:
+    """The gradient of the public function is the other op that is composed."""
+    require_all("d3s doctor", calls(8), served_by("kernels", "cpu") | {"linear_logprob_entropy"})
 
 
 @pytest.mark.slow_elsewhere("that they would run there")

@@ -114,7 +114,10 @@ def softmax_state_finish(draw: Draw) -> Arguments:
     for tile in logits.split(-(-logits.shape[-1] // draw.integer(1, 3)), -1):
         pieces.append(_merged(rows, logits=tile, first_token=first, **of_tiles))
         first += tile.shape[-1]
-    return given | {"state": torch.stack(pieces) if len(pieces) > 1 or draw.flag() else pieces[0]}
+    state = torch.stack(pieces) if len(pieces) > 1 or draw.flag() else pieces[0]
+    if draw.flag():
+        state[..., :1, :] = _merged(1)  # a row of nothing but -inf
+    return given | {"state": state}
 
 
 def _head(draw: Draw, width: int, vocabulary: int, rows: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Arguments:
