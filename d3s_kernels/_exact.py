@@ -85,7 +85,8 @@ def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
 def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
     """Next to a bound the gradient may be anything, since it jumps to 0 there."""
     takes = inspect.signature(reference.importance_ratio).parameters
-    ratio = reference.importance_ratio(**{name: part for name, part in arguments.items() if name in takes})
+    known = {name: part for name, part in arguments.items() if name in takes}
+    ratio = reference.importance_ratio(**known | {"log_bounds": (-math.inf, math.inf)})
     default = (-20, 20) if arguments.get("level", "token") == "token" else (-math.inf, 10)
     distances = [(ratio.detach().log() - bound).abs() for bound in arguments.get("log_bounds") or default]
     return near(1e-8, 1e-5)(exact, arguments).masked_fill(torch.minimum(*distances) < 1e-4, math.inf)
