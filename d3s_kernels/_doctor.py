@@ -1,4 +1,4 @@
-"""The report of ``d3s doctor``: the build, the back-end of each op, and every back-end compared with the reference."""
+"""The report of ``d3s doctor``: the build, the back-end of each op, and every back-end compared with what ops mean."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def devices() -> Iterator[tuple[torch.device, str]]:
 
 def examine(device: torch.device, say: Callable[[str, Difference], None] | None = None) -> Iterator[Examined]:
     """Yields what each back-end that should run on the device does there. ``say`` gets each op when it is known."""
-    serving = backends.serving(device.type)
     for backend in backends.runnable(device.type):
         error: str | None = None
         ops: dict[str, Difference] = {}
@@ -59,14 +58,14 @@ def examine(device: torch.device, say: Callable[[str, Difference], None] | None 
         if ops and all(map(raised, ops.values())):  # such as where there is no compiler
             op, worst = next(iter(ops.items()))
             error, ops = f"{op}: {worst.output}", {}
-        yield Examined(backend, backend in serving, error, ops)
+        yield Examined(backend, backend in backends.serving(device.type), error, ops)
 
 
 def _half_products() -> list[str]:
     return [str(dtype).removeprefix("torch.") for dtype in backends.half_products()]
 
 
-# ---- as text --------------------------------------------------------------------------------------------------------
+# ---- as text ---------------------------------------------------------------------------------------------------------
 
 
 def print_report(build: dict[str, Any]) -> bool:
@@ -88,8 +87,8 @@ def print_report(build: dict[str, Any]) -> bool:
 
 def _print_device(device: torch.device) -> bool:
     """Prints what is wrong, and a column for each back-end that runs. Returns whether all is as it should be."""
-    columns, good = {}, True
-    alone = len(backends.runnable(device.type)) == 1
+    columns: dict[str, dict[str, Difference]] = {}
+    good, alone = True, len(backends.runnable(device.type)) == 1
     for examined in examine(device, _print_op if alone else None):
         good &= examined.good
         if examined.error:
@@ -101,10 +100,13 @@ def _print_device(device: torch.device) -> bool:
         wrong = {op: worst for op, worst in examined.ops.items() if _cell(worst) == "WRONG"}
         if wrong:
             print(Comparison(worst._replace(output=f"{op}: {worst.output}") for op, worst in wrong.items()), flush=True)
-        cells = {op: _cell(worst) for op, worst in examined.ops.items()}
-        columns[examined.backend + (" *" if examined.serves else "")] = cells
+        columns[examined.backend + (" *" if examined.serves else "")] = examined.ops
     if columns and not alone:
-        _print_table(columns)
+        ops = next(iter(columns.values()))
+        width = max(map(len, (*ops, _HEAD)))
+        print("  " + " ".join([f"{_HEAD:{width}}", *[f"{head:>9}" for head in columns]]))
+        for op in ops:
+            print("  " + " ".join([f"{op:{width}}", *[f"{_cell(found[op]):>9}" for found in columns.values()]]))
     return good
 
 
@@ -122,20 +124,12 @@ def _cell(worst: Difference) -> str:
     return f"{worst.share:.2f}" if worst.allowed > 0 else "equal"
 
 
-def _print_table(columns: dict[str, dict[str, str]]) -> None:
-    ops = next(iter(columns.values()))
-    width = max(map(len, (*ops, _HEAD)))
-    print("  " + " ".join([f"{_HEAD:{width}}", *[f"{head:>9}" for head in columns]]))
-    for op in ops:
-        print("  " + " ".join([f"{op:{width}}", *[f"{cells[op]:>9}" for cells in columns.values()]]))
-
-
-# ---- as JSON --------------------------------------------------------------------------------------------------------
+# ---- as JSON ---------------------------------------------------------------------------------------------------------
 
 
 def report(build: dict[str, Any]) -> dict[str, Any]:
     """The same facts for programs: docs/debugging.md has the fields."""
-    found = {str(device): (what, device.type, list(examine(device))) for device, what in devices()}
+    found = [(device, what, list(examine(device))) for device, what in devices()]
     return {
         "schema": SCHEMA,
         "torch": torch.__version__,
@@ -147,35 +141,25 @@ def report(build: dict[str, Any]) -> dict[str, Any]:
         "why_not": {backend: backends.why_not(backend) for backend in backends.BACKENDS},
         "devices": [
             {
-                "device": device,
+                "device": str(device),
                 "description": what,
-                "explanation": backends.explain(kind),
-                "backends": [_backend(examined) for examined in all_examined],
+                "explanation": backends.explain(device.type),
+                "backends": [each._asdict() | {"ops": _ops(each)} for each in all_examined],
             }
-            for device, (what, kind, all_examined) in found.items()
+            for device, what, all_examined in found
         ],
-        "good": all(examined.good for _, _, all_examined in found.values() for examined in all_examined),
+        "good": all(each.good for _, _, all_examined in found for each in all_examined),
     }
 
 
-def _backend(examined: Examined) -> dict[str, Any]:
-    return {
-        "backend": examined.backend,
-        "serves": examined.serves,
-        "error": examined.error,
-        "ops": {op: _op(worst) for op, worst in examined.ops.items()},
-    }
-
-
-def _op(worst: Difference) -> dict[str, Any]:
+def _ops(examined: Examined) -> dict[str, Any]:
     """JSON has no infinity: an error without bound, as where a number should be NaN, is null."""
     return {
-        "output": worst.output,
-        "error": _finite(worst.error),
-        "allowed": _finite(worst.allowed),
-        "agrees": worst.agrees,
+        op: {
+            "output": worst.output,
+            "error": worst.error if math.isfinite(worst.error) else None,
+            "allowed": worst.allowed if math.isfinite(worst.allowed) else None,
+            "agrees": worst.agrees,
+        }
+        for op, worst in examined.ops.items()
     }
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

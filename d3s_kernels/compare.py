@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +13,12 @@ from torch import Tensor
 from . import ratios, rollouts, tokens, vocabulary
 from ._arguments import as_bool, require_plain
 from ._dispatch import backends
+from ._exact import FUNCTIONS, Row, row_of_op, written_arguments
 from ._head.problem import operands
-from ._table.outcomes import copied, outcomes
-from ._table.table import FUNCTIONS, OPS, Row
 from .sampling import SamplingMask
 
 _PUBLIC = (ratios, rollouts, tokens, vocabulary)
+_SEED = 0  # for calls that draw without a generator, and for the incoming gradients
 
 
 class Difference(NamedTuple):
@@ -103,29 +103,82 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
         >>> found[0]
         Difference(backend='cpu', output='mask', index=(0,), error=0.0, allowed=0.0)
     """
-    row, call = _row_of(function)
+    row, call = row_of(function)
     arguments = _named(call, args, kwargs)
     require_plain(**arguments)
     if inspect.isfunction(function):
         arguments |= _as_ops_take_them(arguments)
     found, refusals = Comparison(), []
-    for label, device, backend in _backends(arguments):
+    for backend, device in _backends(arguments):
         with backends.forced(backend):
             try:
-                found += compare_here(row, call, *_both(function, arguments, device), label)
+                # The reference runs on the device of the call, so that both draw the same random numbers.
+                there = moved(arguments, device if inspect.isfunction(function) else torch.device("cpu"))
+                found += compare_here(row, call, there, device, backend)
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
                 refusals.append(error)
-                found.append(Difference(label, f"{type(error).__name__}: {error}", None, math.inf, 0.0))
+                found.append(Difference(backend, f"{type(error).__name__}: {error}", None, math.inf, 0.0))
     if refusals and len(refusals) == len(found):  # every back-end refuses these arguments
         raise refusals[0]
     return found
 
 
 def compare_here(
-    row: Row, call: Callable[..., Any], arguments: Mapping[str, Any], sent: Mapping[str, Any], backend: str
+    row: Row, call: Callable[..., Any], arguments: Mapping[str, Any], device: torch.device, backend: str
 ) -> list[Difference]:
-    """Compares the call on the active back-end, with ``sent`` on its device, and the meaning of the same arguments."""
-    return [_worst(backend, *outcome) for outcome in outcomes(row, call, arguments, sent)]
+    """Compares the call on the active back-end, with the arguments on that device, and what the same arguments mean by
+    the row, where they are. The given tensors are never written: both get copies.
+    """
+    home = next((part.device for part in arguments.values() if isinstance(part, Tensor)), device)
+    leaves = [name for name in row.gradients if isinstance(part := arguments.get(name), Tensor) and part.requires_grad]
+    in_float64 = {name: arguments[name].detach().double().requires_grad_() for name in leaves}
+    found, exact_arguments = called(call, moved(arguments, device)), moved(arguments, home) | in_float64
+    if row.from_found:
+        exact_arguments["found"] = dict(zip(row.results, (part.to(home) for part in found.results), strict=True))
+    exact = called(row.means, exact_arguments)
+    known, generator = dict(arguments), torch.Generator().manual_seed(_SEED)
+    asked = [name for name, part in zip(row.results, found.results, strict=True) if leaves and part.requires_grad]
+    for name, part in zip(row.results, found.results, strict=True):
+        if name in asked:  # allowed errors depend on the incoming gradients
+            known[f"grad_{name}"] = torch.randn(part.shape, generator=generator).to(home)
+    pairs = list(zip(row.results, found.results, exact.results, strict=True))
+    if asked:
+        both = (_gradients(side, row, leaves, asked, known) for side in (found, exact))
+        pairs += zip((f"gradient of {name}" for name in leaves), *both, strict=True)
+    rules = {**row.results} | {f"gradient of {name}": rule for name, rule in row.gradients.items()}
+    return [
+        _worst(backend, name, ours.detach().to(home), theirs.detach(), rules[name](theirs.detach(), known))
+        for name, ours, theirs in pairs
+        if theirs is not None
+    ]
+
+
+class _Call(NamedTuple):
+    arguments: dict[str, Any]
+    results: tuple[Any, ...]
+
+
+def called(function: Callable[..., Any], arguments: dict[str, Any]) -> _Call:
+    """Calls a function or an op with the same seed each time. A tensor that an op writes is a result."""
+    devices = {part.device for part in arguments.values() if isinstance(part, Tensor) and part.is_cuda}
+    # torch.manual_seed would format the stack once for each kind of device that is not there.
+    seed = torch.manual_seed if devices else torch.default_generator.manual_seed
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        seed(_SEED)
+        results = function(**arguments)
+    if results is None or isinstance(results, Tensor):
+        results = () if results is None else (results,)
+    schema = getattr(function, "_schema", None)  # a Python function writes no argument
+    written = () if schema is None else written_arguments(schema.name.partition("::")[2])
+    return _Call(arguments, (*(arguments.get(name) for name in written), *results))
+
+
+def _gradients(
+    side: _Call, row: Row, leaves: list[str], asked: list[str], known: Mapping[str, Any]
+) -> Iterable[Tensor]:
+    results = [part for name, part in zip(row.results, side.results, strict=True) if name in asked]
+    incoming = [known[f"grad_{name}"].to(part) for name, part in zip(asked, results, strict=True)]
+    return torch.autograd.grad(results, [side.arguments[name] for name in leaves], incoming)
 
 
 def _worst(backend: str, name: str, found: Tensor, exact: Tensor, allowed: Tensor) -> Difference:
@@ -149,14 +202,24 @@ def _worst(backend: str, name: str, found: Tensor, exact: Tensor, allowed: Tenso
 # ---- what is called, and where --------------------------------------------------------------------------------------
 
 
-def _row_of(function: Any) -> tuple[Row, Callable[..., Any]]:
-    for name, row in OPS.items():
-        packet = getattr(torch.ops.d3s_kernels, name)
-        if function in (packet, packet.default) and row.served_by != "ranks":
-            return row, packet.default
-    name = getattr(function, "__name__", "")
-    if name in FUNCTIONS and any(getattr(module, name, None) is function for module in _PUBLIC):
+def public(name: str) -> Callable[..., Any]:
+    """The public function of ``FUNCTIONS`` with this name."""
+    found: Callable[..., Any] = next(getattr(module, name) for module in _PUBLIC if hasattr(module, name))
+    return found
+
+
+def _runs_alone(schema: Any) -> bool:
+    return not any(part.name == "group_name" and not part.has_default_value() for part in schema.arguments)
+
+
+def row_of(function: Any) -> tuple[Row, Callable[..., Any]]:
+    """What a public function or an op gives, and what is called. An op over several ranks is refused."""
+    name, schema = getattr(function, "__name__", ""), getattr(getattr(function, "default", function), "_schema", None)
+    if name in FUNCTIONS and public(name) is function:
         return FUNCTIONS[name], function
+    namespace, _, op = schema.name.partition("::") if schema else ("", "", "")
+    if namespace == "d3s_kernels" and _runs_alone(schema):
+        return row_of_op(op), getattr(torch.ops.d3s_kernels, op).default
     raise TypeError(
         f"function: got {getattr(function, '__qualname__', function)!r}; takes an op of torch.ops.d3s_kernels that "
         f"needs no process group, or a function of d3s_kernels: {', '.join(FUNCTIONS)}"
@@ -187,23 +250,11 @@ def _as_ops_take_them(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _both(
-    function: Any, arguments: Mapping[str, Any], device: torch.device
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The arguments for the reference and for the call. The reference of a public function runs on the device of the
-    call, so that both draw the same random numbers.
-    """
-    sent = moved(arguments, device)
-    return (sent if inspect.isfunction(function) else moved(arguments, torch.device("cpu"))), sent
-
-
-def _backends(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.device, str]]:
-    """The label of each back-end in the results, its device, and its name."""
+def _backends(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.device]]:
+    """Each back-end and its device: all that run where the arguments are, and the compiled CPU library."""
     own = next((part.device for part in arguments.values() if isinstance(part, Tensor)), torch.device("cpu"))
     for device in dict.fromkeys((own, torch.device("cpu"))):
-        for backend in backends.runnable(device.type):
-            if device == own or backend == "cpu":
-                yield backend, device, backend
+        yield from ((name, device) for name in backends.runnable(device.type) if device == own or name == "cpu")
 
 
 def moved(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -212,8 +263,16 @@ def moved(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _moved(part: Any, device: torch.device) -> Any:
-    if isinstance(part, torch.Generator) and part.device.type != device.type:
-        return torch.Generator(device).manual_seed(part.initial_seed())
+    if isinstance(part, torch.Generator):
+        there = torch.Generator(device)
+        same = part.device.type == device.type
+        return there.set_state(part.get_state()) if same else there.manual_seed(part.initial_seed())
     if isinstance(part, SamplingMask):
         return SamplingMask(copied(part.token_ids, device), copied(part.offsets, device))
     return copied(part, device) if isinstance(part, Tensor) else part
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach().untyped_storage())
+    copy = whole.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return copy.detach().requires_grad_(tensor.requires_grad)

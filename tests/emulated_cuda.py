@@ -1,14 +1,14 @@
 """A pytest plugin: in this process, the CUDA kernels, run on the CPU by tests/cuda_shim, replace the CPU kernels.
 
-D3S_EMULATED_LIBRARY=.../_emulated.so python -m pytest -p tests.emulated_cuda tests/test_topk_mask.py
+cd tests; D3S_EMULATED_LIBRARY=.../_emulated.so python -m pytest -p emulated_cuda test_topk_mask.py
 """
 
 import os
 
 import torch
+from cases.coverage import replaced, require_all, served_by
 
 from d3s_kernels._dispatch import backends, faults  # imported first: it loads the CPU kernels, which are then replaced
-from d3s_kernels._table.coverage import replaced, require_all, served_by
 
 # New memory is filled with NaN and the largest integers, so that a kernel that reads what none has written shows.
 # This function imports no compiler, as torch.use_deterministic_algorithms does.

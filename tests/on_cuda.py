@@ -13,15 +13,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from cases.coverage import replaced, require_all, served_by
 from gpu_faults import pytest_runtest_call, pytest_runtest_logreport  # noqa: F401  hooks of this plugin
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.libraries import argument_names
+from d3s_kernels._exact import written_arguments
 from d3s_kernels._head.products import SIZES
-from d3s_kernels._table.coverage import replaced, require_all, served_by
-from d3s_kernels._table.outcomes import copied, written_arguments
+from d3s_kernels.compare import copied
 
 GPU = torch.device(os.environ.get("D3S_TEST_DEVICE", "cuda"))
 OPS = sorted(served_by("kernels", "composed"))
@@ -35,7 +36,7 @@ def kernel_of(name: str) -> Any:
 
 
 def on_gpu(name: str) -> Any:
-    op, written = kernel_of(name), written_arguments(getattr(torch.ops.d3s_kernels, name).default)
+    op, written = kernel_of(name), written_arguments(name)
     names = argument_names(name)
 
     def run(*arguments: Any, **options: Any) -> Any:

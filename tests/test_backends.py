@@ -17,6 +17,7 @@ import d3s_kernels as d3s
 from d3s_kernels import __main__ as report
 from d3s_kernels import _selfcheck, _torch
 from d3s_kernels._dispatch import backends, libraries
+from d3s_kernels._exact import written_arguments
 
 here = pytest.mark.skipif(backends.forced_backend is not None, reason="a back-end is forced")
 
@@ -216,6 +217,27 @@ def test_the_report_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @here
+@pytest.mark.parametrize("op", _torch.KERNELS)
+def test_the_checks_see_a_wrong_kernel(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is compared with plain PyTorch, and all others with the reference."""
+    right, written = _torch.KERNELS[op], written_arguments(op)
+
+    def wrong(**arguments: object) -> object:
+        results = right(**arguments)
+        listed = [results] if isinstance(results, Tensor) else results or [arguments[name] for name in written]
+        for result in listed:
+            result.logical_not_() if result.dtype == torch.bool else result.add_(1)
+        return results
+
+    monkeypatch.setitem(_torch.KERNELS, op, libraries.by_name(op, wrong))
+    found = []
+    for backend in ("cpu", "torch"):
+        with backends.forced(backend):
+            found.append(_selfcheck.worst_of(op, torch.device("cpu"), backend))
+    assert not all(worst.agrees for worst in found)
+
+
+@here
 def test_the_report_of_what_does_not_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A back-end that does not run is an error only where it serves; elsewhere the report only mentions it."""
 
@@ -224,7 +246,7 @@ def test_the_report_of_what_does_not_run(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setitem(_torch.KERNELS, "compact", broken)
     assert report.main() == 0
-    said = "torch: compact does not run here: OSError of Draw(0, most=40): no C compiler"
+    said = "torch: compact does not run here: OSError at length 8: no C compiler"
     assert said in capsys.readouterr().out
     monkeypatch.setattr(backends, "serving", lambda device: {"cpu", "torch"})
     assert report.main() == 1
@@ -245,6 +267,6 @@ def test_after_a_fault_of_the_device_the_report_goes_on(
     assert report.main() == 1
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
     assert lines["topk_mask"] == "equal"
-    said = "raised RuntimeError of Draw(0, most=40): CUDA error: an illegal memory access was encountered"
+    said = "raised RuntimeError at length 8: CUDA error: an illegal memory access was encountered"
     assert lines["group_advantages"] == said
     assert lines["max_variance_select"] == "not run: the device failed at group_advantages"

@@ -66,10 +66,10 @@ def test_not_a_number_and_infinity_are_no_small_errors(place: int, monkeypatch: 
         def entropy(logits: Tensor, *, temperature: float = 1.0, mask: Tensor | None = None, value: float = value):
             return torch.full((6,), 1e-7, dtype=torch.float64).index_fill(0, torch.tensor([place]), value)
 
-        from d3s_kernels._table.table import FUNCTIONS, Row
+        from d3s_kernels._exact import FUNCTIONS, Row
 
         row = FUNCTIONS["entropy"]
-        monkeypatch.setitem(FUNCTIONS, "entropy", Row(row.draw, entropy, row.results))
+        monkeypatch.setitem(FUNCTIONS, "entropy", Row(entropy, row.results))
         found = d3s.compare(d3s.entropy, torch.zeros(6, 1))
         assert [(part.index, part.error) for part in found] == [((place,), math.inf)] * len(found)
 
@@ -100,6 +100,15 @@ def test_ops_are_compared_too_and_nothing_is_written() -> None:
         found = d3s.compare(torch.ops.d3s_kernels.topk_choose_digit_, search, counts, 24, k=3)
     assert found.agrees
     assert {row.output for row in found} == {"search"}
+
+
+@here
+def test_gradients_of_ops_are_compared_too() -> None:
+    hidden, weight, labels = torch.randn(3, 5), torch.randn(9, 5, requires_grad=True), torch.tensor([1, -100, 8])
+    found = d3s.compare(torch.ops.d3s_kernels.linear_logprob_entropy, hidden, weight, labels)
+    outputs = ["logprob", "entropy", "row_max", "log_sum", "gradient of weight"]
+    assert [row.output for row in found] == 2 * outputs
+    assert found.agrees
 
 
 def test_what_is_random_is_the_same_for_all() -> None:

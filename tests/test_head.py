@@ -2,7 +2,7 @@
 
 import math
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._head import backward, products
-from d3s_kernels._table import allowed
 
 
 class Head(NamedTuple):
@@ -77,10 +76,48 @@ def whole_number_head(*rows: int, vocabulary: int = 300, dtype: torch.dtype = to
     return Head(*whole_number_product(*rows, vocabulary=vocabulary, dtype=dtype), None)
 
 
-def allowance(head: Head, labels: Tensor, cotangents: list[Tensor], **options: object) -> dict[str, Tensor]:
-    """The allowed error of the results, and, as a norm, of the gradients of hidden, weight and bias."""
-    gradients = {"grad_logprob": cotangents[0], "grad_entropy": cotangents[1]}
-    return allowed.head(head._asdict() | options | gradients | {"labels": labels})
+def allowance(
+    head: Head,
+    labels: Tensor,
+    cotangents: list[Tensor],
+    temperature: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The allowed error of each result, and of the gradients its norm. A logit is off by some rounding steps of the
+    terms of its sum, and all other errors follow from that to first order.
+
+    The gradient of a logit is off by 1e-6 g p / temperature in addition, and in half precision it is rounded to the
+    dtype of the weight, as the result is; below the smallest normal number, 6e-5 in float16, the steps of that dtype
+    do not get smaller. Errors of different logits are independent, so that their squares add up.
+    """
+    hidden, weight = head.hidden.detach().double(), head.weight.detach().double()
+    bias = torch.zeros(()) if head.bias is None else head.bias.detach().double()
+    logits = reference._head_logits(hidden, weight, bias, logit_softcap).requires_grad_()
+    of_rows = torch.as_tensor(temperature).double().unsqueeze(-1)
+    shift = 2**-21 * (hidden.abs() @ weight.abs().T + bias.abs().nan_to_num(posinf=0))
+    if logits_dtype != torch.float32:
+        terms = (hidden @ weight.T).abs() + logits.detach().abs()
+        shift += 4 * torch.finfo(logits_dtype).eps * terms.nan_to_num(posinf=0)  # 4 covers more than first order
+    shift /= of_rows
+    results = reference.logprob_entropy(logits, labels, temperature=temperature, mask=options.get("mask"))
+    p = torch.softmax(logits.detach() / of_rows, -1)
+    slope = p * results[1].detach().unsqueeze(-1) - torch.special.entr(p)  # p (log p + H), minus the entropy's gradient
+    at_label = shift.gather(-1, labels.long().clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+    (gradient,) = torch.autograd.grad(results, logits, [cotangent.double() for cotangent in cotangents])
+    half = head.hidden.dtype
+    step = 0 if half == torch.float32 else torch.finfo(half).eps
+    least = 0 if half == torch.float32 else torch.finfo(half).smallest_normal * step  # a step where that is larger
+    size = p * (cotangents[0].abs() + cotangents[1].abs()).unsqueeze(-1) / of_rows
+    square = (size * (1e-6 + shift) + step * gradient.abs() + least).square().reshape(-1, logits.shape[-1])
+    sums = square @ weight.square(), square.T @ hidden.square().reshape(-1, hidden.shape[-1]), square.sum(0)
+    norms = [(part.sum() + part.numel() * least**2).sqrt() for part in sums]
+    return dict(zip(Head._fields, norms, strict=True)) | {
+        "logprob": 1e-5 + 2**-22 * results[0].detach().abs() + at_label + (p * shift).norm(dim=-1),
+        "entropy": 1e-5 + (slope * shift).norm(dim=-1),
+    }
 
 
 def check(head: Head, labels: Tensor, size: float = 1.0, **options: object) -> None:

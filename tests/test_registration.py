@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from cases.coverage import served_by
+from cases.draw import Draw
+from cases.table import OPS as OPS_TABLE
 from helpers import assert_identical, compiled_once, random_logits, rounds, slow, whole_number_product
 from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels._dispatch.libraries import schema_of
 from d3s_kernels._head.problem import WHOLE, problem_of
-from d3s_kernels._table.coverage import served_by
-from d3s_kernels._table.draw import Draw
-from d3s_kernels._table.outcomes import called
-from d3s_kernels._table.table import OPS as OPS_TABLE
+from d3s_kernels.compare import called
 
 OPS = torch.ops.d3s_kernels
 # ---- opcheck ---------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ ROOMS = {
     "ratios recorder rollouts sampling schedule selection selection_options tokens trust vocabulary",
     "planning": "_arguments",
     # what users call
-    "_selfcheck": "_table compare",
-    "compare": "_arguments _dispatch _head _table ratios rollouts sampling tokens vocabulary",
+    "_selfcheck": "_exact compare sampling",
+    "compare": "_arguments _dispatch _exact _head ratios rollouts sampling tokens vocabulary",
     "metrics": "rollouts schedule tokens",
     "selection": "_across_ranks _arguments _groups rollouts schedule selection_options tokens trust",
     "selection_options": "rollouts tokens trust",
@@ -41,7 +41,7 @@ ROOMS = {
     "sampling_rules": "_arguments _dispatch sampling",
     "page": "_arguments _page",
     # how it is checked
-    "_table": "_dispatch reference sampling",
+    "_exact": "_dispatch reference",
     # how it is computed
     "_across_ranks": "_arguments _dispatch _groups _head _segments _selection sampling",
     "_head": "_arguments _dispatch _groups _together sampling",

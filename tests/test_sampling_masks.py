@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from cases.coverage import replaced
 from helpers import (
     DTYPES,
     INF,
@@ -25,7 +26,6 @@ from torch import Tensor
 
 from d3s_kernels import SamplingMask, entropy, logprob_entropy, reference, select_tokens, select_tokens_from_logits
 from d3s_kernels._dispatch import backends
-from d3s_kernels._table.coverage import replaced
 
 Results = tuple[Tensor, ...]
 

@@ -12,6 +12,10 @@ from typing import get_args
 
 import pytest
 import torch
+from cases import samples
+from cases.coverage import replaced, require_all, served_by
+from cases.draw import ROOM, Draw
+from cases.table import FUNCTIONS, OF_RANKS, OPS, Row
 from helpers import EVERYTHING, assert_same_bits
 from torch import Tensor
 
@@ -19,12 +23,9 @@ import d3s_kernels as d3s
 from d3s_kernels import _build, _torch, reference
 from d3s_kernels._dispatch import backends
 from d3s_kernels._dispatch.libraries import COMPILED, registered
+from d3s_kernels._exact import written_arguments
 from d3s_kernels._selection.rules import ROLLOUT_RULES, TOKEN_RULES
-from d3s_kernels._table import samples
-from d3s_kernels._table.coverage import replaced, require_all, served_by
-from d3s_kernels._table.draw import ROOM, Draw
-from d3s_kernels._table.outcomes import written_arguments
-from d3s_kernels._table.table import FUNCTIONS, OPS, Row
+from d3s_kernels._selfcheck import calls
 from d3s_kernels.compare import compare_here
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +39,7 @@ def assert_means(name: str, row: Row, call: object) -> None:
         for seed in torch.randint(2**31, (draws,)).tolist():
             arguments = row.draw(Draw(seed, most=most))
             backend = next(iter(backends.serving("cpu")))
-            for difference in compare_here(row, call, arguments, arguments, backend):  # type: ignore[arg-type]
+            for difference in compare_here(row, call, arguments, torch.device("cpu"), backend):  # type: ignore[arg-type]
                 assert difference.agrees, f"{name}, Draw({seed}, most={most}): {difference}"
 
 
@@ -57,7 +58,7 @@ def test_every_function_means_what_the_reference_says(name: str) -> None:
 
 
 def test_every_op_is_in_the_table() -> None:
-    require_all("the table of ops", OPS, registered())
+    require_all("the table of ops", {*OPS, *OF_RANKS}, registered())
 
 
 def test_every_op_checks_its_arguments_without_kernels_too() -> None:
@@ -86,6 +87,11 @@ def test_the_cuda_library_registers_every_op() -> None:
     text = library.read_bytes()
     named = {op for op in registered() if re.search(rb"(?<!\w)%s\0" % op.encode(), text)}
     require_all("the CUDA library", named & served_by("kernels"), served_by("kernels"))
+
+
+def test_the_doctor_calls_every_op() -> None:
+    """The gradient of the public function is the other op that is composed."""
+    require_all("d3s doctor", calls(8), served_by("kernels", "cpu") | {"linear_logprob_entropy"})
 
 
 @pytest.mark.slow_elsewhere("that they would run there")
@@ -128,7 +134,7 @@ def test_every_function_has_tests_of_its_own_and_a_line_in_the_readme(name: str)
 def test_results_are_named_as_the_schema_has_them(op: str) -> None:
     """There is one name for each argument that the op writes and each result that it returns."""
     call = getattr(torch.ops.d3s_kernels, op).default
-    assert len(OPS[op].results) == len(written_arguments(call)) + len(call._schema.returns)
+    assert len(OPS[op].results) == len(written_arguments(op)) + len(call._schema.returns)
     assert set(OPS[op].gradients) <= {argument.name for argument in call._schema.arguments}
 
 
@@ -184,7 +190,7 @@ def test_a_draw_is_the_same_again(op: str) -> None:
             else:
                 assert same[name] == part
     simplest = OPS[op].draw(Draw(choices=()))
-    found = compare_here(OPS[op], getattr(torch.ops.d3s_kernels, op).default, simplest, simplest, "cpu")
+    found = compare_here(OPS[op], getattr(torch.ops.d3s_kernels, op).default, simplest, torch.device("cpu"), "cpu")
     assert all(difference.agrees for difference in found)
 
 

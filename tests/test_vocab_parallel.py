@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases.draw import Draw
+from cases.meaning import public_arguments
 from helpers import (
     DTYPES,
     INF,
@@ -32,8 +34,6 @@ from traffic import asked
 
 import d3s_kernels as d3s
 from d3s_kernels import reference
-from d3s_kernels._table.draw import Draw
-from d3s_kernels._table.table import public_arguments
 from d3s_kernels.distributed import vocab_parallel_linear_logprob_entropy, vocab_parallel_logprob_entropy
 
 sizes = pytest.mark.parametrize("size", SIZES)

@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cases.draw import Draw
+from cases.table import OPS
 from helpers import EVERYTHING
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,8 +27,6 @@ from d3s_kernels import _torch
 from d3s_kernels._across_ranks import rollouts, tokens
 from d3s_kernels._head import backward, forward
 from d3s_kernels._head.problem import WHOLE, HeadProblem, Shard
-from d3s_kernels._table.draw import Draw
-from d3s_kernels._table.table import OPS
 from d3s_kernels._together import NumberOrTensor, SamplingArguments
 
 ATEN = torch.ops.aten

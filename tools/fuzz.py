@@ -4,7 +4,7 @@
     python tools/fuzz.py --seconds 60              all back-ends; they share the time
     python tools/fuzz.py --seconds 600 --on cpu    one of them, or several
 
-Each call follows from a seed and is compared with the op's definition (d3s_kernels/_table/table.py). A wrong call is
+Each call follows from a seed and is compared with the op's definition (tests/cases/table.py). A wrong call is
 made smaller and printed as a test to paste. A call that crashes or hangs the process is reported with its seed.
 Back-ends: each SIMD level of the CPU, the CUDA kernels emulated, Triton's interpreter, plain PyTorch; and on a machine
 with a GPU the back-ends that run there.
@@ -28,6 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
+sys.path.insert(0, str(TESTS))  # for the table of ops
 MOST = (*[40] * 28, *[400] * 3, 5000)  # limits of the lengths; a call takes one of these at random
 MOST_INTERPRETED = (12,)  # Triton's interpreter takes milliseconds for each program
 STUCK = 120.0  # a process is killed this many seconds after its time is over
@@ -80,9 +81,9 @@ class Call:
 
     def row_and_function(self) -> tuple[Any, Callable[..., Any]]:
         import torch
+        from cases.table import FUNCTIONS, OPS
 
         import d3s_kernels
-        from d3s_kernels._table.table import FUNCTIONS, OPS
 
         kind, name = self.name.split()
         if kind == "op":
@@ -90,7 +91,7 @@ class Call:
         return FUNCTIONS[name], getattr(d3s_kernels, name)
 
     def drawn(self) -> tuple[dict[str, Any], tuple[int, ...]]:
-        from d3s_kernels._table.draw import Draw
+        from cases.draw import Draw
 
         draw = Draw(self.seed, most=self.most, choices=self.choices)
         return self.row_and_function()[0].draw(draw), tuple(draw.choices)
@@ -99,13 +100,12 @@ class Call:
         """What is wrong with the result of this call, or None."""
         import torch
 
-        from d3s_kernels.compare import Comparison, compare_here, moved
+        from d3s_kernels.compare import Comparison, compare_here
 
         row, function = self.row_and_function()
         try:
             arguments, _ = self.drawn()
-            sent = moved(arguments, torch.device(device))
-            found = Comparison(compare_here(row, function, arguments, sent, device))
+            found = Comparison(compare_here(row, function, arguments, torch.device(device), device))
         except Exception as error:  # any error is a finding
             return f"{type(error).__name__}: {error}"
         return None if found.agrees else str(found)
@@ -185,13 +185,11 @@ def _literal(value: Any) -> str:
 def work(place: Place, seconds: float, seed: int, log: Path) -> None:
     """Makes calls until the time is over. The log has the current call, and at the end the results of all calls."""
     if "D3S_EMULATED_LIBRARY" in place.environment:
-        sys.path.insert(0, str(TESTS))
         import emulated_cuda  # noqa: F401
 
-    from d3s_kernels._table.table import FUNCTIONS, OPS
+    from cases.table import FUNCTIONS, OPS
 
-    without = {"ranks"} | ({"cpu"} if place.device != "cpu" else set())
-    names = [f"op {name}" for name, row in OPS.items() if row.served_by not in without]
+    names = [f"op {name}" for name, row in OPS.items() if row.served_by != "cpu" or place.device == "cpu"]
     names += [f"function {name}" for name in FUNCTIONS]
     chance, end, calls = random.Random(seed), time.monotonic() + seconds, 0
     failures: dict[str, str] = {}
@@ -212,7 +210,6 @@ def run(place: Place, seconds: float, seed: int) -> tuple[str, int, list[str]]:
     """Runs a back-end in its own process. Returns its name, the number of calls and the failures."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **place.environment}
     if "D3S_EMULATED_LIBRARY" in environment:
-        sys.path.insert(0, str(TESTS))
         from test_cuda_emulated import build_plain
 
         environment["D3S_EMULATED_LIBRARY"] = str(build_plain() / "_emulated.so")

@@ -207,6 +207,7 @@ class Results:
     def key(self, what: tuple[str, ...], tests: str, *files: str) -> str:
         state = hashlib.sha256(repr((self.layer, tests, *what)).encode())
         paths = {ROOT / name for name in [*files, *test_files(tests), "tests/conftest.py", "tests/helpers.py"]}
+        paths |= set((ROOT / "tests" / "cases").glob("*.py"))
         if EMULATED_TESTS in tests or PORTABLE in tests:  # these run other test files
             paths |= {path for path in (ROOT / "tests").rglob("*") if path.suffix in (".py", ".cpp", ".h")}
         for path in sorted(paths):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))
 # The package looks for its libraries beside this module, so it finds the sanitized ones.
 (path,) = Path(sys.argv[1]).glob("_build_info*.so")
 spec = importlib.util.spec_from_file_location("d3s_kernels._build_info", path)
@@ -21,9 +22,10 @@ module = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = module
 spec.loader.exec_module(module)
 
-from d3s_kernels._table.coverage import require_all, served_by  # noqa: E402
-from d3s_kernels._table.draw import Draw  # noqa: E402
-from d3s_kernels._table.table import OPS  # noqa: E402
+from cases.coverage import require_all, served_by  # noqa: E402
+from cases.draw import Draw  # noqa: E402
+from cases.table import OPS  # noqa: E402
+
 from d3s_kernels.compare import compare_here  # noqa: E402
 
 # Draws, by the largest length of a row or a segment: many short ones, and some beyond each size at which a kernel
@@ -36,7 +38,7 @@ for op in served_by("kernels", "composed", "cpu"):
     for most, draws in SIZES.items():
         for seed in range(draws):
             arguments = OPS[op].draw(Draw(seed, most=most))
-            for difference in compare_here(OPS[op], function, arguments, arguments, "cpu"):
+            for difference in compare_here(OPS[op], function, arguments, torch.device("cpu"), "cpu"):
                 assert difference.agrees, (op, seed, most, difference)
             calls += 1
     ran.add(op)

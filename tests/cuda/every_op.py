@@ -9,16 +9,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from cases.coverage import served_by
+from cases.draw import Draw
+from cases.table import OPS
 from torch import Tensor
 
 import d3s_kernels as d3s
 from d3s_kernels._across_ranks import tokens as across_ranks
 from d3s_kernels._across_ranks.rollouts import most_varied
+from d3s_kernels._exact import written_arguments
 from d3s_kernels._selection import rules
-from d3s_kernels._table.coverage import served_by
-from d3s_kernels._table.draw import Draw
-from d3s_kernels._table.outcomes import written_arguments
-from d3s_kernels._table.table import OPS
 from d3s_kernels.compare import moved
 
 GPU = torch.device(os.environ.get("D3S_TEST_DEVICE", "cuda"))
@@ -87,7 +87,7 @@ def run(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     found = call(**fresh)
     results = (found,) if isinstance(found, Tensor) else found or ()
     # A gradient that was not requested is empty, or none.
-    every = (*(fresh.get(name) for name in written_arguments(call)), *results)
+    every = (*(fresh.get(name) for name in written_arguments(op)), *results)
     return tuple(result for result in every if result is not None and result.numel() > 0)
 
 

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from cases.coverage import require_all, served_by
+from cases.draw import Draw
+from cases.table import OPS
 from every_op import GPU
 
-from d3s_kernels._table.coverage import require_all, served_by
-from d3s_kernels._table.draw import Draw
-from d3s_kernels._table.table import OPS
 from d3s_kernels.compare import moved
 
 # Draws, by the largest length of a row or a segment: beyond each size at which a kernel changes to other launches.
@@ -28,7 +30,6 @@ FIRST = [
 
 def what_the_table_cannot_draw(part: int) -> None:
     """The seventh test of the first minute; and segments beyond a block's shared memory, in pieces."""
-    sys.path.append(str(Path(__file__).parents[1]))
     from test_first_minute import OP, narrow_and_wide
 
     if part == 0:

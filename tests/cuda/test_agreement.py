@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases.coverage import served_by
+from cases.draw import Draw
+from cases.table import OPS
 from every_op import GPU, size
 
-from d3s_kernels._table.coverage import served_by
-from d3s_kernels._table.draw import Draw
-from d3s_kernels._table.table import OPS
-from d3s_kernels.compare import compare_here, moved
+from d3s_kernels.compare import compare_here
 
 # Draws, by the largest length of a row or a segment: one block, several blocks, and more than a block's memory holds.
 SIZES = {40: size(20, 4), 5000: size(5, 1), 100_000: size(1, 0)}
@@ -21,5 +21,5 @@ def test_every_op_means_what_the_table_says(op: str, backend: str) -> None:
     for most, draws in SIZES.items():
         for seed in range(draws):
             arguments = OPS[op].draw(Draw(seed, most=most))
-            for difference in compare_here(OPS[op], function, arguments, moved(arguments, GPU), backend):
+            for difference in compare_here(OPS[op], function, arguments, GPU, backend):
                 assert difference.agrees, (seed, most, difference)

@@ -33,19 +33,11 @@ class Draw:
     Args:
         seed: the seed of the choices.
         most: the largest length of a row or a segment.
-        group: the name of a process group, for the ops of several ranks; None leaves them out.
         choices: the choices of another draw, to draw the same again.
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        most: int = 40,
-        group: str | None = None,
-        choices: Sequence[int] | None = None,
-    ) -> None:
-        self.most, self.group = most, group
+    def __init__(self, seed: int = 0, *, most: int = 40, choices: Sequence[int] | None = None) -> None:
+        self.most = most
         self.choices: list[int] = []
         self._given = choices
         self._random = random.Random(seed)
@@ -110,13 +102,13 @@ class Draw:
         dtype = self.choice((torch.int64, torch.int32))
         return torch.tensor([0, *accumulate(lengths)], dtype=dtype)
 
-    def segments(self, least_dims: int = 0) -> tuple[tuple[int, ...], Tensor | None]:
+    def segments(self) -> tuple[tuple[int, ...], Tensor | None]:
         """The shape of values in segments, and the offsets: None where the segments are the rows of that shape."""
         if self.flag():
             offsets = self.offsets()
             return (int(offsets[-1]),), offsets
         columns = self.length()
-        return (*self.rows(columns, least_dims), columns), None
+        return (*self.rows(columns), columns), None
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 
@@ -135,6 +127,10 @@ class Draw:
             room = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 3)
             tensor = room[..., : tensor.shape[-1]].copy_(tensor)
         return tensor
+
+    def normal(self, generator: torch.Generator, dtype: torch.dtype, *shape: int, deviation: float = 1.0) -> Tensor:
+        """Normal numbers, in any layout of rows."""
+        return self.laid_out((torch.randn(shape, generator=generator) * deviation).to(dtype), turned=False)
 
     def values(
         self,

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from .._dispatch.libraries import registered
+from d3s_kernels._dispatch.libraries import registered
+
 from .table import OPS, ServedBy
 
 
@@ -25,4 +26,4 @@ def require_all(what: str, found: Iterable[str], expected: Iterable[str]) -> Non
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unknown:
         parts = [f"without {', '.join(missing)}"] * bool(missing) + [f"with {', '.join(unknown)}"] * bool(unknown)
-        raise AssertionError(f"{what}: {' and '.join(parts)}; see d3s_kernels/_table/table.py")
+        raise AssertionError(f"{what}: {' and '.join(parts)}; see tests/cases/table.py")

@@ -1,0 +1,205 @@
+"""What a call should give, for ``compare``, the doctor and the tests: exact results, and how far from them a result may
+be. It may be only as far as float32 makes necessary.
+
+A public function means what ``reference.py`` says. An op means what plain PyTorch computes on the CPU: an op that is no
+public function is a step of one, which is compared with ``reference.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference
+from ._dispatch import backends
+from ._dispatch.libraries import schema_of
+
+Arguments = Mapping[str, Any]
+# Takes an exact result and the call's arguments, and gives a tensor that broadcasts to the result.
+Allowed = Callable[[Tensor, Arguments], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an op or a public function gives.
+
+    Attributes:
+        means: computes the exact results from the same arguments. A tensor that an op writes is the first result. A
+            result that is None is not compared.
+        results: the names of the results, and how far each may be off.
+        gradients: the arguments that have a gradient, and how far it may be off.
+        from_found: whether some results depend on the result of the call, which ``means`` then takes as ``found``. For
+            example, which tokens are kept follows to the bit from the call's entropies, which have rounding errors.
+    """
+
+    means: Callable[..., Any]
+    results: Mapping[str, Allowed]
+    gradients: Mapping[str, Allowed] = field(default_factory=dict)
+    from_found: bool = False
+
+
+# ---- how far a result may be off -------------------------------------------------------------------------------------
+
+
+def equal(exact: Tensor, arguments: Arguments) -> Tensor:
+    return torch.zeros(())
+
+
+def near(absolute: float, relative: float = 0.0) -> Allowed:
+    return lambda exact, arguments: absolute + relative * exact.double().abs().nan_to_num(posinf=0)
+
+
+entropy = near(1e-5)  # nats
+# Far below the maximum the four roundings of (z - max) / temperature - log S need the relative term.
+logprob = near(1e-5, 2**-22)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The error of a gradient in this dtype, as a share of its norm."""
+    return 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+
+
+def _temperature(arguments: Arguments) -> Tensor:
+    return torch.as_tensor(arguments.get("temperature", 1.0), dtype=torch.float64)
+
+
+def _incoming(arguments: Arguments) -> Any:
+    """The size of each row's incoming gradients, as far as there are any."""
+    given = [arguments[name] for name in ("grad_logprob", "grad_entropy") if arguments.get(name) is not None]
+    return sum(grad.double().abs().nan_to_num() / _temperature(arguments) for grad in given)
+
+
+def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
+    """A share of the norm of each row, plus the rounding error where terms of the gradient cancel."""
+    norm = exact.double().nan_to_num().norm(dim=-1)
+    limit: Tensor = rounding(arguments["logits"].dtype) * norm + 4e-6 * _incoming(arguments)
+    return limit.unsqueeze(-1)
+
+
+def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
+    """Next to a bound the gradient may be anything, since it jumps to 0 there."""
+    takes = inspect.signature(reference.importance_ratio).parameters
+    known = {name: part for name, part in arguments.items() if name in takes}
+    ratio = reference.importance_ratio(**known | {"log_bounds": (-math.inf, math.inf)})
+    default = (-20, 20) if arguments.get("level", "token") == "token" else (-math.inf, 10)
+    distances = [(ratio.detach().log() - bound).abs() for bound in arguments.get("log_bounds") or default]
+    return near(1e-8, 1e-5)(exact, arguments).masked_fill(torch.minimum(*distances) < 1e-4, math.inf)
+
+
+def of_head(name: str) -> Allowed:
+    """The rule for the head's result of that name; for a gradient, it limits the norm of the error.
+
+    A logit is off by some rounding steps of the terms of its sum, and all other errors follow from that to first order.
+    """
+
+    def allowed(exact: Tensor, arguments: Arguments) -> Tensor:
+        hidden, weight = (arguments[part].detach() for part in ("hidden", "weight"))
+        bias = None if arguments.get("bias") is None else arguments["bias"].detach()
+        shift = 2**-21 * reference._head_logits(hidden.abs(), weight.abs(), None if bias is None else bias.abs(), None)
+        if (dtype := arguments.get("logits_dtype") or torch.float32) != torch.float32:
+            shift = shift + 8 * torch.finfo(dtype).eps * reference._head_logits(hidden, weight, bias, None).abs()
+        shift = shift.nan_to_num(posinf=0).amax(-1) / _temperature(arguments)
+        if name == "logprob":
+            return logprob(exact, arguments) + 2 * shift
+        if name == "entropy":
+            return 1e-5 + 2 * shift * (1 + exact.double().nan_to_num())
+        of_rows = {"hidden": weight.double().norm(dim=-1).amax(), "weight": hidden.double().norm(dim=-1), "bias": 1.0}
+        share, least = rounding(hidden.dtype), torch.finfo(hidden.dtype).smallest_normal  # below it, steps are equal
+        limit: Tensor = share * (exact.double().nan_to_num().norm() + least * exact.numel() ** 0.5)
+        of_logits = (share + 2 * shift) * _incoming(arguments) + share * least * len(weight) ** 0.5
+        return limit + (of_logits * of_rows[name]).nan_to_num().norm()
+
+    return allowed
+
+
+# ---- public functions ------------------------------------------------------------------------------------------------
+
+
+def from_logits(found: Mapping[str, Tensor], logits: Tensor, **options: Any) -> tuple[Any, ...]:
+    """The selection from the entropies that the call returned, and the exact entropies."""
+    of_rows = ("temperature", "sampling_mask", "max_dense_rows")
+    spans = {name: options.pop(name) for name in of_rows if name in options}
+    exact = reference.entropy(logits, mask=options.get("mask"), **spans)
+    chosen = reference.select_tokens(found["entropy"], **options)
+    return chosen.mask, exact, chosen.count, chosen.threshold
+
+
+_SELECTION = {"mask": equal, "entropy": entropy, "count": equal, "threshold": equal}
+
+FUNCTIONS: dict[str, Row] = {
+    "entropy": Row(reference.entropy, {"entropy": entropy}, {"logits": gradient_of_logits}),
+    "logprob_entropy": Row(
+        reference.logprob_entropy, {"logprob": logprob, "entropy": entropy}, {"logits": gradient_of_logits}
+    ),
+    "linear_logprob_entropy": Row(
+        reference.linear_logprob_entropy,
+        {name: of_head(name) for name in ("logprob", "entropy")},
+        {name: of_head(name) for name in ("hidden", "weight", "bias")},
+    ),
+    "topk_mask": Row(reference.topk_mask, {"mask": equal}),
+    "select_tokens": Row(reference.select_tokens, _SELECTION),
+    "select_tokens_from_logits": Row(from_logits, _SELECTION, from_found=True),
+    "compact": Row(reference.compact, {"indices": equal, "count": equal}),
+    "group_advantages": Row(reference.group_advantages, {"advantages": near(1e-9, 2**-22)}),
+    "groups_without_spread": Row(reference.groups_without_spread, {"same": equal}),
+    "max_variance_select": Row(reference.max_variance_select, {"mask": equal}),
+    "select_rollouts": Row(reference.select_rollouts, {"mask": equal}),
+    "importance_ratio": Row(
+        reference.importance_ratio, {"ratio": near(1e-37, 1e-5)}, {"logprob": gradient_of_ratios}
+    ),
+    "entropy_groups": Row(reference.entropy_groups, {"groups": equal}),
+    "adaptive_clip": Row(reference.adaptive_clip, {"epsilon": near(1e-10, 1e-6)}),
+}  # fmt: skip
+
+
+# ---- ops -------------------------------------------------------------------------------------------------------------
+
+
+def written_arguments(op: str) -> list[str]:
+    return [part.name for part in schema_of(op).arguments if part.alias_info is not None and part.alias_info.is_write]
+
+
+def of_step(exact: Tensor, arguments: Arguments) -> Tensor:
+    if not exact.dtype.is_floating_point:
+        return equal(exact, arguments)
+    return near(1e-5, rounding(exact.dtype))(exact, arguments)
+
+
+def of_maximum(exact: Tensor, arguments: Arguments) -> Tensor:
+    """The maximum of a row with NaN may be anything."""
+    return of_step(exact, arguments).masked_fill(exact.isnan(), math.inf)
+
+
+def of_gradient(exact: Tensor, arguments: Arguments) -> Tensor:
+    """A share of the norm."""
+    dtypes = [part.dtype for part in arguments.values() if isinstance(part, Tensor) and part.is_floating_point()]
+    limit: Tensor = max(map(rounding, dtypes)) * (1 + exact.double().nan_to_num().norm())
+    return limit
+
+
+def row_of_op(op: str) -> Row:
+    """The row of an op, which means what plain PyTorch computes on the CPU."""
+    written, call = written_arguments(op), getattr(torch.ops.d3s_kernels, op).default
+
+    def means(**arguments: Any) -> tuple[Any, ...]:
+        if op == "wide_product_":  # for CPUs alone; plain PyTorch has none
+            return (arguments["hidden"].float() @ arguments["weight"].float().T,)
+        floats = {
+            name: part for name, part in arguments.items() if isinstance(part, Tensor) and part.is_floating_point()
+        }
+        if any(part.requires_grad for part in floats.values()):  # a leaf in float64, which no op takes
+            arguments |= {name: part.float() for name, part in floats.items()}
+        with backends.forced("torch"):
+            results = call(**arguments)
+        results = (results,) if isinstance(results, Tensor) else results or ()
+        return *(arguments.get(name) for name in written), *results
+
+    names = [*written, *(part.name or "result" for part in schema_of(op).returns)]
+    results = {name: of_maximum if name in ("row_max", "state") else of_step for name in names}
+    return Row(means, results, dict.fromkeys(("logits", "hidden", "weight", "bias", "logprob"), of_gradient))
