@@ -4,7 +4,7 @@
 // d3s_kernels explain the arguments.
 //
 // Arguments that travel together stand side by side, and kernels take them as one: a number and the tensor that
-// replaces it, a sampling mask (csrc/ops/arguments.h, d3s_kernels/_together.py).
+// replaces it, segments, a sampling mask (csrc/ops/arguments.h, d3s_kernels/_together.py).
 //
 // A number that a trainer changes from step to step comes as a SymInt (capacity, max_rows), as a 0-d tensor
 // (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.
@@ -61,8 +61,8 @@ constexpr const char* kSchemas[] = {
     "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=True, bool drop_zeros=False) "
     "-> (Tensor mask, Tensor count, Tensor threshold)",
     "select_tokens_from_logits(Tensor logits, Tensor advantages, float? ratio=None, Tensor? ratio_tensor=None, "
-    "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, float temperature=1.0, "
-    "Tensor? temperature_tensor=None, bool pooled=True, bool drop_zeros=False, Tensor? sampling_ids=None, "
+    "Tensor? mask=None, Tensor? offsets=None, SymInt? max_segment=None, bool pooled=True, "
+    "bool drop_zeros=False, float temperature=1.0, Tensor? temperature_tensor=None, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) "
     "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)",
     "compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)",

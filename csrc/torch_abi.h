@@ -314,13 +314,6 @@ inline Segments pool(const Tensor& values) {
   return all;
 }
 
-// A bound on the length of a segment: the caller's, or what the sizes tell. Only GPUs use it, to size their launches.
-inline int64_t longest_of(const Segments& segments, int64_t values, const OptionalInt& max_segment) {
-  require(!max_segment || *max_segment >= 0, "max_segment", "got ", max_segment.value_or(0), "; takes at least 0");
-  if (!segments.ragged()) return segments.length;
-  return max_segment && *max_segment < values ? *max_segment : values;
-}
-
 // ---- running in parallel ---------------------------------------------------------------------------------------
 
 // Calls body(begin, end) for pieces of [0, n) with at least `grain` each, on torch's threads; if n <= grain, calls it

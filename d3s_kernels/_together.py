@@ -21,6 +21,14 @@ class NumberOrTensor(NamedTuple):
     tensor: Tensor | None = None
 
 
+class SegmentArguments(NamedTuple):
+    """The segments of some values, and whether all of them are selected from as one."""
+
+    offsets: Tensor | None = None  # None: the rows
+    max_segment: int | None = None
+    pooled: bool = False
+
+
 class SamplingArguments(NamedTuple):
     """A sampling mask: ids and offsets, or neither of them."""
 
@@ -31,6 +39,7 @@ class SamplingArguments(NamedTuple):
 
 
 NOTHING, ONE, NO_SAMPLING_MASK = NumberOrTensor(), NumberOrTensor(1.0), SamplingArguments()
+ROWS, POOL = SegmentArguments(), SegmentArguments(pooled=True)
 _Parameter = tuple[Callable[..., Any], dict[str, Any]]
 """What makes a parameter, and the arguments of the schema that it is made of, with their defaults."""
 
@@ -61,6 +70,8 @@ def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[
 def _made_of(name: str, default: Any) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
     if isinstance(default, NumberOrTensor):
         return NumberOrTensor, {name: default.number, f"{name}_tensor": default.tensor}
+    if isinstance(default, SegmentArguments):
+        return SegmentArguments, default._asdict()
     if isinstance(default, SamplingArguments):
         names = "sampling_ids", "sampling_offsets", "include_label", "max_dense_rows"
         return SamplingArguments, dict(zip(names, default, strict=True))

@@ -279,8 +279,8 @@ def select_tokens_from_logits(
     quota, mask = quota_of(logits, ratio), checked_mask(mask, logits)
     numbers, sets = temperature_argument(temperature, logits), op_arguments(sampling_mask, max_dense_rows, logits)
     chosen, entropy, count, threshold = ops.select_tokens_from_logits(
-        logits, weights_as_float32(advantages), *quota[:2], mask, offsets, max_segment, *numbers,
-        require_scope(scope, "sequence"), drop_zeros, *sets,
+        logits, weights_as_float32(advantages), *quota[:2], mask, offsets, max_segment,
+        require_scope(scope, "sequence"), drop_zeros, *numbers, *sets,
     )  # fmt: skip
     return TokenSelection(chosen, entropy, count, threshold)
 

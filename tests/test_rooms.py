@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import fan_out
 
 PACKAGE = Path(__file__).parents[1] / "d3s_kernels"
 
@@ -138,3 +142,29 @@ def test_no_two_files_import_each_other() -> None:
     for room, files in graph.items():  # a room's __init__ imports its files, and they do not import it
         files.discard(room_of(room))
     TopologicalSorter({name: files - {""} for name, files in graph.items()}).prepare()
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+# The arguments that more than ten files name. The kernels of a back-end are several files each, and a public function
+# of one process and of several ranks names what it hands on to them.
+MORE_FILES = {
+    "first_token": 27,
+    "max_dense_rows": 21,
+    "drop_zeros": 21,
+    "capacity": 17,
+    "logit_softcap": 15,
+    "pooled": 14,
+    "max_segment": 13,
+}
+
+
+def test_a_file_names_an_argument_because_it_uses_it() -> None:
+    """What is only passed on travels in an object: d3s_kernels/_together.py, csrc/ops/arguments.h."""
+    files = fan_out.files_that_name()
+    assert len(files) > 20
+    assert not MORE_FILES.keys() - files.keys()
+    for argument, named in files.items():
+        most = MORE_FILES.get(argument, 10)
+        assert len(named) <= most, f"{argument} is named by {len(named)} files, and may be by {most}: {named}"
+        assert argument not in MORE_FILES or len(named) > 10, f"{argument} needs no bound of its own"

@@ -25,6 +25,13 @@ struct TemperatureArgument {
   OptionalTensor tensor;
 };
 
+// The segments of some values, and whether all of them are selected from as one.
+struct SegmentsArgument {
+  OptionalTensor offsets;
+  OptionalInt max_segment;  // a bound on the length of a segment
+  bool pooled;
+};
+
 struct SamplingMask {
   OptionalTensor ids, offsets;  // both or none
   bool include_label;
@@ -35,6 +42,8 @@ template <class Number>
 struct Parameter<NumberOrTensor<Number>> : Together<NumberOrTensor<Number>, std::optional<Number>, OptionalTensor> {};
 template <>
 struct Parameter<TemperatureArgument> : Together<TemperatureArgument, double, OptionalTensor> {};
+template <>
+struct Parameter<SegmentsArgument> : Together<SegmentsArgument, OptionalTensor, OptionalInt, bool> {};
 template <>
 struct Parameter<SamplingMask> : Together<SamplingMask, OptionalTensor, OptionalTensor, bool, OptionalInt> {};
 
@@ -96,6 +105,23 @@ Keep keep_of(const char* argument, const KeepArgument& keep, const Tensor& like)
 
 // The same, or a ratio instead.
 Quota quota_of(const RatioArgument& ratio, const KeepArgument& k, const Tensor& like);
+
+// What is selected from: each of the `given` segments, or all of them as one.
+struct PooledSegments {
+  PooledSegments(const Tensor& values, const SegmentsArgument& argument, const char* name)
+      : given(segments_of(values, argument.offsets, name)),
+        selected(argument.pooled ? pool(values) : given),
+        longest(argument.pooled || given.ragged() ? values.numel() : given.length) {
+    const OptionalInt& most = argument.max_segment;
+    require(!most || *most >= 0, "max_segment", "got ", most.value_or(0), "; takes at least 0");
+    if (selected.ragged() && most && *most < longest) longest = *most;
+    if (argument.pooled) together = given.count;
+  }
+
+  Segments given, selected;
+  int64_t longest;       // a bound on the length of a selected segment; only GPUs use it, to size their launches
+  int64_t together = 1;  // how many of the given segments are in each selected one
+};
 
 // Whether there is one advantage, one for each sequence or one for each token. If a shape fits both, it is per token.
 Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences);

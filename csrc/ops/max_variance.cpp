@@ -28,22 +28,19 @@ Keep keep_of(const char* argument, const KeepArgument& keep, const Tensor& like)
 namespace {
 
 Tensor max_variance_select(const Tensor& values, const KeepArgument& keep, const OptionalTensor& mask,
-                           const OptionalTensor& offsets, const OptionalInt& max_segment, bool pooled) {
+                           const SegmentsArgument& where) {
   require_float("values", values);
   Keep number = keep_of("keep", keep, values);
+  const PooledSegments segments(values, where, "values");
   SegmentedValues segmented;
-  segmented.segments = segments_of(values, offsets, "values");
+  segmented.segments = segments.selected;
   segmented.total = values.numel();
-  segmented.longest = longest_of(segmented.segments, segmented.total, max_segment);
+  segmented.longest = segments.longest;
+  number.times = segments.together;
   require(segmented.total < int64_t{1} << 32, "values", "got ", segmented.total, " of them; takes fewer than 2^32");
   const OptionalTensor usable = require_mask("mask", mask, values, values.dim());
   const Tensor source = packed(values);
   const Tensor out = empty(leading_sizes(values, values.dim()), ScalarType::Bool, values);
-  if (pooled) {
-    number.times = segmented.segments.count;
-    segmented.segments = pool(values);
-    segmented.longest = segmented.total;
-  }
   segmented.values = source.const_data_ptr();
   segmented.type = float_type(source);
   segmented.mask = data<bool>(usable);

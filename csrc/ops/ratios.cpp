@@ -111,7 +111,7 @@ Tensor importance_ratio_backward(const Tensor& grad_ratio, const Tensor& ratio, 
 }
 
 Tensor entropy_groups(const Tensor& entropy, const std::vector<double>& quantiles, const OptionalTensor& mask,
-                      const OptionalTensor& offsets, const OptionalInt& max_segment, bool pooled) {
+                      const SegmentsArgument& where) {
   require_float32("entropy", entropy);
   const int64_t n = entropy.numel(), count = static_cast<int64_t>(quantiles.size());
   require(count < kMostGroups, "quantiles", "got ", count, " of them; takes at most ", kMostGroups - 1);
@@ -121,12 +121,7 @@ Tensor entropy_groups(const Tensor& entropy, const std::vector<double>& quantile
             "; takes rising numbers in (0, 1)");
   }
   const OptionalTensor usable = require_mask("mask", mask, entropy, entropy.dim());
-  Segments segments = segments_of(entropy, offsets, "entropy");
-  int64_t longest = longest_of(segments, n, max_segment);
-  if (pooled) {
-    segments = pool(entropy);
-    longest = n;
-  }
+  const PooledSegments segments(entropy, where, "entropy");
   const Tensor source = packed(entropy);
   const Tensor out = empty(leading_sizes(entropy, entropy.dim()), ScalarType::Char, entropy);
   TorchDevice device(entropy, PublicOp::kEntropyGroups);
@@ -140,7 +135,7 @@ Tensor entropy_groups(const Tensor& entropy, const std::vector<double>& quantile
     quota.slack = kDoubleSlack / quota.ratio;  // the quantile's rounding error, relative to the ratio
     SelectionOutputs outputs;
     outputs.mask = above + i * n;
-    select_top(scores, quota, false, segments, n, longest, outputs, device);
+    select_top(scores, quota, false, segments.selected, n, segments.longest, outputs, device);
   }
   group_by_quantiles({data<float>(source), scores.mask, above, n, static_cast<int>(count)}, mutable_data<int8_t>(out),
                      device);

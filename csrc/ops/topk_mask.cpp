@@ -51,11 +51,11 @@ Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, cons
 namespace {
 
 Tensor topk_mask(const Tensor& scores, const RatioArgument& ratio, const KeepArgument& k, const OptionalTensor& mask,
-                 const OptionalTensor& offsets, const OptionalInt& max_segment, bool pooled, bool drop_zeros) {
+                 const SegmentsArgument& where, bool drop_zeros) {
   require_float("scores", scores);
-  Segments segments = segments_of(scores, offsets, "scores");
-  int64_t longest = longest_of(segments, scores.numel(), max_segment);
+  const PooledSegments segments(scores, where, "scores");
   Quota quota = quota_of(ratio, k, scores);
+  quota.number.times = segments.together;
   const OptionalTensor present = require_mask("mask", mask, scores, scores.dim());
   const Tensor source_values = packed(scores);
   const Tensor out = empty(leading_sizes(scores, scores.dim()), ScalarType::Bool, scores);
@@ -63,13 +63,9 @@ Tensor topk_mask(const Tensor& scores, const RatioArgument& ratio, const KeepArg
   source.values = source_values.const_data_ptr();
   source.type = float_type(scores);
   source.mask = data<bool>(present);
-  if (pooled) {
-    quota.number.times = segments.count;
-    segments = pool(scores);
-    longest = scores.numel();
-  }
   TorchDevice device(scores, PublicOp::kTopkMask);
-  select_top(source, quota, drop_zeros, segments, scores.numel(), longest, {mutable_data<bool>(out)}, device);
+  select_top(source, quota, drop_zeros, segments.selected, scores.numel(), segments.longest, {mutable_data<bool>(out)},
+             device);
   return out;
 }
 
@@ -78,74 +74,72 @@ struct TokenArguments {
   const Tensor& advantages;
   const RatioArgument& ratio;
   const OptionalTensor& mask;
-  const OptionalTensor& offsets;
-  const OptionalInt& max_segment;
-  bool pooled, drop_zeros;
+  const SegmentsArgument& where;
+  bool drop_zeros;
 };
 
 // The checked arguments and, after run(), the results.
 struct TokenSelection {
   Tensor advantages;
   OptionalTensor present;
-  Segments sequences;
+  PooledSegments sequences;
   Quota quota;
-  int64_t longest;
   Scores scores;
-  bool pooled, drop_zeros;
+  bool is_pooled, drop_zeros;
   Tensor mask, count, threshold;
 
   TokenSelection(const Tensor& entropy, const char* name, const TokenArguments& given)
       : advantages(packed(given.advantages)),
         present(require_mask("mask", given.mask, entropy, entropy.dim())),
-        sequences(segments_of(entropy, given.offsets, name)),
+        sequences(entropy, given.where, name),
         quota(quota_of(given.ratio, KeepArgument(), entropy)),
-        longest(longest_of(sequences, entropy.numel(), given.max_segment)),
-        pooled(given.pooled),
+        is_pooled(given.where.pooled),
         drop_zeros(given.drop_zeros),
         mask(empty(leading_sizes(entropy, entropy.dim()), ScalarType::Bool, entropy)),
         count(empty(segment_sizes(entropy), ScalarType::Int, entropy)),
         threshold(empty(segment_sizes(entropy), ScalarType::Float, entropy)) {
-    scores.kind = kind_of(advantages, entropy, sequences);
+    scores.kind = kind_of(advantages, entropy, sequences.given);
     scores.advantages = data<float>(advantages);
-    scores.sequences = sequences;
+    scores.sequences = sequences.given;
     scores.mask = data<bool>(present);
   }
 
   std::vector<int64_t> segment_sizes(const Tensor& entropy) const {
-    if (pooled) return {};
-    return sequences.ragged() ? std::vector<int64_t>{sequences.count} : leading_sizes(entropy, entropy.dim() - 1);
+    if (is_pooled) return {};
+    return sequences.given.ragged() ? std::vector<int64_t>{sequences.given.count}
+                                    : leading_sizes(entropy, entropy.dim() - 1);
   }
 
   // `entropy` must be contiguous.
   void run(const Tensor& entropy, Device& device) {
     scores.values = entropy.const_data_ptr();
     scores.type = float_type(entropy);
-    const int64_t values = entropy.numel();
-    select_top(scores, quota, drop_zeros, pooled ? pool(entropy) : sequences, values, pooled ? values : longest,
+    select_top(scores, quota, drop_zeros, sequences.selected, entropy.numel(), sequences.longest,
                {mutable_data<bool>(mask), mutable_data<int32_t>(count), mutable_data<float>(threshold)}, device);
   }
 };
 
 std::tuple<Tensor, Tensor, Tensor> select_tokens(const Tensor& entropy, const Tensor& advantages,
                                                  const RatioArgument& ratio, const OptionalTensor& mask,
-                                                 const OptionalTensor& offsets, const OptionalInt& max_segment,
-                                                 bool pooled, bool drop_zeros) {
+                                                 const SegmentsArgument& where, bool drop_zeros) {
   require_float("entropy", entropy);
-  TokenSelection selection(entropy, "entropy", {advantages, ratio, mask, offsets, max_segment, pooled, drop_zeros});
+  TokenSelection selection(entropy, "entropy", {advantages, ratio, mask, where, drop_zeros});
   TorchDevice device(entropy, PublicOp::kSelectTokens);
   selection.run(packed(entropy), device);
   return {selection.mask, selection.count, selection.threshold};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(
-    const Tensor& logits, const Tensor& advantages, const RatioArgument& ratio, const OptionalTensor& mask,
-    const OptionalTensor& offsets, const OptionalInt& max_segment, const TemperatureArgument& temperature, bool pooled,
-    bool drop_zeros, const SamplingMask& sampling_mask) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(const Tensor& logits, const Tensor& advantages,
+                                                                     const RatioArgument& ratio,
+                                                                     const OptionalTensor& mask,
+                                                                     const SegmentsArgument& where, bool drop_zeros,
+                                                                     const TemperatureArgument& temperature,
+                                                                     const SamplingMask& sampling_mask) {
   LogitsArgument argument(logits, temperature);
   require(logits.dim() >= 2, "logits", "got shape ", shape(logits), "; takes [..., n, V]");
   const Tensor entropy = empty(leading_sizes(logits, argument.dims), ScalarType::Float, logits);
   // Checks all arguments before the long pass over the logits, not after it.
-  TokenSelection selection(entropy, "logits", {advantages, ratio, mask, offsets, max_segment, pooled, drop_zeros});
+  TokenSelection selection(entropy, "logits", {advantages, ratio, mask, where, drop_zeros});
   argument.rows.mask = selection.scores.mask;
   argument.set_spans(sampling_mask, argument.rows.layout.columns);
   RowOutputs outputs;

@@ -80,20 +80,20 @@ def register_no_second_derivative(op: str) -> None:
 
 
 def _save_logprob_entropy(ctx: Any, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    logits, labels, temperature, temperature_tensor, mask, ids, offsets, include_label, max_dense_rows, _ = arguments
+    logits, labels, temperature, temperatures, mask, ids, offsets, *options, _ = arguments
     ctx.mark_non_differentiable(*results[2:])
-    ctx.save_for_backward(logits, labels, temperature_tensor, mask, ids, offsets, *results[1:])
-    ctx.options = temperature, include_label, max_dense_rows
+    ctx.save_for_backward(logits, labels, temperatures, mask, ids, offsets, *results[1:])
+    ctx.options = temperature, options
 
 
 def _of_logprob_entropy(
     ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> dict[str, Tensor]:
-    logits, labels, temperature_tensor, mask, ids, offsets, *statistics = saved
-    temperature, include_label, max_dense_rows = ctx.options
+    logits, labels, temperatures, mask, ids, offsets, *statistics = saved
+    temperature, options = ctx.options
     gradient = _op.logprob_entropy_backward.default(
-        grad_logprob, grad_entropy, logits, labels, *statistics, temperature, temperature_tensor, mask, None, ids,
-        offsets, include_label, max_dense_rows,
+        grad_logprob, grad_entropy, logits, labels, *statistics, temperature, temperatures, mask, None, ids, offsets,
+        *options,
     )  # fmt: skip
     return {"logits": gradient}
 

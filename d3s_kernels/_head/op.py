@@ -227,9 +227,9 @@ _declare(
 
 
 def _save_vocab_parallel(ctx: Any, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    logits, labels, first_token, _, temperature, temperature_tensor, mask, ids, offsets, *options = arguments
+    logits, labels, first_token, _, temperature, temperatures, mask, ids, offsets, *options = arguments
     ctx.mark_non_differentiable(*results[2:])
-    ctx.save_for_backward(logits, labels, temperature_tensor, mask, ids, offsets, *results)
+    ctx.save_for_backward(logits, labels, temperatures, mask, ids, offsets, *results)
     ctx.options = first_token, temperature, options
 
 
@@ -237,11 +237,11 @@ def _of_vocab_parallel(
     ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> dict[str, Tensor]:
     """Incoming gradients are the same on all ranks, so each rank computes its logits' gradient alone."""
-    logits, labels, temperature_tensor, mask, ids, offsets, logprob, *statistics = saved
+    logits, labels, temperatures, mask, ids, offsets, logprob, *statistics = saved
     first_token, temperature, options = ctx.options
     gradient = _op.logprob_entropy_backward.default(
         _with_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, *statistics, temperature,
-        temperature_tensor, mask, first_token, ids, offsets, *options,
+        temperatures, mask, first_token, ids, offsets, *options,
     )  # fmt: skip
     return {"logits": gradient}
 

@@ -10,29 +10,27 @@ from torch.nn.functional import pad
 
 from .._segments.quota import Quota
 from .._segments.segments import Segments, both, lowest_first, pool, segments_of
-from .._together import NOTHING, NumberOrTensor
+from .._together import NOTHING, ROWS, NumberOrTensor, SegmentArguments
 
 
 def max_variance_select(
     values: Tensor,
     keep: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    pooled: bool = False,
+    segments: SegmentArguments = ROWS,
 ) -> Tensor:
-    flat, segments, times = values.flatten().float(), segments_of(values, offsets), 1
-    if pooled:
-        segments, times = pool(values), segments.number
-    usable = both(flat.isfinite(), mask) & ~segments.left_out()
-    order, rank = lowest_first(flat, usable, segments)
-    n = segments.total(usable)
+    flat, each, times = values.flatten().float(), segments_of(values, segments.offsets), 1
+    if segments.pooled:
+        each, times = pool(values), each.number
+    usable = both(flat.isfinite(), mask) & ~each.left_out()
+    order, rank = lowest_first(flat, usable, each)
+    n = each.total(usable)
     k = Quota(k=keep.number, k_tensor=keep.tensor).of(n, times=times)
-    low = torch.where(k < n, _best_split(flat[order], n, k, segments), k)  # if k is n, all are kept
+    low = torch.where(k < n, _best_split(flat[order], n, k, each), k)  # if k is n, all are kept
     low = torch.where(k == 1, 1, low)  # a single value has variance 0; rounding must not choose
-    rank_from_end = n[segments.segment_ids] - rank  # 1 for the last usable value, below 1 for unusable ones
-    high = (rank_from_end > 0) & (rank_from_end <= (k - low)[segments.segment_ids])
-    return ((rank < low[segments.segment_ids]) | high).view(values.shape)
+    rank_from_end = n[each.segment_ids] - rank  # 1 for the last usable value, below 1 for unusable ones
+    high = (rank_from_end > 0) & (rank_from_end <= (k - low)[each.segment_ids])
+    return ((rank < low[each.segment_ids]) | high).view(values.shape)
 
 
 def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> Tensor:

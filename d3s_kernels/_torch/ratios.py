@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._segments.quota import DOUBLE_SLACK, Quota
 from .._segments.segments import Segments, both, highest_first, pool, segments_of
+from .._together import ROWS, SegmentArguments
 from .exact_sum import exact_means, exponential
 
 _MOST_GROUPS = 16  # in a sequence
@@ -63,18 +64,16 @@ def entropy_groups(
     entropy: Tensor,
     quantiles: list[float],
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    pooled: bool = False,
+    segments: SegmentArguments = ROWS,
 ) -> Tensor:
-    flat, segments = entropy.flatten(), pool(entropy) if pooled else segments_of(entropy, offsets)
+    flat, each = entropy.flatten(), pool(entropy) if segments.pooled else segments_of(entropy, segments.offsets)
     usable = both(flat == flat, mask)
-    present = usable & ~segments.left_out()
-    rank, n = highest_first(flat, present, segments).rank, segments.total(present)
+    present = usable & ~each.left_out()
+    rank, n = highest_first(flat, present, each).rank, each.total(present)
     groups = torch.zeros_like(flat, dtype=torch.int8)
     for share in (1.0 - quantile for quantile in quantiles):
         # The quantile's rounding error is larger relative to the share, which may be small.
-        groups += rank < Quota(share).of(n, slack=DOUBLE_SLACK / share)[segments.segment_ids]
+        groups += rank < Quota(share).of(n, slack=DOUBLE_SLACK / share)[each.segment_ids]
     return groups.masked_fill(~usable, -1).view(entropy.shape)
 
 

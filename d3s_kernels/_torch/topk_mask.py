@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from .._segments.quota import Quota
 from .._segments.segments import Segments, both, highest_first, pool, segments_of
-from .._together import NO_SAMPLING_MASK, NOTHING, ONE, NumberOrTensor, SamplingArguments
+from .._together import NO_SAMPLING_MASK, NOTHING, ONE, POOL, ROWS, NumberOrTensor, SamplingArguments, SegmentArguments
 from .logprob_entropy import logprob_entropy
 
 
@@ -48,16 +48,14 @@ def topk_mask(
     ratio: NumberOrTensor = NOTHING,
     k: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    pooled: bool = False,
+    segments: SegmentArguments = ROWS,
     drop_zeros: bool = False,
 ) -> Tensor:
-    segments, times = segments_of(scores, offsets), 1
-    if pooled:
-        segments, times = pool(scores), segments.number
+    each, times = segments_of(scores, segments.offsets), 1
+    if segments.pooled:
+        each, times = pool(scores), each.number
     quota = Quota(*ratio, *k)
-    return _select(scores.flatten().float(), mask, segments, quota, drop_zeros, times).mask.view(scores.shape)
+    return _select(scores.flatten().float(), mask, each, quota, drop_zeros, times).mask.view(scores.shape)
 
 
 def select_tokens(
@@ -65,17 +63,15 @@ def select_tokens(
     advantages: Tensor,
     ratio: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    pooled: bool = True,
+    segments: SegmentArguments = POOL,
     drop_zeros: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sequences = segments_of(entropy, offsets)
+    sequences = segments_of(entropy, segments.offsets)
     scores = advantage_of_each(advantages, entropy, sequences).abs() * entropy.flatten().float()
-    segments = pool(entropy) if pooled else sequences
-    top = _select(scores, mask, segments, Quota(*ratio), drop_zeros)
-    count, threshold = _count_and_threshold(top, scores, segments, drop_zeros)
-    shape = () if pooled else entropy.shape[:-1] if offsets is None else count.shape
+    each = pool(entropy) if segments.pooled else sequences
+    top = _select(scores, mask, each, Quota(*ratio), drop_zeros)
+    count, threshold = _count_and_threshold(top, scores, each, drop_zeros)
+    shape = () if segments.pooled else entropy.shape[:-1] if segments.offsets is None else count.shape
     return top.mask.view(entropy.shape), count.view(shape), threshold.view(shape)
 
 
@@ -93,13 +89,11 @@ def select_tokens_from_logits(
     advantages: Tensor,
     ratio: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    temperature: NumberOrTensor = ONE,
-    pooled: bool = True,
+    segments: SegmentArguments = POOL,
     drop_zeros: bool = False,
+    temperature: NumberOrTensor = ONE,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, entropy, _, _ = logprob_entropy(logits, None, temperature, mask, sampling_mask, None)
-    chosen, count, threshold = select_tokens(entropy, advantages, ratio, mask, offsets, max_segment, pooled, drop_zeros)
+    chosen, count, threshold = select_tokens(entropy, advantages, ratio, mask, segments, drop_zeros)
     return chosen, entropy, count, threshold

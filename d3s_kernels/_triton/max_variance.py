@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._together import NOTHING, NumberOrTensor
+from .._together import NOTHING, ROWS, NumberOrTensor, SegmentArguments
 from .launch import EXACT, contiguous, smallest, warps
 from .order_key import order_key
 from .token_keys import number
@@ -87,17 +87,15 @@ def max_variance_select(
     values: Tensor,
     keep: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    pooled: bool = False,
+    segments: SegmentArguments = ROWS,
 ) -> Any:
-    length = values.numel() if pooled else values.shape[-1]
-    if offsets is not None or length > LARGEST:
+    length = values.numel() if segments.pooled else values.shape[-1]
+    if segments.offsets is not None or length > LARGEST:
         return NotImplemented
     out = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     if values.numel():
         size, threads = smallest(SIZES, length)
-        times = values.shape[:-1].numel() if pooled else 1
+        times = values.shape[:-1].numel() if segments.pooled else 1
         select_most_varied[(values.numel() // length,)](
             values.contiguous(), contiguous(mask), length, *keep, times, out, SIZE=size,
             num_warps=warps(threads), **EXACT,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._together import NO_SAMPLING_MASK, NOTHING, ONE, NumberOrTensor, SamplingArguments
+from .._together import NO_SAMPLING_MASK, NOTHING, ONE, POOL, ROWS, NumberOrTensor, SamplingArguments, SegmentArguments
 from .launch import EXACT, contiguous, smallest, warps
 from .logprob_entropy import row_statistics
 from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key_value
@@ -129,8 +129,8 @@ def select_top_in_parts(
         tl.store(thresholds + segment, threshold_of(lowest))
 
 
-def _fits(shape: torch.Size, pooled: bool, offsets: Tensor | None) -> bool:
-    return offsets is None and (shape.numel() if pooled else shape[-1]) <= LARGEST
+def _fits(shape: torch.Size, segments: SegmentArguments) -> bool:
+    return segments.offsets is None and (shape.numel() if segments.pooled else shape[-1]) <= LARGEST
 
 
 def _select(
@@ -183,15 +183,13 @@ def topk_mask(
     ratio: NumberOrTensor = NOTHING,
     k: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    pooled: bool = False,
+    segments: SegmentArguments = ROWS,
     drop_zeros: bool = False,
 ) -> Any:
-    if not _fits(scores.shape, pooled, offsets):
+    if not _fits(scores.shape, segments):
         return NotImplemented
-    quota = _quota(ratio, k, scores.shape[:-1].numel() if pooled else 1)
-    return _select(scores.contiguous(), scores.shape, pooled, drop_zeros, mask, quota, with_counts=False)[0]
+    quota = _quota(ratio, k, scores.shape[:-1].numel() if segments.pooled else 1)
+    return _select(scores.contiguous(), scores.shape, segments.pooled, drop_zeros, mask, quota, with_counts=False)[0]
 
 
 def select_tokens(
@@ -199,15 +197,13 @@ def select_tokens(
     advantages: Tensor,
     ratio: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    pooled: bool = True,
+    segments: SegmentArguments = POOL,
     drop_zeros: bool = False,
 ) -> Any:
-    if not _fits(entropy.shape, pooled, offsets):
+    if not _fits(entropy.shape, segments):
         return NotImplemented
     quota = _quota(ratio)
-    return _select(entropy.contiguous(), entropy.shape, pooled, drop_zeros, mask, quota, advantages)
+    return _select(entropy.contiguous(), entropy.shape, segments.pooled, drop_zeros, mask, quota, advantages)
 
 
 def select_tokens_from_logits(
@@ -215,18 +211,16 @@ def select_tokens_from_logits(
     advantages: Tensor,
     ratio: NumberOrTensor = NOTHING,
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    max_segment: int | None = None,
-    temperature: NumberOrTensor = ONE,
-    pooled: bool = True,
+    segments: SegmentArguments = POOL,
     drop_zeros: bool = False,
+    temperature: NumberOrTensor = ONE,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Any:
     shape = logits.shape[:-1]
-    if sampling_mask.ids is not None or not _fits(shape, pooled, offsets):
+    if sampling_mask.ids is not None or not _fits(shape, segments):
         entropy = torch.ops.d3s_kernels.logprob_entropy.default(logits, None, *temperature, mask, *sampling_mask)[1]
         chosen, count, threshold = torch.ops.d3s_kernels.select_tokens.default(
-            entropy, advantages, *ratio, mask, offsets, max_segment, pooled, drop_zeros
+            entropy, advantages, *ratio, mask, *segments, drop_zeros
         )
         return chosen, entropy, count, threshold
     # One kernel writes keys and entropies, so that no other kernel reads entropies, mask and advantages again.
@@ -241,5 +235,5 @@ def select_tokens_from_logits(
         advantages=advantages.contiguous(),
         tokens_per_advantage=max(1, each),
     )[1]
-    chosen, counts, thresholds = _select(keys, shape, pooled, drop_zeros, None, _quota(ratio))
+    chosen, counts, thresholds = _select(keys, shape, segments.pooled, drop_zeros, None, _quota(ratio))
     return chosen, entropy, counts, thresholds
