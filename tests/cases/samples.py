@@ -1,6 +1,6 @@
 """Draws the arguments of each op, by the schema's names. No op refuses them. See :mod:`.draw`.
 
-Names that the op has not are left out by the table.
+The table leaves out what an op does not take, so that one draw may serve several.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def softmax_state(draw: Draw) -> Arguments:
 
 
 def softmax_state_finish(draw: Draw) -> Arguments:
-    given = _detached(logprob_entropy(draw))
+    given = with_labels(draw, _detached(logprob_entropy(draw)))
     logits, rows = given["logits"], given["logits"].shape[:-1].numel()
     if given.get("temperature_tensor") is not None and given["temperature_tensor"].dim() > 0:
         given["temperature_tensor"] = given["temperature_tensor"].reshape(-1)
