@@ -410,6 +410,7 @@ MUTANTS = (
         "d3s_kernels/_torch/kept_products.py",
         "total.masked_fill_(undefined.unsqueeze(1), torch.nan)",
         "total",
+        "tests/test_table.py",  # where the compiled kernels serve: a step of plain PyTorch is not compared with itself
         PLAIN,
     ),
     # ---- several ranks -----------------------------------------------------------------------------------------------
