@@ -1,6 +1,6 @@
 // Every op that C++ computes: the table of contents. Kernels are in cpu/ and cuda/, in the file named after the op's
 // subject. The ops that Python computes are declared in d3s_kernels/_head/op.py. d3s_kernels/reference.py defines what
-// an op computes, d3s_kernels/_table/meaning.py does so for ops that are no public function, and the docstrings of
+// an op computes, tests/cases/meaning.py does so for ops that are no public function, and the docstrings of
 // d3s_kernels explain the arguments.
 //
 // Arguments that travel together stand side by side, and kernels take them as one: a number and the tensor that

@@ -50,19 +50,25 @@ def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[
     """
     names: list[str] = []
     defaults: list[Any] = []
-    parts: list[tuple[Callable[..., Any] | None, slice]] = []
+    parts: list[tuple[Callable[..., Any] | None, int, slice]] = []
     for name, parameter in signature(kernel).parameters.items():
         make, arguments = parameters.get(name) or _made_of(name, parameter.default)
-        parts.append((make, slice(len(names), len(names) + len(arguments))))
+        parts.append((make, len(names), slice(len(names), len(names) + len(arguments))))
         names += arguments
         defaults += arguments.values()
+    required = defaults.count(Parameter.empty)
 
     @wraps(kernel)
     def call(*given: Any, **named: Any) -> Any:
-        values = [*given, *map(named.get, names[len(given) :], defaults[len(given) :])]
-        if any(value is Parameter.empty for value in values) or named.keys() - set(names[len(given) :]):
-            raise TypeError(f"{kernel.__name__}: takes {', '.join(names)}")
-        return kernel(*(values[at.start] if make is None else make(*values[at]) for make, at in parts))
+        if named:
+            left = names[len(given) :]
+            if unknown := named.keys() - set(left):
+                raise TypeError(f"{kernel.__name__}: got {', '.join(unknown)}; takes {', '.join(left)} by name")
+            given = *given, *map(named.get, left, defaults[len(given) :])
+        values = (*given, *defaults[len(given) :])
+        if any(value is Parameter.empty for value in values[:required]):
+            raise TypeError(f"{kernel.__name__}: got {len(given)} arguments; takes at least {required}")
+        return kernel(*[values[place] if make is None else make(*values[all_of]) for make, place, all_of in parts])
 
     return call
 

@@ -48,7 +48,11 @@ def register_gradient(op: str, save: Save, gradients: Gradients) -> None:
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = gradients(ctx, saved, *incoming)
-        return tuple(found.get(name) if needs(ctx, place) else None for place, name in enumerate(names))
+        results: list[Tensor | None] = [None] * len(names)
+        for name, gradient in found.items():
+            if needs(ctx, place := names.index(name)):
+                results[place] = gradient
+        return tuple(results)
 
     def forward(ctx: Any, *inputs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
