@@ -100,9 +100,9 @@ struct KeptHead {
   }
 };
 
-// Writes the logit of each place. It is -inf where no logit is needed: if the token is in another shard, the place is in
-// no row, the row is masked out, or its set is a single token. On a GPU offsets may be unchecked; if they are bad, all
-// logits are NaN.
+// Writes the logit of each place. It is -inf where no logit is needed: if the token is in another shard, the place is
+// in no row, the row is masked out, or its set is a single token. On a GPU offsets may be unchecked; if they are bad,
+// all logits are NaN.
 void kept_logits(const KeptHead& head, float* out, Device& device);
 
 // The gradient of the logit at each place.
@@ -118,9 +118,9 @@ struct KeptGradient {
   }
 };
 
-// out[row] = the sum of grad * weight[token] over the row's places, in order, with the label's place last. The result is
-// NaN for rows that are `undefined`. `spans` has the places of each row; rows without places are not written. `out` has
-// the weight's type, or float32.
+// out[row] = the sum of grad * weight[token] over the row's places, in order, with the label's place last. The result
+// is NaN for rows that are `undefined`. `spans` has the places of each row; rows without places are not written. `out`
+// has the weight's type, or float32.
 void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
                   const Matrix& out, Device& device);
 

@@ -61,8 +61,8 @@ struct LogitsRows {
   Temperatures temperatures;
   const bool* mask = nullptr;  // false: the row is not read, and gives 0
   Spans spans;
-  // Whether `logits` has only kept tokens: one list for all rows, at the places of Spans::place. Then layout.columns is
-  // the number of tokens in the vocabulary or tile, and rows with an empty span give 0.
+  // Whether `logits` has only kept tokens: every row sees one list with the kept logits of all rows (Spans::place).
+  // Then layout.columns is the number of tokens in the vocabulary or tile, and rows with an empty span give 0.
   bool kept_alone = false;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
@@ -161,8 +161,8 @@ struct RowStates {
   }
 };
 
-// The order keys of |A| * H. A back-end with kMakesKeys writes them together with the entropies; one without it does not
-// touch `keys`.
+// The order keys of |A| * H. A back-end with kMakesKeys writes them together with the entropies; one without it does
+// not touch `keys`.
 struct KeyOutput {
   Scores scores;
   uint32_t* keys = nullptr;  // one for each row, or null

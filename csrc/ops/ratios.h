@@ -15,7 +15,8 @@ constexpr int kMostGroups = 16;  // in a sequence
 
 // Which tokens share a mean: all tokens of a sequence, or those of one group in it.
 struct TokenGroups {
-  // In place of a token's group: kNone if it is in no group, kBad if its id is too large (ids on a GPU may be unchecked).
+  // In place of a token's group: kNone if it is in no group, kBad if its id is too large (ids on a GPU may be
+  // unchecked).
   static constexpr int kNone = -1, kBad = kMostGroups;
 
   Segments sequences;
