@@ -24,8 +24,7 @@ constexpr const char* kSchemas[] = {
     "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)",
     // The same for a tile, whose first column is token first_token. softmax_state_ merges it into states [rows, 4]. The
     // tile's gradient is written in place, or by the op above into a new tensor. With a grad_dtype of half the size,
-    // the
-    // gradient takes the front half of each row. States [shards, rows, 4] of vocabulary shards are merged in order.
+    // the gradient takes the front half of each row. States [shards, rows, 4] of vocabulary shards are merged in order.
     "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
     "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None, "

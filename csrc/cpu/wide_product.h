@@ -11,7 +11,7 @@ namespace d3s {
 
 struct WideProduct {
   int64_t columns;  // of a panel: how many rows of the weight are multiplied at a time
-  // Words in a packed panel. A word holds two neighbouring elements of a weight row; words of all columns alternate.
+  // The number of words in a packed panel. Word [w][c] holds elements 2 w and 2 w + 1 of weight row c.
   int64_t (*panel_words)(int64_t inner);
   void (*pack)(const bfloat16* weight, int64_t stride, int64_t columns, int64_t inner, uint32_t* panel);
   // out[r][c] = sum_i hidden[r][i] weight[c][i], added in the order of i for any number of rows and columns. A row of
