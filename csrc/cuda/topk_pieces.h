@@ -50,7 +50,7 @@ struct Pieces {
   Selection selection;
   int values, length;  // the number of all scores, and of the scores of a piece
   int longer_than;     // shorter segments are left to other launches
-  bool slot_by_begin;  // set if there are more segments than long ones can exist. Then progress[] has one slot for each
+  bool slot_by_begin;  // set if there are more segments than there can be long ones: progress[] has one slot for each
                        // stretch of scores, chosen so that no two long segments begin in the same stretch
   Progress* progress;
   Rest rest;
