@@ -77,7 +77,7 @@ class SamplingMask:
             tensor([0, 2, 3])
         """
         try:
-            # An array takes whole numbers alone.
+            # An array takes only whole numbers.
             lengths, ids = array("i", map(len, spans)), array("i", chain.from_iterable(spans))
             if ids and min(ids) < 0:
                 raise OverflowError
@@ -178,12 +178,14 @@ class SamplingMask:
         return _gathered(torch.cat([mask.token_ids for mask in masks]), starts, lengths, valid, None)
 
     def _valid(self) -> Tensor:
-        """Whether the offsets are those of spans, 0-d. On a GPU they may not be; then no span is taken from them."""
+        """A 0-d flag: whether the offsets are valid. On a GPU they may be invalid; then no span is taken from them."""
         offsets = self.offsets
         return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= len(self.token_ids))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplingMask:
-        """A copy on another device. ``non_blocking`` counts only towards a GPU: here, the values are looked at."""
+        """A copy on another device. ``non_blocking`` has an effect only towards a GPU: on a CPU, the values are
+        checked.
+        """
         non_blocking &= torch.device(device).type != "cpu"
         ids, offsets = (part.to(device, non_blocking=non_blocking) for part in (self.token_ids, self.offsets))
         return SamplingMask(ids, offsets)
@@ -246,7 +248,7 @@ def _require_offsets(offsets: Tensor, ids: int) -> None:
 
 
 def _bad_list(spans: Sequence[Sequence[int]]) -> Exception:
-    """The error that names the first row of the lists which is wrong."""
+    """An error that names the first row with a wrong list."""
     for row, span in enumerate(spans):
         if not hasattr(span, "__len__") or isinstance(span, (str, bytes)):
             return TypeError(f"spans: got {type(span).__name__} at row {row}; takes a list of ids")
@@ -278,8 +280,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def _gathered(ids: Tensor, starts: Tensor, lengths: Tensor, valid: Tensor, capacity: int | None) -> SamplingMask:
-    """The spans that start there and have these lengths, one after the other; offsets that decrease if the given ones
-    are not ``valid`` or do not fit.
+    """A mask of the spans with these starts and lengths, one after the other. If ``valid`` is false or the ids do not
+    fit, its offsets decrease.
     """
     offsets = offsets_of(lengths)
     if known(offsets):
