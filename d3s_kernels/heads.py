@@ -42,7 +42,7 @@ class HeadArguments(TypedDict):
 
 
 def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = True) -> HeadArguments:
-    """What :func:`d3s_kernels.linear_logprob_entropy` has to be given for a model, so that its logits are the model's.
+    """Returns arguments with which :func:`d3s_kernels.linear_logprob_entropy` has the same logits as a model.
 
     Many models do more than multiply by ``lm_head.weight``: they scale their logits (Granite, Cohere, Falcon-H1), cap
     them (Gemma 2) or add a bias (Phi). With ``z = scale * (hidden @ weight.T + bias)`` and a soft cap c, their logits

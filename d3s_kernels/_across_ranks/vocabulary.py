@@ -178,10 +178,10 @@ def vocab_parallel_linear_logprob_entropy(
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
         mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where it is False cost
             nothing and give 0 and 0.
-        max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host synchronisation;
-            if it is exceeded, all outputs are NaN.
-        max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host
-            synchronisation, and the all-reduce carries that many rows; if it is exceeded, all gradients are NaN.
+        max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host sync; if it is
+            exceeded, all outputs are NaN.
+        max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host sync, and the
+            all-reduce carries that many rows; if it is exceeded, all gradients are NaN.
         logits_dtype: what the logits are rounded to: ``torch.float32``, or the one dtype of hidden states, weight and
             bias.
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU.
@@ -349,8 +349,7 @@ class ShardedArgument:
         return found[0]
 
     def beside(self, **tensors: Any) -> list[Any]:
-        """Arguments that are the same on these ranks: the local tensor of a DTensor; other values are returned as is.
-        """
+        """Arguments that are the same on these ranks: the local tensor of a DTensor; other values as they are."""
         return [self._beside(name, value) if isinstance(value, DTensor) else value for name, value in tensors.items()]
 
     def _beside(self, name: str, tensor: DTensor) -> Tensor:
@@ -365,8 +364,7 @@ class ShardedArgument:
         return tensor.to_local()
 
     def along(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """An argument that is cut like the vocabulary: the local tensor of a DTensor; other values are returned as is.
-        """
+        """An argument that is cut like the vocabulary: the local tensor of a DTensor; other values as they are."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = self._tensor

@@ -90,8 +90,7 @@ SLICES = {"cpu": CPU_SLICE, "cuda": GPU_SLICE, "xpu": GPU_SLICE}
 
 
 def _choice(device: str, forced: str | None) -> tuple[str, ...]:
-    """The back-ends that serve a kind of device. A compiled back-end has all ops; Triton leaves some to plain PyTorch.
-    """
+    """The back-ends for a kind of device. A compiled back-end has all ops; Triton leaves some to plain PyTorch."""
     if device == "cpu":
         if forced == "triton" and _interprets():
             return "triton", "torch"

@@ -103,8 +103,7 @@ def _host_knows(flag: Tensor) -> bool:
 def _filled(
     problem: HeadProblem, wanted: Wanted, bad: Tensor | None, weight_grad_into: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of 0, or of NaN if ``bad`` is true. The host may not know which, but the memory is still written once.
-    """
+    """Gradients of 0, or of NaN if ``bad`` is true. The host may not know which, but memory is written only once."""
 
     def filled(like: Tensor, wanted: bool, bad: Tensor | None, *shape: int) -> Tensor:
         if not wanted:

@@ -236,8 +236,7 @@ def _save_vocab_parallel(ctx: Any, arguments: tuple[Any, ...], results: tuple[Te
 def _of_vocab_parallel(
     ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> dict[str, Tensor]:
-    """Incoming gradients are the same on all ranks, so each rank computes its logits' gradient without communication.
-    """
+    """Incoming gradients are the same on all ranks, so each rank computes its gradient without communication."""
     logits, labels, temperature_tensor, mask, ids, offsets, logprob, *statistics = saved
     first_token, temperature, options = ctx.options
     gradient = _op.logprob_entropy_backward.default(

@@ -89,8 +89,7 @@ def _widened(values: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """``total += a @ b``, or ``total = a @ b`` if ``first``. A CPU rounds a half-precision product before it adds it.
-    """
+    """``total += a @ b``, or ``total = a @ b`` if ``first``. A CPU rounds half-precision products before adding."""
     if total.dtype != a.dtype and widens(a):
         if first:
             torch.mm(a, b, out_dtype=total.dtype, out=total)

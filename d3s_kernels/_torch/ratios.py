@@ -98,8 +98,7 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
 
 
 def _group_means(terms: Tensor, present: Tensor, groups: Tensor | None, sequences: Segments) -> Tensor:
-    """For each token, the mean over its sequence, or over its group in the sequence. NaN for a group id of 16 or above.
-    """
+    """For each token, the mean over its sequence, or over its group in it. NaN for a group id of 16 or above."""
     if groups is None:
         return exact_means(terms, present, sequences.segment_ids, len(sequences.edges) - 1)[sequences.segment_ids]
     ids = groups.flatten().long()

@@ -72,8 +72,7 @@ def _steps(logits: Tensor) -> list[tuple[int, int]]:
 
 @triton.jit
 def row_start(logits, row, inner, outer_stride, inner_stride, STEP: tl.constexpr):
-    """Where a row begins. The int64 row comes first in each product, since a stride (int32) times STEP might overflow.
-    """
+    """Where a row begins. The int64 row is the first factor, since a stride (int32) times STEP might overflow."""
     return logits + (row // inner) * outer_stride * STEP + (row % inner) * inner_stride * STEP
 
 
