@@ -293,8 +293,8 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         capacity: how many indices there is room for.
 
     Returns:
-        ``(indices, count)``: int64 ``[capacity]``, ascending, -1 after the last; int64 ``[1]``, the true number, which
-        may exceed ``capacity`` (then the first ``capacity`` are there).
+        ``(indices, count)``: int64 ``[capacity]``, ascending, with -1 after the last index; int64 ``[1]``, how many
+        values are True. If these are more than ``capacity``, ``indices`` has the first ``capacity`` of them.
 
     Raises:
         ValueError, TypeError: a mask of another dtype, a capacity below 0.

@@ -93,7 +93,9 @@ def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def logprob_entropy(**given: Any) -> tuple[Any, ...]:
-    """The public results, and the maximum and log S, which the backward needs. With ``kept_of``, all come from step()."""
+    """The public results, and the maximum and log S, which the backward needs. With ``kept_of``, all are those of
+    step().
+    """
     logprob, entropy, top, log_sum = _known(*step("logprob_entropy", wide=True)(**given))
     if given.get("kept_of") is None:
         if given.get("labels") is None:
