@@ -79,7 +79,7 @@ def require_values(**arguments: object) -> None:
 
 
 def require_plain(**arguments: object) -> None:
-    """The same for tensors whose memory the host reads. Also raises for wrappers of tensors, which have no own memory."""
+    """The same for tensors whose memory the host reads. Also raises for wrappers, which have no own memory."""
     require_values(**arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:

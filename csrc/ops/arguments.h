@@ -53,7 +53,7 @@ class LogitsArgument {
   // Call it before the other setters. The logits are only of the kept tokens, out of `tokens` tokens.
   void set_kept_alone(const SamplingMask& sampling_mask, int64_t tokens);
 
-  int64_t dims;  // number of leading dimensions of the logits: together they count the rows
+  int64_t dims;  // how many leading dimensions the logits have; their elements are the rows
   LogitsRows rows;
 
  private:

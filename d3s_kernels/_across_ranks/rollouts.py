@@ -213,13 +213,13 @@ class Everyones(NamedTuple):
 
 
 def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) -> Everyones:
-    """Gathers the values of all ranks, float32 or float64 ``[n]``, and a number of each rank. This is little data: one
-    number for each rollout.
+    """Gathers the values of all ranks, float32 or float64 ``[n]``, and one more number from each rank. This is little
+    data: one value for each rollout.
 
-    Ranks may hold different numbers of rollouts, or none. Every rank sends a message of the same length:
-    ``max_rollouts`` values, which is the caller's bound, or without it the largest number of all ranks, which takes a
-    round before and a wait of the host. With the bound, only the device knows where one rank's values end and the next
-    one's begin, and the host does not wait for it.
+    Ranks may have different numbers of rollouts, or none, but all send messages of the same length. With the caller's
+    bound ``max_rollouts``, a message has that many values. Only the device then knows where one rank's values end, and
+    there is no host sync. Without a bound, a message has as many values as the largest rank. Finding this number takes
+    one more round and a host sync.
     """
     most, total = max_rollouts, None
     if most is None:

@@ -64,7 +64,7 @@ class Head(NamedTuple):
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype of a tile's gradient, which is also the dtype of the products that it is multiplied in."""
+        """The dtype of a tile's gradient, and of the products in which it is a factor."""
         return self.weight.dtype if multiplies(self.weight) else self.logits_dtype
 
 
