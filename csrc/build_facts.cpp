@@ -30,7 +30,7 @@ std::string build_facts() {
 
 }  // namespace d3s
 
-// For a Python that has no _build_info module in this wheel: it reads the facts from _cpu.so (d3s_kernels/_build.py).
+// A Python version for which this wheel has no _build_info module reads the facts from _cpu.so (d3s_kernels/_build.py).
 extern "C" __attribute__((visibility("default"))) const char* d3s_kernels_build_facts() {
   static const std::string facts = d3s::build_facts();
   return facts.c_str();

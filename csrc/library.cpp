@@ -1,10 +1,10 @@
 // Every op that C++ computes: the table of contents. Kernels are in cpu/ and cuda/, in the file named after the op's
 // subject. The ops that Python computes are declared in d3s_kernels/_head/op.py. d3s_kernels/reference.py defines what
-// an op computes, tests/cases/meaning.py does so for ops that are no public function, and the docstrings of
-// d3s_kernels explain the arguments.
+// an op computes; tests/cases/meaning.py does so for ops that are not public functions. The docstrings of d3s_kernels
+// explain the arguments.
 //
-// Arguments that travel together stand side by side, and kernels take them as one: a number and the tensor that
-// replaces it, segments, a sampling mask (csrc/ops/arguments.h, d3s_kernels/_together.py).
+// Some neighbouring arguments belong together, and kernels take them as one struct: a number and the tensor that
+// replaces it, segments, or a sampling mask (csrc/ops/arguments.h, d3s_kernels/_together.py).
 //
 // A number that a trainer changes from step to step comes as a SymInt (capacity, max_rows), as a 0-d tensor
 // (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.
@@ -22,9 +22,9 @@ constexpr const char* kSchemas[] = {
     "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
     "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)",
-    // The same for a tile, whose first column is token first_token: it is merged into states [rows, 4], and its
-    // gradient is written in place (or by the op above). With a grad_dtype of half the size, it takes the front half of
-    // each row. States [shards, rows, 4], of the shards of each row, are merged in order.
+    // The same for a tile, whose first column is token first_token. softmax_state_ merges it into states [rows, 4]. The
+    // tile's gradient is written in place, or by the op above into a new tensor. With a grad_dtype of half the size,
+    // the gradient takes the front half of each row. States [shards, rows, 4] of vocabulary shards are merged in order.
     "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
     "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None, "
@@ -34,10 +34,10 @@ constexpr const char* kSchemas[] = {
     "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt first_token, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
-    // With a sampling mask: logits of the kept tokens alone, of which the ops above take `kept_of`, the number of
-    // tokens that they are of. There is a place for each id and then one for the label of each row. Then their
-    // gradient, with the row and token of each place (a row of -1 has none), and the gradients of hidden states and
-    // weight from these.
+    // With a sampling mask: the logits of only the kept tokens. There is a place for each id, and after these one for
+    // the label of each row. If the ops above get such logits, `kept_of` is the size of the vocabulary or tile. The
+    // next ops give the gradient of these logits, with the row and token of each place (row -1: no gradient), and from
+    // it the gradients of hidden states and weight.
     "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
     "Tensor? mask=None, SymInt first_token=0, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor",
@@ -99,8 +99,8 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   for (const char* schema : kSchemas) m.def(schema);
 }
 
-// The same ops, which only check their arguments: the kernels that are written in Python call these first, so that a
-// wrong argument gives the same message everywhere.
+// The same ops, but they only check their arguments. Kernels written in Python call these first, so that a wrong
+// argument gives the same message everywhere.
 STABLE_TORCH_LIBRARY(d3s_checks, m) {
   for (const std::string schema : kSchemas) m.def((schema.substr(0, schema.find("->")) + "-> ()").c_str());
 }

@@ -164,8 +164,8 @@ inline std::vector<int64_t> leading_sizes(const Tensor& tensor, int64_t dims) {
 
 // ---- the device ------------------------------------------------------------------------------------------------
 
-// The tensor on the host, if its values are to be checked. Values on a GPU are trusted, since reading them needs a host
-// synchronisation; D3S_KERNELS_CHECK=1 has them checked.
+// The tensor on the host if its values must be checked, else nothing. Values on a GPU are not checked, since reading
+// them is a host sync, except with D3S_KERNELS_CHECK=1.
 inline OptionalTensor on_host(const Tensor& tensor) {
   constexpr auto kCpu = torch::headeronly::DeviceType::CPU;
   const bool here = tensor.device().type() == kCpu;
@@ -177,7 +177,7 @@ inline OptionalTensor on_host(const Tensor& tensor) {
   return here ? tensor : torch::stable::to(tensor, torch::stable::Device(kCpu));
 }
 
-// While this object lives, ops of this thread check their arguments and then end, before they would compute anything.
+// While this object lives, ops of this thread only check their arguments: they end before they compute anything.
 class OnlyChecked {
  public:
   struct Done {};
@@ -190,11 +190,11 @@ class OnlyChecked {
   }
 };
 
-// The device of `like`. It is the current device as long as this object lives. An op makes it when all its arguments
-// have been checked.
+// The device of `like`, which is the current device as long as this object lives. An op makes this object after it has
+// checked all arguments.
 class TorchDevice : public Device {
  public:
-  // With an op, its kernels note faults.
+  // If `op` is set, the kernels note faults for it.
   explicit TorchDevice(const Tensor& like, [[maybe_unused]] std::optional<PublicOp> op = std::nullopt) : like_(like) {
     if (OnlyChecked::active()) throw OnlyChecked::Done();
 #if defined(D3S_ON_GPU)
@@ -203,7 +203,7 @@ class TorchDevice : public Device {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
 #endif
 #if defined(D3S_CUDA)
-    if (op) faults = faults_of(*op);  // its first call may make a context: on the device that is current by now
+    if (op) faults = faults_of(*op);  // the first call may create a CUDA context, so the right device must be current
 #endif
   }
 
@@ -263,7 +263,7 @@ inline RowLayout rows_of(const char* argument, const Tensor& tensor) {
   return rows;
 }
 
-// Offsets start at 0, do not decrease and end at the number of values.
+// Requires that offsets start at 0, do not decrease and end at the number of values.
 template <class Offset>
 void require_offsets(const Offset* offsets, const Segments& segments, const char* argument) {
   require(offsets[0] == 0, "offsets", "starts at ", offsets[0], "; must start at 0");
@@ -345,7 +345,7 @@ void parallel_segments(const Segments& segments, int64_t values, int64_t grain, 
 }  // namespace d3s
 
 // ---- the kernel of an op ---------------------------------------------------------------------------------------
-// A kernel's parameter is one argument of the op's schema, or several that travel together: then they are one struct.
+// A kernel's parameter is one argument of the op's schema, or a struct of several neighbouring arguments.
 
 namespace d3s {
 
@@ -408,7 +408,7 @@ struct Boxed<kernel> {
 
 }  // namespace d3s
 
-// Registers the kernel of an op for this library's dispatch key; and with the CPU's library the same op as a check.
+// Registers the kernel of an op for this library's dispatch key. The CPU library also registers the op in d3s_checks.
 #if defined(D3S_ON_GPU)
 #define D3S_REGISTER(op, kernel) \
   STABLE_TORCH_LIBRARY_IMPL(d3s_kernels, CUDA, library) { library.impl(op, d3s::Boxed<&kernel>::call); }

@@ -35,7 +35,7 @@ def require_optional_tensors(like: Tensor, **arguments: Tensor | None) -> None:
 
 
 def require_segments(like: Tensor, offsets: Tensor | None, max_segment: int | None) -> None:
-    """Checks the types of what says where the segments of ``like`` lie."""
+    """Checks the types of the arguments that describe the segments of ``like``."""
     if offsets is not None:
         _require_device("offsets", offsets, like.device)
     if max_segment is not None:
@@ -54,8 +54,8 @@ def _elsewhere(name: str, value: Tensor, device: torch.device) -> ValueError:
 
 
 def _readable(name: str, value: object, takes: str) -> Tensor:
-    """The value, which is no Tensor or Parameter by its exact type: what is one pays for nothing else here. If it has a
-    layout of its own, the dispatcher finds that (``_dispatch/unreadable.py``).
+    """Checks a value whose exact type is not Tensor or Parameter. Values of these two types skip this check, which
+    saves time; if they have an unreadable layout, the dispatcher refuses them (``_dispatch/unreadable.py``).
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; takes {takes}")
@@ -71,7 +71,7 @@ def require_readable(**arguments: object) -> None:
 
 
 def require_values(**arguments: object) -> None:
-    """The same where values are needed: a tensor on the meta device has none."""
+    """The same for tensors whose values are needed. Also raises for the meta device, where tensors have no values."""
     require_readable(**arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.is_meta:
@@ -79,7 +79,7 @@ def require_values(**arguments: object) -> None:
 
 
 def require_plain(**arguments: object) -> None:
-    """The same where the host reads the memory: a wrapper of tensors, of whatever kind, has none of its own."""
+    """The same for tensors whose memory the host reads. Also raises for wrappers, which have no own memory."""
     require_values(**arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -87,7 +87,7 @@ def require_plain(**arguments: object) -> None:
 
 
 def why_unreadable(name: str, value: Tensor) -> str | None:
-    """What a tensor is whose numbers do not lie in memory as the ops read them, and the way out; None for others."""
+    """Why the ops cannot read a tensor's memory, and what to do about it, as words for an error; None if they can."""
     kind = type(value)
     if hasattr(kind, "to_local"):  # a DTensor; hasattr(value, ...) is False in torch.compile
         also = ""

@@ -70,7 +70,7 @@ def _temperature(arguments: Arguments) -> Tensor:
 
 
 def _incoming(arguments: Arguments) -> Any:
-    """The size of each row's incoming gradients, as far as there are any."""
+    """The size of each row's incoming gradients; 0 if there are none."""
     given = [arguments[name] for name in ("grad_logprob", "grad_entropy") if arguments.get(name) is not None]
     return sum(grad.double().abs().nan_to_num() / _temperature(arguments) for grad in given)
 

@@ -1,7 +1,7 @@
-"""Whether a model's own logits are those of its hidden states, its head, a scale and a soft cap: tried on a few tokens.
+"""Checks on a few tokens whether a model's logits follow from its hidden states, its head, a scale and a soft cap.
 
-The model's forward is run, and hidden states on their way are enlarged, so that logits reach into a soft cap. Then the
-logits are compared, all of them, and the graph tells which parameters they depend on.
+The model's forward is run. On the way its hidden states are enlarged, so that the logits reach into a soft cap. Then
+all logits are compared, and the autograd graph tells which parameters they depend on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import linear
 
-_TOKENS = 4  # of a forward
+_TOKENS = 4  # the number of tokens in a forward
 _USUAL_CAP = 30.0  # enlarged logits reach this, where it knows of no cap
 _ROWS = 4096  # of the weight, compared at once
 
@@ -58,9 +58,9 @@ class _Seen(NamedTuple):
     of_body: list[Tensor]
     """The hidden states that the body returned, enlarged; of nested bodies the outermost comes last."""
     of_head: list[Tensor]
-    """Those that the head was given."""
+    """The hidden states that the head was given."""
     dtypes: set[torch.dtype]
-    """Those of autocast, on the way."""
+    """The dtypes of autocast during the forward."""
     logits: Tensor
 
 
@@ -131,7 +131,7 @@ def _state(head: ModelHead) -> Hashable:
 
 
 def _seen(head: ModelHead) -> tuple[Tensor, _Seen]:
-    """The last hidden states that a few tokens have, and what became of them."""
+    """The last hidden states of a few tokens, and what the forward showed."""
     bodies = [body for body in dict.fromkeys(_bodies(head.model)) if body is not head.layer]
     with _undisturbed(head):
         seen = _try(head, bodies)
@@ -161,7 +161,9 @@ def _bodies(model: Any) -> Iterator[Any]:
 
 @contextmanager
 def _undisturbed(head: ModelHead) -> Iterator[None]:
-    """Without gradients, compilation, a change of random states, and attention kernels that the device has not."""
+    """Runs the body of a ``with`` block without gradients, without compilation, without a lasting change of random
+    states, and without attention kernels that the device does not have.
+    """
     devices = {value.device for value in head.model.parameters()}
     kind = next((device.type for device in devices if device.type not in ("cpu", "meta")), None)
     indices = [device.index for device in devices if device.type == kind and device.index is not None]
@@ -343,7 +345,7 @@ def _require_gradients(head: ModelHead, hidden: Tensor, logits: Tensor) -> None:
 
 
 def _equal(hidden: Tensor, given: Tensor) -> bool:
-    """Also in another dtype."""
+    """Whether the two are equal, compared in the coarser of their dtypes."""
     if hidden.shape != given.shape:
         return False
     coarser = max((hidden.dtype, given.dtype), key=lambda dtype: torch.finfo(dtype).eps)
@@ -352,7 +354,7 @@ def _equal(hidden: Tensor, given: Tensor) -> bool:
 
 @torch.no_grad()
 def _difference(head: ModelHead, hidden: Tensor, seen: _Seen) -> str | None:
-    """What to say if logits differ by more than rounding, in one of them or on average."""
+    """An error message if a logit, or the average over all logits, differs by more than rounding. None if not."""
     weight, bias = head.layer.weight.detach(), getattr(head.layer, "bias", None)
     step = _rounding_step({hidden.dtype, weight.dtype, seen.logits.dtype} | seen.dtypes, weight.device.type)
     hidden = hidden.reshape(-1, hidden.shape[-1]).to(weight.device, torch.float32)
@@ -384,7 +386,7 @@ def _difference(head: ModelHead, hidden: Tensor, seen: _Seen) -> str | None:
 
 
 def _rounding_step(dtypes: set[torch.dtype], device: str) -> float:
-    """Of the coarsest number between the hidden states and the logits."""
+    """The rounding step of the coarsest number format between the hidden states and the logits."""
     backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
     products = {"tf32": 2**-10, "bf16": 2**-7}.get(backend.matmul.fp32_precision, 2**-19)
     return max(products, *(torch.finfo(dtype).eps for dtype in dtypes))

@@ -1,7 +1,7 @@
-"""Arguments of an op's schema that travel together, and are one argument of the code that reads them.
+"""Arguments of an op's schema that belong together. The code that reads them takes them as one argument.
 
-A schema has tensors, numbers and flags side by side. From a public function on, and again in the kernels that are
-written in Python, those that belong together are one object. ``csrc/ops/arguments.h`` has the same for C++.
+A schema has only tensors, numbers and flags. In public functions, and in the kernels that are written in Python, those
+that belong together are one object. ``csrc/ops/arguments.h`` has the same for C++.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class SamplingArguments(NamedTuple):
 NOTHING, ONE, NO_SAMPLING_MASK = NumberOrTensor(), NumberOrTensor(1.0), SamplingArguments()
 ROWS, POOL = SegmentArguments(), SegmentArguments(pooled=True)
 _Parameter = tuple[Callable[..., Any], dict[str, Any]]
-"""What makes a parameter, and the arguments of the schema that it is made of, with their defaults."""
+"""A function that makes a parameter from arguments of the schema, and the names and defaults of these arguments."""
 
 
 def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[..., Any]:
-    """The kernel, called with the arguments of its op's schema. The default of a parameter says what it is made of;
-    ``parameters`` adds others.
+    """Wraps a kernel so that it is called with the arguments of its op's schema. The default of a parameter says from
+    which arguments it is made. ``parameters`` says this for further parameters.
     """
     names: list[str] = []
     defaults: list[Any] = []

@@ -33,13 +33,14 @@ def gradient_weights(loss_type: str, kept: Tensor, mask: Tensor, totals: Tensor)
     Args:
         loss_type: one of ``DENOMINATORS``.
         kept, mask: bool ``[B, T]``: the kept and the valid tokens of this process's micro-batch.
-        totals: float ``[2]``: the numbers of kept and of all tokens of all processes, for the types that divide by the
-            tokens of all of them or by a constant: of the generation batch, if tokens were chosen for all of it, so
-            that micro-batches get the same factor however they were split; else of these micro-batches.
+        totals: float ``[2]``: the number of kept tokens and of all tokens, over all processes. It is for the types that
+            divide by the tokens of all processes, or by a constant. If tokens were chosen for the whole generation
+            batch, count that batch, so that micro-batches get the same factor however they were split; else count the
+            current micro-batches.
 
     Returns:
-        What the gradient of the loss is multiplied by, 0-d or ``[B, 1]``, and that of an entropy bonus, 0-d, which is a
-        mean over the tokens of a process's micro-batch.
+        Two factors: one for the gradient of the loss, 0-d or ``[B, 1]``, and one for the gradient of an entropy bonus,
+        0-d. The bonus is a mean over the tokens of a process's micro-batch.
 
     Raises:
         ValueError: an unknown type of loss.

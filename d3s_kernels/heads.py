@@ -1,4 +1,4 @@
-"""From a model to what the ops of the LM head have to be given for it, verified on the model's own logits."""
+"""Finds the arguments of the LM head's ops for a model, and verifies them on the model's own logits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class HeadArguments(TypedDict):
 
 
 def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = True) -> HeadArguments:
-    """What :func:`d3s_kernels.linear_logprob_entropy` has to be given for a model, so that its logits are the model's.
+    """Returns arguments with which :func:`d3s_kernels.linear_logprob_entropy` has the same logits as a model.
 
     Many models do more than multiply by ``lm_head.weight``: they scale their logits (Granite, Cohere, Falcon-H1), cap
     them (Gemma 2) or add a bias (Phi). With ``z = scale * (hidden @ weight.T + bias)`` and a soft cap c, their logits
@@ -126,7 +126,7 @@ def _lm_head(model: Module, temperature: float | Tensor, verify: bool) -> HeadAr
 
 
 def _divided(temperature: float | Tensor, scale: float) -> float | Tensor:
-    """The temperature over the scale. What is no temperature is refused here, where its caller still knows it."""
+    """The temperature divided by the scale. An invalid temperature is refused here, before its value changes."""
     if isinstance(temperature, Tensor) and temperature.is_floating_point():
         return temperature if scale == 1 else temperature.float() / scale
     require_number(temperature=temperature)  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def _unwrapped(model: Any) -> tuple[Any, bool]:
 
 
 def _left_out(layer: Any) -> str | None:
-    """What its weight and bias leave out of a head."""
+    """The part of a head that its weight and bias leave out, as words for an error; None if there is none."""
     tuners, wrappers = (sys.modules.get(f"peft.{name}") for name in ("tuners.tuners_utils", "utils.other"))
     if tuners is not None and isinstance(layer, tuners.BaseTunerLayer):
         return "an adapter, which"

@@ -61,7 +61,7 @@ def importance_ratio(
         old_logprob: the same shape; a constant.
         mask: bool or integer (True where it is not 0), the shape of ``logprob``. Where it is False nothing is read:
             ratio 1, gradient 0.
-        level: what a ratio is taken over: the token, its sequence, or its group.
+        level: the tokens that a ratio is for: the token itself, its sequence, or its group.
         groups: int8, the shape of ``logprob``, for level "entropy_group": 0 to 15; below 0 for tokens in no group,
             which are treated as masked. :func:`entropy_groups` makes them.
         denominator: what the token's own factor is divided by: "self" or "old". Level "token" ignores it.

@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-NO_TOKEN = -1  # fills up the sets
+NO_TOKEN = -1  # pads the sets
 _TEMPERATURE = "TemperatureLogitsWarper"
-# Processors that leave tokens out and keep the scores of the others. A set of tokens says all of what they do.
+# Processors that only leave tokens out, and keep the scores of the others. So a set of tokens records all that they do.
 _CUTS = {
     "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper", "TypicalLogitsWarper",
     "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor",
 }  # fmt: skip
-_STEPS_AT_ONCE = 64  # so many steps are held in the width of max_kept, then in the width that they need
+_STEPS_AT_ONCE = 64  # the latest steps are stored with max_kept columns; after so many, with the columns they need
 
 
 class Recorded(NamedTuple):
-    """What was recorded of a batch of completions; each is padded on the right."""
+    """The record of a batch of completions. Each completion is padded on the right."""
 
     sets: Tensor
     """int32 ``[rows, tokens, width]``: the tokens that could be drawn, filled up with -1."""
     logprob: Tensor
-    """float32 ``[rows, tokens]``: of the drawn token, among those of its set."""
+    """float32 ``[rows, tokens]``: the log-probability of the drawn token among the tokens of its set."""
     log_mass: Tensor
     """float32 ``[rows, tokens]``: the logarithm of the probability of the whole set, before tokens were left out."""
 
@@ -42,7 +42,7 @@ class Recorded(NamedTuple):
 
 
 class Recorder:
-    """Two logits processors, which look at the scores before and after transformers' own and change none."""
+    """Two logits processors, one before and one after transformers' own. They read the scores and change none."""
 
     def __init__(self, max_kept: int) -> None:
         self._max_kept = max_kept
@@ -89,7 +89,7 @@ class Recorder:
         self._drawn.append(self._scores.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
     def _narrow(self) -> None:
-        """Cuts the columns off that no row of the latest steps needs. This waits for the device."""
+        """Cuts off the columns that no row of the latest steps needs. This is a host sync."""
         sets = torch.stack(self._sets, dim=1)
         width = int(torch.stack(self._sizes[-len(self._sets) :]).amax())
         self._narrowed.append(sets[:, :, :width].clone())
@@ -145,7 +145,7 @@ def recording(model: Any, max_kept: int) -> Iterator[Recorder]:
 
     Args:
         model: of transformers, whose ``generate`` is called once, with sampling.
-        max_kept: the most tokens that a token may be drawn from; :meth:`Recorder.recorded` refuses more.
+        max_kept: the largest number of candidate tokens at a position; :meth:`Recorder.recorded` refuses more.
 
     Raises:
         ValueError: in ``generate``, if a processor of its changes scores otherwise than by a temperature.

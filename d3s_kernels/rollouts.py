@@ -37,13 +37,13 @@ def group_advantages(
     """GRPO's advantages: ``(reward - mean of its group) / (standard deviation + eps)``.
 
     A NaN reward is unscorable: it is left out of all statistics and has advantage 0. All advantages are 0 in a group of
-    one, and in a group whose rewards are equal up to rounding, as :func:`groups_without_spread` has it: whatever
-    ``eps`` is, rounding errors do not become advantages. Advantages that depend on an infinite reward are NaN or
+    one, and in a group whose rewards are equal except for rounding (see :func:`groups_without_spread`). So rounding
+    errors do not become advantages, whatever ``eps`` is. Advantages that depend on an infinite reward are NaN or
     infinite. Statistics are float64. No gradient.
 
-    Across ranks, rewards are gathered once. Nothing is sent if groups are whole and ``scale`` is not "batch". What
-    is sent is of one dtype on all ranks, where integers count as what they are taken as. Otherwise all ranks refuse it;
-    on a GPU with ``max_rollouts``, where the host does not know, advantages are NaN.
+    Across ranks, rewards are gathered once. Nothing is sent if groups are whole and ``scale`` is not "batch". Rewards
+    that are sent must have the same dtype on all ranks, after integers have been converted. Otherwise all ranks raise
+    an error. On a GPU with ``max_rollouts`` the host does not know the dtypes, and advantages are NaN instead.
 
     Args:
         rewards: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. bool, integers, float16, bfloat16,
@@ -89,7 +89,7 @@ def group_advantages(
 
 
 def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tolerance: float | None = None) -> Tensor:
-    """Marks the groups whose rewards are all equal, up to rounding: they teach nothing (DAPO leaves them out).
+    """Marks the groups whose rewards are all equal except for rounding. They teach nothing, and DAPO leaves them out.
 
     The same rewards, added in another order, differ in their last bits, and even the standard deviation of equal
     numbers may be above 0 in float32. Divided by such a deviation, rounding errors become advantages. So a group counts

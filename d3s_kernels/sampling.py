@@ -30,7 +30,7 @@ class SamplingMask:
     once. Ids after ``offsets[-1]`` belong to no row, so that a choice of rows does not wait for the device. **An empty
     span means the whole vocabulary.** A row that does not count, such as padding, is left out by ``mask=``.
 
-    The values are looked at where the host can read them (on a CPU, and under ``D3S_KERNELS_CHECK=1``).
+    The values are checked if the host can read them: on a CPU, and with ``D3S_KERNELS_CHECK=1``.
 
     Attributes:
         token_ids: int32 ``[n]``, ids of the whole vocabulary.
@@ -68,8 +68,9 @@ class SamplingMask:
 
     @classmethod
     def from_lists(cls, spans: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> SamplingMask:
-        """From a list of ids for each row, as vLLM (``sampling_mask``) and SGLang (``output_token_sampling_mask``)
-        return them for each generated token. A prompt's token has an empty list, or is left out by ``mask=``.
+        """Makes a mask from a list of ids for each row. vLLM (``sampling_mask``) and SGLang
+        (``output_token_sampling_mask``) return such lists for each generated token. A prompt's token has an empty list,
+        or is left out by ``mask=``.
 
         Example:
             >>> from d3s_kernels import SamplingMask
@@ -77,7 +78,7 @@ class SamplingMask:
             tensor([0, 2, 3])
         """
         try:
-            # An array takes whole numbers alone.
+            # An array takes only whole numbers.
             lengths, ids = array("i", map(len, spans)), array("i", chain.from_iterable(spans))
             if ids and min(ids) < 0:
                 raise OverflowError
@@ -88,8 +89,8 @@ class SamplingMask:
 
     @classmethod
     def from_padded(cls, token_ids: Tensor) -> SamplingMask:
-        """From ids of an integer dtype ``[..., K]``, filled up with -1 (SkyRL, and prime-rl within its trainer). The
-        rows are those of the leading dimensions, flattened.
+        """Makes a mask from int32 or int64 ids ``[..., K]``, padded with -1 (SkyRL, and prime-rl within its trainer).
+        The leading dimensions, flattened, are the rows.
 
         Example:
             >>> import torch
@@ -116,8 +117,8 @@ class SamplingMask:
 
     @classmethod
     def from_counts(cls, token_ids: Tensor | bytes, counts: Tensor | bytes) -> SamplingMask:
-        """From the ids of all rows, one after the other, and how many each row has; as bytes of int32 they are what
-        prime-rl sends.
+        """Makes a mask from the ids of all rows, one row after the other, and the number of ids in each row. Both may
+        be bytes of int32, which is what prime-rl sends.
 
         Example:
             >>> import torch
@@ -148,8 +149,9 @@ class SamplingMask:
 
         Args:
             rows: int64 or int32 ``[n]`` on the mask's device (a list is sent there, which waits).
-            capacity: on a GPU, how many ids there is room for; None is as many as there are, which is enough where no
-                row comes twice. With more ids than that, offsets decrease, for which the ops give NaN in all rows.
+            capacity: on a GPU, how many ids there is room for. None means as many as the mask has, which is enough if
+            no
+                row comes twice. If there are more ids, the offsets decrease, and then the ops give NaN in all rows.
         """
         if not isinstance(rows, Tensor):
             rows = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
@@ -178,12 +180,14 @@ class SamplingMask:
         return _gathered(torch.cat([mask.token_ids for mask in masks]), starts, lengths, valid, None)
 
     def _valid(self) -> Tensor:
-        """Whether the offsets are those of spans, 0-d. On a GPU they may not be; then no span is taken from them."""
+        """A 0-d flag: whether the offsets are valid. On a GPU they may be invalid; then no span is taken from them."""
         offsets = self.offsets
         return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= len(self.token_ids))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplingMask:
-        """A copy on another device. ``non_blocking`` counts only towards a GPU: here, the values are looked at."""
+        """A copy on another device. ``non_blocking`` has an effect only towards a GPU: on a CPU, the values are
+        checked.
+        """
         non_blocking &= torch.device(device).type != "cpu"
         ids, offsets = (part.to(device, non_blocking=non_blocking) for part in (self.token_ids, self.offsets))
         return SamplingMask(ids, offsets)
@@ -246,7 +250,7 @@ def _require_offsets(offsets: Tensor, ids: int) -> None:
 
 
 def _bad_list(spans: Sequence[Sequence[int]]) -> Exception:
-    """The error that names the first row of the lists which is wrong."""
+    """An error that names the first row with a wrong list."""
     for row, span in enumerate(spans):
         if not hasattr(span, "__len__") or isinstance(span, (str, bytes)):
             return TypeError(f"spans: got {type(span).__name__} at row {row}; takes a list of ids")
@@ -278,8 +282,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def _gathered(ids: Tensor, starts: Tensor, lengths: Tensor, valid: Tensor, capacity: int | None) -> SamplingMask:
-    """The spans that start there and have these lengths, one after the other; offsets that decrease if the given ones
-    are not ``valid`` or do not fit.
+    """A mask of the spans with these starts and lengths, one after the other. If ``valid`` is false or the ids do not
+    fit, its offsets decrease.
     """
     offsets = offsets_of(lengths)
     if known(offsets):

@@ -32,11 +32,11 @@ def sampling_mask_from_logits(
     Only for the logits that are sampled from. Sets that a trainer computes again from its own logits differ from the
     sampler's, because the logits do.
 
-    Top-k keeps also what ties with the k-th logit. Top-p keeps the most likely tokens until at most ``1 - top_p`` of
-    the probability is left, of ties the lower ids, and at least one token. Min-p keeps tokens whose probability is at
-    least ``min_p`` times the largest one. Each works on what those before it have kept. The result is the same from
-    run to run. Logits in half precision have many ties, of which transformers' own warpers keep others: sample from the
-    tokens of this mask.
+    Top-k also keeps tokens that tie with the k-th logit. Top-p keeps the most likely tokens until at most ``1 - top_p``
+    of the probability is left. It keeps at least one token; among equal tokens the lower ids come first. Min-p keeps
+    tokens whose probability is at least ``min_p`` times the largest one. Each rule works on the tokens that the rules
+    before it have kept. The result is the same in every run. Half-precision logits often tie, and transformers' warpers
+    break ties differently. So sample only from the tokens of this mask.
 
     Args:
         logits: ``[..., V]``, a float dtype; the rows are those of the leading dimensions, flattened.
@@ -45,8 +45,9 @@ def sampling_mask_from_logits(
         min_p: in [0, 1]; None keeps all.
         temperature: a number above 0, in [1e-15, 1e15]; it divides the logits first.
         order: "transformers": top-k, top-p, min-p. "vllm": min-p, top-k, top-p.
-        max_kept: the most tokens of a row. More are an error on a CPU; on a GPU, which is not waited for, results of
-            such a row are NaN, and there is room for so many ids of each row.
+        max_kept: the largest number of tokens that a row may keep. More are an error on a CPU. On a GPU there is no
+        host
+            sync: memory is allocated for ``max_kept`` ids of each row, and the results of a row with more are NaN.
 
     Raises:
         ValueError, TypeError: an argument out of its range, a row that keeps more than ``max_kept``, a row without a

@@ -59,8 +59,8 @@ FLAG = Takes(lambda value: isinstance(value, bool), "true or false")
 
 
 class Help(str):
-    """An option's help, which knows the values that the option accepts. transformers hands all other metadata of a
-    field to ``argparse``, which takes no names of ours.
+    """An option's help text, which also stores the values that the option accepts. They cannot be further metadata of
+    the field: transformers passes all other metadata to ``argparse``, which accepts only its own names.
     """
 
     takes: Takes

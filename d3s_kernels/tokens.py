@@ -40,9 +40,9 @@ class TokenSelection(NamedTuple):
     entropy: Tensor
     """float32, nats."""
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    """int32: tokens kept, for each segment; 0-d for ``scope="batch"``. The loss's denominator."""
+    """int32: how many tokens of each segment are kept; 0-d for ``scope="batch"``. It is the loss's denominator."""
     threshold: Tensor
-    """float32: the lowest kept score, for each segment; ``+inf`` where none is kept."""
+    """float32: the lowest kept score of each segment; ``+inf`` if no token is kept."""
 
 
 def topk_mask(
@@ -231,8 +231,8 @@ def select_tokens_from_logits(
 ) -> TokenSelection:
     """:func:`select_tokens` with the entropy of ``logits``, which the same op computes.
 
-    With a ``sampling_mask``, it is the entropy of the tokens that were kept when a token was sampled. Tokens of which
-    one alternative was kept have score 0, and still count as tokens: ``drop_zeros`` leaves them out.
+    With a ``sampling_mask``, it is the entropy over the candidates that were kept when a token was sampled. A token
+    with a single kept candidate has score 0. It still counts as a token; ``drop_zeros`` leaves it out.
 
     Args:
         logits: ``[..., T, V]``; or ``[N, V]`` with ``offsets``. float32, bfloat16 or float16.
@@ -293,8 +293,8 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         capacity: how many indices there is room for.
 
     Returns:
-        ``(indices, count)``: int64 ``[capacity]``, ascending, -1 after the last; int64 ``[1]``, the true number, which
-        may exceed ``capacity`` (then the first ``capacity`` are there).
+        ``(indices, count)``: int64 ``[capacity]``, ascending, with -1 after the last index; int64 ``[1]``, how many
+        values are True. If these are more than ``capacity``, ``indices`` has the first ``capacity`` of them.
 
     Raises:
         ValueError, TypeError: a mask of another dtype, a capacity below 0.

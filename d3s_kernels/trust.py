@@ -46,14 +46,14 @@ class TrustedTokens(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A rule: the measure of a token, from the logarithms of p and q in float64, and what is asked of it."""
+    """A rule: the measure of a token, computed from the logarithms of p and q in float64, and the bounds on it."""
 
     measure: Callable[[Tensor, Tensor], Tensor]
     # What is bounded: a token's measure, its sum or mean over a sequence, or its mean over the tokens of all sequences
     # that have the smallest ones.
     over: Literal["token", "sum", "mean", "smallest"] = "token"
-    low: float | None = None  # for a ratio alone
-    high: float | None = None  # None: the caller has to give it
+    low: float | None = None  # only for a ratio
+    high: float | None = None  # None if the caller must set it
     is_ratio: bool = False  # the measure is a ratio's logarithm; the ratio is what is bounded, and the token's weight
     truncates: bool = False  # a ratio outside is set to the nearer bound, and its tokens are kept
     drops_negative: bool = False  # only sequences with an advantage below 0 are dropped
@@ -64,8 +64,8 @@ def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _two_point_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The larger of both KL divergences between 'this token' and 'another one'. Probabilities are kept 1e-8 away from 0
-    and 1, as in AReaL: in float32 a sure token has a probability of 1, where each divergence from it is infinite.
+    """The larger of the two KL divergences between p and q, where all other tokens count as one. Probabilities are kept
+    1e-8 away from 0 and 1, as in AReaL: in float32 a sure token has probability 1, from which divergences are infinite.
     """
     p, q = (log.exp().clamp(1e-8, 1 - 1e-8) for log in (log_p, log_q))
     apart, others_apart = (p / q).log(), ((1 - p) / (1 - q)).log()

@@ -66,22 +66,22 @@ def logprob_entropy(
     ``logprob = log_softmax(logits / temperature)[label]``; entropy as in :func:`entropy`. Both are differentiable in
     ``logits``. A gradient that is not needed costs nothing, and rows whose incoming gradient is 0 are not read again.
 
-    With a ``sampling_mask``, both are of the distribution that was sampled: of the row's kept tokens alone. Their
-    logits alone are read, after the temperature they are renormalised, and the gradient is 0 elsewhere. A row with one
-    kept token gives exactly 0, as does its gradient. A row with an empty span is as without a sampling mask.
+    With a ``sampling_mask``, both are for the distribution that was sampled, over only the row's kept tokens. Only
+    their logits are read and, after the temperature, renormalised; the gradient is 0 elsewhere. For a row with one kept
+    token, the results and the gradient are exactly 0. A row with an empty span is treated as without a sampling mask.
 
     Args:
         logits: ``[..., V]``, bfloat16, float16 or float32, any strides except in the last dimension.
         labels: int64 or int32 ``[...]``; -100 means no target: logprob 0, entropy as usual.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
         mask: bool or integer (True where it is not 0) ``[...]``; rows where it is False are not read and give 0 and 0.
-        sampling_mask: for each row of the logits, the tokens that were kept when its token was sampled; on their
-            device.
-        label_outside: what becomes of a label that its row's span lacks. "nan": the log-probability is NaN, and so is
-            its gradient; on a CPU it is an error. "include": it is added to the row's set.
+        sampling_mask: for each row of the logits, the tokens that were kept when its token was sampled; on the device
+            of the logits.
+        label_outside: what to do with a label that is not in its row's span. "nan": the log-probability and its
+            gradient are NaN; on a CPU it is an error. "include": the label is added to the row's set.
         max_dense_rows: the caller's bound on the rows with an empty span that ``mask`` keeps; 0 says that there are
-            none. Where plain PyTorch serves a GPU, it waits for the device without a bound. If there are more, all
-            results and gradients are NaN, except what is 0 by ``mask`` or by a label of -100.
+            none. Without a bound, there is a host sync if plain PyTorch serves a GPU. If there are more such rows, all
+            results and gradients are NaN, except those that are 0 because of ``mask`` or a label of -100.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats.
@@ -151,14 +151,14 @@ def linear_logprob_entropy(
             bias, which is faster and moves an entropy by some hundredths of a nat in bfloat16.
 
     Sampling masks:
-        sampling_mask, label_outside, max_dense_rows: as in :func:`logprob_entropy`. Without ``max_dense_rows`` the op
-            waits for a GPU once.
+        sampling_mask, label_outside, max_dense_rows: as in :func:`logprob_entropy`. Without ``max_dense_rows``, there
+            is one host sync on a GPU.
 
     On GPUs:
-        max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host synchronisation;
-            if it is exceeded, all outputs are NaN.
-        max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host
-            synchronisation; if it is exceeded, all gradients are NaN.
+        max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host sync; if it is
+            exceeded, all outputs are NaN.
+        max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host sync; if it is
+            exceeded, all gradients are NaN.
 
     Memory:
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU. The backward takes

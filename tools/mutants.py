@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "ops: the batch keeps as many rollouts as one group",
         "csrc/ops/max_variance.cpp",
-        "number.times = segmented.segments.count;",
+        "number.times = segments.together;",
         "number.times = 1;",
         "tests/test_select_rollouts.py",
     ),

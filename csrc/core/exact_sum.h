@@ -1,6 +1,6 @@
 // Sums that do not depend on the order of their terms. Each term is rounded to a multiple of 2^-26, which is finer than
-// float32 near 1, and the multiples are added as integers. So a sequence has the same sum padded or packed, on one
-// thread or on a thousand, on a CPU or on a GPU.
+// float32 near 1, and the multiples are added as integers. So a sequence has the same sum whether it is padded or
+// packed, on any number of threads, on a CPU or on a GPU.
 #pragma once
 
 #include <cmath>

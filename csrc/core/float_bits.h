@@ -17,7 +17,7 @@ struct float16 {
   uint16_t bits;
 };
 
-enum class FloatType { kFloat32, kBfloat16, kFloat16, kFloat64 };  // the last of rewards alone
+enum class FloatType { kFloat32, kBfloat16, kFloat16, kFloat64 };  // only rewards may be kFloat64
 
 template <class T>
 struct Tag {  // passes a type as an argument

@@ -16,7 +16,7 @@ struct Digit {
   D3S_HOST_DEVICE int bins() const { return 1 << bits; }
   D3S_HOST_DEVICE bool is_first() const { return shift + bits == kKeyBits; }
   D3S_HOST_DEVICE int bin_of(uint32_t key) const { return static_cast<int>(key >> shift & (bins() - 1u)); }
-  // Whether the digits of a key above this one are `prefix`.
+  // Whether the key's digits above this digit are `prefix`.
   D3S_HOST_DEVICE bool follows(uint32_t key, uint32_t prefix) const {
     return is_first() || key >> (shift + bits) == prefix;
   }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Marks code that runs on the host and on the device alike.
+// Marks functions that run both on the host and on the device.
 #if defined(__CUDACC__)
 #define D3S_HOST_DEVICE __host__ __device__ __forceinline__
 #else

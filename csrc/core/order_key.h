@@ -1,4 +1,4 @@
-// Order keys: floats as unsigned integers of the same order.
+// Order keys: unsigned integers that sort in the same order as the floats.
 #pragma once
 
 #include <cstdint>

@@ -8,8 +8,8 @@
 
 namespace d3s {
 
-// ceil(ratio * n), at least 1, at most n. In binary 0.07 is slightly larger than 7 / 100, but 7 % of 100 must be 7, not
-// 8: so `slack`, 4 rounding steps of the ratio's type, is taken off the product first.
+// ceil(ratio * n), at least 1 and at most n. In binary 0.07 is slightly larger than 7 / 100, but 7 % of 100 must be 7,
+// not 8. So the product is first made smaller by `slack`, which is 4 rounding steps of the ratio's type.
 constexpr double kDoubleSlack = 0x1p-50;
 constexpr double kFloatSlack = 0x1p-21;
 

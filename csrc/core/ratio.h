@@ -1,5 +1,5 @@
-// An importance ratio is e^x, where the log-ratio x is clamped first. Its derivative by x is the ratio itself between
-// the bounds, and 0 at a bound or beyond it.
+// An importance ratio is e^x of the clamped log-ratio x. Its derivative by x is the ratio itself between the bounds,
+// and 0 at or beyond a bound.
 #pragma once
 
 #include <cmath>
@@ -20,13 +20,13 @@ struct RatioLimits {
 
 namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
 
-constexpr float kNoRatio = 1.f;  // of tokens that do not count
+constexpr float kNoRatio = 1.f;  // the ratio of tokens that are masked out or in no group
 
 D3S_HOST_DEVICE float bounded_ratio(float x, const LogBounds& bounds) {
   return exponential(x < bounds.low ? bounds.low : x > bounds.high ? bounds.high : x);  // NaN stays
 }
 
-// With an infinite bound no gradient is set to 0, not even of a ratio of 0 or infinity: no ratio is <= -1 or >= NaN.
+// An infinite bound sets no gradient to 0, even where the ratio is 0 or infinite: no ratio is <= -1 or >= NaN.
 D3S_HOST_DEVICE RatioLimits limits_of(const LogBounds& bounds) {
   return {bounds.low == -INFINITY ? -1.f : exponential(bounds.low),
           bounds.high == INFINITY ? NAN : exponential(bounds.high)};

@@ -1,4 +1,4 @@
-// Rows of logits: where each starts, whatever the strides of the leading dimensions.
+// Finds where each row of logits starts, for any strides of the leading dimensions.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct RowLayout {
   // Where row i starts, in elements.
   D3S_HOST_DEVICE int64_t offset(int64_t i) const {
 #if defined(__CUDA_ARCH__)
-    auto rest = static_cast<uint32_t>(i);  // enough for the blocks of a grid; 64-bit division is a subroutine
+    auto rest = static_cast<uint32_t>(i);  // a grid has fewer than 2^32 blocks; 64-bit division would be a subroutine
 #else
     auto rest = static_cast<uint64_t>(i);
 #endif

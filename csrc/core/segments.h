@@ -1,4 +1,4 @@
-// Segments of a 1-D array: rows of equal length, or given by offsets (flash-attention's cu_seqlens).
+// Segments of a 1-D array: rows of equal length, or segments cut by offsets (flash-attention's cu_seqlens).
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Segments {
     const int64_t first = begin(i), last = begin(i + 1);
     return last < first ? first : last;
   }
-  // Whether the offsets around segment i are as they must be.
+  // Whether the offsets around segment i are valid.
   D3S_HOST_DEVICE bool good(int64_t i) const {
     return offset(i) <= offset(i + 1) && (i > 0 || offset(0) == 0) && (i + 1 < count || offset(count) == limit);
   }

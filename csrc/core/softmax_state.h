@@ -30,14 +30,14 @@ struct SoftmaxState {
   float dot = 0.f;
 };
 
-// What follows from a finished row.
+// The results of a finished row.
 struct RowStatistics {
   float entropy;
   float max;
   float log_sum;
 };
 
-// `state` with its maximum raised to `max`. Where the factor underflows, the sums are exactly 0, for any move.
+// `state` with its maximum raised to `max`. If the factor underflows, the sums are exactly 0, however far it moved.
 D3S_HOST_DEVICE SoftmaxState rebase(const SoftmaxState& state, float max, float inverse_temperature) {
   const float move = state.max - max;
   const float factor = exp2f(move * (kLog2E * inverse_temperature));

@@ -3,8 +3,8 @@
 //
 // Sums are in double, and one value of the segment is subtracted from all values: otherwise large values with small
 // differences would cancel (rewards of 1000 +- 0.01). With the sum S1 and the sum of squares S2 of a split, k^2 times
-// its variance is k S2 - S1^2: for small whole numbers exactly, and without a division for each split. It does not
-// overflow: differences of floats are below 6.9e38, and with k of at most 2^32 it is below 1e97.
+// its variance is k S2 - S1^2. This needs no division for each split and is exact for small whole numbers. It does not
+// overflow: differences of floats are below 6.9e38, so with k <= 2^32 the result is below 1e97.
 #pragma once
 
 #include <cstdint>

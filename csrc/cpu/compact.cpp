@@ -1,4 +1,4 @@
-// compact: where the true values of a mask are, in row-major order, in a tensor of a size known beforehand.
+// compact: the indices of a mask's true values, in row-major order, in a tensor whose size is known beforehand.
 #include <algorithm>
 
 #include "../ops/compact.h"

@@ -47,14 +47,14 @@ Statistics statistics(const T* rewards, int64_t begin, int64_t end) {
   return s;
 }
 
-// Whether the rewards are equal up to rounding.
+// Whether the rewards are equal except for rounding.
 template <class T>
 bool all_equal(const T* rewards, int64_t begin, int64_t end, const Statistics& s, double tolerance) {
   if (far_apart(s.mean(), s.squares, s.count, tolerance)) return false;
   double lowest = INFINITY, highest = -INFINITY;
   for (int64_t i = begin; i < end; ++i) {
     const double reward = number_of(rewards[i]);
-    if (!(reward < lowest || reward > highest)) continue;  // mostly the same again; or NaN
+    if (!(reward < lowest || reward > highest)) continue;  // most rewards are equal to earlier ones, or NaN
     lowest = std::min(lowest, reward);
     highest = std::max(highest, reward);
   }

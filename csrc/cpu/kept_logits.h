@@ -1,5 +1,5 @@
-// Rows with a span of a sampling mask on a CPU: their kept logits are gathered, and then reduced as a row of so many
-// logits is. Arguments come checked: every id is a token, and a row that counts has its label in its set.
+// Rows with a span of a sampling mask, on a CPU. Their kept logits are gathered, and then reduced like a short dense
+// row. Arguments come checked: every id is a token, and the set of each unmasked row has the row's label.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace d3s {
 
-// The kept tokens of one row after the other, as places in its logits. A thread has one of these for all of its rows.
+// The kept tokens of a row, as places in its logits. A thread has one such object, and reuses it from row to row.
 template <class T>
 class KeptLogits {
  public:
@@ -40,7 +40,7 @@ class KeptLogits {
   bool label_in_tile() const { return label_ >= 0; }
   float label_logit() const { return to_float(row_[label_]); }
 
-  // `state`, with the kept logits merged into it.
+  // Merges the kept logits into `state`.
   SoftmaxState merge_into(SoftmaxState state, const SoftmaxLoops<T>& loops, float temperature) {
     for_slices([&](const int64_t*, int64_t n) {
       const SoftmaxSums sums = loops.slice(logits_, n, kLog2E / temperature, logits_);
@@ -63,7 +63,7 @@ class KeptLogits {
  private:
   bool in_tile(int64_t token) const { return token >= first_token_ && token - first_token_ < rows_.layout.columns; }
 
-  // body(places, n) with the logits of n places gathered in logits_.
+  // Calls body(places, n) for slices of the places, after gathering their n logits in logits_.
   template <class Body>
   void for_slices(const Body& body) {
     for (int64_t begin = 0; begin < static_cast<int64_t>(places_.size()); begin += kSlice) {

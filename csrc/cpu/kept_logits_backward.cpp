@@ -9,7 +9,7 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // kept logits of a thread
+constexpr int64_t kGrain = 32768;  // at least so many kept logits for a thread
 
 // The places of one row.
 class RowOfPlaces {

@@ -11,7 +11,7 @@ inline void add_product(FloatPair& sum, const FloatPair& a, const FloatPair& b) 
   sum.b = multiply_add(a.b, b.b, sum.b);
 }
 
-// The last elements, too few for a pair of vectors, padded with 0.
+// Loads the last n elements, which are too few for a pair of vectors, and pads them with 0.
 template <class T>
 FloatPair load_rest(const T* p, int64_t n) {
   T values[kPair] = {};

@@ -1,4 +1,4 @@
-// Loops over two rows of H numbers, or over one and a sum, one table of them for each SIMD level.
+// Loops over two rows of numbers, or over a row and a sum. There is one table of these loops for each SIMD level.
 #pragma once
 
 #include <cstdint>

@@ -9,12 +9,12 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // products of a thread
+constexpr int64_t kGrain = 32768;  // at least so many products for a thread
 
 int64_t grain_of(const Matrix& matrix) { return 1 + kGrain / (matrix.columns + 1); }
 
-// Asks for a row of a matrix that is too large for any cache. Rows follow each other in no order, so the processor
-// would wait for the start of each one.
+// Prefetches a row of a matrix that is too large for any cache. Rows come in no order, so without this the processor
+// would wait for the start of each row.
 template <class T>
 void prefetch(const Matrix& matrix, int64_t row) {
   const char* p = reinterpret_cast<const char*>(row_of<T>(matrix, row));
@@ -22,7 +22,7 @@ void prefetch(const Matrix& matrix, int64_t row) {
     __builtin_prefetch(p + byte, 0, 2);
 }
 
-// A place of which the logit is needed.
+// A place whose logit is needed.
 struct Needed {
   int64_t place, row, token;
 };
@@ -45,7 +45,7 @@ std::vector<Needed> needed_places(const KeptHead& head) {
   return needed;
 }
 
-// Places are sorted by these: by token, and those of a token in their order.
+// A sort key of a place: entries sort by token, and within a token by place.
 struct Entry {
   int32_t token, place;
 

@@ -1,5 +1,5 @@
-// logprob_entropy and its backward: one pass over the logits each way. Temporaries are a list of the rows and, if there
-// are too few rows to keep the threads busy, 12 bytes for each slice of a row.
+// logprob_entropy and its backward, each in one pass over the logits. The temporaries are a list of the rows and, if
+// there are too few rows to keep the threads busy, 12 bytes for each slice of a row.
 #include "../ops/logprob_entropy.h"
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 namespace d3s {
 namespace {
 
-// Work for a thread, in logits. With less, a second thread costs more than it saves.
+// The least work for a thread, in logits. With less work, a second thread costs more than it saves.
 constexpr int64_t kGrain = 32768;
 
-// The same for rows with a span, in kept logits, each of which is a miss of the cache.
+// The same in kept logits, for rows with a span. It is smaller, since each kept logit is a cache miss.
 constexpr int64_t kKeptGrain = 1024;
 
-// The rows that are not masked out. Threads share each of these lists evenly, wherever the masked rows lie.
+// The rows that are not masked out. Since these are lists, threads share the work evenly wherever the masked rows are.
 struct LiveRows {
   std::vector<int64_t> dense, with_span;
 
@@ -151,7 +151,7 @@ void clear(void* memory, int64_t bytes) {
     memset(static_cast<char*>(memory) + begin, 0, std::min(kPiece, bytes - begin));
 }
 
-// Writes the gradient of the kept logits of those rows that have a span and a gradient. The others are 0 already.
+// Writes the gradient of kept logits for those rows in `which` that have a span and a gradient. All else is 0 already.
 template <class T>
 void write_kept(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, const int64_t* which,
                 int64_t count, T* to, const RowLayout& layout) {
@@ -191,8 +191,8 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
     const From* from = static_cast<const From*>(rows.logits);
     T* to = static_cast<T*>(out.gradient);
 
-    // Rows without a gradient (`still`) are not read, and of rows with a span only their kept logits. With two lists,
-    // threads share both kinds of work evenly.
+    // The logits of rows without a gradient are not read; of a row with a span, only the kept logits are read. Both
+    // kinds of rows are in `still`, all others in `live`. With two lists, threads share both kinds of work evenly.
     std::vector<int64_t> live, still;
     for (int64_t row = 0; row < rows.layout.count; ++row)
       (has_gradient(rows, gradients, row) && rows.spans.dense(row) ? live : still).push_back(row);
@@ -225,7 +225,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
         loops.gradient(p + begin, end - begin, of_row, gradient + begin);
       if (has_label) gradient[label] = from_float<T>(label_gradient(line, label_distance, temperature));
     };
-    // A narrow gradient is written over logits to the left of those that it is made from, so its rows are not cut.
+    // A narrow gradient is written to the left of the logits that it is computed from, so its rows are not cut.
     const int64_t length = narrow ? columns : kGrain, pieces = (columns + length - 1) / length;
     parallel_for(static_cast<int64_t>(live.size()) * pieces, grain, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {

@@ -1,4 +1,4 @@
-// max_variance_select: of each segment the k values with the largest variance. Sort, try every split, mark both ends.
+// max_variance_select: the k values of each segment with the largest variance. Sort, try every split, mark both ends.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -12,7 +12,7 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 1024;      // values; work for a thread
+constexpr int64_t kGrain = 1024;      // at least so many values for a thread
 constexpr int64_t kRankSort = 256;    // up to this length, comparing all keys with all, vectorised, is fastest
 constexpr int64_t kRadixSort = 1024;  // from this length on, three passes over the keys are fastest
 constexpr int kDigit = 11;            // bits of a pass: 32 in three, with tables that stay in the first-level cache
@@ -30,9 +30,9 @@ double value_of(Entry e) { return order_key_value(static_cast<uint32_t>(e >> 32)
 int64_t index_of(Entry e) { return static_cast<int64_t>(e & 0xffffffffu); }
 uint32_t digit_of(Entry e, int pass) { return e >> (32 + pass * kDigit) & (kBuckets - 1); }
 
-// The sorts get values in the order of their index, and leave those with equal keys in this order.
+// Both sorts get values in the order of their index, and are stable.
 
-// Sorts n keys, of which the unusable ones come last.
+// Sorts n keys. Unusable ones come last.
 void rank_sort(const uint32_t* keys, int64_t n, std::vector<Entry>& sorted) {
   uint32_t place[kRankSort];
   uint8_t taken[kRankSort] = {};  // how many equal keys came before; fewer than kRankSort

@@ -71,7 +71,8 @@ int64_t copy_between(const uint32_t* keys, int64_t n, uint32_t low, uint32_t hig
   return count;
 }
 
-// Counts for kColumns keys, few enough that the counters stay in registers.
+// For each of kColumns keys, counts how many of the n keys are smaller. kColumns is small, so the counters stay in
+// registers.
 template <int kColumns>
 void count_block_below(const uint32_t* keys, int64_t n, const uint32_t* columns, uint32_t* below) {
   uint32_t counts[kColumns] = {}, own[kColumns];
@@ -96,8 +97,8 @@ void write_mask(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask) {
 }
 
 uint32_t lowest_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
-  // The least distance above the pivot. For keys below the pivot, the difference wraps around to a larger number than
-  // any key above it has.
+  // Finds the least distance above the pivot. For a key below the pivot the difference wraps around, and so is larger
+  // than that of any key above.
   uint32_t least = UINT32_MAX;
   for (int64_t i = 0; i < n; ++i) least = keys[i] - pivot < least ? keys[i] - pivot : least;
   return least <= UINT32_MAX - pivot ? pivot + least : UINT32_MAX;

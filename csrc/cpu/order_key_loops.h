@@ -1,4 +1,4 @@
-// Loops over scores and their order keys (core/order_key.h), one table of them for each SIMD level.
+// Loops over scores and their order keys (core/order_key.h). There is one table of these loops for each SIMD level.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,9 @@ namespace d3s {
 constexpr int64_t kKeysPadding = 16;  // keys in the widest vector
 
 struct OrderKeyLoops {
-  // keys[i] = order_key(|advantage| * scores[i]), 0 where mask (may be null) is false or the score is NaN. The
-  // advantage is advantages[i], or `advantage` if `advantages` is null. Returns how many keys are not 0. n < 2^31.
+  // keys[i] = order_key(|advantage| * scores[i]), or 0 where the mask is false or the score is NaN. The advantage is
+  // advantages[i], or `advantage` if `advantages` is null. `mask` may be null too. Returns how many keys are not 0.
+  // n < 2^31.
   template <class T>
   using FromScores = int64_t (*)(const T* scores, const float* advantages, float advantage, const bool* mask, int64_t n,
                                  uint32_t* keys);
@@ -20,8 +21,8 @@ struct OrderKeyLoops {
   FromScores<bfloat16> from_bf16;
   FromScores<float16> from_fp16;
 
-  // keys[i] = order_key(values[i]), UINT32_MAX where mask (may be null) is false or the value is not finite. Returns
-  // how many are not UINT32_MAX. n < 2^31.
+  // keys[i] = order_key(values[i]), or UINT32_MAX where the mask is false or the value is not finite. `mask` may be
+  // null. Returns how many keys are not UINT32_MAX. n < 2^31.
   template <class T>
   using FiniteKeys = int64_t (*)(const T* values, const bool* mask, int64_t n, uint32_t* keys);
   FiniteKeys<float> finite_float32;
@@ -30,7 +31,7 @@ struct OrderKeyLoops {
 
   // How many keys are at least `pivot`.
   int64_t (*count_from)(const uint32_t* keys, int64_t n, uint32_t pivot);
-  // Copies the keys in [low, high] to `out`, in order, and returns how many. `out` holds n.
+  // Copies the keys in [low, high] to `out`, in order, and returns their number. `out` must have room for n keys.
   int64_t (*copy_between)(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* out);
   // The smallest key that is at least `pivot`, or UINT32_MAX.
   uint32_t (*lowest_from)(const uint32_t* keys, int64_t n, uint32_t pivot);

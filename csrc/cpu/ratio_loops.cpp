@@ -6,7 +6,7 @@
 namespace d3s {
 namespace {
 
-// Whether a token counts, as a word of all ones or of zeros. A bool that views other data may be any byte.
+// Tells whether a token is present, as a word of all ones or all zeros. A bool that views other data may be any byte.
 struct All {
   uint32_t operator()(int64_t) const { return ~0u; }
 };
@@ -24,7 +24,7 @@ struct MaskedInSome {
   uint32_t operator()(int64_t i) const { return masked(i) & in_some(i); }
 };
 
-// The group of a token, -1 if it is in none.
+// The group of a token; -1 if it is in no group.
 struct OneGroup {
   int32_t operator()(int64_t) const { return 0; }
 };
@@ -33,7 +33,7 @@ struct GroupId {
   int32_t operator()(int64_t i) const { return ids[i]; }
 };
 
-// Calls body with one of the functors above: a token counts by the mask and if it is in a group.
+// Calls `body` with the functor above that tells whether a token is present: unmasked, and in a group if there are ids.
 template <class Body>
 void with_present(const TokenStretch& tokens, const Body& body) {
   const Masked masked = {reinterpret_cast<const uint8_t*>(tokens.mask)};
@@ -48,7 +48,7 @@ void with_present(const TokenStretch& tokens, const Body& body) {
     body(All());
 }
 
-// Calls body(group, present) with two of the functors above.
+// Calls body(group, present) with the two functors above that fit the tokens.
 template <class Body>
 void with_groups(const TokenStretch& tokens, const Body& body) {
   const Masked masked = {reinterpret_cast<const uint8_t*>(tokens.mask)};
@@ -62,7 +62,7 @@ void with_groups(const TokenStretch& tokens, const Body& body) {
     body(OneGroup(), All());
 }
 
-// Calls body(first, number) so that the groups are taken in ones and twos.
+// Calls body(first, number) for the groups, two at a time. For an odd number of groups, the last call has one group.
 template <class Body>
 void in_pairs(int groups, const Body& body) {
   int group = 0;

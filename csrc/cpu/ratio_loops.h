@@ -1,4 +1,4 @@
-// Loops over the tokens of one sequence, one table of them for each SIMD level.
+// Loops over the tokens of one sequence. There is one table of these loops for each SIMD level.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@
 
 namespace d3s {
 
-// Some tokens: which of them count, and their groups. Both `mask` and `ids` may be null.
+// The mask and group ids of n neighbouring tokens. Both may be null. A token is present if it is unmasked and, if there
+// are ids, in a group.
 struct TokenStretch {
   const bool* mask;
   const int8_t* ids;
@@ -19,13 +20,13 @@ struct TokenStretch {
 struct RatioLoops {
   // Adds the terms a[i] - b[i], or a[i] where b is null, of the tokens of each group to sums[group].
   void (*sum)(const float* a, const float* b, const TokenStretch& tokens, int groups, ExactSum* sums);
-  // out[i] = numbers[group] for the tokens of each group, `none` for those of no group.
+  // out[i] = numbers[group] for a token in a group, else `none`.
   void (*assign)(const TokenStretch& tokens, int groups, const float* numbers, float none, float* out);
-  // out[i] = e^(a[i] - b[i]) within the bounds, or e^(means[i] + a[i] - b[i]) if `means` is not null; kNoRatio for
-  // tokens that do not count. `means` may be `out`.
+  // out[i] = e^(a[i] - b[i]), or e^(means[i] + a[i] - b[i]) if `means` is not null, with the exponent clamped to the
+  // bounds; kNoRatio for tokens that are not present. `means` may be `out`.
   void (*exponentiate)(const float* a, const float* b, const TokenStretch& tokens, const float* means,
                        const LogBounds& bounds, float* out);
-  // out[i] = the gradient of a log-ratio, 0 for tokens that do not count.
+  // out[i] = the gradient of a log-ratio; 0 for tokens that are not present.
   void (*gradients)(const float* grad, const float* ratio, const TokenStretch& tokens, const RatioLimits& limits,
                     float* out);
 };

@@ -1,5 +1,6 @@
-// importance_ratio, entropy_groups, adaptive_clip. Two passes: the sums of all groups, then a number for each token.
-// Threads share the tokens evenly, wherever sequences begin and end: sums are exact, so any split gives the same bits.
+// importance_ratio, entropy_groups, adaptive_clip. The first pass sums up each group, the second writes a number for
+// each token. Threads share the tokens evenly, wherever sequences begin and end: sums are exact, so any split gives the
+// same bits.
 #include <algorithm>
 #include <vector>
 
@@ -10,7 +11,7 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // tokens; work for a thread
+constexpr int64_t kGrain = 16384;  // at least so many tokens for a thread
 constexpr int64_t kPiece = 4096;   // tokens that stay in the first-level cache while each group is added up
 
 const RatioLoops& loops() { return D3S_PICK_VARIANT(ratio_loops); }
@@ -51,7 +52,7 @@ std::vector<ExactSum> group_sums(const float* a, const float* b, const TokenGrou
   return sums;
 }
 
-// out[i] = number(mean of the group) for the tokens of a stretch, `none` for those in no group.
+// out[i] = number(mean of the group) for each token of a stretch; `none` for tokens in no group.
 template <class Number>
 void write_numbers(const std::vector<ExactSum>& sums, const TokenGroups& groups, int64_t sequence,
                    const TokenStretch& tokens, float none, const Number& number, float* out) {

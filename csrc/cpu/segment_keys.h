@@ -1,5 +1,5 @@
-// The keys of a segment on a CPU, which are stored or made again for each pass; and the mask of a segment whose k-th
-// largest key is known.
+// The keys of a segment on a CPU: stored, or computed again for each pass. And the function that writes a segment's
+// mask once its k-th largest key is known.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace d3s {
 
-constexpr int64_t kGrain = 8192;       // scores; work for a thread
+constexpr int64_t kGrain = 8192;       // at least so many scores for a thread
 constexpr int64_t kPiece = 65536;      // keys of a long segment in one task: 256 KiB, in the second-level cache
 constexpr int64_t kLong = 2 * kPiece;  // from this length on, all threads share a segment, and topk_mask stores no keys
 
@@ -82,7 +82,7 @@ struct SegmentKeys {
     return total(counts);
   }
 
-  // Calls body(piece, a, b, keys) with the keys of [a, b) for all pieces; on all threads if the segment is long.
+  // Calls body(piece, a, b, keys) for each piece [a, b) with its keys. If the segment is long, all threads share this.
   template <class Body>
   void for_pieces(const Body& body) const {
     const int64_t pieces = pieces_of(n);
@@ -97,7 +97,7 @@ struct SegmentKeys {
   }
 };
 
-// What to keep of a segment: every key above `key`, and the first `ties` of the keys that equal it.
+// Which keys of a segment to keep: all keys above `key`, and the first `ties` keys that equal it.
 struct Cut {
   uint32_t key;
   int64_t ties;

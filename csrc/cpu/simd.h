@@ -1,6 +1,6 @@
-// Vectors of the width that this file is compiled for, and the few operations that the loops are written in. These are
-// GCC's and Clang's vector extensions, with intrinsics for what the extensions lack. Fast-math must be off: it would
-// remove the rounding trick of exp2_nonpositive and change how the whole process treats denormals.
+// Vectors of the width that this file is compiled for, and the few operations that the loops use. The vectors are GCC's
+// and Clang's vector extensions, with intrinsics where the extensions lack an operation. Fast-math must be off: it
+// would remove the rounding trick of exp2_nonpositive and change how the whole process treats denormals.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__) && !defined(D3S_GENERIC)  // the tests compile what other machines get as well
+#elif defined(__aarch64__) && !defined(D3S_GENERIC)  // tests define D3S_GENERIC to compile the code of other machines
 #include <arm_neon.h>
 #define D3S_NEON
 #endif
@@ -47,7 +47,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The larger; `number`, which is not NaN, where x is.
+// The larger of the two. Where x is NaN, the result is `number`, which must not be NaN.
 inline Floats max_number(Floats x, Floats number) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)x, (__m512)number);
@@ -62,7 +62,7 @@ inline Floats max_number(Floats x, Floats number) {
 #endif
 }
 
-// The larger; NaN where x is. `number` is not NaN.
+// The larger of the two. Where x is NaN, the result is NaN. `number` must not be NaN.
 inline Floats max_or_nan(Floats x, Floats number) {
 #if defined(D3S_NEON)
   return (Floats)vmaxq_f32((float32x4_t)x, (float32x4_t)number);
@@ -89,7 +89,8 @@ inline Floats exp2_nonpositive(Floats x, Floats scale) {
   return (Floats)((Ints)p + ((Ints)sum << 23));
 }
 
-// Folds all lanes into one: the halves first, in log2(kLanes) steps, always in the same order.
+// Folds all lanes into one in log2(kLanes) steps, each of which folds one half onto the other. The order is always the
+// same.
 template <class Fold>
 inline float fold_lanes(Floats v, const Fold& fold) {
 #if defined(__AVX512F__)
@@ -116,13 +117,14 @@ inline float max_lanes(Floats v) {
   return fold_lanes(v, [](Floats a, Floats b) { return max_number(a, b); });
 }
 
-// ---- 2 * kLanes elements of a type as floats. Each type has its own order of the lanes, the same in load and store.
+// ---- 2 * kLanes elements of a type as floats. The order of the lanes depends on the type; load and store agree on it.
 struct FloatPair {
   Floats a, b;
 };
 constexpr int64_t kPair = 2 * kLanes;
 
-// Vector by vector: GCC copies a whole pair in smaller parts, through memory, and each part waits for the one before.
+// Loads the two vectors separately. For one memcpy of the whole pair GCC emits small copies through memory, each of
+// which waits for the previous one.
 inline FloatPair load_pair(const float* p) {
   FloatPair pair;
   memcpy(&pair.a, p, sizeof pair.a);
@@ -142,7 +144,7 @@ inline FloatPair load_pair(const bfloat16* p) {
   return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
 }
 
-// Floats as bfloat16 in the high half of a word, rounded to nearest even.
+// Rounds floats to bfloat16, to nearest even. The result is in the high half of each word.
 inline Words round_to_bfloat16(Floats v) {
   const Words bits = (Words)v;
   const Words rounded = bits + (0x7fffu + ((bits >> 16) & 1u));
@@ -186,7 +188,7 @@ inline void store_pair(float16* p, const FloatPair& pair) {
   vst1_f16(halves + kLanes, vcvt_f16_f32((float32x4_t)pair.b));
 }
 #else
-// As to_float does it.
+// The same steps as in to_float.
 inline Floats load_halves(const float16* p) {
   Halves halves;
   memcpy(&halves, p, sizeof halves);
@@ -204,7 +206,7 @@ inline void store_pair(float16* p, const FloatPair& pair) {
 }
 #endif
 
-// ---- The same in the order of floats, whatever the type's own order is.
+// ---- The same, but the lanes are always in memory order.
 inline FloatPair load_floats(const float* p) { return load_pair(p); }
 inline FloatPair load_floats(const float16* p) { return load_pair(p); }
 inline void store_floats(float* p, const FloatPair& pair) { store_pair(p, pair); }

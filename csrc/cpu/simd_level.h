@@ -10,9 +10,9 @@ namespace d3s {
 
 enum class SimdLevel { baseline, avx2, avx512, avx512_bf16, neon, neon_bf16 };
 
-// The best level that was built and that the machine runs; D3S_KERNELS_SIMD=baseline|avx2|avx512|neon asks for a lower
-// one. Every aarch64 machine runs neon. A level with _bf16 is the one before with a dot product of bfloat16; only
-// wide_product_loops.cpp has a variant for it.
+// The best level that was built and that the machine runs. D3S_KERNELS_SIMD=baseline|avx2|avx512|neon asks for a lower
+// level. Every aarch64 machine runs neon. A level with _bf16 is the level before it plus a dot product of bfloat16;
+// only wide_product_loops.cpp has a variant for it.
 SimdLevel simd_level();
 
 const char* simd_level_name(SimdLevel level);

@@ -14,8 +14,8 @@ namespace {
 // exp2_nonpositive computes.
 inline float floor_distance(float scale) { return -125.f / scale; }
 
-// The last elements, too few for a pair of vectors, padded with -inf. Copied by memcpy, because where a gradient lies
-// over logits of another type, plain reads and writes could change places.
+// The last elements, which are too few for a pair of vectors, padded with -inf. They are copied by memcpy: if a
+// gradient overwrites logits of another type, the compiler could reorder plain reads and writes.
 template <class T>
 struct Tail {
   T values[kPair];
@@ -48,7 +48,7 @@ struct Sums {
   }
 };
 
-// Elements that have sums of their own: if added one by one to a sum of 1, terms of 1e-8 would be lost.
+// So many elements are first added to sums of their own: terms of 1e-8, added one by one to a sum of 1, would be lost.
 constexpr int64_t kRun = 16 * kPair;
 
 template <class T>

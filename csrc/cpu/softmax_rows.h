@@ -1,4 +1,4 @@
-// The two loops over a row's logits, one table of them for each SIMD level.
+// The loops over a row's logits. There is one table of these loops for each SIMD level.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace d3s {
 
-// Logits in a slice. A row is always cut at multiples of this, so that its result has the same bits on one thread or on
-// many, alone or in a batch. 8192 logits stay in the nearest caches between the search for the maximum and the sums.
+// Logits in a slice. A row is always cut at multiples of this, so that its result has the same bits on any number of
+// threads and in any batch. 8192 logits stay in the nearest caches between the search for the maximum and the sums.
 constexpr int64_t kSlice = 8192;
 
 struct SoftmaxSums {  // a SoftmaxState as plain numbers: core/softmax_state.h has internal linkage
@@ -23,11 +23,11 @@ struct GradientRow {
 
 template <class T>
 struct SoftmaxLoops {
-  // The state of n <= kSlice logits; scale is log2(e) / t. `next` is what the caller reads next.
+  // The state of n <= kSlice logits; scale is log2(e) / t. `next` is the memory to prefetch: the caller's next logits.
   SoftmaxSums (*slice)(const T* logits, int64_t n, float scale, const T* next);
   // gradient[i] = e (offset + slope d), d = logits[i] - max; 0 where the logit is -inf. `gradient` may be `logits`.
   void (*gradient)(const T* logits, int64_t n, const GradientRow& row, T* gradient);
-  // The same from float32 logits. `gradient` may lie at the front of `logits`.
+  // The same from float32 logits. `gradient` may overwrite the front of `logits`.
   void (*narrow_gradient)(const float* logits, int64_t n, const GradientRow& row, T* gradient);
 };
 

@@ -3,7 +3,7 @@
 // A segment's scores become integer keys. The k-th largest key is found by bisection: counting the keys from a pivot on
 // runs at the speed of the cache, and some twenty pivots are enough. A segment too long for the cache is narrowed
 // first: a sample gives two keys that most likely have the k-th between them, and only the few keys between them stay.
-// The few passes over such a segment make its keys again, piece by piece, which is cheaper than to write and read them.
+// The few passes over such a segment compute its keys again, piece by piece: this is cheaper than storing them.
 #include <cmath>
 
 #include "segment_keys.h"
@@ -14,14 +14,14 @@ namespace {
 constexpr int64_t kBisect = 32768;  // up to this many keys (128 KiB), bisection counts them all for each pivot
 constexpr int64_t kSample = 1024;
 
-// The search for the k-th largest of some keys. That key lies in [low, high], as do `inside` keys in all.
+// The search for the k-th largest of some keys. It lies in [low, high], together with `inside` - 1 other keys.
 struct Search {
   const OrderKeyLoops& loops;
   SegmentKeys keys;
-  int64_t inside, k;  // k: the rank that is sought among `keys`
+  int64_t inside, k;  // k: the key that is searched is the k-th largest of `keys`
   uint32_t low = 1, high = kLargestKey;
 
-  // Two keys of a sample, four standard deviations below and above the expected place of the k-th.
+  // Two keys of a sample: four standard deviations below and above the place where the k-th key is expected.
   std::pair<uint32_t, uint32_t> guess() const {
     uint32_t sample[kSample];
     const int64_t step = keys.n / kSample;
@@ -34,8 +34,8 @@ struct Search {
     return {std::clamp(from, low, high), std::clamp(to, low, high)};
   }
 
-  // If the k-th key is in [from, to], leaves only the keys in there, in `spare`. Else moves `low` or `high` past them
-  // and returns false.
+  // If the k-th key is in [from, to], copies the keys in this range to `spare` and continues with these. Else moves
+  // `low` or `high` past the range and returns false.
   bool narrow(uint32_t from, uint32_t to, uint32_t* spare) {
     std::vector<int64_t> within(pieces_of(keys.n)), above(pieces_of(keys.n));
     keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
@@ -74,14 +74,14 @@ struct Search {
   }
 };
 
-// The cut that keeps k of the keys, of which `present` are not 0; 1 <= k <= present.
+// The cut that keeps k of the keys. `present` keys are not 0, and 1 <= k <= present.
 Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
   Search search{*keys.loops, keys, present, k};
   Keys left;
   while (search.keys.n > kBisect && search.low < search.high) {
     const int64_t before = search.keys.n;
     const auto [from, to] = search.guess();
-    // New memory, of which few pages are touched: a wrong guess must not overwrite the keys that are left.
+    // In new memory, since a wrong guess must not overwrite the keys that are left. Few of its pages are touched.
     Keys next = new_keys(before);
     // After a wrong guess, takes all keys that are left in [low, high] instead of trusting another sample.
     if (!search.narrow(from, to, next.get())) search.narrow(search.low, search.high, next.get());

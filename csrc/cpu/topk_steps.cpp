@@ -6,8 +6,8 @@
 namespace d3s {
 namespace {
 
-// How many keys have each digit. Neighbours often have the same digit, and it is slow to increment a counter that was
-// just written, so neighbours go to two tables in turn.
+// Counts how many keys have each digit. Neighbouring keys often have the same digit, and it is slow to increment a
+// counter that was just written. So neighbours are counted in two tables in turn.
 class DigitCounts {
  public:
   explicit DigitCounts(const Digit& digit) : digit_(digit) {
@@ -29,7 +29,7 @@ class DigitCounts {
   uint32_t even_[1 << Digit::kMostBits], odd_[1 << Digit::kMostBits];
 };
 
-// Adds to `counts` how many of the keys have each digit, among those that follow the prefix.
+// Among the keys that follow the prefix, adds the number of keys with each digit to `counts`.
 void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t prefix, int64_t* counts) {
   const OrderKeyLoops& loops = D3S_PICK_VARIANT(order_key_loops);
   DigitCounts found(digit);
@@ -37,7 +37,8 @@ void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t p
     found.add(keys, n);
     counts[0] -= n - loops.count_from(keys, n, kAbsent + 1);
   } else {
-    // Few keys follow. They are copied together first, since a branch for each key would often be mispredicted.
+    // Few keys follow the prefix. They are first copied into one block, since a branch for each key would often be
+    // mispredicted.
     constexpr int64_t kBlock = 4096;
     uint32_t followers[kBlock];
     const int below = digit.shift + digit.bits;  // bits below the prefix

@@ -8,7 +8,8 @@
 namespace d3s {
 namespace {
 
-// Copies rows with an odd number of elements to words of two, the last word padded with 0. Even rows need no copy.
+// Copies rows with an odd number of elements into words of two elements, and pads the last word with 0. Rows with an
+// even number need no copy.
 std::vector<uint32_t> padded_words(const bfloat16* hidden, int64_t rows, int64_t inner) {
   const int64_t words = (inner + 1) / 2;
   std::vector<uint32_t> padded(inner % 2 ? rows * words : 0);

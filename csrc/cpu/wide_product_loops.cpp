@@ -32,7 +32,7 @@ inline Words all_words(uint32_t word) { return word - Words{}; }
 int64_t panel_words(int64_t inner) { return (inner + 1) / 2 * kColumns; }
 
 void pack(const bfloat16* weight, int64_t stride, int64_t columns, int64_t inner, uint32_t* panel) {
-  // Takes 16 words of each row at a time: a cache line is read whole, and the lines that are written stay in the cache.
+  // Packs 16 words of each row at a time: so cache lines are read whole, and written lines stay in the cache.
   constexpr int64_t kStretch = 16;
   const int64_t whole = inner / 2;
   for (int64_t begin = 0; begin < whole; begin += kStretch) {
@@ -42,7 +42,7 @@ void pack(const bfloat16* weight, int64_t stride, int64_t columns, int64_t inner
   }
   if (inner % 2)
     for (int64_t c = 0; c < columns; ++c) panel[whole * kColumns + c] = weight[c * stride + inner - 1].bits;
-  for (int64_t c = columns; c < kColumns; ++c)  // multiplied too, and then dropped: they must be initialised
+  for (int64_t c = columns; c < kColumns; ++c)  // these are multiplied too, so they must be initialised
     for (int64_t w = 0; w < whole + inner % 2; ++w) panel[w * kColumns + c] = 0;
 }
 

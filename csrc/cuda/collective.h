@@ -1,5 +1,5 @@
-// Sums, maxima and scans over the threads of a warp or of a block, in an order that is always the same.
-// CUB does not promise an order of its sums, and the emulation (tests/cuda_shim) would need one of its own.
+// Sums, maxima and scans over the threads of a warp or of a block, always in the same order. CUB does not promise the
+// order of its sums, and the emulation (tests/cuda_shim) would need its own version of CUB.
 #pragma once
 
 #include "cuda.h"
@@ -49,7 +49,7 @@ __device__ __forceinline__ T warp_exclusive_sum(T& value) {
 // One warp that works by itself. `rank` is a thread's lane.
 struct WarpGroup {
   static constexpr int kSharedBytes = 0;
-  static constexpr int kMostThreads = 4 * kWarp;  // of a block, which holds several such warps
+  static constexpr int kMostThreads = 4 * kWarp;  // of a block; it has several such warps
 
   int rank, size = kWarp;
 
@@ -76,8 +76,8 @@ struct WarpGroup {
 
 // The whole block. Its size must be a power of two, and at least kWarp.
 //
-// Warps are added up in turn where the order matters, for floating-point numbers, and by a warp where it does not,
-// which takes a fifth of the code.
+// Sums of floats depend on the order, so the sums of warps are added up in turn. For other numbers the order does not
+// matter, so one warp adds them up, which takes a fifth of the code.
 struct BlockGroup {
   static constexpr int kSharedBytes = kWarp * 8;  // one value for each warp
   static constexpr int kMostThreads = 1024;
@@ -146,8 +146,8 @@ struct BlockGroup {
     return __shfl_sync(kAllLanes, exclusive_sum(rank % kWarp == 0 ? own : T{}), 0);
   }
 
-  // The warp's stretch [from, to) of [begin, end). The stretches are in the order of the warps, so that a warp which
-  // goes through its stretch in order only needs to know what the warps before it counted.
+  // The warp's stretch [from, to) of [begin, end). Stretches are in the order of the warps. So a warp that goes through
+  // its stretch in order only needs to know what the warps before it counted.
   template <class Int>
   __device__ void warp_stretch(Int begin, Int end, Int& from, Int& to) const {
     const int log_warps = 31 - __clz(warps());

@@ -1,7 +1,7 @@
-// compact: where the true values of a mask are, in row-major order, in a tensor of a size known beforehand.
+// compact: the indices of a mask's true values, in row-major order, in a tensor whose size is known beforehand.
 //
 // The first launch reads the mask and leaves a bit for each value, so that the second one reads an eighth of its bytes.
-// No block waits for another: in the second launch, each adds up the counts that the first one left.
+// No block waits for another: in the second launch, each block adds up the counts of the first launch.
 //
 //   launch            kernel       reads           -> writes
 //   compact           list_mask    mask            -> indices, count                (one block, where that is enough)
@@ -21,15 +21,17 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kInFlight = 4;                      // vectors that a thread loads before it uses the first
 constexpr int kStretch = kWarp * kInFlight * 16;  // values that a warp takes at a time
-constexpr int kStep = kWarps * kStretch;          // and a block: 4 million values are 256 steps
-constexpr int kFlags = kStep / 16;                // of a step, each of a vector
+constexpr int kStep = kWarps * kStretch;          // values that a block takes at a time: 4 million are 256 steps
+constexpr int kFlags = kStep / 16;                // words of flags in a step: one for each vector of 16 values
 
-// A piece is one step up to 8 million values, and more beyond, so that a lane adds up at most 16 counts. That makes at
-// most 4 blocks for each multiprocessor of an H100, with three times the bytes in flight that hide its latency.
+// For up to 8 million values a piece is one step, for more values it is several, so that a lane adds up at most 16
+// counts. This makes at most 4 blocks for each multiprocessor of an H100, with three times as many bytes in flight as
+// hide its latency.
 constexpr int64_t kMostPieces = 512;
 constexpr int kBlocksPerSm = 4;
 
-// A mask in steps, which are counted from the aligned address at or before it, and in pieces, one for each block.
+// A mask, cut into steps and pieces. Steps are counted from the aligned address at or before the mask. Each block has
+// one piece.
 struct Mask {
   const uint8_t* values;
   int64_t n, steps, steps_of_piece;
@@ -63,8 +65,8 @@ D3S_HOST_DEVICE uint32_t flags_of_word(uint32_t word) {
   return tops * 0x00204081u >> 28;  // moves the top bits of the bytes next to each other
 }
 
-// The flags of the 16 values from `at` on, loaded before if they lie in [from, to). Else, near an end of the mask, they
-// are read one by one, and those outside are false.
+// The flags of the 16 values from `at` on. If all of them are in [from, to), they were loaded before, into `v`. Else,
+// near an end of the mask, they are read one by one, and values outside are false.
 __device__ uint32_t flags_of(const uint4& v, const uint8_t* values, int at, int from, int to) {
   if (at >= from && at + 16 <= to)
     return flags_of_word(v.x) | flags_of_word(v.y) << 4 | flags_of_word(v.z) << 8 | flags_of_word(v.w) << 12;
@@ -98,12 +100,13 @@ __device__ int flag_step(const Mask& mask, int64_t step, uint16_t* flags) {
   return own;
 }
 
-// Where an entry of a warp's list lies. If all values are true, the lanes of a warp write to 32 banks and not to one.
+// The place of an entry in a warp's list. If all values are true, the lanes of a warp then write to 32 banks, not to
+// one.
 D3S_HOST_DEVICE int swizzled(int entry) { return entry ^ (entry >> 5 & 62); }
 
 // Writes the indices of a step's true values from indices[next] on, and returns their number. `bits` are the flags of
-// the thread's 64 values. A warp lists its true values in shared memory, then copies the list to neighbouring places:
-// the work grows with the true values, and whole sectors are written even if all are true.
+// the thread's 64 values. A warp lists its true values in shared memory, then copies the list to neighbouring places.
+// So the work grows with the number of true values, and whole memory sectors are written even if all values are true.
 __device__ int list_step(uint64_t bits, int64_t begin, int64_t next, const Outputs& out, Shared& shared, int half) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   int (&counts)[kWarps] = shared.counts[half];
@@ -132,7 +135,7 @@ __device__ int list_step(uint64_t bits, int64_t begin, int64_t next, const Outpu
   return all;
 }
 
-// Writes the count, and -1 after the last index; the blocks share that.
+// Writes the count, and -1 to all places after the last index. The blocks share these places.
 __device__ void finish(int64_t total, const Outputs& out) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *out.count = total;
 #pragma unroll 1
@@ -171,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     total += counts[i];
     if (i < static_cast<int>(blockIdx.x)) next += counts[i];
   }
-  next = warp_reduce(next, Sum());  // each warp for itself, which takes no barrier
+  next = warp_reduce(next, Sum());  // each warp does this for itself, without a barrier
   total = warp_reduce(total, Sum());
   while (step < end) {
     next += list_step(bits, mask.begin_of(step), next, out, shared, static_cast<int>(step % 2));

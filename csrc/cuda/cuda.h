@@ -1,6 +1,6 @@
 // CUDA as the kernels see it. The tests compile the same kernels for the CPU (D3S_EMULATED), where threads are fibres
-// (tests/cuda_shim). So code that only nvcc compiles, such as a launch or inline assembly, is in this file alone, and
-// has a plain version for the CPU here or in the shim.
+// (tests/cuda_shim). So code that only nvcc compiles, such as a launch or inline assembly, is only in this file. It has
+// a plain version for the CPU, here or in the shim.
 #pragma once
 
 #if defined(D3S_EMULATED)
@@ -41,7 +41,7 @@ inline int device_attribute(const Device& device, cudaDeviceAttr attribute) {
 }
 
 #if !defined(D3S_EMULATED)
-// For the tests' counts, which only the emulated device makes.
+// Hooks for the tests: only the emulated device counts launches and scores.
 inline void note_launch(const char*, int64_t, int, size_t) {}
 D3S_HOST_DEVICE void note_scores(int) {}
 
@@ -61,15 +61,15 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 constexpr size_t kSharedWithoutAsking = 48 << 10;
 
-// The grid is one-dimensional, since its y is at most 65,535. Without blocks there is no launch.
+// The grid is one-dimensional, since a second dimension has at most 65,535 blocks. Without blocks there is no launch.
 template <class... Params, class... Args>
 void launch(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
             const Device& device, const Args&... args) {
   if (blocks <= 0) return;
   if (blocks > INT32_MAX) throw std::runtime_error(std::string("d3s_kernels: ") + name + ": too many blocks");
   require_success(cudaSetDevice(device.index), "cudaSetDevice");
-  // Sets the limit to all that the device has, not to what this launch needs: the limit belongs to the kernel, and
-  // another host thread may be launching the same kernel with more.
+  // Sets the limit to the device's maximum, and not to the need of this launch: the limit belongs to the kernel, and
+  // another host thread may be launching the same kernel with more shared memory.
   if (shared_bytes > kSharedWithoutAsking)
     require_success(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          device_attribute(device, cudaDevAttrMaxSharedMemoryPerBlockOptin)),
@@ -90,12 +90,12 @@ D3S_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b;
 
 // ---- instructions ----------------------------------------------------------------------------------------------
 
-// Elements in a vector of 16 bytes, which is what a thread loads and stores at a time.
+// Elements in a vector of 16 bytes. A thread loads and stores one vector at a time.
 template <class T>
 constexpr int kPerVector = 16 / static_cast<int>(sizeof(T));
 
-// Two floats that are computed alike. Machine code of 10.0 and 10.3 has one instruction for both, which rounds each as
-// the instruction for one float does. Elsewhere there are two instructions, with the same bits.
+// Two floats with the same operations. Machine code for compute capability 10.0 and 10.3 has one instruction for both,
+// which rounds each float by itself. Elsewhere there are two instructions, with the same bits.
 struct alignas(8) Pair {
   float low, high;
 };
@@ -113,12 +113,12 @@ __device__ __forceinline__ Pair fma(Pair a, Pair b, Pair c) {
   return unpacked(__ffma2_rn(packed(a), packed(b), packed(c)));
 }
 
-// 1, for a finite x, and else NaN. The compiler must not know that it is 1: it would move the constant beside each
-// float that shares a register pair with a 1, instead of keeping it there.
+// 1 for a finite x, else NaN. The compiler must not know that it is 1: instead of keeping the 1 in a register pair with
+// a float, it would move the constant there for each float.
 __device__ __forceinline__ float hidden_one(float x) { return fmaf(x, 0.f, 1.f); }
 
-// {weight, weight * value}; and {sums.low + weight, sums.high + weight * value}, each rounded once. `one` must be a
-// hidden_one().
+// weighted() is {weight, weight * value}; add_weighted() is {sums.low + weight, sums.high + weight * value}, each
+// rounded once. `one` must be a hidden_one().
 __device__ __forceinline__ Pair weighted(float weight, float value, float one) {
   return both(weight) * Pair{one, value};
 }
@@ -166,7 +166,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// For data that one thread reads, once: it is not kept in the first-level cache.
+// For data that one thread reads once. It is not kept in the first-level cache.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   uint4 v;
   asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -175,13 +175,13 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   return v;
 }
 
-// For data that a neighbouring thread reads again, in the next instruction.
+// For data that a neighbouring thread reads again in the next instruction.
 __device__ __forceinline__ uint4 load_cached(const uint4* p) { return __ldg(p); }
 
 // For memory that the kernel itself may write.
 __device__ __forceinline__ uint4 load_plain(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v); }
-// One store. nvcc cuts `*p = v` into stores of 4 bytes where the parts of v are computed.
+// Always one store. nvcc cuts `*p = v` into stores of 4 bytes if the parts of v are computed.
 __device__ __forceinline__ void store_plain(uint4* p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -197,7 +197,7 @@ __device__ __forceinline__ Pair unpack(uint32_t word, Tag<float16>) {
   return z;
 }
 
-// The larger of each half; of a number and NaN, the number.
+// The larger number in each half. If one of the two is NaN, the result is the other.
 template <class T>
 __device__ __forceinline__ uint32_t packed_max(uint32_t a, uint32_t b) {
   uint32_t c;

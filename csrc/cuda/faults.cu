@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kBytes = kPublicOps * kFaultKinds;
 
-// Null until the first op has run. Python looks here before each op, so that it needs no call.
+// Null until the first op has run. Python reads this pointer before each op, which is cheaper than a call.
 unsigned char* memory = nullptr;
 
 // Pinned memory, which kernels can write. Allocating is allowed while a graph is captured, but only in this mode.
@@ -34,5 +34,5 @@ Faults faults_of(PublicOp op) {
 
 }  // namespace d3s
 
-// Where d3s_kernels/_dispatch/faults.py finds the memory: [ops][faults], in the order of their enumerations.
+// Returns where d3s_kernels/_dispatch/faults.py finds the memory: bytes [ops][faults], in the order of the enums.
 extern "C" __attribute__((visibility("default"))) unsigned char* const* d3s_kernels_faults() { return &d3s::memory; }

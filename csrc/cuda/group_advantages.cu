@@ -1,7 +1,7 @@
 // group_advantages: (reward - mean of its group) / (standard deviation + eps).
 //
-// A warp handles a group, or a block if the group is large. Only the group's own length decides which: the two add in
-// different orders, and the bits of a group must not depend on other groups.
+// A warp handles a group, or a block if the group is large. Only the group's own length decides this: warps and blocks
+// add in different orders, and the bits of a group must not depend on other groups.
 //
 //   launch                      kernel             reads             -> writes
 //   group_advantages (batch)    batch_deviation    rewards           -> batch   (scale="batch" only; one block)
@@ -50,7 +50,7 @@ __device__ Statistics statistics(const T* rewards, int64_t begin, int64_t end, c
   return s;
 }
 
-// Whether the rewards are equal up to rounding.
+// Whether the rewards are equal except for rounding.
 template <class T, class Group>
 __device__ bool all_equal(const T* rewards, int64_t begin, int64_t end, const Statistics& s, double tolerance,
                           const Group& group) {
@@ -59,7 +59,7 @@ __device__ bool all_equal(const T* rewards, int64_t begin, int64_t end, const St
   Number lowest = INFINITY, highest = -INFINITY;
   for (int64_t i = begin + group.rank; i < end; i += group.size) {
     const Number reward = number_of(rewards[i]);
-    if (reward < lowest) lowest = reward;  // NaN never is
+    if (reward < lowest) lowest = reward;  // always false for NaN
     if (reward > highest) highest = reward;
   }
   lowest = group.reduce(lowest, Min());

@@ -6,12 +6,14 @@
 namespace d3s {
 namespace {
 
-// Stretches of all rows are numbered so that no scan is needed: a row may leave numbers out, and shares none.
+// The numbers of a row's stretches begin here. They need no scan: no two rows share a number, but some numbers are not
+// used.
 __device__ inline int64_t first_stretch(const Segments& spans, int64_t row) {
   return spans.begin(row) / kStretch + row;
 }
-// Below 0 for none. Offsets do not fall, so that two of them bound the row, mostly to one or two: a search of all rows
-// would wait a dozen times for an offset. If they are bad, some row is found, or none.
+// The row that has a stretch; below 0 if there is none. Since offsets do not decrease, two of them narrow the search,
+// mostly to one or two rows; a search among all rows would wait a dozen times for an offset. If offsets are bad, the
+// result is some row, or none.
 __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch) {
   const int64_t most = stretch < spans.count ? stretch : spans.count - 1;
   if (most < 0) return -1;
@@ -30,7 +32,7 @@ __device__ inline int64_t row_of_stretch(const Segments& spans, int64_t stretch)
   return low;
 }
 
-// A block for each stretch of a row's span, or for each piece of its columns.
+// There is a block for each stretch of a row's span and each piece of the columns.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sum_rows(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix weight,
@@ -54,8 +56,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     total.write(row_of<To>(out, row), false, out_aligned);
 }
 
-// Rows that are undefined, wherever bad offsets have put them; and rows of several stretches. Where offsets are bad,
-// some stretches belong to no row and are not summed. All rows with a gradient are undefined then.
+// Writes the rows that are left: undefined rows, as NaN, and rows whose places fill several stretches. If the offsets
+// are bad, some stretches have no row and were never summed; but then every row with a gradient is undefined, so they
+// are not needed.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     finish_rows(const __grid_constant__ Segments spans, const int* bad, const bool* undefined, uint32_t pieces,

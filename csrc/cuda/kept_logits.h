@@ -1,5 +1,5 @@
-// Rows with a span of a sampling mask: only their kept logits are read. A warp takes a short span, a block a long one:
-// the order of the sums depends on the length of the row's own span alone.
+// Rows with a span of a sampling mask: only their kept logits are read. A warp takes a short span, a block a long one.
+// So the order of the sums depends only on the length of the row's own span.
 #pragma once
 
 #include "row_gradient.h"
@@ -13,14 +13,14 @@ constexpr int kSpanWarps = kSpanThreads / kWarp;  // rows of a block
 constexpr int kLongSpan = 1024;  // tokens: 8 rounds of loads for a warp, some 10 us. Longer spans take the whole block.
 constexpr int kGathered = 4;     // logits that a thread loads before it uses the first
 
-// What one thread, one warp or one block has of a row's span.
+// The result of one thread, warp or block for its part of a row's span.
 struct KeptShare {
   SoftmaxState state;
   int label_at;  // where in the span the label is, or -1
   bool bad_token;
 };
 
-// Places in a row's tile. Spans may be unchecked: what is no token is in no tile, and never read.
+// The tokens of a row's tile. Spans may be unchecked: an id that is no token is in no tile, so it is never read.
 struct TileOfRow {
   int64_t first_token, columns;
   bool whole;  // whether the tile is the whole vocabulary
@@ -29,7 +29,7 @@ struct TileOfRow {
   __device__ bool bad(int64_t token) const { return token < 0 || (whole && token >= columns); }
 };
 
-// The tokens first, first + step, ... of a span, for the thread that calls this; then merged over its warp.
+// Each thread reads the tokens first, first + step, ... of a span. The result is merged over the warp.
 template <class T>
 __device__ KeptShare warp_kept_share(const LogitsRows& rows, int64_t row, const Span& span, const TileOfRow& tile,
                                      int first, int step) {
@@ -112,7 +112,8 @@ __device__ void finish_span(const LogitsRows& rows, int64_t row, const Span& spa
   write_row(row, statistics, label == kNoTarget ? 0.f : log_probability(label_logit, statistics, temperature), sink);
 }
 
-// Results of all rows that have a span or are masked out. Counts the others in `dense_rows`, if that is given.
+// Writes the results of all rows that have a span or are masked out. Counts all other rows in `dense_rows`, if not
+// null.
 template <class T>
 __global__ void __launch_bounds__(kSpanThreads)
     rows_with_span(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink, int* dense_rows) {
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kSpanThreads)
       if (span.size == 0 && dense_rows && lane == 0) atomicAdd(dense_rows, 1);
       if (span.size == 0 && rows.kept_alone && lane == 0) write_masked_row(own, sink);
       if (span.size != 0 && span.size <= kLongSpan) {
-        // Of a single kept token, no logit is read.
+        // If there is a single kept token, its logit is not read.
         const int64_t label = rows.labels[own];
         const bool single = span.size == 1 && (!rows.spans.include_label || label < 0 || label == span.tokens[0]);
         KeptShare share{SoftmaxState(), single && label == span.tokens[0] ? 0 : -1, single && tile.bad(span.tokens[0])};
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kSpanThreads)
   }
 }
 
-// If there are more dense rows than their bound, all results are NaN.
+// If there are more dense rows than max_dense_rows, makes all results NaN.
 __global__ void enforce_bound(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink,
                               const int* dense_rows) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;

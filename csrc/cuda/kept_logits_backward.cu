@@ -3,7 +3,7 @@
 //   launch                 kernel         reads                              -> writes
 //   kept_logits_backward   write_places   logits, spans, labels, gradients   -> grad, rows, tokens, undefined
 //
-// A warp takes a row with a short span, a block one with a long span.
+// A warp takes a row with a short span, a block takes a row with a long span.
 #include "../ops/kept_logits_backward.h"
 
 #include "collective.h"
@@ -28,7 +28,7 @@ struct Problem {
   }
 };
 
-// The places of one row, by the threads of a warp or of a block. The label was looked for in the span.
+// Writes the places of one row; the threads are a warp or a block. `label_found`: whether the span has the label.
 __device__ void write_row(const Problem& problem, int64_t row, const Span& span, bool label_found, int thread,
                           int threads) {
   const LogitsRows& rows = problem.rows;

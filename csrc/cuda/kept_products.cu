@@ -21,7 +21,7 @@ constexpr int kInFlight = 4;  // vectors of either row that a thread loads befor
 
 constexpr int kCheckers = 1024;
 
-// Whether offsets are bad. One block: offsets are few.
+// Sets `bad` if any offsets are bad. One block is enough, since offsets are few.
 __global__ void check_offsets(const __grid_constant__ Spans spans, int64_t rows, int* bad,
                               const __grid_constant__ Faults faults) {
   int any = 0;
@@ -42,7 +42,7 @@ struct Needed {
   int64_t row, token;  // a row of the weight; -1 if no logit is needed
 };
 
-// What a place stands for. All lanes of a warp call this with the same place.
+// The row and token of a place. All lanes of a warp call this with the same place.
 __device__ inline Needed needed_at(const KeptHead& head, int64_t place, int lane) {
   const bool of_label = place >= head.spans.count;
   const int64_t row = of_label ? place - head.spans.count : head.spans.row_at(place, head.hidden.rows);
@@ -56,8 +56,8 @@ __device__ inline Needed needed_at(const KeptHead& head, int64_t place, int lane
   return {row, warp_reduce(found, Max()) ? -1 : head.in_shard(head.labels[row])};
 }
 
-// A warp for each place, so that long spans take no longer than short ones. The order of the sum depends on the number
-// of columns alone.
+// There is a warp for each place, so that long spans take no longer than short ones. The order of the sum depends only
+// on the number of columns.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     place_logits(const __grid_constant__ KeptHead head, const int* bad, bool aligned, float* out) {

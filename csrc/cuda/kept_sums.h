@@ -1,7 +1,8 @@
-// Sums over places, of the kernels of kept_products.cu: the rows of a matrix that the places name, each times a factor.
+// Sums over places, for the kernels of kept_products.cu. Each place names a row of a matrix; the sum is over these
+// rows, each times a factor.
 //
-// A sum over more than kStretch places, of a long span or a frequent token, is shared between blocks. It is cut from
-// its own first place on, so that its bits depend on nothing else.
+// A long span or a frequent token has more than kStretch places. Its sum is shared between blocks. It is cut into
+// stretches that begin at its own first place, so that its bits depend on nothing else.
 #pragma once
 
 #include "../ops/kept_products.h"
@@ -13,7 +14,7 @@ namespace d3s {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 3;     // that share a multiprocessor. Without the bound, nvcc spills to fit a fourth
+constexpr int kBlocks = 3;     // on each multiprocessor. Without this bound, nvcc spills registers to fit a fourth
 constexpr int kBatch = 8;      // rows that a thread loads before it adds the first; divides kWarp
 constexpr int kStretch = 512;  // places that a block adds: 64 batches, some 50 us; a multiple of kWarp
 
@@ -22,7 +23,7 @@ bool is_aligned(const Matrix& matrix) {
   return misalignment(matrix.values) == 0 && matrix.stride % kPerVector<T> == 0;
 }
 
-// A vector of a row of `columns` elements; 0 past its end.
+// Loads a vector from a row of `columns` elements; past the end, elements are 0.
 template <class T>
 __device__ uint4 load_elements(const T* row, int64_t first, int64_t columns, bool aligned) {
   if (aligned && first + kPerVector<T> <= columns) return load_cached(reinterpret_cast<const uint4*>(row + first));
@@ -34,13 +35,13 @@ __device__ uint4 load_elements(const T* row, int64_t first, int64_t columns, boo
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// A row of a matrix that counts some times; -1 for none.
+// A row of a matrix, and the factor that it is multiplied by. A row of -1 stands for no term.
 struct Term {
   int32_t row = -1;
   float factor = 0.f;
 };
 
-// Writes a vector of sums, or adds it to what is there, in 16 bytes at a time.
+// Writes a vector of sums, or adds it to the numbers there, 16 bytes at a time.
 template <class T, class To>
 __device__ void write_vector(const float (&sums)[kPerVector<T>], To* to, bool add) {
   constexpr int kVector = kPerVector<To>;
@@ -56,7 +57,7 @@ __device__ void write_vector(const float (&sums)[kPerVector<T>], To* to, bool ad
   }
 }
 
-// The same for the columns from `first` on of a row, of which there may be less than a vector.
+// The same for the columns of a row from `first` on, even if fewer are left than a vector has.
 template <class T, class To>
 __device__ void write_sums(const float (&sums)[kPerVector<T>], To* row, int64_t first, int64_t columns, bool add,
                            bool aligned) {
@@ -69,7 +70,7 @@ __device__ void write_sums(const float (&sums)[kPerVector<T>], To* row, int64_t 
     if (first + i < columns) row[first + i] = from_float<To>(sums[i] + (add ? to_float(row[first + i]) : 0.f));
 }
 
-// What a thread adds up: the same columns of several rows of a matrix.
+// The sums of a thread, over the same columns of several rows of a matrix.
 template <class T>
 struct ColumnSums {
   float sums[kPerVector<T>] = {};
@@ -79,8 +80,8 @@ struct ColumnSums {
   __device__ ColumnSums(int64_t piece, int64_t columns)
       : first((piece * blockDim.x + threadIdx.x) * kPerVector<T>), columns(columns) {}
 
-  // Adds term_at(begin), term_at(begin + 1), ... before `end`, in this order. All lanes of a warp call this: each looks
-  // up another term, so that what leads to 32 rows is read at the same time.
+  // Adds term_at(begin), ..., term_at(end - 1), in this order. All lanes of a warp call this. Each lane looks up
+  // another term, so that the terms of 32 rows are read at the same time.
   template <class TermAt>
   __device__ void add_terms(const Matrix& matrix, bool aligned, int64_t begin, int64_t end, const TermAt& term_at) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -91,7 +92,7 @@ struct ColumnSums {
       for (int of_lane = 0; of_lane < count; of_lane += kBatch) add_batch(matrix, wide, own, of_lane);
     }
   }
-  // The terms of a lane and of those after it.
+  // Adds the kBatch terms that lane `of_lane` and the lanes after it looked up.
   __device__ void add_batch(const Matrix& matrix, bool wide, const Term& own, int of_lane) {
     Term terms[kBatch];
 #pragma unroll
@@ -140,7 +141,7 @@ struct ColumnSums {
   }
 };
 
-// Threads of a block, and blocks of a row, of which each thread has one vector.
+// The number of threads of a block, and of blocks for a row, if each thread has one vector of the row.
 template <class T>
 int threads_for(int64_t columns) {
   const int64_t warps = ceil_div(ceil_div(columns, kPerVector<T>), kWarp);
@@ -152,9 +153,9 @@ uint32_t pieces_of(int64_t columns) {
   return pieces > 0 ? pieces : 1;
 }
 
-// The sums of those runs of places, each longer than a stretch, that are shared between blocks: `columns` floats and
-// the sum of the factors for each stretch. A run has at most one stretch for each half stretch that it covers, so runs
-// never meet.
+// The sums of runs of places that are longer than a stretch and so are shared between blocks. Each stretch has
+// `columns` floats and the sum of its factors. A run has at most one stretch for each half stretch that it covers, so
+// two runs never use the same slot.
 struct StretchSums {
   float *sums = nullptr, *of_factors = nullptr;
   int64_t columns = 0;
@@ -165,7 +166,7 @@ struct StretchSums {
     sums = device.scratch_of<float>(stretches * columns);
     of_factors = device.scratch_of<float>(stretches);
   }
-  // Of the n-th stretch of the run that begins at a place.
+  // The slot of the n-th stretch of the run that begins at place `run`.
   __device__ int64_t at(int64_t run, int64_t n) const { return run / (kStretch / 2) + n; }
 
   template <class T>

@@ -8,9 +8,9 @@ namespace d3s {
 namespace {
 
 constexpr int kShort = 16;  // places of a run that a warp adds: at most kWarp
-constexpr int kAcross = 4;  // vectors of a row that a lane of it loads before it uses the first
+constexpr int kAcross = 4;  // vectors of a row that a lane loads before it uses the first
 
-// The sort is by token; places without a gradient come last.
+// Makes the entries by which places are sorted: by token, and places without a gradient last.
 __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int64_t rows, int64_t tokens,
                              uint64_t* entries, uint32_t* indices) {
   const int64_t place = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -19,7 +19,7 @@ __global__ void make_entries(const __grid_constant__ KeptGradient gradient, int6
   indices[place] = static_cast<uint32_t>(place);
 }
 
-// Places sorted by token. Those of a token are its run.
+// Places sorted by token. The places of one token are its run.
 struct Runs {
   SortedEntries sorted;
   int64_t count;
@@ -39,7 +39,7 @@ struct Runs {
     }
     return low;
   }
-  // The beginning of a token's run, which has entry i; and its end.
+  // The beginning and the end of a token's run, which entry i belongs to.
   __device__ int64_t begin(int64_t i, int64_t token) const {
     return first_from(0, i, [&](int64_t other) { return other >= token; });
   }
@@ -55,7 +55,7 @@ __device__ void add_to_token(const ColumnSums<T>& total, const Matrix& out, cons
   if (bias_out.values && total.first == 0) bias_out.add(token, total.of_factors);
 }
 
-// The sums of a lane: kCount vectors of columns, of `count` rows that the lanes of a warp know one each.
+// The sums of a lane: kCount vectors of columns, summed over `count` rows. Each lane of the warp has looked up one row.
 template <class T, int kCount>
 struct LaneSums {
   float sums[kCount][kPerVector<T>] = {};
@@ -79,14 +79,14 @@ struct LaneSums {
   }
 };
 
-// A run of at most kShort places, mostly of one: a warp adds it, for all columns.
+// A warp adds up a run of at most kShort places, for all columns. Most runs have one place.
 template <class T, class To>
 __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t first,
                               bool aligned, bool out_aligned, const Matrix& out, const Vector& bias_out) {
   constexpr int64_t kStep = kWarp * kPerVector<T>;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   if (first >= runs.count) return;
-  // What does not depend on each other is read at the same time.
+  // Independent values are read at the same time.
   const int64_t token = static_cast<int64_t>(runs.sorted.entries[first]), i = first + lane;
   const uint32_t place = i < runs.count ? runs.sorted.indices[i] : 0;
   const bool mine = runs.has(i, token), begins = !runs.has(first - 1, token), ends = !runs.has(first + kShort, token);
@@ -104,7 +104,7 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
 #pragma unroll
     for (int j = 0; j < kAcross; ++j) write_vector<T>(total.sums[j], to + column + j * kStep, true);
   }
-  // All lanes go on as long as one of them has a column.
+  // All lanes go on as long as any lane has a column.
   for (; column - lane * kPerVector<T> < hidden.columns; column += kStep) {
     LaneSums<T, 1> total;
     total.add(hidden, own, count,
@@ -118,15 +118,15 @@ __device__ void sum_short_run(const KeptGradient& gradient, const Matrix& hidden
   if (lane == 0) bias_out.add(token, of_factors);
 }
 
-// A stretch of a longer run, for a piece of the columns: a block adds it. There is a block for each entry i that is a
-// multiple of kShort. The first of a run does its first stretch; a later stretch is done by the last one that is not
-// past its beginning.
+// A block adds up one stretch of a longer run, for a piece of the columns. There is a block for each entry i that is a
+// multiple of kShort. The first such entry in a run takes the run's first stretch. Each later stretch is taken by the
+// last such entry at or before the stretch's beginning.
 template <class T, class To>
 __device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, const Runs& runs, int64_t i,
                             int64_t piece, bool aligned, bool out_aligned, const StretchSums& stretches,
                             const Matrix& out, const Vector& bias_out) {
   const int64_t token = static_cast<int64_t>(runs.sorted.entries[i]);
-  // A run of more than kShort places that has entry i has one of these too.
+  // If entry i is in a run of more than kShort places, the run also has one of these two entries.
   if (token >= out.rows || !(runs.has(i - kShort / 2, token) || runs.has(i + kShort / 2, token))) return;
   const int64_t run = runs.begin(i, token), after = i - run;
   const int64_t n = after < kShort ? 0 : ceil_div(after, kStretch), first = run + n * kStretch;
@@ -145,8 +145,8 @@ __device__ void sum_stretch(const KeptGradient& gradient, const Matrix& hidden, 
     add_to_token<T, To>(total, out, bias_out, token, out_aligned);
 }
 
-// First the blocks for stretches of long runs, which take longest; then a warp for each sorted place. Those that have
-// nothing to do end at once.
+// The first blocks take the stretches of long runs, which take the longest time. Then there is a warp for each sorted
+// place. Blocks and warps without work end at once.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     sum_tokens(const __grid_constant__ KeptGradient gradient, const __grid_constant__ Matrix hidden,
@@ -163,7 +163,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                        bias_out);
 }
 
-// A block for each multiple of a stretch among the sorted places: a long run has at least one, and the first does it.
+// There is a block for each multiple of kStretch among the sorted places. A long run has at least one; the first of its
+// blocks joins its stretches.
 template <class T, class To>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     join_tokens(const __grid_constant__ Runs runs, uint32_t pieces, bool out_aligned,

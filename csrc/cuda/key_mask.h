@@ -7,7 +7,7 @@
 
 namespace d3s {
 
-// What to keep of a segment: every key above `key`, and all ties or the first `ties` of them.
+// Which keys of a segment to keep: all keys above `key`, and all ties or the first `ties` of them.
 struct Cut {
   uint32_t key;
   int ties;
@@ -20,30 +20,31 @@ struct Kept {
   uint32_t lowest;
 };
 
-// If all keys with the digits that are found are kept, the cut is at the lowest such key; if none is kept, above all.
+// The cut after a search. If all keys with the digits found are kept, it is at the lowest possible key with these
+// digits. If no key is kept, it is above all keys.
 D3S_HOST_DEVICE Cut cut_at(const Found<int>& found) {
   if (found.k == 0) return {UINT32_MAX, 0, true};
   return {found.prefix << found.shift, found.left, found.keeps_all()};
 }
 
-// `count` and `threshold` of a segment of which k keys, less those dropped, are kept.
+// Writes `count` and `threshold` of a segment. It keeps k keys, minus the dropped zeros.
 D3S_HOST_DEVICE void write_selected(const SelectionOutputs& outputs, int64_t segment, int64_t k, const Kept& kept) {
   const int64_t count = k - kept.zeros;
   if (outputs.count) outputs.count[segment] = static_cast<int32_t>(count);
   if (outputs.threshold) outputs.threshold[segment] = count > 0 ? order_key_value(kept.lowest) : INFINITY;
 }
 
-// The mask of a row of keys, four neighbours at a time. Fours begin where the mask has a multiple of 4 bytes, so that
-// they are stored as one word; the first and the last of them may be incomplete.
+// The mask of a row of keys, in fours: groups of four neighbours. A four begins where the mask's address is a multiple
+// of 4, so that it is stored as one word. The first and the last four may be incomplete.
 class MaskRow {
  public:
   __device__ MaskRow(bool* mask, int count)
       : lead_(static_cast<int>(reinterpret_cast<uintptr_t>(mask) & 3)), end_(lead_ + count), mask_(mask - lead_) {}
 
-  __device__ int lead() const { return lead_; }  // places of the first four that are before the row
+  __device__ int lead() const { return lead_; }  // how many places of the first four are before the row
   __device__ int fours() const { return (end_ + 3) / 4; }
 
-  // Stores one byte of the word for each place that is in the row.
+  // Stores the bytes of the word whose places are in the row.
   __device__ void store(int four, uint32_t word) const {
     if (whole(four))
       reinterpret_cast<uint32_t*>(mask_)[four] = word;
@@ -57,25 +58,25 @@ class MaskRow {
   __device__ bool whole(int four) const { return four >= (lead_ > 0 ? 1 : 0) && four < end_ / 4; }
 
  private:
-  int lead_, end_;  // the first places of the row and after it
+  int lead_, end_;  // the row's first place, and the first place after it
   bool* mask_;
 };
 
-// A row of keys in memory. Padded keys are the kernel's own: they are aligned, with absent keys in all places of the
-// first and the last four.
+// A row of keys in memory. Padded keys are written by the kernel itself: they are aligned, and the places of the first
+// and last four that are outside of the row have absent keys.
 template <bool kPadded>
 class KeyRow : public MaskRow {
  public:
   using Keys = std::conditional_t<kPadded, uint32_t, const uint32_t>;
 
-  // `keys` are those of the row; padded ones begin with the first four.
+  // `keys` points to the row's first key, or for padded keys to the first four.
   __device__ KeyRow(Keys* keys, bool* mask, int count) : MaskRow(mask, count), keys_(kPadded ? keys : keys - lead()) {}
 
-  // Sets padded keys.
+  // Stores a four of padded keys.
   __device__ void set(int four, const uint4& keys) const { *reinterpret_cast<uint4*>(keys_ + 4 * four) = keys; }
 
-  // body(four, keys) for the thread's fours of the warp's stretch of the row. All lanes of a warp take each turn
-  // together: past the end of the row, keys are absent.
+  // Calls body(four, keys) for the thread's fours in the warp's stretch of the row. All lanes of a warp call it
+  // together, equally often; past the end of the row, keys are absent.
   template <class Body>
   __device__ void for_stretch(const BlockGroup& block, const Body& body) const {
     int from, to;
@@ -86,7 +87,7 @@ class KeyRow : public MaskRow {
   }
 
  private:
-  // kAbsent for places outside of the row.
+  // Loads a four; kAbsent for places outside of the row.
   __device__ uint4 load(int four) const {
     const uint32_t* at = keys_ + 4 * four;
     if constexpr (kPadded) return *reinterpret_cast<const uint4*>(at);
@@ -98,14 +99,14 @@ class KeyRow : public MaskRow {
   Keys* keys_;
 };
 
-// A byte of 1 for each of four keys that has a property.
+// One byte for each of four keys: 1 if the key has the property, else 0.
 template <class Property>
 __device__ __forceinline__ uint32_t bytes_of(const uint4& keys, const Property& property) {
   return (property(keys.x) ? 1u : 0u) | (property(keys.y) ? 0x100u : 0u) | (property(keys.z) ? 0x10000u : 0u) |
          (property(keys.w) ? 0x1000000u : 0u);
 }
 
-// How many of the warp's lanes' 0 to 4 come before those of this lane. `all` is how many there are.
+// The sum of `own`, which is 0 to 4, over the lanes before this one. `all` gets the sum over all lanes.
 __device__ __forceinline__ int before_lane(int own, int& all) {
   const unsigned below = (1u << threadIdx.x % kWarp) - 1;
   int before = 0;
@@ -119,8 +120,8 @@ __device__ __forceinline__ int before_lane(int own, int& all) {
   return before;
 }
 
-// Of the ties of four keys, the bytes of those that are among the first `wanted` ties of the warp's stretch. `tie` is
-// how many came before; it moves on past these.
+// `ties` has a byte for each of four keys that are ties. Returns the bytes of those that are among the first `wanted`
+// ties of the warp's stretch. `tie` counts the ties of the stretch before these fours, and moves on past them.
 __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
   int all;
   const int before = before_lane(__popc(ties), all);
@@ -135,14 +136,14 @@ __device__ inline uint32_t first_ties(uint32_t ties, int& tie, int wanted) {
   return kept;
 }
 
-// Takes the keys from `floor` on, except zeros that are to be dropped.
+// Takes the keys that are at least `floor`, except zeros if they are dropped.
 class Taker {
  public:
   // `floor` is above 0, so absent keys are not taken.
   __device__ Taker(uint32_t floor, bool drop_zeros) : floor_(floor), drop_(drop_zeros && floor <= kZeroKey) {}
 
-  // The bytes of the keys that are taken. The height of a key over the floor is at most UINT32_MAX - floor_ if the key
-  // is taken, and more if it is not, since it wraps around; so the lowest height is that of the lowest key.
+  // The bytes of the keys that are taken. The height key - floor_ is at most UINT32_MAX - floor_ if the key is taken.
+  // If it is not taken, the height wraps around and is larger. So the lowest height belongs to the lowest taken key.
   __device__ __forceinline__ uint32_t take(uint4 keys) {
     if (drop_)
       for (uint32_t* key : {&keys.x, &keys.y, &keys.z, &keys.w})
@@ -163,14 +164,14 @@ class Taker {
   uint32_t zeros_ = 0, lowest_ = UINT32_MAX;
 };
 
-// Writes the mask of a row. Returns what each thread has kept. Where only some ties are kept, these are counted first:
-// each warp has a stretch, so that ties come in the order of their index. All ties of a stretch are kept or none, but
-// in one stretch.
+// Writes the mask of a row, and returns what the thread has kept. If only some ties are kept, ties are counted first.
+// Each warp has a stretch, so that ties are in the order of their index. In each stretch but one, either all ties are
+// kept or none.
 template <class Row>
 __device__ Kept write_mask(const Row& row, const Cut& cut, bool drop_zeros, const BlockGroup& block) {
   const auto is_tie = [&](uint32_t key) { return key == cut.key; };
   bool all = cut.all_ties;  // of the warp's stretch
-  int wanted = 0;           // else, so many
+  int wanted = 0;           // else, how many ties of the stretch are kept
   if (!cut.all_ties) {
     int ties = 0;
     row.for_stretch(block, [&](int, const uint4& keys) { ties += __popc(bytes_of(keys, is_tie)); });

@@ -1,7 +1,7 @@
-// The search for the k-th largest key of a segment, as all kernels of top-K selection make it: a histogram of the next
-// digit, over the keys that have the digits found so far, gives that digit. All counts are integers, so the order in
-// which atomics add them does not matter. Increments of a histogram in shared memory are left to the hardware
-// (ATOMS.POPC.INC), which adds lanes with the same bin at once.
+// The search for the k-th largest key of a segment, in all kernels of top-K selection. Among the keys that have the
+// digits found so far, a histogram of the next digit gives that digit. All counts are integers, so the order in which
+// atomics add them does not matter. A histogram in shared memory is incremented by plain atomics: the hardware
+// (ATOMS.POPC.INC) adds all lanes with the same bin at once.
 #pragma once
 
 #include "../core/key_search.h"
@@ -10,13 +10,13 @@
 
 namespace d3s {
 
-// The 32 bits of a key in three digits: tables of 8 KB, and three passes.
+// The 32 bits of a key are three digits. So there are three passes, with tables of 8 KB.
 constexpr int kDigits = 3;
 constexpr int kBins = 1 << Digit::kMostBits;
 D3S_HOST_DEVICE Digit digit_of(int number) { return {number == 0 ? 21 : number == 1 ? 10 : 0, number == 2 ? 10 : 11}; }
 
-// How far a search has come: `equal` keys have the digits that are found, which are all bits from `shift` on. Count is
-// int for the keys of one GPU, and int64_t for those of all ranks.
+// The state of a search. The digits found so far are all bits from `shift` on; `equal` keys have these digits. Count is
+// int for the keys of one GPU, and int64_t for the keys of all ranks.
 template <class Count>
 struct Found {
   uint32_t prefix = 0;  // these digits
@@ -25,11 +25,11 @@ struct Found {
   Count equal = 0;
   int shift = 0;
 
-  // Whether all these keys are kept, so that no further digit has to be found.
+  // Whether all keys with these digits are kept. Then no further digit has to be found.
   D3S_HOST_DEVICE bool keeps_all() const { return left == equal; }
 };
 
-// The room that a block's threads search in.
+// Shared memory for a block's search.
 template <class Count>
 struct FoundRoom {
   Found<Count> found;
@@ -38,7 +38,7 @@ struct FoundRoom {
 
 // The start of a block's shared memory.
 struct SearchRoom {
-  alignas(16) uint32_t histogram[kBins + 1];  // the last for count_any_keys()
+  alignas(16) uint32_t histogram[kBins + 1];  // count_any_keys() uses the last bin
   FoundRoom<int> search;
   alignas(16) unsigned char group[BlockGroup::kSharedBytes];
 };
@@ -49,18 +49,19 @@ __device__ inline void clear_histogram(SearchRoom& room, const BlockGroup& block
   block.sync();
 }
 
-// Counts a key that has the digits found so far.
+// Counts a key if it has the digits found so far.
 __device__ __forceinline__ void count_key(uint32_t* histogram, uint32_t key, const Digit& digit, uint32_t prefix) {
   if (key != kAbsent && digit.follows(key, prefix)) atomicAdd(&histogram[digit.bin_of(key)], 1u);
 }
 
-// Counts the first digit of any keys. That of absent keys is 0, which no other key has: such bits are those of a NaN.
+// Counts the first digit of all keys, also of absent ones. Their digit is 0, which no other key has: it would be a NaN.
 __device__ __forceinline__ void count_first_digits(uint32_t* histogram, const uint4& keys) {
   for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w}) atomicAdd(&histogram[key >> digit_of(0).shift], 1u);
 }
 
-// Counts the next digit of those keys that have the digits found: `lowest` is the lowest such key, above 0. All others
-// are counted in the bin after the last: a branch for each key would take twice as long.
+// Counts the next digit of the keys that have the digits found so far. `lowest`, above 0, is the lowest possible key
+// with these digits. All other keys are counted in an extra bin at the end: a branch for each key would take twice as
+// long.
 __device__ __forceinline__ void count_any_keys(uint32_t* histogram, const uint4& keys, const Digit& digit,
                                                uint32_t lowest) {
   for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w})
@@ -79,8 +80,8 @@ __device__ inline int warp_sum(int value) {
 }
 __device__ inline int64_t warp_sum(int64_t value) { return warp_reduce(value, Sum()); }
 
-// The lane's share of the sum of some bins. Tables of uint32_t are this library's own: bins are aligned, and a multiple
-// of 4. Lanes read neighbours, so that no two read from the same bank.
+// The lane's share of the sum of some bins. Tables of uint32_t come from these kernels, so the bins are aligned and
+// their number is a multiple of 4. Lanes read neighbours, so that no two lanes read from the same bank.
 __device__ __forceinline__ int add_bins(const uint32_t* bins, int count, int lane) {
   uint32_t sum = 0;
 #pragma unroll 1
@@ -97,16 +98,16 @@ __device__ __forceinline__ int64_t add_bins(const int64_t* bins, int count, int 
   return sum;
 }
 
-// Finds one more digit from the counts of its bins; start(sum of all counts) is the search so far. All threads of the
-// block must call it, after a barrier. Each warp adds up some bins, the first the highest; then the warp that has the
-// k-th key looks for its bin. Counts that do not fit the search, which only a caller's own can be, end it: it keeps
-// nothing. With kClear, the counts are 0 afterwards.
+// Finds one more digit from the counts of its bins. start(sum of all counts) returns the search so far. All threads of
+// the block must call this, after a barrier. Each warp adds up some bins; the first warp has the highest bins. Then the
+// warp with the k-th key looks for the key's bin. If the counts do not fit the search, nothing is kept; only counts
+// passed in by a caller can be wrong. With kClear, the counts are 0 afterwards.
 template <bool kClear = false, class Bin, class Count, class Start>
 __device__ Found<Count> find_digit(Bin* counts, const Digit& digit, const BlockGroup& block, FoundRoom<Count>& room,
                                    const Start& start) {
   const int warp = block.rank / kWarp, lane = block.rank % kWarp;
   const int each = max(digit.bins() >> (31 - __clz(block.warps())), 1);  // bins of a warp
-  const int low = digit.bins() - (warp + 1) * each;                      // its lowest; below 0: it has none
+  const int low = digit.bins() - (warp + 1) * each;                      // the lowest of them; below 0: it has none
   const Count own = warp_sum(low >= 0 ? add_bins(counts + low, each, lane) : Count{0});
   if (lane == 0) room.of_warps[warp] = own;
   if (block.rank == 0) room.found = {};
@@ -140,8 +141,8 @@ __device__ Found<Count> find_digit(Bin* counts, const Digit& digit, const BlockG
   return room.found;  // between this read and the next call's write, every caller has a barrier
 }
 
-// The first digit: the quota decides how many of the present keys to keep. `absent` keys are counted in the lowest bin,
-// which has no other keys then.
+// Finds the first digit. The quota decides how many of the present keys to keep. If absent keys were counted too,
+// `absent` is their number: they are in the lowest bin, which has no other keys.
 template <bool kClear = false, class Bin, class Count>
 __device__ Found<Count> find_first_digit(Bin* counts, const Digit& digit, const Quota& quota, const BlockGroup& block,
                                          FoundRoom<Count>& room, Count absent = 0) {

@@ -1,9 +1,9 @@
 // logprob_entropy and its backward: one pass over the logits each way.
 //
-// A row is cut into slices of a fixed size. A block goes through a slice with a state in every thread. Each warp merges
-// the states of its lanes, then the states of the warps are merged, then the slices from left to right. If there are
-// many rows, a block takes a whole row, with no barrier before its end; if there are few, each slice gets a block.
-// Both add the same numbers in the same order, so that a row's result has the same bits in any batch.
+// A row is cut into slices of a fixed size. In a slice, every thread of a block has a state. Each warp merges the
+// states of its lanes, then the states of the warps are merged, and then the slices from left to right. If there are
+// many rows, a block takes a whole row, without a barrier before its end; if there are few, each slice gets a block.
+// Both ways add the same numbers in the same order, so that a row's result has the same bits in any batch.
 //
 //   launch                     kernel            reads                                   -> writes
 //   logprob_entropy            whole_rows        logits, labels                          -> outputs, keys
@@ -16,8 +16,8 @@
 //   … with a sampling mask     with_spans        the same, spans                         -> out
 //   … in half precision        narrow_gradients  the same                                -> front half of logits
 //
-// For a tile, these read and write `states` instead of writing outputs and keys. With a sampling mask, rows_with_span
-// has the rows with a span, and the kernels for whole rows and slices have the others.
+// For a tile, the kernels read and write `states` instead of writing outputs and keys. With a sampling mask,
+// rows_with_span handles the rows with a span, and the kernels for whole rows and slices handle the others.
 #include "kept_logits.h"
 
 namespace d3s {
@@ -25,12 +25,12 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
-// Three blocks have 1,536 threads with 64 bytes in flight each, three times what hides the latency. A misaligned row
-// takes more registers, so only two blocks fit.
+// Three blocks have 1,536 threads with 64 bytes in flight each: three times as much as hides the latency. A misaligned
+// row takes more registers, so only two blocks fit.
 template <bool kAligned>
 constexpr int kBlocksPerSm = kAligned ? 3 : 2;
 constexpr int kInFlight = 4;   // vectors that a thread loads before it uses the first
-constexpr int kSlice = 32768;  // elements; d3s_kernels/_head/tiles.py cuts at multiples of it
+constexpr int kSlice = 32768;  // elements; Tiles in d3s_kernels/_head/products.py cuts at multiples of it
 
 template <class T>
 constexpr int kStride = kThreads * kInFlight * kPerVector<T>;  // what a block loads at a time
@@ -44,7 +44,8 @@ __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int col
   constexpr int kShare = kStride<T> / kWarps;                       // 2 KB of neighbouring elements
   constexpr int kApart = kWarp * kPerVector<T>;                     // from one vector of a lane to its next
   constexpr int kReach = kApart * (kInFlight - 1) + kPerVector<T>;  // from a lane's first element to past its last
-  // A lane counts its own place alone. The end is moved by as much as the place, so that a warp leaves the loop as one.
+  // A lane counts its own place. The end is moved by the same distance, so that all lanes of a warp leave the loop
+  // together.
   const int ahead = lane * kPerVector<T>;
   const int end = min((slice + 1) * kSlice, columns) + ahead;
   const float scale = kLog2E / temperature;
@@ -63,13 +64,13 @@ __device__ SoftmaxState warp_share(const RowReader<T, kAligned>& reader, int col
   return warp_merge(state.state(scale), 1.f / temperature);
 }
 
-// Merges the shares of a slice's warps: each lane below kWarps takes one.
+// Merges the shares of a slice's warps. Each lane below kWarps takes one share.
 __device__ SoftmaxState merge_shares(const SoftmaxState* shares, float temperature) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   return warp_merge(lane < kWarps ? shares[lane] : SoftmaxState(), 1.f / temperature);
 }
 
-// Writes the result of a row from its state. Only one thread calls this.
+// Writes a row's result, computed from its state. Only one thread calls this.
 template <class T>
 __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxState& state, const RowSink& sink) {
   const int64_t label = rows.labels.in_tile(row, sink.first_token, rows.layout.columns);
@@ -183,7 +184,8 @@ void require_columns(int64_t columns) {
 
 void reduce_dense_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
   const int64_t count = rows.layout.count, slices = slices_of(static_cast<int>(rows.layout.columns));
-  // With fewer rows than fill the GPU twice, multiprocessors would be idle at once, or while the last rows finish.
+  // If there are not enough rows to fill the GPU twice, some multiprocessors would be idle from the start, or while the
+  // last rows finish.
   const int64_t resident = int64_t{device_attribute(device, cudaDevAttrMultiProcessorCount)} * kBlocksPerSm<true>;
   const bool few = slices > 1 && (count < 2 * resident || slices > kMostSlices);
   dispatch_rows(rows, [&](auto tag, auto aligned) {
@@ -255,15 +257,15 @@ __device__ uint4 gradient_of(const uint4& logits, const RowGradient& row) {
   return vector_of<T>(g);
 }
 
-// The vector at p, in memory that this kernel may also write. In place, the gradient is as aligned as the logits (shift
-// is 0), so that only the thread that writes a vector reads it.
+// Reads the vector at p, in memory that this kernel may also write. If the gradient overwrites the logits, both have
+// the same alignment, so shift is 0. Then each vector is read only by the thread that later writes it.
 template <class T>
 __device__ uint4 load_logits(const T* p, int shift) {
   const auto* from = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(p) - shift);
   return shift == 0 ? load_plain(from) : shifted(load_plain(from), load_plain(from + 1), shift);
 }
 
-// Writes the gradient of a piece [begin, end) of a row of which all logits count.
+// Writes the gradient of a piece [begin, end) of a dense row.
 template <class T, bool kAligned>
 __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradients, int64_t row, int64_t first_token,
                             int begin, int end, T* gradient) {
@@ -286,8 +288,8 @@ __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradient
   for (int i = begin + thread; i < min(first_whole, end); i += kGradientThreads) write_one(i);
   for (int i = first_whole + max(vectors, 0) * kVector + thread; i < end; i += kGradientThreads) write_one(i);
 
-  // The label's element is written again at the end, by the thread that has its vector. Its logit is read before that
-  // thread may overwrite it.
+  // The label's element is written again at the end, by the thread that has its vector. The label's logit is read here,
+  // before that thread may overwrite it.
   const int at = label - first_whole;
   const bool has_label = at >= 0 && at < vectors * kVector && at / kVector % kGradientThreads == thread;
   T* const label_place = has_label ? gradient + label : nullptr;
@@ -326,8 +328,8 @@ __device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradien
     write_piece<T, kAligned>(rows, gradients, row, first_token, begin, end, gradient);
 }
 
-// Six blocks, of 40 registers a thread: while some of them wait for what a row's gradient needs, the others keep the
-// memory busy. A misaligned row needs 48.
+// Six blocks with 40 registers for each thread: while some wait for the numbers that a row's gradient needs, the others
+// keep the memory busy. A misaligned row needs 48 registers.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
     write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
@@ -342,13 +344,14 @@ __global__ void __launch_bounds__(kGradientThreads)
   write_gradient_of_block<T, false, true>(rows, gradients, first_token, out, out_layout);
 }
 
-// Float32 logits that a thread loads before it uses the first. They come one by one, 128 bytes for a warp, wherever the
-// row begins: an element has some 22 instructions, and at 4.3 TB/s its 6 bytes leave time for 40.
+// Float32 logits that a thread loads before it uses the first. They are loaded one by one, 128 bytes for a warp, so a
+// row may begin anywhere. This is fast enough: an element takes some 22 instructions, and at 4.3 TB/s its 6 bytes leave
+// time for 40.
 constexpr int kNarrowInFlight = 16;
 constexpr int kNarrowStep = kGradientThreads * kNarrowInFlight;
 
-// Writes the gradient over the front half of its own row. A block walks the row from left to right. The gradients of a
-// step lie over logits of this step and of earlier ones: all threads have read these when they pass the step's barrier.
+// Writes the gradient over the front half of its own row. A block walks the row from left to right. A step overwrites
+// only logits of this step and of earlier steps, which all threads have read when they pass the step's barrier.
 template <class T>
 __global__ void __launch_bounds__(kGradientThreads)
     narrow_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
@@ -386,7 +389,7 @@ __global__ void __launch_bounds__(kGradientThreads)
 
 }  // namespace
 
-const bool kMakesKeys = true;  // the thread that has the entropy makes the key: no kernel loads H, A and the mask again
+const bool kMakesKeys = true;  // the thread with the entropy makes the key, so no kernel loads H, A and the mask again
 
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device) {
   RowSink sink;

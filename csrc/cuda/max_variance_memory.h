@@ -1,4 +1,4 @@
-// The subset of a segment with the largest variance, where its sorted keys lie in shared or global memory.
+// Finds the subset of a segment with the largest variance. The sorted keys are in shared or global memory.
 #pragma once
 
 #include "max_variance_warp.h"
@@ -12,26 +12,27 @@ using Entry = unsigned long long;
 D3S_HOST_DEVICE Entry entry(uint32_t key, int64_t index) { return Entry{key} << 32 | static_cast<uint32_t>(index); }
 D3S_HOST_DEVICE uint32_t key_of(Entry e) { return static_cast<uint32_t>(e >> 32); }
 
-// A warp does this for the rare segment that is longer than the caller said: its code is kept small.
+// A warp runs this code only for the rare segment that is longer than the caller said, so the warp's code is kept
+// small.
 template <class Group>
 constexpr int kUnrolled = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
 // ---- splits ------------------------------------------------------------------------------------------------------
 
-// Splits of a thread in a round.
+// The number of splits that a thread tries in a round.
 template <class Group>
 constexpr int kSplits = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
 namespace {  // as Moments
 
-// Parts of the moments of splits, which are added up.
+// A thread's part of the moments of splits. The parts of all threads are added up.
 struct SplitSums {
   Moments high;   // of keys among the last k
   Moments moved;  // what the exchanges from one split to another add
 };
 
-// A block that adds up several numbers of each thread between two barriers: they take as long as one, since most of the
-// time is spent waiting.
+// A block that adds up several numbers of each thread between two barriers. This takes as long as for one number, since
+// most of the time is spent waiting.
 struct SplitBlock : BlockGroup {
   static constexpr int kMostThreads = 512, kMostNumbers = 4;
   static constexpr int kSharedBytes =
@@ -40,7 +41,7 @@ struct SplitBlock : BlockGroup {
   __device__ explicit SplitBlock(unsigned char* shared)
       : BlockGroup(shared), of_warps_(reinterpret_cast<double*>(shared + BlockGroup::kSharedBytes)) {}
 
-  // Replaces the thread's numbers by their sums over all threads.
+  // Replaces the thread's numbers with their sums over all threads.
   template <int kCount>
   __device__ void sum(double (&numbers)[kCount]) const {
 #pragma unroll
@@ -51,7 +52,7 @@ struct SplitBlock : BlockGroup {
     sync();  // the room is used again
   }
 
-  // The same, by the sums over the threads before this one, and in `all` the sums over all threads.
+  // Replaces the thread's numbers with their sums over the threads before it. `all` gets the sums over all threads.
   template <int kCount>
   __device__ void exclusive_sum(double (&numbers)[kCount], double (&all)[kCount]) const {
     double earlier[kCount] = {};
@@ -78,7 +79,7 @@ struct SplitBlock : BlockGroup {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) of_warps_[rank / kWarp * kCount + i] = numbers[i];
   }
-  // Adds up the warps in turn. Calls before(warp) when the sum is of the warps before it.
+  // Adds up the numbers of the warps in turn. Calls before(warp) when `sums` has the sums over the warps before `warp`.
   template <int kCount, class Body>
   __device__ void get(double (&sums)[kCount], const Body& before) const {
 #pragma unroll
@@ -100,7 +101,8 @@ __device__ inline SplitSums sum_of(const SplitSums& own, const SplitBlock& block
   return {{sums[0], sums[1]}, {sums[2], sums[3]}};
 }
 
-// All threads' shares of `start` and what the threads before this one have moved; in `end` what all have moved.
+// Returns the sum of `start` over all threads plus the sum of `moved` over the threads before this one. `end` gets the
+// sum of `start` and `moved` over all threads.
 template <class Group>
 __device__ Moments running_sum(const Moments& start, const Moments& moved, Moments& end, const Group& group) {
   const Moments first = {group.reduce(start.sum, Sum()), group.reduce(start.square, Sum())};
@@ -123,15 +125,15 @@ __device__ inline Moments running_sum(const Moments& start, const Moments& moved
 // The splits of n sorted keys, n > k > 1. `at(i)` is the i-th key.
 //
 // Split i has the first i and the last k - i keys; split i + 1 has key i in place of key n - k + i. So the moments of
-// all splits are a running sum of such exchanges. The group takes them in rounds, in which each thread tries a few
-// neighbouring splits: then the loads of a warp are of neighbours too.
+// all splits are a running sum of such exchanges. The group tries the splits in rounds. In a round each thread takes a
+// few neighbouring splits, so that the loads of a warp are neighbours too.
 template <class Keys, class Group>
 class Splits {
  public:
   __device__ Splits(const Keys& at, int n, int k, const Group& group)
       : at_(at), group_(group), k_(k), last_k_(n - k), shift_(order_key_value(at(n / 2))) {}
 
-  // The thread's share of the sums of the exchanges from split `from` to split `to`.
+  // Sums up the thread's share of the exchanges from split `from` to split `to`.
   __device__ SplitSums own_sums(int from, int to) const {
     SplitSums own;
     for (int round = from; round < to; round += group_.size * kEach) {
@@ -151,8 +153,9 @@ class Splits {
     return own;
   }
 
-  // body(split, spread) for the splits from `from` to `to`, which is at most k + 1. share() is the thread's share of
-  // the moments of split `from`: they are added up together with the exchanges, and may be loaded while the keys are.
+  // Calls body(split, spread) for the splits in [from, to), where `to` is at most k + 1. share() is the thread's share
+  // of the moments of split `from`. It is added up together with the exchanges, and may be loaded together with the
+  // keys.
   template <class Share, class Body>
   __device__ void for_each(const Share& share, int from, int to, const Body& body) const {
     Moments start;
@@ -209,7 +212,8 @@ __device__ int best_split(const Keys& at, int n, int k, const Group& group) {
   return group.reduce(chosen, Max());
 }
 
-// Whether no split has to be tried. If all are kept, or only one is, they are the lowest: one value has no variance.
+// Whether the lowest values are kept, without trying splits: if all values are kept, or only one, which has no
+// variance.
 D3S_HOST_DEVICE bool keeps_lowest(int64_t usable, int64_t keep) { return usable <= keep || keep <= 1; }
 D3S_HOST_DEVICE Ends lowest(int64_t usable, int64_t keep) { return {usable < keep ? usable : keep, 0, usable}; }
 
@@ -222,8 +226,8 @@ __device__ Ends find_ends(const Keys& at, int usable, int64_t keep, const Group&
 
 // ---- sort and mark -----------------------------------------------------------------------------------------------
 
-// Sorts n entries, for any n. Every exchange puts the smaller entry first, so that padding with the largest entry would
-// never move; it is left out.
+// Sorts n entries, for any n. Every exchange puts the smaller entry first. So padding with the largest entry would
+// never move, and is left out.
 template <class Group>
 __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   [[maybe_unused]] constexpr int kTurns = kUnrolled<Group>;
@@ -237,7 +241,7 @@ __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   const int pairs = log_padded > 0 ? 1 << (log_padded - 1) : 0;
   for (int log_half = 0; log_half < log_padded; ++log_half) {
 #pragma unroll kTurns
-    for (int i = group.rank; i < pairs; i += group.size) {  // compares with the second half in reverse
+    for (int i = group.rank; i < pairs; i += group.size) {  // compares the first half with the reversed second half
       const int begin = i >> log_half << log_half, place = i - begin;
       order(2 * begin + place, 2 * begin + (2 << log_half) - 1 - place);
     }
@@ -253,7 +257,7 @@ __device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
   }
 }
 
-// Selects in one segment. `entries` has room for n.
+// Handles one segment. `entries` has room for n entries.
 template <class T, class Group>
 __device__ void select_segment(const T* values, const bool* mask, int n, int64_t k, Entry* entries, const Group& group,
                                bool* out) {
@@ -273,7 +277,7 @@ __device__ void select_segment(const T* values, const bool* mask, int n, int64_t
 #pragma unroll kTurns
   for (int rank = group.rank; rank < n; rank += group.size) {
     const auto index = static_cast<uint32_t>(entries[rank]);
-    // Unchecked offsets may let segments overlap, and so overwrite each other's entries in global memory.
+    // With unchecked offsets, segments may overlap, and overwrite each other's entries in global memory.
     if (index < static_cast<uint32_t>(n)) out[index] = ends.keeps(rank);
   }
 }

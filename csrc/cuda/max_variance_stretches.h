@@ -1,6 +1,6 @@
-// The best splits of long segments, whose sorted keys lie in global memory. The splits of a segment are cut into
-// stretches, and each stretch has a block. How long they are depends on nothing but the segment's own length, so that
-// its sums have the same bits in any batch.
+// Finds the best splits of long segments, whose sorted keys are in global memory. The splits of a segment are cut into
+// stretches, one for each block. The length of the stretches depends only on the segment's own length, so that its sums
+// have the same bits in any batch.
 //
 //   launch                          kernel              reads               -> writes
 //   max_variance_select (sums)      sum_stretches       sorted              -> sums, ends[].usable
@@ -18,8 +18,8 @@ namespace {
 
 constexpr int kStretchThreads = 256;
 constexpr int kRound = kStretchThreads * kSplits<SplitBlock>;  // splits that a block tries at a time
-// A stretch is one round, or in longer segments more: each block adds up the sums of all stretches before its own, so
-// there should be no more than some 4,000.
+// A stretch is one round, or several rounds in longer segments: each block adds up the sums of all stretches before its
+// own, so a segment should have at most some 4,000 stretches.
 constexpr int kMostOfOneRound = 1 << 22;
 
 struct SortedSegments {
@@ -27,16 +27,17 @@ struct SortedSegments {
   Segments segments;
   Keep keep;
   Ends* ends;          // [segments]
-  uint32_t* finished;  // [segments]: stretches; 0 at first
+  uint32_t* finished;  // [segments]: how many stretches are finished
   // [blocks]: see Stretch::slot()
   SplitSums* sums;
   double* best;     // the largest spread of the stretch
-  double* spreads;  // [values]: split i of a segment at its i-th place, since there are fewer splits than values
+  double* spreads;  // [values]: split i of a segment is at its i-th place; there are fewer splits than values
 };
 
-// The block's stretch. The first blocks have the first stretch of a segment each, even of an empty one. A later stretch
-// belongs to the block with the number of the round of places in which it begins. No two begin in the same one: a
-// segment's stretches are at least a round apart, and its second begins a round after its first place.
+// The block's stretch. The first blocks take the first stretch of each segment, even of an empty one. For later
+// stretches, the places of all segments are cut into rounds, with one block each: a stretch belongs to the block of the
+// round in which it begins. No two stretches begin in the same round: a segment's stretches are at least a round apart,
+// and its second stretch begins at least a round after the segment's first place.
 struct Stretch {
   int64_t segment, begin, keep;
   int64_t from = -1;  // its first split; -1 if the block has no stretch
@@ -47,7 +48,7 @@ struct Stretch {
     const int64_t round = static_cast<int64_t>(blockIdx.x) - segments.count;
     if (round < 0)
       segment = blockIdx.x;
-    else  // to read it takes less time than to search
+    else  // reading the segment takes less time than a search
       segment = segments.ragged() ? static_cast<int64_t>(all.sorted.entries[round * kRound] >> 32)
                                   : segments.find(round * kRound);
     begin = segments.begin(segment);
@@ -58,7 +59,7 @@ struct Stretch {
     if (round < 0 || number > 0) from = int64_t{number} * length;
     if (from > keep || from > n) from = -1;
   }
-  // Where the segment's stretch `i` has its sums.
+  // The slot for the sums of the segment's i-th stretch.
   __device__ int64_t slot(const SortedSegments& all, int i) const {
     return i == 0 ? segment : all.segments.count + begin / kRound + i;
   }
@@ -73,8 +74,8 @@ struct SortedKeys {
   __device__ uint32_t operator()(int i) const { return static_cast<uint32_t>(entries[i]); }
 };
 
-// How many of n sorted keys are usable. The usable ones come first. A search in which all threads try a place at a
-// time: two rounds for 65,536 keys, and one if all of them are usable.
+// How many of n sorted keys are usable. The usable ones come first, so this is a search, in which all threads try one
+// place each in a round. It takes two rounds for 65,536 keys, or one if all of them are usable.
 __device__ inline int count_usable(const SortedKeys& at, int n, const SplitBlock& block) {
   int low = 0, high = n;  // those before `low` are usable, those from `high` on are not
   while (low < high) {
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kStretchThreads, 2)
   if (block.rank == 0) all.sums[stretch.slot(all, stretch.number)] = sums;
 }
 
-// The largest of all threads' numbers. As integers of the same order, since a block reduces these with less code.
+// The largest number of all threads. They are compared as integers that sort in the same order, which needs less code.
 __device__ inline double largest(double own, const SplitBlock& block) {
   const auto flip = [](int64_t bits) { return bits < 0 ? bits ^ INT64_MAX : bits; };
   int64_t bits;
@@ -117,13 +118,13 @@ __device__ inline double largest(double own, const SplitBlock& block) {
   return own;
 }
 
-// The stretch's spreads. Returns the largest.
+// Computes the spreads of a stretch, and returns the largest.
 __device__ inline double find_spreads(const SortedSegments& all, const Stretch& stretch, int stretches, int usable,
                                       const SplitBlock& block) {
   const SortedKeys at = {all.sorted.entries + stretch.begin};
   const int k = static_cast<int>(stretch.keep);
   const Splits<SortedKeys, SplitBlock> splits(at, usable, k, block);
-  SplitSums read;  // ahead, so that the first is on its way together with the keys
+  SplitSums read;  // loaded ahead: the first load runs while the keys are loaded
   const auto load = [&](int i) {
     if (i < stretches) read = all.sums[stretch.slot(all, i)];
   };
@@ -146,7 +147,8 @@ __device__ inline double find_spreads(const SortedSegments& all, const Stretch& 
   return largest(best, block);
 }
 
-// The last of a segment's blocks decides: it reads the spreads of the last stretch that has one equal to the best.
+// The last block of a segment to finish decides: it reads the spreads of the last stretch that has one equal to the
+// best.
 __global__ void __launch_bounds__(kStretchThreads, 2) find_sorted_ends(const __grid_constant__ SortedSegments all) {
   const SplitBlock block(dynamic_shared<unsigned char>());
   const Stretch stretch(all);

@@ -1,11 +1,11 @@
-// The subset of a group with the largest variance, where the group lies in the registers of a few lanes of a warp.
+// Finds the subset of a group with the largest variance. The group is in the registers of a few lanes of a warp.
 //
-// Only keys are sorted, by shuffles. The sorted keys give the two cuts of the best split, and a value is kept by its
-// own key: below the first cut, or not below the second, with ties by counts of equal keys. So no index is moved, which
-// would triple the sort: an exchange of keys is one shuffle and one minimum, of keys with indices two shuffles, two
-// comparisons and two selections.
+// Only keys are sorted, by shuffles. The sorted keys give the two cuts of the best split. A value is kept if its own
+// key is below the first cut, or not below the second; ties are decided by counting equal keys. So no index is moved,
+// which would triple the work of the sort: an exchange of keys is one shuffle and one minimum; an exchange of keys with
+// indices would be two shuffles, two comparisons and two selections.
 //
-// The groups of a warp may differ in length, so everything is computed for all of them, and is of no use for some.
+// The groups of a warp may differ in length. Every step runs for all of them, even if only some groups need it.
 #pragma once
 
 #include <cfloat>
@@ -16,7 +16,7 @@
 
 namespace d3s {
 
-// The key of a value that is masked out or not finite, after all others.
+// The key of a value that is masked out or not finite. It sorts after all others.
 constexpr uint32_t kUnusable = UINT32_MAX;
 
 D3S_HOST_DEVICE uint32_t usable_key(float value, bool wanted) {
@@ -29,21 +29,22 @@ __device__ uint32_t usable_key(const T* values, const bool* mask, int64_t i) {
   return usable_key(to_float(values[i]), wanted);
 }
 
-// Keys of a lane. With 4, a warp has two groups of 64, and half of the sort's steps move nothing between lanes. With 2,
-// a group would take a third more instructions; with 8, half of the schedulers would have no warp at 1,024 groups.
+// Keys of a lane. With 4 keys, a warp holds two groups of 64 values, and half of the sort's steps move nothing between
+// lanes. With 2, a group would take a third more instructions. With 8, half of the schedulers would have no warp when
+// there are 1,024 groups.
 constexpr int kPerLane = 4;
 
-// Which of the sorted entries are kept: of the usable ones, which come first, the first `low` and the last `high`.
+// Which sorted entries are kept: the first `low` and the last `high` of the usable ones, which come first.
 struct Ends {
   int64_t low, high, usable;
 
   D3S_HOST_DEVICE bool keeps(int64_t rank) const { return rank < low || (rank >= usable - high && rank < usable); }
 };
 
-// Neighbouring lanes that have a group, `kLanes` of them. All lanes of the warp take part in every call.
+// The kLanes neighbouring lanes that hold a group. All lanes of the warp take part in every call.
 //
-// Before the sort key r of a lane has index `rank + r * kLanes`, so that loads are of neighbours. In sorted order it
-// has place `rank * kPerLane + r`.
+// Before the sort, key r of a lane has index `rank + r * kLanes`, so that neighbouring lanes load neighbours. After the
+// sort, it has place `rank * kPerLane + r`.
 template <int kLanes>
 struct Lanes {
   static constexpr int kCapacity = kLanes * kPerLane;
@@ -57,7 +58,7 @@ struct Lanes {
 
   // ---- communication ---------------------------------------------------------------------------------------------
 
-  // One bit for each lane of the warp; those of other groups are 0.
+  // One bit for each lane of the warp; the bits of other groups are 0.
   __device__ unsigned ballot(bool predicate) const {
     return __ballot_sync(kAllLanes, predicate) & (kAllLanes >> (kWarp - kLanes) << first);
   }
@@ -67,7 +68,7 @@ struct Lanes {
   __device__ double sum_of_others(double value) const {
     double sum = 0.0;
 #pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) {  // `value` is that of the lane's aligned `step` lanes
+    for (int step = 1; step < kLanes; step *= 2) {  // `value` is the sum over the lane's aligned `step` lanes
       const double other = __shfl_xor_sync(kAllLanes, value, step);
       if (((rank & step) != 0) == kBefore) sum += other;
       value += other;
@@ -81,15 +82,15 @@ struct Lanes {
     return value;
   }
 
-  // The key at a place, which is the same for all lanes of the group and read from its start again
-  // beyond kCapacity.
+  // The key at `place`, which must be the same for all lanes of the group. Places from kCapacity on wrap around to the
+  // group's start.
   __device__ uint32_t at(const uint32_t (&sorted)[kPerLane], int place) const {
     const bool odd = place & 1, upper = place & 2;
     const uint32_t lower = odd ? sorted[1] : sorted[0], higher = odd ? sorted[3] : sorted[2];
     return __shfl_sync(kAllLanes, upper ? higher : lower, place / kPerLane, kLanes);
   }
 
-  // The keys that are `distance` places after those of the lane; the distance is the same for all lanes of the group.
+  // The keys `distance` places after the lane's keys. `distance` must be the same for all lanes of the group.
   __device__ void ahead(const uint32_t (&sorted)[kPerLane], unsigned distance, uint32_t (&keys)[kPerLane]) const {
 #pragma unroll
     for (int r = 0; r < kPerLane; ++r) keys[r] = sorted[r];
@@ -108,7 +109,7 @@ struct Lanes {
 
   // ---- sort ------------------------------------------------------------------------------------------------------
 
-  // Compares each key with the one whose place differs in the bits of `flip`, and has the smaller one first.
+  // Compares each key with the key whose place differs in the bits of `flip`, and puts the smaller one first.
   __device__ void exchange(uint32_t (&keys)[kPerLane], int flip, int highest_bit) const {
     uint32_t others[kPerLane];
     const int lanes = flip / kPerLane;
@@ -126,7 +127,7 @@ struct Lanes {
 
   __device__ void sort(uint32_t (&keys)[kPerLane]) const {
 #pragma unroll
-    for (int half = 1; half < kCapacity; half *= 2) {  // merges two sorted halves; the second is compared in reverse
+    for (int half = 1; half < kCapacity; half *= 2) {  // merges two sorted halves; the second is reversed to compare
       exchange(keys, 2 * half - 1, half);
 #pragma unroll
       for (int stride = half / 2; stride > 0; stride /= 2) exchange(keys, stride, stride);
@@ -135,9 +136,9 @@ struct Lanes {
 
   // ---- splits ----------------------------------------------------------------------------------------------------
 
-  // How many of the kept k come from the low end of n sorted keys, if n > k > 1. A lane tries the splits that have the
-  // numbers of its places: split i has the keys before place i, and the partners, n - k places ahead, of those from i
-  // to k - 1.
+  // How many of the kept k come from the low end of n sorted keys, if n > k > 1. A lane tries the splits whose numbers
+  // are its places. Split i has the keys before place i, and for each place from i to k - 1 its partner: the key n - k
+  // places after it.
   __device__ int best_split(const uint32_t (&sorted)[kPerLane], int n, int k) const {
     const double shift = order_key_value(at(sorted, n / 2)), count = k;
     uint32_t partners[kPerLane];
@@ -191,7 +192,7 @@ struct Lanes {
                              bool (&marks)[kPerLane]) const {
     const uint32_t next = at(sorted, number), cut = number < kCapacity ? next : kUnusable;
     unsigned equal[kPerLane];
-    int left = number;  // for those equal to the cut
+    int left = number;  // how many keys equal to the cut are marked
 #pragma unroll
     for (int r = 0; r < kPerLane; ++r) {
       equal[r] = ballot(keys[r] == cut);
@@ -205,7 +206,7 @@ struct Lanes {
     }
   }
 
-  // Marks the keys with the largest variance, `keep` of them.
+  // Marks the `keep` keys with the largest variance.
   __device__ void select(const uint32_t (&keys)[kPerLane], int64_t keep, bool (&marks)[kPerLane]) const {
     uint32_t sorted[kPerLane];
     int usable = 0;

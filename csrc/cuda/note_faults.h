@@ -1,5 +1,5 @@
-// Notes arguments on the device that are not as they must be. All threads of a grid call these once, in one kernel of
-// an op, before its work: nothing of theirs is held in registers then.
+// Notes invalid arguments on the device. All threads of a grid call these functions once, in one kernel of an op,
+// before its work starts, when few registers are in use.
 #pragma once
 
 #include "../ops/topk_mask.h"
@@ -7,8 +7,8 @@
 
 namespace d3s {
 
-// Not inlined, so that the kernels' own code is the same as without: they call these only where there are offsets, or
-// where a number lies on the device.
+// Not inlined, so that the rest of a kernel's code stays the same. Kernels call these functions only if there are
+// offsets, or if a number is on the device.
 __device__ D3S_NOINLINE inline void note_any_offsets(const Segments& segments, const Faults& faults) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
 #pragma unroll 1

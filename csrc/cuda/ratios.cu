@@ -1,7 +1,7 @@
-// importance_ratio, entropy_groups, adaptive_clip. Where groups have means, a block takes a whole sequence: it adds up
-// the groups and then writes a number for each token. Ragged sequences, and a few long ones, take two launches, in
-// which a warp has 1,024 tokens, wherever sequences begin and end. Sums are integers, so that atomic additions give the
-// same bits in any order.
+// importance_ratio, entropy_groups, adaptive_clip. If means of groups are needed, a block takes a whole sequence: it
+// adds up the groups and then writes a number for each token. Ragged sequences, or a few long ones, take two launches
+// instead, in which each warp has 1,024 tokens, wherever sequences begin and end. Sums are integers, so that atomic
+// additions give the same bits in any order.
 //
 //   launch                      kernel                reads (and mask, group ids)              -> writes
 //   importance_ratio            whole_sequences       logprob and old_logprob                  -> out
@@ -27,7 +27,7 @@ constexpr int kThreads = 256;
 constexpr int64_t kStretch = 1024;  // tokens of a warp: enough warps for a small batch, few atomics for a large one
 constexpr int kInFlight = 2;        // vectors that a thread loads before it uses the first
 constexpr int kVector = 4;          // tokens: 16 bytes of numbers, 4 of the mask
-constexpr int kOwnGroups = 4;       // groups whose sums a thread keeps in registers; further ones are rare
+constexpr int kOwnGroups = 4;       // groups whose sums a thread keeps in registers; more groups are rare
 
 // ---- tokens ------------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ Few<kWide> load(const float* p) {
   return few;
 }
 
-// As many bytes, in a word.
+// Loads kWide bytes into a word.
 template <int kWide>
 __device__ __forceinline__ uint32_t load_bytes(const void* p, int64_t i) {
   const auto* bytes = static_cast<const uint8_t*>(p) + i;
@@ -75,21 +75,21 @@ __device__ __forceinline__ void store(int8_t* p, uint32_t bytes) {
     *reinterpret_cast<uint32_t*>(p) = bytes;
 }
 
-// Whether a vector of tokens is one load or store, for tokens whose index is a multiple of kVector. Null is aligned.
+// Whether kVector tokens are one load or store if the first one's index is a multiple of kVector. True for null.
 template <class T>
 bool has_vectors(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % (kVector * sizeof(T)) == 0;
 }
 
-// The tokens from begin to end, among the threads of a warp or of a block.
+// The tokens in [begin, end), shared by the `size` threads of a warp or of a block.
 struct Part {
   int64_t begin, end;
   int rank, size;
 };
 
-// Calls body(width, first, step, end) for this thread's tokens: `width` of them from first + j * step on, for j from 0
-// to kInFlight - 1, as far as these are before the end. Tokens before the first whole vector and after the last are
-// single, and so are all that have no vectors.
+// Calls body(width, first, step, end) for this thread's tokens. A call has kInFlight vectors, as far as they are before
+// `end`; vector j is the `width` tokens from first + j * step on. Before the first whole vector and after the last one,
+// and everywhere if `vectors` is false, `width` is 1.
 template <class Body>
 __device__ __forceinline__ void for_tokens(const Part& part, bool vectors, const Body& body) {
   const auto each = [&](auto width, int64_t begin, int64_t end) {
@@ -105,14 +105,15 @@ __device__ __forceinline__ void for_tokens(const Part& part, bool vectors, const
     each(std::integral_constant<int, 1>(), side ? last : part.begin, side ? part.end : first);
 }
 
-// Neighbouring tokens. What does not count is as if a and b were 0: a term of 0, a ratio of exactly 1, no gradient.
+// Neighbouring tokens. For a token that is masked out or in no group, a and b are 0. So its term is 0, its ratio is
+// exactly 1, and it has no gradient.
 template <int kWide>
 struct Tokens {
   Few<kWide> a = {}, b = {};
   uint32_t present = 0, ids = 0;  // a byte for each token
 
   __device__ __forceinline__ bool has(int k) const { return (present & 0xffu << 8 * k) && !(ids & 0x80u << 8 * k); }
-  // The group of a token that counts, kNone of others.
+  // The group of a token; kNone if it is masked out or in no group.
   __device__ __forceinline__ int group(int k) const {
     const int id = static_cast<int>(ids >> 8 * k & 0xffu), known = id < kMostGroups ? id : TokenGroups::kBad;
     return has(k) ? known : TokenGroups::kNone;
@@ -120,7 +121,7 @@ struct Tokens {
   __device__ __forceinline__ float difference(int k) const { return has(k) ? a.at[k] - b.at[k] : 0.f; }
 };
 
-// What is known of each token: numbers of a and b, zeros where these are null, and the group.
+// The inputs of each token: its numbers in a and b (0 if the pointer is null), and its group.
 struct Terms {
   const float *a, *b;
   TokenGroups groups;
@@ -144,8 +145,8 @@ struct Terms {
   }
 };
 
-// Calls body(sequence, part) for the part of each sequence among this warp's tokens, and body(-1, part) for tokens that
-// bad offsets leave out.
+// Calls body(sequence, part) for each sequence's part of this warp's tokens, and body(-1, part) for tokens that bad
+// offsets leave out.
 template <class Body>
 __device__ __forceinline__ void for_stretches(const TokenGroups& groups, const Body& body) {
   const Segments& sequences = groups.sequences;
@@ -168,7 +169,7 @@ __device__ __forceinline__ void for_stretches(const TokenGroups& groups, const B
   }
 }
 
-// bounded_ratio(), for which nvcc would make branches around loads of the bounds.
+// The same as bounded_ratio(), from which nvcc would make branches around the loads of the bounds.
 __device__ __forceinline__ float ratio_within(const LogBounds& bounds, float x) {
   const float low = bounds.low, high = bounds.high;
   return exponential(x < low ? low : x > high ? high : x);
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- a number for each token -------------------------------------------------------------------------------------
 
-// What becomes of the means: a ratio for each group, or for each token, or `scale` times the mean.
+// What is computed from the means: a ratio for each group, a ratio for each token, or `scale` times the mean.
 struct Numbers {
   bool ratios, of_tokens;
   LogBounds bounds;
@@ -261,7 +262,8 @@ struct Numbers {
 
 constexpr int kTable = kMostGroups + 2;  // numbers by group, from TokenGroups::kNone to kBad
 
-// Fills the table of a sequence, or of none. For bad ids, and outside of sequences, it has NaN.
+// Fills the table of a sequence. `sums` is null for tokens outside of sequences. The table has NaN for bad ids, and for
+// tokens outside of sequences.
 __device__ __forceinline__ void fill_table(float* table, const ExactSum* sums, int groups, const Numbers& numbers,
                                            int rank) {
   const int group = rank - 1;
@@ -310,7 +312,7 @@ __global__ void __launch_bounds__(kThreads) write_numbers(const __grid_constant_
   });
 }
 
-// A block for each sequence, of equal length. `rest` is what the second pass reads.
+// There is a block for each sequence; all sequences have the same length. The second pass reads `rest`.
 template <bool kGroups>
 __global__ void __launch_bounds__(kThreads)
     whole_sequences(const __grid_constant__ Terms terms, const __grid_constant__ Terms rest,
@@ -330,8 +332,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 constexpr int kTableBytes = kTable * static_cast<int>(sizeof(float));
-constexpr int64_t kShort = 8192;  // tokens that one block adds up and writes in the time of two launches
-constexpr int64_t kMany = 128;    // sequences that are enough blocks for a GPU, however long they are
+constexpr int64_t kShort = 8192;  // one block adds up and writes so many tokens in the time of two launches
+constexpr int64_t kMany = 128;    // so many sequences are enough blocks for a GPU, however long they are
 
 void write_group_numbers(const char* name, const char* name_of_sums, const float* a, const float* b,
                          const TokenGroups& groups, const Numbers& numbers, float* out, Device& device) {
@@ -357,7 +359,8 @@ void write_group_numbers(const char* name, const char* name_of_sums, const float
 
 // ---- token by token ----------------------------------------------------------------------------------------------
 
-// out[i] = value(i) for all n, in two steps, so that further tokens are loaded before the first are computed.
+// out[i] = value(i) for all n. It has two steps, loading and computing, so that a thread loads several vectors before
+// it computes the first.
 template <class Out, class Value>
 __global__ void __launch_bounds__(kThreads)
     write_each(int64_t n, bool vectors, const __grid_constant__ Value value, Out* out) {
@@ -382,7 +385,7 @@ void for_each_token(const char* name, int64_t n, bool vectors, const Value& valu
          value, out);
 }
 
-// of(a, b) for each token.
+// Computes of_pair(a, b) for each token.
 template <class Of>
 struct EachTerm {
   Terms terms;
@@ -428,7 +431,7 @@ struct QuantileGroup {
   const bool* above;
   int quantiles;
 
-  // The groups of tokens, a byte for each.
+  // Loads kWide tokens and returns their groups, one byte for each.
   template <int kWide>
   __device__ __forceinline__ uint32_t load(int64_t i) const {
     const Tokens<kWide> tokens = entropy.at<false, kWide>(i);

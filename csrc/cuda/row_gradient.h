@@ -1,4 +1,4 @@
-// What the kernels of logprob_entropy.cu need to write the gradient of a row.
+// Helpers of the kernels that write a row's gradient.
 #pragma once
 
 #include "row_sink.h"
@@ -29,7 +29,7 @@ struct RowGradient {
   __device__ float at_label(float z) const { return label_gradient(line, z - max, temperature); }
 
  private:
-  // 0 for a logit of -inf (0 * inf would be NaN); NaN stays
+  // e * on_line, but 0 for a logit of -inf, where the product could be 0 * inf; NaN stays
   __device__ static float product(float e, float on_line) { return e > 0.f ? e * on_line : e; }
 };
 

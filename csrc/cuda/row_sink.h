@@ -9,7 +9,7 @@ namespace d3s {
 struct RowSink {
   RowOutputs outputs;
   KeyOutput keys;
-  RowState* states = nullptr;  // if set, a tile is merged into these; else outputs are written
+  RowState* states = nullptr;  // if set, a tile is merged into these states; else outputs are written
   int64_t first_token = 0;
   Faults faults;
 };
@@ -24,7 +24,7 @@ __device__ inline void write_masked_row(int64_t row, const RowSink& sink) {
   if (sink.keys.keys) sink.keys.keys[row] = kAbsent;
 }
 
-// Notes what has made a row's results NaN.
+// Notes the fault that made a row's results NaN.
 __device__ inline void note_row(float temperature, bool bad_label, const Faults& faults) {
   if (temperature != temperature) faults.note(Fault::kTemperature);
   if (bad_label) faults.note(Fault::kLabels);

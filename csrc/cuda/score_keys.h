@@ -18,12 +18,12 @@ __device__ inline uint32_t key_of_entropy(const Scores& scores, int64_t position
     case Scores::Advantages::kPerToken:
       return order_key(weighted(scores.advantages[position], entropy));
     default:
-      if (scores.sequences.count == 0) return kAbsent;  // by unchecked offsets
+      if (scores.sequences.count == 0) return kAbsent;  // only with bad offsets
       return order_key(weighted(scores.advantages[scores.sequences.find(position)], entropy));
   }
 }
 
-// Positions are ints, with room for a block's next turn.
+// Positions are ints. A block's next position, after the last score, must fit too.
 inline void require_places(int64_t scores) {
   constexpr int64_t kMost = 2'000'000'000;
   if (scores > kMost)
@@ -31,12 +31,12 @@ inline void require_places(int64_t scores) {
                                 std::to_string(kMost) + " on a GPU");
 }
 
-// Fours of neighbours that a thread loads before it uses the first: so many loads are in flight at a time.
+// A four is four neighbouring scores. A thread loads so many fours before it uses the first.
 constexpr int kFoursInFlight = 2;
 
-// One advantage per sequence: with kLookUp, each position's sequence is looked up; without, all are of one sequence.
-// Fours of neighbours are loaded as one vector if `origin`, the position where one of them begins, lets them be
-// aligned.
+// Loads scores and makes their keys. If there is one advantage per sequence, kLookUp says whether each position's
+// sequence is looked up; if not, all positions are in one sequence. A four is loaded as one vector if fours are aligned
+// when one of them begins at position `origin`.
 template <bool kLookUp>
 class ScoreKeys {
  public:
@@ -45,7 +45,7 @@ class ScoreKeys {
         aligned_(is_aligned(scores, origin)),
         one_(scores.kind == Scores::Advantages::kPerSequence ? sequence : 0) {}
 
-  // Loads the keys of the fours from position first, first + stride, ... on: kAbsent outside of [begin, end).
+  // Loads the keys of the fours at positions first, first + stride, ...; kAbsent outside of [begin, end).
   template <int kCount>
   __device__ void load(int first, int stride, int begin, int end, uint4 (&keys)[kCount]) {
     const Fours fours{first, stride, begin, end, aligned_};
@@ -126,7 +126,7 @@ class ScoreKeys {
     body(0, four.x), body(1, four.y), body(2, four.z), body(3, four.w);
   }
 
-  // Loads words of 32 bits; `outside` stands for those outside of the range.
+  // Loads words of 32 bits. Positions outside of the range give `outside`.
   template <int kCount>
   __device__ static void load_words(const Fours& fours, const uint32_t* from, uint32_t outside,
                                     uint4 (&words)[kCount]) {
@@ -165,7 +165,7 @@ class ScoreKeys {
     }
   }
 
-  // |A| * H of each value, if there are advantages.
+  // Multiplies each value by |A|, if there are advantages.
   template <int kCount>
   __device__ void weigh(const Fours& fours, float (&values)[kCount][4]) {
     const float* advantages = scores_.advantages;
@@ -207,28 +207,28 @@ class ScoreKeys {
     }
   }
 
-  // The sequence of the latest position. It is looked up anew only past its end, so positions have to ascend.
+  // The sequence of the latest position. A new one is looked up only past its end, so positions have to ascend.
   struct Sequence {
     float advantage = 0.f;
     int end = -1;
   };
 
-  // Not inlined, because it would be a large part of each kernel's code.
+  // Not inlined: it would be a large part of each kernel's code.
   __device__ D3S_NOINLINE static Sequence sequence_at(const Scores& scores, int position) {
     const Segments& sequences = scores.sequences;
     const int64_t at = sequences.count > 0 ? sequences.find(position) : 0;
-    if (at >= sequences.count) return {NAN, INT32_MAX};  // by unchecked offsets: an absent key
+    if (at >= sequences.count) return {NAN, INT32_MAX};  // only with bad offsets; gives an absent key
     return {scores.advantages[at], static_cast<int>(sequences.end(at))};
   }
 
   const Scores& scores_;
   bool aligned_;
-  int64_t one_;  // the place of the advantage that all positions have, if they have the same
+  int64_t one_;  // the index of the advantage, if all positions have the same
   Sequence sequence_;
 };
 
-// body(four, keys) for the thread's share of the fours that have a position in [begin, end). The first begins at
-// `origin`, up to 3 positions before `begin`.
+// Calls body(four, keys) for the thread's share of the fours with a position in [begin, end). The first four begins at
+// `origin`, which is up to 3 positions before `begin`.
 template <int kInFlight = kFoursInFlight, bool kLookUp, class Body>
 __device__ __forceinline__ void for_scores(ScoreKeys<kLookUp> source, int origin, int begin, int end,
                                            const BlockGroup& block, const Body& body) {

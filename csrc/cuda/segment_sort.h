@@ -8,7 +8,7 @@
 namespace d3s {
 
 // Sorts `n` entries and their indices by the lowest `bits` bits of the entry. The sort is stable. It may overwrite all
-// four arrays, and returns the two that have the result.
+// four arrays, and returns the two arrays that have the result.
 struct SortedEntries {
   const uint64_t* entries;
   const uint32_t* indices;

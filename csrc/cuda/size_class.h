@@ -1,4 +1,4 @@
-// Decides by a segment's length which launch handles it, where only the device knows the lengths.
+// Decides by a segment's length which launch handles it. Only the device may know the lengths.
 #pragma once
 
 #include "../core/segments.h"
@@ -14,7 +14,7 @@ struct SizeClass {
   D3S_HOST_DEVICE bool has(int64_t length) const { return length >= shortest && length <= longest; }
 };
 
-// Whether `longest` is a bound on the lengths. With offsets and no bound from the caller, it is just `values`.
+// Whether `longest` is a useful bound on the lengths. With offsets and no bound from the caller, it is just `values`.
 inline bool lengths_are_bounded(const Segments& segments, int64_t longest, int64_t values) {
   return !segments.ragged() || longest < values || segments.count == 1;
 }

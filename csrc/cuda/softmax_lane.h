@@ -1,7 +1,7 @@
 // The inner loop of every entropy on a GPU: one thread's share of a softmax state, taken in vectors.
 //
 // The thread finds the maximum of a group of vectors, rescales its sums to the new maximum once, and then adds the
-// elements, for one exponential each. The loop never waits for another thread.
+// elements. An element costs one exponential. The loop never waits for another thread.
 #pragma once
 
 #include "../core/softmax_state.h"
@@ -14,10 +14,10 @@ namespace d3s {
 // logit still reaches the sums, through e.
 constexpr float kLowestDistance = -200.f;
 
-// The terms of eight elements are added up first, in their order, and then to those before: where most logits of a
-// vocabulary are equal, the roundings of one long sum would all go the same way. Even and odd elements never have sums
-// of their own. Packed arithmetic only does two of these operations with one instruction, each rounded by itself: the
-// distances of two neighbours, or an element's two terms. So the bits are the same with it and without.
+// The terms of eight elements are first added up in order, and this sum is then added to the total: if most logits of a
+// vocabulary are equal, the rounding errors of one long sum would all have the same sign. Packed arithmetic does two
+// operations with one instruction, each rounded by itself: the distances of two neighbours, or an element's two terms.
+// Even and odd elements never have separate sums. So the bits are the same with and without packed arithmetic.
 struct LaneState {
   float max = -FLT_MAX;
   Pair sums = {0.f, 0.f};  // S and T * scale, with scale = log2(e) / temperature: distances are exponents of 2
@@ -30,7 +30,7 @@ struct LaneState {
 #pragma unroll
     for (int i = 0; i < kCount; i += kTogether) {
       Pair own;
-      bool begins = true;  // the compiler knows it, since all is unrolled
+      bool begins = true;  // a compile-time constant, since the loops are unrolled
 #pragma unroll
       for (int j = i; j < i + kTogether; ++j)
         for_pairs<T>(vectors[j], [&](Pair z) { add_below_max(own, z, scale, begins), begins = false; });
@@ -63,7 +63,7 @@ struct LaneState {
     const Pair distance = (z - both(max)) * both(scale);
     const Pair e = {exp2_fast(distance.low), exp2_fast(distance.high)};
     const Pair d = {fmaxf(distance.low, kLowestDistance), fmaxf(distance.high, kLowestDistance)};
-    // The scale is finite, or NaN, for a temperature that is not valid, and then the sums are NaN anyway.
+    // The scale is finite. If the temperature is not valid, the scale is NaN, and then the sums are NaN anyway.
     to = begins ? weighted(e.low, d.low, hidden_one(scale)) : add_weighted(to, e.low, d.low, hidden_one(scale));
     to = add_weighted(to, e.high, d.high, hidden_one(scale));
   }

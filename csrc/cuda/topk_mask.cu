@@ -1,9 +1,9 @@
 // topk_mask, select_tokens: exactly k of each segment, ties to the lower index.
 //
-// A block handles a segment that fits in its shared memory, in one launch, and reads the scores once: it makes their
-// keys, and all later passes read these. A longer segment is cut into pieces (topk_pieces.h). Where offsets are given
-// without a bound on the lengths, both are launched, and each leaves out the segments of the other. If a segment is
-// longer than the caller said, its block keeps the keys in global memory: slower, but correct.
+// A block handles a segment that fits in its shared memory. It takes one launch and reads the scores once: it makes
+// their keys, and all later passes read the keys. A longer segment is cut into pieces (topk_pieces.h). With offsets and
+// no bound on the lengths, both kinds of kernels are launched, and each skips the segments of the other. If a segment
+// is longer than the caller said, its block keeps the keys in global memory: this is slower, but correct.
 //
 //   launch       kernel            reads     -> writes
 //   topk_mask    select_segments   scores    -> mask, count, threshold
@@ -16,16 +16,17 @@
 namespace d3s {
 namespace {
 
-// Keys of a segment in global memory. Unchecked offsets may let segments overlap, and so overwrite each other's keys.
+// Keys of a segment in global memory. With unchecked offsets, segments may overlap, and overwrite each other's keys.
 struct Spill {
   uint32_t* keys = nullptr;
 
-  static constexpr int kRoom = 8;  // for the places before and after a segment that alignment takes
+  static constexpr int kRoom = 8;  // places that alignment may take before and after a segment
   static int64_t size(int64_t values, int64_t segments) { return values + kRoom * (segments + 1); }
   __device__ uint32_t* of(int64_t begin, int64_t segment) const { return keys + (begin + 3) / 4 * 4 + kRoom * segment; }
 };
 
-// Only a pooled batch looks up sequences. Without kSpill, all keys are in shared memory, as the compiler then knows.
+// kLookUp is for pooled batches, where sequences are looked up. Without kSpill, the compiler knows that all keys are in
+// shared memory.
 template <bool kLookUp, bool kSpill>
 __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
     select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros,
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
     const auto count = [&](const Digit& digit) {
       row.for_stretch(block, [&](int, const uint4& keys) { count_any_keys(room.histogram, keys, digit, lowest); });
     };
-    if (number == 1)  // so that the loops have shifts that the compiler knows
+    if (number == 1)  // two calls, so that the shifts are compile-time constants
       count(digit_of(1));
     else
       count(digit_of(2));
@@ -72,12 +73,12 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
   if (block.rank == 0) write_selected(outputs, blockIdx.x, found.k, kept);
 }
 
-// Where only the device knows the lengths, segments of up to so many scores have a launch each: short ones would wait
-// for the memory that long ones need.
+// If only the device knows the lengths, there is one launch for each of these largest sizes. With one launch for all,
+// short segments would wait for the shared memory that long ones need.
 constexpr int64_t kSizes[] = {2048, 8192, INT64_MAX};
 
-// As many as leave room for all the blocks that shared memory has room for: five of 8,192 scores on an H100, with
-// 48 registers for each thread. There are at least four warps, since the histograms are work for as many.
+// As many threads as the registers allow if shared memory is full of blocks. On an H100 it holds five blocks of 8,192
+// scores, with 48 registers for each thread. There are at least four warps, since the histograms need as many.
 int threads_for(int64_t length) {
   return length <= 1024 ? 128 : length <= 16384 ? 256 : length <= 24576 ? 512 : BlockGroup::kMostThreads;
 }
@@ -91,7 +92,7 @@ bool same(const Segments& a, const Segments& b) {
 void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t values,
                 int64_t longest, const SelectionOutputs& outputs, Device& device) {
   require_places(values);
-  if (segments.ragged()) {  // what bad offsets leave out is not selected
+  if (segments.ragged()) {  // scores that bad offsets leave out are not selected
     clear(outputs.mask, 0, values, device);
     if (outputs.count) clear(outputs.count, 0, segments.count * 4, device);
     if (outputs.threshold) clear(outputs.threshold, 0xff, segments.count * 4, device);  // NaN

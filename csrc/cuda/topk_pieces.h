@@ -1,9 +1,9 @@
 // Top-K selection in segments that are too long for one block. All scores are cut into pieces of equal length, wherever
-// the segments are, so that nobody needs to know their lengths beforehand. Every pass is a launch of its own, so that
-// no block waits for another.
+// the segments are, so that the host need not know the segments' lengths. Every pass is a launch of its own, so that no
+// block waits for another.
 //
-// The scores are read twice. The second pass knows the highest digit of the k-th key, so it decides all keys but those
-// that have this digit, mostly a few percent. These are copied, with their places, and only they are read again.
+// The scores are read twice. The second pass knows the highest digit of the k-th key. So it can decide about all keys
+// except those with this digit, mostly a few percent. These are copied with their places, and only they are read again.
 //
 //   launch                       kernel             reads                                 -> writes
 //   topk_mask (first digit)      count_first        scores                                -> histograms[0]
@@ -31,39 +31,39 @@ struct Selection {
   SelectionOutputs outputs;
 };
 
-// What the pieces of a long segment do together.
+// The shared state of all pieces of a long segment.
 struct alignas(16) Progress {
   uint32_t histograms[kDigits][kBins];
   Found<int> found[kDigits];
-  uint32_t zeros, unkept;  // unkept: the highest of ~key over the kept keys, since memory begins with 0
-  uint32_t finished;       // parts of the segment
+  uint32_t zeros, unkept;  // unkept: the maximum of ~key over the kept keys, since the memory is 0 at first
+  uint32_t finished;       // how many parts of the segment are finished
 };
 
-// The keys that have the first digit of the k-th one, and their places in the piece.
+// The keys that have the first digit of the k-th key, and their places in the piece.
 struct Rest {
-  uint32_t* keys;     // [values]: each warp's begin where its stretch of the scores begins
+  uint32_t* keys;     // [values]: a warp's keys begin where its stretch of the scores begins
   uint16_t* places;   // the same
-  uint32_t* numbers;  // [parts][kPieceWarps]: how many each warp has
+  uint32_t* numbers;  // [parts][kPieceWarps]: how many keys each warp has
 };
 
 struct Pieces {
   Selection selection;
-  int values, length;  // of all pieces, and of each
+  int values, length;  // the number of all scores, and of the scores of a piece
   int longer_than;     // shorter segments are left to other launches
-  bool slot_by_begin;  // there are more segments than can be long: progress[] has one slot for each stretch of scores
-                       // in which no two of the long ones begin
+  bool slot_by_begin;  // set if there are more segments than there can be long ones: progress[] has one slot for each
+                       // stretch of scores, chosen so that no two long segments begin in the same stretch
   Progress* progress;
   Rest rest;
   uint32_t* last_digits;  // [parts][kBins / 2]: histograms of the last digit
 };
 
-// A long segment's part of a piece. A long segment that reaches into a piece has the first or the last of its scores,
-// because it is longer than a piece; so a piece has at most two such parts.
+// A long segment's part of a piece. A long segment is longer than a piece, so its part has the piece's first or last
+// score. So a piece has at most two such parts.
 struct Part {
   int segment;
   int first_piece, last_piece;  // of the segment
   int begin, end;
-  int number;  // among all parts, two for each piece: the second if another part has the piece's first score
+  int number;  // among all parts: each piece has two numbers, the second for a part without the piece's first score
   int slot;    // of progress[]
 
   __device__ Progress& progress(const Pieces& pieces) const { return pieces.progress[slot]; }
@@ -79,7 +79,7 @@ template <class Body>
 __device__ void for_parts(const Pieces& pieces, const Body& body) {
   const Segments& segments = pieces.selection.segments;
   const int begin = static_cast<int>(blockIdx.x) * pieces.length, end = min(begin + pieces.length, pieces.values);
-  int first = 0, last = 0;  // a grid has room for all segments, so an int has
+  int first = 0, last = 0;  // the number of segments fits in an int, since it fits in a grid
   if (segments.count > 1)
     first = static_cast<int>(segments.find(begin)), last = static_cast<int>(segments.find(end - 1));
 #pragma unroll 1
@@ -93,13 +93,13 @@ __device__ void for_parts(const Pieces& pieces, const Body& body) {
                  2 * static_cast<int>(blockIdx.x) + (segment != first),
                  0};
     part.slot = pieces.slot_by_begin ? from / (pieces.longer_than + 1) : segment;
-    if (to - from > pieces.longer_than && part.begin < part.end) body(part);  // empty by unchecked offsets alone
+    if (to - from > pieces.longer_than && part.begin < part.end) body(part);  // only bad offsets give an empty part
     if (segment == last) return;
   }
 }
 
-// The search up to a digit. Every block of the segment searches the last histogram, which costs less than to wait for
-// one of them. The first block stores the result for later launches.
+// Continues the search by one digit. Every block of the segment searches the last histogram, which takes less time than
+// waiting for one block to do it. The segment's first block stores the result for later launches.
 template <int kNumber>
 __device__ Found<int> resume(const Pieces& pieces, const Part& part, const BlockGroup& block, SearchRoom& room) {
   const Progress& progress = part.progress(pieces);
@@ -121,7 +121,7 @@ __device__ inline void add_kept(const Kept& own, Progress& progress, const Block
   if (kept.lowest < UINT32_MAX) atomicMax(&progress.unkept, ~kept.lowest);
 }
 
-// The warp's stretch of a part: fours of scores, as MaskRow has them.
+// The warp's stretch of a part, in the fours of MaskRow.
 struct PartOfWarp {
   MaskRow row;
   int origin;    // the position where the first four begins
@@ -137,7 +137,7 @@ struct PartOfWarp {
   __device__ int position(int four) const { return origin + 4 * four; }
 };
 
-// Whether to keep a key that is taken: not if it is a zero to drop.
+// Whether a key is kept: if it is taken, and is no zero to drop.
 __device__ __forceinline__ bool keep_taken(bool taken, uint32_t key, bool drop_zeros, Kept& kept) {
   if (taken && drop_zeros && key == kZeroKey) {
     taken = false;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2)
   for_parts(pieces, [&](const Part& part) {
     clear_histogram(room, block);
     const int origin = part.begin / 4 * 4;
-    // Twice the loads of select_segments, whose segments are mostly too short for so many.
+    // A thread loads twice as many fours at a time as in select_segments, whose segments are mostly too short for this.
     for_scores<4>(ScoreKeys<true>(pieces.selection.scores, origin), origin, part.begin, part.end, block,
                   [&](int, const uint4& keys) { count_first_digits(room.histogram, keys); });
     block.sync();
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2) split_pieces(const __grid_co
   });
 }
 
-// The keys that the warp has left undecided in a part, from `begin` on.
+// Where the keys that the warp has left undecided in a part begin, and how many there are.
 struct WarpRest {
   int begin, count;
 
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2) count_last(const __grid_cons
   });
 }
 
-// Writes the mask of the keys that split_pieces() left, and says what it kept.
+// Writes the mask of the keys that split_pieces() left undecided. Returns what it kept.
 __device__ inline Kept finish_rest(const Pieces& pieces, const Part& part, const Cut& cut, const BlockGroup& block) {
   const int lane = block.rank % kWarp;
   const WarpRest rest(pieces, part, block);

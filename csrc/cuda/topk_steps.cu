@@ -1,7 +1,7 @@
 // Top-K selection in steps, for a segment that lies on several ranks: what one rank does between the collectives.
 //
-// Only the device may know the lengths of segments, so blocks share the keys evenly: each goes through the segments in
-// its piece. All counts are integers, so the order in which atomics add them does not matter.
+// Only the device may know the lengths of segments. So all keys are cut into equal pieces, and a block goes through the
+// segments in its piece. All counts are integers, so the order in which atomics add them does not matter.
 //
 //   launch                      kernel                    reads                                  -> writes
 //   topk_order_keys             order_keys_of_piece       scores                                 -> keys
@@ -30,8 +30,8 @@ struct Piece {
   __device__ explicit Piece(int64_t total)
       : begin(int64_t{blockIdx.x} * kPiece), end(begin + kPiece < total ? begin + kPiece : total) {}
 
-  // Calls body(segment, begin, end) for the part of each segment in this piece. Unchecked offsets may give wrong parts,
-  // but none outside of the piece.
+  // Calls body(segment, begin, end) for the part of each segment in this piece. With bad offsets, parts may be wrong,
+  // but are never outside of the piece.
   template <class Body>
   __device__ void for_segments(const Segments& segments, const Body& body) const {
     int64_t from = begin;
@@ -45,7 +45,7 @@ struct Piece {
   }
 };
 
-// body(key) for the thread's share of keys[begin, end).
+// Calls body(key) for the thread's share of keys[begin, end).
 template <class Body>
 __device__ void for_stored(const uint32_t* keys, int64_t begin, int64_t end, const BlockGroup& block,
                            const Body& body) {
@@ -96,7 +96,7 @@ struct ChooseRoom {
   alignas(16) unsigned char group[BlockGroup::kSharedBytes];
 };
 
-// A block for each segment.
+// There is a block for each segment.
 __global__ void __launch_bounds__(kChooseThreads)
     choose_digit_of_segment(KeySearch* searches, const int64_t* counts, const __grid_constant__ Digit digit,
                             const __grid_constant__ Quota quota, const __grid_constant__ Faults faults) {

@@ -6,7 +6,7 @@
 
 namespace d3s {
 
-// Fills a vector past the end of its row: logits of -inf, which add nothing.
+// Two logits of -inf (or one of float32). They fill a vector past the end of its row, and add nothing.
 template <class T>
 constexpr uint32_t kFillWord = 0xff800000u;  // float
 template <>
@@ -18,10 +18,10 @@ D3S_HOST_DEVICE uint32_t bits_of(float value) { return bits_of_float(value); }
 D3S_HOST_DEVICE uint32_t bits_of(bfloat16 value) { return value.bits; }
 D3S_HOST_DEVICE uint32_t bits_of(float16 value) { return value.bits; }
 
-// How many bytes past a multiple of 16 an address is.
+// The address modulo 16, in bytes.
 D3S_HOST_DEVICE int misalignment(const void* p) { return static_cast<int>(reinterpret_cast<uintptr_t>(p) & 15); }
 
-// Elements to the next address that is a multiple of 16.
+// The number of elements before the next address that is a multiple of 16.
 template <class T>
 D3S_HOST_DEVICE int elements_to_vector(const T* p) {
   return (16 - misalignment(p)) % 16 / static_cast<int>(sizeof(T));
@@ -40,8 +40,8 @@ __device__ __forceinline__ uint4 shifted(const uint4& first, const uint4& second
                     __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
 }
 
-// A row of elements, read 16 bytes at a time. Places are ints, since registers are scarce: the length of the row plus a
-// slice must fit in an int.
+// A row of elements, read 16 bytes at a time. Places are ints, since registers are scarce. So the length of the row
+// plus a slice must fit in an int.
 template <class T, bool kAligned>
 class RowReader {
  public:
@@ -49,20 +49,21 @@ class RowReader {
       : row_(row), columns_(columns), shift_(kAligned ? 0 : misalignment(row)) {}
 
   // Whether the row has `count` elements from `begin` on and, if it is misaligned, the neighbours that whole() reads
-  // too. `begin` stands alone on its side of the comparison, for the other side to be computed before a loop.
+  // too. The comparison keeps `begin` alone on one side, so that the compiler can compute the other side once, before
+  // the loop.
   __device__ bool inside(int begin, int count) const {
     constexpr int margin = kAligned ? 0 : kPerVector<T>;
     return (kAligned || begin >= margin) && begin <= columns_ - margin - count;
   }
 
-  // The vector of elements from i on, which must be inside().
+  // Loads the vector of elements from i on. They must be inside().
   __device__ uint4 whole(int i) const {
     if (kAligned) return load_streaming(reinterpret_cast<const uint4*>(row_ + i));
     const auto* p = reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(row_ + i) - shift_);
     return shifted(load_cached(p), load_cached(p + 1), shift_);
   }
 
-  // The same near the ends of the row, where elements are read one by one; -inf past the end.
+  // The same near the ends of the row. There, elements are read one by one; past the end they are -inf.
   __device__ uint4 edge(int i) const {
     if (inside(i, kPerVector<T>)) return whole(i);
     constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
@@ -89,7 +90,7 @@ class RowReader {
   int shift_;
 };
 
-// body(z) for the pairs of neighbouring elements of a vector, in their order.
+// Calls body(z) for each pair of neighbouring elements of a vector, in order.
 template <class T, class Body>
 __device__ __forceinline__ void for_pairs(const uint4& v, const Body& body) {
   if constexpr (sizeof(T) == 4) {
@@ -103,7 +104,7 @@ __device__ __forceinline__ void for_pairs(const uint4& v, const Body& body) {
   }
 }
 
-// body(z) for the elements of a vector, in their order.
+// Calls body(z) for each element of a vector, in order.
 template <class T, class Body>
 __device__ __forceinline__ void for_elements(const uint4& v, const Body& body) {
   for_pairs<T>(v, [&](Pair z) {
@@ -112,7 +113,7 @@ __device__ __forceinline__ void for_elements(const uint4& v, const Body& body) {
   });
 }
 
-// The vector of these elements.
+// Packs elements into a vector.
 template <class T>
 __device__ __forceinline__ uint4 vector_of(const float (&v)[kPerVector<T>]) {
   if constexpr (kPerVector<T> == 4)
@@ -121,7 +122,7 @@ __device__ __forceinline__ uint4 vector_of(const float (&v)[kPerVector<T>]) {
     return make_uint4(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
 }
 
-// The largest element of some vectors, without NaN.
+// The largest element of some vectors. NaN is ignored.
 template <class T, int kCount>
 __device__ __forceinline__ float largest(const uint4 (&v)[kCount]) {
   if constexpr (sizeof(T) == 4) {

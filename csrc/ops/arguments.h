@@ -1,4 +1,4 @@
-// Arguments that several ops take, checked and brought into the form that the back-ends take.
+// Arguments that several ops share: checks them and converts them to the form that the back-ends take.
 #pragma once
 
 #include "../torch_abi.h"
@@ -19,7 +19,7 @@ struct NumberOrTensor {
 using RatioArgument = NumberOrTensor<double>;
 using KeepArgument = NumberOrTensor<int64_t>;
 
-// The temperature of all rows, or the tensor that replaces it: 0-d, or with one for each row.
+// One temperature for all rows, or the tensor that replaces it: 0-d, or with one temperature for each row.
 struct TemperatureArgument {
   double number = 1.0;
   OptionalTensor tensor;
@@ -49,19 +49,20 @@ struct Parameter<SamplingMask> : Together<SamplingMask, OptionalTensor, Optional
 
 // ---- checked ------------------------------------------------------------------------------------------------------
 
-// The rows of logits with all that belongs to them. Owns the tensors that `rows` points into.
+// The rows of logits with their labels, mask and spans. Owns the tensors that `rows` points into.
 class LogitsArgument {
  public:
   LogitsArgument(const Tensor& logits, const TemperatureArgument& temperature);
 
   void set_labels(const OptionalTensor& labels, int64_t vocabulary);
   void set_mask(const OptionalTensor& mask);
-  // After labels and mask. The spans' tokens are of a vocabulary of this size, which is INT64_MAX for a tile.
+  // Call it after set_labels and set_mask. Every token id in a span must be below `vocabulary`. For a tile the size is
+  // unknown: pass INT64_MAX.
   void set_spans(const SamplingMask& sampling_mask, int64_t vocabulary);
-  // Before all others. The logits are those of the kept tokens alone, of so many tokens.
+  // Call it before the other setters. The logits are only of the kept tokens, out of `tokens` tokens.
   void set_kept_alone(const SamplingMask& sampling_mask, int64_t tokens);
 
-  int64_t dims;  // leading dimensions of the logits, which the rows have
+  int64_t dims;  // how many leading dimensions the logits have; their elements are the rows
   LogitsRows rows;
 
  private:
@@ -69,7 +70,7 @@ class LogitsArgument {
   OptionalTensor temperatures_, labels_, mask_, offsets_, tokens_;
 };
 
-// What the gradient of the rows is made from. Owns the tensors that `rows` points into.
+// The tensors from which the rows' gradient is computed. Owns the tensors that `rows` points into.
 class GradientsArgument {
  public:
   GradientsArgument(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy, const Tensor& entropy,
@@ -96,14 +97,15 @@ inline void require_token(const char* argument, int64_t token) {
   require(token >= 0, argument, "got ", token, "; takes at least 0");
 }
 
-// Checks temperatures and keeps their tensor alive in `owner`. Softmax states, which have no logits, need only these.
+// Checks temperatures and keeps their tensor alive in `owner`. It does not need logits, so ops on softmax states use it
+// too.
 Temperatures temperatures_of(const TemperatureArgument& temperature, const Tensor& like, int64_t row_dims,
                              OptionalTensor& owner);
 
 // A number of values to keep, at least 1. Kernels read a 0-d tensor on the device; the host reads it only to check it.
 Keep keep_of(const char* argument, const KeepArgument& keep, const Tensor& like);
 
-// The same, or a ratio instead.
+// The same for ops that take either `k` or a ratio.
 Quota quota_of(const RatioArgument& ratio, const KeepArgument& k, const Tensor& like);
 
 // What is selected from: each of the `given` segments, or all of them as one.
@@ -123,7 +125,8 @@ struct PooledSegments {
   int64_t together = 1;  // how many of the given segments are in each selected one
 };
 
-// Whether there is one advantage, one for each sequence or one for each token. If a shape fits both, it is per token.
+// Whether there is one advantage in all, one for each sequence, or one for each token. If the shape fits the last two,
+// advantages are per token.
 Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences);
 
 }  // namespace d3s

@@ -1,4 +1,4 @@
-// The checks of a sampling mask. Ids and offsets on a GPU are looked at under D3S_KERNELS_CHECK=1 alone.
+// The checks of a sampling mask. The values of ids and offsets on a GPU are checked only with D3S_KERNELS_CHECK=1.
 #pragma once
 
 #include "arguments.h"
@@ -57,7 +57,7 @@ inline void require_offsets(const Tensor& offsets, int64_t rows, int64_t ids) {
     require_offsets(data<int64_t>(offsets), rows, ids);
 }
 
-// Raises for the first row whose span has an id that is no token, or one twice, or lacks the row's label.
+// Raises for the first row whose span has an id that is no token, has an id twice, or lacks the row's label.
 inline void require_spans(const Spans& spans, const Labels& labels, const bool* mask, int64_t rows,
                           int64_t vocabulary) {
   const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // unknown for a tile

@@ -8,8 +8,8 @@
 
 namespace d3s {
 
-// Writes the indices of the true values, ascending and up to `capacity`, then -1; and to `count` how many values are
-// true, which may be more than `capacity`. A true value is any byte but 0.
+// Writes at most `capacity` indices of true values in ascending order, and -1 to the rest of `indices`. `count` gets
+// the number of true values, which may be more than `capacity`. Any byte except 0 is true.
 void compact_indices(const uint8_t* mask, int64_t n, int64_t* indices, int64_t capacity, int64_t* count,
                      Device& device);
 

@@ -1,17 +1,17 @@
-// What kernels on a GPU say about values that nobody has checked: the host would have to wait for them. A kernel that
-// meets one gives NaN or selects nothing there, and sets a byte in host memory. d3s_kernels/_dispatch/faults.py reads
-// the bytes before the next op, and warns. Nothing here knows torch.
+// How kernels on a GPU report invalid values. Nobody has checked these values before, since a check on the host would
+// be a host sync. A kernel that reads an invalid value gives NaN or selects nothing there, and sets a byte in host
+// memory. d3s_kernels/_dispatch/faults.py reads the bytes before the next op, and warns. Nothing here knows torch.
 #pragma once
 
 #include "../core/macros.h"
 
 namespace d3s {
 
-// d3s_kernels/_dispatch/faults.py has the words, in this order.
+// d3s_kernels/_dispatch/faults.py has the messages, in this order.
 enum class Fault { kRatio, kKeep, kOffsets, kGroups, kLabels, kTemperature, kSamplingMask, kDenseRows };
 constexpr int kFaultKinds = static_cast<int>(Fault::kDenseRows) + 1;
 
-// What users call the ops that note faults; also in that order there.
+// The public names of the ops that note faults. That file has them in this order too.
 enum class PublicOp {
   kEntropy,
   kLogprobEntropy,
@@ -27,7 +27,7 @@ enum class PublicOp {
 };
 constexpr int kPublicOps = static_cast<int>(PublicOp::kAdaptiveClip) + 1;
 
-// The bytes of one op; null on a CPU, where values are checked.
+// The bytes of one op, one for each fault; null on a CPU, where values are checked.
 struct Faults {
   unsigned char* of_op = nullptr;
 

@@ -1,4 +1,4 @@
-// How many values of each segment to keep, given as a number instead of a ratio. Nothing here knows torch.
+// A number of values to keep in each segment (the alternative is a ratio). Nothing here knows torch.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@ namespace d3s {
 
 struct Keep {
   int64_t number = 0;
-  const int32_t* on_device32 = nullptr;  // instead: the number is on the device
+  const int32_t* on_device32 = nullptr;  // if set, the number is read here, on the device
   const int64_t* on_device64 = nullptr;
-  int64_t times = 1;  // how many segments are pooled: the number is kept once for each
+  int64_t times = 1;  // how many segments are pooled: `number` values are kept for each of them
 
   D3S_HOST_DEVICE int64_t value() const { return on_device32 ? *on_device32 : on_device64 ? *on_device64 : number; }
 
-  // A number on the device may be unchecked: below 1, it keeps nothing.
+  // A number on the device may be unchecked. If it is below 1, nothing is kept.
   D3S_HOST_DEVICE int64_t of(int64_t values) const {
     const int64_t each = value();
     return each < 1 ? 0 : each < values ? each * times : values * times;

@@ -6,20 +6,20 @@
 
 namespace d3s {
 
-// What the products of the backward take: kept_products.h.
+// The inputs of the backward's products (kept_products.h).
 struct KeptGradientOutput {
-  float* grad = nullptr;      // for each place: of the product of hidden states and weight
+  float* grad = nullptr;      // for each place: the gradient of the product of hidden state and weight row
   int32_t* rows = nullptr;    // the place's row; -1 if it has no gradient
-  int32_t* tokens = nullptr;  // and its token, counted from first_token on
-  bool* undefined = nullptr;  // for each row: its gradient is NaN, at each of its places, of which a bad span has none
+  int32_t* tokens = nullptr;  // the place's token, minus first_token
+  bool* undefined = nullptr;  // for each row: whether its gradient is NaN. A row with a bad span has no places
 };
 
-// The gradient of logits of the kept tokens alone (LogitsRows::kept_alone) of the tile from first_token on, through a
-// soft cap if that is above 0.
+// The gradient of kept logits (LogitsRows::kept_alone) of a tile that starts at first_token. If `softcap` is above 0,
+// the gradient goes through the soft cap.
 void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, float softcap,
                     const KeptGradientOutput& out, Device& device);
 
-// Through z = cap * tanh(x / cap).
+// dz / dx of the soft cap z = cap * tanh(x / cap).
 D3S_HOST_DEVICE float softcap_slope(float z, float softcap) {
   return softcap > 0.f ? 1.f - (z / softcap) * (z / softcap) : 1.f;
 }

@@ -48,7 +48,7 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
   head.softcap = static_cast<float>(logit_softcap.value_or(0));
   head.logits_type = float_type(logits_dtype);
   head.first_token = first_token;
-  LogitsArgument argument(hidden, TemperatureArgument());  // the rows of hidden have what rows of logits have
+  LogitsArgument argument(hidden, TemperatureArgument());  // its rows have labels, mask and spans as rows of logits do
   argument.set_labels(labels, INT64_MAX);
   argument.set_mask(mask);
   argument.set_spans(sampling_mask, INT64_MAX);

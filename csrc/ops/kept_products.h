@@ -1,8 +1,8 @@
 // Products of the kept rows of an LM head's weight: cpu/kept_products.cpp, cuda/kept_products.cu. Arguments come
 // checked, from ops/kept_products.cpp. Nothing here knows torch.
 //
-// A place stands for a row and a token of its set. There is one for each id of the sampling mask and then one for each
-// row, whose label may join its set (Spans::place, Spans::place_of_label).
+// A place stands for a row and a token of the row's set. There is one place for each id of the sampling mask, and after
+// these one for the label of each row, since the label may join the set (Spans::place, Spans::place_of_label).
 #pragma once
 
 #include "../core/float_bits.h"
@@ -16,7 +16,7 @@ struct Matrix {
   const void* values = nullptr;
   FloatType type = FloatType::kFloat32;
   int64_t rows = 0, columns = 0;
-  int64_t stride = 0;  // between rows; columns lie side by side
+  int64_t stride = 0;  // between rows; the stride between columns is 1
 };
 
 template <class T>
@@ -24,7 +24,7 @@ D3S_HOST_DEVICE T* row_of(const Matrix& matrix, int64_t row) {
   return const_cast<T*>(static_cast<const T*>(matrix.values)) + row * matrix.stride;
 }
 
-// Calls body(Tag<T>, Tag<To>): To is the type of `to`, either that of `from` or float.
+// Calls body(Tag<T>, Tag<To>) with the element types of `from` and `to`. `to` has the type of `from`, or float32.
 template <class Body>
 void dispatch_sum(const Matrix& from, const Matrix& to, const Body& body) {
   dispatch_float(from.type, [&](auto tag) {
@@ -41,7 +41,7 @@ D3S_HOST_DEVICE float rounded(float value, FloatType type) {
   return value;
 }
 
-// A vector of floats of any type, or none.
+// A vector of floats of any type. `values` may be null.
 struct Vector {
   void* values = nullptr;
   FloatType type = FloatType::kFloat32;
@@ -62,7 +62,7 @@ struct Vector {
   }
 };
 
-// The rows of an LM head's shard that starts at first_token, and the sets of their tokens.
+// An LM head's vocabulary shard that starts at first_token, with the hidden states and the rows' sets of tokens.
 struct KeptHead {
   Matrix hidden, weight;
   Vector bias;
@@ -76,11 +76,11 @@ struct KeptHead {
   D3S_HOST_DEVICE int64_t places() const { return spans.count + hidden.rows; }
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
 
-  // A token's row of the weight; -1 if the shard has none.
+  // The token's row of the weight; -1 if the token is in another shard.
   D3S_HOST_DEVICE int64_t in_shard(int64_t token) const {
     return token >= first_token && token - first_token < weight.rows ? token - first_token : -1;
   }
-  // Whether the row's set has one token, of which no logit is needed.
+  // Whether the row's set is a single token. Then no logit is needed.
   D3S_HOST_DEVICE bool single(int64_t row, const Span& span) const {
     return span.size == 1 && !(spans.include_label && labels[row] >= 0 && labels[row] != span.tokens[0]);
   }
@@ -88,7 +88,7 @@ struct KeptHead {
   D3S_HOST_DEVICE bool may_join(int64_t row, const Span& span) const {
     return spans.include_label && span.size > 0 && labels[row] >= 0 && !masked_out(row);
   }
-  // The logit from the product of a row and the token's row of the weight, with the roundings of the dense head.
+  // Turns the product of a hidden state and a weight row into a logit, rounded at the same steps as in the dense head.
   D3S_HOST_DEVICE float logit(float product, int64_t weight_row) const {
     float z = rounded(product, logits_type);
     if (bias.values) z = rounded(z + bias[weight_row], logits_type);
@@ -100,11 +100,12 @@ struct KeptHead {
   }
 };
 
-// The logit of each place, -inf where none is needed: the token is in another shard, the place in no row, the row
-// masked out or its set a single token. NaN everywhere if offsets on a GPU, where they may be unchecked, are bad.
+// Writes the logit of each place. It is -inf where no logit is needed: if the token is in another shard, the place is
+// in no row, the row is masked out, or its set is a single token. On a GPU offsets may be unchecked; if they are bad,
+// all logits are NaN.
 void kept_logits(const KeptHead& head, float* out, Device& device);
 
-// A gradient for each place: of the logit of a row and a token.
+// The gradient of the logit at each place.
 struct KeptGradient {
   const float* grad = nullptr;
   const int32_t* rows = nullptr;    // below 0: no gradient
@@ -117,14 +118,14 @@ struct KeptGradient {
   }
 };
 
-// out[row] = the sum of grad weight[token] over the places of a row, in their order, the label's last; NaN for a row
-// that is `undefined`. `spans` are the places of each row. Rows without one are not written. `out` has the weight's
-// type, or float32.
+// out[row] = the sum of grad * weight[token] over the row's places, in order, with the label's place last. The result
+// is NaN for rows that are `undefined`. `spans` has the places of each row; rows without places are not written. `out`
+// has the weight's type, or float32.
 void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
                   const Matrix& out, Device& device);
 
-// out[token] += the sum of grad hidden[row] over the places of a token, in their order, and bias_out[token] += that of
-// grad. `out` has the type of `hidden` or float32. It may have no columns, and bias_out no values.
+// out[token] += the sum of grad * hidden[row] over the token's places, in order; bias_out[token] += the sum of grad.
+// `out` has the type of `hidden`, or float32. `out` may have no columns, and bias_out may be null.
 void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device& device);
 

@@ -98,7 +98,7 @@ namespace {
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// One float32 for each row: logprob, entropy, row_max, log_sum.
+// logprob, entropy, row_max and log_sum: one float32 for each row.
 FourTensors new_outputs(const std::vector<int64_t>& sizes, const Tensor& like) {
   const auto output = [&] { return empty(sizes, ScalarType::Float, like); };
   return {output(), output(), output(), output()};
@@ -145,7 +145,7 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
   return out;
 }
 
-// The gradient over its own logits: in their place or, in half precision, in the front half of each row of float32.
+// The gradient overwrites its own logits, or in half precision the front half of each row of float32 logits.
 GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
                                  const std::optional<ScalarType>& grad_dtype) {
   GradientOutput out{logits.mutable_data_ptr(), rows.type, rows.layout};

@@ -23,7 +23,7 @@ struct Temperatures {
   bool per_row = false;
   float one = 1.f;
 
-  // A temperature on the device may be unchecked: a bad one is taken as NaN, which makes the results NaN.
+  // A temperature on the device may be unchecked. A bad one is read as NaN, and so the results are NaN.
   D3S_HOST_DEVICE float operator[](int64_t row) const {
     if (!values) return one;
     const float t = values[per_row ? row : 0];
@@ -61,12 +61,13 @@ struct LogitsRows {
   Temperatures temperatures;
   const bool* mask = nullptr;  // false: the row is not read, and gives 0
   Spans spans;
-  // Logits of the kept tokens alone: each row sees those of all rows, in the places of Spans::place. The columns of the
-  // layout are then the tokens that they are of, and rows with an empty span give 0.
+  // Whether `logits` has only kept tokens: every row sees one list with the kept logits of all rows (Spans::place).
+  // Then layout.columns is the number of tokens in the vocabulary or tile, and rows with an empty span give 0.
   bool kept_alone = false;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
-  // Where the row's logits have that of a kept token or of the label, which lies in the tile from first_token on.
+  // Where the row's logits have the i-th kept token, or the label. The token must lie in the tile, which starts at
+  // first_token.
   D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i, int64_t first_token) const {
     return kept_alone ? spans.place(span, i) : span.tokens[i] - first_token;
   }
@@ -89,14 +90,14 @@ struct RowOutputs {  // each has one float for each row, or is null
   }
 };
 
-// What the gradient of a row is made from.
+// The numbers from which a row's gradient is computed.
 struct RowGradients {
   const float* g_logprob = nullptr;  // null: no such gradient
   const float* g_entropy = nullptr;
   const float* entropy = nullptr;
   const float* row_max = nullptr;
   const float* log_sum = nullptr;
-  int64_t vocabulary = INT64_MAX;  // the default where it is not known, as for a tile
+  int64_t vocabulary = INT64_MAX;  // number of tokens; the default stands for unknown, as for a tile
 
   D3S_HOST_DEVICE float of_logprob(int64_t row, const Labels& labels) const {
     return g_logprob && labels[row] != kNoTarget ? g_logprob[row] : 0.f;
@@ -104,15 +105,15 @@ struct RowGradients {
   D3S_HOST_DEVICE float of_entropy(int64_t row) const { return g_entropy ? g_entropy[row] : 0.f; }
   D3S_HOST_DEVICE RowStatistics statistics(int64_t row) const { return {entropy[row], row_max[row], log_sum[row]}; }
 
-  // Whether the row's result or what comes in is NaN: then its whole gradient is.
+  // Whether the row's result or an incoming gradient is NaN. Then the row's whole gradient is NaN.
   D3S_HOST_DEVICE bool any_nan(int64_t row, const Labels& labels) const {
     const float g_logprob = of_logprob(row, labels), g_entropy = of_entropy(row);
     return log_sum[row] != log_sum[row] || g_logprob != g_logprob || g_entropy != g_entropy;
   }
 };
 
-// Where the gradient goes. In the dtype of the logits it may lie over them. In half precision, for float32 logits, it
-// lies in the front half of their rows.
+// Where the gradient goes. With the dtype of the logits, it may overwrite them. A half-precision gradient of float32
+// logits overwrites the front half of each row.
 struct GradientOutput {
   void* gradient = nullptr;
   FloatType type = FloatType::kFloat32;
@@ -138,17 +139,17 @@ struct RowState {
   D3S_HOST_DEVICE SoftmaxState get() const { return {max, sum, dot}; }
   D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
 
-  // Of a row with one kept token, whose logit is not read: it is taken as 0.
+  // The state of a row with one kept token. The token's logit is not read, but taken as 0.
   D3S_HOST_DEVICE static RowState of_single(bool is_label) { return {0.f, 1.f, 0.f, is_label ? 0.f : NAN}; }
 };
 
-// The states of all rows, [shards][count]: each row has one, or one for each shard of the vocabulary.
+// The states of all rows, [shards][count]: one for each vocabulary shard of each row.
 struct RowStates {
   const RowState* states = nullptr;
   int64_t shards = 1;
   int64_t count = 0;  // of rows
 
-  // Merges the shards of a row from left to right; the label's logit is that of the first shard that has one.
+  // Merges the shards of a row from left to right. The label's logit comes from the first shard that has it.
   D3S_HOST_DEVICE RowState merged(int64_t row, float temperature) const {
     RowState all = states[row];
     for (int64_t shard = 1; shard < shards; ++shard) {
@@ -160,28 +161,28 @@ struct RowStates {
   }
 };
 
-// The order keys of |A| * H, which a back-end with kMakesKeys writes together with the entropies. A back-end that would
-// gain nothing by this leaves `keys` alone.
+// The order keys of |A| * H. A back-end with kMakesKeys writes them together with the entropies; one without it does
+// not touch `keys`.
 struct KeyOutput {
   Scores scores;
   uint32_t* keys = nullptr;  // one for each row, or null
 };
 extern const bool kMakesKeys;
 
-// Statistics of all rows, zeros for those that the mask leaves out. With more dense rows than their bound, NaN for all
-// others; the log-probability of a row without a label stays 0.
+// Writes the statistics of all rows; zeros for rows that are masked out. If there are more dense rows than
+// max_dense_rows, all other results are NaN, except that the log-probability of a row without a label stays 0.
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device);
 
-// Writes the gradient of all rows; 0 for rows without a gradient. The first column is token first_token.
+// Writes the gradient of all rows; 0 for rows with no incoming gradient. The first column is token first_token.
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
                    const GradientOutput& out, Device& device);
 
 // Merges a tile, whose first column is token first_token, into the states of its rows. Skips rows that are masked out.
-// Of a row with a span, the kept tokens that lie in the tile are merged. With more dense rows than their bound, all
+// For a row with a span, merges only the kept tokens in the tile. If there are more dense rows than max_dense_rows, all
 // states become NaN.
 void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device);
 
-// Statistics of finished states.
+// Computes the results of rows from their finished states.
 void finish_states(const RowStates& states, const Temperatures& temperatures, const RowOutputs& outputs,
                    Device& device);
 

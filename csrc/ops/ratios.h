@@ -1,4 +1,4 @@
-// Importance ratios and what belongs to them, as each back-end implements them: cpu/ratios.cpp, cuda/ratios.cu.
+// importance_ratio, entropy_groups and adaptive_clip, as each back-end implements them: cpu/ratios.cpp, cuda/ratios.cu.
 // Arguments come checked, from ops/ratios.cpp. Nothing here knows torch.
 #pragma once
 
@@ -13,9 +13,10 @@ namespace d3s {
 
 constexpr int kMostGroups = 16;  // in a sequence
 
-// The tokens that share a mean: those of a sequence, or of one group in it.
+// Which tokens share a mean: all tokens of a sequence, or those of one group in it.
 struct TokenGroups {
-  // In place of a token's group: it is in none; its id is too large (ids on a GPU may be unchecked).
+  // In place of a token's group: kNone if it is in no group, kBad if its id is too large (ids on a GPU may be
+  // unchecked).
   static constexpr int kNone = -1, kBad = kMostGroups;
 
   Segments sequences;
@@ -25,7 +26,7 @@ struct TokenGroups {
   int each = 1;                 // groups of a sequence, at most
 };
 
-// What a ratio is the exponential of: the token's log-ratio, the mean log-ratio of its group, or the sum of both.
+// The exponent of a ratio: the token's log-ratio, the mean log-ratio of its group, or the sum of both.
 enum class RatioForm { kToken, kMean, kMeanAndToken };
 
 constexpr float kNoClip = 0.f;  // the clip range of tokens in no group

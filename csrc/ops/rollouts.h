@@ -1,5 +1,5 @@
-// The ops over groups of rollouts, as each back-end implements them: max_variance and group_advantages in cpu/ and in
-// cuda/. Arguments come checked, from the files of these names in ops/. Nothing here knows torch.
+// The ops over groups of rollouts, as each back-end implements them, in the files max_variance and group_advantages of
+// cpu/ and cuda/. Arguments come checked, from the files of the same names in ops/. Nothing here knows torch.
 #pragma once
 
 #include <cfloat>
@@ -48,8 +48,8 @@ D3S_HOST_DEVICE float number_of(T reward) {
   return to_float(reward);
 }
 
-// How far apart equal rewards of this type may be after rounding, relative to the largest |reward| or to 1: some eight
-// steps, or one of half precision. d3s_kernels/_segments/spread.py says the same.
+// How far apart equal rewards of this type may be after rounding, relative to max(largest |reward|, 1): some eight
+// rounding steps, or one step in half precision. TOLERANCE in d3s_kernels/_segments/segments.py has the same numbers.
 constexpr double spread_tolerance(FloatType type) {
   switch (type) {
     case FloatType::kFloat64:
@@ -63,15 +63,16 @@ constexpr double spread_tolerance(FloatType type) {
   }
 }
 
-// Whether the rewards between these two are equal up to rounding. Then all advantages are 0, whatever eps is: divided
-// by a deviation that is itself rounding, differences would become advantages. Infinite rewards are never equal.
+// Whether rewards between `lowest` and `highest` are equal except for rounding. Then all advantages are 0, whatever eps
+// is: otherwise rounding errors, divided by their own deviation, would look like advantages. Infinite rewards are never
+// equal.
 D3S_HOST_DEVICE bool without_spread(double lowest, double highest, double tolerance) {
   const double size = highest > -lowest ? highest : -lowest;  // the largest |reward|
   return size < INFINITY && highest - lowest <= tolerance * (size > 1.0 ? size : 1.0);
 }
 
-// Whether the squares of the differences from the mean show that the rewards are not equal, as in most groups they do.
-// Of equal rewards none is further from the mean than the tolerance, and the rounding of the mean itself.
+// Whether the squared differences from the mean already show that the rewards are not equal. In most groups they do.
+// An equal reward differs from the mean by at most the tolerance plus the rounding error of the mean.
 D3S_HOST_DEVICE bool far_apart(double mean, double squares, int64_t scored, double tolerance) {
   const double size = mean < -1.0 ? -mean : mean > 1.0 ? mean : 1.0, count = static_cast<double>(scored);
   const double far = 4.0 * (tolerance + count * DBL_EPSILON) * size;

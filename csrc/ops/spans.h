@@ -7,20 +7,20 @@
 
 namespace d3s {
 
-// The kept tokens of one row: of the whole vocabulary, in any order. An empty span means all tokens.
+// The kept tokens of one row, out of the whole vocabulary, in any order. An empty span means all tokens.
 struct Span {
   const int32_t* tokens;
-  int64_t size;  // below 0: offsets on the device may be unchecked, and those of this row are bad
+  int64_t size;  // below 0 if the row's offsets are bad: offsets on the device may be unchecked
 };
 
-// The set that a row's log-probability and entropy are of: its span, and the label if it joins.
+// The tokens over which a row's log-probability and entropy are computed: its span, plus the label if it joins.
 struct KeptSet {
   int64_t size;
   bool has_label;
-  bool label_joins;  // the label is not in the span
+  bool label_joins;  // the label is in the set but not in the span
   bool bad;          // offsets or a token are bad: the row's results are NaN
 
-  // Then the log-probability, entropy and gradient are 0, and no logit is read.
+  // Whether the set is one token. Then log-probability, entropy and gradient are 0, and no logit is read.
   D3S_HOST_DEVICE bool single() const { return size == 1 && !bad; }
 };
 
@@ -43,15 +43,15 @@ struct Spans {
     const bool is_good = good(row);
     return {tokens + (is_good ? offset(row) : 0), is_good ? offset(row + 1) - offset(row) : -1};
   }
-  // Where logits of the kept tokens alone have those of a row: each at the place of its token in `tokens`, and then,
-  // one for each row, those of labels that join.
+  // Where a list of kept logits has the logits of a row: each at the index of its token in `tokens`. After these, the
+  // list has one place for each row, for a label that joins.
   D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const { return span.tokens - tokens + i; }
   D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const { return count + row; }
 
-  // Whether the row's log-probability is that of all tokens.
+  // Whether the row's log-probability is over all tokens.
   D3S_HOST_DEVICE bool dense(int64_t row) const { return !given() || (*this)[row].size == 0; }
 
-  // The row whose span has a place; -1 if it is in none.
+  // The row whose span has this place; -1 if no span has it.
   D3S_HOST_DEVICE int64_t row_at(int64_t place, int64_t rows) const {
     int64_t low = 0, high = rows;
     while (low < high) {

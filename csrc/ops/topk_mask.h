@@ -12,12 +12,12 @@
 
 namespace d3s {
 
-// Plain scores, or |A| * H of every token, which is computed while keys are made and never stored.
+// Plain scores, or |A| * H of every token. |A| * H is computed while keys are made, and is never stored.
 struct Scores {
   enum class Advantages { kNone, kOne, kPerSequence, kPerToken };
 
   const void* values = nullptr;    // one for each position: scores, or entropies
-  const uint32_t* keys = nullptr;  // instead: the order keys, if they are made already
+  const uint32_t* keys = nullptr;  // if set, the order keys exist already and `values` is not read
   FloatType type = FloatType::kFloat32;
   Advantages kind = Advantages::kNone;
   const float* advantages = nullptr;
@@ -25,18 +25,18 @@ struct Scores {
   const bool* mask = nullptr;
 };
 
-// How many values to keep: a number, or a share of the present ones.
+// How many values to keep: a fixed number, or a share of the values that are present.
 struct Quota {
   bool is_number = false;
   Keep number;
   double ratio = 0;
   double slack = kDoubleSlack;
-  const float* ratio32 = nullptr;  // instead: the ratio is on the device
+  const float* ratio32 = nullptr;  // if set, the ratio is read here, on the device
   const double* ratio64 = nullptr;
 
   D3S_HOST_DEVICE double value() const { return ratio32 ? *ratio32 : ratio64 ? *ratio64 : ratio; }
 
-  // A ratio on the device may be unchecked: outside of (0, 1], it keeps nothing.
+  // A ratio on the device may be unchecked. If it is outside of (0, 1], nothing is kept.
   D3S_HOST_DEVICE int64_t of(int64_t present) const {
     if (is_number) {
       const int64_t wanted = number.of(present);

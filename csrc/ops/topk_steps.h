@@ -16,7 +16,7 @@ struct SegmentedKeys {
 // The order keys of all scores.
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device);
 
-// counts[segment][bin]: how many keys of the segment have `bin` as this digit, after the digits that are found already.
+// counts[segment][bin]: how many keys of the segment start with the digits found so far and have `bin` as this digit.
 void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
                  Device& device);
 
@@ -30,7 +30,7 @@ struct KeyMaskOutputs {
   int64_t* lowest = nullptr;  // of each segment: the lowest key that is kept, UINT32_MAX if none is
 };
 
-// Keeps the keys above the key that was found and, in each segment, the first `ties` keys that equal it.
+// Keeps all keys above the k-th largest and, in each segment, the first `ties` keys that equal it.
 void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
                    const KeyMaskOutputs& outputs, Device& device);
 

@@ -32,8 +32,8 @@ def asks() -> bool:
 def agree(
     ranks: Ranks, op: str, check: Callable[[], _Checked], alike: Callable[[_Checked], dict[str, Any]]
 ) -> _Checked:
-    """Returns what ``check`` returns, or raises what it raises. If the ranks exchange arguments, all of them raise if
-    one does, or if a value of ``alike`` differs between ranks. What they exchange is JSON.
+    """Returns the result of ``check``, or raises its error. If the ranks exchange arguments (as JSON), all of them
+    raise if one of them does, or if a value of ``alike`` differs between ranks.
     """
     if not asks():
         return check()
@@ -76,7 +76,7 @@ def _shortened(value: Any) -> str:
 
 
 class Layout(NamedTuple):
-    """The ranks that hold a tensor together, and how its segments lie on them."""
+    """The ranks that hold a tensor together, and how its segments are placed on them."""
 
     process_group: dist.ProcessGroup | DeviceMesh
     placement: str
@@ -90,7 +90,7 @@ class Layout(NamedTuple):
         return None if self.placement == "global" else self.offsets
 
     def is_whole(self, values: Tensor) -> bool:
-        """Whether each segment lies on one rank. A 1-D tensor without offsets is one with a piece on every rank."""
+        """Whether each segment is whole on one rank. A 1-D tensor without offsets is one segment over all ranks."""
         return self.placement == "whole" and (values.dim() > 1 or self.offsets is not None)
 
     def check(self, name: str, values: Tensor, *takes: str) -> None:

@@ -38,7 +38,7 @@ class RowPlan(NamedTuple):
 
 @torch.no_grad()
 def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, drop_last: bool = False) -> RowPlan:
-    """Which of the kept rows move to which rank, so that every rank ends with the same number of them.
+    """Plans which kept rows move to which rank, so that every rank ends with the same number of kept rows.
 
     As few rows move as possible: a rank that has too many keeps its first ones, and the rest go to the ranks that have
     too few, in rank order on both sides. :func:`exchange_rows` then moves them.

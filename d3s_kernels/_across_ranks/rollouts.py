@@ -1,9 +1,8 @@
 """group_advantages, max_variance_select, select_rollouts across ranks.
 
-The result is this rank's piece of what the local op gives for the concatenation of all ranks' tensors. It is computed
-in just this way: all ranks' values are gathered once, and each rank runs the local op on all of them. If groups are
-whole on their ranks and nothing is pooled, the local op gives the same result on the rank's own values, and nothing is
-sent.
+The result is this rank's piece of the local op's result for the concatenated tensors of all ranks. It is computed in
+this way: all ranks' values are gathered once, and each rank runs the local op on all of them. If every group is whole
+on one rank and nothing is pooled, each rank runs the local op only on its own values, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
     whole = layout.is_whole(rewards)
     if ranks.size == 1 or (whole and scale != "batch"):
         return ops.group_advantages(rewards, offsets, scale, eps, ddof)
-    # All send float64: ranks with different dtypes then find out, where they would wait for each other's bytes.
+    # All ranks send float64, so that ranks with different dtypes notice this, instead of waiting for each other's
+    # bytes.
     dtype = DTYPES_OF_REWARDS.index(rewards.dtype)
     everyones = gather(ranks, rewards.reshape(-1).double(), dtype, layout.max_rollouts)
     if everyones.host_total is not None:
@@ -57,7 +57,7 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
         groups = everyones.with_tail(torch.cat([edges.new_zeros(1), everyones.begin + edges]))
     all_rewards = everyones.values.to(rewards.dtype)  # exact; what counts as rounding depends on the dtype
     advantages = ops.group_advantages(all_rewards, groups, scale, eps, ddof)[everyones.places]
-    if everyones.host_total is None:  # the host does not know whether it is one dtype
+    if everyones.host_total is None:  # the host does not know whether all ranks have the same dtype
         advantages = advantages.masked_fill((everyones.numbers != dtype).any(), math.nan)
     if offsets is not None:
         places = torch.arange(rewards.numel(), device=rewards.device) if whole else everyones.places
@@ -165,7 +165,7 @@ def _check_layout(layout: Layout, name: str, values: Tensor) -> None:
 
 
 def _alike(layout: Layout, values: Tensor) -> dict[str, Any]:
-    """What has to be the same on all ranks."""
+    """The values that must be the same on all ranks."""
     return {
         "values": f"{values.dtype} {['*', *values.shape[1:]]}",
         "offsets": layout.offsets if layout.placement == "global" else layout.offsets is not None,
@@ -190,19 +190,19 @@ def _left_out(places: Tensor, offsets: Tensor) -> Tensor:
 
 # ---- all ranks' rollouts in one tensor -------------------------------------------------------------------------------
 
-_HEADER = 2  # before the values, in int32: how many there are, and another number
+_HEADER = 2  # int32 numbers before the values: how many values there are, and one more number
 
 
 class Everyones(NamedTuple):
-    """The values of all ranks: a row for each rank, and one after the other."""
+    """The values of all ranks, both as one row for each rank and concatenated."""
 
     rows: Tensor  # [ranks, most]: NaN after a rank's last
     numbers: Tensor  # int64 [ranks]: the number that each rank sends with them
     host_total: int | None  # how many values all ranks have; None if the host does not know
     total: Tensor  # int64 [1]: the same on the device
-    values: Tensor  # in rank order, and padding of NaN up to the end
-    begin: Tensor  # int64 [1]: where the values of this rank begin
-    places: Tensor  # int64 [values of this rank]: where they are
+    values: Tensor  # all values in rank order, then padding of NaN
+    begin: Tensor  # int64 [1]: where the values of this rank begin in `values`
+    places: Tensor  # int64 [values of this rank]: where each of them is in `values`
 
     def with_tail(self, offsets: Tensor) -> Tensor:
         """The offsets of the ranks' values, with the padding as one more segment."""
@@ -213,13 +213,13 @@ class Everyones(NamedTuple):
 
 
 def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) -> Everyones:
-    """Gathers the values of all ranks, float32 or float64 ``[n]``, and a number of each rank. This is little data: one
-    number for each rollout.
+    """Gathers the values of all ranks, float32 or float64 ``[n]``, and one more number from each rank. This is little
+    data: one value for each rollout.
 
-    Ranks may hold different numbers of rollouts, or none. Every rank sends a message of the same length:
-    ``max_rollouts`` values, which is the caller's bound, or without it the largest number of all ranks, which takes a
-    round before and a wait of the host. With the bound, only the device knows where one rank's values end and the next
-    one's begin, and the host does not wait for it.
+    Ranks may have different numbers of rollouts, or none, but all send messages of the same length. With the caller's
+    bound ``max_rollouts``, a message has that many values. Only the device then knows where one rank's values end, and
+    there is no host sync. Without a bound, a message has as many values as the largest rank. Finding this number takes
+    one more round and a host sync.
     """
     most, total = max_rollouts, None
     if most is None:
@@ -318,7 +318,7 @@ def _exchanges(in_order: Tensor, have: Tensor, each: Tensor, place: Tensor) -> T
     running = pool(in_order).scan(terms, torch.add)
     total, square = running[2:, -1:] + pad(running[:2], (1, 0))
 
-    # Sets this close to the best count as equal; among them the one with the fewest from the top wins.
+    # Sets this close to the best count as equal. Among equal sets, the one with the fewest values from the top wins.
     kept, number = each * ranks, torch.arange(ranks * most + 1, device=chain.device)
     spread = torch.where(number <= kept, kept * square - total.square(), -math.inf)
     chosen = number.where(spread >= spread.max() * (1 - 1e-12), 0).max()

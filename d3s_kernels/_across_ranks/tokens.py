@@ -23,14 +23,14 @@ from .agreement import agree, require_offsets
 Top = tuple[Tensor, Tensor, Tensor]
 _MOST = 2**31 - 1  # the largest int32
 
-# (shift, bits) of each digit. Few segments take three rounds of 16 KB for each segment. Many segments take four rounds
-# of 2 KB for each, since then bytes cost more than rounds.
+# (shift, bits) of each digit. Few segments take three rounds, of 16, 16 and 8 KB for each segment. Many segments take
+# four rounds of 2 KB for each segment, since then bytes cost more than rounds.
 FEW_SEGMENTS = 16
 _LONG_DIGITS = (21, 11), (10, 11), (0, 10)
 _SHORT_DIGITS = (24, 8), (16, 8), (8, 8), (0, 8)
 
-# Up to this many ranks gather their counts of few segments instead of an all-reduce: that takes no longer, and all
-# ranks' counts of the last digit include all ranks' ties. With more ranks, the ties take one more round.
+# With few segments and up to this many ranks, counts are gathered instead of all-reduced. This takes no longer, and the
+# gathered counts of the last digit include all ranks' ties. With more ranks, the ties take one more round.
 FEW_RANKS = 8
 
 
@@ -119,7 +119,7 @@ def select_tokens(
 
 
 def _alike(layout: Layout, values: Tensor) -> dict[str, object]:
-    """What has to be the same on all ranks: the segments, unless each lies on one rank."""
+    """The values that must be the same on all ranks: the segments, unless each segment is whole on one rank."""
     offsets = layout.offsets
     segments: Tensor | list[int] | int | None = None
     if layout.placement == "global":
@@ -180,10 +180,11 @@ def gathers_counts(segments: int, ranks: int) -> bool:
 
 
 def keep_top(keys: Tensor, offsets: Tensor | None, quota: Quota, drop_zeros: bool, ranks: Ranks) -> Top:
-    """Selects from the segments of all ranks' keys. A rank's pieces of them are its rows, or given by its offsets.
+    """Selects from segments that lie on all ranks. A rank's pieces of the segments are its rows, or are cut by its
+    offsets.
 
-    Returns the mask, of the shape of the keys; and for each segment on all ranks how many are kept, int32 and at most
-    the largest int32, and the lowest kept score, float32 and infinite where none is kept.
+    Returns the mask, which has the shape of the keys. For each segment also returns, over all ranks, how many keys are
+    kept (int32, clamped to its largest value) and the lowest kept score (float32, infinite if none is kept).
     """
     segments = keys.shape[:-1].numel() if offsets is None else offsets.shape[0] - 1
     gathers = gathers_counts(segments, ranks.size)

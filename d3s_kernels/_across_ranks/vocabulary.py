@@ -178,10 +178,10 @@ def vocab_parallel_linear_logprob_entropy(
         logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
         mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where it is False cost
             nothing and give 0 and 0.
-        max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host synchronisation;
-            if it is exceeded, all outputs are NaN.
-        max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host
-            synchronisation, and the all-reduce carries that many rows; if it is exceeded, all gradients are NaN.
+        max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host sync; if it is
+            exceeded, all outputs are NaN.
+        max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host sync, and the
+            all-reduce carries that many rows; if it is exceeded, all gradients are NaN.
         logits_dtype: what the logits are rounded to: ``torch.float32``, or the one dtype of hidden states, weight and
             bias.
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU.
@@ -254,7 +254,7 @@ def vocab_parallel_linear_logprob_entropy(
 def _of_mask(
     sampling_mask: SamplingMask | None, label_outside: LabelOutside, max_dense_rows: int | None
 ) -> dict[str, Any]:
-    """What has to be the same on all ranks."""
+    """The values that must be the same on all ranks."""
     return {
         "sampling_mask": sampling_mask and sampling_mask.token_ids,
         "the offsets of sampling_mask": sampling_mask and sampling_mask.offsets,
@@ -349,7 +349,7 @@ class ShardedArgument:
         return found[0]
 
     def beside(self, **tensors: Any) -> list[Any]:
-        """Arguments that are the same on these ranks: the local tensor of a DTensor, other values as they are."""
+        """Arguments that are the same on these ranks: the local tensor of a DTensor; other values as they are."""
         return [self._beside(name, value) if isinstance(value, DTensor) else value for name, value in tensors.items()]
 
     def _beside(self, name: str, tensor: DTensor) -> Tensor:
@@ -364,7 +364,7 @@ class ShardedArgument:
         return tensor.to_local()
 
     def along(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """An argument that is cut as the vocabulary is: the local tensor of a DTensor, another value as it is."""
+        """An argument that is cut like the vocabulary: the local tensor of a DTensor; other values as they are."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = self._tensor
@@ -380,7 +380,7 @@ class ShardedArgument:
 
 
 def _cuts(placement: Placement) -> int | None:
-    """The dimension that it cuts in rank order, or None. Other kinds of Shard have another order: None."""
+    """The dimension that the placement cuts in rank order, or None. Other kinds of Shard cut in another order: None."""
     return placement.dim if type(placement) is DTensorShard else None
 
 

@@ -20,7 +20,7 @@ Save = Callable[[Any, tuple[Any, ...], Any], None]
 Gradients = Callable[..., dict[str, Tensor]]
 
 EAGER: dict[str, Callable[..., Any]] = {}
-"""The ops with their gradients, for eager mode: torch's own way parses the schema in each call, which takes 100 us."""
+"""The ops with their gradients, for eager mode. Torch's own way parses the schema in each call, which takes 100 us."""
 
 
 def register_gradient(op: str, save: Save, gradients: Gradients) -> None:
@@ -67,7 +67,9 @@ def register_gradient(op: str, save: Save, gradients: Gradients) -> None:
 
 
 def needs(ctx: Any, place: int) -> bool:
-    """Whether the argument at this place needs its gradient. Torch leaves out those at the end that have defaults."""
+    """Whether the argument at this place needs its gradient. Torch may leave out the last arguments, which have
+    defaults.
+    """
     return place < len(ctx.needs_input_grad) and ctx.needs_input_grad[place]
 
 
@@ -120,7 +122,7 @@ register_gradient("importance_ratio", _save_ratio, _of_ratio)
 register_no_second_derivative("logprob_entropy_backward")
 register_no_second_derivative("importance_ratio_backward")
 
-# The others have no gradient. Without this, torch would attach a "not implemented" node to their float outputs.
+# The other ops have no gradient. Without this, torch would attach a "not implemented" node to their float outputs.
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 for _name in COMPILED:
     if _name not in EAGER and not _name.endswith("_backward"):

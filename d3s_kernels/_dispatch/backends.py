@@ -36,7 +36,7 @@ _OLDEST_TRITON = (3, 6)
 
 @cache
 def why_not(backend: str) -> str | None:
-    """Why this back-end does not run here, or None if it should run. Nothing is launched on a GPU to find out."""
+    """Why this back-end does not run here, or None if it should run. This check launches nothing on a GPU."""
     if backend == "cuda":
         return why_not_cuda()
     return _why_not_triton() if backend == "triton" else None
@@ -72,7 +72,7 @@ def _kernels(backend: str) -> Mapping[str, _Kernel]:
 
 @cache
 def half_products() -> tuple[torch.dtype, ...]:
-    """The dtypes of half precision of which this CPU has a dot product that torch uses; none below avx512_bf16."""
+    """The half-precision dtypes for which this CPU has a dot product that torch uses; none below avx512_bf16."""
     if build_info()["simd"] != "avx512_bf16":
         return ()
     return torch.bfloat16, *((torch.float16,) if torch.ops.mkldnn._is_mkldnn_fp16_supported() else ())
@@ -82,15 +82,15 @@ def half_products() -> tuple[torch.dtype, ...]:
 
 _serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
 
-# The tokens of one slice of a row, which a device's back-end reduces to one softmax state: kSlice in csrc/cuda/ and
-# SLICE in _triton/; on a CPU kSlice in csrc/cpu/softmax_rows.h, unless another back-end serves it. The slice length of
-# _torch/ divides both.
+# A back-end cuts a row into slices of so many tokens, and reduces each to one softmax state. The number is kSlice in
+# csrc/cuda/, SLICE in _triton/, and kSlice in csrc/cpu/softmax_rows.h, which holds on a CPU unless another back-end
+# serves it. The slice length of _torch/ divides both numbers.
 CPU_SLICE, GPU_SLICE = 8192, 32768
 SLICES = {"cpu": CPU_SLICE, "cuda": GPU_SLICE, "xpu": GPU_SLICE}
 
 
 def _choice(device: str, forced: str | None) -> tuple[str, ...]:
-    """The back-ends that serve a kind of device. A compiled one has all ops; Triton leaves some to plain PyTorch."""
+    """The back-ends for a kind of device. A compiled back-end has all ops; Triton leaves some to plain PyTorch."""
     if device == "cpu":
         if forced == "triton" and _interprets():
             return "triton", "torch"
@@ -125,8 +125,8 @@ def _serve(library: torch.library.Library, forced: str | None) -> None:
 
 
 def _python_kernel(op: str, backend: str, device: str, forced: str | None) -> _Kernel:
-    """Wraps a kernel of ``_triton`` or ``_torch`` with the checks of its arguments. A Triton kernel returns
-    NotImplemented for what it cannot take, and then plain PyTorch computes the op.
+    """Wraps a kernel of ``_triton`` or ``_torch`` with the checks of its arguments. If a Triton kernel cannot take the
+    arguments, it returns NotImplemented, and then plain PyTorch computes the op.
     """
     check, kernel, in_torch = getattr(torch.ops.d3s_checks, op).default, _kernels(backend)[op], _torch.KERNELS[op]
     names = argument_names(op)
@@ -225,5 +225,5 @@ def explain(device: str) -> str:
 
 
 def _possible(device: str) -> tuple[str, ...]:
-    """The back-ends that may serve a kind of GPU, the best first; none for a CPU."""
+    """The back-ends that may serve a kind of GPU, the best one first. There are none for a CPU."""
     return () if device == "cpu" else tuple(name for name in BACKENDS if name != "cuda" or device == "cuda")

@@ -1,7 +1,7 @@
 """Fake kernels of the compiled ops: the shapes and dtypes of each op's results, for torch.compile and FakeTensorMode.
 
-The real kernels check the arguments, and their ``std::invalid_argument`` reaches Python as ValueError. A fake kernel
-gets all arguments by name, defaults included, and names those that it needs.
+Only the real kernels check the arguments; their ``std::invalid_argument`` reaches Python as ValueError. A fake kernel
+is called with all arguments by name, defaults included. It declares the arguments that it needs.
 """
 
 from __future__ import annotations

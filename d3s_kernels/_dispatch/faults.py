@@ -1,9 +1,9 @@
 """Warns of values on a GPU that nobody has checked, such as a ratio of 0 or a label that is no token.
 
-The host would have to wait for the device to check them, so an op gives NaN or selects nothing there, and the next op
-warns. Compiled kernels note what they meet in host memory (``csrc/ops/faults.h``), which costs nothing while there is
-no fault. For Triton and plain PyTorch, ``D3S_KERNELS_CHECK=late`` has the arguments looked at on the device, and the
-answers copied to the host while it goes on.
+A check on the host would be a host sync. So an op gives NaN for such a value or selects nothing, and the next op warns.
+Compiled kernels note faults in host memory (``csrc/ops/faults.h``), which costs nothing while there is no fault. Triton
+and plain PyTorch note nothing: there ``D3S_KERNELS_CHECK=late`` checks the arguments on the device, and copies the
+answers to the host without waiting for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What an op met, and what it gave: in the order of Fault in csrc/ops/faults.h.
+# The bad value that an op met, and the result: in the order of Fault in csrc/ops/faults.h.
 FAULTS = {
     "ratio": "a ratio outside of (0, 1], and selected nothing",
     "keep": "a number to keep below 1, and selected nothing",
@@ -56,7 +56,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def tell() -> None:
-    """Warns of each op and fault once, or raises under ``D3S_KERNELS_CHECK=error``. Waits for nothing."""
+    """Warns once of each fault in each op, or raises with ``D3S_KERNELS_CHECK=error``. There is no host sync."""
     if torch.compiler.is_compiling() or (_noted is None and not _looks):
         return
     for met in [*(_noted.take() if _noted else ()), *_arrived()]:
@@ -69,7 +69,7 @@ def tell() -> None:
 
 
 def _level_of_the_caller() -> int:
-    """Of the first frame outside of this package, as ``warnings.warn`` in :func:`tell` counts."""
+    """The level of the first frame outside of this package, as ``warnings.warn`` in :func:`tell` counts it."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
@@ -118,7 +118,7 @@ class _Noted:
         self.address = library.d3s_kernels_faults()  # of a pointer that is null until an op has run on a GPU
 
     def take(self) -> list[Met]:
-        """What was noted since the last call."""
+        """The faults that were noted since the last call."""
         at = self.address[0]
         if at is None or (bytes_now := ctypes.string_at(at, len(self.nothing))) == self.nothing:
             return []
@@ -132,17 +132,17 @@ _noted: _Noted | None = None
 
 
 def watch(library: str) -> None:
-    """Has :func:`tell` read what the kernels of this library note."""
+    """Makes :func:`tell` read the faults that the kernels of this library note."""
     global _noted
     _noted = _Noted(library)
 
 
 def watches() -> bool:
-    """Whether ops may leave something to tell."""
+    """Whether a compiled library is watched, whose kernels may note faults."""
     return _noted is not None
 
 
-# ---- looked for, where the kernels note nothing ---------------------------------------------------------------------
+# ---- checked on the device, if the kernels note nothing -------------------------------------------------------------
 
 
 class _Look(NamedTuple):
@@ -151,12 +151,12 @@ class _Look(NamedTuple):
     op: str
     faults: tuple[str, ...]
     answers: Tensor
-    arrived: torch.Event | None  # None: they are there
+    arrived: torch.Event | None  # None if the answers are on the host already
 
 
 _looks: list[_Look] = []
 
-# The ops with values from users, and what users call them.
+# The ops with values from users, and their public names.
 _LOOKED_AT = {op: op for op in PUBLIC_OPS} | dict.fromkeys(("topk_order_keys", "topk_choose_digit_"), "topk_mask")
 
 
@@ -165,7 +165,7 @@ def public_name(op: str, arguments: Mapping[str, Any]) -> str:
 
 
 def look(op: str, arguments: Mapping[str, Any]) -> None:
-    """Under ``D3S_KERNELS_CHECK=late`` or ``error``: looks at the values of an op's arguments, on their device."""
+    """With ``D3S_KERNELS_CHECK=late`` or ``error``, checks the values of an op's arguments on their device."""
     if op not in _LOOKED_AT or _setting() not in ("late", "error"):
         return
     bad = dict(_bad_values(arguments))
@@ -177,7 +177,7 @@ def look(op: str, arguments: Mapping[str, Any]) -> None:
         _looks.append(_Look(op, tuple(bad), flags, None))
         return
     if flags.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # the answers would be those of each replay, which nobody waits for
+        return  # each replay would give its own answers, but nothing would read them
     answers = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
     answers.copy_(flags, non_blocking=True)
     event = torch.Event(flags.device)
@@ -186,7 +186,7 @@ def look(op: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _arrived() -> Iterator[Met]:
-    """What the looks have found that have come back since the last call."""
+    """The faults found by those looks whose answers have arrived since the last call."""
     back: list[_Look] = []
     waiting: list[_Look] = []  # not `not in back`, which compares tensors
     for each in _looks:
@@ -199,7 +199,7 @@ def _arrived() -> Iterator[Met]:
 
 
 def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """For each argument with values, whether one is bad: a bool tensor on the argument's device."""
+    """Yields the key of FAULTS for each argument with values, and a bool tensor on its device: whether any is bad."""
     given = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     first = next(iter(given.values()))
     if (ratio := given.get("ratio_tensor")) is not None:
@@ -230,7 +230,7 @@ def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
-    """How many tokens the labels are of; None for a tile, and for a rank's part."""
+    """The size of the vocabulary; None for a tile or a vocabulary shard."""
     if arguments.get("first_token") is not None or arguments.get("kept_of") is not None:
         return None
     if "weight" in arguments:

@@ -1,4 +1,4 @@
-"""The compiled libraries: where they lie, and which of them load here."""
+"""The compiled libraries: where they are, and which of them load here."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def why_not_cuda() -> str | None:
     return None
 
 
-# For a major version of CUDA: its runtime works with all of its versions.
+# The wheel for each major version of CUDA. One is enough: the runtime works with all minor versions.
 WHEELS = {"x86_64": {"12": "cu128", "13": "cu130"}, "aarch64": {"13": "cu130"}}
 
 
 def how_to_get_cuda(cuda: str) -> str:
-    """The line that installs the wheel with the CUDA library, for a torch of this version of CUDA."""
+    """The command that installs the wheel with the CUDA library, for a torch built with this version of CUDA."""
     wheel = WHEELS.get(platform.machine(), {}).get(cuda.partition(".")[0])
     if wheel is None or sys.platform != "linux":
         return f"no wheel has one for CUDA {cuda} on this platform: build from source where there is nvcc"
@@ -52,7 +52,7 @@ def how_to_get_cuda(cuda: str) -> str:
 
 
 def schema_of(op: str) -> Any:
-    """The op's line of ``csrc/library.cpp``, parsed."""
+    """The parsed schema of the op, from ``csrc/library.cpp``."""
     return getattr(torch.ops.d3s_kernels, op).default._schema
 
 
@@ -63,8 +63,8 @@ def argument_names(op: str) -> tuple[str, ...]:
 
 
 def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, called with the op's arguments by name. Torch may leave out those at the end that have their default
-    value.
+    """Wraps a kernel so that it is called with the op's arguments by name. Torch may leave out the last arguments if
+    they have their default values.
     """
     names = argument_names(op)
 
@@ -82,4 +82,4 @@ def registered() -> list[str]:
 
 
 COMPILED = tuple(registered())
-"""The ops of ``csrc/library.cpp``. Those of ``_head/op.py`` are declared later."""
+"""The ops of ``csrc/library.cpp``. The ops of ``_head/op.py`` are declared later."""

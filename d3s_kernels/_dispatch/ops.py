@@ -15,14 +15,14 @@ from .autograd import EAGER
 _Op = Callable[..., Any]
 _op = torch.ops.d3s_kernels
 
-# Messages of a compiled kernel: about an argument that it refuses, and about memory that it does not get.
+# Messages of a compiled kernel: about an argument that it refuses, and about a failed allocation.
 _REFUSAL = re.compile(r"[a-z_]+: .*\b(takes|must|call)\b", re.DOTALL)
 _NO_MEMORY = "d3s_kernels: out of memory"
 
 
 def _with_usual_errors(op: _Op) -> _Op:
-    """The op with ValueError for a refused argument, and torch.OutOfMemoryError, which trainers catch. Before it runs,
-    it tells what earlier ops have met on a GPU.
+    """Wraps an op: a refused argument raises ValueError, and a failed allocation torch.OutOfMemoryError, which trainers
+    catch. Before the op runs, the wrapper warns of faults that earlier ops have met on a GPU.
     """
 
     @wraps(op)
@@ -41,7 +41,9 @@ def _with_usual_errors(op: _Op) -> _Op:
 
 
 def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
-    """The op, without torch's kernel for its gradient, which is Python: 4 us a call, and 100 where one is asked for."""
+    """Wraps an op so that torch's autograd kernel is skipped. That kernel is Python code, and takes 4 us for each call,
+    or 100 us if a gradient is needed.
+    """
 
     is_compiling, transforms = torch.compiler.is_compiling, torch._C._functorch.peek_interpreter_stack
     any_requires_grad, below_autograd = torch._C._any_requires_grad, torch._C._AutoDispatchBelowAutograd
@@ -69,7 +71,7 @@ def _refuses_by_value_error() -> bool:
     raise AssertionError("compact takes a capacity of -1")
 
 
-# On a CPU torch itself raises RuntimeError for want of memory, and values are checked.
+# On a CPU there is nothing to wrap: torch itself raises RuntimeError if memory is short, and values are checked.
 _on_cpus_alone = not (torch.backends.cuda.is_built() or torch.xpu._is_compiled())  # type: ignore[no-untyped-call]
 _as_raised = _refuses_by_value_error() and _on_cpus_alone
 
@@ -90,6 +92,8 @@ def __getattr__(name: str) -> _Op:
 
 
 def check(op: str, *arguments: Any) -> None:
-    """Raises what the op would raise for these arguments, without computing it. In a graph the op checks them."""
+    """Raises the error that the op would raise for these arguments, without computing the op. In a graph nothing is
+    checked here: the op does it.
+    """
     if not torch.compiler.is_compiling():
         _public(getattr(torch.ops.d3s_checks, op).default)(*arguments)

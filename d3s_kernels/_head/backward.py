@@ -1,7 +1,8 @@
-"""The backward of the LM head: it recomputes each tile of logits, writes its gradient over it, and takes two products.
+"""The backward of the LM head. It recomputes each tile of logits, overwrites the tile with its gradient, and multiplies
+this with the weight and with the hidden states.
 
-Only rows whose gradient is not 0 are computed. Where ranks share the vocabulary, each rank does this with its shard,
-and the ranks sum their gradients of the hidden states.
+Only rows whose gradient is not 0 are computed. If the vocabulary is sharded over ranks, each rank does this with its
+vocabulary shard, and the ranks sum their gradients of the hidden states.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _STRIP = 4 << 20  # logits: enough to keep a GPU busy, and little memory
 
 
 class Incoming(NamedTuple):
-    """What comes into the backward, a number for each row: gradients, and the statistics that the forward has found."""
+    """The inputs of the backward, one number for each row: incoming gradients, and statistics from the forward."""
 
     grad_logprob: Tensor | None
     grad_entropy: Tensor | None
@@ -34,7 +35,9 @@ class Incoming(NamedTuple):
     log_sum: Tensor
 
     def poisoned(self, bad: Tensor, both: bool) -> Incoming:
-        """With NaN in the gradients if something is bad: in both, or in one that makes all of a row's gradient NaN."""
+        """Fills the incoming gradients with NaN if ``bad`` is true. With ``both`` false, only one of the two is filled,
+        which is enough to make a row's whole gradient NaN.
+        """
         grad_logprob, grad_entropy = self.grad_logprob, self.grad_entropy
         if grad_logprob is not None and (both or grad_entropy is None):
             grad_logprob = grad_logprob.masked_fill(bad, torch.nan)
@@ -47,7 +50,7 @@ class Incoming(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted."""
+    """Which gradients are to be computed."""
 
     hidden: bool
     weight: bool
@@ -61,8 +64,9 @@ def backward(
     wanted: Wanted,
     weight_grad_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden states, weight and bias; empty where they are not wanted. The weight's is added to
-    ``weight_grad_into`` if that is given, and empty then. The problem has been checked.
+    """The gradients of hidden states, weight and bias; a gradient that is not wanted is an empty tensor. With
+    ``weight_grad_into``, the weight's gradient is added to that tensor, and the one returned is empty. The problem must
+    be checked.
     """
     if problem.sampling_mask.offsets is None:
         return _of_all_tokens(problem, incoming, wanted, weight_grad_into)
@@ -82,7 +86,7 @@ def backward(
 
 
 def _any_exceeded(rows: int, *bounds: tuple[int | None, Callable[[], Tensor | None]]) -> Tensor | None:
-    """Whether more rows than some bound are in its mask, 0-d; None if the host knows that there are not."""
+    """A 0-d flag: whether some mask has more rows than its bound. None if the host knows that no bound is exceeded."""
     any_exceeded = None
     for bound, mask in bounds:
         if bound is not None and bound < rows and (counted := mask()) is not None:
@@ -92,14 +96,14 @@ def _any_exceeded(rows: int, *bounds: tuple[int | None, Callable[[], Tensor | No
 
 
 def _host_knows(flag: Tensor) -> bool:
-    """Whether the host may read the flag. A fake tensor, of a trace, has no value."""
+    """Whether the host can read the flag without a host sync. A fake tensor in a trace has no value."""
     return type(flag) is Tensor and is_known(flag)
 
 
 def _filled(
     problem: HeadProblem, wanted: Wanted, bad: Tensor | None, weight_grad_into: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of 0, or of NaN if something is bad: the device may not tell the host which. They are written once."""
+    """Gradients of 0, or of NaN if ``bad`` is true. The host may not know which, but memory is written only once."""
 
     def filled(like: Tensor, wanted: bool, bad: Tensor | None, *shape: int) -> Tensor:
         if not wanted:
@@ -111,7 +115,8 @@ def _filled(
         return _everywhere(like.new_zeros(()).masked_fill_(bad, torch.nan), shape)
 
     hidden, weight = problem.hidden, problem.weight
-    # If all rows are bad, a GPU fills them in kept_hidden_grad_. A known 0 takes half the time to write.
+    # On a GPU, rows are filled with 0 here, which takes half the time of an unknown number. If ``bad`` is true,
+    # kept_hidden_grad_ fills them with NaN.
     of_rows = bad if bad is not None and _host_knows(bad) else None
     return (
         filled(hidden, wanted.hidden, of_rows, *hidden.shape),
@@ -121,7 +126,7 @@ def _filled(
 
 
 def _everywhere(number: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A 0-d tensor's number, in all elements. A GPU copies eight bytes at a time twice as fast as elements of two."""
+    """Fills a tensor of this shape with one number. A GPU copies 8-byte elements twice as fast as 2-byte elements."""
     elements = math.prod(shape)
     room = number.new_empty(whole_vectors(elements, number.dtype))
     room.view(torch.int64).copy_(number.repeat(8 // number.itemsize).view(torch.int64))
@@ -136,7 +141,7 @@ def _with_kept_tokens(
     weight_grad_into: Tensor | None,
     exceeded: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds the gradients of the rows that have a span to those of the others."""
+    """Adds the gradients of rows with a span to ``gradients``, which come from the other rows."""
     problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
     hidden, weight, shard, count = problem.hidden, problem.weight, problem.shard, problem.rows
     grad_logprob, grad_entropy, *statistics = incoming.each(lambda values: flat(values, count))
@@ -185,8 +190,8 @@ def _of_all_tokens(
         picked.poison_(grad_bias)
         if wanted.weight and weight_grad_into is not None:
             picked.poison_(weight_grad_into)
-    # The shards' parts cancel, as those of the tokens do. If they were rounded before the sum, the error would grow
-    # with the number of ranks.
+    # The shards' parts mostly cancel in the sum, and so do the tokens' parts. If the parts were rounded before the sum,
+    # the error would grow with the number of ranks.
     grad_hidden = shard.total_(grad_rows).to(problem.hidden.dtype)
     if wanted.hidden:
         grad_hidden = picked.scatter((grad_hidden,), problem.rows)[0].view(problem.hidden.shape)
@@ -207,7 +212,7 @@ def _rows_with_gradient(problem: HeadProblem, incoming: Incoming) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """The rows with a gradient, packed; or those of a tile."""
+    """The rows with a gradient, packed; or the part of them that is in a tile."""
 
     hidden: Tensor
     targets: Tensor
@@ -218,31 +223,32 @@ class _Rows(NamedTuple):
     def gathered(cls, picked: Picked, problem: HeadProblem, incoming: Incoming) -> _Rows:
         count, hidden = problem.rows, problem.hidden
         targets = picked.gather(flat(problem.labels, count))
-        # All together, since each op costs more than its few numbers.
+        # All are gathered by one op, since an op costs more than its few numbers.
         parts = [flat(values, count) for values in incoming if values is not None]
         together = picked.gather(torch.stack(parts), dim=1)
-        # NaN here becomes NaN in all that is computed from these rows, at no cost in proportion to the weight.
+        # NaN here becomes NaN in everything that is computed from these rows. This costs less than a pass over the
+        # weight.
         picked.poison_(together[: len(parts) - 3])
         part = iter(together.unbind())
         given = incoming.each(lambda _: next(part))
         if given.grad_logprob is not None and problem.shard.ranks is None and not hidden.is_cpu:
-            # Labels on a GPU are not checked: one that is no token gives NaN.
+            # Labels on a GPU are not checked. A label that is no token gives NaN.
             given.grad_logprob.masked_fill_(targets >= problem.weight.shape[0], torch.nan)
         packed = picked.gather(hidden.reshape(count, hidden.shape[-1]))
         return cls(packed, targets, given, picked.temperature(problem))
 
     def at(self, place: slice) -> _Rows:
-        if place.start == 0 and place.stop == self.targets.shape[0]:  # mostly there is one tile, of all rows
+        if place.start == 0 and place.stop == self.targets.shape[0]:  # in most cases one tile has all rows
             return self
         incoming = self.incoming.each(lambda values: values[place])
         return _Rows(self.hidden[place], self.targets[place], incoming, of_rows(self.temperature, place))
 
 
 class Gradients:
-    """The gradients to which the tiles add. One that is not wanted takes no memory.
+    """The sums to which the tiles add their gradients. Memory is allocated only for the wanted gradients.
 
-    The weight's gradient is written to memory of its own, or added to ``weight_grad_into``. Where several tiles of rows
-    add to it, the sum is made in float32: in its place where that is float32, else in a buffer for one slab of tokens.
+    The weight's gradient is a new tensor, or it is added to ``weight_grad_into``. If several tiles of rows add to it,
+    they are summed in float32: in place if the gradient is float32, else in a buffer for one slab of tokens.
     """
 
     def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted, weight_grad_into: Tensor | None) -> None:
@@ -260,7 +266,7 @@ class Gradients:
             self._slab = weight.new_empty((tiles.token_step, weight.shape[1]), dtype=torch.float32)
 
     def add(self, tile: Tensor, rows: Tensor, place: slice, tokens: slice) -> None:
-        """Adds what a tile contributes. The tiles of a slab of tokens come one after the other, first rows first."""
+        """Adds a tile's gradients. All tiles of a slab of tokens must come one after the other, first rows first."""
         if self._bias is not None:
             self._bias[tokens].add_(tile.sum(0, dtype=torch.float32))
         if self._hidden is not None:
@@ -271,7 +277,7 @@ class Gradients:
             add_product(self._weight[tokens], tile.t(), rows, first=place.start == 0 and self._into is None)
 
     def finish(self, tokens: slice) -> None:
-        """All tiles of a slab of tokens are there."""
+        """Writes the weight's gradient of a slab of tokens, after all its tiles have been added."""
         if self._slab is None or self._weight is None:
             return
         total = self._slab[: tokens.stop - tokens.start]
@@ -281,8 +287,8 @@ class Gradients:
             self._weight[tokens].add_(total)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of the rows in float32, and those of weight and bias in the weight's dtype; empty if there is
-        none to return.
+        """The gradient of the rows in float32, and the gradients of weight and bias in the weight's dtype. A gradient
+        that is not returned is an empty tensor.
         """
         weight = self._head.weight
         return (
@@ -307,10 +313,10 @@ def _sum_over_tiles(
 
 
 def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: slice, room: Tensor) -> Tensor:
-    """The gradient of a tile's logits, written over them. If it is narrower, it lies in the front part of each row."""
+    """Overwrites a tile's logits with their gradient. If its dtype is narrower, it takes the front part of each row."""
     tile, cap = head.logits(rows.hidden, tokens, room), head.softcap
     gradient = tile.view(head.gradient_dtype)[:, : tile.shape[1]]
-    # The slope of a soft cap takes memory of its own, so the tile is then worked on in strips.
+    # The slope of a soft cap needs extra memory, so with a soft cap the tile is processed in strips.
     step = max(1, len(tile) if cap is None else _STRIP // max(1, tile.shape[1]))
     for begin in range(0, len(tile), step):
         strip = slice(begin, begin + step)
@@ -323,7 +329,8 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
         )  # fmt: skip
         if slope is not None:
             gradient[strip] = slope.mul_(logits)
-    if gradient.dtype != tile.dtype and tile.is_cpu and type(tile) is Tensor:  # not a trace, which stands for a GPU
-        # With AMX, oneDNN's products read up to 32 elements past a row's end and count them 0 times: a NaN would stay.
+    if gradient.dtype != tile.dtype and tile.is_cpu and type(tile) is Tensor:  # not in a trace, which stands for a GPU
+        # With AMX, oneDNN's products read up to 32 elements past a row's end and multiply them by 0: NaN would stay
+        # NaN.
         tile.view(gradient.dtype)[:, tile.shape[1] :][:, :32].zero_()
     return gradient

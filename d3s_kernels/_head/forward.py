@@ -1,7 +1,7 @@
 """The forward of the LM head: it merges one tile of logits at a time into the rows' softmax states, and drops the tile.
 
-A row's result has the same bits as from its whole logits. Of a row with a span of a sampling mask, only the logits of
-the kept tokens are computed. Nothing waits for the device, except to count rows that no bound is given for.
+A row's result has the same bits as if computed from all its logits at once. For a row with a span of a sampling mask,
+only the logits of the kept tokens are computed. The only host sync is the count of rows if the caller gives no bound.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _op = torch.ops.d3s_kernels
 
 
 class Picked(NamedTuple):
-    """Some of the rows, packed in their order; without host synchronisation if the caller bounds their number."""
+    """Some of the rows, packed in order. If the caller bounds their number, there is no host sync."""
 
-    indices: Tensor  # [capacity]; past the last row those of row 0
-    past: Tensor | None  # bool [capacity]: the places past the last row; None where the host knows the number of rows
-    exceeded: Tensor | None  # bool [1]: whether there are more than the bound; None where there is no bound
+    indices: Tensor  # [capacity]: row indices; 0 for places past the last picked row
+    past: Tensor | None  # bool [capacity]: the places past the last picked row; None if the host knows their number
+    exceeded: Tensor | None  # bool [1]: whether there are more rows than the bound; None if there is no bound
 
     @classmethod
     def where(cls, mask: Tensor, bound: int | None) -> Picked:
@@ -37,8 +37,8 @@ class Picked(NamedTuple):
         return cls(indices.clamp(min=0), indices < 0, count > bound)
 
     def gather(self, values: Tensor, dim: int = 0, past: float = 0) -> Tensor:
-        """``values`` of these rows, and ``past`` past the last one: values there may be NaN, and must not reach a
-        product.
+        """``values`` of the picked rows. Places past the last picked row get ``past``: the values there could be NaN,
+        which must not reach a product.
         """
         packed = values.index_select(dim, self.indices)
         if self.past is None:
@@ -52,14 +52,14 @@ class Picked(NamedTuple):
         return NumberOrTensor(number, self.gather(each, past=1))  # a temperature is above 0
 
     def scatter(self, values: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
-        """``values`` at their rows, 0 elsewhere; NaN where the bound was exceeded."""
-        # One more row takes the values past the picked rows.
+        """Writes ``values`` back to their rows. Other rows are 0. If the bound was exceeded, everything is NaN."""
+        # An extra row at the end takes the values of places past the last picked row.
         places = self.indices if self.past is None else self.indices.masked_fill(self.past, rows)
         outs = (each.new_zeros((rows + 1, *each.shape[1:])).index_copy_(0, places, each)[:rows] for each in values)
         return tuple(map(self.poison_, outs))
 
     def unless(self, exceeded: Tensor | None) -> Picked:
-        """The same, with another bound that may be exceeded."""
+        """The same rows, but they also count as exceeding the bound if ``exceeded`` is true."""
         if exceeded is None:
             return self
         own = self.exceeded
@@ -69,11 +69,11 @@ class Picked(NamedTuple):
         return values if self.exceeded is None else values.masked_fill_(self.exceeded, torch.nan)
 
 
-# ---- rows with a span: a logit has a place, one for each id of the mask and then one for the label of each row ------
+# ---- rows with a span. Kept logits have one place for each id of the mask, then one for the label of each row. ------
 
 
 def rows_of(matrix: Tensor) -> Tensor:
-    """The same ``[n, columns]``, with the columns of a row side by side."""
+    """The same matrix ``[n, columns]``, with a stride of 1 between columns."""
     return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
@@ -82,7 +82,7 @@ def flat(values: Tensor, rows: int) -> Tensor:
 
 
 def flat_rows(problem: HeadProblem) -> HeadProblem:
-    """The same with hidden states ``[rows, H]``, and labels and mask ``[rows]``."""
+    """The same problem with hidden states ``[rows, H]``, and labels and mask ``[rows]``."""
     hidden, count, mask = problem.hidden, problem.rows, problem.mask
     return problem._replace(
         hidden=rows_of(hidden if hidden.dim() == 2 else hidden.reshape(count, hidden.shape[-1])),
@@ -93,7 +93,7 @@ def flat_rows(problem: HeadProblem) -> HeadProblem:
 
 
 def kept_logits(problem: HeadProblem) -> Tensor:
-    """The logits of all places, for each of the flat rows: ``[rows, places]``, which share their memory."""
+    """The logits of all places, expanded to ``[rows, places]``: all rows share the same memory."""
     logits: Tensor = _op.kept_logits.default(
         problem.hidden, problem.weight, problem.labels, problem.bias, problem.logit_softcap, problem.mask,
         problem.shard.first_token, problem.logits_dtype, *problem.sampling_mask,
@@ -102,18 +102,18 @@ def kept_logits(problem: HeadProblem) -> Tensor:
 
 
 def has_span(problem: HeadProblem) -> Tensor:
-    """bool ``[rows]``."""
+    """Whether each row has a span: bool ``[rows]``."""
     assert problem.sampling_mask.offsets is not None
     return problem.sampling_mask.offsets.diff() != 0
 
 
 def dense_rows(problem: HeadProblem) -> HeadProblem:
-    """The rows with an empty span, of which all logits are computed."""
+    """The same problem for only the rows with an empty span, whose logits are all computed."""
     ids, offsets, _, most_dense = problem.sampling_mask
     assert ids is not None
     assert offsets is not None
-    # Offsets may be unchecked on a GPU: where they are bad, the row's results are NaN. Both ends of an empty span are
-    # what good offsets must be; of row 0 they are 0.
+    # Offsets may be unchecked on a GPU. A row with bad offsets is not dense: its results are NaN. So both ends of an
+    # empty span must be valid offsets; for row 0 both must be 0.
     good = offsets.clamp(0, ids.shape[0])
     good[:1].zero_()
     mask = (good[:-1] == offsets[1:]).logical_and_(good[1:] == offsets[:-1]).view(problem.labels.shape)
@@ -144,7 +144,9 @@ def no_logits(rows: int, like: Tensor) -> Tensor:
 def finished(
     shard: Shard, state: Tensor, labels: Tensor, mask: Tensor | None, temperature: NumberOrTensor
 ) -> tuple[Tensor, ...]:
-    """The results of the rows: of the states of all shards, 0 where there is no label, and where the mask is False."""
+    """The results of rows, from the states of all shards. The log-probability is 0 for a row without a label, and all
+    results are 0 where the mask is False.
+    """
     outputs: tuple[Tensor, ...] = _op.softmax_state_finish.default(shard.everyones(state), *temperature)
     outputs[0].masked_fill_(labels == -100, 0.0)
     if mask is not None:
@@ -168,7 +170,7 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
         assert dense.mask is not None
         all_tokens = _of_all_tokens(dense)
         outputs = tuple(torch.where(dense.mask, *both) for both in zip(all_tokens, outputs, strict=True))
-        outputs[0].masked_fill_(problem.labels == -100, 0.0)  # also with more dense rows than the bound
+        outputs[0].masked_fill_(problem.labels == -100, 0.0)  # even if there are more dense rows than the bound
     if problem.max_rows is not None and problem.mask is not None:
         exceeded = problem.mask.sum() > problem.max_rows
         outputs = tuple(output.masked_fill(exceeded, torch.nan) for output in outputs)
@@ -179,7 +181,7 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
 
 @without_autocast
 def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
-    """The outputs of the rows that have a span, 0 for others."""
+    """The outputs of rows that have a span; 0 for other rows."""
     rows, temperature, shard = flat_rows(problem), problem.flat_temperature, problem.shard
     logits, labels, mask = kept_logits(rows), rows.labels, rows.mask
     options = *temperature, mask, *problem.sampling_mask, len(problem.weight)

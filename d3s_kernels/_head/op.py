@@ -1,6 +1,6 @@
-"""The ops that are computed by Python code: the LM head, and the ops for a vocabulary that ranks share.
+"""The ops that Python code computes: the LM head, and the ops for vocabulary shards.
 
-Their schemas, results without values, and gradients are declared here. The code is the same on every device.
+Declares their schemas, fake kernels and gradients. The code is the same on every device.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def _declare(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 def _results(like: Tensor) -> tuple[Tensor, ...]:
-    """Log-probability, entropy, the largest logit and the logarithm of the sum: uninitialised, for each row."""
+    """Uninitialised results for each row: log-probability, entropy, largest logit and logarithm of the sum."""
     return tuple(like.new_empty(like.shape[:-1], dtype=torch.float32) for _ in range(4))
 
 
 def _with_known_labels(grad_logprob: Tensor | None, logprob: Tensor) -> Tensor | None:
-    """Makes the gradient NaN for a label that no rank has. One rank cannot see this, but the logprob is NaN."""
+    """Makes the gradient NaN for a label that no rank has. One rank alone cannot know this, but then logprob is NaN."""
     if grad_logprob is None:
         return None
     return torch.where(logprob.isnan() & (grad_logprob != 0), torch.nan, grad_logprob)
@@ -48,7 +48,7 @@ def _with_known_labels(grad_logprob: Tensor | None, logprob: Tensor) -> Tensor |
 
 # ---- linear_logprob_entropy -----------------------------------------------------------------------------------------
 
-# The fields of HeadProblem, and those of its shard.
+# The fields of HeadProblem and of its Shard.
 _ARGUMENTS = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float temperature=1.0, "
     "Tensor? temperature_tensor=None, float? logit_softcap=None, Tensor? mask=None, SymInt? max_rows=None, "
@@ -112,7 +112,7 @@ def _save(ctx: Any, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> 
 def _restored(
     ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None
 ) -> tuple[list[Any], Tensor | None, list[Tensor]]:
-    """The arguments of the forward, the gradient of the log-probabilities, and entropies, maxima and log sums."""
+    """The arguments of the forward, the incoming gradient of the log-probabilities, and [entropy, row_max, log_sum]."""
     *tensors, logprob, entropy, row_max, log_sum = saved
     arguments = [number if tensor is None else tensor for tensor, number in zip(tensors, ctx.numbers, strict=True)]
     if logprob is not None:  # a group shares the vocabulary
@@ -136,10 +136,10 @@ register_no_second_derivative("linear_logprob_entropy_backward")
 
 
 class AtBackward(NamedTuple):
-    """What is asked for when a backward runs. Each is called once in it."""
+    """Functions that give arguments at the time when the backward runs. Each is called once in a backward."""
 
-    weight_grad_into: Callable[[], Tensor | None]  # None: autograd gets the gradient
-    max_grad_rows: Callable[[], int | None] = lambda: None  # None: the op's own
+    weight_grad_into: Callable[[], Tensor | None]  # if it returns None, autograd gets the gradient
+    max_grad_rows: Callable[[], int | None] = lambda: None  # if it returns None, the op's max_grad_rows holds
 
 
 def adding_to(weight_grad_into: Tensor | None) -> AtBackward | None:
@@ -149,9 +149,9 @@ def adding_to(weight_grad_into: Tensor | None) -> AtBackward | None:
 def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None = None) -> tuple[Tensor, Tensor]:
     """The log-probabilities and entropies of the rows.
 
-    Autograd would hold the weight's gradient of each micro-batch, V x H numbers, and add it to the gradient of earlier
-    ones. With ``at_backward`` the products of the backward add to a tensor of the caller's, so that it is read and
-    written once. A graph cannot ask, so this is for eager mode.
+    Autograd would store the weight's gradient of each micro-batch, V x H numbers, and then add it to the gradient of
+    earlier micro-batches. With ``at_backward`` the matrix products of the backward add to the caller's tensor, which is
+    read and written once. This works only in eager mode, since a graph cannot call ``at_backward``.
     """
     if at_backward is None:
         logprob, entropy, _, _ = ops.linear_logprob_entropy(*problem.arguments())
@@ -236,7 +236,7 @@ def _save_vocab_parallel(ctx: Any, arguments: tuple[Any, ...], results: tuple[Te
 def _of_vocab_parallel(
     ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> dict[str, Tensor]:
-    """Incoming gradients are the same on all ranks, so each rank computes its logits' gradient alone."""
+    """Incoming gradients are the same on all ranks, so each rank computes its gradient without communication."""
     logits, labels, temperatures, mask, ids, offsets, logprob, *statistics = saved
     first_token, temperature, options = ctx.options
     gradient = _op.logprob_entropy_backward.default(

@@ -1,7 +1,7 @@
-"""The arguments of the LM head's ops as one object, for a whole vocabulary or for one rank's shard of it; their checks.
+"""The arguments of the LM head's ops as one object, and their checks, for a whole vocabulary or a vocabulary shard.
 
-``HeadProblem.checked`` makes it of what a caller passes. From there on it travels as a whole: through the op, whose
-arguments are its fields, to the forward and the backward.
+``HeadProblem.checked`` makes the object from the arguments of a public function. Its fields are the arguments of the
+op, from which forward and backward get it as one object again.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Shard(NamedTuple):
-    """The tokens from ``first_token`` on, as many as the logits or the weight have; all tokens if ``ranks`` is None.
+    """A vocabulary shard: the tokens from ``first_token`` on, as many as the logits or the weight have. If ``ranks`` is
+    None, it is the whole vocabulary.
 
-    All ranks hold the same rows, so that all of them enter a collective, or none does because there are no rows.
+    All ranks have the same rows. So if there are no rows, all ranks skip a collective, otherwise all enter it.
     """
 
     first_token: int = 0
@@ -43,10 +44,10 @@ class Shard(NamedTuple):
 
     @classmethod
     def of(cls, first_token: int = 0, group_name: str | None = None) -> Shard:
-        """From an op's arguments. An op takes a group by its registered name, as torch's functional collectives do."""
+        """Makes a shard from an op's arguments. An op takes a group by name, as torch's functional collectives do."""
         if group_name is None:
             return WHOLE
-        from .._groups import ranks_named  # here, since some builds of torch have no groups
+        from .._groups import ranks_named  # imported here, since some builds of torch have no process groups
 
         return cls(first_token, ranks_named(group_name))
 
@@ -110,8 +111,8 @@ class HeadProblem(NamedTuple):
         max_dense_rows: int | None,
         shard: Shard = WHOLE,
     ) -> HeadProblem:
-        """From the arguments of the public functions, after checks of their types, their devices and what one kernel
-        alone would not see. Values and shapes are checked where the op runs: :meth:`check`.
+        """Makes a problem from the arguments of a public function. Checks types, devices, and what a single kernel
+        could not know. Shapes and values are checked when the op runs: see :meth:`check`.
         """
         name = "weight" if shard.ranks is None else "weight_shard"
         require_tensors(**{"hidden": hidden, name: weight, "labels": labels})
@@ -143,12 +144,12 @@ class HeadProblem(NamedTuple):
 
     @property
     def has_spans(self) -> bool:
-        """Whether some argument is about a sampling mask."""
+        """Whether any argument belongs to a sampling mask."""
         return any(value is not None for value in (*self.sampling_mask[:2], self.sampling_mask.max_dense_rows))
 
     @property
     def flat_temperature(self) -> NumberOrTensor:
-        """A tensor is ``[rows]``, or 0-d for all rows."""
+        """The temperature, with its tensor flattened to ``[rows]`` unless it is 0-d."""
         number, each = self.temperature
         return self.temperature if each is None or each.dim() == 0 else NumberOrTensor(number, each.reshape(self.rows))
 
@@ -185,7 +186,7 @@ class HeadProblem(NamedTuple):
             raise ValueError(f"bias: got dtype {bias.dtype}; takes the dtype of weight, {weight.dtype}")
 
     def _check_rows(self) -> None:
-        """Checks the arguments with one value for each row, and the devices of all."""
+        """Checks the arguments that have one value for each row, and the devices of all arguments."""
         labels, mask, shape, device = self.labels, self.mask, self.hidden.shape[:-1], self.hidden.device
         if labels.shape != shape:
             raise ValueError(f"labels: got shape {list(labels.shape)}; takes one for each row, {list(shape)}")
@@ -231,12 +232,12 @@ class HeadProblem(NamedTuple):
             raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
 
     def _check_spans(self) -> None:
-        """As the op on logits would: with one row of uninitialised logits, which stands for all."""
+        """Runs the checks of the op on logits. One uninitialised row, expanded, stands for the logits of all rows."""
         if not self.has_spans:
             return
         both = self.sampling_mask.ids is not None and self.sampling_mask.offsets is not None
         if both and self.shard.ranks is None and not is_known(self.labels):
-            return  # all but values is checked again by kept_logits; ranks must know before they wait for each other
+            return  # kept_logits checks this again, except values; ranks check here, before they wait for others
         rows = self.labels, *ONE, self.mask, *self.sampling_mask
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
         if self.shard.ranks is None:
@@ -246,14 +247,14 @@ class HeadProblem(NamedTuple):
             ops.check("softmax_state_", state, logits, rows[0], self.shard.first_token, *rows[1:])
 
     def require_memory(self) -> None:
-        """Refuses a parameter that was gathered for a module's forward and freed after it. Torch's products find that
-        too, and kernels do not: they would end the process.
+        """Refuses a parameter that was gathered for a module's forward and freed after it. Torch's matrix products
+        check this too, but kernels do not: they would end the process.
         """
         _require_memory(self.weight, self.bias)
 
 
 problem_of = of_schema(HeadProblem, shard=(Shard.of, {"first_token": 0, "group_name": None}))
-"""The problem of the arguments of the op's schema."""
+"""Makes a HeadProblem from the arguments of the op's schema."""
 
 
 # ---- hidden states, weight and bias in the form that the ops take --------------------------------------------------
@@ -262,10 +263,10 @@ problem_of = of_schema(HeadProblem, shard=(Shard.of, {"first_token": 0, "group_n
 def operands(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, weight_grad_into: Tensor | None, name: str = "weight"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states, weight and bias in one dtype, for a weight that callers know by this name.
+    """Hidden states, weight and bias in one dtype. Error messages call the weight ``name``.
 
-    Where dtypes differ and one is float32, all become float32. Autograd gives each argument its gradient in its own
-    dtype, and no op has to know of it.
+    If dtypes differ and one of them is float32, all become float32. Autograd casts each gradient back to the dtype of
+    its argument, so the ops need not handle this.
     """
     if weight.dim() != 2:
         require_readable(**{name: weight})
@@ -277,7 +278,7 @@ def operands(
         return hidden, weight, bias
     for argument, dtype in dtypes.items():
         if dtype not in FLOATS:
-            # Bytes are what a quantised weight is stored as: bitsandbytes' Int8Params and Params4bit.
+            # Quantised weights are stored as bytes, for example bitsandbytes' Int8Params and Params4bit.
             hint = "; a quantised one has to be dequantised first" if dtype.itemsize == 1 else ""
             raise ValueError(f"{argument}: got dtype {dtype}; takes float32, bfloat16 or float16{hint}")
     if torch.float32 not in dtypes.values():
@@ -330,7 +331,7 @@ def _not_fitting(weight: Tensor, bias: Tensor) -> ValueError:
 
 
 def why_not_whole(name: str, parameter: Tensor) -> str:
-    """For the message about a parameter of a wrong shape: who has left only a part of it here, and the way out."""
+    """For the error about a parameter's shape: says which library keeps only a part of it here, and what to do."""
     if hasattr(parameter, "ds_id"):
         whole = list(getattr(parameter, "ds_shape", ()))
         return (

@@ -1,8 +1,7 @@
 """Cuts rows x vocabulary into tiles that fit the workspace, and computes their logits and the products of the backward.
 
-The matrix products are torch's.
-On a CPU that has no dot product of bfloat16 or float16, torch takes over ten times as long for them as for float32. So
-there the matrices are widened to float32, a piece at a time.
+The matrix products are torch's. On a CPU without a dot product of bfloat16 or float16, a product in these dtypes takes
+torch over ten times as long as in float32. So there the matrices are widened to float32, a piece at a time.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ from .problem import HeadProblem
 _op = torch.ops.d3s_kernels
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
-_WIDE_BYTES = 8 << 20  # of a piece in float32, which then stays in the last-level cache
-# Terms of a sum that one product makes: some BLAS libraries lose digits over more. If there are only a few rows, or for
-# the last few, they add all terms one by one. A gradient is a sum over the vocabulary of terms that mostly cancel.
+_WIDE_BYTES = 8 << 20  # bytes of a piece in float32: it stays in the last-level cache
+# The most terms that one product adds up: some BLAS libraries lose digits if there are more. With only a few rows, and
+# for the last few rows, they add all terms one by one. A gradient is a sum over the vocabulary, whose terms mostly
+# cancel.
 _TERMS, _TERMS_OF_FEW_ROWS, _FEW_ROWS = 8192, 1024, 64
 
 
@@ -64,12 +64,12 @@ class Head(NamedTuple):
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype of a tile's gradient: that of the products in which it is a factor."""
+        """The dtype of a tile's gradient, and of the products in which it is a factor."""
         return self.weight.dtype if multiplies(self.weight) else self.logits_dtype
 
 
 def multiplies(values: Tensor) -> bool:
-    """Whether torch multiplies this dtype on this device without falling far behind float32."""
+    """Whether torch multiplies this dtype on this device about as fast as float32, or faster."""
     return not values.is_cpu or values.dtype.itemsize > 2 or values.dtype in backends.half_products()
 
 
@@ -89,9 +89,7 @@ def _widened(values: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """``total += a @ b``, or ``total = a @ b`` for the first one. A CPU rounds a product in half precision before it is
-    added.
-    """
+    """``total += a @ b``, or ``total = a @ b`` if ``first``. A CPU rounds half-precision products before adding."""
     if total.dtype != a.dtype and widens(a):
         if first:
             torch.mm(a, b, out_dtype=total.dtype, out=total)
@@ -117,7 +115,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 def _add_wide_product(total: Tensor, a: Tensor, b: Tensor, first: bool, step: int) -> None:
     """The same in float32, a piece of the result at a time."""
-    if total.dtype == torch.float32:  # else each step would round it
+    if total.dtype == torch.float32:  # else the total would be rounded after each step
         step = min(step, _rows_of_piece(b.shape[1]))
     for begin, right in _widened(b, step):
         for top, left in _widened(a[:, begin : begin + len(right)], _rows_of_piece(max(right.shape))):
@@ -161,7 +159,7 @@ class Sizes(NamedTuple):
     """The sizes of tiles that suit a kind of device."""
 
     workspace_bytes: int
-    row_multiple: int  # the height of the blocks that a matrix product works in
+    row_multiple: int  # the number of rows in a block of the matrix product
 
 
 SIZES = {
@@ -172,7 +170,9 @@ SIZES["xpu"] = SIZES["cuda"]
 
 
 class Tiles(NamedTuple):
-    """Tiles whose edges are edges of the slices into which kernels cut a row, so that results keep their bits."""
+    """Tiles of rows x vocabulary. Kernels cut a row into slices; tiles are cut at the same places, so that results have
+    the same bits as without tiles.
+    """
 
     rows: int
     vocabulary: int
@@ -186,8 +186,8 @@ class Tiles(NamedTuple):
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
         elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
         length = whole_vectors(vocabulary, head.logits_dtype)
-        # As many rows as fit beside one slice of tokens: the weight is then read seldom, and where all rows fit, its
-        # gradient is written once. More rows than that are cut into tiles of about the same height.
+        # A tile has as many rows as fit with one slice of tokens. So the weight is read few times, and if all rows fit,
+        # its gradient is written once. If not all rows fit, they are cut into tiles of about the same height.
         fitting = max(1, elements // max(1, min(slice_tokens, length)))
         row_step = max(1, -(-rows // max(1, -(-rows // fitting))))
         if row_step < rows:
@@ -217,7 +217,9 @@ class Tiles(NamedTuple):
 
 
 def whole_vectors(elements: int, dtype: torch.dtype) -> int:
-    """Elements of the vectors of 16 bytes that hold so many: matrix products and kernels on GPUs work in these."""
+    """Rounds a number of elements up to a multiple of 16 bytes, the unit in which matrix products and kernels on GPUs
+    work.
+    """
     vector = 16 // dtype.itemsize
     return -(-elements // vector) * vector
 

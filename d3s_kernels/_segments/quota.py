@@ -13,7 +13,7 @@ DOUBLE_SLACK, FLOAT_SLACK = 2.0**-50, 2.0**-21  # see keep_from_ratio in csrc/co
 
 
 class Quota(NamedTuple):
-    """How many values to keep: a share, or a number. At most one of the four is set, as the ops take them."""
+    """How many values to keep: a share, or a number. At most one of the four fields is set. The ops take all four."""
 
     ratio: float | None = None
     ratio_tensor: Tensor | None = None
@@ -50,7 +50,7 @@ class Quota(NamedTuple):
 
 
 QuotaOfOp = tuple[float | None, Tensor | None, int | None, Tensor | None]
-"""The fields of a :class:`Quota`, which itself would take a twentieth of the smallest call."""
+"""The fields of a :class:`Quota` as a plain tuple: making a Quota would take a twentieth of the smallest call."""
 
 
 def quota_of(like: Tensor, ratio: float | Tensor | None, k: int | Tensor | None = None, name: str = "k") -> QuotaOfOp:

@@ -1,7 +1,7 @@
 """Segments of a flat tensor: which value lies in which, sums over them, and the order of their values.
 
-Lengths stay on the device, so that the host never waits for it. Floats are summed by doubling, in an order that depends
-only on a value's place in its segment; torch's own sums would change with the shape.
+Lengths stay on the device, so that there is no host sync. Floats are summed by doubling, in an order that depends only
+on a value's place in its segment; torch's own sums would change with the shape.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ class Segments(NamedTuple):
         return self.edges.shape[0] - 1 - 2 * self.ragged
 
     def without_ends(self, numbers: Tensor) -> Tensor:
-        """From one number for each stretch, the numbers of the segments."""
+        """Drops the numbers of the two additional stretches, so that there is one number for each segment."""
         return numbers[1:-1] if self.ragged else numbers
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """For each value the number of its segment; for values that are left out NaN, or 0 if numbers are integers."""
+        """Spreads one number for each segment over the segment's values. Values that are left out get NaN, or 0 if the
+        numbers are integers.
+        """
         nothing = math.nan if numbers.is_floating_point() else 0
         return (pad(numbers, (1, 1), value=nothing) if self.ragged else numbers)[self.segment_ids]
 
@@ -51,7 +53,7 @@ class Segments(NamedTuple):
         return pad(whole.cumsum(0), (1, 0))[self.edges].diff()
 
     def scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Each of the values ``[..., n]`` combined with all those before it in its stretch."""
+        """An inclusive scan over each stretch: combines each of the values ``[..., n]`` with all values before it."""
         distance = 1
         while distance < self.longest:
             here, before = values[..., distance:], values[..., :-distance]
@@ -67,7 +69,7 @@ class Segments(NamedTuple):
 
 
 def segments_of(values: Tensor, offsets: Tensor | None) -> Segments:
-    """The rows of the last dimension, or the segments of a 1-D tensor that the offsets give."""
+    """The rows along the last dimension; with offsets, the segments into which they cut a 1-D tensor."""
     n = values.numel()
     if offsets is None:
         count, length = math.prod(values.shape[:-1]), values.shape[-1]
@@ -83,7 +85,9 @@ def pool(values: Tensor) -> Segments:
 
 
 def pool_present(present: Tensor) -> Segments:
-    """Two stretches: all values up to the last one present, whose sums so depend on nothing behind it, and the rest."""
+    """Two stretches: all values up to the last one present, and the rest. So the sums of the first stretch do not
+    depend on anything after it.
+    """
     n = present.numel()
     place = torch.arange(n + 1, device=present.device)
     end = place.where(pad(present.flatten(), (1, 0)), 0).max()
@@ -105,10 +109,10 @@ def both(present: Tensor, mask: Tensor | None) -> Tensor:
     return present if mask is None else present & flags(mask)
 
 
-# ---- the order of the values, by keys: whole numbers that have the order of the floats (csrc/core/order_key.h) -------
+# ---- the order of the values, by keys: integers that sort in the same order as the floats (csrc/core/order_key.h) ----
 
 ABSENT = 0  # the key of a value that is masked or NaN
-ZERO_KEY = 2**31  # the key of 0; those of positive numbers are larger
+ZERO_KEY = 2**31  # the key of 0; positive numbers have larger keys
 NO_KEY = 2**32 - 1  # above the key of any float
 
 
@@ -129,7 +133,7 @@ def signed(keys: Tensor) -> Tensor:
 
 
 def unsigned(keys: Tensor) -> Tensor:
-    """The int64 keys, from int32 with the same 32 bits."""
+    """Reads int32 keys as unsigned 32-bit numbers and returns them as int64."""
     return keys.long() & NO_KEY
 
 
@@ -144,7 +148,7 @@ def lowest_first(values: Tensor, present: Tensor, segments: Segments) -> Ranking
 
 
 def highest_first(scores: Tensor, present: Tensor, segments: Segments) -> Ranking:
-    """Ranks from the highest score on; among equal ones the lower position still comes first."""
+    """Ranks from the highest score on. Among equal scores the lower position still comes first."""
     return _by_key((NO_KEY - order_key(scores)).where(present, NO_KEY), segments)
 
 
@@ -153,16 +157,16 @@ def _by_key(keys: Tensor, segments: Segments) -> Ranking:
     return Ranking(order, torch.empty_like(order).scatter_(0, order, segments.place))
 
 
-# ---- rewards that are equal up to rounding ---------------------------------------------------------------------------
+# ---- rewards that are equal except for rounding ----------------------------------------------------------------------
 
-# How far apart equal rewards of a dtype may be after rounding, relative to the largest |reward| or to 1: some eight
-# steps, or one of half precision. csrc/ops/rollouts.h says the same.
+# How far apart equal rewards of a dtype may be after rounding, relative to max(largest |reward|, 1): some eight
+# rounding steps, or one step in half precision. csrc/ops/rollouts.h has the same numbers.
 TOLERANCE = {torch.float64: 2e-15, torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
 def without_spread(rewards: Tensor, scored: Tensor, segments: Segments, tolerance: float) -> Tensor:
-    """For each stretch, whether its scored rewards, float64, are equal up to rounding. Infinite ones never are; without
-    any, it is true.
+    """For each stretch, whether its scored rewards (float64) are equal except for rounding. Infinite rewards are never
+    equal. A stretch without scored rewards gives true.
     """
 
     def largest(values: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What the selections are called with, for one process and for several ranks.
+"""The arguments of the selections, for one process and for several ranks.
 
-Each function here checks the arguments of a public function, and returns those that its op takes in another form.
+Each function here checks the arguments of a public function, and returns the ones that the op takes in another form.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def checked_scores(
     max_segment: int | None,
     drop_zeros: bool,
 ) -> tuple[QuotaOfOp, Tensor | None]:
-    """Of :func:`d3s_kernels.topk_mask`: how many scores are kept, and the mask."""
+    """Checks the arguments of :func:`d3s_kernels.topk_mask`. Returns how many scores are kept, and the mask."""
     require_tensors(scores=scores)
     require_segments(scores, offsets, max_segment)
     require_flag(drop_zeros=drop_zeros)
@@ -56,7 +56,7 @@ the mask. Weights are float32: one for all, for each sequence, or for each token
 
 
 class Logits(NamedTuple):
-    """In place of the entropy of tokens."""
+    """The logits from which the entropy of tokens is computed."""
 
     logits: Tensor
     temperature: float | Tensor
@@ -85,7 +85,7 @@ def checked_tokens(
     generator: torch.Generator | None,
     rank: int = 0,
 ) -> Tokens:
-    """Of :func:`d3s_kernels.select_tokens`."""
+    """Checks the arguments of :func:`d3s_kernels.select_tokens`."""
     require_rule(rule, TOKEN_RULES)
     require_scope(scope, "sequence")
     if isinstance(entropy, Logits):
@@ -107,7 +107,7 @@ def weights_as_float32(advantages: Tensor) -> Tensor:
     dtype = advantages.dtype
     if dtype == torch.float32:
         return advantages
-    if not dtype.is_floating_point:  # else the dispatcher finds what has no plain memory
+    if not dtype.is_floating_point:  # for floats, the dispatcher refuses tensors without plain memory
         require_readable(advantages=advantages)
     return advantages.float()
 
@@ -123,7 +123,7 @@ _HELD_BY = {
 
 
 def rewards_as_floats(rewards: Tensor) -> Tensor:
-    """The rewards in a dtype that the op takes and that holds them."""
+    """Converts rewards to a dtype that the op takes and that can hold their values."""
     if rewards.dtype in DTYPES_OF_REWARDS:
         return rewards
     if rewards.dtype not in _HELD_BY:
@@ -136,7 +136,7 @@ def rewards_as_floats(rewards: Tensor) -> Tensor:
 def checked_rewards(
     rewards: Tensor, offsets: Tensor | None, scale: str, eps: float, ddof: int
 ) -> tuple[Tensor, Tensor | None, str, float, int]:
-    """Of :func:`d3s_kernels.group_advantages`."""
+    """Checks the arguments of :func:`d3s_kernels.group_advantages`."""
     require_tensors(rewards=rewards)
     if offsets is not None:
         require_optional_tensors(rewards, offsets=offsets)
@@ -154,8 +154,9 @@ def checked_rollouts(
     offsets: Tensor | None,
     max_segment: int | None,
 ) -> tuple[QuotaOfOp, Tensor | None]:
-    """Of :func:`d3s_kernels.max_variance_select`, or of ``select_rollouts``, where :func:`check_rule` checks the rest:
-    how many values are kept, and the mask. The caller has checked the values, for which the two have different names.
+    """Checks the arguments of :func:`d3s_kernels.max_variance_select`, or of ``select_rollouts``, where
+    :func:`check_rule` checks the rest. Returns how many values are kept, and the mask. The caller checks the values
+    before, since the two functions have different names for them.
     """
     require_segments(values, offsets, max_segment)
     if keep is None:
@@ -166,7 +167,9 @@ def checked_rollouts(
 def check_rule(
     values: Tensor, keep: int | Tensor, rule: str, scope: str, generator: torch.Generator | None, equal_rows: bool
 ) -> None:
-    """Checks what ``max_variance_select`` does not take; :func:`checked_rollouts` has checked the types of the rest."""
+    """Checks the arguments that only ``select_rollouts`` has. :func:`checked_rollouts` has checked the types of the
+    rest.
+    """
     if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the ops have other names for them
         raise ValueError(f"advantages: got dtype {values.dtype}; takes float32, bfloat16 or float16")
     require_rule(rule, ROLLOUT_RULES)

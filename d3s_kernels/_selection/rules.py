@@ -1,6 +1,7 @@
-"""The rules: one row each. That of rollouts has the score by which it chooses, that of tokens what makes a score.
+"""The rules, one table row each. A rule for rollouts has the score by which it chooses; a rule for tokens says what the
+score is made of.
 
-Except for :func:`entropy_quantile`, nothing here waits for a device or loops over segments.
+Except for :func:`entropy_quantile`, nothing here makes a host sync or loops over segments.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ALL = 2**62  # more than any segment has
 
 
 class TokenScoring(NamedTuple):
-    """What a rule's score for a token, ``|weight| * value``, is made of."""
+    """From what a rule computes a token's score, ``|weight| * value``."""
 
     reads_entropy: bool = True
     reads_advantages: bool = False
@@ -45,7 +46,7 @@ TOKEN_RULES = tuple(TOKENS)
 def token_factors(
     rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Value and weight of each token, which replace entropy and advantage: ``|weight| * value`` is the rule's score."""
+    """Value and weight of each token, in place of entropy and advantage. The rule's score is ``|weight| * value``."""
     row = TOKENS[rule]
     values = entropy if row.reads_entropy else torch.ones_like(entropy)
     if row.draws:
@@ -57,7 +58,7 @@ def token_factors(
 
 
 def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """TRL's ``top_entropy_quantile``, to the bit: mask, count and threshold. It waits for the device."""
+    """The same bits as TRL's ``top_entropy_quantile``: mask, count and threshold. This is a host sync."""
     values = entropy.detach().float()
     present = values if mask is None else values[mask]
     threshold = torch.quantile(present, 1 - ratio) if present.numel() else values.new_full((), math.inf)
@@ -69,11 +70,11 @@ def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tupl
 
 
 def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:
-    """A float32 for each value, independent and of one distribution: every order of them is equally likely. This also
+    """A float32 for each value, independent and of one distribution, so that every order is equally likely. This also
     holds over several ranks whose generators have the same state, because they use the same seed.
 
-    Two of them tie about once in 2^31, and then the index decides. They are positive normal numbers, so that their
-    order is that of their bits, even where subnormal numbers are flushed to 0.
+    Two numbers tie about once in 2^31, and then the index decides. They are positive normal numbers, so that they sort
+    like their bits, even on devices that flush subnormal numbers to 0.
     """
     drawn: dict[str, Any] = {"dtype": torch.int32, "device": like.device}
     if generator is not None:  # torch.compile accepts no generator, not even None
@@ -130,12 +131,12 @@ def choose_rollouts(
 
 
 def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """With so large a number the op marks all usable values. It also refuses bad arguments."""
+    """Marks all usable values, by keeping more of them than there can be. The op also checks the arguments."""
     return ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
 
 
 def _percentile(values: Tensor, present: Tensor, quota: Quota, offsets: Tensor | None, pooled: bool) -> Tensor:
-    """Marks those of a segment's n usable values whose ranks are nearest to (i + 0.5) / k (n - 1), half down.
+    """Marks k of a segment's n usable values: for i in 0..k - 1 the rank nearest to (i + 0.5) / k (n - 1), half down.
 
     The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. This counts the kept ranks up to r without
     listing them: r itself is kept if the count increases from r - 1 to r.

@@ -1,9 +1,9 @@
 """The ops in plain PyTorch, for devices that have no kernels of their own.
 
-Each function has the name, arguments and results of an op of ``csrc/library.cpp``. Arguments that travel together are
-one. Arguments are checked before, except
-for values on a GPU: there invalid values give NaN or select nothing, as in the CUDA kernels. No function waits for the
-device, and the result of a row or a segment has the same bits in any batch.
+Each function has the name, arguments and results of an op of ``csrc/library.cpp``; arguments that belong together, such
+as a number and the tensor that replaces it, are one argument here. Arguments come checked, except for values on a GPU:
+there invalid values give NaN or select nothing, as in the CUDA kernels. No function makes a host sync, except for a
+sampling mask without ``max_dense_rows``. The result of a row or a segment has the same bits in any batch.
 """
 
 from __future__ import annotations

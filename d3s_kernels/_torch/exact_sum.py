@@ -35,8 +35,8 @@ def _power_of_two(n: Tensor) -> Tensor:
 
 
 def exact_means(terms: Tensor, present: Tensor, slot: Tensor, slots: int) -> Tensor:
-    """The mean of the present terms of each slot: 0 without terms, infinite if a term is, NaN if a term is NaN or if
-    there are both infinities."""
+    """The mean of the present terms of each slot. It is 0 for a slot without terms, infinite if a term is infinite, and
+    NaN if a term is NaN or both infinities occur."""
     far = present & ~(terms.abs() < _FAR)
     units = torch.where(present & ~far, terms, 0).mul_(1 / _UNIT).round().long()
     above, below = far & ~(terms < 0), far & ~(terms > 0)  # NaN is both

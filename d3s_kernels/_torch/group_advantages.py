@@ -19,7 +19,8 @@ def group_advantages(
         deviation = _statistics(flat, pool_present(~flat.isnan()), ddof)[1][0].expand_as(mean)
     difference = flat - mean[groups.segment_ids]
     scaled = difference if scale == "none" else difference / (deviation + eps)[groups.segment_ids]
-    # Advantages are 0 in a group of equal rewards or of one, and for the mean itself, even if the divisor is 0.
+    # Advantages are 0 in a group with equal rewards or a single reward, and for a reward equal to the mean, even if the
+    # divisor is 0.
     same = without_spread(flat, ~flat.isnan(), groups, TOLERANCE[rewards.dtype]) | (scored == 1)
     nothing = flat.isnan() | (difference == 0) | same[groups.segment_ids]
     advantages = scaled.float().masked_fill(nothing, 0).masked_fill(groups.left_out(), math.nan)
@@ -27,7 +28,7 @@ def group_advantages(
 
 
 def _statistics(rewards: Tensor, groups: Segments, ddof: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each stretch the mean, standard deviation and number of its rewards that are not NaN."""
+    """For each stretch: mean, standard deviation and number of the rewards that are not NaN."""
     unscorable = rewards.isnan()
     scored = groups.total(~unscorable)
     mean = groups.last(groups.scan(rewards.masked_fill(unscorable, 0), torch.add)) / scored.clamp(min=1)

@@ -1,6 +1,6 @@
 """Products of the kept rows of an LM head's weight: the rows are gathered, some at a time.
 
-The sum of a row or token has one order, so that its bits are the same from run to run and in any batch.
+Each row's or token's sum is always added in the same order, so its bits are the same in every run and in any batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from .._together import NO_SAMPLING_MASK, SamplingArguments
 from .spans import Sets, Spans
 
-_GATHERED = 1 << 24  # numbers at a time: 64 MB in float32
+_GATHERED = 1 << 24  # numbers that are gathered at a time: 64 MB in float32
 
 
 def kept_logits(
@@ -78,14 +78,14 @@ def _parts(places: int, columns: int) -> Iterator[slice]:
 
 
 def _taken(matrix: Tensor, ids: Tensor) -> Tensor:
-    """These rows in float32; 0 for a matrix without rows."""
+    """The rows ``ids`` in float32. From a matrix without rows, all are 0."""
     if len(matrix) == 0:
         return torch.zeros(len(ids), matrix.shape[1], device=matrix.device)
     return matrix.index_select(0, ids.long().clamp(0, len(matrix) - 1)).float()
 
 
 def _sum_by_halves(values: Tensor) -> Tensor:
-    """Sums over the last dimension."""
+    """Sums over the last dimension: repeatedly adds the second half to the first."""
     while (n := values.shape[-1]) > 1:
         half = n // 2
         rest = values[..., 2 * half :]
@@ -94,8 +94,8 @@ def _sum_by_halves(values: Tensor) -> Tensor:
 
 
 def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """out[target] += the sum of grad matrix[id] over the places of a target, in their order. A target below 0 stands
-    for nothing. Some columns are summed at a time, so that no sum is cut.
+    """out[target] += the sum of grad * matrix[id] over the places of a target, in order. A place whose target is below
+    0 is not added. Some columns are summed at a time, so that no sum is cut.
     """
     if 0 in out.shape or len(targets) == 0:
         return
@@ -104,8 +104,9 @@ def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: 
     first = torch.cat([target.new_ones(1, dtype=torch.bool), target[1:] != target[:-1]])
     place = torch.arange(len(target), device=target.device)
     head = torch.where(first, place, 0).cummax(0).values  # where the sum of each place's run is
-    # All places of a run write the same row. Those of no target write what the last run writes, or 0 if there is none.
-    none, last = target < 0, target.argmax(0, keepdim=True)  # as 0-d, the host would read it for an index
+    # All places of a run write the same number to the same row. Places without a target repeat the write of the last
+    # run, or write 0 if there is no run.
+    none, last = target < 0, target.argmax(0, keepdim=True)  # not 0-d: the host would read a 0-d index
     head, target = torch.where(none, head[last], head), torch.where(none, target[last], target).clamp(min=0)
     step = max(1, _GATHERED // len(target))
     for begin in range(0, out.shape[1], step):
@@ -116,7 +117,7 @@ def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: 
 
 
 def _sums_of_runs(terms: Tensor, target: Tensor, none: Tensor) -> Tensor:
-    """Each term becomes the sum of its run from there on."""
+    """Replaces each term with the sum of the terms from it to the end of its run."""
     terms = terms.masked_fill_(none.unsqueeze(1), 0)
     step = 1
     while step < len(target):

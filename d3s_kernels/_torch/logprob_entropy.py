@@ -22,7 +22,9 @@ def labels_of(labels: Tensor | None, rows: int, like: Tensor) -> Tensor:
 
 
 def places_in_tile(labels: Tensor, first_token: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The place of each label in a tile that starts at first_token, and whether it is there; else the place is 0."""
+    """The place of each label in a tile that starts at first_token, and whether the tile has it. If not, the place is
+    0.
+    """
     places = labels - first_token
     inside = (places >= 0) & (places < columns)
     return torch.where(inside, places, 0), inside
@@ -81,7 +83,7 @@ def _finished(state: Tensor, label_logit: Tensor, found: Tensor, target: Tensor,
 def _of_kept_tokens(rows: SpanRows, temperature: Tensor) -> Tensor:
     sets, targets = rows.sets, rows.targets
     results = _finished(rows.states(temperature), rows.label_logits()[0], sets.has_label, targets, temperature)
-    of_single = torch.zeros_like(results) * temperature  # NaN for one that is not valid
+    of_single = torch.zeros_like(results) * temperature  # NaN for a temperature that is not valid
     of_single[0].masked_fill_(~sets.has_label & (targets != NO_TARGET), math.nan)
     results = torch.cat([torch.where(sets.single, of_single, results), results.new_empty(4, 1)], 1)
     if rows.kept_alone:
@@ -104,7 +106,9 @@ def softmax_state_(
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
     kept_of: int | None = None,
 ) -> None:
-    """Merges a tile into the states [rows, 4]: (m, S, T, the label's logit, NaN until the label's tile is merged)."""
+    """Merges a tile into the states [rows, 4]. A state is (m, S, T, the label's logit); the logit is NaN until the
+    label's tile is merged.
+    """
     targets = labels_of(labels, len(state), logits)
     each = temperatures(temperature, len(state), logits)
     spans = Spans.of(sampling_mask)
@@ -141,7 +145,9 @@ def _merged_with_kept(state: Tensor, rows: SpanRows, temperature: Tensor) -> Ten
 
 
 def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
-    """The states of rows with one kept token, as if its logit were 0; as they were if another tile has the token."""
+    """The states of rows with one kept token, whose logit is taken as 0. A state does not change if another tile has
+    the token.
+    """
     ids, offsets = rows.spans.ids, rows.spans.offsets
     if len(ids) == 0:
         return state
@@ -154,7 +160,7 @@ def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
 
 
 def softmax_state_finish(state: Tensor, temperature: NumberOrTensor = ONE) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of states [rows, 4], or [pieces, rows, 4], where a row's pieces are merged from left to right."""
+    """The results of states [rows, 4] or [pieces, rows, 4]. The pieces of a row are merged from left to right."""
     first, *others = state.unsqueeze(0) if state.dim() == 2 else state
     each = temperatures(temperature, len(first), state)
     merged, label_logit = first[:, :3].T, first[:, 3]

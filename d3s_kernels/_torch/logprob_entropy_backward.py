@@ -15,7 +15,7 @@ from .spans import SpanRows, Spans
 
 
 class _Rows(NamedTuple):
-    """What gives a row's gradient from its logits, [rows] each, as GradientLine in csrc/core/softmax_state.h."""
+    """The numbers from which the gradient is computed, [rows] each. See GradientLine in csrc/core/softmax_state.h."""
 
     offset: Tensor
     slope: Tensor
@@ -23,7 +23,7 @@ class _Rows(NamedTuple):
     top: Tensor  # the maximum; NaN if the whole gradient is NaN
     temperature: Tensor
     labels: Tensor
-    still: Tensor  # whether the row has no gradient: 0, whatever the logits are
+    still: Tensor  # whether the row's gradient is 0, whatever its logits are
 
     def part(self, rows: slice | Tensor) -> _Rows:
         return _Rows(*(tensor[rows] for tensor in self))
@@ -74,7 +74,7 @@ def logprob_entropy_backward_(
     targets = labels_of(labels, entropy.numel(), logits)
     each = temperatures(temperature, entropy.numel(), logits)
     rows = _rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each)
-    # A gradient in half precision takes the front half of each row of float32.
+    # A gradient in half precision overwrites the front half of each row of float32 logits.
     _write(rows, logits, first_token, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
 
 
@@ -104,7 +104,7 @@ def _rows(
 
 
 def _write(all_rows: _Rows, logits: Tensor, first_token: int, out: Tensor) -> None:
-    """Writes the gradient to `out`, which may lie over the logits."""
+    """Writes the gradient to `out`, which may share memory with the logits."""
     columns = logits.shape[-1]
     if columns == 0:
         return
@@ -132,7 +132,9 @@ def kept_logits_backward(
     first_token: int | None = None,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For each place the gradient, the row (-1 for none) and the token; and which rows have a gradient of NaN."""
+    """For each place: the gradient, the row (-1 if there is no gradient) and the token. And for each row: whether its
+    gradient is NaN.
+    """
     targets = labels_of(labels, len(entropy), logits)
     each = temperatures(temperature, len(entropy), logits)
     spans = Spans.of(sampling_mask)
@@ -157,13 +159,13 @@ def kept_logits_backward(
 
 
 def _of_sets(rows: _Rows, own: SpanRows) -> _Rows:
-    """With a gradient of NaN where the label is not in the row's set, or the set is bad."""
+    """Makes the gradient NaN for rows whose set is bad or lacks the label."""
     outside = (own.targets != NO_TARGET) & ~own.sets.has_label & ~own.sets.dense & (rows.target != 0)
     return rows._replace(top=rows.top.masked_fill(outside | own.sets.bad, math.nan))
 
 
 def _gradient_at(part: _Rows, ids: Tensor, logits: Tensor) -> Tensor:
-    """The gradients of some logits, of which each has a row of its own."""
+    """The gradients of some logits. ``part`` has one entry for each logit: its row."""
     at_label = torch.where(ids == part.labels, part.target, 0)
     return _gradient(part, logits.unsqueeze(1)).squeeze(1) + at_label
 
@@ -177,7 +179,8 @@ def _gradient_of_kept(rows: _Rows, own: SpanRows) -> Tensor:
     for row, ids, place, z, read in own.kept_logits() if columns else ():
         part = rows.part(row)
         gradient = _gradient_at(part, ids, z)
-        # What is not read goes to the row past the last one, all over it: one place would take its turns on a GPU.
+        # Logits that are not read write to an extra row at the end, spread over its columns: many writes to one place
+        # would be serialised on a GPU.
         read = read & ~part.still & ~undefined[row]
         at = torch.where(read, row, count), torch.where(read, place, place % columns)
         out.index_put_(at, gradient.to(out.dtype))

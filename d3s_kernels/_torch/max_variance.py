@@ -51,6 +51,7 @@ def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> T
     before = torch.where(place > 0, pad(running[:2, :-1], (1, 0)), 0)
     total, square = before + segments.last(running[2:])[:, ids]
     spread = torch.where(place <= k[ids], kept * square - total.square(), -math.inf)
-    # Splits this close to the best count as equal; among them the one with the fewest from the top wins.
+    # Splits this close to the best count as equal. Among equal splits, the one with the fewest values from the top
+    # wins.
     equal = segments.last(segments.scan(spread, torch.maximum)) * (1 - 1e-12)
     return segments.last(segments.scan(torch.where(spread >= equal[ids], place, 0), torch.maximum))

@@ -72,7 +72,7 @@ def entropy_groups(
     rank, n = highest_first(flat, present, each).rank, each.total(present)
     groups = torch.zeros_like(flat, dtype=torch.int8)
     for share in (1.0 - quantile for quantile in quantiles):
-        # The quantile's rounding error is larger relative to the share, which may be small.
+        # The share 1 - quantile may be small, and then the quantile's rounding error is larger relative to it.
         groups += rank < Quota(share).of(n, slack=DOUBLE_SLACK / share)[each.segment_ids]
     return groups.masked_fill(~usable, -1).view(entropy.shape)
 
@@ -91,13 +91,13 @@ def adaptive_clip(
 
 
 def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
-    """Flat: which tokens count."""
+    """A flat mask of the tokens that are unmasked and, if there are groups, in a group."""
     some = torch.ones_like(tokens, dtype=torch.bool).flatten() if groups is None else groups.flatten() >= 0
     return both(some, mask)
 
 
 def _group_means(terms: Tensor, present: Tensor, groups: Tensor | None, sequences: Segments) -> Tensor:
-    """For each token the mean over its sequence, or over its group there. NaN for a group of 16 or above."""
+    """For each token, the mean over its sequence, or over its group in it. NaN for a group id of 16 or above."""
     if groups is None:
         return exact_means(terms, present, sequences.segment_ids, len(sequences.edges) - 1)[sequences.segment_ids]
     ids = groups.flatten().long()

@@ -1,7 +1,7 @@
 """The softmax state (m, S, T) of rows of logits, as in csrc/core/softmax_state.h; here float32 [3, rows].
 
-A row's bits do not depend on its batch: maxima are exact, sums are made by halves, and torch.exp gives the same bits
-for a number at any place in a tensor (torch.exp2 does not, on CPUs).
+A row's result has the same bits in any batch: maxima are exact, sums are pairwise, and torch.exp gives the same bits
+wherever a number stands in a tensor (torch.exp2 does not, on CPUs).
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from torch import Tensor
 
 from .._together import NumberOrTensor
 
-# The tokens that are summed at once; the states of slices are then merged from left to right. On every device, tiles of
-# the vocabulary are cut at multiples of it (d3s_kernels/_head/tiles.py).
+# The number of tokens that are summed at once. The states of these slices are then merged from left to right. On every
+# device, tiles of the vocabulary are cut at multiples of SLICE (d3s_kernels/_head/products.py).
 SLICE = 8192
-_BLOCK = 3 << 20  # logits that are computed at once: with five float32 temporaries 60 MiB
+_BLOCK = 3 << 20  # logits that are computed at once: five float32 temporaries take 60 MiB
 LOWEST = torch.finfo(torch.float32).min
 
 
 def row_blocks(logits: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields views [..., V] of the logits, and which rows each has: as many as fit in a block with `columns` of each.
+    """Yields views [..., V] of the logits and the rows in each view. A view has as many rows as fit in a block, if
+    `columns` of each row are computed at once.
 
     Leading dimensions that cannot be flattened stay separate, so that nothing is copied.
     """
@@ -42,7 +43,9 @@ def _blocks(logits: Tensor, most: int, first: int) -> Iterator[tuple[slice, Tens
 
 
 def temperatures(temperature: NumberOrTensor, rows: int, like: Tensor) -> Tensor:
-    """One for each row. An unchecked temperature that is not valid becomes NaN, and so do the results of its row."""
+    """One temperature for each row. An unchecked temperature that is not valid becomes NaN, and so do its row's
+    results.
+    """
     number, tensor = temperature
     if tensor is None:
         return torch.full((rows,), number, dtype=torch.float32, device=like.device)
@@ -95,7 +98,7 @@ def merge(a: Tensor, b: Tensor, temperature: Tensor) -> Tensor:
 def finish(state: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Entropy, maximum and log S."""
     top, total, dot = state
-    undefined = (total < 0.5) | dot.isnan()  # only -inf or no logits at all; or NaN or +inf
+    undefined = (total < 0.5) | dot.isnan()  # the row has only -inf, or no logits; or it has NaN or +inf
     total = total.masked_fill(undefined, math.nan)
     log_sum = total.log()
     mean = dot / (temperature * total)

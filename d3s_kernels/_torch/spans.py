@@ -1,6 +1,6 @@
 """Rows with a sampling mask, in plain PyTorch: kept logits are gathered, and rows with an empty span are packed.
 
-Sums are made in whole numbers, so that they do not depend on the order of their terms or on other rows.
+Terms are rounded to integers and added as integers, so that sums do not depend on the order of terms or on other rows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .._together import SamplingArguments
 from .compact import compact
 from .softmax_state import LOWEST
 
-_UNIT = 2.0**36  # terms, which are at most 1, are rounded to multiples of 1 / _UNIT; 2^27 of them fit in an int64
-_KEPT_AT_ONCE = 1 << 21  # logits: some 200 MB of temporaries
-_DENSE_AT_ONCE = 1 << 25  # logits of rows that are packed
+_UNIT = 2.0**36  # terms are at most 1, and are rounded to multiples of 1 / _UNIT; a sum of 2^27 terms fits in an int64
+_KEPT_AT_ONCE = 1 << 21  # kept logits at a time, with some 200 MB of temporaries
+_DENSE_AT_ONCE = 1 << 25  # logits of packed rows at a time
 
 
 class Spans(NamedTuple):
@@ -27,7 +27,7 @@ class Spans(NamedTuple):
 
     ids: Tensor
     offsets: Tensor  # int64
-    bad: Tensor  # 0-d: whether offsets on a GPU, where they are not checked, are none; then no row is known
+    bad: Tensor  # 0-d: whether offsets are invalid, which only offsets on a GPU can be; then no id has a row
     include_label: bool
     max_dense_rows: int | None
 
@@ -40,26 +40,27 @@ class Spans(NamedTuple):
         return cls(ids, offsets.long(), bad, include_label, max_dense_rows)
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """For some ids at a time: the row of each (any for those of no row), the id, whether it is of a row, and its
-        place among all ids.
+        """Yields some ids at a time: the row of each id, the id, whether it belongs to a row (if not, its row is
+        arbitrary), and its place among all ids.
         """
         rows = len(self.offsets) - 1
         for begin in range(0, len(self.ids) if rows else 0, _KEPT_AT_ONCE):
             ids = self.ids[begin : begin + _KEPT_AT_ONCE].long()
             place = torch.arange(begin, begin + len(ids), device=ids.device)
             row = torch.searchsorted(self.offsets[1:], place, right=True)
-            # Ids of no row are spread over all rows: adding nothing to a single one would take its turns on a GPU.
+            # Ids of no row are spread over all rows. They add 0 there, but many additions to one row would be
+            # serialised on a GPU.
             yield torch.where(row < rows, row, place % rows), ids, (row < rows) & ~self.bad, place
 
 
 class Sets(NamedTuple):
-    """What the set of each row is, [rows] each."""
+    """Flags of each row's set of kept tokens, [rows] each."""
 
     has_label: Tensor  # the label is in the set
-    label_joins: Tensor  # and not in the span
-    single: Tensor  # one token, whose logit is not read
-    bad: Tensor  # an id or the offsets are bad: the results are NaN
-    dense: Tensor  # the span is empty: all tokens
+    label_joins: Tensor  # the label is in the set but not in the span
+    single: Tensor  # the set is one token, whose logit is not read
+    bad: Tensor  # an id or the offsets are bad, so the results are NaN
+    dense: Tensor  # the span is empty, so the set is all tokens
 
     @classmethod
     def of(cls, spans: Spans, targets: Tensor, vocabulary: int) -> Sets:
@@ -83,8 +84,8 @@ class SpanRows(NamedTuple):
     targets: Tensor
     first_token: int
     mask: Tensor | None
-    tokens: int  # of the tile
-    kept_alone: bool  # whether the logits are of kept tokens alone: of the ids, and then of the label of each row
+    tokens: int  # number of tokens in the tile
+    kept_alone: bool  # whether the logits are only of kept tokens: first of all ids, then of the label of each row
 
     @classmethod
     def of(
@@ -96,8 +97,8 @@ class SpanRows(NamedTuple):
         mask: Tensor | None,
         kept_of: int | None = None,
     ) -> SpanRows:
-        """Without a ``first_token``, the logits are of the whole vocabulary. With ``kept_of``, they are those of kept
-        tokens alone, of so many tokens.
+        """Without ``first_token``, the logits are of the whole vocabulary. With ``kept_of``, they are only of the kept
+        tokens, out of ``kept_of`` tokens.
         """
         tokens = logits.shape[-1] if kept_of is None else kept_of
         sets = Sets.of(spans, targets, tokens if first_token is None else 1 << 31)
@@ -105,8 +106,8 @@ class SpanRows(NamedTuple):
         return cls(spans, sets, logits, targets, first_token or 0, flat, tokens, kept_of is not None)
 
     def kept_logits(self, and_single: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """For some at a time: row, token, place in the logits, logit, and whether it counts; last the labels that
-        join. A single kept token counts in the rows of ``and_single`` alone.
+        """Yields some kept logits at a time: row, token, place in the logits, logit, and whether it is read. Labels
+        that join come last. The logit of a single kept token is read only in the rows of ``and_single``.
         """
         single = self.sets.single if and_single is None else self.sets.single & ~and_single
         counts = ~(single | self.sets.bad | self.sets.dense)
@@ -142,7 +143,7 @@ class SpanRows(NamedTuple):
         return found.masked_fill(~read, -math.inf)
 
     def _of_rows(self, row: Tensor) -> tuple[Tensor, ...]:
-        """What selects rows by their numbers, whatever the strides of the leading dimensions are."""
+        """Indices that select rows by row index, for any strides of the leading dimensions."""
         place: list[Tensor] = []
         for size in reversed(self.logits.shape[1:-1]):
             place.insert(0, row % size)
@@ -150,7 +151,7 @@ class SpanRows(NamedTuple):
         return (row, *place) if self.logits.dim() > 1 else ()
 
     def states(self, temperature: Tensor) -> Tensor:
-        """(m, S, T) of each row with a span, float32 [3, rows]; of others, that of no logits."""
+        """(m, S, T) of each row, float32 [3, rows]. Rows without a span have the state of no logits."""
         top = torch.full_like(temperature, LOWEST)
         for row, _, _, z, read in self.kept_logits():
             top.scatter_reduce_(0, row, torch.where(read, z, LOWEST), "amax")
@@ -166,9 +167,9 @@ class SpanRows(NamedTuple):
         return torch.stack([top, total, (dot * temperature).masked_fill(undefined, math.nan)])
 
     def dense_rows(self) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor]], Tensor]:
-        """The rows with an empty span, some at a time: their numbers, their logits, and where results go, which is
-        past the last row for numbers that stand for none. And whether there are more than the bound. Without a bound
-        this waits for a GPU.
+        """The rows with an empty span, some at a time: their row indices, their logits, and the rows to which results
+        are written. For a place that has no row, this is the row after the last one. Also returns whether there are
+        more such rows than the bound. Without a bound this is a host sync.
         """
         dense, bound = self.sets.dense if self.mask is None else self.sets.dense & self.mask, self.spans.max_dense_rows
         count, columns = dense.sum(), self.logits.shape[-1]

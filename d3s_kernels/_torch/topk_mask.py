@@ -17,7 +17,7 @@ from .logprob_entropy import logprob_entropy
 
 class _Top(NamedTuple):
     mask: Tensor  # flat
-    k: Tensor  # of each stretch: how many were kept, before zeros are dropped
+    k: Tensor  # how many scores of each stretch are kept before zeros are dropped
     order: Tensor
 
 
@@ -33,7 +33,7 @@ def _select(
 
 
 def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zeros: bool) -> tuple[Tensor, Tensor]:
-    """How many scores of each segment are kept, and the lowest of them: infinite if none is kept."""
+    """For each segment, how many scores are kept, and the lowest kept score (infinite if none is kept)."""
     count, begin = segments.total(top.mask), segments.edges[:-1]
     in_order = pad(scores[top.order] + 0.0, (1, 0))  # counted from 1; -0 becomes 0
     lowest = in_order[begin + top.k]
@@ -76,7 +76,9 @@ def select_tokens(
 
 
 def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
-    """Advantages are one for all, for each token, or for each sequence. With n tokens, [n] is one for each token."""
+    """Spreads advantages over the tokens. There may be one for all tokens, one for each token, or one for each
+    sequence. For n tokens, the shape [n] means one for each token.
+    """
     if advantages.dim() == 0:
         return advantages
     if advantages.shape == entropy.shape:

@@ -1,7 +1,7 @@
 """Top-K selection in steps, for a segment on several ranks: topk_order_keys, topk_count_digit, topk_choose_digit_,
 topk_mask_from_key.
 
-A search, int64 [segments, 3], is the state of the search for the k-th largest key, as ``KeySearch`` in
+``search``, int64 [segments, 3], is the state of the search for the k-th largest key, as in ``KeySearch`` of
 csrc/core/key_search.h: the digits found so far, the key's rank among the keys that have these digits, and k.
 """
 
@@ -36,7 +36,7 @@ def topk_count_digit(keys: Tensor, search: Tensor, shift: int, bits: int, offset
         prefix, k = (segments.spread(part) for part in (search[:, 0], search[:, 2]))
         counted &= (flat >> (shift + bits) == prefix) & (k > 0)
     slot = segments.spread(torch.arange(len(search), device=keys.device)) * bins + (flat >> shift) % bins
-    # The last bin takes the keys that do not count.
+    # The last bin takes the keys that are not counted.
     counts = torch.zeros(len(search) * bins + 1, dtype=torch.int64, device=keys.device)
     slot = torch.where(counted, slot, len(counts) - 1)
     return counts.index_add_(0, slot, counted.long())[:-1].view(len(search), bins)

@@ -1,4 +1,4 @@
-"""The ops in Triton, for GPUs that the compiled CUDA library does not serve. Plain PyTorch computes the other ops."""
+"""Ops in Triton, for GPUs that the compiled CUDA library does not serve. Plain PyTorch computes the other ops there."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from functools import cache
 import triton
 from torch import Tensor
 
-# Only what is written as fma is contracted, so that every version of Triton and every variant of a kernel gives the
-# same bits.
+# Multiplications and additions are fused only where the code says fma, so that every version of Triton and every
+# variant of a kernel gives the same bits.
 EXACT = {"enable_fp_fusion": False}
 
 
@@ -19,7 +19,7 @@ def warps(threads: int) -> int:
 
 
 def smallest(sizes: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:
-    """The first size that holds ``length``, and its threads. The caller knows that the last size holds it."""
+    """The first size that holds ``length``, and its threads. ``length`` must not exceed the last size."""
     return next((size, threads) for size, threads in sizes if length <= size)
 
 

@@ -21,7 +21,7 @@ from .order_key import ABSENT, order_key
 from .rows import PLACE, Rows, row_start, temperature_arguments, temperature_of
 from .softmax_state import LOG2_E, LOWEST, add, finish, load_columns, merge, merge_lanes
 
-SLICE = 32768  # elements; d3s_kernels/_head/tiles.py cuts at multiples of it
+SLICE = 32768  # elements; Tiles in d3s_kernels/_head/products.py cuts at multiples of it
 LANES = 256
 IN_FLIGHT = 4  # vectors of 16 bytes that a lane loads before it uses the first
 MERGERS = 128  # rows of a program that merges slices
@@ -64,7 +64,7 @@ def reduce_slices(
 
 @triton.jit
 def merge_slices(states, slices, row, here, m, s, t, scale):
-    """The states of rows, with the rows' slices merged into them from left to right."""
+    """Merges the slices of rows into the rows' states (m, s, t), from left to right."""
     for slice in range(slices):
         state = states + 3 * (row * slices + slice)
         other_m = tl.load(state, mask=here, other=LOWEST)
@@ -80,7 +80,7 @@ def finish_rows(
     temperature_bits, logprobs, entropies, maxima, log_sums, keys, advantages, tokens_per_advantage,
     STEP: tl.constexpr, PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """Computes each row's results from its slices; and the order key of |A| * H, if ``keys`` is given."""
+    """Computes each row's results from its slices, and also the order key of |A| * H if ``keys`` is given."""
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     reads = here
@@ -142,7 +142,9 @@ def finish_states(
     row_states, pieces, count, temperatures, temperature_bits, logprobs, entropies, maxima, log_sums,
     PER_ROW: tl.constexpr, MERGERS: tl.constexpr,
 ):  # fmt: skip
-    """Computes each row's results from its pieces, merged from left to right. The first label's logit found counts."""
+    """Computes each row's results from its pieces, merged from left to right. The label's logit is the first that is
+    not NaN.
+    """
     row = tl.program_id(0).to(tl.int64) * MERGERS + tl.arange(0, MERGERS)
     here = row < count
     temperature = temperature_of(tl.where(here, row, 0), temperatures, temperature_bits, PER_ROW)
@@ -167,7 +169,7 @@ def finish_states(
     tl.store(log_sums + row, log_sum, mask=here)
 
 
-# ---- the ops. Plain PyTorch has the rows of a sampling mask. --------------------------------------------------------
+# ---- the ops. Calls with a sampling mask are left to plain PyTorch. -------------------------------------------------
 
 
 def logprob_entropy(
@@ -190,7 +192,9 @@ def row_statistics(
     mask: Tensor | None = None,
     **keys: Any,
 ) -> tuple[Tensor, ...]:
-    """Computes the op; with ``keys``, ``advantages`` and ``tokens_per_advantage`` also the order keys of |A| * H."""
+    """Computes the op. With ``keys``, ``advantages`` and ``tokens_per_advantage``, also writes the order keys of |A| *
+    H.
+    """
     rows = Rows.of(logits)
     outputs = new_outputs(logits, logits.shape[:-1])
     if rows.total == 0:

@@ -17,7 +17,7 @@ from .softmax_state import LOG2_E, exponential
 
 THREADS = 256
 BLOCK = 8192  # elements in flight at a time: 32 for each thread
-EDGE_BLOCK = 1024  # for the rest of a piece, whose elements need registers for an address and a mask each
+EDGE_BLOCK = 1024  # elements at a time at the end of a piece, where each needs registers for an address and a mask
 PIECE = 4 * BLOCK  # elements of a program: enough to amortise the cost before the first element
 ANY_TOKEN = 2**62  # in place of the size of the vocabulary, which is unknown for a tile
 
@@ -44,8 +44,8 @@ def write_gradients(
         dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t
 
     This is the exponential e^((z - m) / t) times a linear function of z - m, plus a term at the label. A row without a
-    gradient is not read. NARROW: the gradient lies in the front half of its own row. One program then walks the row
-    from left to right, and the gradients of a block lie over logits that all threads have read at the block's barrier.
+    gradient is not read. With NARROW, the gradient overwrites the front half of its own row. One program then walks the
+    row from left to right, and a block overwrites only logits that all threads have read before the block's barrier.
     """
     pieces = 1 if NARROW else tl.cdiv(columns, PIECE)
     row = tl.program_id(0).to(tl.int64) // pieces
@@ -73,8 +73,8 @@ def write_gradients(
     weight = tl.div_rn(exponential(-log_sum), temperature)
     offset = -weight * (g_logprob + g_entropy * (tl.load(entropies + row) - log_sum))
     slope = tl.div_rn(-weight * g_entropy, temperature)
-    # An unchecked label that is no token, a row without an entropy, or NaN that comes in, makes m NaN, and so the whole
-    # gradient.
+    # m is NaN, and so is the whole gradient, for an unchecked label that is no token, a row without an entropy, or an
+    # incoming gradient of NaN.
     bad = (log_sum != log_sum) | (g_logprob != g_logprob) | (g_entropy != g_entropy)
     bad = bad | ((g_logprob != 0) & (label != NO_TARGET) & ((label < 0) | (label >= vocabulary)))
     m = tl.where(bad, float("nan"), tl.load(maxima + row))

@@ -1,7 +1,7 @@
 """max_variance_select in Triton: a program for each group, which it sorts in registers.
 
-A group is a row that is short enough, or a whole batch that is. There is no kernel for longer groups and for offsets:
-the op then returns NotImplemented.
+A group is a row, or a whole batch if it is pooled. There is no kernel for long groups or for offsets: the op then
+returns NotImplemented.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .launch import EXACT, contiguous, smallest, warps
 from .order_key import order_key
 from .token_keys import number
 
-# The longest group of a program, and its threads.
+# For each program size: the longest group, and the number of threads.
 SIZES = ((64, 32), (256, 64), (1024, 128))
 LARGEST = SIZES[-1][0]
 LAST = tl.constexpr(0x7FFFFFFF)  # sorts unusable values behind all others
@@ -34,9 +34,9 @@ def sum_of_first(sums, count, SIZE: tl.constexpr):
 def select_most_varied(
     values, mask, length, keep, keep_tensor, times, out, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The k values with the largest variance are the first i and the last k - i in order, for one i in 0..k.
+    """The k values with the largest variance are the first i and the last k - i in sorted order, for some i in 0..k.
 
-    The best i is found by trying all (``csrc/core/split_scan.h``).
+    All i are tried (``csrc/core/split_scan.h``).
     """
     segment = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SIZE)

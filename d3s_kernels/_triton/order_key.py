@@ -1,4 +1,4 @@
-"""Keys: integers that have the order of the floats, as in ``csrc/core/order_key.h``."""
+"""Order keys: integers that sort in the same order as the floats, as in ``csrc/core/order_key.h``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ NO_KEY = tl.constexpr(0xFFFFFFFF)  # above the key of any float
 
 @triton.jit
 def order_key(value):
-    """The uint32 key: a larger float has a larger key, -0 and 0 share one, and NaN has ABSENT."""
+    """The uint32 key of a float. A larger float has a larger key, -0 and 0 have the same key, and the key of NaN is
+    ABSENT.
+    """
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     key = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     return tl.where(value == value, key, ABSENT)

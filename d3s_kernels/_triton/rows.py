@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._together import NumberOrTensor
 
-# Arguments of row_start on which no kernel is specialised: strides change with the length of a batch, and STEP gives
-# their alignment.
+# Arguments of row_start for which no kernel is specialised: strides change with the length of a batch, and STEP already
+# tells their alignment.
 PLACE = ("inner", "outer_stride", "inner_stride")
-MOST_COLUMNS = 2**31 - 2**17  # places in a row, and a block past its end, fit an int32
+MOST_COLUMNS = 2**31 - 2**17  # so that places in a row, and in a block past its end, fit in an int32
 
 
 class Rows(NamedTuple):
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     outer_stride: int
     inner_stride: int
     vector: int  # elements in 16 bytes
-    aligned: bool  # whether every row begins at a multiple of 16 bytes: then one load has a lane's elements
+    aligned: bool  # whether every row begins at a multiple of 16 bytes, so that a lane needs one load for its elements
 
     @classmethod
     def of(cls, logits: Tensor) -> Rows:
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
         return cls(logits, total, columns, inner, outer_stride, inner_stride, vector, aligned)
 
     def place(self, name: str = "logits", prefix: str = "") -> dict[str, Any]:
-        """The arguments of ``row_start``. Strides are in units of STEP, from which Triton sees a row's alignment."""
+        """The arguments of ``row_start``. Strides are in units of STEP, so that Triton knows the alignment of rows."""
         step = self.vector if self.aligned else 1
         return {
             name: self.tensor,
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
 
 def _steps(logits: Tensor) -> list[tuple[int, int]]:
-    """(size, stride) of the leading dimensions, where neighbours with one common stride are merged."""
+    """(size, stride) of the leading dimensions. Neighbouring dimensions that one stride can describe are merged."""
     steps: list[tuple[int, int]] = []
     for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
         if size == 1:
@@ -72,7 +72,7 @@ def _steps(logits: Tensor) -> list[tuple[int, int]]:
 
 @triton.jit
 def row_start(logits, row, inner, outer_stride, inner_stride, STEP: tl.constexpr):
-    """The row is int64 and comes first in each product, since a stride (int32) times STEP might overflow."""
+    """Where a row begins. The int64 row is the first factor, since a stride (int32) times STEP might overflow."""
     return logits + (row // inner) * outer_stride * STEP + (row % inner) * inner_stride * STEP
 
 
@@ -87,7 +87,7 @@ def temperature_arguments(temperature: NumberOrTensor) -> dict[str, Any]:
 
 @triton.jit
 def temperature_of(row, temperatures, bits, PER_ROW: tl.constexpr):
-    """The temperatures of rows. An unchecked one that is not valid becomes NaN, and so do the results of its row."""
+    """The temperatures of rows. An unchecked temperature that is not valid becomes NaN, and so do its row's results."""
     if temperatures is None:
         return (bits + 0 * row).to(tl.int32).to(tl.float32, bitcast=True)
     else:

@@ -1,7 +1,7 @@
 """The softmax state (m, S, T) of ``csrc/core/softmax_state.h`` in Triton, with the same results for special values.
 
-Sums have one order, whatever layout Triton chooses: a lane adds its elements one after the other, in the order of the
-code, and lanes are reduced in one dimension. So a row has the same bits at any address.
+The order of sums does not depend on the layout that Triton chooses: a lane adds its elements one after the other, in
+the order of the code, and lanes are reduced in one dimension. So a row has the same bits at any address.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOWEST_DISTANCE = tl.constexpr(-200.0)
 
 @triton.jit
 def add(m, s, scaled_t, z, scale):
-    """The states of lanes with the elements ``z``, a tuple, added: one exponential for each element, and one for all.
+    """Adds a tuple ``z`` of elements to the states of lanes. Costs one exponential for each element, and one more.
 
     ``scaled_t`` is T times ``scale``, which is log2(e) / temperature: distances are then exponents of 2.
     """
@@ -48,7 +48,7 @@ def merge_lanes(m, s, scaled_t, scale):
 
 @triton.jit
 def rebase(m, s, t, top, scale):
-    """(S, T) of a state whose reference moves up from m to ``top``."""
+    """(S, T) of a state whose maximum is raised from m to ``top``."""
     move = m - top
     factor = tl.exp2(move * scale)
     return factor * s, factor * tl.fma(tl.where(factor > 0, move, 0.0), s, t)
@@ -56,7 +56,7 @@ def rebase(m, s, t, top, scale):
 
 @triton.jit
 def merge(m, s, t, other_m, other_s, other_t, scale):
-    """The state of two stretches of a row, merged."""
+    """Merges the states of two stretches of a row."""
     top = tl.maximum(m, other_m)
     s, t = rebase(m, s, t, top, scale)
     other_s, other_t = rebase(other_m, other_s, other_t, top, scale)
@@ -66,7 +66,7 @@ def merge(m, s, t, other_m, other_s, other_t, scale):
 @triton.jit
 def finish(s, t, temperature):
     """Entropy and log S."""
-    undefined = (s < 0.5) | (t != t)  # only -inf or no logits at all; or NaN or +inf
+    undefined = (s < 0.5) | (t != t)  # the row has only -inf, or no logits; or it has NaN or +inf
     s = tl.where(undefined, float("nan"), s)
     log_sum = tl.log(s)
     mean = tl.div_rn(t, temperature * s)
@@ -76,7 +76,9 @@ def finish(s, t, temperature):
 
 @triton.jit
 def exponential(x):
-    """e^x to the last place, as in ``csrc/core/exponential.h``: the device's own is too inaccurate for 1 - p."""
+    """e^x within one unit in the last place, as in ``csrc/core/exponential.h``. The device's own function is too
+    inaccurate for 1 - p.
+    """
     inside = tl.where(x < -104.0, -104.0, tl.where(x > 89.0, 89.0, x))
     total = inside * 1.44269504 + 12582912.0
     n = total - 12582912.0
@@ -101,7 +103,7 @@ def power_of_two(n):
 
 @triton.jit
 def load_columns(row, begin, end, LANES: tl.constexpr, VECTOR: tl.constexpr, STEP: tl.constexpr, EDGE: tl.constexpr):
-    """The columns in float32. With EDGE, elements from ``end`` on are -inf."""
+    """Loads the columns as float32. With EDGE, elements from ``end`` on are -inf."""
     lane = tl.arange(0, LANES)[:, None] * VECTOR
     if STEP == VECTOR:  # aligned: one wide load, and one thread holds all of its elements
         places = begin + lane + tl.arange(0, VECTOR)[None, :]

@@ -1,4 +1,4 @@
-"""The order keys of tokens, and how many of a segment's are kept, in Triton."""
+"""The order keys of tokens, and how many tokens of a segment are kept, in Triton."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def share(ratio, slack, present):
 
 @triton.jit
 def number(k, present, times):
-    """k for each of ``times`` segments, at most all; 0 for an unchecked k below 1."""
+    """``k`` for each of ``times`` pooled segments, but at most ``present``; 0 for an unchecked k below 1."""
     return tl.where(k < 1, 0, tl.minimum(tl.minimum(k, present) * times, present))
 
 

@@ -1,11 +1,11 @@
 """topk_mask and the selection of tokens in Triton: a program for each segment.
 
-It holds a segment of up to 16,384 values in registers, and finds the bound that the k largest order keys reach bit by
-bit, from the highest bit on: a bit is set if at least k keys reach the bound with it. It reads a longer segment five
-times, part by part, and finds the bound by histograms of 8 bits, as ``csrc/cuda/key_search.h`` does.
+A segment of up to 16,384 values is held in registers. The program then looks for the k-th largest order key bit by bit,
+from the highest bit on: a bit of the bound is set if at least k keys still reach it. A longer segment is read five
+times, part by part. There the bound is found by histograms of 8 bits, as in ``csrc/cuda/key_search.h``.
 
-A segment is a row that is short enough, or a whole batch that is. For longer ones plain PyTorch is as fast, and those
-of offsets can be of any length, which only the device knows: the ops then return NotImplemented.
+A segment is a row, or a whole batch if it is pooled. The ops return NotImplemented for segments longer than LARGEST,
+where plain PyTorch is as fast, and for offsets, where only the device knows the lengths.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .logprob_entropy import row_statistics
 from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key_value
 from .token_keys import keys_of, quota_of
 
-# The longest segment that a program holds, and its threads. The registers of a thread hold up to 32 keys.
+# For each program size: the longest segment that it holds, and its threads. A thread's registers hold up to 32 keys.
 SIZES = ((1024, 128), (4096, 256), (8192, 512), (16384, 512))
-PART, THREADS = 4096, 512  # of a longer segment
+PART, THREADS = 4096, 512  # a longer segment is read in parts of so many values, by so many threads
 LARGEST = 131_072
 
 
@@ -62,13 +62,13 @@ def choose(keys, bound, wanted, DROP_ZEROS: tl.constexpr):
 
 @triton.jit
 def threshold_of(lowest):
-    """The lowest score that is kept, by its key; infinite if none is."""
+    """The lowest kept score, from its key; infinite if none is kept."""
     return tl.where(lowest == NO_KEY, float("inf"), order_key_value(lowest))
 
 
 @triton.jit
 def lower_bound(keys, present, kept):
-    """A bound that exactly ``kept`` keys reach or, where keys tie, the key of the tie; found bit by bit.
+    """Finds, bit by bit, a bound that exactly ``kept`` keys reach or, if keys tie there, the key of the tie.
 
     The search skips the bits that all keys share, and stops as soon as exactly ``kept`` keys reach the bound.
     """
@@ -143,7 +143,7 @@ def _select(
     advantages: Tensor | None = None,
     with_counts: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The mask of segments that fit a program; count and threshold of each."""
+    """The mask of all segments, and the count and threshold of each. The segments must fit (:func:`_fits`)."""
     device, segments = scores.device, torch.Size(()) if pooled else shape[:-1]
     out = torch.empty(shape, dtype=torch.bool, device=device)
     counts = torch.empty(segments, dtype=torch.int32, device=device) if with_counts else None
@@ -170,7 +170,7 @@ def _spread(advantages: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _quota(ratio: NumberOrTensor, k: NumberOrTensor = NOTHING, times: int = 1) -> dict[str, Any]:
-    """The quota as kernel arguments. A ratio that is a number is passed as its bits, since no kernel takes a float."""
+    """The quota as kernel arguments. If the ratio is a number, its bits are passed, since no kernel takes a float."""
     (bits,) = struct.unpack("q", struct.pack("d", ratio.number or 0.0))
     return {"ratio_bits": bits, "ratio": ratio.tensor, "k": k.number, "k_tensor": k.tensor, "times": times}
 

@@ -1,4 +1,4 @@
-"""What the ops mean that are no public function.
+"""What those ops mean that are not public functions.
 
 A step of other ops means what plain PyTorch computes, here in float64: the kernels of ``d3s_kernels/_torch`` are other
 code than those of the compiled libraries and of Triton. Where plain PyTorch itself serves, a step is compared with its
@@ -93,7 +93,9 @@ def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def logprob_entropy(**given: Any) -> tuple[Any, ...]:
-    """The public results, and the maximum and log S, which the backward needs. Of kept logits alone, all as a step."""
+    """The public results, and the maximum and log S, which the backward needs. With ``kept_of``, all are those of
+    step().
+    """
     logprob, entropy, top, log_sum = _known(*step("logprob_entropy", wide=True)(**given))
     if given.get("kept_of") is None:
         if given.get("labels") is None:
@@ -107,7 +109,7 @@ def softmax_state_finish(**given: Any) -> tuple[Tensor, ...]:
 
 
 def _known(logprob: Tensor, entropy: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
-    """With NaN for the maximum of a row with NaN or infinity, which may be anything."""
+    """Makes the maximum NaN for a row with NaN or infinity, where it may be anything."""
     return logprob, entropy, top.masked_fill(log_sum.isnan(), torch.nan), log_sum
 
 

@@ -362,7 +362,9 @@ def topk_mask_from_key(draw: Draw) -> Arguments:
 
 
 def group_advantages(draw: Draw) -> Arguments:
-    """Sometimes the finite rewards are 1 up to rounding."""
+    """Rewards and their offsets. Sometimes all finite rewards are equal except for rounding: 1, or the next number
+    below it.
+    """
     given = _segmented(draw, "rewards", dtypes=(*FLOATS, torch.float64))
     rewards = given["rewards"]
     if draw.integer(0, 2) == 2:
