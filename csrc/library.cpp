@@ -6,7 +6,7 @@
 // Some neighbouring arguments belong together, and kernels take them as one struct: a number and the tensor that
 // replaces it, segments, or a sampling mask (csrc/ops/arguments.h, d3s_kernels/_together.py).
 //
-// A number that a trainer changes from step to step comes as a SymInt (capacity, max_rows), as a 0-d tensor
+// A number that a trainer changes from step to step comes as a SymInt (capacity, max_segment), as a 0-d tensor
 // (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.
 #include "torch_abi.h"
 

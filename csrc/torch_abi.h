@@ -45,7 +45,8 @@ using OptionalInt = std::optional<int64_t>;
 using OptionalFloat = std::optional<double>;
 
 // ---- refusing bad arguments ------------------------------------------------------------------------------------
-// std::invalid_argument reaches Python as ValueError. A message names the argument, what it got and what it takes.
+// std::invalid_argument reaches Python as ValueError (d3s_kernels/_dispatch/ops.py sees to it). A message names the
+// argument, what it got and what it takes.
 
 template <class... Parts>
 void require(bool good, const char* argument, const Parts&... parts) {

@@ -65,9 +65,9 @@ def group_advantages(
             rank. "global": ``offsets`` are those of the concatenation of all ranks' 1-D tensors, the same on all
             ranks, and a group may lie on several ranks. A 1-D tensor without offsets is one group over all ranks.
         max_rollouts: with a process group, the caller's bound on the number of rollouts of any rank, the same on all
-            ranks. With it there is one round, of ``8 + 8 max_rollouts`` bytes from each rank (4 in place of 8 for
-            selections), and nothing waits for the device. Without it the ranks first gather how many rollouts each
-            holds, and the host waits for that.
+            ranks. With it there is one round, of ``8 + 8 max_rollouts`` bytes from each rank (for selections
+            ``8 + 4 max_rollouts``), and nothing waits for the device. Without it the ranks first gather how many
+            rollouts each holds, and the host waits for that.
 
     Returns:
         float32, the shape of ``rewards``.

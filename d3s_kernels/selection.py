@@ -335,8 +335,9 @@ def choose_rollouts(
     """Marks ``keep`` rollouts for each group, and more until their number is a multiple.
 
     With scope "batch" the larger number is chosen from the pool of all groups. With scope "group" each group keeps one
-    more while there are enough for all; the last ones go to the groups whose choice of one more varies most, since
-    variance is what D3S and PODS maximise. Groups that differ by rounding alone tie, and the first of them have it.
+    more while there are enough for all. The rest go to the groups whose larger choice has the largest variance, which
+    is what D3S and PODS maximise; with the rule "random" to groups that are drawn. Variances that differ only by
+    rounding count as equal, and then the earlier group gets it.
 
     Args:
         advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. One that is not finite is

@@ -82,10 +82,11 @@ def topk_mask(
             that tensor's mask. So a 1-D tensor without offsets is one segment over all ranks, with one k. A rank may
             have no scores.
         placement: with a process group, where the rows or the segments of ``offsets`` lie. "whole": each lies on one
-            rank, and nothing is communicated. "global": ``offsets`` are those of the concatenation of all ranks' 1-D
-            tensors, the same on every rank, and a segment may be cut anywhere between ranks (Ulysses). "pieces": every
-            rank has a piece, maybe an empty one, of every segment: rows of the same leading shape, or offsets of its
-            own with as many segments (ring attention; among equal scores the lower rank wins).
+            rank, and nothing is communicated to select within each. "global": ``offsets`` are those of the
+            concatenation of all ranks' 1-D tensors, the same on every rank, and a segment may be cut anywhere between
+            ranks (Ulysses). "pieces": every rank has a piece, maybe an empty one, of every segment: rows of the same
+            leading shape, or offsets of its own with as many segments (ring attention; among equal scores the lower
+            rank wins).
 
     Returns:
         bool, the shape of ``scores``.

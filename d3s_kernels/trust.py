@@ -203,7 +203,9 @@ def weighs(rule: str) -> bool:
 def bounds_of(
     rule: str, low: float | None, high: float | None, names: tuple[str, str] = ("low", "high")
 ) -> tuple[float, float]:
-    """The bounds of a rule, with its defaults; "none" has none. In errors the two have these names."""
+    """The lower and the upper bound: what the caller gave, or else the rule's default. The rule "none" takes no bounds.
+    Error messages call the two by ``names``.
+    """
     row = RULES.get(rule, Row(_log_ratio, high=0.0))
     for name, value, taken in zip(names, (low, high), (row.is_ratio, rule in RULES), strict=True):
         require_number(**{name: value})

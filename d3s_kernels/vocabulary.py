@@ -135,9 +135,10 @@ def linear_logprob_entropy(
     in proportion to its span. Hidden states of rows with one kept token are not read.
 
     ``hidden``, ``weight`` and ``bias`` have one dtype; or some are float32, and the others are converted to it. This
-    is exact, but products take as long as in float32, and **each call** makes a float32 copy of what it converts, holds
-    it until the backward and makes a gradient of its size: 4 bytes x H for each row of hidden states, 4 bytes x V x H
-    for a weight in half precision. Gradients reach the arguments in their own dtypes.
+    is exact, but products take as long as in float32. **Each call** makes a float32 copy of what it converts and keeps
+    it until the backward, which makes a float32 gradient of the same size. Each of the two takes 4 bytes x H for each
+    row of hidden states, and 4 bytes x V x H for a weight in half precision. Gradients reach the arguments in their own
+    dtypes.
 
     Args:
         hidden: ``[..., H]``, bfloat16, float16 or float32.

@@ -15,7 +15,7 @@ from helpers import assert_identical, compiled_once, random_logits, rounds, slow
 from torch import Tensor
 
 import d3s_kernels as d3s
-from d3s_kernels._dispatch.libraries import schema_of
+from d3s_kernels._dispatch.libraries import registered, schema_of
 from d3s_kernels._head.problem import WHOLE, problem_of
 from d3s_kernels.compare import called
 
@@ -54,6 +54,12 @@ def test_the_arguments_of_the_head_are_those_of_its_op() -> None:
         assert argument.default_value == (6 if default == torch.float32 else default)  # torch's number of float32
     numbered = problem_of(*tensors, *range(len(schema) - 3 - 1), None).arguments()
     assert [*numbered[3:-2]] == [*range(len(schema) - 3 - 2)]
+
+
+def test_every_op_has_a_gradient_or_says_that_it_has_none() -> None:
+    """Else torch would say, for example of the op of a gradient, that its derivative is not implemented."""
+    without = [op for op in registered() if "\nAutograd" not in torch._C._dispatch_dump(f"d3s_kernels::{op}")]
+    assert not without
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 //
 //     m = max z,   S = sum e^((z - m) / t),   T = sum (z - m) e^((z - m) / t)
 //
-// Two states of one row merge into one; entropy and log-probability follow from the state alone. This is the only
-// place where an entropy is computed: CPU threads, GPU blocks, vocabulary tiles and ranks all merge the same way.
+// Two states of one row merge into one; entropy and log-probability follow from the state alone. All of the
+// compiled code computes entropies here: CPU threads, GPU blocks, vocabulary tiles and ranks merge in the same way.
 //
 //     H = log S - T / (t S),     logprob(y) = (z_y - m) / t - log S
 //

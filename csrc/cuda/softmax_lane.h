@@ -58,7 +58,7 @@ struct LaneState {
     sums = both(factor) * Pair{sums.low, fmaf(safe_move, sums.low, sums.high)};
     max = new_max;
   }
-  // The first terms of a sum are not added to 0.
+  // If the sum begins here (`begins`), its first terms are stored, which saves adding them to 0.
   __device__ __forceinline__ void add_below_max(Pair& to, Pair z, float scale, bool begins) const {
     const Pair distance = (z - both(max)) * both(scale);
     const Pair e = {exp2_fast(distance.low), exp2_fast(distance.high)};

@@ -84,7 +84,8 @@ struct KeptHead {
   D3S_HOST_DEVICE bool single(int64_t row, const Span& span) const {
     return span.size == 1 && !(spans.include_label && labels[row] >= 0 && labels[row] != span.tokens[0]);
   }
-  // Whether the label of a row that has a span joins its set, unless the span has it already.
+  // Whether the row has a span, to which its label is to be added. The label may be in the span already: it is not
+  // looked for here.
   D3S_HOST_DEVICE bool may_join(int64_t row, const Span& span) const {
     return spans.include_label && span.size > 0 && labels[row] >= 0 && !masked_out(row);
   }

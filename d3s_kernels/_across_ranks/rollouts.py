@@ -259,7 +259,7 @@ def _is_at_hand(sizes: Tensor) -> bool:
 # The choice has nearly the largest variance that a choice of the same number on every rank can have.
 #
 # Each of R ranks keeps q values. The variance is convex in each value, so a rank keeps its i lowest and its q - i
-# highest, for some i. Start with the q highest of all ranks. Exchange number i of rank r then replaces h, the lowest
+# highest, for some i. Start with the q highest of each rank. Exchange number i of rank r then replaces h, the lowest
 # that is left of its highest values, by l, its i-th lowest. Along a rank the midpoints (l + h) / 2 do not decrease. For
 # a fixed centre c an exchange adds (l - c)^2 - (h - c)^2 to the sum of (x - c)^2, which is positive if c lies above the
 # midpoint. So the set with the largest sum makes exactly the exchanges whose midpoint lies below c. One chain, made of

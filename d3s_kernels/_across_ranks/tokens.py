@@ -3,7 +3,8 @@
 The k-th largest key of all ranks is found digit by digit: each rank counts its keys by their next digit, among those
 that have the digits found so far, and the counts are summed over the ranks. That decides which keys are kept, except
 for ties, which go to the lower rank: each rank has to know how many ties the ranks before it have. So the ranks
-exchange only counts, whose size does not depend on the number of tokens.
+exchange counts, whose size does not depend on the number of tokens; with ``drop_zeros`` also the lowest kept key of
+each segment, and for cut sequences the lengths of their pieces.
 """
 
 from __future__ import annotations

@@ -81,8 +81,9 @@ def vocab_parallel_logprob_entropy(
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a group that this
             process is not in, a DTensor that is cut otherwise. If one rank alone refuses its arguments, the others wait
-            for it. With ``D3S_KERNELS_CHECK=1`` all ranks raise the same error, also if labels, temperatures or masks
-            differ between ranks, if shards overlap or leave a gap, and if a label is in no shard.
+            for it. With ``D3S_KERNELS_CHECK=1`` all ranks raise the same error, except about the group and the
+            placements of DTensors; also if labels, temperatures or masks differ between ranks, if shards overlap or
+            leave a gap, and if a label is in no shard.
 
     Example:
         Here the group has one rank; a trainer takes its group from its mesh, ``mesh["tp"]``.

@@ -119,11 +119,9 @@ def _of_ratio(ctx: Any, saved: tuple[Tensor, ...], grad_ratio: Tensor) -> dict[s
 
 register_gradient("logprob_entropy", _save_logprob_entropy, _of_logprob_entropy)
 register_gradient("importance_ratio", _save_ratio, _of_ratio)
-register_no_second_derivative("logprob_entropy_backward")
-register_no_second_derivative("importance_ratio_backward")
-
-# The other ops have no gradient. Without this, torch would attach a "not implemented" node to their float outputs.
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 for _name in COMPILED:
-    if _name not in EAGER and not _name.endswith("_backward"):
+    if _name.endswith("_backward"):
+        register_no_second_derivative(_name)
+    elif _name not in EAGER:  # no gradient; without this, torch would attach a "not implemented" node to float outputs
         _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]

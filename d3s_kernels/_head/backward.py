@@ -145,7 +145,7 @@ def _with_kept_tokens(
     problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
     hidden, weight, shard, count = problem.hidden, problem.weight, problem.shard, problem.rows
     grad_logprob, grad_entropy, *statistics = incoming.each(lambda values: flat(values, count))
-    with torch._C._AutoDispatchBelowAutograd():  # torch's kernel for the gradient is Python
+    with torch._C._AutoDispatchBelowAutograd():  # its autograd kernel, which refuses a gradient, is Python
         grad, rows, tokens, undefined = _op.kept_logits_backward.default(
             grad_logprob, grad_entropy, kept_logits(problem), problem.labels, *statistics, weight.shape[0],
             *problem.flat_temperature, problem.logit_softcap, problem.mask,
@@ -247,8 +247,9 @@ class _Rows(NamedTuple):
 class Gradients:
     """The sums to which the tiles add their gradients. Memory is allocated only for the wanted gradients.
 
-    The weight's gradient is a new tensor, or it is added to ``weight_grad_into``. If several tiles of rows add to it,
-    they are summed in float32: in place if the gradient is float32, else in a buffer for one slab of tokens.
+    The weight's gradient is a new tensor, or it is added to ``weight_grad_into``. If several tiles of rows have a share
+    in the gradients of the same tokens, the shares are summed in float32: in the gradient itself if it is float32, else
+    in a float32 buffer for the tokens of one tile.
     """
 
     def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted, weight_grad_into: Tensor | None) -> None:

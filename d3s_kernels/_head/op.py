@@ -136,7 +136,7 @@ register_no_second_derivative("linear_logprob_entropy_backward")
 
 
 class AtBackward(NamedTuple):
-    """Functions that give arguments at the time when the backward runs. Each is called once in a backward."""
+    """Functions that give arguments at the time when the backward runs. Each is called at most once in a backward."""
 
     weight_grad_into: Callable[[], Tensor | None]  # if it returns None, autograd gets the gradient
     max_grad_rows: Callable[[], int | None] = lambda: None  # if it returns None, the op's max_grad_rows holds

@@ -1,7 +1,7 @@
 """The arguments of the LM head's ops as one object, and their checks, for a whole vocabulary or a vocabulary shard.
 
-``HeadProblem.checked`` makes the object from the arguments of a public function. Its fields are the arguments of the
-op, from which forward and backward get it as one object again.
+``HeadProblem.checked`` makes the object from the arguments of a public function. Its fields are the op's arguments: the
+op passes them one by one, and its forward and backward make the same object from them.
 """
 
 from __future__ import annotations
