@@ -45,8 +45,8 @@ class Quota(NamedTuple):
         """``k``, but at most ``most``, so that products with it do not overflow."""
         if self.k_tensor is not None:
             return self.k_tensor.reshape(()).long().clamp(max=most)
-        number: int = torch.sym_min(self.k, most)  # type: ignore[no-untyped-call]
-        return number
+        assert self.k is not None
+        return min(self.k, most)
 
 
 QuotaOfOp = tuple[float | None, Tensor | None, int | None, Tensor | None]
