@@ -20,6 +20,12 @@ class NumberOrTensor(NamedTuple):
     number: Any = None
     tensor: Tensor | None = None
 
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> NumberOrTensor:
+        """Changes a tensor that has one number for each row. A number and a 0-d tensor stay: they are for all rows."""
+        if self.tensor is None or self.tensor.dim() == 0:
+            return self
+        return NumberOrTensor(self.number, change(self.tensor))
+
 
 class SegmentArguments(NamedTuple):
     """The segments of some values, and whether all of them are selected from as one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from .._arguments import is_known
 from .._together import NumberOrTensor
 from .forward import Picked, dense_rows, flat, flat_rows, has_span, kept_logits
 from .problem import HeadProblem
-from .products import Head, Tiles, add_product, of_rows, whole_vectors, without_autocast
+from .products import Head, Tiles, add_product, whole_vectors, without_autocast
 
 _op = torch.ops.d3s_kernels
 
@@ -241,7 +242,7 @@ class _Rows(NamedTuple):
         if place.start == 0 and place.stop == self.targets.shape[0]:  # in most cases one tile has all rows
             return self
         incoming = self.incoming.each(lambda values: values[place])
-        return _Rows(self.hidden[place], self.targets[place], incoming, of_rows(self.temperature, place))
+        return _Rows(self.hidden[place], self.targets[place], incoming, self.temperature.map_rows(itemgetter(place)))
 
 
 class Gradients:

@@ -6,6 +6,7 @@ only the logits of the kept tokens are computed. The only host sync is the count
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .._together import NO_SAMPLING_MASK, NumberOrTensor
 from .problem import HeadProblem, Shard
-from .products import Head, Tiles, of_rows, without_autocast
+from .products import Head, Tiles, without_autocast
 
 _op = torch.ops.d3s_kernels
 
@@ -46,10 +47,7 @@ class Picked(NamedTuple):
         return packed.masked_fill_(self.past if dim == values.dim() - 1 else self.past.unsqueeze(1), past)
 
     def temperature(self, problem: HeadProblem) -> NumberOrTensor:
-        number, each = problem.flat_temperature
-        if each is None or each.dim() == 0:
-            return problem.temperature
-        return NumberOrTensor(number, self.gather(each, past=1))  # a temperature is above 0
+        return problem.flat_temperature.map_rows(lambda each: self.gather(each, past=1))  # a temperature is above 0
 
     def scatter(self, values: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
         """Writes ``values`` back to their rows. Other rows are 0. If the bound was exceeded, everything is NaN."""
@@ -213,7 +211,7 @@ def _of_all_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
             logits = head.logits(rows[r], t, tiles.room(r, t))
             _op.softmax_state_.default(
                 state[r], logits, targets[r], problem.shard.first_token + t.start,
-                *of_rows(temperature, r),
+                *temperature.map_rows(itemgetter(r)),
             )  # fmt: skip
     outputs = finished(problem.shard, state, targets, None, temperature)
     if picked is not None:

@@ -208,8 +208,7 @@ def _vocab_parallel_kernel(
     shape = logits.shape[:-1]
     state = no_logits(shape.numel(), logits)
     _op.softmax_state_.default(state, logits, labels, first_token, *temperature, mask, *sampling_mask)
-    if temperature.tensor is not None and temperature.tensor.dim() > 0:
-        temperature = NumberOrTensor(temperature.number, temperature.tensor.reshape(-1))
+    temperature = temperature.map_rows(lambda each: each.reshape(-1))
     rows_of_mask = None if mask is None else mask.reshape(-1)
     shard = Shard.of(first_token, group_name)
     outputs = finished(shard, state, labels.reshape(-1), rows_of_mask, temperature)

@@ -150,8 +150,7 @@ class HeadProblem(NamedTuple):
     @property
     def flat_temperature(self) -> NumberOrTensor:
         """The temperature, with its tensor flattened to ``[rows]`` unless it is 0-d."""
-        number, each = self.temperature
-        return self.temperature if each is None or each.dim() == 0 else NumberOrTensor(number, each.reshape(self.rows))
+        return self.temperature.map_rows(lambda each: each.reshape(self.rows))
 
     # ---- checks of shapes and values: raise a ValueError that names the first wrong argument ------------------------
 

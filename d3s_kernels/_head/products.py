@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .._dispatch import backends
 from .._dispatch.backends import SLICES
-from .._together import NumberOrTensor
 from .problem import HeadProblem
 
 _op = torch.ops.d3s_kernels
@@ -222,8 +221,3 @@ def whole_vectors(elements: int, dtype: torch.dtype) -> int:
     """
     vector = 16 // dtype.itemsize
     return -(-elements // vector) * vector
-
-
-def of_rows(temperature: NumberOrTensor, rows: slice) -> NumberOrTensor:
-    number, each = temperature
-    return temperature if each is None or each.dim() == 0 else NumberOrTensor(number, each[rows])
