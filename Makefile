@@ -27,14 +27,12 @@ PIP := $(BIN)/pip install --no-compile $(QUIET)
 STAGE := @sh tools/stage.sh
 
 # Without a GPU the CUDA kernels are not built: their source runs emulated in the tests. AUTO builds them where there is
-# nvcc, ON demands it. They are compiled for the GPUs that are here (90-real for 9.0), and without one for an H100.
+# nvcc, ON demands it. They are compiled for the GPUs that are here (csrc/gpus.cmake), and without one for an H100.
 D3S_CUDA ?= $(if $(HAS_GPU),AUTO,OFF)
-CAPABILITIES := $(if $(HAS_GPU),$(sort $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader)),9.0)
-SEMICOLON := ;
-CUDA_ARCHITECTURES ?= $(subst $() ,$(SEMICOLON),$(patsubst %,%-real,$(subst .,,$(CAPABILITIES))))
+CUDA_ARCHITECTURES ?= $(if $(HAS_GPU),,90-real)
 SETTING := --config-settings cmake.define
-BUILD_OPTIONS = $(SETTING).D3S_CUDA=$(D3S_CUDA) \
-  $(if $(CUDA_ARCHITECTURES),$(SETTING).CMAKE_CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)')
+BUILD_OPTIONS = $(SETTING).D3S_CUDA=$(D3S_CUDA) $(SETTING).D3S_FIRST_LOOK=$(FIRST_LOOK) \
+  $(SETTING).CMAKE_CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)'
 # Against the installed torch: build isolation would download another one.
 INSTALL := $(BIN)/pip install -q --no-build-isolation --no-deps -e .
 
@@ -63,6 +61,16 @@ $(VENV)/.library: $(VENV)/.tools $(SOURCES)
 	@touch $@
 
 library: $(VENV)/.library
+
+# What the demo needs is compiled in half the time. The rest of the library is added to it where another target needs it.
+FIRST_LOOK := OFF
+$(VENV)/.first-look: FIRST_LOOK := ON
+$(VENV)/.first-look: $(VENV)/.tools $(SOURCES)
+	$(STAGE) 'd3s_kernels, compiled for this processor' $(INSTALL) $(BUILD_OPTIONS)
+	@touch $@
+
+.PHONY: first-look
+first-look: $(if $(wildcard $(VENV)/.library),library,$(VENV)/.first-look)
 
 # The extras of pyproject.toml that a target needs besides the library, joined by +.
 EXTRAS := test test+binaries demo bench lint
@@ -106,7 +114,7 @@ test-binaries: $(VENV)/.library $(VENV)/.with-test+binaries  ## the machine code
 	$(STAGE) 'CUDA kernels, compiled where there is nvcc' $(INSTALL) $(BUILD_OPTIONS)
 	$(BIN)/python $(PYTEST) tests/binaries
 
-test-demo: setup $(VENV)/.with-demo  ## the demo, the experiment and the pictures of the methods, at full strength
+test-demo: setup $(VENV)/.with-demo $(VENV)/.with-bench  ## the demo, the experiment and the pictures of the methods, at full strength
 	D3S_TEST_ALL=1 $(BIN)/python $(PYTEST) $(OF_DEMO:%=tests/%)
 
 # Where there is what it takes; its own environment is downloaded once.
@@ -197,10 +205,10 @@ smollm2: $(VENV)/.with-demo
 	} || echo 'SmolLM2 cannot be had here: make demo will use a tiny model that it makes itself.'
 
 ifneq ($(HAS_TRL),)
-demo: library smollm2  ## a training step of a real model, with GRPO and with D3S: a table, and a page in demo/
+demo: first-look smollm2  ## a training step of a real model, with GRPO and with D3S: a table, and a page in demo/
 	@$(BIN)/python examples/demo.py $$(test ! -e $(SMOLLM2)/config.json || echo --model $(SMOLLM2)) $(DEMO_ARGS)
 
-learn: library $(VENV)/.with-demo  ## what selection gives for the same time: seven arms on a small model, for hours; in learn/
+learn: library $(VENV)/.with-bench  ## what selection gives for the same time: seven arms on a small model, for hours; in learn/
 	$(BIN)/python -m experiments.learning all $(LEARN_ARGS)
 else
 demo learn:
@@ -422,4 +430,4 @@ release-notes:  ## print the notes of this version, as on the page of its releas
 	@$(PYTHON) tools/release_notes.py
 
 clean:  ## remove what was built
-	rm -rf build $(VENV)/.library
+	rm -rf build $(VENV)/.library $(VENV)/.first-look

@@ -13,17 +13,10 @@ std::string text(const std::string& value) { return '"' + value + '"'; }
 
 std::string build_facts() {
   const std::string cuda = D3S_CUDA_VERSION;
-#if defined(D3S_X86_LEVELS)
-  const std::string levels = R"(["baseline", "avx2", "avx512", "avx512_bf16"])";
-#elif defined(D3S_BF16_LEVEL)
-  const std::string levels = R"(["neon", "neon_bf16"])";
-#else
-  const std::string levels = R"(["baseline"])";
-#endif
   return "{\"version\": " + text(D3S_VERSION) + ", \"compiler\": " + text(D3S_COMPILER) +
          ", \"torch_target\": " + text(D3S_TORCH_TARGET) +
-         ", \"torch_built_against\": " + text(D3S_TORCH_BUILT_AGAINST) + ", \"simd_levels\": " + levels +
-         ", \"simd\": " + text(simd_level_name(simd_level())) +
+         ", \"torch_built_against\": " + text(D3S_TORCH_BUILT_AGAINST) + ", \"simd_levels\": [" +
+         text(compiled_simd_levels("\", \"")) + "]" + ", \"simd\": " + text(simd_level_name(simd_level())) +
          ", \"cuda\": " + (cuda.empty() ? std::string("null") : text(cuda)) +
          ", \"cuda_architectures\": " + text(D3S_CUDA_ARCHITECTURES) + "}";
 }

@@ -6,40 +6,39 @@ same facts come from the CPU library: no other file depends on the version.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
-from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch  # noqa: F401  the CPU library needs its libraries
 
 
-def _located() -> tuple[Path, Callable[[], str]]:
-    """The folder of the libraries, and the function that has the facts."""
-    try:
-        module = import_module(f"{__package__}._build_info")
-    except ModuleNotFoundError:
-        return Path(__file__).parent, _of_library
-    # In an editable install, the compiled files lie in another folder than this one.
-    return Path(str(module.__file__)).parent, module.build_facts
-
-
-def _of_library() -> str:
-    library = Path(__file__).parent / "_cpu.so"
-    if not library.exists():
+def _folder() -> Path:
+    """The folder of the libraries. In an editable install, it is another one than this file's."""
+    library = find_spec(f"{__package__}._cpu")  # found as a module would be, but never imported as one
+    if library is None or library.origin is None:
         raise ImportError(
-            f"d3s_kernels: imported from {library.parent}, which has no compiled library. Start Python outside the "
-            "source folder, or install the package with pip install --no-build-isolation -e ."
+            f"d3s_kernels: imported from {Path(__file__).parent}, which has no compiled library. Start Python outside "
+            "the source folder, or install the package with pip install --no-build-isolation -e ."
         )
-    facts = ctypes.CDLL(str(library)).d3s_kernels_build_facts
-    facts.restype = ctypes.c_char_p
-    text: bytes = facts()
+    return Path(library.origin).parent
+
+
+FOLDER = _folder()
+
+
+def _facts() -> str:
+    with contextlib.suppress(ModuleNotFoundError):
+        compiled: str = import_module(f"{__package__}._build_info").build_facts()
+        return compiled
+    of_library = ctypes.CDLL(str(FOLDER / "_cpu.so")).d3s_kernels_build_facts
+    of_library.restype = ctypes.c_char_p
+    text: bytes = of_library()
     return text.decode()
-
-
-FOLDER, _facts = _located()
 
 
 def build_info() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ._dispatch import backends
 from ._selfcheck import checks, raised
 from .compare import Comparison, Difference
 
+OLDEST = (8, 0)  # the first compute capability that the CUDA kernels compile for
 SCHEMA = 1  # of the JSON report; raised when a field changes its meaning or goes
 _HEAD = "error / allowed, * serves"
 
@@ -61,6 +62,41 @@ def examine(device: torch.device, say: Callable[[str, Difference], None] | None 
         yield Examined(backend, backend in backends.serving(device.type), error, ops)
 
 
+def has_code(architectures: str, capability: tuple[int, int]) -> bool:
+    """Whether a CUDA library for these architectures, as CMake names them, runs on a GPU of this compute capability.
+
+    Machine code (90-real) runs on GPUs of the same major version and this or a higher minor one, PTX (90-virtual) on
+    this and all later GPUs; 90 has both. A name of another kind, such as native, is taken to run.
+    """
+    for name in architectures.split():
+        number, _, kind = name.partition("-")
+        if not number.isdecimal():
+            return True
+        built = divmod(int(number), 10)
+        if built <= capability and (kind != "real" or built[0] == capability[0]):
+            return True
+    return False
+
+
+def without_code(architectures: str, capability: tuple[int, int]) -> str:
+    """What is said of a GPU for which the CUDA library has no code, and what helps; empty if it has some."""
+    if has_code(architectures, capability):
+        return ""
+    said = f"; the library has no code for this GPU, only for {architectures}; "
+    if capability < OLDEST:
+        return said + "nothing compiles for one so old: set D3S_KERNELS_BACKEND=torch"
+    wanted = ";".join([*architectures.split(), "{}{}-real".format(*capability)])
+    return said + f"in a clone, this compiles it: pip install -C cmake.define.CMAKE_CUDA_ARCHITECTURES='{wanted}' ."
+
+
+def explain(device: torch.device, build: dict[str, Any]) -> str:
+    """What computes tensors on the device, why, and whether its library has code for this very GPU."""
+    said = backends.explain(device.type)
+    if "cuda" not in backends.serving(device.type):
+        return said
+    return said + without_code(build["cuda_architectures"], torch.cuda.get_device_capability(device))
+
+
 def _half_products() -> list[str]:
     return [str(dtype).removeprefix("torch.") for dtype in backends.half_products()]
 
@@ -80,7 +116,7 @@ def print_report(build: dict[str, Any]) -> bool:
         print(f"{backend}: {backends.why_not(backend) or 'there'}")
     good = True
     for device, what in devices():
-        print(f"{device}: {what}; {backends.explain(device.type)}", flush=True)
+        print(f"{device}: {what}; {explain(device, build)}", flush=True)
         good &= _print_device(device)
     return good
 
@@ -143,7 +179,7 @@ def report(build: dict[str, Any]) -> dict[str, Any]:
             {
                 "device": str(device),
                 "description": what,
-                "explanation": backends.explain(device.type),
+                "explanation": explain(device, build),
                 "backends": [each._asdict() | {"ops": _ops(each)} for each in all_examined],
             }
             for device, what, all_examined in found

@@ -74,8 +74,8 @@ def test_a_simd_variant_exports_only_its_table(source: str, tmp_path: Path) -> N
         "-mavx512vl",
         "-mavx512dq",
     ]
-    defines = ["-DD3S_LEVEL=avx512", "-DD3S_X86_LEVELS"]
-    subprocess.run(["g++", *flags, *defines, "-c", str(ROOT / "csrc" / "cpu" / source), "-o", str(out)], check=True)
+    file = ROOT / "csrc" / "cpu" / source
+    subprocess.run(["g++", *flags, "-DD3S_LEVEL=avx512", "-c", str(file), "-o", str(out)], check=True)
     defined = [(kind, name) for kind, name in symbols(out) if kind not in "Utrbd"]
     assert [kind for kind, _ in defined] in (["R"], ["D"])
 

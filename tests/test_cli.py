@@ -87,6 +87,57 @@ def test_what_does_not_run_as_json(
     assert (runs[backend]["error"], runs[backend]["ops"]) == ("OSError: no C compiler", {})
 
 
+WHEEL = "80-real 86-real 89-real 90-real 100-real 120"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capabilities"),
+    [
+        (WHEEL, ["8.0", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1", "13.0"]),  # the last by PTX
+        ("86-real", ["8.6", "8.9"]),
+        ("86-virtual", ["8.6", "9.0", "12.0"]),
+        ("90a-real", ["9.0"]),
+        ("native", ["7.5", "9.0"]),
+    ],
+)
+def test_gpus_for_which_there_is_code(architectures: str, capabilities: list[str]) -> None:
+    for capability in capabilities:
+        major, minor = capability.split(".")
+        assert _doctor.without_code(architectures, (int(major), int(minor))) == ""
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "helps"),
+    [
+        (WHEEL, (7, 5), "nothing compiles for one so old: set D3S_KERNELS_BACKEND=torch"),
+        (WHEEL, (11, 0), f"CMAKE_CUDA_ARCHITECTURES='{WHEEL.replace(' ', ';')};110-real' ."),
+        ("86-real", (8, 0), "CMAKE_CUDA_ARCHITECTURES='86-real;80-real' ."),
+        ("90-real", (10, 0), "CMAKE_CUDA_ARCHITECTURES='90-real;100-real' ."),
+        ("90-virtual", (8, 9), "CMAKE_CUDA_ARCHITECTURES='90-virtual;89-real' ."),
+    ],
+)
+def test_gpus_for_which_there_is_none(architectures: str, capability: tuple[int, int], helps: str) -> None:
+    said = _doctor.without_code(architectures, capability)
+    assert said.startswith(f"; the library has no code for this GPU, only for {architectures}; ")
+    assert said.endswith(helps)
+
+
+def test_the_report_names_a_gpu_without_code(
+    found: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks of this GPU are those of the fixture."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(_doctor, "devices", lambda: iter([(gpu, "a GPU")]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {gpu: (8, 0)}[device])
+    monkeypatch.setattr(backends, "serving", lambda device: {"cuda"})
+    monkeypatch.setattr(d3s, "build_info", lambda: {"cuda_architectures": "90-real"})
+    commands.main(["doctor"])
+    text = capsys.readouterr().out
+    (device,) = as_json(capsys, 0)["devices"]
+    assert device["explanation"] == backends.explain("cuda") + _doctor.without_code("90-real", (8, 0))
+    assert f"cuda:0: a GPU; {device['explanation']}\n" in text
+
+
 def test_every_field_of_the_json_is_documented(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
 

@@ -159,6 +159,8 @@ def build_in(work: Path, local: str, nvcc: Path | None, others: dict[int, str], 
     }
     if nvcc:
         environment["CUDACXX"] = str(nvcc)
+        environment.pop("CUDAARCHS", None)  # CMake would take it for all GPUs
+        settings.append("cmake.define.D3S_GPUS=all")  # also beside a GPU
     if arm_torch:
         settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / 'tools' / 'aarch64.cmake'}")
         settings.append(f"cmake.define.D3S_TORCH_ROOT={arm_torch.resolve()}")

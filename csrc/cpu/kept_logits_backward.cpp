@@ -21,7 +21,7 @@ class RowOfPlaces {
         out_(out),
         first_token_(first_token),
         softcap_(softcap),
-        loops_(D3S_PICK_VARIANT(softmax_rows).of(Tag<float>())),
+        loops_(softmax_rows().of(Tag<float>())),
         kept_(rows, first_token) {}
 
   void write(int64_t row) {

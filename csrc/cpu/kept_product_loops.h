@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "../core/float_bits.h"
-#include "simd_level.h"
 
 namespace d3s {
 
@@ -28,6 +27,6 @@ struct KeptProducts {
   const KeptProductLoops<float16>& of(Tag<float16>) const { return fp16; }
 };
 
-D3S_DECLARE_VARIANTS(KeptProducts, kept_products)
+const KeptProducts& kept_products();  // those of simd_level()
 
 }  // namespace d3s

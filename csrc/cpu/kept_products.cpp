@@ -55,7 +55,7 @@ struct Entry {
 template <class T, class To>
 void add_sorted(const KeptGradient& gradient, const Matrix& hidden, const std::vector<Entry>& sorted, const Matrix& out,
                 const Vector& bias_out) {
-  const auto& loops = D3S_PICK_VARIANT(kept_products);
+  const auto& loops = kept_products();
   const auto count = static_cast<int64_t>(sorted.size());
   // A thread gets the tokens whose first place lies in its share.
   parallel_for(count, grain_of(hidden), [&](int64_t begin, int64_t end) {
@@ -85,7 +85,7 @@ void kept_logits(const KeptHead& head, float* out, Device&) {
   const std::vector<Needed> needed = needed_places(head);
   dispatch_float(head.hidden.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto& loops = D3S_PICK_VARIANT(kept_products).of(tag);
+    const auto& loops = kept_products().of(tag);
     parallel_for(static_cast<int64_t>(needed.size()), grain_of(head.weight), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         if (i + 1 < end) prefetch<T>(head.weight, needed[i + 1].token);
@@ -102,7 +102,7 @@ void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segm
   dispatch_sum(weight, out, [&](auto tag, auto to_tag) {
     using T = typename decltype(tag)::type;
     using To = typename decltype(to_tag)::type;
-    const auto& loops = D3S_PICK_VARIANT(kept_products);
+    const auto& loops = kept_products();
     parallel_segments(spans, spans.limit, grain_of(weight), [&](int64_t first, int64_t last) {
       std::vector<float> sum(weight.columns);
       const auto add = [&](int64_t place) {

@@ -56,7 +56,7 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, in
                     const Done& done) {
   const T* logits = static_cast<const T*>(rows.logits);
   const RowLayout& layout = rows.layout;
-  const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(Tag<T>());
+  const SoftmaxLoops<T>& loops = softmax_rows().of(Tag<T>());
   const int64_t slices = (layout.columns + kSlice - 1) / kSlice, count = static_cast<int64_t>(live.size());
   const bool few = slices > 1 && count < 8 * static_cast<int64_t>(torch::stable::get_num_threads());
 
@@ -127,7 +127,7 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
       for (const int64_t row : live.dense) outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
     else
       for_each_state<T>(rows, live.dense, 0, start, done);
-    const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(tag);
+    const SoftmaxLoops<T>& loops = softmax_rows().of(tag);
     for_each_span<T>(rows, 0, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
       if (kept.set.single())
         outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
@@ -155,7 +155,7 @@ void clear(void* memory, int64_t bytes) {
 template <class T>
 void write_kept(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, const int64_t* which,
                 int64_t count, T* to, const RowLayout& layout) {
-  const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(Tag<T>());
+  const SoftmaxLoops<T>& loops = softmax_rows().of(Tag<T>());
   KeptLogits<T> kept(rows, first_token);
   for (const int64_t* row = which; row < which + count; ++row) {
     if (rows.spans.dense(*row) || !has_gradient(rows, gradients, *row)) continue;
@@ -187,7 +187,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
     using From = typename decltype(logits_tag)::type;
     using T = typename decltype(tag)::type;
     constexpr bool narrow = !std::is_same_v<From, T>;
-    const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(tag);
+    const SoftmaxLoops<T>& loops = softmax_rows().of(tag);
     const From* from = static_cast<const From*>(rows.logits);
     T* to = static_cast<T*>(out.gradient);
 
@@ -251,7 +251,7 @@ void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, D
       if (label >= 0) states[row].label_logit = to_float(p[label]);
     };
     if (!rows.kept_alone) for_each_state<T>(rows, live.dense, first_token, start, done);
-    const SoftmaxLoops<T>& loops = D3S_PICK_VARIANT(softmax_rows).of(tag);
+    const SoftmaxLoops<T>& loops = softmax_rows().of(tag);
     for_each_span<T>(rows, first_token, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
       if (!kept.set.single())
         done(row, kept.merge_into(start(row), loops, rows.temperatures[row]), kept.label_place());

@@ -36,7 +36,7 @@ uint32_t digit_of(Entry e, int pass) { return e >> (32 + pass * kDigit) & (kBuck
 void rank_sort(const uint32_t* keys, int64_t n, std::vector<Entry>& sorted) {
   uint32_t place[kRankSort];
   uint8_t taken[kRankSort] = {};  // how many equal keys came before; fewer than kRankSort
-  D3S_PICK_VARIANT(order_key_loops).count_below(keys, n, place);
+  order_key_loops().count_below(keys, n, place);
   for (int64_t i = 0; i < n; ++i) sorted[place[i] + taken[place[i]]++] = entry(keys[i], i);
 }
 
@@ -92,7 +92,7 @@ void select_segment(const T* values, const bool* mask, int64_t n, int64_t k, Roo
   std::vector<uint32_t>& keys = room.keys;
   entries.resize(n);
   keys.resize(n + kKeysPadding);
-  const int64_t usable = D3S_PICK_VARIANT(order_key_loops).finite(Tag<T>())(values, mask, n, keys.data());
+  const int64_t usable = order_key_loops().finite(Tag<T>())(values, mask, n, keys.data());
   if (usable <= k) {
     for (int64_t i = 0; i < n; ++i) out[i] = keys[i] != kUnusable;
     return;

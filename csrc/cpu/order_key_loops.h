@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "../core/float_bits.h"
-#include "simd_level.h"
 
 namespace d3s {
 
@@ -48,6 +47,6 @@ struct OrderKeyLoops {
   FiniteKeys<float16> finite(Tag<float16>) const { return finite_fp16; }
 };
 
-D3S_DECLARE_VARIANTS(OrderKeyLoops, order_key_loops)
+const OrderKeyLoops& order_key_loops();  // those of simd_level()
 
 }  // namespace d3s

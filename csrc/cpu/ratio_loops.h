@@ -5,7 +5,6 @@
 
 #include "../core/exact_sum.h"
 #include "../core/ratio.h"
-#include "simd_level.h"
 
 namespace d3s {
 
@@ -31,6 +30,6 @@ struct RatioLoops {
                     float* out);
 };
 
-D3S_DECLARE_VARIANTS(RatioLoops, ratio_loops)
+const RatioLoops& ratio_loops();  // those of simd_level()
 
 }  // namespace d3s

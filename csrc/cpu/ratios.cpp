@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kGrain = 16384;  // at least so many tokens for a thread
 constexpr int64_t kPiece = 4096;   // tokens that stay in the first-level cache while each group is added up
 
-const RatioLoops& loops() { return D3S_PICK_VARIANT(ratio_loops); }
+const RatioLoops& loops() { return ratio_loops(); }
 
 TokenStretch stretch(const TokenGroups& groups, int64_t begin, int64_t end) {
   return {groups.mask ? groups.mask + begin : nullptr, groups.ids ? groups.ids + begin : nullptr, end - begin};

@@ -2,8 +2,11 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 
-#if defined(D3S_X86_LEVELS)
+#include "compiled_levels.h"  // written by CMakeLists.txt
+
+#if defined(__x86_64__)
 #include <cpuid.h>
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -14,13 +17,24 @@
 namespace d3s {
 namespace {
 
-#if defined(D3S_X86_LEVELS)
+constexpr SimdLevel kCompiled[] = {
+#define D3S_ENTRY(level, _) SimdLevel::level,
+    D3S_LEVELS(D3S_ENTRY, _) D3S_BF16_LEVELS(D3S_ENTRY, _)};
+
+#if defined(__x86_64__)
 // Clang's __builtin_cpu_supports does not know this feature.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
-#elif defined(D3S_BF16_LEVEL)
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#elif defined(__aarch64__)
 bool has_bf16() {
 #if defined(__APPLE__)
   int has = 0;
@@ -34,28 +48,40 @@ bool has_bf16() {
 }
 #endif
 
-SimdLevel best_level() {
-#if defined(D3S_X86_LEVELS)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) return SimdLevel::avx512_bf16;
-  return avx512 ? SimdLevel::avx512 : avx2 ? SimdLevel::avx2 : SimdLevel::baseline;
-#elif defined(D3S_BF16_LEVEL)
-  return has_bf16() ? SimdLevel::neon_bf16 : SimdLevel::neon;
-#else
-  return SimdLevel::baseline;
+bool runs_here(SimdLevel level) {
+  switch (level) {
+#if defined(__x86_64__)
+    case SimdLevel::avx2:
+      return has_avx2();
+    case SimdLevel::avx512:
+      return has_avx512();
+    case SimdLevel::avx512_bf16:
+      return has_avx512() && __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__)
+    case SimdLevel::neon:
+      return true;
+    case SimdLevel::neon_bf16:
+      return has_bf16();
 #endif
+    default:
+      return level == SimdLevel::baseline;
+  }
 }
 
 SimdLevel chosen_level() {
-  const SimdLevel best = best_level();
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
   const char* asked = std::getenv("D3S_KERNELS_SIMD");
-  for (SimdLevel level = best; asked && level >= SimdLevel::D3S_LOWEST_LEVEL;
-       level = static_cast<SimdLevel>(static_cast<int>(level) - 1))
-    if (std::strcmp(asked, simd_level_name(level)) == 0) return level;
-  return best;
+  const SimdLevel* best = nullptr;
+  for (const SimdLevel& level : kCompiled) {
+    if (!runs_here(level)) break;
+    best = &level;
+    if (asked && std::strcmp(asked, simd_level_name(level)) == 0) break;
+  }
+  if (best) return *best;
+  throw std::runtime_error("d3s_kernels: compiled for " + compiled_simd_levels(" and ") +
+                           " alone, which this processor does not have; build it here, or with D3S_SIMD=all");
 }
 
 }  // namespace
@@ -68,6 +94,12 @@ SimdLevel simd_level() {
 const char* simd_level_name(SimdLevel level) {
   static const char* const names[] = {"baseline", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"};
   return names[static_cast<int>(level)];
+}
+
+std::string compiled_simd_levels(const char* between) {
+  std::string names;
+  for (const SimdLevel level : kCompiled) names += (names.empty() ? "" : between) + std::string(simd_level_name(level));
+  return names;
 }
 
 }  // namespace d3s

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "../core/float_bits.h"
-#include "simd_level.h"
 
 namespace d3s {
 
@@ -41,6 +40,6 @@ struct SoftmaxRows {
   const SoftmaxLoops<float16>& of(Tag<float16>) const { return fp16; }
 };
 
-D3S_DECLARE_VARIANTS(SoftmaxRows, softmax_rows)
+const SoftmaxRows& softmax_rows();  // those of simd_level()
 
 }  // namespace d3s

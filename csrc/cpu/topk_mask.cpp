@@ -99,7 +99,7 @@ struct Selected {
 // Writes the mask of one segment, values [begin, end) of `scores`. `room` is for its keys, or null for a long segment.
 Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zeros, int64_t begin, int64_t end,
                         uint32_t* room, bool* mask) {
-  const OrderKeyLoops& loops = D3S_PICK_VARIANT(order_key_loops);
+  const OrderKeyLoops& loops = order_key_loops();
   SegmentKeys keys{&loops, end - begin, nullptr, &scores, begin};
   int64_t present = 0;
   if (room) {

@@ -31,7 +31,7 @@ class DigitCounts {
 
 // Among the keys that follow the prefix, adds the number of keys with each digit to `counts`.
 void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t prefix, int64_t* counts) {
-  const OrderKeyLoops& loops = D3S_PICK_VARIANT(order_key_loops);
+  const OrderKeyLoops& loops = order_key_loops();
   DigitCounts found(digit);
   if (digit.is_first()) {
     found.add(keys, n);
@@ -64,13 +64,13 @@ void for_segments(const SegmentedKeys& keys, const Body& body) {
 
 SegmentKeys stored_keys(const SegmentedKeys& keys, int64_t segment) {
   const int64_t begin = keys.segments.begin(segment), end = keys.segments.end(segment);
-  return {&D3S_PICK_VARIANT(order_key_loops), end - begin, keys.keys + begin};
+  return {&order_key_loops(), end - begin, keys.keys + begin};
 }
 
 }  // namespace
 
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device&) {
-  const OrderKeyLoops& loops = D3S_PICK_VARIANT(order_key_loops);
+  const OrderKeyLoops& loops = order_key_loops();
   parallel_for(total, kPiece, [&](int64_t begin, int64_t end) { make_keys(scores, loops, begin, end, keys + begin); });
 }
 

@@ -30,7 +30,7 @@ void wide_product_(const Tensor& hidden, const Tensor& weight, const Tensor& out
           weight.size(0), "], rows of stride 1");
   require(rows <= 1 || out.stride(0) >= columns, "out", "its rows overlap; takes a tensor that can be written");
   const Tensor a = packed(hidden), b = packed(weight);
-  const WideProduct& loops = pick_wide_product();
+  const WideProduct& loops = wide_product();
   const std::vector<uint32_t> padded = padded_words(data<bfloat16>(a), rows, inner);
   const uint32_t* words = inner % 2 ? padded.data() : data<uint32_t>(a);
   float* to = mutable_data<float>(out);

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "../core/float_bits.h"
-#include "simd_level.h"
 
 namespace d3s {
 
@@ -20,18 +19,6 @@ struct WideProduct {
                    int64_t out_stride, int64_t columns);
 };
 
-D3S_DECLARE_VARIANTS(WideProduct, wide_product)
-#if defined(D3S_BF16_LEVEL)
-namespace D3S_BF16_LEVEL {
-extern const WideProduct wide_product;
-}
-#endif
-
-inline const WideProduct& pick_wide_product() {
-#if defined(D3S_BF16_LEVEL)
-  if (simd_level() == SimdLevel::D3S_BF16_LEVEL) return D3S_BF16_LEVEL::wide_product;
-#endif
-  return D3S_PICK_VARIANT(wide_product);
-}
+const WideProduct& wide_product();  // that of simd_level()
 
 }  // namespace d3s

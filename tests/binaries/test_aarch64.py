@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -30,9 +31,12 @@ def test_the_loops(names: tuple[str, ...]) -> None:
     for command in (configure, [CMAKE, "--build", folder, "--target", "test_core", "test_loops"]):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    for program in ("test_core", "test_loops"):
+    for program, name in (("test_core", names[0]), *(("test_loops", name) for name in names)):
         run = subprocess.run(
-            [EMULATOR, "-L", "/usr/aarch64-linux-gnu", folder / program], capture_output=True, text=True
+            [EMULATOR, "-L", "/usr/aarch64-linux-gnu", folder / program],
+            env=os.environ | {"D3S_KERNELS_SIMD": name},
+            capture_output=True,
+            text=True,
         )
         assert run.returncode == 0, run.stdout + run.stderr
-    assert [f"{name} done" for name in names] == run.stdout.splitlines()[:-1]
+        assert program == "test_core" or f"{name} done" in run.stdout

@@ -1,7 +1,8 @@
-// The loops of every SIMD level of this machine against double, at every length around the length of a vector. Buffers
-// have exactly the needed size, so AddressSanitizer sees a read or write beyond them.
+// The loops of a SIMD level, D3S_KERNELS_SIMD or the best of this machine, against double, at every length around the
+// length of a vector. Buffers have exactly the needed size, so AddressSanitizer sees a read or write beyond them.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <initializer_list>
 #include <memory>
 #include <random>
@@ -12,6 +13,7 @@
 #include "../../csrc/cpu/kept_product_loops.h"
 #include "../../csrc/cpu/order_key_loops.h"
 #include "../../csrc/cpu/ratio_loops.h"
+#include "../../csrc/cpu/simd_level.h"
 #include "../../csrc/cpu/softmax_rows.h"
 #include "../../csrc/cpu/wide_product.h"
 #include "check.h"
@@ -236,6 +238,9 @@ void wide_products(const WideProduct& loops, std::mt19937& random) {
 void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys, const RatioLoops& ratios,
            const KeptProducts& products, const WideProduct& wide) {
   std::mt19937 random(std::random_device{}());
+  wide_products(wide, random);
+  std::printf("%s done\n", name);
+  if (std::strstr(name, "_bf16")) return;  // the other loops are those of the level before it
   softmax_loops(rows.float32, 1e-6, random);
   softmax_loops(rows.bf16, 0x1p-8, random);
   softmax_loops(rows.fp16, 0x1p-10, random);
@@ -245,32 +250,12 @@ void level(const char* name, const SoftmaxRows& rows, const OrderKeyLoops& keys,
   kept_product_loops(products.fp16, 0x1p-10, random);
   for (int64_t n = 1; n <= 3000; n = n < 100 ? n + 1 : n * 2)
     for (int form = 0; form < 8; ++form) ratio_loops_of(ratios, n, form & 1, form & 2, form & 4, random);
-  wide_products(wide, random);
-  std::printf("%s done\n", name);
 }
 
 }  // namespace
 
 int main() {
-#if defined(D3S_X86_LEVELS)
-  level("baseline", baseline::softmax_rows, baseline::order_key_loops, baseline::ratio_loops, baseline::kept_products,
-        baseline::wide_product);
-  if (simd_level() >= SimdLevel::avx2)
-    level("avx2", avx2::softmax_rows, avx2::order_key_loops, avx2::ratio_loops, avx2::kept_products,
-          avx2::wide_product);
-  if (simd_level() >= SimdLevel::avx512)
-    level("avx512", avx512::softmax_rows, avx512::order_key_loops, avx512::ratio_loops, avx512::kept_products,
-          avx512::wide_product);
-#else
-  level(simd_level_name(SimdLevel::D3S_LOWEST_LEVEL), D3S_PICK_VARIANT(softmax_rows), D3S_PICK_VARIANT(order_key_loops),
-        D3S_PICK_VARIANT(ratio_loops), D3S_PICK_VARIANT(kept_products), D3S_PICK_VARIANT(wide_product));
-#endif
-#if defined(D3S_BF16_LEVEL)
-  if (simd_level() == SimdLevel::D3S_BF16_LEVEL) {
-    std::mt19937 random(std::random_device{}());
-    wide_products(D3S_BF16_LEVEL::wide_product, random);
-    std::printf("%s done\n", simd_level_name(SimdLevel::D3S_BF16_LEVEL));
-  }
-#endif
+  level(simd_level_name(simd_level()), softmax_rows(), order_key_loops(), ratio_loops(), kept_products(),
+        wide_product());
   return report("loops");
 }
