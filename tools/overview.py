@@ -1,0 +1,131 @@
+"""Draws the first picture of README.md: what is kept of a batch, and the time of an update with it.
+
+    python tools/overview.py            # after a benchmark run on a GPU whose result was committed
+    python tools/overview.py --check    # checks that the picture matches the results; writes nothing
+
+The library chooses what the picture shows as kept. The answers and their entropies are a model's:
+tools/overview_record.py recorded them. The times are those of the newest run on a GPU. A test runs the check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from performance import ROOT, newest
+from performance_picture import MOST_BYTES, words_in
+
+import d3s_kernels as d3s
+from d3s_kernels._page.render import LEVELS, darkest_from, shade
+
+PICTURE = ROOT / "docs" / "overview.png"
+BATCH = Path(__file__).with_name("overview_batch.json")
+KEEP, RATIO = 4, 0.1  # of 8 rollouts in the mean group, and of their tokens: as in the contest
+OPENED = 1, 2  # the question and the answer whose tokens are shown
+CONTEST = "TRL's update, half of the rollouts and 10% of their tokens, 0.5B"
+CONTENDERS = {
+    "TRL, everything": "GRPOTrainer",
+    "with our LM head": "GRPOTrainer with our LM head",
+    "with D3S": "d3s_kernels",
+}
+
+
+class Token(NamedTuple):
+    text: str
+    kept: bool
+    shade: float  # from 0 to 1
+
+
+class Shown(NamedTuple):
+    """All that the picture shows."""
+
+    questions: list[str]
+    rewards: list[list[float]]  # of each answer to each question
+    kept: list[list[bool]]
+    opened: int  # the answer to the last question whose tokens are shown
+    tokens: list[Token]
+    headings: list[tuple[str, str]]
+    milliseconds: dict[str, float]
+    note: str
+
+    def words(self) -> str:
+        """As a text that is kept in the picture's file: pixels change with matplotlib's releases."""
+        rows = zip(self.questions, self.rewards, self.kept, strict=True)
+        groups = [f"{question}: rewards {rewards}, kept {kept}" for question, rewards, kept in rows]
+        tokens = [f"{token.text!r}{' kept' * token.kept} {token.shade:.1f}" for token in self.tokens]
+        times = [f"{name}: {time:.0f} ms" for name, time in self.milliseconds.items()]
+        return "\n".join([*map(": ".join, self.headings), *groups, ", ".join(tokens), *times, self.note])
+
+
+def newest_on_gpu() -> dict[str, Any]:
+    return max((run for _, run in newest() if run["device"] == "cuda"), key=lambda run: (run["date"], run["machine"]))
+
+
+def recorded() -> dict[str, Any]:
+    return json.loads(BATCH.read_text(encoding="utf-8"))
+
+
+def shown_of(batch: dict[str, Any], run: dict[str, Any]) -> Shown:
+    question, opened = OPENED
+    groups = list(batch["groups"])
+    groups.append(groups.pop(question))  # above its tokens
+    answers = [answer for group in groups for answer in group["answers"]]
+    rewards = torch.tensor([answer["reward"] for answer in answers]).view(len(groups), -1)
+    advantages = d3s.group_advantages(rewards)
+    kept = d3s.select_rollouts(advantages, KEEP)
+
+    rows = [torch.tensor(answers[row]["entropy"]) for row in kept.flatten().nonzero()]
+    entropy, lengths = torch.cat(rows), torch.tensor([len(row) for row in rows])
+    ends = lengths.cumsum(0)
+    tokens = d3s.select_tokens(entropy, advantages[kept], RATIO, offsets=F.pad(ends, (1, 0)))
+    scores = advantages[kept].abs().repeat_interleave(lengths) * entropy
+    darkest = darkest_from(scores.tolist())
+
+    row = int(kept[:-1].sum() + kept[-1, :opened].sum())  # of the opened answer, among the kept ones
+    place = slice(int(ends[row] - lengths[row]), int(ends[row]))
+    shades = [shade(score, darkest) / (LEVELS - 1) for score in scores[place].tolist()]
+    texts = groups[-1]["answers"][opened]["tokens"]
+
+    contest = run["contests"][CONTEST]
+    times = {name: 1e3 * contest[contender]["median_seconds"] for name, contender in CONTENDERS.items()}
+    everything, _, ours = times.values()
+    rollouts, length, _ = contest["d3s_kernels"]["size"].split(" x ")
+    return Shown(
+        questions=[group["question"].split(".")[0] for group in groups],
+        rewards=rewards.tolist(),
+        kept=kept.tolist(),
+        opened=opened,
+        tokens=[Token(*each) for each in zip(texts, tokens.mask[place].tolist(), shades, strict=True)],
+        headings=[
+            ("Keep half of the rollouts", f"{int(kept.sum())} of {kept.numel()}"),
+            ("and 10 % of their tokens", f"{int(tokens.count)} of {len(entropy)}"),
+            ("Skip the rest", f"{everything / ours:.1f} times as fast"),
+        ],
+        milliseconds=times,
+        note=f"Answers of {batch['model']}, shaded by |advantage| x entropy. Times of TRL's update on an {run['gpu']}, "
+        f"Qwen2.5-0.5B's shapes: {rollouts} of {length}. D3S: half, and 10 %.",
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where the picture is another")
+    check = parser.parse_args().check
+    shown = shown_of(recorded(), newest_on_gpu())
+    if not check:
+        from overview_picture import draw  # needs matplotlib, which the check does not
+
+        draw(PICTURE, shown)
+    wrong = words_in(PICTURE) != shown.words() or PICTURE.stat().st_size > MOST_BYTES
+    if wrong:
+        print(f"{PICTURE.relative_to(ROOT)} is not what benchmarks/results say: run python tools/overview.py")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
