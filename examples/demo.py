@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a folder with a model, its tokenizer and its chat template")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the page (default: demo)")
-    parser.add_argument("--seed", type=int, default=5, help="of the problems and of the sampling (default: 5)")
+    parser.add_argument("--seed", type=int, default=1, help="of the problems and of the sampling (default: 1)")
     given = parser.parse_args()
     if given.model is not None and not (given.model / "config.json").is_file():
         parser.error(f"--model: {given.model} has no config.json; takes the folder of a saved model")

@@ -27,8 +27,8 @@ class Point:
     difference: float  # of its gradient from plain PyTorch's, relative
 
 
-def introduce(console: Console, folder: Path | None, prompts: int, group: int) -> None:
-    """Says what the demo does, and with which model."""
+def introduce(console: Console, folder: Path | None, prompts: int, group: int, threads: str) -> None:
+    """Says what the demo does, with which model, and on how many threads."""
     console.print(
         f"A language model answers {prompts} word problems {group} times each. A right answer has a reward of 1, a "
         "wrong one of 0. TRL's [bold]GRPO[/] updates the model on every token of every answer. [bold]D3S[/] keeps the "
@@ -40,10 +40,11 @@ def introduce(console: Console, folder: Path | None, prompts: int, group: int) -
     if folder is None:
         console.print(
             f"[bold]The model is a stand-in[/], on {device}, made and trained in the next seconds, because --model "
-            "names none. It is so small that there is little to save; make demo gets a real one, SmolLM2, if it can.\n"
+            "names none. It is so small that there is little to save; make demo gets a real one, SmolLM2, if it can."
         )
     else:
-        console.print(f"The model: {folder.name}, on {device}.\n")
+        console.print(f"The model: {folder.name}, on {device}.")
+    console.print(f"{threads}\n")
 
 
 def answers(console: Console, recorded: Recorded) -> None:

@@ -22,7 +22,7 @@ from .problems import is_right
 from .rollouts import Recorded
 
 SCORING, UPDATE = "scoring", "update"
-MICRO_BATCHES = 3  # the rollouts of a generation batch are a multiple of it, also those that D3S keeps
+MICRO_BATCHES = 2  # the rollouts of a generation batch are a multiple of it, also those that D3S keeps
 
 
 @dataclass(frozen=True)
