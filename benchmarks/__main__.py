@@ -7,12 +7,12 @@
     python -m benchmarks --rehearse      the same contests on the CPU, on small inputs: does each of them run?
     python -m benchmarks --from FILE...  no measurement: the page of what these logs have
 
-On a GPU the contests that decide most come first, and contests.jsonl in the folder of the results gets each as it ends:
-whatever ends a run, the page can be made of what is in there. `--headlines` runs the first contests alone, `--resume`
-those that have not ended in that file; `--seconds` starts none after so long.
+Each contest is written to contests.jsonl as it ends: of a whole run on a CPU in .benchmarks/, on a GPU in the folder of
+the results. Whatever ends a run, `--from` makes the page of what is in there, and `--resume` runs what has not ended.
+On a GPU the contests that decide most come first, and `--headlines` runs these alone. `--seconds` starts none after so
+long.
 
-A CPU that is disturbed is measured again, for up to four minutes more (quiet.py); a run that was disturbed nevertheless
-says so in its title. A missed target is not an error; a failed benchmark is.
+A run on a CPU that was disturbed says so in its title (quiet.py). A missed target is no error; a failed benchmark is.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -33,42 +34,59 @@ from rich.console import Console
 
 import d3s_kernels as d3s
 
-from . import memory, quiet, report, timing
+from . import machine, memory, quiet, report, timing
 from .harness import POISONED, describe
+from .judging import RULES, Rule
 from .report import Line
 from .sizes import rollouts, sizes_for
-from .targets import AVX2_ENVIRONMENT, STEP_CONTEST, STEP_MEMORY, TARGETS, above_avx2, targets_of
+from .targets import (
+    AVX2_ENVIRONMENT,
+    STEP_CONTEST,
+    STEP_MEMORY,
+    TARGETS,
+    UNSLOTH_ENVIRONMENT,
+    above_avx2,
+    targets_of,
+)
 from .timing import Contenders, Log
 
 HERE = Path(__file__).parent
 # torch then asks the system for pages of 2 MiB. In pages of 4 KiB fresh memory takes longer than what is done with it.
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "UNSLOTH_COMPILE_LOCATION")  # of generated code
 MOST_PROCESSES = 6  # of a run on a GPU: a new one where CUDA no longer works in the last
 GRACE = 3.0  # seconds in which an interrupted process may end
 
 
 def main() -> int:
     options = arguments()
+    on_gpu, rule = options.device == "cuda", RULES[options.device]
     console = Console(width=None if sys.stdout.isatty() else 180)
-    if options.device == "cuda" and not (options.rehearse or options.logs or torch.cuda.is_available()):
+    if on_gpu and not (options.rehearse or options.logs or torch.cuda.is_available()):
         console.print("[bold red]There is no CUDA device here.")
         return 1
     with tempfile.TemporaryDirectory() as folder:
         if options.logs:
             log, failed = timing.read(*options.logs), False
+            use_threads(log)
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process would ignore it
             signal.signal(signal.SIGTERM, signal.default_int_handler)
-            log, failed = measure(options, log_file(options, Path(folder)))
+            file = log_file(options, Path(folder))
+            if not on_gpu:
+                if "threads_tried" not in timing.read(file).facts:  # a run that goes on keeps its choice
+                    timing.append(file, {"facts": {"threads_tried": machine.try_threads().data()}})
+                use_threads(timing.read(file))
+            log, failed = measure(options, file)
     if not log.contests:
         console.print("[bold red]Nothing was measured.")
         return 1
-    facts, on_gpu = log.facts, options.device == "cuda"
+    facts = log.facts
     if not on_gpu and facts["load_before"] > 0.5:
         console.print(f"[yellow]This machine was busy (load {facts['load_before']:.1f}): timings do not mean much.")
     whole = on_gpu or (not options.short and not options.only)
     targets = targets_of(options.device, facts["build_info"], facts.get("gpu", ""))
-    judged = report.lines(log.contests, targets, short=options.short, whole=whole)
+    judged = report.lines(log.contests, targets, rule, short=options.short, whole=whole)
     sizes = sizes_for(options.device, options.short)
     peaks = peak_memory(options, log.contests)
     logits = describe(sizes.sequences, sizes.tokens, sizes.vocabulary, dtype=torch.bfloat16)
@@ -78,20 +96,22 @@ def main() -> int:
         memory.STEP, rollouts(sizes), peaks[memory.STEP], short=options.short, share=STEP_MEMORY
     )
 
-    seen = watched(log.contests, facts["machine"])
+    seen = quiet_of(log)
     title = title_of(options, seen)
-    caption = circumstances(facts, log.contests, seen)
+    caption = circumstances(facts, log.contests, seen, rule)
     if on_gpu:
         print(report.compact(caption, judged, log), flush=True)
     else:
         console.print(report.table(title, caption, judged))
     if failed:
         console.print("[bold red]A benchmark failed; see above.")
+        if whole and not on_gpu:
+            console.print(f"Nothing is written. What there is: python -m benchmarks --from {file}")
     # A GPU is available only for minutes, so its results are kept even if some benchmarks failed.
     if on_gpu or (whole and not failed):
         facts |= {"failed": log.failed, "missing_peers": {name: why for name, why in log.missing.items() if why}}
         facts["quiet"] = seen and seen.data()
-        base = write(options.out, facts, title, caption, judged, log.contests, peaks)
+        base = write(options.out, facts, title, caption, judged, log.contests, peaks, rule)
         console.print(f"Written to {base}.{{json,md}}")
     return int(failed)
 
@@ -118,27 +138,48 @@ def arguments() -> argparse.Namespace:
 
 
 def log_file(options: argparse.Namespace, folder: Path) -> Path:
-    """Where contests are written as they end: on a GPU beside the results, so that a call on the same day may go on."""
-    if options.device != "cuda":
+    """Where contests are written as they end: of a whole run in a place that stays, so that a later call may go on."""
+    if options.device == "cpu" and (options.short or options.only):
         return folder / "contests.jsonl"
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "contests.jsonl"
+    file = (options.out if options.device == "cuda" else HERE.parent / ".benchmarks") / "contests.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if options.device == "cpu" and not options.resume:
+        file.unlink(missing_ok=True)
     day = timing.read(file).facts.get("date")
     if day not in (None, date.today().isoformat()):
         file.rename(file.with_name(f"contests-{day}.jsonl"))
     return file
 
 
+def use_threads(log: Log) -> None:
+    """All contenders run on as many threads: in this process, and in those that it starts."""
+    if tried := log.facts.get("threads_tried"):
+        torch.set_num_threads(tried["chosen"])
+        os.environ["OMP_NUM_THREADS"] = str(tried["chosen"])
+
+
 def measure(options: argparse.Namespace, file: Path) -> tuple[Log, bool]:
-    """All contests, and whether any failed: on a CPU with more than AVX2, some again in a process with AVX2 alone."""
+    """All contests, and whether any failed: on a CPU, some of them in a process of their own."""
     ended = timing.read(file).ended
     done = [test for test, how in ended.items() if how != "failed"] if options.resume else []
     codes = {run_pytest(options, HERE, {}, file, done)}
-    if above_avx2(d3s.build_info()) and options.device == "cpu" and not options.short:
-        codes |= {run_pytest(options, HERE / "bench_avx2.py", AVX2_ENVIRONMENT, file, done)}
-    none_chosen = int(pytest.ExitCode.NO_TESTS_COLLECTED)  # by --only, in one of the two
+    for where, environment in apart(options):
+        codes |= {run_pytest(options, HERE / where, environment, file, done)}
+    none_chosen = int(pytest.ExitCode.NO_TESTS_COLLECTED)  # by --only, in one of them
     log = timing.read(file)
     return log, bool(codes - {0, none_chosen}) or not log.contests
+
+
+def apart(options: argparse.Namespace) -> list[tuple[str, dict[str, str]]]:
+    """The files with a process of their own, and its environment: with AVX2 alone, on a CPU with more; with Unsloth."""
+    if options.device != "cpu":
+        return []
+    files = []
+    if above_avx2(d3s.build_info()) and not options.short:
+        files.append(("bench_avx2.py", AVX2_ENVIRONMENT))
+    if find_spec("unsloth_zoo"):
+        files.append(("bench_unsloth.py", UNSLOTH_ENVIRONMENT))
+    return files
 
 
 def run_pytest(
@@ -160,7 +201,7 @@ def run_pytest(
         left = [f"--seconds={max(1, options.seconds - (monotonic() - start))}"] if options.seconds else []
         with tempfile.TemporaryDirectory() as folder:
             # Code that torch.compile made for other instructions, and finds in its cache, would crash.
-            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/compiled", **LARGE_PAGES, **environment}
+            caches = dict.fromkeys(CACHES, f"{folder}/compiled") | LARGE_PAGES | environment
             child = subprocess.Popen(
                 command + left + [f"--done={test}" for test in done], cwd=HERE.parent, env=os.environ | caches
             )
@@ -202,11 +243,11 @@ def peak_memory(options: argparse.Namespace, contests: dict[str, Contenders]) ->
     return {what: {} if options.only else memory.measure(what, options.short) for what in memory.CONTESTS}
 
 
-def watched(contests: dict[str, Contenders], machine: str) -> quiet.Judged | None:
+def quiet_of(log: Log) -> quiet.Judged | None:
     """Whether the machine was quiet; None where no probe watched it."""
-    one_each = (next(iter(contenders.values())).watched for contenders in contests.values())
-    seen = [found for found in one_each if found]
-    return quiet.judge(seen, quiet.earlier_level(HERE / "results", machine)) if seen else None
+    if not any(log.probes):
+        return None
+    return quiet.judge(log.probes, quiet.earlier_level(HERE / "results", log.facts["machine"], log.facts["threads"]))
 
 
 def title_of(options: argparse.Namespace, seen: quiet.Judged | None) -> str:
@@ -216,23 +257,23 @@ def title_of(options: argparse.Namespace, seen: quiet.Judged | None) -> str:
     return f"d3s_kernels: targets and what was measured{noisy}"
 
 
-def circumstances(facts: dict[str, Any], contests: dict[str, Contenders], seen: quiet.Judged | None) -> str:
+def circumstances(facts: dict[str, Any], contests: dict[str, Contenders], seen: quiet.Judged | None, rule: Rule) -> str:
     parts = [name_of(facts), facts["date"]]
     parts += [f"{package} {version}" for package, version in facts["versions"].items() if package != "transformers"]
     parts += [f"commit {facts['commit']}"] if facts["commit"] else []
-    parts += [f"{name} {rate:.1f} GB/s" for name, rate in report.gigabytes_per_second(contests).items()]
-    parts += [f"{name} {rate:.0f} TFLOP/s" for name, rate in report.teraflops(contests).items()]
-    return (
-        f"{'; '.join(parts)}. {seen.said + ' ' if seen else ''}Contenders take turns: times are medians over the "
-        "rounds, ratios the medians of the rounds' ratios, with their 95 % intervals. Warm-up, and with it "
-        f"torch.compile's compilation, is not counted.{how(facts['device'])}"
-    )
+    parts += [f"{name} {rate:.1f} GB/s" for name, rate in report.gigabytes_per_second(contests, rule).items()]
+    parts += [f"{name} {rate:.0f} TFLOP/s" for name, rate in report.teraflops(contests, rule).items()]
+    said = [facts["threads_tried"]["said"]] if "threads_tried" in facts else []
+    said += [seen.said] if seen else []
+    said += [f"Contenders take turns. {rule.said} Warm-up, and with it torch.compile's compilation, is not counted."]
+    return f"{'; '.join(parts)}. {' '.join(said)}{how(facts['device'])}"
 
 
 def name_of(facts: dict[str, Any]) -> str:
     if facts["device"] == "cuda":
         return f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}"
-    return f"{facts['cpu']}, {facts['threads']} threads of {facts['cores']} cores, SIMD {facts['build_info']['simd']}"
+    cores = f"{machine.threads(facts['threads'])} of {facts['cores']} cores"
+    return f"{facts['cpu']}, {cores}, SIMD {facts['build_info']['simd']}"
 
 
 def how(device: str) -> str:
@@ -253,10 +294,11 @@ def write(
     judged: list[Line],
     contests: dict[str, Contenders],
     peaks: dict[str, dict[str, int]],
+    rule: Rule,
 ) -> Path:
     base = folder / f"{facts['machine']}-{facts['date']}"
     base.parent.mkdir(parents=True, exist_ok=True)
-    everything = facts | report.data(judged, contests) | {"peak_extra_bytes": peaks}
+    everything = facts | report.data(judged, contests, rule) | {"peak_extra_bytes": peaks}
     base.with_suffix(".json").write_text(json.dumps(everything, indent=1, default=str) + "\n")
     base.with_suffix(".md").write_text(report.markdown(title, caption, judged, contests))
     return base

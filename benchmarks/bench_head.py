@@ -15,7 +15,7 @@ from . import inputs, peers
 from .clock import Prepared, Work
 from .harness import Contest, close, describe
 from .sizes import Sizes
-from .targets import LIGER, LIGER_SHAPE
+from .targets import BESIDE_UNSLOTH, HEAD_STEP, LIGER, LIGER_SHAPE, UNSLOTH
 
 WIDTHS = ["narrow", "wide"]
 # Dtypes of inputs and logits: all bfloat16, like a bfloat16 model; with float32 logits (the default); all float32.
@@ -156,6 +156,12 @@ def test_verl(contest: Contest, sizes: Sizes) -> None:
     )
 
 
+@pytest.mark.skipif(not peers.ON_GPU, reason="bench_unsloth.py has it on a CPU")
+def test_unsloth(contest: Contest, sizes: Sizes) -> None:
+    """The last of all contests, since importing Unsloth changes others' code."""
+    beside_unsloth(contest, sizes)
+
+
 @pytest.mark.skipif(not peers.ON_GPU, reason="a CPU's default was chosen by such a measurement")
 @pytest.mark.parametrize("precision", ["bf16", "bf16, fp32 logits"])
 def test_workspace(contest: Contest, sizes: Sizes, precision: str) -> None:
@@ -214,6 +220,27 @@ def test_accumulated_gradients(contest: Contest, sizes: Sizes) -> None:
         size_of(hidden, weight),
         backward(total),
         yardsticks={"autograd adds it": backward(None)},
+    )
+
+
+def beside_unsloth(contest: Contest, sizes: Sizes) -> None:
+    hidden, weight, labels = inputs.lm_head(sizes, "wide", torch.bfloat16)
+    gradient = inputs.advantages(len(labels))
+    name = UNSLOTH if inputs.device.type == "cpu" else "Unsloth's head"
+
+    contest(
+        f"linear_logprob_entropy forward, wide, bf16{BESIDE_UNSLOTH}",
+        size_of(hidden, weight),
+        lambda: d3s.linear_logprob_entropy(hidden, weight, labels, logits_dtype=torch.bfloat16),
+        peers={name: peers.unsloth() and (lambda: peers.unsloth_head(hidden, weight, labels))},
+        agree=close(0.2),
+    )
+    contest(
+        f"{HEAD_STEP}, wide, bf16{BESIDE_UNSLOTH}",
+        size_of(hidden, weight),
+        step_of(every_row(labels, torch.bfloat16), hidden, weight, gradient),
+        peers={name: peers.unsloth() and step_of(of_peer(peers.unsloth_head, labels), hidden, weight, gradient)},
+        agree=close_in_norm(0.02),
     )
 
 

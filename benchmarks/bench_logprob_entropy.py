@@ -11,6 +11,7 @@ from . import inputs, peers
 from .clock import Prepared, Work
 from .harness import Contest, close, close_gradient, describe
 from .sizes import Sizes
+from .targets import AS_MANY, OPERATIONS
 
 LOW_PRECISION_GRADIENT = {"TRL": 0.05, "TRL without Triton": 0.05, "verl": 0.05}
 LOW_PRECISION = {"TRL": 0.5, "TRL without Triton": 0.5, "verl": 0.5}  # they round intermediates to bfloat16
@@ -39,6 +40,7 @@ def size(logits: torch.Tensor) -> str:
 
 def test_forward(contest: Contest, logits, labels, compiled, size) -> None:
     as_floats = logits.view(torch.float32)  # the same bytes, for a sum that does not convert them
+    product = None if peers.ON_GPU else as_many_operations(logits.numel())
     contest(
         "logprob_entropy forward",
         size,
@@ -49,9 +51,19 @@ def test_forward(contest: Contest, logits, labels, compiled, size) -> None:
             "PyTorch": lambda: peers.plain(logits, labels),
             "torch.compile": compiled and (lambda: compiled(logits, labels)),
         },
-        yardsticks={"logits.sum()": lambda: logits.sum(), "read": lambda: as_floats.sum()},
+        yardsticks={"logits.sum()": lambda: logits.sum(), "read": lambda: as_floats.sum(), AS_MANY: product},
         agree=close(1e-3, **LOW_PRECISION),
     )
+
+
+def as_many_operations(elements: int) -> Work:
+    """A float32 product that multiplies and adds vectors as often as our forward works on them, and is known to keep a
+    CPU's units busy.
+    """
+    width, columns = 1_536, 1_024
+    rows = max(1, round(OPERATIONS * elements / (width * columns)))
+    left, right = torch.ones(rows, width), torch.ones(width, columns)
+    return lambda: left @ right
 
 
 def test_entropy(contest: Contest, logits, size) -> None:
@@ -91,15 +103,17 @@ def test_backward(contest: Contest, logits, labels, compiled, size) -> None:
 
 @pytest.mark.skipif(not peers.ON_GPU, reason="on a CPU they are among the peers above")
 def test_compiled(contest: Contest, logits, labels, size) -> None:
-    """The peers that are slow to import or to compile."""
+    """The peers that are slow to import or to compile. quack's does less, and is no peer."""
     gradients = inputs.advantages(*labels.shape), inputs.entropies(*labels.shape)
     old, compiled = peers.trl_peers.torch_on_gpu(), peers.compiled(peers.shifted)
     rivals = {"TRL without Triton": old, "torch.compile": compiled}
+    quack, less = peers.quack(), "quack's cross entropy, without an entropy"
     contest(
         "logprob_entropy forward, beside torch.compile",
         size,
         lambda: d3s.logprob_entropy(logits, labels),
         peers={name: peer and (lambda peer=peer: peer(logits, labels)) for name, peer in rivals.items()},
+        yardsticks={less: quack and (lambda: peers.quack_logprob(logits, labels))},
         agree=close(1e-3, **LOW_PRECISION),
     )
     contest(
@@ -107,6 +121,7 @@ def test_compiled(contest: Contest, logits, labels, size) -> None:
         size,
         backward(d3s.logprob_entropy, logits, labels, *gradients),
         peers={name: peer and backward(peer, logits, labels, *gradients) for name, peer in rivals.items()},
+        yardsticks={less: quack and backward(peers.quack_logprob, logits, labels, gradients[0])},
         agree=close_gradient(1e-2, **LOW_PRECISION_GRADIENT),
     )
 

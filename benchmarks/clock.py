@@ -13,7 +13,7 @@ Work = Callable[[], Any]
 
 ONE_CALL = "one call"  # how a contender was timed whose time counts in every round
 NOT_RECORDED = "events, since it waits"  # and one that would be replayed as a graph if it did not wait for the GPU
-SECONDS_PER_TURN = 0.02  # a contender faster than this is called several times a turn
+SECONDS_PER_TURN = 0.01  # a contender faster than this is called several times a turn: short, to be undisturbed
 
 
 @dataclass(frozen=True)

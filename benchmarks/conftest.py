@@ -3,7 +3,7 @@
 import copy
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -15,7 +15,7 @@ from . import inputs, machine, order
 from .clock import Clock, CpuClock
 from .cuda_clock import CallerClock, CudaClock, cuda_works
 from .harness import POISONED, Contest, Poisoned, alarm
-from .quiet import Probe, Watch
+from .quiet import Probe
 from .sizes import Sizes, sizes_for
 from .targets import TARGETS
 from .timing import Contenders, append, contest_line
@@ -111,10 +111,13 @@ def both_clocks() -> tuple[Clock, Clock]:
 
 
 @pytest.fixture(scope="session")
-def watch(request: pytest.FixtureRequest) -> Watch | None:
-    """What decides which rounds are made again; a short run judges nothing, and a GPU has no such probe."""
-    short = request.config.getoption("--short")
-    return Watch(Probe()) if inputs.device.type == "cpu" and not short else None
+def look(request: pytest.FixtureRequest) -> Callable[[], None] | None:
+    """Logs how fast the machine is; not in a short run, which judges nothing, and a GPU has no such probe."""
+    if inputs.device.type != "cpu" or request.config.getoption("--short"):
+        return None
+    probe = Probe()
+    probe()  # warms up
+    return lambda: log(request.config, {"probe": probe()})
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +142,7 @@ def contest(
     benchmark: Any,
     sizes: Sizes,
     both_clocks: tuple[Clock, Clock],
-    watch: Watch | None,
+    look: Callable[[], None] | None,
     commit: str | None,
 ) -> Contest:
     def record(name: str, contenders: Contenders, missing: dict[str, str]) -> None:
@@ -149,6 +152,6 @@ def contest(
     judged = {target.contest for target in TARGETS[inputs.contests_of] if target.bound}
     excluded = request.config.getoption("--exclude")
     on_cpu = inputs.contests_of == "cpu"
-    made = Contest(record, sizes, *both_clocks, watch, judged, excluded, strict=on_cpu)
+    made = Contest(record, sizes, *both_clocks, look, judged, excluded, strict=on_cpu)
     made.seconds = None if on_cpu else order.place(request.node.nodeid)[1]
     return made

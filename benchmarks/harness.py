@@ -1,16 +1,14 @@
 """Contests: callables that compute the same result, timed in turns.
 
-The speed of a machine varies over time. So the contenders of a contest take turns, round after round. A ratio of two
-contenders is computed in each round, and the median over the rounds is reported.
+The speed of a machine varies over time. So the contenders of a contest take turns, round after round, and what
+disturbs the machine disturbs all of them. judging.py compares them.
 
-On a CPU, rounds in which the machine was disturbed are made again: quiet.py. A contest that is out of time keeps the
-rounds that it has. A peer that cannot run is left out, and the log says why.
+A contest that is out of time keeps the rounds that it has. A peer that cannot run is left out, and the log says why.
 """
 
 import gc
 import signal
 from collections.abc import Callable, Container
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor
 
 from .clock import Clock, CpuClock, Ready, Work
-from .quiet import Watch
 from .sizes import Sizes
 from .timing import Contenders, Timing
 
@@ -26,7 +23,8 @@ OURS = "d3s_kernels"
 Agree = Callable[[str, Any, Any], None]
 Record = Callable[[str, Contenders, dict[str, str]], None]
 
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 21
+FEWEST_ROUNDS = 3
+LONGEST = 100.0  # seconds, after which a contest needs no more rounds than these
 POISONED = 70  # the exit status of a process in which CUDA no longer works
 
 
@@ -61,19 +59,20 @@ class Contest:
         sizes: Sizes,
         clock: Clock | None = None,
         caller_clock: Clock | None = None,
-        watch: Watch | None = None,
+        look: Callable[[], None] | None = None,
         judged: Container[str] = (),
         excluded: Container[str] = (),
         strict: bool = True,
     ) -> None:
-        """`judged` are the contests that have a bound: only these need as many rounds as an interval takes. `excluded`
-        are contenders that made CUDA fail before. Where `strict`, a peer that fails fails the test, after the record.
+        """`look` is called before, between and after rounds. `judged` are the contests that have a bound: only these
+        need as many rounds as a range takes. `excluded` are contenders that made CUDA fail before. Where `strict`, a
+        peer that fails fails the test, after the record.
         """
         self.record = record
         self.sizes = sizes
         self.clock = clock or CpuClock()
         self.caller_clock = caller_clock or self.clock
-        self.watch = watch
+        self.look = look
         self.judged = judged
         self.excluded = excluded
         self.strict = strict
@@ -150,8 +149,7 @@ class Contest:
         for name in [name for name in works if name not in missing | wrong]:
             attempt(warm_up, name)
         rounds = self.sizes.rounds if group in self.judged else FEWEST_ROUNDS
-        turns = take_turns(ready, clock, self.sizes.seconds, rounds, self.watch)
-        watched = self.watch.watched() if self.watch else None
+        turns = take_turns(ready, clock, self.sizes.seconds, rounds, self.sizes.most_rounds, self.look)
         self.limit(None)  # what has been measured is recorded
         order = {name: ready[name] for name in (OURS, *(peers or {}), *(yardsticks or {})) if name in ready}
         self.record(
@@ -160,12 +158,10 @@ class Contest:
                 name: Timing(
                     role=roles[name],
                     size=size,
-                    median=median(turns[name]),
                     calls_per_round=how.calls,
                     seconds=turns[name],
                     timed_by=how.timed_by,
                     peak_bytes=clock.peak_bytes(works[name]),
-                    watched=watched,
                 )
                 for name, how in order.items()
             },
@@ -176,25 +172,32 @@ class Contest:
 
 
 def take_turns(
-    ready: dict[str, Ready], clock: Clock, seconds: float, fewest_rounds: int, watch: Watch | None = None
+    ready: dict[str, Ready],
+    clock: Clock,
+    seconds: float,
+    fewest_rounds: int,
+    most_rounds: int,
+    look: Callable[[], None] | None = None,
 ) -> dict[str, list[float]]:
-    """The seconds per call of each contender in each round."""
+    """The seconds per call of each contender in each round: `fewest_rounds`, if they are not too long, and then as many
+    as there are seconds for.
+    """
     turns: dict[str, list[float]] = {name: [] for name in ready}
+    look = look or (lambda: None)
     names = list(ready)
+
+    def allowed(rounds: int) -> float:
+        return LONGEST if rounds < fewest_rounds else seconds
+
     collects = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        if watch:
-            watch.start(fewest_rounds)
+        look()
         start, rounds = perf_counter(), 0
-        while rounds < fewest_rounds or (rounds < MOST_ROUNDS and perf_counter() - start < seconds):
-            began = perf_counter()
+        while rounds < FEWEST_ROUNDS or (rounds < most_rounds and perf_counter() - start < allowed(rounds)):
             times = {name: clock.time(ready[name].work, ready[name].calls) / ready[name].calls for name in names}
-            took = perf_counter() - began
-            if watch and watch.repeats(took):
-                start += took  # the contest loses no time by it
-                continue
+            look()
             for name, one in times.items():
                 turns[name].append(one)
             names.reverse()  # so that the order gives no contender an advantage

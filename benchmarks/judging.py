@@ -1,22 +1,77 @@
-"""Kinds of targets, and how each is judged: by the median over rounds of values measured in the same round.
+"""Kinds of targets, and by what each is judged: one rule for each device.
 
-The median has an interval. A target is met, or missed, if it is so at both ends of the interval; else it is undecided.
+A CPU is shared, and others disturb most rounds. The fastest of many rounds is what a work takes when nobody interferes,
+so the ratio of the fastest rounds decides. A GPU is not shared: there the median of the rounds' ratios decides. Both
+have a range. A target is met, or missed, if it is so at both ends of the range; else it is undecided.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import comb
 from statistics import median
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from .clock import ONE_CALL
 from .harness import OURS
 from .quiet import OFF
-from .timing import Contenders
+from .timing import Contenders, Timing
 
 CONFIDENCE = 0.95
+PARTS, OF_A_PART = 3, 3  # the rounds are dealt into so many parts, each of at least so many
 Interval = tuple[float, float]
 MET, MISSED, UNDECIDED, REPORTED = "met", "missed", "undecided", "reported"
+
+
+class Ratio(NamedTuple):
+    value: float
+    interval: Interval | None
+    median: float  # of the rounds' ratios, whatever decides
+
+    def times(self, factor: float) -> "Ratio":
+        ends = self.interval and (factor * self.interval[0], factor * self.interval[1])
+        return Ratio(factor * self.value, ends, factor * self.median)
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    time: str  # which of a contender's times decides: `fastest` or `median`
+    said: str
+    ends: Callable[[list[float], list[float]], Interval | None]
+
+    def of(self, timing: Timing) -> float:
+        return getattr(timing, self.time)
+
+    def ratio(self, above: list[float], below: list[float]) -> Ratio:
+        usual = median(mine / theirs for mine, theirs in zip(above, below, strict=True))
+        value = usual if self.time == "median" else min(above) / min(below)
+        return Ratio(value, self.ends(above, below), usual)
+
+    def of_contenders(self, contenders: Contenders, above: str, below: str) -> Ratio:
+        """Where a contender was timed once, the rounds say nothing of this time. It is taken to be off by as much as
+        the machine may be, and the range is so much wider.
+        """
+        found = self.ratio(contenders[above].seconds, contenders[below].seconds)
+        if found.interval and ONE_CALL in (contenders[above].timed_by, contenders[below].timed_by):
+            low, high = found.interval
+            found = found._replace(interval=(low * (1 - OFF), high / (1 - OFF)))
+        return found
+
+
+def range_of_parts(above: list[float], below: list[float]) -> Interval | None:
+    """The range of the parts' own ratios of fastest rounds; None of fewer rounds than all parts need.
+
+    The rounds are dealt in turn, so that each part has some from the whole contest, of both orders. The ratio of all
+    rounds always lies in this range.
+    """
+    if len(above) < PARTS * OF_A_PART:
+        return None
+    ratios = [min(above[part::PARTS]) / min(below[part::PARTS]) for part in range(PARTS)]
+    return min(ratios), max(ratios)
+
+
+def interval_of_ratios(above: list[float], below: list[float]) -> Interval | None:
+    return interval([mine / theirs for mine, theirs in zip(above, below, strict=True)])
 
 
 def interval(values: list[float]) -> Interval | None:
@@ -32,34 +87,41 @@ def interval(values: list[float]) -> Interval | None:
     return (ordered[rank - 1], ordered[-rank]) if rank else None
 
 
-def of_ratios(contenders: Contenders, above: str, below: str) -> tuple[float, Interval | None]:
-    """The median of the rounds' ratios, and its interval.
-
-    Where a contender was timed once, the rounds say nothing of this time. It is taken to be off by as much as the
-    machine may be, and the interval is so much wider.
-    """
-    ratios = contenders[above].over(contenders[below])
-    ends = interval(ratios)
-    if ends and ONE_CALL in (contenders[above].timed_by, contenders[below].timed_by):
-        ends = ends[0] * (1 - OFF), ends[1] / (1 - OFF)
-    return median(ratios), ends
+RULES = {
+    "cpu": Rule(
+        "the fastest rounds",
+        "fastest",
+        "Times are those of the fastest round, and ratios are of fastest rounds, with their range over three parts of "
+        "the rounds; the medians stand beside them.",
+        range_of_parts,
+    ),
+    "cuda": Rule(
+        "the medians",
+        "median",
+        "Times are medians over the rounds, ratios the medians of the rounds' ratios, with their 95 % intervals; the "
+        "fastest rounds stand beside them.",
+        interval_of_ratios,
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Verdict:
     value: float
     interval: Interval | None
+    median: float
+    by: str  # the name of the rule
     against: str  # the contender that ours was compared with; empty if none
     outcome: str
 
 
-def verdict(value: float, ends: Interval | None, against: str, holds: Callable[[float], bool] | None) -> Verdict:
+def verdict(found: Ratio, by: str, against: str, holds: Callable[[float], bool] | None) -> Verdict:
     """`holds` says whether a value meets the bound; None without a bound."""
     if holds is None:
-        return Verdict(value, ends, against, REPORTED)
-    held = {holds(end) for end in ends} if ends else {True, False}
+        return Verdict(*found, by, against, REPORTED)
+    held = {holds(end) for end in found.interval} if found.interval else {True, False}
     outcome = UNDECIDED if len(held) == 2 else MET if held == {True} else MISSED
-    return Verdict(value, ends, against, outcome)
+    return Verdict(*found, by, against, outcome)
 
 
 @dataclass(frozen=True)
@@ -75,13 +137,13 @@ class Faster:
     def bound(self) -> str:
         return f">= {self.times:g}x as fast" if self.times else ""
 
-    def judge(self, contenders: Contenders) -> Verdict | None:
+    def judge(self, contenders: Contenders, rule: Rule) -> Verdict | None:
         present = [name for name in self.than if name in contenders]
         if not present:
             return None
-        rival = min(present, key=lambda name: contenders[name].median)
+        rival = min(present, key=lambda name: rule.of(contenders[name]))
         holds = (lambda value: value >= self.times) if self.times else None
-        return verdict(*of_ratios(contenders, rival, OURS), rival, holds)
+        return verdict(rule.of_contenders(contenders, rival, OURS), rule.name, rival, holds)
 
 
 @dataclass(frozen=True)
@@ -97,11 +159,11 @@ class Within:
     def bound(self) -> str:
         return f"<= {self.times:g}x the time" if self.times else ""
 
-    def judge(self, contenders: Contenders) -> Verdict | None:
+    def judge(self, contenders: Contenders, rule: Rule) -> Verdict | None:
         if self.of not in contenders:
             return None
         holds = (lambda value: value <= self.times) if self.times else None
-        return verdict(*of_ratios(contenders, OURS, self.of), self.of, holds)
+        return verdict(rule.of_contenders(contenders, OURS, self.of), rule.name, self.of, holds)
 
 
 @dataclass(frozen=True)
@@ -116,9 +178,10 @@ class Under:
     def bound(self) -> str:
         return f"<= {self.microseconds:g} us"
 
-    def judge(self, contenders: Contenders) -> Verdict | None:
-        values = [1e6 * seconds for seconds in contenders[OURS].seconds]
-        return verdict(median(values), interval(values), "", lambda value: value <= self.microseconds)
+    def judge(self, contenders: Contenders, rule: Rule) -> Verdict | None:
+        seconds = contenders[OURS].seconds
+        found = rule.ratio(seconds, [1e-6] * len(seconds))
+        return verdict(found, rule.name, "", lambda value: value <= self.microseconds)
 
 
 @dataclass(frozen=True)
@@ -134,12 +197,11 @@ class ShareOf:
     def bound(self) -> str:
         return f">= {self.percent:g}%"
 
-    def judge(self, contenders: Contenders) -> Verdict | None:
+    def judge(self, contenders: Contenders, rule: Rule) -> Verdict | None:
         if self.of not in contenders:
             return None
-        share, ends = of_ratios(contenders, self.of, OURS)
-        ends = ends and (100 * ends[0], 100 * ends[1])
-        return verdict(100 * share, ends, self.of, lambda value: value >= self.percent)
+        share = rule.of_contenders(contenders, self.of, OURS).times(100)
+        return verdict(share, rule.name, self.of, lambda value: value >= self.percent)
 
 
 Target = Faster | Within | Under | ShareOf

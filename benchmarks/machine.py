@@ -4,14 +4,19 @@ import os
 import platform
 import re
 import subprocess
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 
 import d3s_kernels as d3s
+
+PEERS = ("liger-kernel", "unsloth_zoo", "quack-kernels", "flashinfer-python")  # besides TRL; many machines lack them
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -26,9 +31,51 @@ def describe(device: str) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {package: installed(package) for package in ("torch", "trl", "transformers")}
         | {"d3s_kernels": d3s.__version__},
+        "peers": {package: installed(package) for package in PEERS},
         "commit": commit(),
         "build_info": d3s.build_info(),
     } | (gpu() if device == "cuda" else {})
+
+
+@dataclass(frozen=True)
+class Threads:
+    """On how many threads all contenders run: on one, or on as many as torch takes by itself, whichever is faster.
+
+    A host may take a virtual core away for a moment, and the threads on all others then wait at the next barrier.
+    """
+
+    seconds: dict[int, float]  # of a short product, by the number of threads
+
+    @property
+    def chosen(self) -> int:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    @property
+    def said(self) -> str:
+        told = " and ".join(f"{1e3 * took:.3g} ms on {count}" for count, took in self.seconds.items())
+        return f"All contenders ran on {threads(self.chosen)}: a short product took {told}."
+
+    def data(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "chosen": self.chosen, "said": self.said}
+
+
+def threads(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
+
+
+def try_threads() -> Threads:
+    """Medians, since what counts is how often a core is missing. The numbers of threads take turns."""
+    most = torch.get_num_threads()
+    matrix = torch.rand(1_024, 1_024)
+    times: dict[int, list[float]] = {count: [] for count in (1, most)}
+    for _ in range(31):
+        for count, of_count in times.items():
+            torch.set_num_threads(count)
+            start = perf_counter()
+            torch.mm(matrix, matrix)
+            of_count.append(perf_counter() - start)
+    torch.set_num_threads(most)
+    return Threads({count: median(of_count[1:]) for count, of_count in times.items()})
 
 
 def word(name: str) -> str:
@@ -47,7 +94,6 @@ def gpu() -> dict[str, Any]:
         "driver": driver(),
         "cuda": torch.version.cuda,
         "triton": installed("triton"),
-        "liger": installed("liger-kernel"),
     }
 
 

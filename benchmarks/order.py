@@ -29,6 +29,7 @@ THEN: tuple[tuple[str, float], ...] = (
     ("bench_trl_step.py::test_update[0.5B]", 60),
     ("bench_head.py::test_accumulated_gradients", 15),
     ("bench_head.py::test_every_gradient", 20),
+    ("bench_topk_mask.py::test_ragged", 30),
     ("bench_topk_mask.py", 10),
     ("bench_select_tokens.py", 10),
     ("bench_logprob_entropy.py::test_half_masked", 10),
@@ -44,6 +45,7 @@ LAST: tuple[tuple[str, float], ...] = (
     ("bench_head.py::test_verl", 30),
     ("bench_logprob_entropy.py::test_compiled", 60),
     ("bench_trl_step.py", 60),
+    ("bench_head.py::test_unsloth", 60),
 )
 OTHERS_SECONDS = 15.0
 

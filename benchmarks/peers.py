@@ -130,6 +130,32 @@ def verl_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, T
     return -loss, entropy
 
 
+def unsloth() -> Callable | None:
+    """Unsloth's head of GRPO; None where this machine lacks it. On a GPU it needs Unsloth itself, whose import changes
+    TRL and transformers. On a CPU, bench_unsloth.py imports the part of it that needs no GPU.
+    """
+    there = not ON_GPU or (find_spec("unsloth") and trl_peers.imported("unsloth"))
+    module = trl_peers.imported("unsloth_zoo.fused_losses.fused_linear") if there else None
+    return module and module.fused_linear_logprobs
+
+
+def unsloth_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The entropy is only a metric, without a gradient, as in Unsloth's GRPO."""
+    return unsloth()(hidden, weight, labels, return_entropy=True, entropy_requires_grad=False)
+
+
+def quack() -> Callable | None:
+    """quack's cross entropy of logits; None where this machine lacks it, or what it is compiled with."""
+    module = trl_peers.imported("quack.cross_entropy") if ON_GPU and find_spec("cutlass") else None
+    return module and module.cross_entropy
+
+
+def quack_logprob(logits: Tensor, labels: Tensor) -> tuple[Tensor]:
+    """The log-probability alone: it has no entropy. Its head adds up or averages the losses, so it has no peer here."""
+    loss = quack()(logits.flatten(0, -2), labels.flatten(), reduction="none")
+    return (-loss.view(labels.shape),)
+
+
 def compiled(function: Callable) -> Callable | None:
     """The compiled function; None if torch.compile does not work here (no C++ compiler, or no Triton)."""
     try:
@@ -211,8 +237,18 @@ def of_pairs(hidden: Tensor, weight: Tensor, row: Tensor, ids: Tensor) -> Tensor
 
 
 def topk_scatter(scores: Tensor, ratio: float) -> Tensor:
-    kept = scores.topk(math.ceil(ratio * scores.shape[-1]), sorted=False).indices
+    return topk_of_each(scores, math.ceil(ratio * scores.shape[-1]))
+
+
+def topk_of_each(scores: Tensor, k: int) -> Tensor:
+    kept = scores.topk(k, sorted=False).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, kept, True)
+
+
+def flashinfer_indices() -> Callable | None:
+    """FlashInfer's top-K of padded rows of different lengths; None where this machine lacks it."""
+    module = trl_peers.imported("flashinfer.topk") if ON_GPU and find_spec("flashinfer") else None
+    return module and module.top_k_ragged_transform
 
 
 def kthvalue(scores: Tensor, ratio: float) -> Tensor:

@@ -1,5 +1,6 @@
 """One run as a table, a Markdown page, and plain data."""
 
+import re
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from .clock import NOT_RECORDED, ONE_CALL
 from .harness import OURS
-from .judging import REPORTED, Faster, Interval, Target, Verdict, Within, interval, of_ratios, verdict
+from .judging import REPORTED, Faster, Ratio, Rule, Target, Verdict, Within, interval, verdict
 from .timing import Contenders, Log, Timing
 
 PEAK_STEP = 256 * 1024  # Linux counts a process's pages in batches; smaller peaks are not visible
@@ -33,7 +34,12 @@ class Line:
 
 
 def lines(
-    contests: dict[str, Contenders], targets: tuple[Target, ...], *, short: bool = False, whole: bool = False
+    contests: dict[str, Contenders],
+    targets: tuple[Target, ...],
+    rule: Rule,
+    *,
+    short: bool = False,
+    whole: bool = False,
 ) -> list[Line]:
     """The targets in their order, then all other contests. A short run judges nothing: its inputs are too small.
 
@@ -43,7 +49,8 @@ def lines(
     others = [target for contest in contests if contest not in named for target in reported(contest, contests[contest])]
     held = [target for target in (*targets, *others) if whole or target.contest in contests]
     judged = [
-        judge(target, contests[target.contest]) if target.contest in contests else absent(target) for target in held
+        judge(target, contests[target.contest], rule) if target.contest in contests else absent(target)
+        for target in held
     ]
     return [unbound(line) for line in judged] if short else judged
 
@@ -60,27 +67,41 @@ def reported(contest: str, contenders: Contenders) -> list[Target]:
     return [Faster(contest, peers)] * bool(peers) + [Within(contest, name) for name in yardsticks]
 
 
-def judge(target: Target, contenders: Contenders) -> Line:
-    judged = target.judge(contenders)
+def judge(target: Target, contenders: Contenders, rule: Rule) -> Line:
+    judged = target.judge(contenders, rule)
     return Line(
         what=target.contest,
         size=contenders[OURS].size,
-        ours=duration(contenders[OURS].median),
-        against=against(target, judged, contenders),
-        value=f"{judged.value:.3g}{target.unit}{ends(judged.interval)}" if judged else "",
+        ours=times(contenders[OURS], rule),
+        against=against(target, judged, contenders, rule),
+        value=f"{judged.value:.3g}{target.unit}{beside(judged, rule)}" if judged else "",
         bound=target.bound,
         verdict=judged,
     )
 
 
-def against(target: Target, verdict: Verdict | None, contenders: Contenders) -> str:
+def against(target: Target, verdict: Verdict | None, contenders: Contenders, rule: Rule) -> str:
     if verdict is None:
         return f"{' or '.join(target.than if isinstance(target, Faster) else [target.of])}: missing here"
-    return f"{verdict.against}: {duration(contenders[verdict.against].median)}" if verdict.against else ""
+    return f"{verdict.against}: {times(contenders[verdict.against], rule)}" if verdict.against else ""
 
 
-def ends(interval: Interval | None) -> str:
-    return f" ({interval[0]:.3g} to {interval[1]:.3g})" if interval else ""
+OTHER = {"fastest": "median", "median": "fastest"}
+
+
+def times(timing: Timing, rule: Rule) -> str:
+    """The time that is judged, with the other one behind it where it differs: `16.1 ms (median 16.5)`."""
+    shown, other = duration(rule.of(timing)), duration(getattr(timing, OTHER[rule.time]))
+    if other == shown:
+        return shown
+    return f"{shown} ({OTHER[rule.time]} {other.removesuffix(shown[shown.index(' ') :])})"
+
+
+def beside(judged: Verdict, rule: Rule) -> str:
+    """What stands behind a ratio: its range, and the median of the rounds' ratios where the fastest rounds decide."""
+    found = [f"{judged.interval[0]:.3g} to {judged.interval[1]:.3g}"] if judged.interval else []
+    found += [f"median {judged.median:.3g}"] if rule.time == "fastest" else []
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def unbound(line: Line) -> Line:
@@ -107,7 +128,8 @@ def memory_line(
     if share is not None:
         bound, most = f"<= {share:g}x the memory", share * peaks[rival]
     # Measured once: how much memory a call takes does not vary as times do.
-    held = verdict(value, (value, value), rival, None if most is None else lambda _: mine <= most)
+    found = Ratio(value, (value, value), value)
+    held = verdict(found, "one measurement", rival, None if most is None else lambda _: mine <= most)
     line = Line(
         what=what,
         size=size,
@@ -130,17 +152,17 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
 
 
-def gigabytes_per_second(contests: dict[str, Contenders]) -> dict[str, float]:
+def gigabytes_per_second(contests: dict[str, Contenders], rule: Rule) -> dict[str, float]:
     """The memory bandwidth in both ways; for a copy, bytes read and bytes written both count."""
     found = contests.get("memory bandwidth", {})
     moved = {"read": 1, "copy": 2}
-    return {name: moved[name] * byte_count(timing) / timing.median / 1e9 for name, timing in found.items()}
+    return {name: moved[name] * byte_count(timing) / rule.of(timing) / 1e9 for name, timing in found.items()}
 
 
-def teraflops(contests: dict[str, Contenders]) -> dict[str, float]:
+def teraflops(contests: dict[str, Contenders], rule: Rule) -> dict[str, float]:
     """What bare products reach: 1e12 operations a second."""
     found = {name.removeprefix("bare "): next(iter(of.values())) for name, of in contests.items() if "bare " in name}
-    return {name: 2 * elements(timing.size) / timing.median / 1e12 for name, timing in found.items()}
+    return {name: 2 * elements(timing.size) / rule.of(timing) / 1e12 for name, timing in found.items()}
 
 
 def elements(size: str) -> int:
@@ -194,7 +216,7 @@ def compact(caption: str, judged: list[Line], log: Log) -> str:
 def shorter(text: str) -> str:
     for long, short in SHORTER.items():
         text = text.replace(long, short)
-    return text
+    return re.sub(r" \(fastest [^)]*\)", "", text)
 
 
 COLUMNS = ("what", "size", "ours", "against", "ratio", "target", "")
@@ -209,7 +231,12 @@ def table(title: str, caption: str, judged: list[Line]) -> Table:
     result = Table(title=title, caption=caption, header_style="bold", row_styles=["", "on grey7"])
     for column in COLUMNS:
         is_number = column in ("ours", "ratio", "target")
-        result.add_column(column, justify="right" if is_number else "left", no_wrap=column not in ("what", "size"))
+        result.add_column(
+            column,
+            justify="right" if is_number else "left",
+            no_wrap=column in ("target", ""),
+            min_width=30 if column == "what" else None,
+        )
     for line in judged:
         *plain, outcome = cells(line)
         result.add_row(*plain, Text(outcome, style=colour[outcome]))
@@ -229,7 +256,7 @@ def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, C
         for line in judged
     ]
     contenders = [
-        (of_size(contest, timing.size), name, duration(timing.median), between(timing), rounds(timing))
+        (of_size(contest, timing.size), name, duration(timing.fastest), usual(timing), rounds(timing))
         for contest, rivals in contests.items()
         for name, timing in sorted(rivals.items(), key=lambda pair: pair[1].median)
     ]
@@ -239,7 +266,7 @@ def markdown(title: str, caption: str, judged: list[Line], contests: dict[str, C
             caption,
             markdown_table(("what", "ours", "against", "ratio", "target"), lines),
             "## Every contender",
-            markdown_table(("contest", "contender", "median", "95 % interval", "rounds"), contenders),
+            markdown_table(("contest", "contender", "fastest", "median (95 % interval)", "rounds"), contenders),
             "",
         ]
     )
@@ -249,10 +276,10 @@ def of_size(what: str, size: str) -> str:
     return f"{what}, {size}" if size else what
 
 
-def between(timing: Timing) -> str:
-    """The interval of the median; for a contender that was timed once, there is none."""
+def usual(timing: Timing) -> str:
+    """The median and its interval; of a contender that was timed once, there is none."""
     found = None if timing.timed_by == ONE_CALL else interval(timing.seconds)
-    return " to ".join(map(duration, found)) if found else "none"
+    return duration(timing.median) + (f" ({' to '.join(map(duration, found))})" if found else "")
 
 
 def rounds(timing: Timing) -> str:
@@ -263,14 +290,16 @@ def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows))
 
 
-def data(judged: list[Line], contests: dict[str, Contenders]) -> dict[str, Any]:
+def data(judged: list[Line], contests: dict[str, Contenders], rule: Rule) -> dict[str, Any]:
     return {
-        "gigabytes_per_second": gigabytes_per_second(contests),
-        "teraflops": teraflops(contests),
+        "judged_by": rule.name,
+        "gigabytes_per_second": gigabytes_per_second(contests, rule),
+        "teraflops": teraflops(contests, rule),
         "targets": [asdict(line) | {"outcome": line.outcome} for line in judged],
         "contests": {
             contest: {
-                name: of_contender(timing) | {"times_ours": times_ours(name, rivals)} for name, timing in rivals.items()
+                name: of_contender(timing) | {"times_ours": times_ours(name, rivals, rule)}
+                for name, timing in rivals.items()
             }
             for contest, rivals in contests.items()
         },
@@ -281,6 +310,7 @@ def of_contender(timing: Timing) -> dict[str, Any]:
     return {
         "role": timing.role,
         "size": timing.size,
+        "fastest_seconds": timing.fastest,
         "median_seconds": timing.median,
         "rounds": len(timing.seconds),
         "calls_per_round": timing.calls_per_round,
@@ -289,9 +319,6 @@ def of_contender(timing: Timing) -> dict[str, Any]:
     }
 
 
-def times_ours(name: str, rivals: Contenders) -> dict[str, Any] | None:
-    """How many times as fast ours is, the median of the rounds' ratios; None where there is nothing of ours."""
-    if OURS not in rivals:
-        return None
-    value, found = of_ratios(rivals, name, OURS)
-    return {"value": value, "interval": found}
+def times_ours(name: str, rivals: Contenders, rule: Rule) -> dict[str, Any] | None:
+    """How many times as fast ours is; None where there is nothing of ours."""
+    return rule.of_contenders(rivals, name, OURS)._asdict() if OURS in rivals else None

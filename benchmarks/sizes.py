@@ -24,10 +24,11 @@ class Sizes:
     # TRL's update: rollouts of a group, and tokens of each.
     rollouts: int = 16
     completion: int = 64
-    # A contest has at least this many rounds, and more until this many seconds have passed. Six is the least from which
-    # the median has an interval (judging.py).
-    rounds: int = 6
-    seconds: float = 5.0
+    # A contest with a bound has at least `rounds`, the fewest that have a range (judging.py). Each contest has more, at
+    # most `most_rounds`, as long as so many seconds last.
+    rounds: int = 9
+    most_rounds: int = 63
+    seconds: float = 6.0
 
 
 FULL = Sizes()
@@ -45,10 +46,13 @@ SHORT = Sizes(
     pool_keep=1_024,
     completion=16,
     rounds=3,
+    most_rounds=21,
     seconds=0.5,
 )
 # A GPU needs larger inputs to be busy, and takes less time.
-FULL_CUDA = replace(FULL, tokens=1_024, head_tokens=4_096, rollouts=32, completion=1_024, seconds=0.6)
+FULL_CUDA = replace(
+    FULL, tokens=1_024, head_tokens=4_096, rollouts=32, completion=1_024, rounds=6, most_rounds=21, seconds=0.6
+)
 SHORT_CUDA = replace(SHORT, seconds=0.1)
 
 

@@ -12,6 +12,8 @@ STEP_MEMORY = 0.4  # of GRPOTrainer's
 TORCH_TOPK = ("topk + scatter", "kthvalue")
 TRL_TRITON = "TRL's Triton kernel"
 LIGER, LIGER_SHAPE = "Liger's head", "Liger's shape"
+FLASHINFER = "FlashInfer's indices"
+UNSLOTH = "Unsloth's head, in torch"
 CUDA_LIBRARY = "CUDA library"
 
 # Each op with its peer: a trainer's formula, or plain PyTorch if no trainer has one.
@@ -52,7 +54,20 @@ def in_triton(contest: str) -> str:
 
 MASKED = "with a sampling mask"
 AVX2_ALONE = ", AVX2 alone"  # ends the names of the contests of bench_avx2.py
-AVX2_ENVIRONMENT = {"D3S_KERNELS_SIMD": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+BESIDE_UNSLOTH = ", beside Unsloth's"  # and those of bench_unsloth.py
+RAGGED = "topk_mask of ragged rows, 2,048 of each"
+AVX2_ENVIRONMENT = {
+    "D3S_KERNELS_SIMD": "avx2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",  # torch's float32 products; an Intel CPU alone obeys it
+}
+# What bounds the forward on a CPU: its operations on vectors, for as many elements as a vector has floats. They were
+# counted in the machine code of softmax_rows.cpp for bfloat16: 2 of the maximum's loop (half a shift and half a mask to
+# convert, one maximum) and 15 of that of the sums (the conversion, subtraction, maximum, 11 of 2^x, addition, product).
+OPERATIONS = 17
+AS_MANY = "a product of as many operations"
+UNSLOTH_ENVIRONMENT = {"UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
 HEAD_STEP = "linear_logprob_entropy forward + backward"
 ADDED = "linear_logprob_entropy backward, 10% of the tokens, wide, bf16, added to a gradient"
 
@@ -61,6 +76,8 @@ CPU: tuple[Target, ...] = (
     Faster("logprob_entropy forward", ("torch.compile",), 4),
     Within("logprob_entropy forward", "logits.sum()", 1.3),
     Within(f"logprob_entropy forward{AVX2_ALONE}", "logits.sum()", 1.4),
+    Within("logprob_entropy forward", AS_MANY, 1.15),
+    Within(f"logprob_entropy forward{AVX2_ALONE}", AS_MANY, 1),
     Faster("logprob_entropy backward, both gradients", ("TRL",), 6),
     Within("logprob_entropy backward, both gradients", "copy", 1.15),
     Within("logprob_entropy forward, half of the rows masked (alternate)", "all rows", 0.55),
@@ -88,6 +105,8 @@ CPU: tuple[Target, ...] = (
     *(Faster(contest, (peer,), 5) for contest, peer in RATIOS if contest not in COPIES),
     Within(STEP_CONTEST, "GRPOTrainer", 0.30),
     *(Within(f"overhead of {call}", "x.sum()", 7 if call in DIFFERENTIABLE else 4) for call in CALLS),
+    Faster(f"linear_logprob_entropy forward, wide, bf16{BESIDE_UNSLOTH}", (UNSLOTH,)),
+    Faster(f"{HEAD_STEP}, wide, bf16{BESIDE_UNSLOTH}", (UNSLOTH,)),
 )
 
 # The targets for any NVIDIA GPU: shares of what the same GPU reaches in the same run, and times of launches, which
@@ -126,6 +145,8 @@ CUDA: tuple[Target, ...] = (
     *(Under(f"topk_mask of a batch, {ratio}", 12) for ratio in ("5%", "10%", "20%")),
     *(Under(f"topk_mask of a segment, {ratio}", 40) for ratio in ("5%", "10%", "20%")),
     *(Faster(f"topk_mask of a {where}, 10%", TORCH_TOPK) for where in ("batch", "segment")),
+    Faster(RAGGED, (FLASHINFER,)),
+    Faster(RAGGED, TORCH_TOPK),
     Under("max_variance_select, groups", 8),
     Under("max_variance_select, pool", 60),
     Under("compact, one position in ten", 10),
@@ -150,11 +171,14 @@ H100: tuple[Target, ...] = (
     Under(f"{HEAD_STEP}, {LIGER_SHAPE}", 1.1 * 26_150),
 )
 
+# What FlashInfer publishes of its indices, where the lower of equal scores' indices wins as in ours: flashinfer #4295.
+B200: tuple[Target, ...] = (Under(RAGGED, 40.4),)
+
 TARGETS = {"cpu": CPU, "cuda": CUDA}
 
 
 def targets_of(device: str, build_info: dict[str, Any], gpu: str = "") -> tuple[Target, ...]:
-    held = TARGETS[device] + (H100 if "H100" in gpu else ())
+    held = TARGETS[device] + (H100 if "H100" in gpu else ()) + (B200 if "B200" in gpu else ())
     return tuple(target for target in held if above_avx2(build_info) or not target.contest.endswith(AVX2_ALONE))
 
 

@@ -1,8 +1,9 @@
 """The log of a run: JSON lines, each written at once and whole, so that what has ended is kept whatever happens next.
 
-- `facts`: the machine, at the start of each process that measures;
+- `facts`: the machine, at the start of each process that measures; of two that differ, the first counts;
 - `began`, and `ended` with outcome and seconds: a test;
 - `contest`: its contenders, those that are missing and why, and the commit;
+- `probe`: how fast the machine was between two rounds (quiet.py);
 - `poisoned`: a contest, and the contender after whose error CUDA no longer worked in its process.
 """
 
@@ -10,9 +11,10 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from .quiet import Watched
+from .quiet import Rates
 
 Contenders = dict[str, "Timing"]
 
@@ -21,16 +23,18 @@ Contenders = dict[str, "Timing"]
 class Timing:
     role: str  # ours, peer or yardstick
     size: str
-    median: float
     calls_per_round: int
     seconds: list[float]  # of one call, round by round
     timed_by: str = "host"
     peak_bytes: int | None = None  # beyond what was allocated before the call
-    watched: Watched | None = None  # the same for all contenders; None where no probe watches
 
-    def over(self, other: "Timing") -> list[float]:
-        """The ratio to another contender of the same contest, for each round."""
-        return [mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)]
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def fastest(self) -> float:
+        return min(self.seconds)
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Log:
     seconds: dict[str, float] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     poisoned: list[tuple[str, str]] = field(default_factory=list)
+    probes: list[list[Rates]] = field(default_factory=list)  # of each process, since they may run other instructions
 
     @property
     def failed(self) -> dict[str, str]:
@@ -75,7 +80,8 @@ def read(*paths: Path) -> Log:
         except ValueError:  # cut off by a kill
             continue
         if "facts" in line:
-            log.facts = log.facts or line["facts"]
+            log.facts = line["facts"] | log.facts
+            log.probes.append([])
         elif "began" in line:
             log.began.append(line["began"])
             log.ended.pop(line["began"], None)
@@ -83,15 +89,13 @@ def read(*paths: Path) -> Log:
             test = line["ended"]
             log.ended[test], log.seconds[test], log.why[test] = line["outcome"], line["seconds"], line["why"]
         elif "contest" in line:
-            log.contests[line["contest"]] = {name: timing_of(**row) for name, row in line["contenders"].items()}
+            log.contests[line["contest"]] = {name: Timing(**row) for name, row in line["contenders"].items()}
             log.missing[line["contest"]] = line["missing"]
             commits |= {line["commit"]: None} if line["commit"] else {}
+        elif "probe" in line:
+            log.probes[-1].append(Rates(*line["probe"]))
         elif "poisoned" in line:
             log.poisoned.append(tuple(line["poisoned"]))
     if commits:  # between two calls something may have been mended
         log.facts["commit"] = ", ".join(commits)
     return log
-
-
-def timing_of(*, watched: dict[str, Any] | None, **facts: Any) -> Timing:
-    return Timing(watched=watched and Watched.read(watched), **facts)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,92 +39,51 @@ SLOW = quiet.Rates(30, 160)
 # ---- the machine's quiet ---------------------------------------------------------------------------------------------
 
 
-def watch(*probes: quiet.Rates) -> quiet.Watch:
-    """Sees these after the usual ones of its start, and then the last one for ever."""
-    first = [USUAL] * (1 + quiet.FIRST)
-    return quiet.Watch(iter([*first, *probes, *itertools.repeat(probes[-1], 1000)]).__next__)
+def rounds_of(fewest: int, most: int, seconds: float, *takes: float) -> tuple[list[float], int]:
+    """The rounds of a contest whose rounds take so long, the last of these for ever; and how often it looked."""
+    looked: list[None] = []
+    clock = SimpleNamespace(time=lambda work, calls: next(times))
+    times = itertools.chain(takes, itertools.repeat(takes[-1]))
+    ready = {OURS: Ready(print, 1, "host")}
+    turns = harness.take_turns(ready, clock, seconds, fewest, most, lambda: looked.append(None))
+    return turns[OURS], len(looked)
 
 
-class Counting:
-    """A clock whose n-th round takes n seconds."""
-
-    def __init__(self) -> None:
-        self.rounds = itertools.count(1)
-
-    def time(self, work: Callable[[], Any], calls: int) -> float:
-        return next(self.rounds)
+def test_a_contest_has_its_fewest_rounds_and_more_while_there_is_time() -> None:
+    assert rounds_of(4, 9, 0, 3, 1, 2, 5) == ([3, 1, 2, 5], 5)  # it looks before, between and after
+    assert len(rounds_of(4, 9, 60, 1)[0]) == 9
 
 
-def rounds_that_count(seen: quiet.Watch | None, fewest: int = 4) -> list[float]:
-    return harness.take_turns({OURS: Ready(print, 1, "host")}, Counting(), 0, fewest, seen)[OURS]
+def test_a_contest_of_long_rounds_has_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "LONGEST", 0)
+    assert len(rounds_of(9, 9, 60, 1)[0]) == harness.FEWEST_ROUNDS
 
 
-def test_disturbed_rounds_are_made_again() -> None:
-    seen = watch(USUAL, USUAL, SLOW, USUAL, USUAL, USUAL)  # before the 1st round and after each
-    assert rounds_that_count(seen) == [1, 4, 5, 6]  # the slow probe is that after the 2nd and before the 3rd
-    assert (seen.dropped, seen.watched().lows) == (2, [USUAL] * 4)
-    assert rounds_that_count(None) == [1, 2, 3, 4]
-
-
-def test_rounds_are_made_again_at_most_as_often_as_they_count() -> None:
-    seen = watch(SLOW)
-    assert rounds_that_count(seen) == [5, 6, 7, 8]
-    assert seen.dropped == 4
-    judged = quiet.judge([seen.watched()], quiet.Rates())
-    assert (judged.disturbed, judged.rounds, judged.quiet) == (4, 4, False)
-    assert "was not quiet: around 4 of 4 rounds" in judged.said
-
-
-def test_a_run_has_a_bound_too() -> None:
-    seen = watch(SLOW)
-    seen.start(4)
-    assert seen.repeats(quiet.REPEAT_SECONDS / 2)
-    assert seen.repeats(quiet.REPEAT_SECONDS / 2)
-    assert not seen.repeats(1)
-
-
-def test_a_level_that_rises_later_judges_earlier_rounds() -> None:
-    fast = quiet.Rates(40, 200)
-    seen = watch(*[USUAL] * 5, *[fast] * 30)
-    rounds_that_count(seen)
-    first = seen.watched()
-    assert (first.dropped, first.level) == (0, USUAL)
-    rounds_that_count(seen, fewest=20)
-    both = [first, seen.watched()]
-    assert both[1].level == fast
-    judged = quiet.judge(both, quiet.Rates())
-    assert judged.disturbed == 4 + both[1].lows.count(USUAL)
-    assert quiet.judge(both[:1], quiet.Rates()).disturbed == 0
+@pytest.mark.parametrize(("low", "is_quiet"), [(2, True), (3, False)])
+def test_a_quiet_run_has_few_low_probes(low: int, is_quiet: bool) -> None:
+    judged = quiet.judge([[SLOW] * low + [USUAL] * (20 - low)], quiet.Rates())
+    assert (judged.low, judged.probes, judged.quiet) == (low, 20, is_quiet)
+    assert f"{low} of 20 probes between rounds were more than 15% below its level (reads 30.0" in judged.said
 
 
 def test_a_few_fast_probes_are_no_level() -> None:
-    seen = watch(*[quiet.Rates(90, 900)] * 2, USUAL)
-    rounds_that_count(seen, 8)
-    assert seen.level == USUAL
+    assert quiet.judge([[quiet.Rates(90, 900)] * 2 + [USUAL] * 28], quiet.Rates()).level == USUAL
 
 
-def test_a_level_never_falls() -> None:
-    seen = watch(SLOW)
-    for _ in range(400):
-        seen.look()
-    assert seen.level == USUAL
-
-
-@pytest.mark.parametrize(("disturbed", "is_quiet"), [(2, True), (3, False)])
-def test_a_quiet_run_has_few_disturbed_rounds(disturbed: int, is_quiet: bool) -> None:
-    lows = [SLOW] * disturbed + [USUAL] * (20 - disturbed)
-    judged = quiet.judge([quiet.Watched(lows, 0, USUAL)], quiet.Rates())
-    assert judged.quiet is is_quiet
+def test_each_process_has_its_own_level() -> None:
+    """One of them has fewer instructions. The first facts are those of the choice of threads."""
+    judged = quiet.judge([[], [USUAL] * 9, [quiet.Rates(30, 90)] * 9], quiet.Rates())
+    assert (judged.low, judged.probes, judged.level) == (0, 18, USUAL)
 
 
 def test_a_machine_that_was_slow_throughout_is_told_by_earlier_results(tmp_path: Path) -> None:
-    seen = [quiet.Watched([USUAL] * 6, 0, USUAL)]
     (tmp_path / "old.json").write_text(json.dumps({"machine": "a"}))  # from before there was a level
-    assert quiet.earlier_level(tmp_path, "a") == quiet.Rates()
-    for name, factor in (("a", 1.25), ("b", 9.0)):
-        faster = quiet.judge([quiet.Watched([], 0, quiet.Rates(30, 200 * factor))], quiet.Rates())
-        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": name, "quiet": faster.data()}))
-    judged = quiet.judge(seen, quiet.earlier_level(tmp_path, "a"))
+    assert quiet.earlier_level(tmp_path, "a", 2) == quiet.Rates()
+    for name, threads, factor in (("a", 2, 1.25), ("b", 2, 9.0), ("a", 1, 8.0)):
+        faster = quiet.judge([[quiet.Rates(30, 200 * factor)]], quiet.Rates())
+        facts = {"machine": name, "threads": threads, "quiet": faster.data()}
+        (tmp_path / f"{name}-{threads}.json").write_text(json.dumps(facts))
+    judged = quiet.judge([[USUAL] * 6], quiet.earlier_level(tmp_path, "a", 2))
     assert judged.quiet
     assert judged.said.endswith("Its level of products is 20% lower than in an earlier run: it was slow throughout.")
 
@@ -139,7 +98,25 @@ def test_a_probe_leaves_the_threads_as_they_were(monkeypatch: pytest.MonkeyPatch
     assert asked == [7, 1]
 
 
-# ---- intervals and targets -------------------------------------------------------------------------------------------
+def test_the_faster_number_of_threads_is_chosen() -> None:
+    two = machine.Threads({1: 0.0101, 2: 0.0059})
+    assert two.chosen == 2
+    assert two.said == "All contenders ran on 2 threads: a short product took 10.1 ms on 1 and 5.9 ms on 2."
+    assert machine.Threads({1: 0.0101, 2: 0.0201}).chosen == 1
+    assert machine.Threads({1: 0.01}).said.startswith("All contenders ran on 1 thread:")
+
+
+def test_all_processes_of_a_run_have_the_threads_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
+    monkeypatch.setattr(run.torch, "set_num_threads", asked.append)
+    run.use_threads(timing.Log())
+    assert (asked, os.environ["OMP_NUM_THREADS"]) == ([], "9")
+    run.use_threads(timing.Log(facts={"threads_tried": {"chosen": 1}}))
+    assert (asked, os.environ["OMP_NUM_THREADS"]) == ([1], "1")
+
+
+# ---- ranges, intervals and targets -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", range(3, 13))
@@ -162,32 +139,70 @@ def test_an_interval_has_the_median_in_95_percent_of_cases(count: int) -> None:
 def timings(ours: list[float], role: str = "peer", timed_by: str = "host", **others: list[float]) -> dict[str, Timing]:
     lists = {OURS: ours} | others
     return {
-        name: Timing(
-            "ours" if name == OURS else role, "4", median(times), 1, times, "host" if name == OURS else timed_by
-        )
+        name: Timing("ours" if name == OURS else role, "4", 1, times, "host" if name == OURS else timed_by)
         for name, times in lists.items()
     }
 
 
+CPU, GPU = judging.RULES["cpu"], judging.RULES["cuda"]
 AROUND_TWO = [1.9, 2.0, 2.0, 2.1, 2.2, 2.2]
+# Ours is disturbed in most rounds, and the peer in some. The fastest rounds of the three parts are 1, 1.25 and 1 of
+# ours, and 2, 2 and 2.5 of the peer's.
+DISTURBED = [9.0, 1.25, 9.0, 1.0, 9.0, 1.0, 9.0, 9.0, 9.0]
+PEERS = [2.0, 2.0, 9.0, 9.0, 2.5, 2.5, 3.0, 9.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("bound", "outcome"), [(1.5, "met"), (1.6, "met"), (2.0, "undecided"), (2.6, "missed"), (None, "reported")]
+)
+def test_a_cpu_is_judged_by_the_fastest_rounds(bound: float | None, outcome: str) -> None:
+    judged = judging.Faster("", ("PyTorch",), bound).judge(timings(DISTURBED, PyTorch=PEERS), CPU)
+    assert judged.value == 2  # the fastest of all rounds
+    assert (judged.interval, judged.outcome, judged.by) == ((1.6, 2.5), outcome, "the fastest rounds")
+    assert judged.median == pytest.approx(1.0)  # which would say that ours gains nothing
+    inverse = {"missed": "met", "met": "missed"}.get(outcome, outcome)
+    within = judging.Within("", "copy", bound and bound - 0.001).judge(timings(PEERS, copy=DISTURBED), CPU)
+    assert within.outcome == inverse
+
+
+def test_the_rival_is_the_fastest_by_the_same_rule() -> None:
+    rivals = timings([1.0] * 9, steady=[3.0] * 9, disturbed=[2.0] + [9.0] * 8)
+    assert judging.Faster("", ("steady", "disturbed")).judge(rivals, CPU).against == "disturbed"
+    assert judging.Faster("", ("steady", "disturbed")).judge(rivals, GPU).against == "steady"
+
+
+def test_the_ratio_of_all_rounds_is_within_its_range() -> None:
+    draws = random.Random(0)
+    for rounds in range(9, 40):
+        above, below = ([draws.lognormvariate(0, 1) for _ in range(rounds)] for _ in range(2))
+        low, high = judging.range_of_parts(above, below)
+        assert low <= CPU.ratio(above, below).value <= high
 
 
 @pytest.mark.parametrize(
     ("bound", "outcome"), [(1.8, "met"), (1.9, "met"), (2.0, "undecided"), (2.3, "missed"), (None, "reported")]
 )
-def test_a_target_within_the_interval_is_undecided(bound: float | None, outcome: str) -> None:
-    judged = judging.Faster("", ("PyTorch",), bound).judge(timings([1.0] * 6, PyTorch=AROUND_TWO))
+def test_a_gpu_is_judged_by_the_median(bound: float | None, outcome: str) -> None:
+    judged = judging.Faster("", ("PyTorch",), bound).judge(timings([1.0] * 6, PyTorch=AROUND_TWO), GPU)
     assert (judged.value, judged.interval, judged.outcome) == (pytest.approx(2.05), (1.9, 2.2), outcome)
+    assert judged.by == "the medians"
     inverse = {"missed": "met", "met": "missed"}.get(outcome, outcome)
-    within = judging.Within("", "copy", bound and bound - 0.001).judge(timings(AROUND_TWO, copy=[1.0] * 6))
+    within = judging.Within("", "copy", bound and bound - 0.001).judge(timings(AROUND_TWO, copy=[1.0] * 6), GPU)
     assert within.outcome == inverse
+
+
+def test_microseconds_are_judged_by_the_same_rules() -> None:
+    rivals = timings([3e-6, 1e-6, 2e-6] * 3)
+    by_fastest, by_median = (judging.Under("", 1.5).judge(rivals, rule) for rule in (CPU, GPU))
+    assert (by_fastest.value, by_median.value) == (pytest.approx(1), pytest.approx(2))
+    assert by_fastest.interval == by_median.interval == pytest.approx((1, 3))
 
 
 def test_a_yardstick_that_is_missing_judges_nothing() -> None:
     rivals = timings([1.0] * 6)
     for target in (judging.Within("", "copy", 2), judging.ShareOf("", "copy", 90), judging.Faster("", ("copy",), 2)):
-        assert report.judge(target, rivals).outcome == "not measured"
-        assert report.judge(target, rivals).against == "copy: missing here"
+        assert report.judge(target, rivals, CPU).outcome == "not measured"
+        assert report.judge(target, rivals, CPU).against == "copy: missing here"
 
 
 def test_without_git_the_commit_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,18 +214,31 @@ def test_without_git_the_commit_is_what_the_environment_says(monkeypatch: pytest
     assert machine.commit() is None
 
 
-def test_too_few_rounds_decide_nothing() -> None:
-    judged = judging.Faster("", ("PyTorch",), 2).judge(timings([1.0] * 5, PyTorch=[9.0] * 5))
-    assert (judged.interval, judged.outcome) == (None, "undecided")
+@pytest.mark.parametrize(("rule", "rounds"), [(CPU, 8), (GPU, 5)])
+def test_too_few_rounds_decide_nothing(rule: judging.Rule, rounds: int) -> None:
+    for count, interval, outcome in ((rounds, None, "undecided"), (rounds + 1, (9.0, 9.0), "met")):
+        judged = judging.Faster("", ("PyTorch",), 2).judge(timings([1.0] * count, PyTorch=[9.0] * count), rule)
+        assert (judged.interval, judged.outcome) == (interval, outcome)
 
 
-def test_a_time_that_was_taken_once_may_be_off() -> None:
-    rivals = timings([1.0] * 6, timed_by=ONE_CALL, slow=[10.0] * 6)
-    found = judging.Within("", "slow", 0.11).judge(rivals)
+@pytest.mark.parametrize("rule", [CPU, GPU])
+def test_a_time_that_was_taken_once_may_be_off(rule: judging.Rule) -> None:
+    rivals = timings([1.0] * 9, timed_by=ONE_CALL, slow=[10.0] * 9)
+    found = judging.Within("", "slow", 0.11).judge(rivals, rule)
     assert (found.value, found.outcome) == (0.1, "undecided")
     assert found.interval == pytest.approx((0.085, 0.1 / 0.85))
     assert harness.CpuClock().ready(Once(int)).timed_by == ONE_CALL
-    assert report.between(rivals["slow"]) == "none"
+    assert report.usual(rivals["slow"]) == "10 s"
+
+
+def test_both_times_are_shown_the_one_that_is_judged_first() -> None:
+    (row,) = timings([0.02, 0.0161, 0.0165]).values()
+    assert report.times(row, CPU) == "16.1 ms (median 16.5)"
+    assert report.times(row, GPU) == "16.5 ms (fastest 16.1)"
+    (row,) = timings([0.998e-3, 1.02e-3, 1.02e-3]).values()
+    assert report.times(row, CPU) == "998 us (median 1.02 ms)"
+    (row,) = timings([1.0] * 3).values()
+    assert report.times(row, CPU) == "1 s"
 
 
 # ---- contests, and the log of those that have ended ------------------------------------------------------------------
@@ -269,7 +297,7 @@ def test_rounds_end_when_the_time_is_over() -> None:
 
     rounds = itertools.count(1)
     ready = {OURS: Ready(print, 1, "host")}
-    assert harness.take_turns(ready, SimpleNamespace(time=clock), 9, 6) == {OURS: [1.0, 1.0]}
+    assert harness.take_turns(ready, SimpleNamespace(time=clock), 9, 6, 6) == {OURS: [1.0, 1.0]}
 
 
 def test_where_cuda_no_longer_works_the_culprit_is_named_and_then_left_out() -> None:
@@ -347,9 +375,9 @@ def test_the_order_of_a_gpu_names_tests_that_there_are() -> None:
 
 
 def test_what_a_gpu_prints_is_short_and_begins_with_what_failed() -> None:
-    contests = {"logprob_entropy forward": timings([1.0] * 6, "yardstick", read=[0.5] * 6)}
+    contests = {"logprob_entropy forward": timings([0.9] + [1.0] * 6, "yardstick", read=[0.45] + [0.5] * 6)}
     log = timing.Log(contests=contests, began=["one"], missing={"logprob_entropy forward": {"Liger": "absent"}})
-    judged = report.lines(contests, targets.CUDA, whole=True)
+    judged = report.lines(contests, targets.CUDA, GPU, whole=True)
     lines = report.compact("caption", judged, log).splitlines()
     assert lines[:2] == ["caption", "FAILED one: it did not end"]
     assert lines[2] == "missed | logprob forward | 1 s | read: 500 ms | 50% of the bandwidth (50 to 50) | >= 90%"
@@ -413,6 +441,16 @@ def test_avx2_alone_is_a_target_of_better_machines(simd: str, above: bool) -> No
     assert not targets.above_avx2({"simd_levels": ["baseline"], "simd": "baseline"})
 
 
+def test_published_times_are_targets_of_the_gpu_that_they_are_of() -> None:
+    def published(gpu: str) -> set[str]:
+        held = targets.targets_of("cuda", LEVELS | {"simd": "avx512"}, gpu)
+        return {target.contest for target in held[len(targets.CUDA) :]}
+
+    assert published("NVIDIA B200") == {targets.RAGGED}
+    assert all(targets.LIGER_SHAPE in contest for contest in published("NVIDIA H100 80GB HBM3"))
+    assert not published("NVIDIA H200")
+
+
 @pytest.mark.parametrize(
     ("short", "device", "above"), [(False, "cpu", True), (True, "cpu", True), (False, "cuda", True)]
 )
@@ -425,13 +463,15 @@ def test_avx2_alone_runs_in_a_process_of_its_own(
         ran.append((command[3], env))
         return SimpleNamespace(wait=lambda: 0)
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of all others")
+    for name in run.CACHES:
+        monkeypatch.setenv(name, "of all others")
     monkeypatch.setattr(run.subprocess, "Popen", child)
     monkeypatch.setattr(run, "above_avx2", lambda info: above)
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
     run.measure(options(short=short, device=device), tmp_path / "log")
     file, environment = ran[0]
-    cache = environment.pop("TORCHINDUCTOR_CACHE_DIR")
-    others = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    (cache,) = {environment.pop(name) for name in run.CACHES}
+    others = {name: value for name, value in os.environ.items() if name not in run.CACHES}
     assert (file, environment) == (str(run.HERE), others | run.LARGE_PAGES)
     assert cache != "of all others"
     if short or device == "cuda":
@@ -443,21 +483,48 @@ def test_avx2_alone_runs_in_a_process_of_its_own(
     assert environment["TORCHINDUCTOR_CACHE_DIR"] not in ("of all others", cache)
 
 
+def test_unsloth_runs_in_a_process_of_its_own_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "above_avx2", lambda info: False)
+    for installed in (False, True):
+        monkeypatch.setattr(run, "find_spec", lambda name, installed=installed: installed)
+        found = run.apart(options(device="cpu"))
+        assert found == [("bench_unsloth.py", targets.UNSLOTH_ENVIRONMENT)] * installed
+        assert not run.apart(options(device="cuda"))
+
+
+def test_a_whole_run_on_a_cpu_keeps_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "HERE", tmp_path / "benchmarks")
+    file = tmp_path / ".benchmarks" / "contests.jsonl"
+    whole = options(device="cpu")
+    assert run.log_file(whole, tmp_path) == file
+    timing.append(file, {"began": "one"})
+    run.log_file(options(device="cpu", resume=True), tmp_path)
+    assert timing.read(file).began == ["one"]
+    run.log_file(whole, tmp_path)
+    assert not file.exists()
+    for part in ({"short": True}, {"only": "topk"}):
+        assert run.log_file(options(device="cpu", **part), tmp_path).parent == tmp_path
+
+
 # ---- the page and its picture ----------------------------------------------------------------------------------------
+
+
+FORWARD = "logprob_entropy forward"
+SAID = "All contenders ran on 2 threads: a short product took 9 ms on 1 and 5 ms on 2."
 
 
 @pytest.fixture
 def result(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     """A result as a run writes it, of made-up times of one contest."""
-    rivals = timings([0.1] * 6, TRL=[0.2, 0.2, 0.3, 0.3, 0.4, 0.4], verl=[1.5] * 6)
-    seen = quiet.judge([quiet.Watched([USUAL] * 6, 0, USUAL)], quiet.Rates())
-    contests = {"logprob_entropy forward": rivals}
+    contests = {FORWARD: timings([0.1, 0.1, 0.1, 0.2] * 3, TRL=[0.2, 0.3, 0.4, 0.4] * 3, verl=[1.5] * 12)}
+    seen = quiet.judge([[USUAL] * 7], quiet.Rates())
     facts = {
         "machine": "some-cpu", "device": "cpu", "date": "2000-01-01", "cpu": "Some CPU", "cores": 2, "threads": 2,
         "versions": {"torch": "9"}, "commit": "abc", "build_info": {"simd": "avx512"}, "quiet": seen.data(),
+        "threads_tried": {"said": SAID},
     }  # fmt: skip
-    held = [targets.Faster("logprob_entropy forward", ("TRL",), bound) for bound in (2, 3, 5)]
-    base = run.write(tmp_path, facts, "A title", "A caption", report.lines(contests, held), contests, {})
+    held = [targets.Faster(FORWARD, ("TRL",), bound) for bound in (2, 3, 5)]
+    base = run.write(tmp_path, facts, "A title", "A caption", report.lines(contests, held, CPU), contests, {}, CPU)
     return base, json.loads(base.with_suffix(".json").read_text())
 
 
@@ -466,10 +533,37 @@ def test_the_page_says_what_the_run_says(result: tuple[Path, dict[str, Any]]) ->
     page = performance.page([(base.with_suffix(".json"), found)])
     assert "## Some CPU, 2 cores, 2000-01-01\n" in page
     assert "SIMD avx512" in page
-    assert "The machine was quiet: around 0 of 6 rounds" in page
-    assert "Of 3 targets: 1 met, 1 undecided, 1 missed." in page
-    assert "| 100 ms | TRL: 300 ms | 3x as fast (2 to 4) | >= 3x as fast: **undecided** |" in page
+    assert f"{SAID} The machine was quiet: 0 of 7 probes" in page
+    assert "Of 3 targets, judged by the fastest rounds: 1 met, 2 missed." in page
+    row = "| 100 ms | TRL: 200 ms (median 350) | 2x as fast (2 to 2; median 2.5) | >= 2x as fast: met |"
+    assert row in page
     assert performance.NEVER_QUIET not in page
+    assert row.rpartition(" | ")[0] in base.with_suffix(".md").read_text()
+
+
+def test_a_result_has_both_times_and_says_by_which_it_is_judged(result: tuple[Path, dict[str, Any]]) -> None:
+    trl = result[1]["contests"][FORWARD]["TRL"]
+    assert (trl["fastest_seconds"], trl["median_seconds"]) == (0.2, pytest.approx(0.35))
+    assert trl["times_ours"] == {"value": 2, "interval": [2, 2], "median": pytest.approx(2.5)}
+    assert {row["verdict"]["by"] for row in result[1]["targets"]} == {"the fastest rounds"}
+
+
+def test_results_that_know_medians_alone_are_shown_as_they_were(result: tuple[Path, dict[str, Any]]) -> None:
+    """The GPU results from before there were fastest rounds."""
+    base, found = result
+    for row in found["targets"]:
+        row |= {"ours": "100 ms", "against": "TRL: 300 ms", "value": "3x as fast (2 to 4)"}
+        del row["verdict"]["by"], row["verdict"]["median"]
+    for of in found["contests"].values():
+        for row in of.values():
+            del row["fastest_seconds"], row["times_ours"]["median"]
+    gpu = {"device": "cuda", "gpu": "Some GPU", "driver": "1", "cuda": "2", "triton": "3", "teraflops": {}}
+    old = {key: value for key, value in found.items() if key not in ("judged_by", "threads_tried")}
+    old |= gpu | {"quiet": None, "failed": {}}
+    page = performance.section(base.with_suffix(".json"), old)
+    assert "Of 3 targets: 1 met, 2 missed." in page
+    assert "| 100 ms | TRL: 300 ms | 3x as fast (2 to 4) | >= 2x as fast: met |" in page
+    assert picture.words("", old).splitlines()[2] == "Log-probability and entropy: TRL: 2x [2.0, 2.0]"
 
 
 def test_the_page_says_first_that_no_run_was_quiet(result: tuple[Path, dict[str, Any]]) -> None:
@@ -489,14 +583,14 @@ def test_the_picture_keeps_its_words(result: tuple[Path, dict[str, Any]], tmp_pa
     said = picture.words_in(file)
     assert said == picture.words("Some CPU", found)
     assert said.splitlines()[2:] == [
-        "Log-probability and entropy: TRL: 3x [2.0, 4.0]",
+        "Log-probability and entropy: TRL: 2x [2.0, 2.0]",
         "Log-probability and entropy: verl: 15x [15.0, 15.0]",
     ]
     assert file.stat().st_size < picture.MOST_BYTES
 
 
 def test_a_run_that_was_not_quiet_says_so_in_its_title() -> None:
-    calm = quiet.judge([quiet.Watched([USUAL] * 6, 0, USUAL)], quiet.Rates())
+    calm = quiet.judge([[USUAL] * 6], quiet.Rates())
     assert "quiet" not in run.title_of(Namespace(short=False), calm)
-    assert run.title_of(Namespace(short=False), dataclasses.replace(calm, disturbed=1)).endswith("was not quiet")
+    assert run.title_of(Namespace(short=False), dataclasses.replace(calm, low=1)).endswith("was not quiet")
     assert "quiet" not in run.title_of(Namespace(short=False), None)

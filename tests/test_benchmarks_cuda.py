@@ -172,7 +172,7 @@ def test_the_callers_clock_lets_the_gpu_finish_before_its_queue_is_full(gpu: Gpu
 
 
 def contender(role: str, *seconds: float) -> timing.Timing:
-    return timing.Timing(role, "4", seconds[1], 1, list(seconds))
+    return timing.Timing(role, "4", 1, list(seconds))
 
 
 def test_bandwidth_is_judged_by_that_of_the_same_run() -> None:
@@ -180,12 +180,13 @@ def test_bandwidth_is_judged_by_that_of_the_same_run() -> None:
         report.OURS: contender("ours", *[1.0, 2.0, 4.0] * 2),
         "copy": contender("yardstick", *[0.9, 1.9, 3.7] * 2),
     }
-    share = judging.ShareOf("", "copy", 90).judge(rivals)
+    share = judging.ShareOf("", "copy", 90).judge(rivals, judging.RULES["cuda"])
     assert (share.value, share.outcome) == (pytest.approx(92.5), "met")
 
 
 def test_a_target_that_was_not_measured_is_told_in_a_whole_run() -> None:
-    absent = report.lines({}, targets.CUDA, whole=True)
+    rule = judging.RULES["cuda"]
+    absent = report.lines({}, targets.CUDA, rule, whole=True)
     assert [line.what for line in absent] == [target.contest for target in targets.CUDA]
     assert {line.outcome for line in absent} == {"not measured"}
-    assert report.lines({}, targets.CUDA) == []
+    assert report.lines({}, targets.CUDA, rule) == []

@@ -25,8 +25,8 @@ PICTURE = PAGE.with_suffix(".png")
 TITLE = """# Performance
 """
 NEVER_QUIET = """
-**No run on a CPU below had a quiet machine.** Its ratios are of times taken one right after the other; its times are
-too long.
+**No run on a CPU below had a quiet machine.** Its ratios are of the fastest of many rounds that were taken in turn; its
+times may still be too long.
 """
 HEAD = """
 What the library costs, and what it is compared with. `tools/performance.py` writes this page from the results of whole
@@ -34,22 +34,32 @@ benchmark runs in [`benchmarks/results`](../benchmarks/results); no number on it
 
 ![how many times as fast the ops are as what is run today, op by op]({picture})
 
-How to read the tables: each row is one contest. All contenders are held in one run and take turns, round by round; a
-time is the median over the rounds, a ratio is the median of the rounds' ratios. Behind a ratio stands the interval in
-which the median lies with 95 % confidence, from six rounds or more. A contender that takes very long is timed once; the
-interval then allows for an error of 15 % in that time. A peer is called as its users call it, and is checked to compute
-the same. "TRL" is TRL's own torch functions on the `[B, T, V]` logits that its users have. "AVX2 alone" is this machine
-without its better instructions, in the library, in torch and in torch.compile. All contenders run with
-`THP_MEM_ALLOC_ENABLE=1`, with which torch takes large tensors in pages of 2 MiB: in pages of 4 KiB, fresh memory takes
-longer here than what is done with it, and more so for what allocates more.
+How to read the tables: each row is one contest. All contenders are held in one run and take turns, round by round. Of
+each there are two times: its fastest round, and its median over the rounds.
 
-A target is written down before the run. It is met or missed if the whole interval is on one side of it, and undecided
+A CPU is judged by the ratio of the fastest rounds, a GPU by the median of the rounds' ratios. A CPU is shared, and the
+fastest of many rounds is what the work takes when nobody interferes; a GPU is not shared, and its rounds differ little.
+
+Behind a ratio stands its range. On a CPU the rounds are dealt in turn into three parts, from nine rounds on, and the
+range has the ratios of the three parts. On a GPU it is the interval in which the median lies with 95 % confidence, from
+six rounds on. A contender that takes very long is timed once; the range then allows for an error of 15 % in that time.
+
+A peer is called as its users call it, and is checked to compute the same. "TRL" is TRL's own torch functions on the
+`[B, T, V]` logits that its users have. "Unsloth's head, in torch" is the code that Unsloth has for devices without
+Triton; its users have GPUs. "AVX2 alone" is this machine without its better instructions, in the library, in torch and
+in torch.compile.
+
+All contenders run with `THP_MEM_ALLOC_ENABLE=1`, with which torch takes large tensors in pages of 2 MiB: in pages of
+4 KiB, fresh memory takes longer here than what is done with it, and more so for what allocates more. On a CPU they run
+on one thread or on all, whichever is faster there: a core that the host has taken away for a moment makes the threads
+on the others wait.
+
+A target is written down before the run. It is met or missed if the whole range is on one side of it, and undecided
 otherwise; the notes below the table say what was measured to be the bottleneck.
 
 On a CPU two short probes, of reading memory and of a product of matrices, run before, between and after all rounds.
-The level of a probe is the rate that a tenth of them reach. Where one is more than 15 % below it, the round is made
-again, within bounds. A run is quiet if at most a tenth of the rounds that count is disturbed nevertheless; else its
-heading says so. On a GPU there is no such probe.
+The level of a probe is the rate that a tenth of them reach. A run is quiet if at most a tenth of its probes is more
+than 15 % below it; else its heading says so. On a GPU there is no such probe.
 
 To measure on your machine: `make bench` (some 22 minutes), on a GPU `make gpu`.
 """
@@ -68,7 +78,8 @@ def main() -> int:
     check = parser.parse_args().check
     runs = newest()
     shown = next(run for _, run in reversed(runs) if run["device"] == "cpu")
-    heading = f"{heading_of(shown)}\nSIMD {shown['build_info']['simd']}; dark bars are 95 % intervals"
+    bars = "fastest rounds, with their range" if "judged_by" in shown else "dark bars are 95 % intervals"
+    heading = f"{heading_of(shown)}\nSIMD {shown['build_info']['simd']}; {bars}"
     if not check:
         PAGE.write_text(page(runs), encoding="utf-8")
         draw(PICTURE, heading, shown)
@@ -111,7 +122,7 @@ def section(path: Path, run: dict[str, Any]) -> str:
     others = [row for row in run["targets"] if not row["bound"] and row["ours"]]
     parts = [
         f"\n## {heading_of(run)}\n",
-        f"{circumstances(run)} Of {len(judged)} targets: {told}.\n",
+        f"{circumstances(run)} Of {len(judged)} targets{judged_by(run)}: {told}.\n",
         table(("what", "ours", "against", "ratio", "target"), [judged_cells(row) for row in judged]),
         notes(path),
         "Measured in the same run, without a target:\n",
@@ -119,6 +130,11 @@ def section(path: Path, run: dict[str, Any]) -> str:
         f"Every contender, with intervals and rounds: [`{path.stem}.md`](../benchmarks/results/{path.stem}.md).\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def judged_by(run: dict[str, Any]) -> str:
+    """Nothing for the results that do not say it: those of before there was a choice."""
+    return f", judged by {run['judged_by']}" if "judged_by" in run else ""
 
 
 def heading_of(run: dict[str, Any]) -> str:
@@ -133,9 +149,10 @@ def name_of(run: dict[str, Any]) -> str:
 def circumstances(run: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
     speed = " and ".join(f"{rate:.1f} GB/s ({what})" for what, rate in run["gigabytes_per_second"].items())
-    quiet = f" {run['quiet']['said']}" if run["quiet"] else ""
     if run["device"] == "cpu":
-        return f"{versions}; commit {run['commit']}; SIMD {run['build_info']['simd']}; memory at {speed}.{quiet}"
+        said = [run[key]["said"] for key in ("threads_tried", "quiet") if run.get(key)]
+        machine = f"commit {run['commit']}; SIMD {run['build_info']['simd']}; memory at {speed or 'no known rate'}."
+        return " ".join([f"{versions}; {machine}", *said])
     products = " and ".join(f"{rate:.0f} TFLOP/s ({what})" for what, rate in run["teraflops"].items())
     driver = f"driver {run['driver']}, CUDA {run['cuda']}, Triton {run['triton']}"
     failed = f" {len(run['failed'])} of its benchmarks failed or did not end." if run["failed"] else ""

@@ -94,9 +94,9 @@ def groups_of(run: dict[str, Any]) -> Groups:
     groups = []
     for group, rows in SHOWN:
         found = [
-            Row(label, **contests[contest][peer]["times_ours"])
+            Row(label, found["value"], found["interval"])
             for label, contest, peer in rows
-            if peer in contests.get(contest, {})
+            if (found := contests.get(contest, {}).get(peer, {}).get("times_ours"))
         ]
         groups += [(group, found)] if found else []
     return groups

@@ -1,0 +1,22 @@
+"""The LM head beside Unsloth's, in a process of its own, since importing Unsloth changes what others import.
+
+Unsloth's users run it on a GPU, with Triton. On a CPU its package is imported in the way that it has for downloads, and
+its head then runs the torch code that it has for devices without Triton.
+"""
+
+import os
+
+import pytest
+
+from .bench_head import beside_unsloth
+from .harness import Contest
+from .sizes import Sizes
+from .targets import UNSLOTH_ENVIRONMENT
+
+if not os.environ.items() >= UNSLOTH_ENVIRONMENT.items():
+    pytest.skip("needs an environment in which Unsloth can be imported without a GPU", allow_module_level=True)
+
+
+def test_head(contest: Contest, sizes: Sizes) -> None:
+    contest.strict = False  # the rest of a run does not depend on a package that was made for GPUs
+    beside_unsloth(contest, sizes)
