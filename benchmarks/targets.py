@@ -72,8 +72,8 @@ HEAD_STEP = "linear_logprob_entropy forward + backward"
 ADDED = "linear_logprob_entropy backward, 10% of the tokens, wide, bf16, added to a gradient"
 
 CPU: tuple[Target, ...] = (
-    Faster("logprob_entropy forward", ("TRL",), 30),
-    Faster("logprob_entropy forward", ("torch.compile",), 4),
+    Faster("logprob_entropy forward", ("TRL",)),
+    Faster("logprob_entropy forward", ("torch.compile",)),
     Within("logprob_entropy forward", "logits.sum()", 1.3),
     Within(f"logprob_entropy forward{AVX2_ALONE}", "logits.sum()", 1.4),
     Within("logprob_entropy forward", AS_MANY, 1.15),
