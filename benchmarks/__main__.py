@@ -1,6 +1,6 @@
 """Measure everything, print one table, and keep the result.
 
-    python -m benchmarks                 all of it: the full sizes, some 22 minutes, files in benchmarks/results/
+    python -m benchmarks                 all of it: the full sizes, some 24 minutes, files in benchmarks/results/
     python -m benchmarks --short         checks that every benchmark runs, on small inputs; writes nothing
     python -m benchmarks --only topk     some of it (pytest's -k); writes nothing
     python -m benchmarks --device cuda   all of it on a GPU, with its own sizes and targets; some three minutes

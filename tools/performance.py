@@ -61,7 +61,7 @@ On a CPU two short probes, of reading memory and of a product of matrices, run b
 The level of a probe is the rate that a tenth of them reach. A run is quiet if at most a tenth of its probes is more
 than 15 % below it; else its heading says so. On a GPU there is no such probe.
 
-To measure on your machine: `make bench` (some 22 minutes), on a GPU `make gpu`.
+To measure on your machine: `make bench` (some 24 minutes), on a GPU `make gpu`.
 """
 NO_GPU = """
 ## GPUs
