@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 from helpers import build_folder
-from test_cuda_binary import TOOLS
 
 import d3s_kernels as d3s
 
 ROOT = Path(__file__).parents[2]
+TOOLS = Path(sys.executable).parent  # a system's CMake may be too old
 CMAKE, NINJA = shutil.which("cmake", path=TOOLS), shutil.which("ninja", path=TOOLS)
 
 
-@pytest.mark.skipif(None in (CMAKE, NINJA), reason="needs cmake and ninja")
+@pytest.mark.skipif(None in (CMAKE, NINJA), reason="needs cmake and ninja in the environment")
 def test_only_the_loops_of_this_processor_are_compiled() -> None:
     folder, best = build_folder("first-look"), d3s.build_info()["simd"]
     configure = [CMAKE, "-S", ROOT, "-B", folder, "-G", "Ninja", "-DD3S_FIRST_LOOK=ON", "-DD3S_CPP_TESTS=ON"]
