@@ -117,7 +117,7 @@ def test_the_demo_without_a_model_says_so_and_runs(tmp_path: Path) -> None:
     assert "The model is a stand-in" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     row = next(line for line in done.stdout.splitlines() if "answers trained on" in line)
-    assert row.split()[-5:] == ["24", "24", "6", "15", "24"]
+    assert row.split()[-5:] == ["16", "16", "4", "10", "16"]
     page = (tmp_path / "demo" / "selection.html").read_text(encoding="utf-8")
     tokens = next(line for line in done.stdout.splitlines() if "tokens with a gradient" in line)
     assert page.count("<mark class=s") == int(tokens.split()[-2])
