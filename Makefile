@@ -52,7 +52,8 @@ $(BIN)/python:
 	$(STAGE) 'an environment in $(VENV): 6 $(ON_XEON)' $(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: | $(BIN)/python
-	@$(BIN)/python -c 'import torch' 2> /dev/null || sh tools/stage.sh '$(TORCH): 10 $(ON_XEON)' $(PIP) $(TORCH_INDEX) '$(TORCH)' numpy
+	@$(BIN)/python -c 'import torch' 2> /dev/null || \
+	  sh tools/stage.sh '$(TORCH): 10 $(ON_XEON)' $(PIP) $(TORCH_INDEX) '$(TORCH)' numpy
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.torch
@@ -60,7 +61,7 @@ $(VENV)/.tools: $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.library: $(VENV)/.tools $(SOURCES)
-	$(STAGE) 'd3s_kernels, compiled: 45 $(ON_XEON)' $(INSTALL) $(BUILD_OPTIONS)
+	$(STAGE) 'd3s_kernels, compiled: 49 $(ON_XEON)' $(INSTALL) $(BUILD_OPTIONS)
 	@touch $@
 
 library: $(VENV)/.library

@@ -16,7 +16,7 @@ std::string build_facts() {
   return "{\"version\": " + text(D3S_VERSION) + ", \"compiler\": " + text(D3S_COMPILER) +
          ", \"torch_target\": " + text(D3S_TORCH_TARGET) +
          ", \"torch_built_against\": " + text(D3S_TORCH_BUILT_AGAINST) + ", \"simd_levels\": [" +
-         text(compiled_simd_levels("\", \"")) + "]" + ", \"simd\": " + text(simd_level_name(simd_level())) +
+         text(compiled_simd_levels("\", \"")) + "], \"simd\": " + text(simd_level_name(simd_level())) +
          ", \"cuda\": " + (cuda.empty() ? std::string("null") : text(cuda)) +
          ", \"cuda_architectures\": " + text(D3S_CUDA_ARCHITECTURES) + "}";
 }
