@@ -1,6 +1,7 @@
 """linear_logprob_entropy: the LM head that never keeps its logits."""
 
 import math
+from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d3s_kernels import linear_logprob_entropy, logprob_entropy, reference
 from d3s_kernels._dispatch import backends
-from d3s_kernels._head import backward, products
+from d3s_kernels._head import op, products
 
 
 class Head(NamedTuple):
@@ -241,11 +242,31 @@ def test_logits_may_be_rounded(logits_dtype: torch.dtype) -> None:
     assert_entropy(actual[1], expected[1])
 
 
-class NoHalfProducts(TorchDispatchMode):
+_aten = torch.ops.aten
+PRODUCTS = (_aten.mm, _aten.matmul, _aten.addmm, _aten.addmm_)
+
+
+class SeesProducts(TorchDispatchMode):
+    """Sees what the forward and the backward of the head call. Around the op, a mode would see the op alone."""
+
+    def of_the_head(self, monkeypatch: pytest.MonkeyPatch) -> "SeesProducts":
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(op, name, self._around(getattr(op, name)))
+        return self
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: object) -> Any:
+            with self:
+                return function(*args)
+
+        return run
+
+
+class NoHalfProducts(SeesProducts):
     """Refuses matrix products in half precision."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+        if function.overloadpacket in PRODUCTS:
             assert not {part.dtype for part in args if isinstance(part, Tensor)} & {torch.bfloat16, torch.float16}
         return function(*args, **(kwargs or {}))
 
@@ -260,8 +281,8 @@ def test_a_cpu_without_dot_products_of_half_precision(
     monkeypatch.setattr(backends, "half_products", lambda: ())
     monkeypatch.setattr(products, "_WIDE_BYTES", 4 * 16 * 70)
     options = {} if float32_logits else {"logits_dtype": dtype}  # which have exactly the logits of this head
-    with NoHalfProducts():
-        check(whole_number_head(40, dtype=dtype), random_labels(40, vocabulary=300), workspace_bytes=36_000, **options)
+    NoHalfProducts().of_the_head(monkeypatch)
+    check(whole_number_head(40, dtype=dtype), random_labels(40, vocabulary=300), workspace_bytes=36_000, **options)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -293,22 +314,50 @@ def test_backward_works_only_on_rows_with_a_gradient() -> None:
     assert (gradients[0][~idle] != 0).any(-1).all()
 
 
-def test_no_remains_of_logits_lie_behind_a_gradient_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products on processors with AMX read past a row's end: on one, rows of the hidden states' gradient were NaN."""
-    if products.widens(torch.empty(0, dtype=torch.bfloat16)):
-        pytest.skip("this CPU makes such products in float32")
-    seen, add = [], backward.Gradients.add
+class ProductsThatReadOn(SeesProducts):
+    """Products of half precision as oneDNN makes them with AMX (their issue 5717): the last of the blocks of 32 terms
+    reads on behind each row but the last, and multiplies by 0 what it finds.
+    """
 
-    def looked_at(self: backward.Gradients, tile: Tensor, *rest: object) -> None:
-        assert tile.dtype == torch.bfloat16
-        behind = tile.as_strided((len(tile), 32), tile.stride(), tile.storage_offset() + tile.shape[1])
-        seen.append(float(behind.abs().max()) if tile.is_cpu else 0.0)
-        add(self, tile, *rest)
+    seen = 0
 
-    monkeypatch.setattr(backward.Gradients, "add", looked_at)
-    hidden, weight = torch.randn(40, 16).bfloat16().requires_grad_(), torch.randn(500, 16).bfloat16()
-    linear_logprob_entropy(hidden, weight, random_labels(40, vocabulary=500))[0].sum().backward()
-    assert seen == [0.0]
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in PRODUCTS:
+            left = next(part for part in args if isinstance(part, Tensor) and part is not result)
+            terms = left.shape[1]
+            if left.dtype.itemsize == 2 and left.stride(1) == 1 and terms > 32 and terms % 32:
+                shape = len(left) - 1, 32 - terms % 32
+                behind = left.as_strided(shape, left.stride(), left.storage_offset() + terms)
+                result[:-1].add_((behind * 0).sum(1, keepdim=True))
+                self.seen += 1
+        return result
+
+
+@pytest.mark.parametrize("float32_logits", [True, False])
+@pytest.mark.parametrize("dtype", HALF)
+def test_products_that_read_on_behind_a_row(
+    dtype: torch.dtype, float32_logits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN of one row reaches no other row, and what lay in a tile's memory before reaches none."""
+    monkeypatch.setattr(backends, "half_products", lambda: (torch.bfloat16, torch.float16))
+    room = products.Tiles.room
+
+    def used_before(tiles: products.Tiles, *place: slice) -> Tensor:
+        tiles.buffer.fill_(NAN)
+        return room(tiles, *place)
+
+    monkeypatch.setattr(products.Tiles, "room", used_before)
+    head, labels = random_head(12, width=40, vocabulary=75, bias=False, dtype=dtype), torch.arange(12)
+    broken = torch.arange(12) % 3 == 1
+    head.hidden[broken] = NAN
+    head = head.requiring_grad()
+    reading = ProductsThatReadOn().of_the_head(monkeypatch)
+    results = head(linear_logprob_entropy, labels, logits_dtype=torch.float32 if float32_logits else dtype)
+    gradient = torch.autograd.grad(sum(results).sum(), head.hidden)[0]
+    assert reading.seen == (1 if float32_logits else 3)  # with the library's own product for logits in float32
+    for result in (*results, gradient.sum(1)):
+        assert (result.isnan() == broken).all()
 
 
 def test_no_target_has_no_logprob_gradient() -> None:

@@ -19,7 +19,7 @@ from .._arguments import is_known
 from .._together import NumberOrTensor
 from .forward import Picked, dense_rows, flat, flat_rows, has_span, kept_logits
 from .problem import HeadProblem
-from .products import Head, Tiles, add_product, whole_vectors, without_autocast
+from .products import Head, Tiles, add_product, whole_vectors, without_autocast, zero_behind_rows_
 
 _op = torch.ops.d3s_kernels
 
@@ -331,8 +331,5 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
         )  # fmt: skip
         if slope is not None:
             gradient[strip] = slope.mul_(logits)
-    if gradient.dtype != tile.dtype and tile.is_cpu and type(tile) is Tensor:  # not in a trace, which stands for a GPU
-        # With AMX, oneDNN's products read up to 32 elements past a row's end and multiply them by 0: NaN would stay
-        # NaN.
-        tile.view(gradient.dtype)[:, tile.shape[1] :][:, :32].zero_()
+    zero_behind_rows_(gradient)
     return gradient

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .._dispatch import backends
 from .._dispatch.backends import SLICES
@@ -42,7 +43,7 @@ class Head(NamedTuple):
     def logits(self, hidden: Tensor, tokens: slice, out: Tensor) -> Tensor:
         weight = self.weight[tokens]
         if out.dtype == hidden.dtype and multiplies(hidden):
-            torch.mm(hidden, weight.t(), out=out)
+            torch.mm(_with_zeros_behind_rows(hidden), weight.t(), out=out)
         elif out.dtype != hidden.dtype and widens(hidden):
             torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
         elif out.dtype != hidden.dtype and hidden.is_cpu and hidden.dtype == torch.bfloat16:
@@ -70,6 +71,26 @@ class Head(NamedTuple):
 def multiplies(values: Tensor) -> bool:
     """Whether torch multiplies this dtype on this device about as fast as float32, or faster."""
     return not values.is_cpu or values.dtype.itemsize > 2 or values.dtype in backends.half_products()
+
+
+def zero_behind_rows_(tile: Tensor) -> None:
+    """Fills the memory behind a tile's rows with zeros, as far as a product reads it."""
+    if past := _read_behind_rows(tile):
+        tile.as_strided((len(tile), past), tile.stride(), tile.storage_offset() + tile.shape[1]).zero_()
+
+
+def _with_zeros_behind_rows(values: Tensor) -> Tensor:
+    past = _read_behind_rows(values)
+    return functional.pad(values, (0, past))[:, : values.shape[1]] if past else values
+
+
+def _read_behind_rows(values: Tensor) -> int:
+    """How many elements behind a row a product reads. With AMX, oneDNN multiplies whole blocks of 32 elements in half
+    precision: what lies behind a row is multiplied by 0, and NaN there stays NaN (oneDNN's issue 5717).
+    """
+    # A tensor of another type is part of a trace, which stands for a GPU.
+    reads = values.is_cpu and values.dtype.itemsize == 2 and type(values) is Tensor
+    return -values.shape[1] % 32 if reads else 0
 
 
 def _rows_of_piece(columns: int) -> int:
@@ -209,15 +230,13 @@ class Tiles(NamedTuple):
             yield slice(begin, min(self.vocabulary, begin + self.token_step))
 
     def room(self, rows: slice, tokens: slice) -> Tensor:
-        """The memory of a tile. Its rows begin at multiples of 16 bytes."""
+        """The memory of a tile. Its rows begin at multiples of 64 bytes."""
         height, width = rows.stop - rows.start, tokens.stop - tokens.start
         length = whole_vectors(width, self.buffer.dtype)
         return self.buffer[: height * length].view(height, length)[:, :width]
 
 
 def whole_vectors(elements: int, dtype: torch.dtype) -> int:
-    """Rounds a number of elements up to a multiple of 16 bytes, the unit in which matrix products and kernels on GPUs
-    work.
-    """
-    vector = 16 // dtype.itemsize
+    """Rounds a number of elements up to a multiple of 64 bytes, the largest unit in which matrix products work."""
+    vector = 64 // dtype.itemsize
     return -(-elements // vector) * vector
