@@ -64,14 +64,14 @@ def _readable(name: str, value: object, takes: str) -> Tensor:
 
 
 def require_readable(**arguments: object) -> None:
-    """Raises for tensors whose numbers the ops cannot read, whatever makes them so."""
+    """Raises for tensors whose numbers the ops cannot read, for whatever reason."""
     for name, value in arguments.items():
         if isinstance(value, Tensor) and (reason := why_unreadable(name, value)) is not None:
             raise TypeError(f"{name}: got {reason}")
 
 
 def require_values(**arguments: object) -> None:
-    """The same for tensors whose values are needed. Also raises for the meta device, where tensors have no values."""
+    """As :func:`require_readable`, and raises for tensors on the meta device, which have no values."""
     require_readable(**arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.is_meta:
@@ -79,7 +79,7 @@ def require_values(**arguments: object) -> None:
 
 
 def require_plain(**arguments: object) -> None:
-    """The same for tensors whose memory the host reads. Also raises for wrappers, which have no own memory."""
+    """As :func:`require_values`, and raises for wrapper subclasses, which have no memory of their own."""
     require_values(**arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -119,7 +119,7 @@ def checked_mask(mask: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def as_bool(name: str, mask: Tensor) -> Tensor:
-    """The bool mask that a mask of integers means, as tokenizers and trainers make them."""
+    """Converts a mask of integers, as tokenizers and trainers make them, to bool."""
     dtype = mask.dtype
     if dtype is torch.bool:
         return mask

@@ -1,4 +1,4 @@
-"""The report of ``d3s doctor``: the build, the back-end of each op, and every back-end compared with what ops mean."""
+"""The report of ``d3s doctor``: the build, the back-end of each op, and all back-ends compared with exact results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._selfcheck import checks, raised
 from .compare import Comparison, Difference
 
 OLDEST = (8, 0)  # the first compute capability that the CUDA kernels compile for
-SCHEMA = 1  # of the JSON report; raised when a field changes its meaning or goes
+SCHEMA = 1  # of the JSON report; increased when a field changes its meaning or is removed
 _HEAD = "error / allowed, * serves"
 
 
@@ -28,7 +28,7 @@ class Examined(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """A back-end that serves nothing may fail to run, but none may be wrong."""
+        """No result may be wrong. Only a back-end that serves no op may fail to run."""
         right = all(worst.agrees or (raised(worst) and not self.serves) for worst in self.ops.values())
         return right and not (self.serves and self.error)
 
@@ -44,7 +44,7 @@ def devices() -> Iterator[tuple[torch.device, str]]:
 
 
 def examine(device: torch.device, say: Callable[[str, Difference], None] | None = None) -> Iterator[Examined]:
-    """Yields what each back-end that should run on the device does there. ``say`` gets each op when it is known."""
+    """Yields what each back-end that should run on the device does there. ``say`` gets each op's result at once."""
     for backend in backends.runnable(device.type):
         error: str | None = None
         ops: dict[str, Difference] = {}
@@ -66,7 +66,7 @@ def has_code(architectures: str, capability: tuple[int, int]) -> bool:
     """Whether a CUDA library for these architectures, as CMake names them, runs on a GPU of this compute capability.
 
     Machine code (90-real) runs on GPUs of the same major version and this or a higher minor one, PTX (90-virtual) on
-    this and all later GPUs; 90 has both. A name of another kind, such as native, is taken to run.
+    this and all later GPUs; 90 has both. For a name of another kind, such as native, the answer is True.
     """
     for name in architectures.split():
         number, _, kind = name.partition("-")
@@ -79,7 +79,7 @@ def has_code(architectures: str, capability: tuple[int, int]) -> bool:
 
 
 def without_code(architectures: str, capability: tuple[int, int]) -> str:
-    """What is said of a GPU for which the CUDA library has no code, and what helps; empty if it has some."""
+    """A message, with what helps, if the CUDA library has no code for a GPU; empty if it has some."""
     if has_code(architectures, capability):
         return ""
     said = f"; the library has no code for this GPU, only for {architectures}; "
@@ -147,7 +147,7 @@ def _print_device(device: torch.device) -> bool:
 
 
 def _print_op(op: str, worst: Difference) -> None:
-    """Where one back-end runs alone, each op has its line at once: so it shows at which one a GPU hangs."""
+    """Prints an op's line at once, if only one back-end runs: so the output shows at which op a GPU hangs."""
     cell = _cell(worst)
     why = "" if worst.agrees or cell == "not run" else f" {worst.output}"
     print(f"  {op:33}{worst.output if cell == 'not run' else cell}{why}", flush=True)
@@ -189,7 +189,7 @@ def report(build: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ops(examined: Examined) -> dict[str, Any]:
-    """JSON has no infinity: an error without bound, as where a number should be NaN, is null."""
+    """The ops as JSON, which has no infinity: an infinite error, such as a number in place of NaN, is null."""
     return {
         op: {
             "output": worst.output,

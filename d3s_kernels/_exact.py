@@ -1,8 +1,8 @@
-"""What a call should give, for ``compare``, the doctor and the tests: exact results, and how far from them a result may
-be. It may be only as far as float32 makes necessary.
+"""What a call should give, for ``compare``, the doctor and the tests: exact results, and allowed errors, which are only
+as large as float32 makes necessary.
 
-A public function means what ``reference.py`` says. An op means what plain PyTorch computes on the CPU: an op that is no
-public function is a step of one, which is compared with ``reference.py``.
+The exact results of a public function are those of ``reference.py``; of an op, those of plain PyTorch on the CPU. An op
+that is no public function is a step of one, which is compared with ``reference.py``.
 """
 
 from __future__ import annotations
@@ -184,11 +184,11 @@ def of_gradient(exact: Tensor, arguments: Arguments) -> Tensor:
 
 
 def row_of_op(op: str) -> Row:
-    """The row of an op, which means what plain PyTorch computes on the CPU."""
+    """The row of an op, whose exact results plain PyTorch computes on the CPU."""
     written, call = written_arguments(op), getattr(torch.ops.d3s_kernels, op).default
 
     def means(**arguments: Any) -> tuple[Any, ...]:
-        if op == "wide_product_":  # for CPUs alone; plain PyTorch has none
+        if op == "wide_product_":  # only CPUs have this op; plain PyTorch has no kernel for it
             return (arguments["hidden"].float() @ arguments["weight"].float().T,)
         floats = {
             name: part for name, part in arguments.items() if isinstance(part, Tensor) and part.is_floating_point()

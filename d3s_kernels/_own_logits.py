@@ -1,7 +1,7 @@
 """Checks on a few tokens whether a model's logits follow from its hidden states, its head, a scale and a soft cap.
 
-The model's forward is run. On the way its hidden states are enlarged, so that the logits reach into a soft cap. Then
-all logits are compared, and the autograd graph tells which parameters they depend on.
+Runs the model's forward with its hidden states enlarged, so that the logits reach the range of a soft cap. Then all
+logits are compared, and the autograd graph shows which parameters they depend on.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.nn import Module
 from torch.nn.functional import linear
 
 _TOKENS = 4  # the number of tokens in a forward
-_USUAL_CAP = 30.0  # enlarged logits reach this, where it knows of no cap
-_ROWS = 4096  # of the weight, compared at once
+_USUAL_CAP = 30.0  # enlarged logits reach this if no soft cap is known
+_ROWS = 4096  # of the weight, compared at a time
 
-# For each model that was tried, the states in which it was, and the scale and the cap of its logits there.
+# For each model: the states in which it was tried, and the scale and the cap of its logits in each.
 _STATES = 16
 _verified: WeakKeyDictionary[Module, dict[Hashable, tuple[float, float | None]]] = WeakKeyDictionary()
 
 
 class UnsupportedHead(ValueError):
-    """A model whose logits are not those of a linear layer, a scale and a soft cap, or whose weight is not here."""
+    """A model whose logits are not those of a linear layer, a scale and a soft cap, or whose weight cannot be read."""
 
 
 class UntriedHead(UnsupportedHead):
@@ -45,7 +45,7 @@ class ModelHead(NamedTuple):
     scale: float
     softcap: float | None
     prompts: bool
-    """Whether PEFT adds tokens to prompts before the body, so that its hidden states are not those of the tokens."""
+    """Whether PEFT adds tokens to prompts, so that the body's hidden states do not match the given tokens."""
 
     @property
     def name(self) -> str:
@@ -65,12 +65,12 @@ class _Seen(NamedTuple):
 
 
 def verified_head(head: ModelHead) -> ModelHead:
-    """The head with the scale and the cap that the model's own logits have: those that its configuration names, or one
-    of them or neither, where a model has inherited a name and does not use it (MPT, Aya Vision).
+    """The head with the scale and the cap that the model really applies. Of those in its configuration it may apply
+    both, one or neither: some models inherit a name and do not use it (MPT, Aya Vision).
 
     Raises:
-        UnsupportedHead: they have other ones, or the model changes its hidden states before its head, or it has more
-            parameters there, or cannot be tried.
+        UnsupportedHead: no such scale and cap give the model's logits; the model changes its hidden states before its
+            head, or has more parameters there; or it cannot be tried.
     """
     known, state = _verified.setdefault(head.model, {}), _state(head)
     if state in known:
@@ -89,7 +89,7 @@ def verified_head(head: ModelHead) -> ModelHead:
         for softcap in dict.fromkeys((head.softcap, None))
     ]
     errors = []
-    for reading in readings:  # mostly the first, and each costs a product with the whole weight
+    for reading in readings:  # usually the first fits; each costs a product with the whole weight
         error = _difference(reading, hidden, seen)
         if error is None:
             break
@@ -103,8 +103,8 @@ def verified_head(head: ModelHead) -> ModelHead:
 
 
 def require_own_logits(head: ModelHead) -> None:
-    """Raises unless a body's last hidden states and the head, with just this scale and cap, give the model's logits;
-    also if the model itself scales the hidden states and not the logits (MiniCPM3).
+    """Raises unless a body's last hidden states and the head, with just this scale and cap, give the model's logits. A
+    model that scales its hidden states instead of its logits (MiniCPM3) passes too.
     """
     error = _difference(head, *_seen(head))
     if error is not None:
@@ -112,7 +112,7 @@ def require_own_logits(head: ModelHead) -> None:
 
 
 def _state(head: ModelHead) -> Hashable:
-    """What decides how a model makes logits of hidden states, as far as it can be seen without a forward."""
+    """All that is visible without a forward and decides how a model computes logits from hidden states."""
     model, layer = head.model, head.layer
     code = [vars(module).get("forward", type(module).forward) for module in (model, layer)]
     hooks = [
@@ -150,7 +150,7 @@ def _seen(head: ModelHead) -> tuple[Tensor, _Seen]:
 
 
 def _bodies(model: Any) -> Iterator[Any]:
-    """The parts of a model that may return its last hidden states, as far as it names them."""
+    """The parts of a model that may return its last hidden states, by their usual names."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     for part in (getattr(model, "base_model", None), getattr(model, "model", None), decoder):
         if not isinstance(part, Module) or part is model:
@@ -172,11 +172,11 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
     attention = [(part, name) for part in parts if (name := getattr(part, "_attn_implementation", None)) is not None]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to import it takes a second
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes a second
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.random.fork_rng(indices, device_type=kind or "cuda"))
         if kind is None and any("flash" in name for _, name in attention):
-            for part, name in reversed(attention):  # undone from the last: the whole first, which sets its parts too
+            for part, name in reversed(attention):  # undone in reverse: first the whole, which sets its parts too
                 stack.callback(setattr, part, "_attn_implementation", name)
             for part, name in attention:
                 if "flash" in name:
@@ -185,13 +185,13 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
 
 
 def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
-    """A forward of a few tokens. Hidden states are enlarged, so that their logits reach into a soft cap, and from them
-    on there is a graph, which shows what else the logits depend on.
+    """Runs a forward of a few tokens. Hidden states are enlarged, so that the logits reach the range of a soft cap.
+    From there on a graph is recorded, which shows what else the logits depend on.
     """
     of_body: list[Tensor] = []
     of_head: list[Tensor] = []
     dtypes: set[torch.dtype] = set()
-    own_thread = threading.get_ident()  # another one may generate with the same model
+    own_thread = threading.get_ident()  # another thread may generate with the same model
     graph = not torch.is_inference_mode_enabled() and not head.layer.weight.is_inference()
 
     def start(hidden: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind):
             dtypes.add(torch.get_autocast_dtype(kind))
-        else:  # a head that was cast to float32 (TRL's cast_lm_head_to_fp32) is given that by who calls it
+        else:  # a head cast to float32 (TRL's cast_lm_head_to_fp32) gets float32 from its caller
             hidden = hidden.to(head.layer.weight.dtype)
         return ((hidden, *given[1:]), named) if given else ((), named | {next(iter(named)): hidden})
 
@@ -247,7 +247,7 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
 
 
 def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
-    """Arguments of a forward: tokens that stand for nothing special, such as the place of an image."""
+    """Arguments of a forward: ordinary tokens, not special ones such as image placeholders."""
     model, weight = head.model, head.layer.weight
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     config = getattr(model, "config", None)
@@ -276,7 +276,7 @@ def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def text_of(config: Any) -> Any:
-    """The part of a configuration that is about text, where the model does more."""
+    """The text part of a multimodal model's configuration, else the whole."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
@@ -289,7 +289,7 @@ def _numbers(values: Iterable[Any]) -> Iterator[int]:
 
 
 def _last_hidden_state(output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The hidden states in what a body returns, and a function that returns the same with others."""
+    """The hidden states in a body's output, and a function that returns the output with other ones."""
     if isinstance(output, Tensor):
         return output, lambda hidden: hidden
     if isinstance(output, tuple):
@@ -303,7 +303,7 @@ def _last_hidden_state(output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
 
 
 def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
-    """One row as it is; the others so that their largest logit is 0.5, 1 and 2 times the cap, if the dtype has room."""
+    """Keeps one row of four; scales the others to largest logits of 0.5, 1 and 2 times the cap, if the dtype allows."""
     weight = head.layer.weight.detach()
     rows = hidden.to(weight.device, weight.dtype).reshape(-1, hidden.shape[-1])
     with torch.autocast(weight.device.type, enabled=False):
@@ -365,7 +365,7 @@ def _difference(head: ModelHead, hidden: Tensor, seen: _Seen) -> str | None:
             part = slice(first, first + _ROWS)
             rows, of_bias = weight[part].float(), None if bias is None else bias.detach()[part].float()
             expected = head.scale * linear(hidden, rows, of_bias)
-            # The terms of a sum are as large as this on average, and so are the rounding errors.
+            # Rounding errors of a product are in proportion to this: the root of its terms' summed squares.
             room = head.scale * linear(hidden.square(), rows.square()).sqrt()
             if of_bias is not None:
                 room += head.scale * of_bias.abs().nan_to_num(posinf=0)

@@ -1,4 +1,4 @@
-"""The checks of ``d3s doctor``: a few fixed calls of every op, compared with what they mean."""
+"""The checks of ``d3s doctor``: a few fixed calls of every op, compared with exact results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ._exact import FUNCTIONS
 from .compare import Difference, compare_here, public, row_of
 from .sampling import SamplingMask
 
-# The lengths of rows and segments: short, with an edge, and long enough for several blocks of a GPU.
+# The lengths of rows and segments: short, with a partial block, and long enough for several blocks of a GPU.
 LENGTHS = (8, 333, 5000)
 
 
 @cache
 def calls(length: int) -> dict[str, dict[str, Any]]:
-    """The arguments of a call of each op that one device runs alone, or of the public function that the op computes.
-    They are the same in every report.
+    """For each op that needs no process group, the arguments of one call of it, or of its public function. They are the
+    same in every report.
     """
     generator = torch.Generator().manual_seed(length)
 
@@ -95,8 +95,8 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
 
 
 def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference]]:
-    """For each op, the difference with the largest share of its allowed error. Where one is wrong, its first one, with
-    the length in whose call it was; or the exception. After a fault of the device no op runs.
+    """Yields for each op the difference with the largest share of its allowed error; if the op is wrong, the first
+    wrong difference and the length of that call; or the exception. After a device fault no further op runs.
     """
     failed = None
     for op in calls(LENGTHS[0]):

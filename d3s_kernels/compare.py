@@ -126,8 +126,8 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
 def compare_here(
     row: Row, call: Callable[..., Any], arguments: Mapping[str, Any], device: torch.device, backend: str
 ) -> list[Difference]:
-    """Compares the call on the active back-end, with the arguments on that device, and what the same arguments mean by
-    the row, where they are. The given tensors are never written: both get copies.
+    """Compares the results of the active back-end on ``device`` with the row's exact results, which are computed on the
+    arguments' own device. The given tensors are never written: both calls get copies.
     """
     home = next((part.device for part in arguments.values() if isinstance(part, Tensor)), device)
     leaves = [name for name in row.gradients if isinstance(part := arguments.get(name), Tensor) and part.requires_grad]
@@ -213,7 +213,7 @@ def _runs_alone(schema: Any) -> bool:
 
 
 def row_of(function: Any) -> tuple[Row, Callable[..., Any]]:
-    """What a public function or an op gives, and what is called. An op over several ranks is refused."""
+    """The row of a public function or an op, and what to call. Refuses an op that needs a process group."""
     name, schema = getattr(function, "__name__", ""), getattr(getattr(function, "default", function), "_schema", None)
     if name in FUNCTIONS and public(name) is function:
         return FUNCTIONS[name], function

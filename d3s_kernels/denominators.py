@@ -7,16 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# What a loss of each type, in the names of TRL, divides the sum over its tokens by.
+# What a loss of each type (the names are TRL's) divides the sum over its tokens by.
 DENOMINATORS = {
-    "grpo": "sequence",  # each sequence's tokens, and the sequences
+    "grpo": "sequence",  # by each sequence's number of tokens, then by the number of sequences
     "sapo": "sequence",
     "bnpo": "process",  # the tokens of this process's micro-batch
     "dr_grpo": "constant",
     "dapo": "generation",  # the tokens of the generation batch of all processes
     "cispo": "generation",
     "vespo": "generation",
-    "luspo": "sequences",  # their number, whatever their lengths
+    "luspo": "sequences",  # the number of sequences, whatever their lengths
 }
 
 

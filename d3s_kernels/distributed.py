@@ -1,4 +1,4 @@
-"""Functions for several ranks only: they even out kept rows between ranks, or work on a vocabulary that ranks share.
+"""Functions for several ranks only: they balance kept rows between ranks, or work on vocabulary shards.
 
 The selection functions of ``d3s_kernels`` take a ``process_group`` themselves.
 """

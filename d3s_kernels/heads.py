@@ -16,11 +16,11 @@ from ._arguments import require_number, why_unreadable
 from ._head.problem import FLOATS, why_not_whole
 from ._own_logits import ModelHead, UnsupportedHead, text_of, verified_head
 
-# What configurations of transformers call a factor of the logits, with the power of that factor, and their soft cap.
+# Names in transformers configurations: factors of the logits (-1 if the logits are divided by it), and soft caps.
 _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
-# Wrappers that leave logits as they are, with the attribute that has the model.
+# Wrappers that do not change logits, with the attribute that holds the model.
 _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
@@ -33,7 +33,7 @@ _PEFT = {"peft.peft_model.PeftModel", "peft.mixed_model.PeftMixedModel"}
 
 
 class HeadArguments(TypedDict):
-    """What :func:`lm_head` gives: the arguments of :func:`d3s_kernels.linear_logprob_entropy` that a model decides."""
+    """What :func:`lm_head` returns: a model's arguments for :func:`d3s_kernels.linear_logprob_entropy`."""
 
     weight: Tensor
     bias: Tensor | None
@@ -42,36 +42,37 @@ class HeadArguments(TypedDict):
 
 
 def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = True) -> HeadArguments:
-    """Returns arguments with which :func:`d3s_kernels.linear_logprob_entropy` has the same logits as a model.
+    """Returns arguments with which :func:`d3s_kernels.linear_logprob_entropy` uses the same logits as a model.
 
     Many models do more than multiply by ``lm_head.weight``: they scale their logits (Granite, Cohere, Falcon-H1), cap
     them (Gemma 2) or add a bias (Phi). With ``z = scale * (hidden @ weight.T + bias)`` and a soft cap c, their logits
-    are ``c tanh(z / c)``. The op has no scale, but this is the same as the soft cap ``c / scale`` at the temperature
-    ``temperature / scale``, which is what this function returns. It reads scale and cap from the configuration, and
-    then **verifies** them: a forward of four tokens gives the model's logits, and they have to be those of its hidden
-    states and these arguments, also where a soft cap bends. So what nobody has thought of is refused.
+    are ``c tanh(z / c)``. The op has no scale. This function returns the soft cap ``c / scale`` and the temperature
+    ``temperature / scale``, which have the same effect. It reads scale and cap from the configuration, and then
+    **verifies** them: a forward of four tokens gives the model's logits, which must equal the logits computed from its
+    hidden states and these arguments, also in the range of a soft cap. So a model that does anything else to its logits
+    is refused.
 
     The hidden states are the ``last_hidden_state`` of the model's body: ``model.model(...)`` of most models, in
     transformers ``model.base_model(...)``. A model that changes them before its head (MiniCPM3, T5 with tied weights)
     is refused. A module without such a body is taken if it has ``get_output_embeddings()`` and its forward takes token
-    ids and returns logits; there the hidden states are what its head is given.
+    ids and returns logits; its hidden states are then the input of its head.
 
-    Call it for each step, where the op is called, outside of ``torch.compile``: it reads weights where they now are.
-    The check runs once for each model, head and mode (training or not), and again if somebody has changed their hooks
-    or forwards. It leaves the mode, gradients and random state as they are. In a process group all ranks call it.
+    Call it at each step, next to the op and outside of ``torch.compile``, since it returns the current weight tensors.
+    The check runs once for each model, head and mode (training or not), and again if their hooks or forwards have
+    changed. It leaves the mode, gradients and random state as they are. In a process group all ranks must call it.
 
     Args:
         model: a causal language model of transformers, with PEFT or without, or a module as above.
-        temperature: of sampling: a number above 0, or a float tensor that broadcasts to the rows.
-        verify: False leaves the check out.
+        temperature: the sampling temperature: a number above 0, or a float tensor that broadcasts to the rows.
+        verify: False skips the check.
 
     Returns:
         ``weight``, ``bias``, ``temperature`` and ``logit_softcap``, to be passed on with ``**``. Weight and bias are
         the model's own, so that they get their gradients.
 
     Raises:
-        UnsupportedHead: the head has an adapter (``modules_to_save`` is taken), or the logits depend on other
-            parameters than its weight and bias, or differ; the weight is sharded, quantised, offloaded or on the meta
+        UnsupportedHead: the head has an adapter (``modules_to_save`` is accepted); the logits differ, or depend on
+            parameters other than the head's weight and bias; the weight is sharded, quantised, offloaded or on the meta
             device.
 
     Example:
@@ -98,7 +99,7 @@ def lm_head(model: Module, temperature: float | Tensor = 1.0, *, verify: bool = 
 
 @cache
 def _eager() -> Callable[..., HeadArguments]:
-    """Where a graph has a break, what is called there would be compiled. (This imports all of torch.compile, as
+    """``_lm_head``, never compiled: a graph break alone would not prevent that. (This imports all of torch.compile, as
     optimizers do.)
     """
     made: Callable[..., HeadArguments] = torch.compiler.disable(_lm_head)  # type: ignore[no-untyped-call]
@@ -147,7 +148,7 @@ def read_head(model: Module) -> ModelHead:
             "causal language model, not its body, its head or an unknown wrapper; or a module with that method, which "
             "returns its linear layer. For any other, give its weight and bias to linear_logprob_entropy"
         )
-    layer = getattr(layer, "_fsdp_wrapped_module", layer)  # FSDP's wrapper, in its first version
+    layer = getattr(layer, "_fsdp_wrapped_module", layer)  # the wrapper of FSDP1
     reason = _left_out(layer)
     if reason is not None:
         raise UnsupportedHead(
@@ -160,7 +161,7 @@ def read_head(model: Module) -> ModelHead:
 
 
 def _unwrapped(model: Any) -> tuple[Any, bool]:
-    """The model without what is known to leave its logits as they are, and whether PEFT adds tokens to its prompts."""
+    """The model without wrappers that do not change its logits, and whether PEFT adds tokens to its prompts."""
     prompts = False
     while True:
         kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
@@ -181,12 +182,12 @@ def _unwrapped(model: Any) -> tuple[Any, bool]:
 
 
 def _left_out(layer: Any) -> str | None:
-    """The part of a head that its weight and bias leave out, as words for an error; None if there is none."""
+    """A head's parameters besides its weight and bias, worded for an error message; None if there are none."""
     tuners, wrappers = (sys.modules.get(f"peft.{name}") for name in ("tuners.tuners_utils", "utils.other"))
     if tuners is not None and isinstance(layer, tuners.BaseTunerLayer):
         return "an adapter, which"
     if wrappers is not None and isinstance(layer, wrappers.ModulesToSaveWrapper):
-        return None  # its weight is that of the active copy, or the original's while adapters are switched off
+        return None  # its weight is the active copy's, or the original's while adapters are disabled
     parts = {id(parameter) for name in ("weight", "bias") if (parameter := getattr(layer, name, None)) is not None}
     more = [name for name, value in layer.named_parameters() if value.requires_grad and id(value) not in parts]
     return f"whose {', '.join(more)}" if more else None

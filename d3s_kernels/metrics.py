@@ -28,8 +28,8 @@ NAMES = {
 """Every metric, and what it is."""
 
 OFF_POLICY_SHARE = "d3s/off_policy_share"
-"""Share of the kept rollouts' tokens that are left out because they were sampled with another probability; logged where
-an ``off_policy_rule`` or a trainer's own correction may leave some out.
+"""Share of the kept rollouts' tokens that are left out as off-policy; logged if an ``off_policy_rule`` or a trainer's
+own correction may leave tokens out.
 """
 
 SAMPLING_NAMES = {
@@ -39,7 +39,7 @@ SAMPLING_NAMES = {
     "d3s/set_mass": "probability of a token's set before tokens were left out; the mean, where it is known",
     "d3s/set_head_flops_saved": "share of the LM head's FLOPs that the sets save: 1 - columns computed / all columns",
 }
-"""Every metric of the sets, and what it is."""
+"""Every metric of the sets of a sampling mask, and what it is."""
 
 
 def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked: float) -> dict[str, Tensor]:
@@ -47,8 +47,8 @@ def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked
 
     Args:
         kept: bool ``[N]``, all rollouts.
-        lengths: ``[N]``, the tokens of each rollout that are in the loss.
-        without_spread: bool ``[groups]``, of :func:`groups_without_spread`.
+        lengths: ``[N]``, the number of tokens of each rollout in the loss.
+        without_spread: bool ``[groups]``, from :func:`groups_without_spread`.
         asked: the share that the budget asks for.
     """
     number = kept.sum().double()
@@ -70,12 +70,12 @@ def token_sums(
         kept, mask: bool, the shape of ``entropy``: the kept tokens, and all tokens of the kept rollouts.
         entropy: nats.
         advantages: broadcasts to that shape.
-        measured: bool, that shape: the tokens of the mask whose entropy is known, all kept ones among them; all of them
-            by default.
+        measured: bool, that shape: the tokens of ``mask`` whose entropy is known, including all kept ones; by default
+            all of ``mask``.
 
     Returns:
-        float64 ``[6]``: kept tokens, all tokens, kept ones with a positive advantage, measured ones, and the entropies
-        of kept and of the other measured ones.
+        float64 ``[6]``: the numbers of kept tokens, all tokens, kept tokens with a positive advantage, and measured
+        tokens; the sums of the entropies of kept tokens, and of the other measured tokens.
     """
     measured = mask if measured is None else measured
     counts = (kept, mask, kept & (advantages > 0), measured)
@@ -87,7 +87,7 @@ def token_metrics(sums: Tensor, threshold: Tensor, asked: float) -> dict[str, Te
     """The metrics of the chosen tokens, from :func:`token_sums`. A mean over no tokens is NaN.
 
     Args:
-        threshold: of :class:`d3s_kernels.TokenSelection`.
+        threshold: from :class:`d3s_kernels.TokenSelection`.
         asked: the share that the budget asks for.
     """
     kept, everything, positive, measured, entropy_kept, entropy_dropped = sums
@@ -115,12 +115,12 @@ def selection_metrics(
 ) -> dict[str, Tensor]:
     """What a step's selection kept and saves, for a loop of your own: the metrics that our trainers log.
 
-    :data:`NAMES` says what each metric is. All are of this process's rollouts.
+    :data:`NAMES` says what each metric is. All cover this process's rollouts only.
 
-    ``d3s/flops_saved`` counts matrix products, in units of a forward of all rollouts' tokens, of which the LM head is
-    the share ``h`` (``head_share``). The backward of the body costs twice its forward. A head whose backward computes
-    the logits again costs four times its forward. With the share ``f`` of all tokens that is forwarded, and the share
-    ``k`` of all tokens that is kept::
+    ``d3s/flops_saved`` counts matrix products. The unit is one forward of all rollouts' tokens, of which the LM head is
+    the share ``h`` (``head_share``). The backward of the body costs twice its forward. A head that recomputes the
+    logits in its backward costs four times its forward in total. If the share ``f`` of all tokens is forwarded and the
+    share ``k`` is kept::
 
         before = 3 (1 - h) + 4 h
         after  = 3 (1 - h) f + h (f + 3 k)      # the head of d3s_kernels: its backward covers kept tokens only
@@ -132,17 +132,17 @@ def selection_metrics(
         advantages: float ``[groups, n]``, of all rollouts.
         rollout_mask: bool ``[groups, n]``, the kept rollouts.
         tokens: the choice of tokens among the kept rollouts: its mask and its entropy are ``[kept rollouts, T]``, in
-            the order of the rollouts, or ``[groups * n, T]``, where dropped rollouts have no token.
+            the order of the rollouts, or ``[groups * n, T]``, with no kept token in dropped rollouts.
         token_mask: bool ``[groups * n, T]``, the tokens of all rollouts that are in the loss.
         head_share: the LM head's share of the weights in matrix products, in [0, 1]: 0.28 for Qwen2.5-0.5B, 0.077 for
             Qwen2.5-7B. Without it there is no ``d3s/flops_saved``.
-        rewards: ``[groups, n]``: groups without a spread are counted by them, since advantages may have been divided by
-            a very small deviation. Without them they are counted by the advantages.
+        rewards: ``[groups, n]``: to count groups without a spread, since advantages may have been divided by a very
+            small standard deviation. Without ``rewards``, the advantages are used.
         budget: what the selection was asked for. Without it there is no ``d3s/rollout_share_asked`` and no
             ``d3s/token_share_asked``.
 
     Returns:
-        0-d float64 tensors on the device of the masks, for which nothing has waited. A mean over no tokens is NaN.
+        0-d float64 tensors on the device of the masks, without a host sync. A mean over no tokens is NaN.
 
     Raises:
         ValueError: a mask of another shape; a head_share outside [0, 1].
@@ -167,7 +167,7 @@ def selection_metrics(
     kept, of_rows = rollout_mask.flatten(), advantages.flatten()
     mask = token_mask & kept.unsqueeze(1)
     if len(tokens.mask) != groups * n:
-        rows = (~kept).to(torch.int8).argsort(stable=True)[: len(tokens.mask)]  # the kept ones, in their order
+        rows = (~kept).to(torch.int8).argsort(stable=True)[: len(tokens.mask)]  # indices of the kept rollouts, in order
         mask, of_rows = mask[rows], of_rows[rows]
     without_spread = groups_without_spread(advantages if rewards is None else rewards)
     sums = token_sums(tokens.mask, mask, tokens.entropy.detach(), of_rows.unsqueeze(1))
@@ -212,13 +212,13 @@ def set_sums(sizes: Tensor, mask: Tensor, most: int, log_mass: Tensor | None = N
     """What :func:`set_metrics` is computed from; sums of several processes may be added.
 
     Args:
-        sizes: whole numbers of any shape: of how many tokens each token's set is, at most ``most``.
-        mask: bool, likewise: the tokens that count.
-        log_mass: float, likewise: the logarithm of each set's probability. None where it is not known.
+        sizes: integers of any shape: the size of each token's set, at most ``most``.
+        mask: bool, the same shape: the tokens that count.
+        log_mass: float, the same shape: each set's log-probability. None if not known.
 
     Returns:
-        float64 ``[most + 2]``: how many tokens have a set of each size, from 0 on; the sum of the probabilities.
-        Nothing waits for the device.
+        float64 ``[most + 2]``: the number of tokens with a set of each size, from 0 to ``most``; then the sum of the
+        sets' probabilities. No host sync.
     """
     one = mask.flatten().double()
     counts = one.new_zeros(most + 1).index_add(0, sizes.flatten(), one)
@@ -231,8 +231,9 @@ def set_sums(sizes: Tensor, mask: Tensor, most: int, log_mass: Tensor | None = N
 def set_metrics(sums: Tensor, vocabulary: int | None = None) -> dict[str, Tensor]:
     """The metrics of the sets, from :func:`set_sums`. A mean over no tokens is NaN, and so is an unknown mass.
 
-    A head over the sets computes the columns of a token's set, forward and backward, and none where the set has one
-    token; a head over the whole vocabulary computes ``vocabulary`` columns. Without a number, the head computes all.
+    A head with sampling masks computes only the columns of a token's set, forward and backward, and none if the set has
+    one token; a head over the whole vocabulary computes ``vocabulary`` columns. Leave ``vocabulary`` out if the head
+    computes all columns.
     """
     counts, mass = sums[:-1], sums[-1]
     sizes, tokens = torch.arange(len(counts), device=counts.device), counts.sum()

@@ -1,4 +1,4 @@
-"""A page to look at: which rollouts and tokens of a batch are kept, and why."""
+"""An HTML page that shows which rollouts and tokens of a batch are kept, and why."""
 
 from __future__ import annotations
 
@@ -29,38 +29,36 @@ def selection_page(
 ) -> str:
     """A self-contained HTML page of a batch: its rollouts as text, each token shaded by its score, kept ones marked.
 
-    The default score is that of D3S, ``|advantage| * entropy``. Dropped rollouts are folded. The page needs no network
-    and runs no script, so it can be mailed or put beside logs; it fits phones, and follows the light or dark theme of
-    the reader. All text is escaped; control characters and marks of the writing direction are shown by their names.
-    64 rollouts of up to 512 tokens make less than 2 MB, not counting the prompts.
+    The default score is D3S's ``|advantage| * entropy``. Dropped rollouts are folded. The page needs no network and
+    runs no script, so it can be mailed or put beside logs; it fits phones, and follows the reader's light or dark
+    theme. All text is escaped; control characters and text-direction marks are shown as code points. 64 rollouts of up
+    to 512 tokens make less than 2 MB, not counting the prompts.
 
     Args:
-        prompts: G texts, one for each group. The rollouts are those of the first prompt, then those of the second, and
-            so on, the same number R / G for each.
-        completions: integer ``[R, T]``, token ids; needs ``tokenizer``. Or for each rollout a list with the text of
-            each token.
+        prompts: G texts, one for each group. Rollouts are ordered by prompt, with the same number R / G for each.
+        completions: token ids, integer ``[R, T]``, with ``tokenizer``; or a list of token texts for each rollout.
         kept_tokens: bool or integer (True where it is not 0) ``[R, T]``, such as ``select_tokens(...).mask``.
         entropy: float ``[R, T]``, nats; shown, and part of the default score. NaN where it is not known.
         advantages: float, R numbers of any shape; shown, and part of the default score.
         scores: float ``[R, T]``, shown instead of the default score.
-        kept_rollouts: bool or integer, R values of any shape, such as ``select_rollouts(...)``; all if None. Then
+        kept_rollouts: bool or integer, R values of any shape, such as ``select_rollouts(...)``; all if None. With it,
             ``kept_tokens``, ``entropy`` and ``scores`` may also have rows for the kept rollouts only, ``[K, T]``: a
             trainer has no entropies of rollouts that it did not forward.
         rewards: float, R numbers of any shape; shown.
-        mask: ``[R, T]``, non-zero at the tokens that could be kept; all if None. Others, such as those of tools, are
-            shown without a score, and of token ids those after a row's last one are padding.
-        tokenizer: has ``decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=...)``, as all of the
-            ``transformers`` package have.
+        mask: ``[R, T]``, non-zero at the tokens that could be kept; all if None. Other tokens, such as tool output, are
+            shown without a score. Token ids after a row's last non-zero mask value are padding.
+        tokenizer: has ``decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=...)``, as all tokenizers of
+            ``transformers`` do.
         title: the page's heading.
-        longest: of longer rollouts, this many tokens are shown: half from the start, half from the end.
+        longest: the number of tokens shown of a longer rollout: half from the start, half from the end.
 
     Returns:
         The page. Write it to a file in UTF-8: ``Path("page.html").write_text(page, encoding="utf-8")``.
 
     Raises:
         ValueError: shapes that do not fit together; R is not a multiple of G; neither ``scores`` nor both ``entropy``
-            and ``advantages``; kept ones in another dtype; a negative token id; a kept token that ``mask`` leaves out;
-            ``longest`` below 2.
+            and ``advantages``; ``kept_tokens`` or ``kept_rollouts`` in another dtype; a negative token id; a kept token
+            that ``mask`` leaves out; ``longest`` below 2.
         TypeError: an argument of another type; token ids without a tokenizer.
 
     Example:

@@ -37,7 +37,7 @@ def importance_ratio(
 ) -> Tensor:
     """The importance ratio of every token, for the loss of GRPO, GSPO or ESPO. Differentiable in ``logprob``.
 
-    Here ``w_t = pi(y_t) / pi_old(y_t)``, sg[x] is x as a constant, and means are over the tokens that the mask keeps::
+    Here ``w_t = pi(y_t) / pi_old(y_t)``, sg[x] is x without a gradient, and means are over unmasked tokens::
 
         level "token"           w_t                                              (PPO, GRPO)
         level "sequence"        sg[s] pi(y_t) / sg[pi(y_t)],  s = exp(mean log w of the sequence)
@@ -45,23 +45,23 @@ def importance_ratio(
         level "entropy_group"   the same, s of the token's group within its sequence
                                                                   (ESPO, arXiv 2512.00499, eq. 9 and 10)
 
-    So all tokens of a sequence (or group) have the value s, and each has a gradient of its own: the derivative of a
-    token's ratio by its log-probability is the ratio. With one advantage per sequence and a loss averaged over its
-    tokens this is GSPO, in value, clipping and gradient. A token that a selection drops from the loss still counts in
-    s, as long as it is in ``mask``. With ``denominator="old"`` the token's factor is ``pi(y_t) / sg[pi_old(y_t)]``, so
-    that its value is ``s w_t``: this is ESPO's eq. 9 as printed. The paper's narrow clip ranges fit the default; its
-    authors published no code.
+    So the ratios of all tokens of a sequence (or group) have the value s, but each token has its own gradient: the
+    derivative of its ratio with respect to its log-probability is the ratio. With one advantage per sequence and a loss
+    averaged over its tokens this is GSPO, in value, clipping and gradient. A token that a selection drops from the loss
+    still counts in s, as long as it is in ``mask``. With ``denominator="old"`` the token's factor is
+    ``pi(y_t) / sg[pi_old(y_t)]``, so that the ratio's value is ``s w_t``: this is ESPO's eq. 9 as printed. The paper's
+    narrow clip ranges fit the default; its authors published no code.
 
     A mean has the same bits for padded and packed tokens, and on CPU and GPU: log-ratios are added in units of 2^-26,
-    and one of 4096 or more counts as infinite. Where no log-probability has changed, ratios are exactly 1. A token that
-    the loss gives a gradient of 0, such as a clipped one, has gradient 0, even if its ratio is infinite or NaN.
+    and one of 4096 or more counts as infinite. Where no log-probability has changed, ratios are exactly 1. A token
+    whose incoming gradient is 0, such as a clipped one, gets gradient 0, even if its ratio is infinite or NaN.
 
     Args:
         logprob: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16.
         old_logprob: the same shape; a constant.
         mask: bool or integer (True where it is not 0), the shape of ``logprob``. Where it is False nothing is read:
             ratio 1, gradient 0.
-        level: the tokens that a ratio is for: the token itself, its sequence, or its group.
+        level: the tokens that a ratio is computed over: the token itself, its sequence, or its group.
         groups: int8, the shape of ``logprob``, for level "entropy_group": 0 to 15; below 0 for tokens in no group,
             which are treated as masked. :func:`entropy_groups` makes them.
         denominator: what the token's own factor is divided by: "self" or "old". Level "token" ignores it.
@@ -110,15 +110,15 @@ def entropy_groups(
 ) -> Tensor:
     """Groups of tokens of similar entropy, for ESPO (arXiv 2512.00499, eq. 7).
 
-    Each quantile q is a cut that has exactly the highest ``1 - q`` of the tokens above it, counted as in
-    :func:`topk_mask`; among ties the lower index is above. A token's group is the number of cuts below it. The paper
-    does not say how its ranges of entropy are set. In its ablation a group of the highest 20 % is best: the default.
+    Each quantile q is a cut: exactly the highest share ``1 - q`` of the tokens is above it, counted as in
+    :func:`topk_mask`; of ties, the lower index is above. A token's group is the number of cuts below it. The paper does
+    not say how its ranges of entropy are set. In its ablation a group of the highest 20 % is best: the default.
 
     Args:
         entropy: ``[..., T]``, a sequence for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. The
             paper takes the entropy of the old policy.
         mask: bool or integer (True where it is not 0), the shape of ``entropy``: the completion's tokens.
-        quantiles: rising, in (0, 1), at most 15.
+        quantiles: ascending, in (0, 1), at most 15.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
         max_segment: the caller's bound on a sequence's length: a hint for GPUs, never needed.
         scope: "sequence" takes quantiles of each sequence, "batch" takes quantiles of all tokens.

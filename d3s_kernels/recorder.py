@@ -1,7 +1,7 @@
-"""Records, while transformers generates, which tokens each token was drawn from: for a loop of your own, as for TRL.
+"""Records which tokens each token was drawn from while transformers generates, for TRL and for your own loop.
 
-transformers runs the processors that are given to ``generate`` before its own top-k, top-p and min-p. So the recorder
-is put into the list that ``_get_logits_processor`` makes: at its end, where scores are those that are sampled from.
+transformers runs processors passed to ``generate`` before its own top-k, top-p and min-p. So the recorder is added to
+the list that ``_get_logits_processor`` returns; at its end, scores are the ones sampled from.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch.nn.functional import pad
 
 NO_TOKEN = -1  # pads the sets
 _TEMPERATURE = "TemperatureLogitsWarper"
-# Processors that only leave tokens out, and keep the scores of the others. So a set of tokens records all that they do.
+# Processors that only drop tokens and keep the other scores, so that the set of kept tokens records all they do.
 _CUTS = {
     "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper", "TypicalLogitsWarper",
     "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor",
 }  # fmt: skip
-_STEPS_AT_ONCE = 64  # the latest steps are stored with max_kept columns; after so many, with the columns they need
+_STEPS_AT_ONCE = 64  # the latest steps have max_kept columns; after this many, unused columns are cut off
 
 
 class Recorded(NamedTuple):
     """The record of a batch of completions. Each completion is padded on the right."""
 
     sets: Tensor
-    """int32 ``[rows, tokens, width]``: the tokens that could be drawn, filled up with -1."""
+    """int32 ``[rows, tokens, width]``: the tokens that could be drawn, padded with -1."""
     logprob: Tensor
     """float32 ``[rows, tokens]``: the log-probability of the drawn token among the tokens of its set."""
     log_mass: Tensor
-    """float32 ``[rows, tokens]``: the logarithm of the probability of the whole set, before tokens were left out."""
+    """float32 ``[rows, tokens]``: the log-probability of the whole set before tokens were left out."""
 
     def in_columns(self, columns: int) -> Recorded:
-        """The same, padded to so many columns."""
+        """The same record, padded to ``columns`` tokens."""
         more = columns - self.logprob.shape[1]
         sets = pad(self.sets, (0, 0, 0, more), value=NO_TOKEN)
         return Recorded(sets, pad(self.logprob, (0, more)), pad(self.log_mass, (0, more)))
@@ -48,7 +48,7 @@ class Recorder:
         self._max_kept = max_kept
         self._temperature = 1.0
         self._scores: Tensor | None = None  # of the last step, whose token is not drawn yet
-        self._whole: list[Tensor] = []  # of each step, float32 [rows]: log of the sum over the vocabulary
+        self._whole: list[Tensor] = []  # of each step, float32 [rows]: logsumexp over the vocabulary
         self._kept: list[Tensor] = []  # likewise over the set
         self._drawn: list[Tensor] = []  # the drawn token's score; one step behind
         self._sizes: list[Tensor] = []  # int64 [rows]
@@ -78,7 +78,7 @@ class Recorder:
         self._scores = scores = scores.float()
         self._sizes.append((scores > -torch.inf).sum(1))
         highest = scores.topk(min(self._max_kept, scores.shape[1]), dim=1)
-        self._kept.append(highest.values.logsumexp(1))  # of the whole set: a larger one is an error in the end
+        self._kept.append(highest.values.logsumexp(1))  # of the whole set: recorded() refuses larger sets
         self._sets.append(highest.indices.int().masked_fill(highest.values == -torch.inf, NO_TOKEN))
         if len(self._sets) == _STEPS_AT_ONCE:
             self._narrow()
@@ -96,11 +96,11 @@ class Recorder:
         self._sets.clear()
 
     def recorded(self, completions: Sequence[Sequence[int]]) -> Recorded:
-        """What was recorded of these completions, which end with their first end-of-sequence token.
+        """The record of these completions, which end with their first end-of-sequence token.
 
         Raises:
             ValueError: a token was drawn from more than ``max_kept`` tokens.
-            RuntimeError: the completions are not those of the steps that were recorded.
+            RuntimeError: the completions do not match the recorded steps.
         """
         lengths = [len(tokens) for tokens in completions]
         steps, columns = len(self._sizes), max(lengths, default=0)
@@ -126,7 +126,7 @@ class Recorder:
         return Recorded(sets[:, :, :width].contiguous(), *scores)
 
     def _require_sets(self, sizes: Tensor, drawn: Tensor) -> None:
-        """Raises an error that names the first token whose set is too large, or does not have it."""
+        """Raises an error that names the first token whose set is too large or does not contain it."""
         wide, outside = sizes > self._max_kept, ~(drawn > -torch.inf)
         if not bool((wide | outside).any()):
             return
@@ -141,14 +141,14 @@ class Recorder:
 
 @contextmanager
 def recording(model: Any, max_kept: int) -> Iterator[Recorder]:
-    """While inside, the steps of the model's ``generate`` are recorded. With adapters, of the model that has them.
+    """Records the steps of a model's ``generate`` in a ``with`` block; with PEFT, of the base model.
 
     Args:
-        model: of transformers, whose ``generate`` is called once, with sampling.
+        model: a transformers model, whose ``generate`` is called once, with sampling.
         max_kept: the largest number of candidate tokens at a position; :meth:`Recorder.recorded` refuses more.
 
     Raises:
-        ValueError: in ``generate``, if a processor of its changes scores otherwise than by a temperature.
+        ValueError: in ``generate``, if one of its processors changes scores other than by a temperature.
 
     Example:
         >>> import torch, d3s_kernels as d3s

@@ -1,12 +1,12 @@
 """The meaning of every op, in plain PyTorch and float64.
 
-Names, arguments and results are those of the public functions, without process groups and ``weight_grad_into``, which
-only says where a gradient goes. The code is written to be read: it takes rows and segments one after the other, and has
-no kernels and no argument checks. The tests compare the library with these functions. Look here for what an op does
-with ties, NaN, masks and empty segments.
+Each function has the name, arguments and results of the public op, but no process groups and no ``weight_grad_into``,
+which only says where a gradient goes. The code is written to be read: it loops over rows and segments, and has no
+kernels and no argument checks. The tests compare the library with these functions. Look here for what an op does with
+ties, NaN, masks and empty segments.
 
-Logits are reduced in float64 and give float64 results that autograd can differentiate (the ops return float32).
-Scores are float32, as in the ops, so that equal scores here are equal scores there.
+Logits are reduced in float64 and give float64 results that autograd can differentiate (the ops return float32). Scores
+are float32, as in the ops, so that the same scores tie.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def entropy(
     sampling_mask: SamplingMask | None = None,
     max_dense_rows: int | None = None,
 ) -> Tensor:
-    """H = -sum p log p in nats, of p = softmax(logits / temperature)."""
+    """H = -sum p log p in nats, with p = softmax(logits / temperature)."""
     no_targets = torch.full(logits.shape[:-1], -100, device=logits.device)
     options = {"sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
     return logprob_entropy(logits, no_targets, temperature=temperature, mask=mask, **options)[1]  # type: ignore[arg-type]
@@ -67,8 +67,8 @@ def logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """log p of each row's label (0 where the label is -100), and the row's entropy.
 
-    Tokens that a sampling mask does not keep have a logit of -inf, and what was there is not read; nor is the logit of
-    a single kept token. All results are NaN if more unmasked rows than `max_dense_rows` have an empty span.
+    A sampling mask replaces the logits of dropped tokens by -inf and does not read them. The logit of a row's only kept
+    token is not read either. All results are NaN if more than `max_dense_rows` unmasked rows have an empty span.
     """
     no_target = labels == -100
     targets = labels.long().masked_fill(no_target, 0).unsqueeze(-1)
@@ -90,13 +90,13 @@ def logprob_entropy(
 
 
 def _nan_where(rows: Tensor, results: Tensor, logits: Tensor) -> Tensor:
-    """The results with NaN in some rows, where the gradient of all logits is NaN too, kept or not."""
+    """The results with NaN in some rows. In these rows the gradient of every logit is NaN too, kept or not."""
     factor = torch.zeros_like(results).masked_fill(rows, math.nan)
     return results + factor * logits.double().nan_to_num(0, 0, 0).sum(-1)
 
 
 def _kept(logits: Tensor, labels: Tensor, sampling_mask: SamplingMask, label_outside: str) -> tuple[Tensor, Tensor]:
-    """Which tokens are in the set of each row; and which rows have all tokens."""
+    """The mask of each row's kept tokens, and the mask of the dense rows (empty span), which keep all tokens."""
     kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     dense = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     spans = pairwise(sampling_mask.offsets.tolist())
@@ -130,8 +130,8 @@ def linear_logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """logprob_entropy of the logits hidden @ weight.T + bias.
 
-    `logits_dtype` and `workspace_bytes` change rounding and memory, never the meaning. All results are NaN if more
-    rows than `max_rows` are unmasked, and all gradients if more rows than `max_grad_rows` have a gradient.
+    `logits_dtype` and `workspace_bytes` change rounding and memory, never the meaning. All results are NaN if more than
+    `max_rows` rows are unmasked; all gradients are NaN if more than `max_grad_rows` rows have a gradient.
     """
     logits = _head_logits(hidden, weight, bias, logit_softcap)
     results = torch.stack(
@@ -151,7 +151,7 @@ def linear_logprob_entropy(
 
 
 def _bound_gradient(results: Tensor, logits: Tensor, most: int, labels: Tensor, mask: Tensor | None) -> None:
-    """Makes the gradient of all logits NaN, and so every other gradient, if more than `most` rows have a gradient."""
+    """Makes the gradient of all logits, and with it every other gradient, NaN if more than `most` rows have one."""
     exceeded: list[bool] = []
 
     def count(grad: Tensor) -> None:
@@ -182,7 +182,7 @@ def _row_entropy(log_p: Tensor) -> Tensor:
 
 
 def _masked(rows: Tensor, mask: Tensor | None) -> Tensor:
-    """The values of rows, 0 for those that the mask leaves out."""
+    """The values, with 0 in masked rows."""
     return rows if mask is None else rows.masked_fill(~mask, 0)
 
 
@@ -199,7 +199,7 @@ def topk_mask(
     max_segment: int | None = None,
     drop_zeros: bool = False,
 ) -> Tensor:
-    """The k highest of each segment's usable scores; among equal ones those of the lowest index."""
+    """Marks the k highest usable scores of each segment; ties go to the lowest index."""
     flat, usable = scores.flatten(), _usable(scores, mask)
     chosen = torch.zeros_like(usable)
     for begin, end in _segments(scores, offsets):
@@ -259,16 +259,16 @@ def select_tokens_from_logits(
     sampling_mask: SamplingMask | None = None,
     max_dense_rows: int | None = None,
 ) -> TokenSelection:
-    """select_tokens of the entropy of the logits. Rows that the mask leaves out are not read; their entropy is 0."""
+    """select_tokens with the entropy of the logits. Masked rows are not read; their entropy is 0."""
     of_rows = {"mask": mask, "sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
     row_entropy = entropy(logits.detach(), temperature=temperature, **of_rows).float()  # type: ignore[arg-type]
     return select_tokens(row_entropy, advantages, ratio, mask=mask, offsets=offsets, scope=scope, drop_zeros=drop_zeros)
 
 
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """The row-major indices of the mask's true values, ascending, with -1 after the last; and how many there are.
+    """The row-major indices of the mask's true values, ascending, padded with -1; and their count.
 
-    The capacity does not limit the count.
+    The count may exceed `capacity`.
     """
     found = mask.flatten().nonzero().flatten()
     indices = torch.full((capacity,), -1, dtype=torch.int64, device=mask.device)
@@ -304,7 +304,7 @@ def _random_scores(like: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> TokenSelection:
-    """Keeps what is at or above torch's interpolated quantile: more than the share on ties, nothing if one is NaN."""
+    """Keeps entropies at or above torch's interpolated quantile: more than `ratio` if they tie, none if one is NaN."""
     values = entropy.detach().float()
     present = values.flatten() if mask is None else values[mask]
     threshold = torch.quantile(present, 1 - ratio) if len(present) else values.new_tensor(math.inf)
@@ -313,7 +313,7 @@ def _entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> Tok
 
 
 def _per_token(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> Tensor:
-    """Advantages come for each token, for each sequence, or one for all. With n tokens, [n] is one for each token."""
+    """Expands advantages given per token, per sequence or as a 0-d tensor. A shape that fits both is per token."""
     if advantages.dim() == 0 or advantages.shape == entropy.shape:
         return advantages.expand_as(entropy)
     if offsets is not None:
@@ -322,7 +322,7 @@ def _per_token(advantages: Tensor, entropy: Tensor, offsets: Tensor | None) -> T
 
 
 def _usable(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Flat: False for masked positions and NaN, which are never chosen and do not count."""
+    """Flat mask: False for masked and NaN scores, which are never chosen and do not count."""
     usable = ~scores.isnan()
     return (usable if mask is None else usable & mask).flatten()
 
@@ -357,10 +357,10 @@ def _how_many(n: int, ratio: float | Tensor | None, k: int | Tensor | None) -> i
 def group_advantages(
     rewards: Tensor, *, offsets: Tensor | None = None, scale: str = "group", eps: float = 1e-4, ddof: int = 1
 ) -> Tensor:
-    """(R - mean of the group) / (std + eps): the group's std, the whole batch's, or, for scale="none", no division.
+    """(R - group mean) / (std + eps), with the std of the group or of the whole batch; scale="none" does not divide.
 
-    A NaN reward is unscorable: it is left out of mean and std, and its advantage is 0. So are all advantages of a group
-    whose rewards are equal up to rounding.
+    A NaN reward is left out of mean and std, and its advantage is 0. All advantages are 0 in a group whose rewards are
+    equal up to rounding.
     """
     flat = rewards.double().flatten()
     advantages = torch.zeros_like(flat)
@@ -368,10 +368,10 @@ def group_advantages(
     for begin, end in _segments(rewards, offsets):
         group = flat[begin:end]
         scored = group[~group.isnan()]
-        centred = group - scored.mean()  # not nanmean(), which may take inf - inf for 0
+        centred = group - scored.mean()  # not nanmean(), for which inf - inf may be 0
         std = _std(group, ddof) if scale == "group" else batch_std
         scaled = centred if scale == "none" else centred / (std + eps)
-        nothing = group.isnan() | (centred == 0)  # the mean itself has advantage 0, even if the divisor is 0
+        nothing = group.isnan() | (centred == 0)  # a reward equal to the mean has advantage 0, even if the divisor is 0
         nothing |= len(scored) == 1  # so has a group of one, even if its reward is infinite
         nothing |= bool(scored.isfinite().all()) and _without_spread(scored, _rounding(rewards.dtype))
         advantages[begin:end] = scaled.masked_fill(nothing, 0)
@@ -390,7 +390,7 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """One step of half precision, or some eight of float32 or float64. Integers are exact in one of these."""
+    """One rounding step of half precision, or about eight of float32 or float64. Integers are exact in one of these."""
     if dtype in (torch.bfloat16, torch.float16):
         return torch.finfo(dtype).eps
     return 1e-6 if dtype == torch.float32 else 2e-15
@@ -408,7 +408,7 @@ def max_variance_select(
     max_segment: int | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Marks the `keep` values of each segment with the largest variance, or all usable ones if there are no more."""
+    """Marks the `keep` values of each segment that have the largest variance, or all usable ones if there are fewer."""
     flat = values.double().flatten()
     usable = flat.isfinite() if mask is None else flat.isfinite() & mask.flatten()
     chosen = torch.zeros_like(usable)
@@ -428,7 +428,7 @@ def select_rollouts(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Marks what the rule chooses: `keep` of each group, or `keep` times the number of groups of all groups as one."""
+    """Marks `keep` rollouts of each group by the rule; or, if groups are pooled, `keep` times the number of groups."""
     values = (_random_scores(advantages, generator) if rule == "random" else advantages).double().flatten()
     usable = advantages.isfinite().flatten() if mask is None else (advantages.isfinite() & mask).flatten()
     k, segments = int(keep), _segments(advantages, offsets)
@@ -467,13 +467,13 @@ def _std(values: Tensor, ddof: int) -> Tensor:
 def _most_varied(values: Tensor, usable: Tensor, k: int, equal: float = 1e-12) -> Tensor:
     """The best k are the i lowest and the k - i highest, for one i in 0..k (PODS, Lemma 3.1): try all i.
 
-    Many are as good (to ``equal``) if rewards are 0 and 1. Then the largest i wins, which has the fewest from the top.
+    With rewards of 0 and 1 many i tie (up to ``equal``). The largest i wins, which takes the fewest from the top.
     """
     kept = usable.nonzero().flatten()
     n = len(kept)
     if n > k:
         kept = kept[values[kept].argsort(stable=True)]  # by value, then index; -0 is 0
-        shifted = values[kept] - values[kept[n // 2]]  # large values with small differences would cancel
+        shifted = values[kept] - values[kept[n // 2]]  # else large values with small differences would cancel
         sum_low, sum_high = _first_sums(shifted, k), _first_sums(shifted.flip(0), k).flip(0)
         square_low, square_high = _first_sums(shifted**2, k), _first_sums(shifted.flip(0) ** 2, k).flip(0)
         spread = k * (square_low + square_high) - (sum_low + sum_high) ** 2  # k^2 times the variance, for i = 0..k
@@ -483,7 +483,7 @@ def _most_varied(values: Tensor, usable: Tensor, k: int, equal: float = 1e-12) -
 
 
 def _evenly_spaced(values: Tensor, usable: Tensor, k: int) -> Tensor:
-    """Marks those of n sorted values whose ranks are nearest to (i + 0.5) / k * (n - 1), i = 0..k-1; half goes down."""
+    """Marks the k of n sorted values with ranks nearest to (i + 0.5) / k * (n - 1), i = 0..k-1; half rounds down."""
     kept = usable.nonzero().flatten()
     n = len(kept)
     if n > k:
@@ -514,8 +514,9 @@ def importance_ratio(
 ) -> Tensor:
     """pi / pi_old of each token (level "token"), or its geometric mean over the token's sequence or group.
 
-    The mean is a constant, which is multiplied by the token's pi / sg[pi] ("self") or pi / pi_old ("old"). Tokens
-    outside the mask or in no group have ratio 1. A gradient of 0 stays 0, also where the ratio is infinite or NaN.
+    The mean has no gradient. It is multiplied by the token's pi / sg[pi] ("self") or pi / pi_old ("old"); sg stops the
+    gradient. Tokens outside the mask or in no group have ratio 1. A gradient of 0 stays 0 even if the ratio is infinite
+    or NaN.
     """
     log_bounds = log_bounds or ((-20, 20) if level == "token" else (-math.inf, 10))
     present = _in_groups(logprob, mask, groups)
@@ -532,8 +533,8 @@ def importance_ratio(
 
 
 class _BoundedRatio(torch.autograd.Function):
-    """exp(x), with x clamped. Its derivative is exp(x), and 0 beyond a bound. Where exp(x) is infinite, the chain
-    rule alone would make NaN of a gradient of 0.
+    """exp of x clamped to bounds, with derivative 0 outside them. A gradient of 0 stays 0; if exp(x) is infinite, the
+    chain rule alone would make it NaN.
     """
 
     @staticmethod
@@ -557,7 +558,7 @@ def entropy_groups(
     max_segment: int | None = None,
     scope: str = "sequence",
 ) -> Tensor:
-    """How many cuts are below each token, where exactly the highest 1 - q are above cut q; -1 outside the mask."""
+    """The number of cuts below each token; -1 outside the mask. Exactly the highest share 1 - q is above cut q."""
     flat, usable = entropy.flatten(), _usable(entropy, mask)
     groups = -(~usable).to(torch.int8)
     for begin, end in _segments(entropy, offsets) if scope == "sequence" else [(0, flat.numel())]:
@@ -578,7 +579,7 @@ def adaptive_clip(
     alpha: float = 0.02,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 in no group."""
+    """alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 for tokens in no group."""
     present = _in_groups(entropy, mask, groups)
     means = _group_means(entropy.double().flatten()[present], entropy, mask, groups, offsets)
     epsilon = torch.zeros(entropy.numel(), dtype=torch.float64, device=entropy.device)
@@ -586,7 +587,7 @@ def adaptive_clip(
 
 
 def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
-    """Flat: which tokens count."""
+    """Flat mask of the unmasked tokens that are in a group."""
     present = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     return (present if groups is None else present & (groups >= 0)).flatten()
 
@@ -594,7 +595,7 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
 def _group_means(
     values: Tensor, tokens: Tensor, mask: Tensor | None, groups: Tensor | None, offsets: Tensor | None
 ) -> Tensor:
-    """The values belong to the tokens that count. For each of them, the mean over its group or sequence."""
+    """Mean of `values` over each token's group or sequence, where tokens are the unmasked ones that are in a group."""
     present = _in_groups(tokens, mask, groups)
     group = torch.zeros_like(present, dtype=torch.int64) if groups is None else groups.long().flatten()
     all_values = torch.zeros_like(present, dtype=torch.float64).masked_scatter(present, values)
@@ -611,7 +612,7 @@ def _group_means(
 
 
 def _segments(values: Tensor, offsets: Tensor | None) -> list[tuple[int, int]]:
-    """(begin, end) of each segment in the flat tensor: as the offsets say, or the rows of the last dimension."""
+    """(begin, end) of each segment in the flat tensor: from the offsets; without them, each row is a segment."""
     if offsets is not None:
         return list(pairwise(offsets.tolist()))
     length = values.shape[-1]

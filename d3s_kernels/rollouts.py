@@ -1,4 +1,4 @@
-"""Which rollouts to train on: advantages, and the subset with the largest variance or the choice of another rule."""
+"""Which rollouts to train on: advantages, and the choice by the largest variance or by another rule."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def group_advantages(
 ) -> Tensor:
     """GRPO's advantages: ``(reward - mean of its group) / (standard deviation + eps)``.
 
-    A NaN reward is unscorable: it is left out of all statistics and has advantage 0. All advantages are 0 in a group of
-    one, and in a group whose rewards are equal except for rounding (see :func:`groups_without_spread`). So rounding
-    errors do not become advantages, whatever ``eps`` is. Advantages that depend on an infinite reward are NaN or
-    infinite. Statistics are float64. No gradient.
+    A NaN reward (a rollout that could not be scored) is left out of all statistics and has advantage 0. All advantages
+    are 0 in a group of one, and in a group whose rewards are equal except for rounding (see
+    :func:`groups_without_spread`). So rounding errors do not become advantages, whatever ``eps`` is. Advantages that
+    depend on an infinite reward are NaN or infinite. Statistics are float64. No gradient.
 
     Across ranks, rewards are gathered once. Nothing is sent if groups are whole and ``scale`` is not "batch". Rewards
     that are sent must have the same dtype on all ranks, after integers have been converted. Otherwise all ranks raise
@@ -47,9 +47,9 @@ def group_advantages(
 
     Args:
         rewards: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. bool, integers, float16, bfloat16,
-            float32 or float64. Integers of more than 16 bits are taken as float64, which has those up to 2^53.
-        scale: "group" divides by the group's standard deviation, "batch" by that of all rewards (Lite-PPO),
-            "none" by nothing (Dr. GRPO); TRL's ``scale_rewards``.
+            float32 or float64. Integers of more than 16 bits are converted to float64, which is exact up to 2^53.
+        scale: "group" divides by the group's standard deviation, "batch" by the batch's (Lite-PPO), "none" does not
+            divide (Dr. GRPO); TRL's ``scale_rewards``.
         eps: added to the standard deviation.
         ddof: 1 for the sample's standard deviation (TRL, verl), 0 for the population's.
 
@@ -57,17 +57,17 @@ def group_advantages(
         offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
 
     Across ranks:
-        process_group: a ``torch.distributed`` process group, or a device mesh of one dimension. ``rewards`` are then
-            this rank's piece of one tensor, which concatenates the pieces of all ranks along the first dimension in
-            rank order. The result is this rank's piece of that tensor's result, to the bit. Ranks may hold different
+        process_group: a ``torch.distributed`` process group, or a device mesh of one dimension. ``rewards`` is then
+            this rank's piece of one tensor: the pieces of all ranks, concatenated along the first dimension in rank
+            order. The result is this rank's piece of the whole tensor's result, bit for bit. Ranks may hold different
             numbers of rollouts, or none.
         placement: with a process group, "whole": every row, or segment of the rank's own ``offsets``, is whole on its
-            rank. "global": ``offsets`` are those of the concatenation of all ranks' 1-D tensors, the same on all
-            ranks, and a group may lie on several ranks. A 1-D tensor without offsets is one group over all ranks.
+            rank. "global": ``offsets`` refer to the concatenation of all ranks' 1-D tensors and are the same on all
+            ranks; a group may lie on several ranks. A 1-D tensor without offsets is one group over all ranks.
         max_rollouts: with a process group, the caller's bound on the number of rollouts of any rank, the same on all
             ranks. With it there is one round, of ``8 + 8 max_rollouts`` bytes from each rank (for selections
-            ``8 + 4 max_rollouts``), and nothing waits for the device. Without it the ranks first gather how many
-            rollouts each holds, and the host waits for that.
+            ``8 + 4 max_rollouts``), and no host sync. Without it the ranks first gather their numbers of rollouts,
+            which is a host sync.
 
     Returns:
         float32, the shape of ``rewards``.
@@ -104,8 +104,8 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
         offsets: int32 or int64 ``[groups + 1]``, from 0 to N.
 
     Returns:
-        bool ``[...]``, or ``[groups]`` with offsets; True also for a group with fewer than two finite rewards. Nothing
-        waits for the device.
+        bool ``[...]``, or ``[groups]`` with offsets; True also for a group with fewer than two finite rewards. No host
+        sync.
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype, device or offsets, or a tolerance below 0.
@@ -126,7 +126,7 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
     require_number(tolerance=tolerance)
     if not tolerance >= 0:
         raise ValueError(f"tolerance: got {tolerance}; takes at least 0")
-    # x - x is 0, or NaN if x is not finite. The op that marks those that are takes no float64.
+    # The op behind usable() takes no float64. x - x is 0 if x is finite, else NaN.
     finite = usable((rewards - rewards).float(), None, offsets).flatten()
     groups = segments_of(rewards, offsets)
     same = groups.without_ends(segments_without_spread(rewards.flatten().double(), finite, groups, tolerance))
@@ -200,7 +200,7 @@ def select_rollouts(
     max_rollouts: int | None = None,
     equal_rows: bool = False,
 ) -> Tensor:
-    """Marks the rollouts to train on, which a rule chooses from each group, or from all groups as one.
+    """Marks the rollouts to train on, which a rule chooses from each group, or from all groups pooled.
 
     ================ ============================================================== ===============================
     ``rule``         keeps                                                          is
@@ -224,10 +224,10 @@ def select_rollouts(
     numbers, either choose with ``equal_rows``, or move kept rows with :func:`d3s_kernels.distributed.plan_rows`.
 
     With ``equal_rows`` each rank keeps some of its lowest and some of its highest values; how many of each is chosen
-    for all ranks together. To find the best choice is as hard as to divide numbers into two equal sums. The choice
-    found here has a sum of squared deviations within ``d^2 / (4 k)`` of the best, where k is the number kept on all
-    ranks and d the difference of two values of one rank: see ``d3s_kernels/_across_ranks/rollouts.py``. It sends no
-    more than the choice without ``equal_rows``.
+    for all ranks together. Finding the best choice is as hard as the partition problem. The choice found here has a sum
+    of squared deviations within ``d^2 / (4 k)`` of the best, where k is the number kept on all ranks and d the
+    difference of two values of one rank: see ``d3s_kernels/_across_ranks/rollouts.py``. It sends no more than the
+    choice without ``equal_rows``.
 
     Args:
         advantages: ``[..., n]``, a group for each row; or ``[N]`` with ``offsets``. float32, bfloat16 or float16. They
@@ -248,9 +248,9 @@ def select_rollouts(
     Across ranks:
         process_group, placement, max_rollouts: as in :func:`group_advantages`. For "random" each rank draws with its
             own generator. All subsets are equally likely, even if the ranks use the same seed.
-        equal_rows: keep the same number on every rank, for "max_variance" and "batch": ``keep`` times the number of
-            groups of all ranks, divided by the number of ranks and rounded up; or as many as the rank with the fewest
-            usable values has, which may be none. See above.
+        equal_rows: keep the same number on every rank, only with "max_variance" and "batch": ``keep`` times the number
+            of groups of all ranks, divided by the number of ranks and rounded up, but at most the smallest number of
+            usable values of any rank, which may be 0. See above.
 
     Returns:
         bool, the shape of ``advantages``.

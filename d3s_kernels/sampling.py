@@ -27,8 +27,8 @@ class SamplingMask:
     """For each row, a span of the tokens of the vocabulary that were kept when its token was sampled.
 
     The spans lie one after the other: row ``i`` has ``token_ids[offsets[i]:offsets[i + 1]]``, in any order, each id
-    once. Ids after ``offsets[-1]`` belong to no row, so that a choice of rows does not wait for the device. **An empty
-    span means the whole vocabulary.** A row that does not count, such as padding, is left out by ``mask=``.
+    once. Ids after ``offsets[-1]`` belong to no row; this padding lets rows be selected without a host sync. **An empty
+    span means the whole vocabulary.** Mask rows that do not count, such as padding, with the ops' ``mask=``.
 
     The values are checked if the host can read them: on a CPU, and with ``D3S_KERNELS_CHECK=1``.
 
@@ -145,13 +145,12 @@ class SamplingMask:
         return self.token_ids.device
 
     def index_select(self, rows: Tensor | Sequence[int], *, capacity: int | None = None) -> SamplingMask:
-        """The spans of these rows, in their order. Nothing waits for the device.
+        """The spans of these rows, in the given order. No host sync.
 
         Args:
-            rows: int64 or int32 ``[n]`` on the mask's device (a list is sent there, which waits).
-            capacity: on a GPU, how many ids there is room for. None means as many as the mask has, which is enough if
-            no
-                row comes twice. If there are more ids, the offsets decrease, and then the ops give NaN in all rows.
+            rows: int64 or int32 ``[n]`` on the mask's device (copying a list there is a host sync).
+            capacity: on a GPU, the number of ids to allocate. None means as many as the mask has, which is enough if no
+                row comes twice. If the rows have more ids, the offsets decrease, and then the ops give NaN in all rows.
         """
         if not isinstance(rows, Tensor):
             rows = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
@@ -185,7 +184,7 @@ class SamplingMask:
         return (offsets[0] == 0) & (offsets[1:] >= offsets[:-1]).all() & (offsets[-1] <= len(self.token_ids))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplingMask:
-        """A copy on another device. ``non_blocking`` has an effect only towards a GPU: on a CPU, the values are
+        """A copy on another device. ``non_blocking`` has no effect if that is the CPU, since the values are then
         checked.
         """
         non_blocking &= torch.device(device).type != "cpu"
@@ -193,11 +192,11 @@ class SamplingMask:
         return SamplingMask(ids, offsets)
 
     def pin_memory(self) -> SamplingMask:
-        """A copy in pinned memory, from which ``to(device, non_blocking=True)`` does not wait."""
+        """A copy in pinned memory, for ``to(device, non_blocking=True)`` without a host sync."""
         return SamplingMask(self.token_ids.pin_memory(), self.offsets.pin_memory())
 
     def to_lists(self) -> list[list[int]]:
-        """The ids of each row. Waits for the device."""
+        """The ids of each row. This is a host sync."""
         if not self._valid():
             raise ValueError("offsets: got some that decrease: a choice of rows had more ids than its capacity")
         ids, offsets = self.token_ids.tolist(), self.offsets.tolist()

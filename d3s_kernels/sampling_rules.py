@@ -13,7 +13,7 @@ from ._dispatch import ops
 from .sampling import SamplingMask, known, offsets_of
 
 _ORDERS = {"transformers": ("top_k", "top_p", "min_p"), "vllm": ("min_p", "top_k", "top_p")}
-_LOGITS_AT_ONCE = 1 << 25  # a row's rules take some 40 bytes for each logit
+_LOGITS_AT_ONCE = 1 << 25  # the rules take about 40 bytes for each logit
 _UNIT = 2.0**40  # probabilities are summed as whole multiples of 1 / _UNIT: such sums do not depend on their order
 
 
@@ -29,8 +29,8 @@ def sampling_mask_from_logits(
 ) -> SamplingMask:
     """The tokens that top-k, top-p and min-p keep: for loops that sample from logits themselves, without an engine.
 
-    Only for the logits that are sampled from. Sets that a trainer computes again from its own logits differ from the
-    sampler's, because the logits do.
+    Use it only on the logits that are sampled from. Sets recomputed from a trainer's logits differ from the sampler's,
+    because the logits differ.
 
     Top-k also keeps tokens that tie with the k-th logit. Top-p keeps the most likely tokens until at most ``1 - top_p``
     of the probability is left. It keeps at least one token; among equal tokens the lower ids come first. Min-p keeps
@@ -39,15 +39,14 @@ def sampling_mask_from_logits(
     break ties differently. So sample only from the tokens of this mask.
 
     Args:
-        logits: ``[..., V]``, a float dtype; the rows are those of the leading dimensions, flattened.
+        logits: ``[..., V]``, a float dtype; the leading dimensions, flattened, are the rows.
         top_k: at least 1; None keeps all.
         top_p: in (0, 1]; None keeps all.
         min_p: in [0, 1]; None keeps all.
-        temperature: a number above 0, in [1e-15, 1e15]; it divides the logits first.
+        temperature: in [1e-15, 1e15]; the logits are divided by it first.
         order: "transformers": top-k, top-p, min-p. "vllm": min-p, top-k, top-p.
         max_kept: the largest number of tokens that a row may keep. More are an error on a CPU. On a GPU there is no
-        host
-            sync: memory is allocated for ``max_kept`` ids of each row, and the results of a row with more are NaN.
+            host sync: memory is allocated for ``max_kept`` ids of each row, and a row with more has NaN results.
 
     Raises:
         ValueError, TypeError: an argument out of its range, a row that keeps more than ``max_kept``, a row without a
@@ -73,7 +72,7 @@ def sampling_mask_from_logits(
     for begin in range(0, len(rows), step):
         part = slice(begin, begin + step)
         scores = rows[part].float() / temperature
-        bad[part] = ~scores.amax(1).isfinite()  # NaN, +inf, or -inf alone
+        bad[part] = ~scores.amax(1).isfinite()  # NaN, +inf, or only -inf
         for rule, value in rules:
             scores = scores.masked_fill(~rule(scores, value), -torch.inf)
         kept[part] = scores > -torch.inf
@@ -105,7 +104,7 @@ def _top_k(scores: Tensor, top_k: int) -> Tensor:
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
     down = scores.sort(dim=1, descending=True, stable=True)
-    # The probability of a token and of all that come after it.
+    # `left`: the probability of each token and all tokens sorted after it.
     shares = (down.values.double().softmax(1) * _UNIT).round().long()
     left = shares.flip(1).cumsum(1).flip(1)
     kept = left.float() > left[:, :1].float() * (1 - top_p)

@@ -1,4 +1,4 @@
-"""The choice of rollouts and tokens as one object with one set of options: what the author of a trainer uses."""
+"""The choice of rollouts and tokens as one object with one set of options, for authors of trainers."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 
 class Selection:
-    """D3S's two choices, of rollouts and of their tokens, as the options say at a point of training.
+    """D3S's two choices, of rollouts and of their tokens, by the options and the progress of training.
 
     Args:
         options: a :class:`SelectionOptions`, or a trainer's options that inherit it.
-        values: instead of it, options by name; the others have their defaults.
+        values: options by name, instead of ``options``; the others have their defaults.
 
     Raises:
         ValueError: a bad value; an unknown option; both ``options`` and ``values``.
 
     Example:
-        A step of a loop of your own, on 4 prompts of 8 rollouts, in the middle of the training:
+        A step of your own loop, on 4 prompts of 8 rollouts, halfway through training:
 
         >>> import torch, d3s_kernels as d3s
         >>> selection = d3s.Selection(rollouts_start=2, rollouts_end=4, token_ratio_start=0.2)
@@ -78,8 +78,8 @@ class Selection:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | None, prefix: str = "") -> Self:
-        """From a section of a configuration (YAML, Hydra), or None for an empty one. In errors ``prefix`` stands before
-        the name of an option.
+        """From a section of a configuration (YAML, Hydra); None is an empty section. Error messages put ``prefix``
+        before an option's name.
 
         Example:
             >>> import d3s_kernels as d3s
@@ -92,7 +92,7 @@ class Selection:
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> tuple[Self, list[str]]:
-        """From the words of a command line that begin with ``--d3s.``; and the words without them.
+        """From the ``--d3s.`` options of a command line. Also returns the remaining words.
 
         Example:
             >>> import d3s_kernels as d3s
@@ -114,8 +114,8 @@ class Selection:
         return self.schedule(group_size)(progress)
 
     def number_of_rollouts(self, progress: float, groups: int, n: int, multiple_of: int = 1) -> tuple[int, int]:
-        """How many of the rollouts of so many ``groups`` of ``n`` the budget asks for, and how many :meth:`rollouts`
-        keeps if all advantages are finite.
+        """The number of rollouts that the budget asks for in ``groups`` groups of ``n``, and the number that
+        :meth:`rollouts` keeps if all advantages are finite.
         """
         asked = self.budget(progress, n).rollouts * groups
         return asked, rounded(asked, groups * n, multiple_of)
@@ -134,27 +134,27 @@ class Selection:
         process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> Tensor:
         """Marks the rollouts to train on: :func:`d3s_kernels.selection.choose_rollouts` with the options' rule and
-        scope, and the number of this point of training.
+        scope, and the budget's number of rollouts.
 
         Args:
             advantages: float ``[groups, n]``; or ``[N]`` with ``groups``. A rollout whose advantage is not finite is
                 never kept.
             progress: the share of training that is done, in [0, 1].
-            groups: the group of each of N rollouts, which are in any order, and groups of any size: labels that are
-                equal within a group, or an integer tensor.
-            group_size: what a share of a group is taken of; the largest group's size by default. Give it where groups
-                may have lost rollouts.
-            has_tokens: bool, the shape of advantages. A rollout without a token in the loss (truncated, say) teaches
-                nothing: it counts as one of advantage 0, or for the rule "highest" as the lowest.
-            multiple_of: the number of kept rollouts will be a multiple of this: rounded up, or down where there are not
-                so many.
-            ranks: if given, each of so many ranks, which have equal parts of all rollouts, keeps the same number:
+            groups: the group of each of N rollouts: labels that are equal within a group, or an integer tensor.
+                Rollouts may be in any order, groups of any size.
+            group_size: the group size that a share refers to; by default the largest group's. Give it if groups may
+                have lost rollouts.
+            has_tokens: bool, the shape of ``advantages``. A rollout without a token in the loss (such as a truncated
+                one) teaches nothing: its advantage counts as 0, or with the rule "highest" as the lowest.
+            multiple_of: the number of kept rollouts is rounded up to a multiple of this, or down if there are too few
+                rollouts.
+            ranks: if given, the number of ranks. Each has an equal part of the rollouts and keeps the same number: see
                 :func:`d3s_kernels.selection.choose_rollouts`.
             generator: for the rule "random": a generator on the device, in the same state on every rank that chooses.
 
         Across ranks:
-            process_group: the ranks of which each has some of the groups, as in :func:`d3s_kernels.select_rollouts`.
-                Without it, everybody who has all advantages makes the same choice.
+            process_group: the ranks that each hold some of the groups, as in :func:`d3s_kernels.select_rollouts`.
+                Without it, every process that has all advantages makes the same choice.
 
         Returns:
             bool, the shape of ``advantages``.
@@ -203,20 +203,20 @@ class Selection:
         scale: Scale = "group",
         without_spread: Tensor | None = None,
     ) -> Tensor:
-        """What the kept rollouts are trained with: the advantages of their whole groups, or, with ``advantages_from``
-        "kept", these normalised anew over the kept rollouts of each group (PODS).
+        """The advantages to train with: those given, or, with ``advantages_from`` "kept", those given but normalised
+        again over the kept rollouts of each group (PODS).
 
         Args:
             advantages: float ``[groups, n]``; or ``[N]`` with ``groups``.
             kept: bool, the same shape.
             groups: as in :meth:`rollouts`.
-            scale: as the trainer's: "group" divides by the deviation of the kept ones. With the two others a trainer
-                has divided already, or does not.
-            without_spread: bool ``[groups]``: whose rewards are equal, so that advantages are rounding errors, which a
-                division would enlarge. By default it is told from the advantages.
+            scale: the trainer's scale. "group" divides by the standard deviation of the kept rollouts. The others do
+                not divide here: the trainer has already divided, or never does.
+            without_spread: bool ``[groups]``: groups with equal rewards. Their advantages are only rounding errors,
+                which a division would enlarge. By default these groups are found from the advantages.
 
         Returns:
-            The advantages as they were given; or float32, 0 for rollouts that are not kept.
+            The advantages as given; or, with "kept", float32 with 0 for dropped rollouts.
         """
         if groups is not None:
             table, places = in_groups(advantages, groups)
@@ -241,12 +241,12 @@ class Selection:
         offsets: Tensor | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> TrustedTokens:
-        """The tokens that ``off_policy_rule`` leaves: :func:`d3s_kernels.trusted_tokens` with the options' rule and
-        bounds. Without a rule, all of the mask, with weights of 1 and the count of this rank; where there is a mask, no
-        log-probabilities are needed then.
+        """The tokens that ``off_policy_rule`` keeps: :func:`d3s_kernels.trusted_tokens` with the options' rule and
+        bounds. Without a rule: all tokens of the mask, with weight 1 and the count of this rank; log-probabilities are
+        then needed only if there is no mask.
 
-        Known before the update: the LM head takes its mask, so that the others cost nothing, and :meth:`tokens` takes
-        it whole. The loss of a token is multiplied by its weight.
+        The result is known before the update. Pass its ``mask`` to the LM head, so that other tokens cost nothing, and
+        the whole result to :meth:`tokens`. Multiply each token's loss by its ``weight``.
         """
         given = self.options
         if given.off_policy_rule == "none" and mask is not None:
@@ -274,9 +274,9 @@ class Selection:
         process_group: ProcessGroup | DeviceMesh | None = None,
         placement: Placement = "whole",
     ) -> TokenSelection:
-        """The tokens that carry the gradient: :func:`d3s_kernels.select_tokens` with the options' rule and scope, and
-        the share of this point of training. All arguments are as there; ``entropy`` may have a gradient. With an
-        ``off_policy_rule``, ``mask`` is what :meth:`trusted` has returned, so that no token comes by it.
+        """The tokens that get a gradient: :func:`d3s_kernels.select_tokens` with the options' rule and scope, and the
+        budget's share. All arguments are as there; ``entropy`` may require a gradient. With an ``off_policy_rule``,
+        ``mask`` must be what :meth:`trusted` returned, so that no token bypasses the rule.
         """
         given = self.options
         if isinstance(mask, TrustedTokens):
@@ -301,11 +301,11 @@ class Selection:
     def denominator(
         self, tokens: TokenSelection, mask: Tensor, *, process_group: ProcessGroup | DeviceMesh | None = None
     ) -> Tensor:
-        """What a sum over the kept tokens is divided by (``loss_denominator``): their number, or that of all tokens of
-        the mask; int64, 0-d, at least 1.
+        """What to divide a sum over the kept tokens by (``loss_denominator``): the number of kept tokens, or of all
+        tokens of the mask; int64, 0-d, at least 1.
 
-        With ``process_group`` these are the numbers of all its ranks, which send one number. A trainer that averages
-        gradients over the ranks then multiplies its loss by how many they are.
+        With ``process_group`` the number is summed over its ranks; each sends one number. A trainer that averages
+        gradients over the ranks then multiplies its loss by the number of ranks.
         """
         number = (tokens.mask if self.options.loss_denominator == "kept" else mask).sum()
         if process_group is not None:
@@ -332,27 +332,27 @@ def choose_rollouts(
     ranks: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Marks ``keep`` rollouts for each group, and more until their number is a multiple.
+    """Marks ``keep`` rollouts for each group, and more until the total is a multiple of ``multiple_of``.
 
-    With scope "batch" the larger number is chosen from the pool of all groups. With scope "group" each group keeps one
-    more while there are enough for all. The rest go to the groups whose larger choice has the largest variance, which
-    is what D3S and PODS maximise; with the rule "random" to groups that are drawn. Variances that differ only by
-    rounding count as equal, and then the earlier group gets it.
+    With scope "batch" the total is chosen from the pool of all groups. With scope "group" every group keeps one more
+    for as long as the total allows it. Each remaining rollout goes to the group whose choice of one more has the
+    largest variance, which is what D3S and PODS maximise; with the rule "random" these groups are drawn. Variances that
+    differ only by rounding tie, and ties go to the earlier group.
 
     Args:
-        advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. One that is not finite is
-            never kept. On a GPU the number kept is right where those of ``[groups, n]`` are finite; with ``groups`` the
-            host counts them.
+        advantages: float32, bfloat16 or float16 ``[groups, n]``; or ``[N]`` with ``groups``. Non-finite ones are never
+            kept. On a GPU, the number kept is right only if all of ``[groups, n]`` are finite, since the host does not
+            count them; with ``groups`` it does.
         keep: at least 1. Groups with fewer keep all that they have.
         rule, scope: as in :func:`d3s_kernels.select_rollouts`.
-        groups: the group of each of N rollouts, which are in any order, and groups of any size: labels that are equal
-            within a group, or an integer tensor.
-        multiple_of: at least 1. The number of kept rollouts will be a multiple of this: rounded up, or down where there
-            are not so many rollouts with a finite advantage.
-        ranks: if given, each of so many ranks, which have equal parts of all rollouts, keeps the same number, so that
-            none has to move. With scope "group", if no group lies on two ranks, each rank chooses from its own groups.
-            Otherwise, for the rule "max_variance", it is the choice of the largest variance over all ranks that was
-            found under this restriction; for other rules each rank chooses from its own rollouts.
+        groups: the group of each of N rollouts: labels that are equal within a group, or an integer tensor. Rollouts
+            may be in any order, groups of any size.
+        multiple_of: at least 1. The number of kept rollouts is rounded up to a multiple of this, or down if too few
+            have a finite advantage.
+        ranks: if given, the number of ranks. Each has an equal part of the rollouts and keeps the same number, so that
+            no rollout has to move. With scope "group", if no group lies on two ranks, each rank chooses from its own
+            groups. Otherwise the rule "max_variance" nearly maximises the variance over all ranks under this
+            restriction; with other rules each rank chooses from its own rollouts.
         generator: for the rule "random".
 
     Returns:
@@ -386,10 +386,10 @@ def choose_rollouts(
     if groups is not None or is_known(advantages):
         sizes = table.isfinite().sum(dim=1).tolist()
     else:
-        sizes = [table.shape[1]] * len(table)  # a GPU would have to answer
+        sizes = [table.shape[1]] * len(table)  # counting on a GPU is a host sync
 
     def number_asked(sizes: Sequence[int]) -> int:
-        """``keep`` of each group; with the scope "batch", groups that have more make up for those that have fewer."""
+        """``keep`` for each group; with scope "batch", larger groups make up for groups that have fewer."""
         if scope == "group":
             return sum(min(keep, size) for size in sizes)
         return min(keep * len(sizes), sum(sizes))
@@ -433,16 +433,16 @@ def choose_rollouts(
 
 
 def _without_tokens_last(advantages: Tensor, has_tokens: Tensor, rule: RolloutRule) -> Tensor:
-    """In place of the advantages of rollouts without a token: 0, or below all others, as the rule ranks them."""
+    """Replaces advantages of rollouts without a token by 0, or with rule "highest" by a value below all others."""
     finite, others = advantages.isfinite(), advantages.new_zeros(())
     if rule == "highest" and advantages.numel():
-        lowest = torch.where(finite, advantages, 0.0).amin()  # or 0, if it is lower
+        lowest = torch.where(finite, advantages, 0.0).amin()  # or 0 if that is lower
         others = lowest - lowest.abs().clamp(min=1)
     return torch.where(has_tokens | ~finite, advantages, others)
 
 
 def rounded(asked: int, usable: int, multiple: int) -> int:
-    """A number of rollouts, rounded up to a multiple, or down where so many are not ``usable``."""
+    """``asked`` rounded up to a multiple, or down if fewer than that are ``usable``."""
     total = min(-(-asked // multiple), usable // multiple) * multiple
     if total == 0 < asked:
         raise ValueError(
@@ -452,23 +452,23 @@ def rounded(asked: int, usable: int, multiple: int) -> int:
 
 
 def labels_of(groups: Iterable[Hashable] | Tensor) -> list[Hashable]:
-    """Labels that can be compared: a tensor is equal to itself alone."""
+    """Labels as plain values: tensors of equal value would be different keys."""
     if isinstance(groups, Tensor):
         return list(groups.tolist())
     return [label.item() if isinstance(label, Tensor) else label for label in groups]
 
 
 def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tensor, Tensor]:
-    """A table of the values of rollouts, which are in any order and in groups of any size.
+    """Arranges rollouts' values, in any order and in groups of any size, into a table.
 
     Args:
         values: float ``[N]``.
         groups: the group of each: labels that are equal within a group, or an integer tensor.
 
     Returns:
-        ``[groups, n]``: a row for each group, in the order in which they first appear, filled up with NaN. The means of
-        :func:`d3s_kernels.group_advantages` leave NaN out; its advantages are 0 there. And int64 ``[N]``: where each
-        value is in the flattened table, so that ``table.flatten()[places]`` are the values.
+        ``[groups, n]``: a row for each group, in order of first appearance, padded with NaN, which
+        :func:`d3s_kernels.group_advantages` leaves out of means and gives advantage 0. And int64 ``[N]``: the index of
+        each value in the flattened table, so that ``table.flatten()[places]`` gives the values back.
 
     Raises:
         ValueError: not one label for each value; values that are not float.
@@ -501,7 +501,7 @@ def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tens
 
 
 def _variances(values: Tensor, chosen: Tensor) -> Tensor:
-    """The variance of the chosen values of each row, to 16 bits: rows which differ by rounding alone are equal."""
+    """The variance of each row's chosen values, rounded to 16 bits, so that rows that differ only by rounding tie."""
     count = chosen.sum(dim=1, keepdim=True)
     numbers = torch.where(chosen, values, 0.0).double()
     apart = torch.where(chosen, numbers - numbers.sum(dim=1, keepdim=True) / count, 0.0)

@@ -24,7 +24,7 @@ PREFIX = "--d3s."
 
 
 class Takes(NamedTuple):
-    """The values that an option accepts: a test, and its words in an error."""
+    """The values that an option accepts: a test, and their description in error messages."""
 
     fits: Callable[[Any], bool]
     words: str
@@ -59,8 +59,8 @@ FLAG = Takes(lambda value: isinstance(value, bool), "true or false")
 
 
 class Help(str):
-    """An option's help text, which also stores the values that the option accepts. They cannot be further metadata of
-    the field: transformers passes all other metadata to ``argparse``, which accepts only its own names.
+    """An option's help text, which also stores the values that the option accepts. These cannot be a metadata entry of
+    their own: transformers passes all metadata to ``argparse``, which accepts only names it knows.
     """
 
     takes: Takes
@@ -76,8 +76,8 @@ def option(default: Any, help: str, takes: Takes) -> Any:
 
 
 def _accepted(kind: Any) -> Iterator[tuple[str, Takes]]:
-    """The options of a dataclass, or of its instance, and what each takes; its other fields are not ours. A class that
-    inherits an option may give it another default.
+    """The options of a dataclass or its instance, and what each takes; other fields are skipped. The base classes are
+    searched too, since a subclass may declare an option again to change its default.
     """
     bases = (kind if isinstance(kind, type) else type(kind)).__mro__
     for each in dataclasses.fields(kind):
@@ -102,7 +102,7 @@ def check_options(options: Any, section: str = "") -> None:
 
 
 def check_token_rule(options: Any, section: str = "") -> None:
-    """Raises a ValueError for token options that rule "entropy_quantile" does not have."""
+    """Raises a ValueError for token options that rule "entropy_quantile" does not support."""
     if options.token_rule != "entropy_quantile":
         return
     for key, takes in (("token_scope", "batch"), ("drop_zeros", False)):
@@ -111,7 +111,7 @@ def check_token_rule(options: Any, section: str = "") -> None:
 
 
 def options_from(kind: type[Options], values: Mapping[str, Any], section: str = "") -> Options:
-    """Options of this kind with these values, and the defaults for those that are missing.
+    """Options of class ``kind`` with these values, and defaults for the others.
 
     Raises:
         ValueError: a bad value, an unknown option; the message names it, with ``section`` before it.
@@ -129,9 +129,9 @@ def options_from(kind: type[Options], values: Mapping[str, Any], section: str = 
 
 
 def values_of_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The values of the words that begin with ``--d3s.``, of a command line; and the words without them.
+    """Splits a command line into the values of its ``--d3s.`` options and the remaining words.
 
-    A value is a number, true or false, or else the word itself. It stands behind its option, or after ``=``.
+    A value is the word after its option, or follows ``=``. It is read as JSON (a number, true, false), else as text.
 
     Raises:
         ValueError: an option without a value.
@@ -226,14 +226,14 @@ class SelectionOptions:
 
 
 def rollouts_of(given: float, group_size: int) -> int:
-    """How many rollouts of a group an option asks for: at most 1 is a share, which is rounded half up; above 1 it is
-    their number. Clamped to [2, group_size], since a single rollout has no advantage.
+    """The number of rollouts of a group that an option asks for: up to 1 it is a share of the group, rounded half up;
+    above 1 it is the number. Clamped to [2, group_size], since a single rollout has no advantage.
 
     Example:
         >>> from d3s_kernels.selection_options import rollouts_of
         >>> rollouts_of(0.25, 8), rollouts_of(0.25, 10), rollouts_of(12, 8), rollouts_of(1, 8)
         (2, 3, 8, 8)
     """
-    # The decimal number that was written: in binary 0.29 of 50 is less than 14.5.
+    # As the decimal that was written: in binary, 0.29 * 50 is below 14.5.
     asked = given if given > 1 else (Decimal(repr(given)) * group_size).to_integral_value(ROUND_HALF_UP)
     return min(max(int(asked), 2), max(group_size, 2))

@@ -94,7 +94,7 @@ def topk_mask(
     Raises:
         ValueError, TypeError: neither or both of ratio and k, ratio outside (0, 1], k below 1, a wrong shape, dtype,
             device or offsets. With a process group, the rank with the wrong argument raises before it sends anything.
-            Under ``D3S_KERNELS_CHECK=1`` all ranks raise, also if they differ in what has to be the same.
+            Under ``D3S_KERNELS_CHECK=1`` all ranks raise, also if arguments differ that must be the same on all ranks.
 
     Example:
         >>> import torch, d3s_kernels as d3s
@@ -165,11 +165,11 @@ def select_tokens(
 
     Across ranks:
         process_group: the ranks that hold tokens, as in :func:`topk_mask`: "batch" pools the tokens of all ranks and
-            keeps one exact share of them; count and threshold are of all ranks.
+            keeps one exact share of them; count and threshold are over all ranks.
         placement: as in :func:`topk_mask`. If sequences are "whole", scope "sequence" needs no communication, and
-            ``offsets`` and advantages are the rank's own; a rank with as many tokens as sequences has one advantage
-            for each token. If sequences are cut, advantages that are one for each sequence are the same on every rank;
-            if every rank has as many tokens as there are sequences, advantages are taken as one for each token.
+            ``offsets`` and advantages are the rank's own; on a rank with as many tokens as sequences, advantages count
+            as one for each token. If sequences are cut, per-sequence advantages must be the same on every rank; if
+            every rank has as many tokens as there are sequences, advantages count as one for each token.
 
     Returns:
         :class:`TokenSelection`; its entropy is the argument. With "entropy_quantile" the threshold is the quantile.
@@ -291,7 +291,7 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
     Args:
         mask: bool or integer (True where it is not 0), any shape.
-        capacity: how many indices there is room for.
+        capacity: the length of ``indices``.
 
     Returns:
         ``(indices, count)``: int64 ``[capacity]``, ascending, with -1 after the last index; int64 ``[1]``, how many

@@ -1,5 +1,5 @@
-"""Which tokens may be trusted: those whose probability in the trained policy is near the one they were sampled with, by
-one of the rules of the field. The mask is known before the update, so that the LM head leaves the others out.
+"""Trusted tokens: their probability in the trained policy is close to the one they were sampled with, by one of several
+published rules. The mask is known before the update, so that the LM head skips all other tokens.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class TrustedTokens(NamedTuple):
     weight: Tensor
     """float32, the same shape: what a token's loss is multiplied by; 0 where the token is not trusted."""
     count: Tensor  # type: ignore[assignment]  # hides tuple.count
-    """int64, 0-d: the trusted tokens."""
+    """int64, 0-d: the number of trusted tokens."""
 
 
 class Row(NamedTuple):
     """A rule: the measure of a token, computed from the logarithms of p and q in float64, and the bounds on it."""
 
     measure: Callable[[Tensor, Tensor], Tensor]
-    # What is bounded: a token's measure, its sum or mean over a sequence, or its mean over the tokens of all sequences
-    # that have the smallest ones.
+    # What is bounded: a token's measure, its sum or mean over a sequence, or its mean over the tokens with the smallest
+    # measures of all sequences.
     over: Literal["token", "sum", "mean", "smallest"] = "token"
     low: float | None = None  # only for a ratio
     high: float | None = None  # None if the caller must set it
-    is_ratio: bool = False  # the measure is a ratio's logarithm; the ratio is what is bounded, and the token's weight
-    truncates: bool = False  # a ratio outside is set to the nearer bound, and its tokens are kept
+    is_ratio: bool = False  # the measure is a ratio's logarithm; the ratio is bounded, and is the token's weight
+    truncates: bool = False  # ratios are clamped to the bounds, and their tokens are kept
     drops_negative: bool = False  # only sequences with an advantage below 0 are dropped
 
 
@@ -64,8 +64,9 @@ def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _two_point_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The larger of the two KL divergences between p and q, where all other tokens count as one. Probabilities are kept
-    1e-8 away from 0 and 1, as in AReaL: in float32 a sure token has probability 1, from which divergences are infinite.
+    """The larger of KL(p, q) and KL(q, p), with all other tokens as one outcome. Probabilities are clamped to stay 1e-8
+    away from 0 and 1, as in AReaL: in float32 a nearly certain token has probability 1, for which a divergence is
+    infinite.
     """
     p, q = (log.exp().clamp(1e-8, 1 - 1e-8) for log in (log_p, log_q))
     apart, others_apart = (p / q).log(), ((1 - p) / (1 - q)).log()
@@ -99,10 +100,10 @@ def trusted_tokens(
     offsets: Tensor | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
 ) -> TrustedTokens:
-    """Keeps the tokens, or the sequences, whose probability is nearly the one that they were sampled with.
+    """Keeps the tokens, or the sequences, whose probability is close to the one they were sampled with.
 
-    With the probability p of a token in the trained policy, q in the policy that sampled it (an inference engine, or an
-    earlier policy), ``r = p / q``, and means and products over the tokens of a sequence:
+    Here p is a token's probability in the trained policy, q in the policy that sampled it (an inference engine, or an
+    earlier policy), and ``r = p / q``. Means and products are over the tokens of a sequence:
 
     ==================== ================================================= ============ =============================
     ``rule``             keeps                                             low, high    is
@@ -118,25 +119,25 @@ def trusted_tokens(
     "opsm"               a sequence iff its advantage is at least 0 or     no default   DeepSeek-V3.2, arXiv
                          ``mean(log q - log p) <= high``                                2512.02556, eq. 9
     "sequence_error"     a sequence iff ``mean(exp |log r|) <= high``      2            NeMo-RL's sequence mask
-    "m2po"               as many tokens as can be, with the smallest       0.04         M2PO, as in AReaL
-                         ``(log r)^2``, whose mean is below ``high``
+    "m2po"               tokens from the smallest ``(log r)^2`` up, while  0.04         M2PO, as in AReaL
+                         its mean over them is below ``high``
     ==================== ================================================= ============ =============================
 
-    A token with a NaN, or with a probability of 0 in both policies, is not kept and counts in no mean. All is computed
-    in float64, sums in an order that does not depend on the other sequences. Equal squares of "m2po" are kept from the
-    lowest index on. The result has no gradient.
+    A token with a NaN, or with a probability of 0 in both policies, is not kept and counts in no mean. Everything is
+    computed in float64; a sequence is summed in an order that does not depend on other sequences. For "m2po", ties go
+    to the lower index. The result has no gradient.
 
     Args:
         logprob: log p, ``[..., T]``, a sequence for each row, or ``[N]`` with ``offsets``. float32, bfloat16, float16.
         sampling_logprob: log q, the same shape.
-        rule: see the table; ``docs/methods.md`` says what was read of each.
-        low, high: in place of the rule's bounds, which are kept themselves. ``low`` is for ratios alone; 0 and infinity
-            bound nothing.
-        advantages: for "opsm", which has to have them: one for each sequence or for each token.
-        mask: bool or integer (True where it is not 0), the shape of ``logprob``. What is False is not read.
+        rule: see the table; ``docs/methods.md`` names the sources that were read.
+        low, high: in place of the rule's bounds, which are inclusive except for "m2po". ``low`` is only for ratios; a
+            ``low`` of 0 or a ``high`` of infinity is no bound.
+        advantages: required by "opsm": one for each sequence or for each token.
+        mask: bool or integer (True where it is not 0), the shape of ``logprob``. Where it is False, nothing is read.
         offsets: int32 or int64 ``[S + 1]``, from 0 to N.
-        process_group: the ranks whose tokens "m2po" ranks together, and whose tokens are counted; their sequences are
-            whole. All ranks call it. "m2po" then waits for the device.
+        process_group: the ranks over which "m2po" pools tokens and ``count`` is summed; every sequence is whole on one
+            rank. All ranks must call. "m2po" then makes a host sync.
 
     Returns:
         :class:`TrustedTokens`. The weight of a kept token is the ratio for the first six rules (of the token, of its
@@ -165,7 +166,7 @@ def trusted_tokens(
     log_p = as_float32("logprob", logprob).double().flatten()
     log_q = as_float32("sampling_logprob", sampling_logprob).double().flatten()
     known = (log_p - log_q).clamp(-1, 1).float().view(logprob.shape)  # NaN stays
-    present = usable(known, checked_mask(mask, logprob), offsets).flatten()  # refuses bad arguments as well
+    present = usable(known, checked_mask(mask, logprob), offsets).flatten()  # also checks the arguments
     measure, segments = row.measure(log_p, log_q), segments_of(logprob, offsets)
     if row.over in ("sum", "mean"):
         total = segments.last(segments.scan(torch.where(present, measure, 0.0), torch.add))
@@ -196,7 +197,7 @@ def trusted_tokens(
 
 
 def weighs(rule: str) -> bool:
-    """Whether the weights of a rule, which may be "none", are ratios."""
+    """Whether a rule's weights are ratios. ``rule`` may be "none"."""
     return rule in RULES and RULES[rule].is_ratio
 
 
@@ -234,8 +235,8 @@ def _of_each(advantages: Tensor | None, logprob: Tensor, segments: Segments) -> 
 
 
 def _smallest(squares: Tensor, present: Tensor, high: float, process_group: ProcessGroup | DeviceMesh | None) -> Tensor:
-    """Marks as many of the smallest squares, float32, as have a mean below ``high``; of all ranks' squares. Each
-    further square raises the mean.
+    """Marks the smallest squares (float32, of all ranks), as many as have a mean below ``high``. The next larger square
+    never lowers the mean.
     """
     if process_group is not None:
         from ._across_ranks.rollouts import gather

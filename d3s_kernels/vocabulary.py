@@ -80,7 +80,7 @@ def logprob_entropy(
         label_outside: what to do with a label that is not in its row's span. "nan": the log-probability and its
             gradient are NaN; on a CPU it is an error. "include": the label is added to the row's set.
         max_dense_rows: the caller's bound on the rows with an empty span that ``mask`` keeps; 0 says that there are
-            none. Without a bound, there is a host sync if plain PyTorch serves a GPU. If there are more such rows, all
+            none. Without a bound, plain PyTorch needs a host sync on a GPU. If there are more such rows than that, all
             results and gradients are NaN, except those that are 0 because of ``mask`` or a label of -100.
 
     Returns:
@@ -164,11 +164,11 @@ def linear_logprob_entropy(
     Memory:
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU. The backward takes
             8 to 12 bytes x H more for each row with a gradient. If these rows do not fit into one tile beside 32,768
-            tokens (on a CPU 8,192), the gradient of a weight in half precision takes 4 bytes x H for each token of a
-            tile more.
+            tokens (on a CPU 8,192), the gradient of a weight in half precision takes 4 bytes x H more for each token
+            of a tile.
         weight_grad_into: a contiguous tensor of the shape of ``weight``, in float32; or in its dtype, if nothing is
-            converted. Every backward **adds** the weight's gradient to it, also one that asks for other gradients
-            alone, and never zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None.
+            converted. Every backward **adds** the weight's gradient to it, even if it asks only for other gradients,
+            and never zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None.
             If the weight requires no gradient, nothing is added. Not under ``torch.compile``. With a sampling mask and
             ``max_dense_rows=0``, only the rows of kept tokens are written.
 

@@ -94,7 +94,7 @@ class Layout(NamedTuple):
         return self.placement == "whole" and (values.dim() > 1 or self.offsets is not None)
 
     def check(self, name: str, values: Tensor, *takes: str) -> None:
-        """Checks what one rank can check without the others: the placement, and offsets that are of all ranks."""
+        """Checks what one rank can check without the others: the placement, and global offsets."""
         placement, offsets = self.placement, self.offsets
         if placement not in takes:
             raise ValueError(f"placement: got {placement!r}; takes {', '.join(map(repr, takes[:-1]))} or {takes[-1]!r}")

@@ -1,8 +1,8 @@
 """group_advantages, max_variance_select, select_rollouts across ranks.
 
-The result is this rank's piece of the local op's result for the concatenated tensors of all ranks. It is computed in
-this way: all ranks' values are gathered once, and each rank runs the local op on all of them. If every group is whole
-on one rank and nothing is pooled, each rank runs the local op only on its own values, and nothing is sent.
+The result is this rank's piece of the local op's result for the concatenated tensors of all ranks. All ranks' values
+are gathered once, and each rank runs the local op on all of them. If every group is whole on one rank and nothing is
+pooled, each rank runs the local op only on its own values, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ def _select(
     held = math.prod(values.shape[:-1]) if offsets is None else len(offsets) - 1
     everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), held, layout.max_rollouts)
     groups = everyones.as_one_segment() if whole else _groups_of_all("values", offsets, everyones)
-    if pooled:  # as many as all groups have together; without a group there are no values, and one counts
+    if pooled:  # keeps `keep` times the number of groups, which counts as at least 1
         number = everyones.numbers.sum().clamp(min=1) if whole else max(len(groups) - 2, 1)
         each = Quota(*quota).number(max(len(everyones.values), 1))
         wanted = torch.ones((), dtype=torch.int64, device=values.device) * each * number
         quota = None, None, None, wanted
         groups = everyones.as_one_segment()
-    if equal_rows:  # which is for the scope "batch"
+    if equal_rows:  # only with scope "batch"
         return most_varied(everyones.rows, wanted)[ranks.rank, : len(numbers)].view(values.shape)
     longest = max_segment if everyones.host_total is not None else None  # the padding may be longer
     kept = choose_rollouts(rule, everyones.values, quota, None, groups, longest, False, None)[everyones.places]
@@ -218,8 +218,8 @@ def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) 
 
     Ranks may have different numbers of rollouts, or none, but all send messages of the same length. With the caller's
     bound ``max_rollouts``, a message has that many values. Only the device then knows where one rank's values end, and
-    there is no host sync. Without a bound, a message has as many values as the largest rank. Finding this number takes
-    one more round and a host sync.
+    there is no host sync. Without a bound, a message has as many values as the rank with the most. Finding this number
+    takes one more round and a host sync.
     """
     most, total = max_rollouts, None
     if most is None:

@@ -149,9 +149,8 @@ def _pieces_and_weights(
 ) -> tuple[Tensor, Tensor]:
     """This rank's pieces of the sequences, and an advantage for each of its tokens. One round, of 24 bytes.
 
-    A rank with as many tokens as there are sequences cannot tell which of the two its advantages are for. So every rank
-    sends which of them fit its advantages. They are for sequences if that fits on all ranks, unless tokens fit on all
-    ranks too.
+    On a rank with as many tokens as there are sequences, advantages may be for tokens or for sequences. So every rank
+    sends which of the two fit. Advantages are for sequences if that fits on all ranks and tokens do not.
     """
     tokens, sequences = entropy.shape[0], offsets.shape[0] - 1
     number = advantages.shape[0] if advantages.dim() else -1

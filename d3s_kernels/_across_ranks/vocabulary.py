@@ -62,7 +62,7 @@ def vocab_parallel_logprob_entropy(
             the vocabulary is a column of ``-inf``; a whole shard may be padding. Or a DTensor with ``Shard(-1)`` on one
             dimension of its mesh, and ``Replicate``, or ``Shard`` of rows, on the others.
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target:
-            logprob 0, entropy as usual. A label that no rank has gives NaN, and NaN gradients.
+            logprob 0, entropy as usual. A label in no shard gives NaN, and NaN gradients.
         vocab_start: the token of this rank's first column; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
@@ -71,8 +71,8 @@ def vocab_parallel_logprob_entropy(
         mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where it is False are not
             read and give 0 and 0.
         sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with tokens of the whole vocabulary, the same on all
-            ranks: each reads those of its shard. A token that no rank has is left out, unless
-            ``D3S_KERNELS_CHECK=1`` has the ranks compare what they have.
+            ranks: each reads the tokens of its shard. A token in no shard is left out; with ``D3S_KERNELS_CHECK=1`` it
+            is an error.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`, the same on all ranks.
 
     Returns:
@@ -80,9 +80,9 @@ def vocab_parallel_logprob_entropy(
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a group that this
-            process is not in, a DTensor that is cut otherwise. If one rank alone refuses its arguments, the others wait
-            for it. With ``D3S_KERNELS_CHECK=1`` all ranks raise the same error, except about the group and the
-            placements of DTensors; also if labels, temperatures or masks differ between ranks, if shards overlap or
+            process is not in, a DTensor with other placements. If only one rank raises, the others wait for it. With
+            ``D3S_KERNELS_CHECK=1`` all ranks raise the same error, except about the group and the placements of
+            DTensors. They then also raise if labels, temperatures or masks differ between ranks, if shards overlap or
             leave a gap, and if a label is in no shard.
 
     Example:
@@ -164,13 +164,13 @@ def vocab_parallel_linear_logprob_entropy(
     ``weight_grad_into`` cut as the weight is, the rest replicated on these ranks.
 
     Args:
-        hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. It needs a gradient on all or none.
+        hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks; either all or none need a gradient.
         weight_shard: ``[V_r, H]``, the dtype of ``hidden``, or one of the two float32 (see
             :func:`d3s_kernels.linear_logprob_entropy`): the weight of tokens ``vocab_start`` to ``vocab_start + V_r``.
             Ranks may have different numbers of tokens, or none. Or a DTensor with ``Shard(0)`` on one dimension of its
-            mesh, and ``Replicate`` on the others; nothing is summed over the others here.
+            mesh, and ``Replicate`` on the others, over which nothing is summed here.
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target.
-            A label that no rank has gives NaN, and NaN gradients.
+            A label in no shard gives NaN, and NaN gradients.
         vocab_start: the token of the first row of ``weight_shard``; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
@@ -187,8 +187,8 @@ def vocab_parallel_linear_logprob_entropy(
             bias.
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU.
         weight_grad_into: a contiguous tensor of the shape of ``weight_shard``, in float32; or in its dtype, if nothing
-            is converted. Every backward **adds** the weight's gradient to it, also one that asks for other gradients
-            alone, and never zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None.
+            is converted. Every backward **adds** the weight's gradient to it, even if it asks only for other gradients,
+            and never zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None.
             If the weight requires no gradient, nothing is added. Not under ``torch.compile``.
         sampling_mask: as in :func:`d3s_kernels.linear_logprob_entropy`, with tokens of the whole vocabulary: each rank
             computes those of its shard. The ranks then exchange 16 bytes for each row, and in the backward H float32
@@ -289,7 +289,7 @@ def _require_one_vocabulary(sharded: ShardedArgument, labels: Tensor, sampling_m
 
 
 class ShardedArgument:
-    """A tensor whose dimension ``dim`` is the vocabulary: ``local`` is this rank's shard; the ``ranks`` have all."""
+    """A tensor whose dimension ``dim`` is the vocabulary, sharded over ``ranks``; ``local`` is this rank's shard."""
 
     local: Tensor
     first_token: int

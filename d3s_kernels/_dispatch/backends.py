@@ -67,7 +67,7 @@ def _kernels(backend: str) -> Mapping[str, _Kernel]:
     return _torch.KERNELS
 
 
-# ---- what a CPU multiplies ------------------------------------------------------------------------------------------
+# ---- half-precision products on a CPU -------------------------------------------------------------------------------
 
 
 @cache
@@ -82,8 +82,8 @@ def half_products() -> tuple[torch.dtype, ...]:
 
 _serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
 
-# A back-end cuts a row into slices of so many tokens, and reduces each to one softmax state. The number is kSlice in
-# csrc/cuda/, SLICE in _triton/, and kSlice in csrc/cpu/softmax_rows.h, which holds on a CPU unless another back-end
+# A back-end cuts a row into slices of this many tokens, and reduces each to one softmax state. The number is kSlice in
+# csrc/cuda/, SLICE in _triton/, and kSlice in csrc/cpu/softmax_rows.h; the last is for a CPU, unless another back-end
 # serves it. The slice length of _torch/ divides both numbers.
 CPU_SLICE, GPU_SLICE = 8192, 32768
 SLICES = {"cpu": CPU_SLICE, "cuda": GPU_SLICE, "xpu": GPU_SLICE}

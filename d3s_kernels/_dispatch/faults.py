@@ -31,7 +31,7 @@ FAULTS = {
     "sampling_mask": "a sampling mask whose offsets are no offsets or whose ids are no tokens, which gave NaN",
     "dense_rows": "more rows without a span than max_dense_rows, which made all rows NaN",
 }
-PUBLIC_OPS = (  # in the order of PublicOp there
+PUBLIC_OPS = (  # in the order of PublicOp in the same file
     "entropy",
     "logprob_entropy",
     "linear_logprob_entropy",
@@ -79,9 +79,9 @@ def _level_of_the_caller() -> int:
 def synchronize_checks() -> None:
     """Waits for the GPUs, and then warns of bad values that the ops so far have met.
 
-    On a GPU an op cannot refuse the value of a tensor, such as a ratio outside of (0, 1], offsets that decrease or a
-    label that is no token, without waiting for the device: it selects nothing or gives NaN, and the next call of any
-    op warns. This function is for the end of a program, and for tests. On a CPU values are checked at once.
+    On a GPU, refusing a bad value in a tensor, such as a ratio outside of (0, 1], offsets that decrease or a label that
+    is no token, would need a host sync. Instead the op selects nothing or gives NaN, and the next call of any op warns.
+    Call this function at the end of a program, and in tests. On a CPU values are checked at once.
 
     Warns:
         RuntimeWarning: once for each op and kind of fault.

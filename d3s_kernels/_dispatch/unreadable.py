@@ -1,4 +1,4 @@
-"""Refuses, by the argument's name, plain tensors of a layout that no kernel reads: sparse, quantised and nested ones.
+"""Refuses plain tensors of a layout that no kernel reads (sparse, quantised, nested), and names the argument.
 
 The dispatcher itself would say that an op "could not run with arguments from the 'SparseCPU' backend". So a kernel is
 registered for these layouts, which raises a better error. Arguments of other layouts never reach it, and cost nothing.

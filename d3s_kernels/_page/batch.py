@@ -1,4 +1,4 @@
-"""The arguments of a page, checked, as plain Python values of each rollout."""
+"""Checks the arguments of a page and converts them to plain Python values for each rollout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rollouts_of(
     if scores is None and (entropy is None or advantages is None):
         raise ValueError("scores: got None without entropy and advantages; takes a tensor, or both of these instead")
     texts, counts = _texts(completions, mask, tokenizer)
-    # Without the argument each of these is None, and all rollouts are kept.
+    # Without kept_rollouts every value is None, which counts as kept.
     kept = [keep is not False for keep in _per_rollout("kept_rollouts", kept_rollouts, len(texts), _BOOL)]
     lengths = [len(row) if keep else 0 for row, keep in zip(texts, kept, strict=True)]
     tokens = _per_token("kept_tokens", kept_tokens, lengths, kept, _BOOL)
@@ -71,7 +71,7 @@ def _float(name: str, value: Tensor) -> Tensor:
 
 
 _Kind = tuple[str, Callable[[str, Tensor], Tensor]]
-"""What an argument is, and the function that returns it in this form."""
+"""The name of a kind of tensor, and the function that checks and converts a tensor to it."""
 _BOOL: _Kind = "bool", as_bool
 _FLOAT: _Kind = "float", _float
 
@@ -105,8 +105,8 @@ def _per_rollout(name: str, value: Tensor | None, count: int, kind: _Kind) -> li
 
 
 def _per_token(name: str, value: Tensor, lengths: list[int], kept: list[bool], kind: _Kind) -> list[list[Any]]:
-    """The values of each rollout's tokens, with no tokens of a dropped rollout; from rows for all rollouts, or for the
-    kept ones only.
+    """The values of each rollout's tokens; none for a dropped rollout. ``value`` has a row for each rollout, or for
+    each kept one.
     """
     value = _tensor(name, value, kind)
     longest, every, some = max(lengths, default=0), len(kept), sum(kept)
@@ -120,7 +120,7 @@ def _per_token(name: str, value: Tensor, lengths: list[int], kept: list[bool], k
 
 
 def _require_countable(kept_tokens: Tensor, shown: list[list[bool]], counts: list[list[bool]]) -> None:
-    """Refuses kept tokens that are not shown as kept: those of dropped rollouts, and those that the mask leaves out."""
+    """Refuses kept tokens in dropped rollouts or where the mask is 0."""
     fitting = sum(
         keep and count
         for row, flags in zip(shown, counts, strict=True)

@@ -1,4 +1,4 @@
-"""The rollouts of a step, collected while its micro-batches are trained on, until they are a page."""
+"""Collects the rollouts of a step from its micro-batches, to make a page of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Fields = dict[str, Any]
 
 
 class CollectedRollouts:
-    """What a page shows of rollouts, in tensors on the CPU; each is known by its place in the step's batch."""
+    """What a page shows of rollouts, as CPU tensors, keyed by the rollout's index in the step's batch."""
 
     def __init__(self) -> None:
         self.generated: dict[int, Fields] = {}
@@ -24,14 +24,14 @@ class CollectedRollouts:
     def add_generated(
         self, place: int, prompt: Sequence[int], completion: Sequence[int], counts: Tensor, advantage: float
     ) -> None:
-        """A rollout before any is dropped: token ids, which tokens of the completion are in the loss, its advantage."""
+        """Adds a rollout, before any is dropped: its token ids, which of its tokens are in the loss, its advantage."""
         self.generated[place] = {
             "prompt": prompt, "completion": completion, "counts": counts, "advantage": advantage
         }  # fmt: skip
 
     def add_trained(self, place: int, kept: Tensor, entropy: Tensor, advantage: float) -> None:
-        """A rollout that is trained on: its kept tokens, the entropies of all, NaN where none was measured, and the
-        advantage that it is trained with.
+        """Adds a rollout that is trained on: its kept tokens, the entropies of all its tokens (NaN if not measured),
+        and the advantage that it is trained with.
         """
         self.trained[place] = {"kept": kept, "entropy": entropy, "advantage": advantage}
 

@@ -17,7 +17,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the page shows of one rollout. A dropped one has no scores, entropies and kept tokens."""
+    """What the page shows of one rollout. A dropped one has no scores, entropies or kept tokens."""
 
     texts: list[str]  # of each token
     counts: list[bool]  # the tokens that could be kept; others have no score
@@ -41,10 +41,10 @@ class Group:
 
 
 def page(title: str, formula: str, groups: Sequence[Group], longest: int) -> str:
-    """The whole page. Of a rollout with more than ``longest`` tokens, those in the middle are left out.
+    """The whole page. A rollout with more than ``longest`` tokens is shown without its middle.
 
     Args:
-        formula: that of the scores, or "" where it is not known.
+        formula: the scores' formula, or "" if not known.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     top = darkest_from(
@@ -66,8 +66,8 @@ def page(title: str, formula: str, groups: Sequence[Group], longest: int) -> str
 
 
 def darkest_from(scores: Iterable[float]) -> float:
-    """The score from which a token has the darkest shade: the 99th percentile of the positive ones, as one very large
-    score would make all others pale.
+    """The score from which a token has the darkest shade: the 99th percentile of positive scores. With their maximum,
+    one very large score would make all others pale.
     """
     positive = sorted(score for score in scores if 0 < score < math.inf)
     return positive[math.ceil(0.99 * len(positive)) - 1] if positive else math.inf
@@ -144,7 +144,7 @@ def _facts(rollout: Rollout, place: int) -> str:
 
 
 def _parts(rollout: Rollout, longest: int) -> tuple[slice, str, slice]:
-    """The tokens that are shown from the start and from the end, and what is said of those between them."""
+    """The tokens shown from the start and from the end, and the note on those left out between them."""
     count = len(rollout.texts)
     if count <= longest:
         return slice(count), "", slice(count, count)
@@ -164,6 +164,6 @@ def _token(rollout: Rollout, place: int, top: float) -> str:
         return text
     name, score = "mark" if rollout.kept_tokens[place] else "i", rollout.scores[place]
     entropy = math.nan if rollout.entropies is None else rollout.entropies[place]
-    # Values without quotes keep the page small; a number has no character that would need them.
+    # Unquoted values keep the page small; numbers need no quotes.
     known = "" if math.isnan(entropy) else f" data-h={entropy:.3g}"
     return f"<{name} class=s{shade(score, top)} data-s={score:.3g}{known}>{text}</{name}>"

@@ -9,16 +9,16 @@ from typing import Any
 
 UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a character
 NO_TEXT = "\u25ab"  # ▫: shown for a token without a text of its own
-_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8: a longer stretch of unfinished tokens is no character
+_LONGEST_CHARACTER = 4  # the most bytes of a UTF-8 character: a longer run of unfinished tokens is no character
 
-# Characters that would be invisible, or would change the text around them: control characters, marks of the writing
-# direction, invisible operators, fillers, tags and selectors of Han variants, line separators, surrogates. Tab and
-# newline stay, and what emoji and several scripts need within a word.
+# Characters that would be invisible, or would change the text around them: control characters, text-direction marks,
+# invisible operators, fillers, tags, variation selectors of Han characters, line separators, surrogates. Tab and
+# newline are not among them, nor what emoji and several scripts need within a word.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164"
     "\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e007f\U000e0100-\U000e01ef]"
 )
-_WITHIN_WORDS = "\u200c\u200d\ufe00-\ufe0f"  # joiners, and variants of a character
+_WITHIN_WORDS = "\u200c\u200d\ufe00-\ufe0f"  # joiners and variation selectors
 _INVISIBLE = re.compile(f"[{_WITHIN_WORDS}]*")
 
 
@@ -33,11 +33,11 @@ def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds to those before it. Joined, the texts are the whole text, but for bytes that are no
-    character (U+FFFD).
+    """The text that each token adds to those before it. Joined, the texts are the whole text, except for invalid bytes
+    (U+FFFD).
 
-    A character whose bytes are spread over several tokens is the text of its last one; the others have none. Each token
-    is decoded together with the one before it, since some tokenizers drop a space at the start of a text.
+    A character whose bytes span several tokens is the text of the last of them; the others have no text. Each token is
+    decoded together with the one before it, since some tokenizers drop a space at the start of a text.
     """
     texts: list[str] = []
     first = done = 0  # the tokens that are decoded begin at ``first``; the text of those before ``done`` is known
@@ -47,7 +47,7 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) ->
         if text.endswith(UNFINISHED) and not last:
             texts.append("")
             continue
-        while not text.startswith(before):  # of bytes that are no character, some may have become one
+        while not text.startswith(before):  # bytes that were invalid may form a character now
             before = before[:-1]
         texts.append(text[len(before) :])
         first, done = done, end
@@ -55,11 +55,11 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) ->
 
 
 def as_html(text: str) -> str:
-    """The text, escaped for the content of an element. Hidden characters become their names, as in ⟨U+202E⟩."""
+    """The text, escaped for the content of an element. Hidden characters become their code points, as in ⟨U+202E⟩."""
     return html.escape(_HIDDEN.sub(lambda found: f"\u27e8U+{ord(found[0]):04X}\u27e9", text), quote=False)
 
 
 def token_as_html(text: str) -> str:
-    """Likewise for a single token. Something of it is always visible, also of a line break, a joiner or no text."""
+    """The same for a single token, always with something visible, even for a line break, a joiner or no text."""
     shown = as_html(text).replace("\n", "\u21b5\n")
     return NO_TEXT + shown if _INVISIBLE.fullmatch(shown) else shown

@@ -54,8 +54,8 @@ QuotaOfOp = tuple[float | None, Tensor | None, int | None, Tensor | None]
 
 
 def quota_of(like: Tensor, ratio: float | Tensor | None, k: int | Tensor | None = None, name: str = "k") -> QuotaOfOp:
-    """Decides whether ``ratio`` and ``k`` are numbers or 0-d tensors, which have to be
-    on the device of ``like``. The ops check the values. Error messages call ``k`` by ``name``.
+    """Sorts ``ratio`` and ``k`` into numbers and 0-d tensors; tensors must be on the device of ``like``. The ops check
+    the values. Error messages call ``k`` by ``name``.
     """
     ratio_tensor: Tensor | None = None
     k_tensor: Tensor | None = None

@@ -159,7 +159,7 @@ def _by_key(keys: Tensor, segments: Segments) -> Ranking:
 
 # ---- rewards that are equal except for rounding ----------------------------------------------------------------------
 
-# How far apart equal rewards of a dtype may be after rounding, relative to max(largest |reward|, 1): some eight
+# How far apart equal rewards of a dtype may be after rounding, relative to max(largest |reward|, 1): about eight
 # rounding steps, or one step in half precision. csrc/ops/rollouts.h has the same numbers.
 TOLERANCE = {torch.float64: 2e-15, torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 

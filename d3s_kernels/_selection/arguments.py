@@ -50,8 +50,8 @@ def checked_scores(
 
 
 Tokens = tuple[Tensor, Tensor, QuotaOfOp, Tensor | None]
-"""The value and weight of each token of this rank, whose score is ``|weight| * value``, how many tokens are kept, and
-the mask. Weights are float32: one for all, for each sequence, or for each token.
+"""Values and weights of this rank's tokens, how many tokens are kept, and the mask. A token's score is
+``|weight| * value``. Weights are float32: one for all tokens, for each sequence, or for each token.
 """
 
 

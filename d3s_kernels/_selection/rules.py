@@ -25,7 +25,7 @@ _ALL = 2**62  # more than any segment has
 
 
 class TokenScoring(NamedTuple):
-    """From what a rule computes a token's score, ``|weight| * value``."""
+    """What a rule needs to compute a token's score, ``|weight| * value``."""
 
     reads_entropy: bool = True
     reads_advantages: bool = False
@@ -70,8 +70,8 @@ def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tupl
 
 
 def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:
-    """A float32 for each value, independent and of one distribution, so that every order is equally likely. This also
-    holds over several ranks whose generators have the same state, because they use the same seed.
+    """A float32 for each value, independent and identically distributed, so that every order is equally likely. This
+    also holds across ranks whose generators have the same seed.
 
     Two numbers tie about once in 2^31, and then the index decides. They are positive normal numbers, so that they sort
     like their bits, even on devices that flush subnormal numbers to 0.

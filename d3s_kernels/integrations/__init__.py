@@ -1,1 +1,1 @@
-"""Selection inside trainers: a folder for each, imported only on request; and the metrics that all of them log."""
+"""Selection inside trainers: a folder for each trainer, imported only on request."""

@@ -1,4 +1,4 @@
-"""Options that trainers of transformers' ``Trainer`` share beyond those of a selection."""
+"""Checks of options, for all trainers that are built on transformers' ``Trainer``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def check_one_process(options: Any, section: str = "") -> None:
-    """Raises a ValueError for a rule that has its quantile of a single process only."""
+    """Raises a ValueError for the rule "entropy_quantile" with several processes: each would use its own quantile."""
     if options.token_rule == "entropy_quantile" and options.world_size > 1:
         raise ValueError(
             f"{section}token_rule: got 'entropy_quantile' with {options.world_size} processes; takes 'entropy', which "
@@ -15,7 +15,7 @@ def check_one_process(options: Any, section: str = "") -> None:
 
 
 def choose_by_entropy(options: Any, share: float) -> None:
-    """Sets the options that a trainer's ``top_entropy_quantile`` stands for, and refuses others beside it."""
+    """Sets the options that ``top_entropy_quantile`` implies; raises a ValueError if one was set to another value."""
     if not share > 0:
         raise ValueError(f"top_entropy_quantile: got {share}; takes a number above 0")
     implied = {

@@ -1,4 +1,4 @@
-"""What a choice needs of a run of transformers' ``Trainer``: its processes and its budget."""
+"""What the selection needs to know about a run of transformers' ``Trainer``: its processes and its budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RunWithBudget:
-    """Stands before the trainer among the bases of a class."""
+    """A mixin: list it before the trainer among the base classes."""
 
     accelerator: Any
     args: Any
@@ -42,7 +42,7 @@ class RunWithBudget:
         return self._selection.budget(self._progress, self.num_generations)
 
     def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
-        """For the rule "random": the same numbers on every process, others in each step, also after a checkpoint."""
+        """For the rule "random": a generator seeded with the step, so the same on all processes and after a resume."""
         step = self.state.global_step
         if self.args.rollout_rule != "random":
             return None

@@ -1,4 +1,4 @@
-"""The versions of a trainer that the tests cover: the integrations override private methods, which change any time."""
+"""Checks that the tests cover a trainer's version: the integrations override private methods, which may change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from packaging.version import Version
 
 
 def untested(package: str, found: str, oldest: str, before: str, tests: str) -> str | None:
-    """What is wrong with this version of a trainer, and the way out; None if the tests cover it, or if the user has
-    said that it may be tried, with a warning. ``tests`` is the folder of the tests.
+    """Returns an error message if the tests do not cover this version of a trainer. If the user allows untested
+    versions, warns and returns None. ``tests`` is the folder of the tests.
     """
     if Version(oldest) <= Version(found) and Version(found).release < Version(before).release:
         return None

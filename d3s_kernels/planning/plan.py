@@ -69,8 +69,8 @@ def plan_rollouts(
     With p = successes / samples, the rate at which the initial policy solves a query:
 
     - p > ``trivial_above``: trivial, not trained on.
-    - p = 0: unsolved. A random share ``keep_unsolved`` of them is served in every phase with its group size; the rest
-      is not trained on.
+    - p = 0: unsolved. A random share ``keep_unsolved`` of them is served in every phase, with that phase's group size;
+      the rest is not trained on.
     - Otherwise: a group of about 1 / p, in which one success is expected. "buckets" takes the largest of
       ``group_sizes`` that is at most 1 / p, or the smallest if none is; "inverse_success_rate" takes 1 / p rounded up,
       clamped to the smallest and the largest. Queries with the same size form a phase, and small groups come first.
@@ -79,8 +79,8 @@ def plan_rollouts(
     for powers of two. These rules cover what the paper leaves open:
 
     - Other numbers of samples and other sizes use the same two comparisons, with exact fractions.
-    - The number of kept unsolved queries is ``keep_unsolved`` times their number, rounded half up. They are drawn with
-      ``seed`` once for all phases.
+    - The number of kept unsolved queries is ``keep_unsolved`` times the number of unsolved ones, rounded half up. They
+      are drawn with ``seed`` once for all phases.
     - A group size without a query has no phase. If every query is trivial or unsolved, there is no phase at all: kept
       queries are never served, and :class:`PlanSampler` refuses the plan.
 

@@ -6,6 +6,6 @@ does not import ms-swift.
 
 from pathlib import Path
 
-# It is alone in its folder, which ms-swift puts at the front of sys.path.
+# The file is alone in its folder, since ms-swift puts that folder at the front of sys.path.
 PLUGIN = str(Path(__file__).resolve().parent / "plugin" / "d3s_plugin.py")
 """The path of the plug-in."""

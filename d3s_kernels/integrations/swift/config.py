@@ -1,6 +1,6 @@
-"""The options of D3S, added to those of ms-swift's GRPO, and what cannot be combined with them.
+"""The options of D3S, added to those of ms-swift's GRPO, and checks for combinations that are not supported.
 
-ms-swift parses its command line before it imports plug-ins, so a plug-in cannot add an option to the line. The entries
+ms-swift parses its command line before it imports plug-ins, so a plug-in cannot add options. The entries
 of ``--model_kwargs`` whose names begin with ``d3s_`` are D3S's options.
 """
 
@@ -39,7 +39,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift
         check_options(self, PREFIX)
         if self.top_entropy_quantile < 1:
             choose_by_entropy(self, self.top_entropy_quantile)
-            self.top_entropy_quantile = 1.0  # ms-swift would leave out tokens on its own
+            self.top_entropy_quantile = 1.0  # else ms-swift would mask tokens too
         check_token_rule(self, PREFIX)
         check_one_process(self, PREFIX)
         self._refuse_what_is_not_covered()

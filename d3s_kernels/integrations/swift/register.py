@@ -1,4 +1,4 @@
-"""Puts D3S's trainer and options in the place of those that ms-swift has for GRPO."""
+"""Replaces ms-swift's GRPO trainer and options by those of D3S."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def register() -> None:
     """Registers the trainer for ``--rlhf_type grpo``; other types are left as they are.
 
     Raises:
-        ImportError: another ms-swift than the tested ones, Megatron-SWIFT, or another plug-in with a trainer for GRPO.
+        ImportError: an untested ms-swift, Megatron-SWIFT, or another plug-in with a trainer for GRPO.
     """
     if (wrong := untested("ms-swift", swift.__version__, "4.6", "4.7", "tests/swift")) is not None:
         raise ImportError(wrong)

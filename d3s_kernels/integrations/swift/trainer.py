@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
 
 def _length(sample: Any) -> int:
-    """The tokens of a completion: ms-swift keeps a list of them, or one for each turn."""
+    """The number of tokens of a completion; ms-swift keeps one list of them, or one for each turn."""
     turns = sample.response_token_ids
     return sum(map(len, turns)) if turns and isinstance(turns[0], list) else len(turns)
 
@@ -43,24 +43,24 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     """``GRPOTrainer`` of ms-swift that trains on the rollouts and the tokens that D3S chooses.
 
     Rollouts: once a generation batch has its rewards, rollouts are chosen over all processes, and each process gets the
-    same number. Dropped rollouts are not encoded and enter no forward, for old and reference log-probabilities neither.
+    same number. Dropped rollouts are not encoded and enter no forward, not even for old or reference log-probabilities.
 
-    Tokens: ms-swift makes a pass for old log-probabilities over each generation batch. It gives the entropies, and
-    exactly the share of the tokens of all processes is kept. The loss is ms-swift's own, over all valid tokens of the
-    kept rollouts, but gradient flows only through the kept tokens, also that of KL.
+    Tokens: ms-swift's pass for old log-probabilities over each generation batch also gives the entropies. Exactly the
+    budget's share of all processes' tokens is kept. The loss, KL included, is ms-swift's own, over all valid tokens of
+    the kept rollouts, but gradient flows only through the kept tokens.
 
     Evaluation is ms-swift's.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
-        ValueError: what the choice does not cover and only the trainer knows of.
-        RuntimeError: in the first step, if the loss does not score tokens in the way that is known.
+        ValueError: a setting that D3S does not support and that only the trainer knows.
+        RuntimeError: in the first step, if the loss does not score tokens exactly once.
     """
 
     args: D3SConfig
     _everyone: Samples | None = None  # all rollouts of this process, also dropped ones; set while a batch is made
     _advantages: Tensor  # of all processes' rollouts
-    _kept_advantages: Tensor | None = None  # of the kept ones among them; set while a batch is made
+    _kept_advantages: Tensor | None = None  # those of kept rollouts; set while a batch is made
     _choices_used = 0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -117,7 +117,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return anew[kept]
 
     def _compute_advantages(self, samples: Samples, *arguments: Any) -> Tensor:
-        """What ms-swift asks for once its batches are made: the advantages of the rollouts that are left."""
+        """The advantages of the kept rollouts, which ms-swift asks for after it has made its batches."""
         if self._kept_advantages is not None:
             return self._kept_advantages
         theirs: Tensor = super()._compute_advantages(samples, *arguments)
@@ -126,7 +126,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     def _get_per_token_logps_and_entropies(
         self, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, compute_entropy: bool = False, **options: Any
     ) -> Scores:
-        # A batch gets its old log-probabilities first, from the policy.
+        # The first pass over a batch is the policy's, for old log-probabilities.
         choosing = self._everyone is not None and grpo_batch.old_per_token_logps is None
         logprob, entropy = super()._get_per_token_logps_and_entropies(
             model, model_inputs, grpo_batch, compute_entropy=compute_entropy or choosing, **options
@@ -147,7 +147,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
             self._choose_tokens(samples, [batch["grpo_batch"] for batch in batches])
 
     def _choose_tokens(self, samples: Samples, parts: list[Any]) -> None:
-        """Gives each micro-batch its kept tokens: exactly the budget's share, over all of them and all processes."""
+        """Gives each micro-batch its kept tokens: exactly the budget's share of all processes' tokens."""
         masks = [self._loss_mask(part) for part in parts]
         widest, rows = max(own.shape[1] for own in masks), [len(own) for own in masks]
 
@@ -196,7 +196,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
             part.d3s_kept = Kept(tokens, weight * weights)
 
     def _loss_mask(self, part: Any) -> Tensor:
-        """The tokens that are in ms-swift's loss: with ``overlong_filter``, none of a truncated completion."""
+        """The mask of ms-swift's loss; with ``overlong_filter`` it leaves out truncated completions."""
         mask: Tensor = part.completion_mask.bool()
         return mask & ~part.truncated_mask.unsqueeze(1) if self.overlong_filter else mask
 
@@ -211,12 +211,12 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return loss
 
     def _log_rollout(self, samples: Samples) -> None:
-        """ms-swift's table of completions, whose rewards and advantages are those of all rollouts, has all of them."""
+        """Logs all rollouts in ms-swift's table of completions, as its rewards and advantages are for all of them."""
         everyone, self._everyone = self._everyone, None
         super()._log_rollout(samples if everyone is None else everyone)
 
     def _log(self, metrics: dict[str, Tensor]) -> None:
-        """Keeps 0-d tensors for the next log, as numbers, which ms-swift's log takes. NaN: there is nothing to log."""
+        """Stores the values of 0-d tensors for ms-swift's next log, which takes numbers. NaN is not logged."""
         numbers = torch.stack([value.double() for value in metrics.values()]).tolist()
         for name, number in zip(metrics, numbers, strict=True):
             if not math.isnan(number):

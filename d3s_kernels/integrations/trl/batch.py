@@ -1,4 +1,4 @@
-"""TRL's generation batch: the side on which each field is padded, rows of it, and their way to other ranks.
+"""TRL's generation batch: on which side each field is padded, how to take rows, and how to move rows between ranks.
 
 The batch is a dictionary: token tensors with a row for each rollout, images, and numbers. Each rank holds consecutive
 rows of the whole batch, and each group is consecutive rows too; a group may lie on two ranks.
@@ -28,7 +28,7 @@ _COMPLETION = {  # padded on the right
     "sampling_per_token_logps", "importance_sampling_ratio", "d3s_entropy", SETS,
 }  # fmt: skip
 _BOTH = {"token_type_ids", "mm_token_type_ids"}
-IMAGES = (  # what the method that scores tokens takes in addition to them
+IMAGES = (  # further arguments of the method that scores tokens
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
@@ -36,7 +36,7 @@ FIELDS = {"advantages", "num_items_in_batch", *_PROMPT, *_COMPLETION, *_BOTH, *I
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """The mask of TRL's loss: the completion's tokens, without those of tools."""
+    """The mask of TRL's loss: the completion's tokens except tool tokens."""
     mask: Tensor = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
@@ -97,7 +97,7 @@ def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> 
 
     def padded(name: str) -> Tensor:
         missing = [next(wanted) - size for size in rows[name].shape[1:]]
-        # torch pads the last dimension first, each in front and behind.
+        # pad() takes a pair (before, after) for each dimension, the last dimension first.
         around = [side for n in reversed(missing) for side in ((n, 0) if name in _PROMPT else (0, n))]
         return pad(rows[name], around, value=fillers.get(name, 0))
 
@@ -105,7 +105,7 @@ def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> 
 
 
 def joined(batch: Batch, more: Batch, pad_token: int) -> Batch:
-    """The rows of two batches without images, those of ``more`` behind."""
+    """Concatenates the rows of two batches without images; those of ``more`` come last."""
     both = [{name: part for name, part in of.items() if _has_rows(part)} for of in (batch, more)]
     sizes = [max(pair) for pair in zip(*map(_sizes, both), strict=True)]
     first, second = (_at_sizes(rows, sizes, pad_token) for rows in both)
@@ -118,7 +118,7 @@ def _has_rows(value: Any) -> bool:
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:
     """Cuts the outer columns that are padding in every row: the longest prompt or completion may have been dropped.
-    Two columns of the completions stay, since TRL's metrics take a single one for values of whole sequences.
+    At least two completion columns stay: TRL's metrics read a single column as one value for each sequence.
 
     Positions count from a row's first column, including padding. So a cut on the left shifts all positions by the same
     number, which does not matter to rotary embeddings: they depend only on differences of positions.
@@ -144,6 +144,6 @@ def _width(mask: Tensor, multiple: int | None) -> int:
 
 
 def last_column(mask: Tensor) -> int:
-    """The number of columns up to the last one with a mark; at least one."""
+    """The number of columns up to the last one that is set in any row; at least one."""
     places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return max(1, int((mask.any(dim=0) * places).amax()))

@@ -34,14 +34,14 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
     """``GRPOConfig`` with the options of D3S (arXiv 2509.22115). They can also be set on the command line and in YAML,
     like ``GRPOConfig``'s own.
 
-    TRL's ``top_entropy_quantile`` below 1 stands for ``token_rule="entropy"``, that share from start to end, and
-    ``loss_denominator="all"``: these options then have these values. ``docs/trl.md`` says what differs from TRL's mask.
+    TRL's ``top_entropy_quantile`` below 1 sets ``token_rule="entropy"``, that share from start to end, and
+    ``loss_denominator="all"``. ``docs/trl.md`` says what differs from TRL's mask.
 
     Raises:
         ValueError: an option with a bad value; ``top_entropy_quantile`` beside another choice of tokens; the rule
-            "entropy_quantile" with several processes, of which each would have a quantile of its own; importance
-            ratios of entropy groups with a loss that does not clip them; ``sampling_mask`` where generation leaves no
-            token out, or where its sets cannot be recorded.
+            "entropy_quantile" with several processes, since each would use its own quantile; importance ratios of
+            entropy groups with a loss that does not clip them; ``sampling_mask`` if generation cuts no token, or if its
+            sets cannot be recorded.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig
@@ -129,7 +129,7 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             require_sampled_sets(self)
 
     def _require_refillable(self) -> None:
-        """Raises where further groups cannot take the place of others."""
+        """Raises if ``refill`` cannot replace groups with these options."""
         rows = self.per_device_train_batch_size * self.steps_per_generation
         for name, given, takes in (
             ("scale_rewards", self.scale_rewards, ("group", "none")),  # else advantages depend on the other groups
@@ -144,5 +144,5 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
             )
 
     def schedule(self) -> DownSamplingSchedule:
-        """The schedule of the budget of rollouts and tokens, for the trainer. Its rollouts are numbers, not shares."""
+        """The trainer's budget schedule. Its rollouts are numbers, not shares."""
         return Selection(self).schedule(self.num_generations)

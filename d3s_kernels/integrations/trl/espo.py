@@ -21,8 +21,8 @@ def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, voc
 
     Args:
         batch: the micro-batch, with old log-probabilities and entropies of the old policy if it has them.
-        logprob, entropy: ``[B, T]``, from the training forward, constants. They stand in for the old policy's where
-            the batch has none: the policy has not changed since.
+        logprob, entropy: ``[B, T]``, from the training forward, constants. They replace the old policy's values if the
+            batch has none: then the policy has not changed since.
     """
     old = batch.get("old_per_token_logps", logprob)
     terms = espo_terms(

@@ -1,4 +1,4 @@
-"""What happens to TRL's generation batch before it is trained on: its rollouts are chosen, and shared out evenly."""
+"""Chooses the rollouts of TRL's generation batch before training, the same number on each process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .tokens import ChoosesTokens
 
 
 class ChoosesRollouts(ChoosesTokens):
-    """Chooses rollouts over all processes, of each batch that TRL has generated and scored for training."""
+    """Chooses rollouts, over all processes, from each batch that TRL has generated and scored for training."""
 
     _recorded: Recorded | None = None  # the sets of a generation batch, until they are in the batch
     _rewards: Tensor | None = None  # of all processes' rollouts, by function; set until rollouts are chosen
     _last_page: int | None = None  # the step of this run's last page
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        self._last_page, self._kept_in_update = None, 0  # each run has its own pages, and begins with an update
+        self._last_page, self._kept_in_update = None, 0  # a new run starts new pages and a new update
         return super().train(*arguments, **options)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
@@ -67,8 +67,8 @@ class ChoosesRollouts(ChoosesTokens):
         return batch, passes.postponed
 
     def _refilled(self, batch: Batch, inputs: list[dict[str, Any]]) -> Batch:
-        """Replaces groups without a spread, at most ``refill`` times. Each rank's groups are whole and stay its own, so
-        that all ranks, which know all rewards, agree without another message.
+        """Replaces groups without a spread, at most ``refill`` times. Groups are whole on their rank and do not move,
+        and all ranks know all rewards, so that the ranks agree without another message.
         """
         accelerator, n, dataset = self.accelerator, self.num_generations, self.train_dataset
         if "num_images" in batch or not hasattr(dataset, "__len__") or self._rewards is None:
@@ -111,7 +111,7 @@ class ChoosesRollouts(ChoosesTokens):
         return completions, [row[: len(tokens)] for row, tokens in rows]
 
     def _add_sets(self, batch: Batch) -> None:
-        """Adds the sets that the tokens were drawn from to a generation batch, and logs what they are like."""
+        """Adds the sets that the tokens were drawn from to a generation batch, and logs metrics about them."""
         if self._recorded is None:
             raise RuntimeError("sampling_mask: no sets were recorded; takes completions of _generate_single_turn")
         mask = loss_mask(batch).bool()
@@ -127,12 +127,12 @@ class ChoosesRollouts(ChoosesTokens):
         return rewards
 
     def _without_spread(self, advantages: Tensor) -> Tensor:
-        """Marks the groups whose rewards are all equal. Only where a subclass computes no rewards, advantages tell."""
+        """Marks the groups whose rewards are all equal; or whose advantages are, if a subclass computes no rewards."""
         rewards, self._rewards = self._rewards, None
         return groups_without_spread(advantages) if rewards is None else self._same(rewards)
 
     def _same(self, rewards: Tensor) -> Tensor:
-        """Which groups have rewards that are all equal, from those of all functions: bool ``[groups]``."""
+        """Marks the groups whose rewards are all equal, from the rewards of all functions: bool ``[groups]``."""
         separately = self.multi_objective_aggregation == "normalize_then_sum"
         return without_spread(rewards, self.reward_weights, self.num_generations, separately)
 
@@ -151,7 +151,7 @@ class ChoosesRollouts(ChoosesTokens):
         kept = everyone if everything else self._chosen(advantages, lengths, everyones[:, -1])
         same = self._without_spread(advantages)
         self._log(rollout_metrics(kept.flatten(), lengths.flatten(), same, budget.rollouts / n))
-        if not everything:  # else no row moves, and nothing waits for the device
+        if not everything:  # else no row moves, and there is no host sync
             batch = self._rows_of(batch, kept, advantages, same)
         if not everything or self.args.refill:
             batch = trimmed(batch, self.pad_to_multiple_of)
@@ -172,8 +172,8 @@ class ChoosesRollouts(ChoosesTokens):
         )
 
     def _rows_of(self, batch: Batch, kept: Tensor, advantages: Tensor, same: Tensor) -> Batch:
-        """The kept rows, as many on each process, from this process's rows and everyone's advantages. Groups without a
-        spread are the ``same``.
+        """The kept rows, the same number on each process, from this process's rows and all processes' advantages.
+        ``same`` marks the groups without a spread.
         """
         ranks, here = self.accelerator.num_processes, self.accelerator.process_index
         if self.args.advantages_from == "kept":

@@ -34,11 +34,11 @@ _said: set[str] = set()
 
 
 def check_head(model: Any) -> None:
-    """Compares TRL's reading of a model's head with the model's own logits, where its weight is here.
+    """Compares TRL's reading of a model's head with the model's own logits, if the head's weight can be read.
 
     Raises:
         UnsupportedHead: the head has an adapter or other parameters that TRL's head, and ours, would leave out
-            (trl#4612), or the model gives other logits.
+            (trl#4612), or the model computes other logits.
     """
     head = read_head(model)
     if why_not_here(head.layer) is None:
@@ -49,8 +49,8 @@ def check_head(model: Any) -> None:
 
 
 class HostNumber:
-    """A 0-d integer tensor on its way to the host, which reads it later, when it waits for the device anyway.
-    ``value`` waits only if the copy is not done by then.
+    """An asynchronous copy of a 0-d integer tensor to the host, to be read after a later host sync. ``value`` waits
+    only if the copy is not done yet.
     """
 
     def __init__(self, number: Tensor) -> None:
@@ -68,12 +68,12 @@ class HostNumber:
 
 @dataclass(eq=False)
 class OurHead:
-    """Takes the place of TRL's ``ChunkedLogProbFunction`` while TRL scores tokens once."""
+    """Replaces TRL's ``ChunkedLogProbFunction`` during one call that scores tokens."""
 
     model_head: ModelHead | None = None  # of the model that is scored, if it was verified
-    adds_to_gradients: bool = False  # whether the backward may add to the gradients of earlier micro-batches itself
+    adds_to_gradients: bool = False  # whether the backward itself may add to ``weight.grad``
     kept: HostNumber | None = None  # how many tokens have a gradient
-    sets: tuple[Tensor, Tensor] | None = None  # of all tokens of a forward, and which of them have a label
+    sets: tuple[Tensor, Tensor] | None = None  # the sets of a forward's tokens, and a mask: which have a label
 
     def apply(
         self,
@@ -118,7 +118,7 @@ class OurHead:
         return logprob, entropy if "entropy" in outputs else None, None, None, None
 
     def _require_scale_and_softcap(self, scale: float, softcap: float | None) -> None:
-        """Raises where TRL has read others from the model's configuration than were verified."""
+        """Raises if TRL read another scale or softcap from the model's configuration than was verified."""
         known = self.model_head
         if known is None or (math.isclose(scale, known.scale) and softcap == known.softcap):
             return
@@ -128,14 +128,14 @@ class OurHead:
         )
 
     def _sets_of_rows(self, rows: int) -> SamplingMask | None:
-        """The sets of the labelled tokens, so many. Nothing waits for the device."""
+        """The sets of the labelled tokens, of which there are ``rows``. There is no host sync."""
         if self.sets is None:
             return None
         places, _ = ops.compact(self.sets[1], rows)
         return SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
 
     def _at_backward(self, weight: Tensor, dtype: torch.dtype) -> AtBackward:
-        """For a head whose products have this dtype. Only a parameter is kept until then, not a gathered weight."""
+        """What the backward uses, for products of this dtype. It keeps a parameter, but no gathered weight."""
 
         def max_grad_rows() -> int | None:
             return None if self.kept is None else self.kept.value()
@@ -146,7 +146,7 @@ class OurHead:
 
 
 def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The tensor to which autograd would add the weight's gradient, if nobody sees the difference; else None."""
+    """``weight.grad``, if adding to it directly has the same effect as leaving that to autograd; else None."""
     if type(weight.grad) is not Tensor or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
     usable = weight.grad.dtype in (torch.float32, dtype) and weight.grad.is_contiguous()
@@ -154,15 +154,15 @@ def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 class OverSets:
-    """A model that tells the head the sets that the tokens it scores were drawn from.
+    """Wraps a model, to give the head the sets that the scored tokens were drawn from.
 
-    TRL calls a model with the rows of a batch one part after the other, and gives labels to the tokens to score. The
-    head gets the hidden states of labelled tokens alone.
+    TRL calls the model with consecutive chunks of a batch's rows, and with labels at the tokens to score. The head gets
+    only the hidden states of labelled tokens.
 
     Args:
         model: TRL's.
-        sets: int32 ``[rows, tokens, width]``, of the rows in the order in which the model will be called with them;
-            their columns are the last ones of the labels.
+        sets: int32 ``[rows, tokens, width]``, with the rows in the order of the calls. Their tokens are the last
+            columns of the labels.
     """
 
     def __init__(self, model: Callable[..., Any], sets: Tensor) -> None:

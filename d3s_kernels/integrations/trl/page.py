@@ -23,7 +23,7 @@ class PageOfBatch:
 
     def __init__(self, step: int, group: int, micro_batches: int) -> None:
         self.step, self._group = step, group
-        self._awaited = micro_batches  # those of this process that were not scored yet
+        self._awaited = micro_batches  # this process's micro-batches that were not scored yet
         self._shown = max(1, SHOWN // group) * group
         self._rollouts = CollectedRollouts()
         self._rewards: Tensor | None = None
@@ -47,8 +47,8 @@ class PageOfBatch:
             self._rollouts.add_generated(place, prompt, completion, counts[row, :length].clone(), advantages[row])
 
     def add_trained(self, batch: Batch, kept: Tensor, entropy: Tensor) -> bool:
-        """A micro-batch, with the choice of its tokens, and their entropies, NaN where none was measured. Returns
-        whether it was the last one of this process.
+        """Adds a micro-batch with its mask of kept tokens and its entropies (NaN: not measured). Returns whether it
+        was the last one of this process.
         """
         kept, entropy, advantages = kept.cpu(), entropy.float().cpu(), batch["advantages"].tolist()
         for row, place in self._rows(batch):
@@ -70,7 +70,7 @@ class PageOfBatch:
             page = selection_page(**of_all.arguments(self._group, tokenizer), rewards=self._rewards, title=title)
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(page, encoding="utf-8")
-        except Exception as error:  # whatever is wrong with a page, training goes on, and so do the other processes
+        except Exception as error:  # whatever is wrong with a page, training continues on all processes
             warnings.warn(
                 f"selection_page_steps: the page {path} could not be written: {type(error).__name__}: {error}",
                 stacklevel=2,

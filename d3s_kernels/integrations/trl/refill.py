@@ -17,7 +17,7 @@ def other_prompts(
     Args:
         dataset: TRL's, with a length.
         like: an example of the batch, which has the columns that TRL keeps.
-        generations: how often each example stands in the result.
+        generations: how often each example is repeated.
         ranks, rank: every rank draws the same order and takes its own part.
         seeds: the run's, the step, and how often the batch was refilled already.
     """
@@ -34,7 +34,7 @@ def replacements(same: Tensor, same_of_more: Tensor) -> Tensor:
 
     Args:
         same: bool ``[ranks, groups]``, which groups have no spread.
-        same_of_more: bool ``[ranks, more]``, the same of the further groups, which are numbered behind.
+        same_of_more: bool ``[ranks, more]``, the same for the further groups, whose numbers follow.
 
     Returns:
         int64 ``[ranks, groups]``.
@@ -59,7 +59,7 @@ def rows_of(groups: Tensor, generations: int) -> Tensor:
 
 
 def take_logged(logs: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
-    """Takes all rows out of TRL's table of completions. Returns them by column, those of one rank after another's."""
+    """Takes all rows out of TRL's table of completions. Returns them by column, in rank order."""
     columns = _columns(logs)
     rows = {name: list(column) for name, column in columns.items()}
     for column in columns.values():
@@ -68,12 +68,12 @@ def take_logged(logs: dict[str, Any]) -> dict[tuple[str, str], list[Any]]:
 
 
 def log_again(logs: dict[str, Any], before: dict[tuple[str, str], list[Any]], rows: Tensor, more: int) -> None:
-    """Puts the rows of a refilled batch into TRL's table of completions: of those before, and of those there now.
+    """Puts the rows of a refilled batch into TRL's table of completions.
 
     Args:
         logs: the table, with the further rows of all ranks.
         before: what :func:`take_logged` gave, with as many rows of each rank as the refilled batch.
-        rows: int64 ``[ranks, rows]``, of :func:`rows_of`: each rank's rows before, followed by its further ones.
+        rows: int64 ``[ranks, rows]``, from :func:`rows_of`: a rank's earlier rows come first, then its further ones.
         more: how many further rows each rank has.
     """
     ranks, count = rows.shape
@@ -85,12 +85,12 @@ def log_again(logs: dict[str, Any], before: dict[tuple[str, str], list[Any]], ro
 
 
 def _columns(logs: dict[str, Any]) -> dict[tuple[str, str], deque[Any]]:
-    """The columns of TRL's table; those of rewards, and of what a reward function logs, are a table of their own."""
+    """The columns of TRL's table. Those of rewards, and of what a reward function logs, are in nested tables."""
     tables = {name: {name: part} if isinstance(part, deque) else part for name, part in logs.items()}
     return {(table, name): column for table, columns in tables.items() for name, column in columns.items()}
 
 
 def _by_rank(values: list[Any], ranks: int, count: int) -> list[list[Any]]:
-    """The values of each rank. Missing ones are None: TRL may hold the latest rows alone, or none of a column."""
+    """Splits values by rank, with None for missing ones: TRL may hold only a column's latest rows, or none."""
     values = [None] * (ranks * count - len(values)) + values
     return [values[rank * count : (rank + 1) * count] for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Which ways of sampling have sets that the trainer can record; the others are refused with the reason."""
+"""Checks that the trainer can record the sets that tokens are drawn from, with the given sampling options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trl import GRPOConfig, GRPOTrainer
 
-# Options of transformers' generation that leave tokens out, each with the values with which it leaves out none.
+# Options of transformers' generation that cut tokens, each with the values that cut none.
 _CUTS: dict[str, tuple[Any, ...]] = {
     "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0), "top_h": (None, 1.0), "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0, 1.0), "eta_cutoff": (None, 0.0, 1.0),

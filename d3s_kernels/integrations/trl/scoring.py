@@ -17,7 +17,7 @@ from .config import D3SConfig
 from .head import over_sets
 from .surface import OLD, REFERENCE, Passes
 
-Scores = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities, entropies, the loss of a router
+Scores = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities, entropies, router loss
 
 
 class Call(NamedTuple):
@@ -27,15 +27,15 @@ class Call(NamedTuple):
     model: Any
     tokens: Tensor
     attention: Tensor
-    columns: int  # so many are scored, the last ones
+    columns: int  # how many of the last columns are scored
 
     def scores(self, **options: Any) -> Scores:
         return self.method(self.model, self.tokens, self.attention, self.columns, **options)
 
 
 class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
-    """TRL's trainer with a log of our metrics that waits for no device. Makes TRL's passes, and postpones those that
-    only the update needs until the rollouts are chosen.
+    """TRL's trainer, with our metrics collected without a host sync. Passes that only the update needs are postponed
+    until the rollouts are chosen.
     """
 
     args: D3SConfig
@@ -46,18 +46,18 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return int(self.model.config.get_text_config().vocab_size)
 
     def _log(self, metrics: dict[str, Tensor]) -> None:
-        """Keeps 0-d tensors for the next log, which alone waits for the device. NaN stands for nothing to log."""
+        """Keeps 0-d tensors until the next log, which has the only host sync. NaN is not logged."""
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
 
     def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
         metrics = self._metrics["train"]
-        # The log of an evaluation leaves the metrics of training to the next one.
+        # The log of an evaluation leaves training metrics for the next log of training.
         ours = [name for name in metrics if name.startswith("d3s/")] if self.model.training else []
         if ours:
             waiting = [value.double() for name in ours for value in metrics[name] if isinstance(value, Tensor)]
             numbers = iter(torch.stack(waiting).tolist())
-            for name in [*ours, "entropy"]:  # TRL's mean may be over no token that was measured
+            for name in [*ours, "entropy"]:  # TRL's mean is NaN if no token was measured
                 found = [next(numbers) if isinstance(value, Tensor) else value for value in metrics.pop(name, ())]
                 if known := [number for number in found if not math.isnan(number)]:
                     metrics[name] = known
@@ -79,13 +79,13 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return names if self.beta == 0 else [*names, REFERENCE]
 
     def _is_reference(self, model: Any) -> bool:
-        """Whether a model that TRL scores with is the reference: its own model, or the policy with other adapters."""
+        """Whether this model is the reference: a separate model, or the policy with its adapter off or replaced."""
         if self.ref_model is not None:
             return bool(model is self.ref_model)
         policy = self.accelerator.unwrap_model(self.model)
         if getattr(policy, "peft_config", None) is None:
             return False
-        # Layers have a property of this name, models of transformers a method.
+        # On adapter layers this is a property; on transformers' models it is a method.
         switched_off = any(getattr(module, "disable_adapters", None) is True for module in policy.modules())
         return switched_off or bool(policy.active_adapter == "ref")
 
@@ -99,7 +99,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return logprob, None, aux
 
     def _postponed(self, name: str, batch: Batch) -> Batch:
-        """Makes a pass that TRL asked for before the rollouts were chosen; the batch fields it fills."""
+        """Makes a pass that was postponed until the rollouts were chosen. Returns the batch fields that it fills."""
         if name == OLD:
             logprob, entropy, _ = self._score(self.model, batch, compute_entropy=self._tokens_before_update)
             return {name: logprob} if entropy is None else {name: logprob, "d3s_entropy": entropy}

@@ -1,9 +1,8 @@
-"""What is watched of TRL while a run goes on, where a wrong gradient could otherwise pass in silence.
+"""Checks TRL's behaviour during a run, where a change could otherwise give a wrong gradient without an error.
 
-The trainer overrides private methods of TRL, which change without notice. The versions that the tests cover are checked
-once, in this package's ``__init__``; ``tests/trainers/trl_surface.py`` says what is relied on in them. What a version
-does not tell is seen here: which passes TRL makes of a generation batch, and that the selection acts in each step, also
-in a class that overrides ours.
+The trainer overrides private methods of TRL, which may change without notice. This package's ``__init__`` checks TRL's
+version once; ``tests/trainers/trl_surface.py`` lists what we rely on. What the version does not tell is checked here:
+which passes TRL makes over a generation batch, and that the selection acts in each step, also in a subclass of ours.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ class Passes:
         self.entropy: Tensor | None = None
 
     def next(self, of_reference: bool) -> str:
-        """The name of the pass that TRL asks for now, and is expected no more."""
+        """Returns the name of the pass that TRL asks for now, and removes it from ``names``."""
         name = REFERENCE if of_reference and REFERENCE in self.names else self.names[0]
         self.names.remove(name)
         return name
 
     def postpone(self, name: str, rows: int, columns: int) -> Tensor:
-        """A tensor for TRL to put into the batch, which raises as soon as anything reads it. One on the meta device
-        alone does not: torch adds it to another tensor in place without a word.
+        """A placeholder for TRL's batch, which raises as soon as anything reads it. A plain tensor on the meta device
+        would not: torch can add it to another tensor in place without an error.
         """
         self.postponed[name] = torch.empty(rows, columns, device="meta").as_subclass(_Postponed)
         return self.postponed[name]
@@ -52,8 +51,8 @@ class Passes:
         """TRL's batch without the fields whose passes still have to be made.
 
         Raises:
-            UnknownTRL: a pass did not come, or TRL put its result into another field; or the batch has a field of which
-                it is not known on which side it is padded, and so how rows move.
+            UnknownTRL: TRL skipped a pass, or put its result into another field; or the batch has an unknown field,
+                whose rows cannot be chosen because its padding side is unknown.
         """
         if self.names:
             raise UnknownTRL(
@@ -87,7 +86,7 @@ class _Postponed(Tensor):
 
 
 class Watch:
-    """Notices a choice of rollouts, and the gradient of the log-probabilities that the selection of tokens hooks."""
+    """Checks that rollouts were chosen, and that a gradient reached the hook of the token selection."""
 
     def __init__(self) -> None:
         self.rollouts_were_chosen = False  # for a generation batch, on which several steps may train
@@ -98,7 +97,7 @@ class Watch:
         self._acted = False
 
     def seen(self, hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The same backward hook, which is noticed when it runs."""
+        """Wraps a backward hook, to record that it ran."""
 
         def noticed(gradient: Tensor) -> Tensor:
             self._acted = True

@@ -1,4 +1,4 @@
-"""Which tokens have a gradient: chosen before the update, for a generation batch, or as TRL scores a micro-batch."""
+"""Chooses the tokens that get a gradient: for a generation batch before its updates, or for each micro-batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .page import PageOfBatch
 from .scoring import Call, Scores, Scoring
 from .surface import OLD, Watch
 
-UNMEASURED = "d3s_unmeasured"  # a batch's field: rows whose entropies are left out of what is logged of them
+UNMEASURED = "d3s_unmeasured"  # a batch field: marks rows whose dropped tokens' entropies are not logged
 
 
 class ChoosesTokens(Scoring):
@@ -30,9 +30,9 @@ class ChoosesTokens(Scoring):
     epsilon_high: Any
     _watch: Watch
     _loss_inputs: Batch | None = None  # set only while TRL computes a training loss
-    _just_kept = HostNumber(torch.zeros(()))  # the kept tokens of the last micro-batch, of all processes
-    _kept_in_update = 0  # those of the update that is being made
-    _page: PageOfBatch | None = None  # set while a generation batch is trained on of which a page is written
+    _just_kept = HostNumber(torch.zeros(()))  # kept tokens of the last micro-batch, over all processes
+    _kept_in_update = 0  # kept tokens of the current update so far
+    _page: PageOfBatch | None = None  # set while a generation batch with a page is trained on
 
     @property
     def _espo(self) -> bool:
@@ -69,9 +69,8 @@ class ChoosesTokens(Scoring):
         return trusted
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The entropy of each token that may be kept for it, from an extra pass, elsewhere 0; and which rows this pass
-        need not score: those without a token, and where tokens are not ranked by their entropy alone, those without an
-        advantage.
+        """The entropies from an extra pass, 0 in rows that it skips; and which rows it need not score: those without a
+        token and, unless tokens are ranked by entropy alone, those with advantage 0.
         """
         mask = loss_mask(batch).bool()
         useful = mask.any(dim=1)
@@ -84,7 +83,7 @@ class ChoosesTokens(Scoring):
         first = useful.long().argsort(descending=True, stable=True)[:rows]
         scored = self._score(self.model, take(batch, first), compute_entropy=True)[1]
         assert scored is not None  # it was asked for
-        # Rows that were scored because another process has more of them are not logged: one process would skip them.
+        # Rows scored only to match another process's number are not logged: a single process would skip them.
         return scored.new_zeros(mask.shape).index_copy(0, first, scored), ~useful
 
     def _choose_tokens(self, entropy: Tensor, advantages: Tensor, mask: Tensor | TrustedTokens) -> TokenSelection:
@@ -92,7 +91,7 @@ class ChoosesTokens(Scoring):
         return self._selection.tokens(entropy, advantages, self._progress, mask=mask, process_group=self._process_group)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """TRL's mask for ``top_entropy_quantile``, which is off in training: the choice of tokens stands for it."""
+        """TRL's mask for ``top_entropy_quantile``. In training it is off: the choice of tokens replaces it."""
         if self._loss_inputs is not None:
             return mask.bool()
         theirs: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
@@ -119,7 +118,7 @@ class ChoosesTokens(Scoring):
         threshold: Any = inputs.get("d3s_threshold")
         if kept is not None and self._tokens_are_independent(inputs):
             logprob, entropy, aux = self._score_kept(call, inputs, kept)
-            if UNMEASURED in inputs:  # these rows' other tokens have no entropy, neither from the pass nor from here
+            if UNMEASURED in inputs:  # dropped tokens of these rows have no entropy
                 measured = kept | (mask & ~inputs[UNMEASURED].unsqueeze(1))
         else:
             logprob, entropy, aux = call._replace(model=over_sets(call.model, inputs.get(SETS))).scores()
@@ -131,7 +130,7 @@ class ChoosesTokens(Scoring):
         head.kept = HostNumber(kept.sum())
         totals, mean = self._log_tokens(kept, mask, constant, inputs["advantages"], threshold, measured)
         unknown = mask & ~measured
-        entropy = torch.where(unknown, mean, entropy)  # so that TRL's mean over all tokens is that of the measured ones
+        entropy = torch.where(unknown, mean, entropy)  # makes TRL's mean over all tokens the mean of the measured ones
         if self._page is not None and self._page.add_trained(inputs, kept, constant.masked_fill(unknown, torch.nan)):
             page, self._page = self._page, None
             page.write(Path(self.args.output_dir, "selection"), self._tokenizer, self.accelerator.is_main_process)
@@ -165,7 +164,7 @@ class ChoosesTokens(Scoring):
         )
 
     def _score_kept(self, call: Call, inputs: Batch, kept: Tensor) -> Scores:
-        """Scores only rows with a kept token, up to the last kept column; other tokens get the values known before.
+        """Scores only rows with a kept token, up to the last kept column; other tokens get earlier values.
 
         If no token is kept, the first row is still forwarded: all processes take part in a sharded model's forward.
         """
@@ -200,8 +199,8 @@ class ChoosesTokens(Scoring):
     def _log_tokens(
         self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logs what was kept of a micro-batch. Means of entropies are over the ``measured`` tokens, all kept ones among
-        them. Returns, over all processes, the numbers of kept and of all tokens, and the mean entropy.
+        """Logs a micro-batch's token metrics. Entropy means are over the ``measured`` tokens, which include all kept
+        ones. Returns, over all processes, the numbers of kept and of all tokens, and the mean entropy.
         """
         sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured)
         totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
@@ -211,9 +210,9 @@ class ChoosesTokens(Scoring):
         return totals[:2].float(), (of_kept + of_dropped) / number_measured
 
     def _count_tokens(self) -> None:
-        """Counts the kept tokens of a micro-batch whose loss was computed: TRL has waited for the device by then."""
+        """Counts a micro-batch's kept tokens, after its loss: TRL's own host sync is over by then."""
         number, metrics = self._just_kept.value(), self._metrics["train"]
-        # This part of the trainer's state goes into checkpoints, comes back from them, and is new in each run.
+        # This part of the trainer's state is saved in checkpoints and restored from them; a new run starts at 0.
         counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
         counts["num_tokens_kept"] += number
         metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # replaced: TRL logs means

@@ -2,7 +2,7 @@
 
 Each file overrides what TRL does at one place: :mod:`.generation` after TRL has made a generation batch, :mod:`.tokens`
 while it computes a loss, and :mod:`.scoring` in its passes without gradient and its log. This one makes the
-trainer, and hands each of TRL's calls for scores to the place that it comes from.
+trainer, and routes each of TRL's calls for scores to the method for its caller.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class D3STrainer(ChoosesRollouts):
     Tokens: exactly the top share by ``|advantage| * entropy``, or by another ``token_rule``, is kept, with the entropy
     of each training forward or of one pass before the update (``entropy_from``). The loss is TRL's own, of any type,
     over all valid tokens of the kept rollouts, but gradient flows only through the kept tokens. With
-    ``loss_denominator="kept"`` it is multiplied by all / kept, counted over the same tokens as TRL's denominator
-    (``docs/trl.md`` has the table). The same holds for KL and the entropy bonus. The value of the loss and the clip
-    metrics still cover all tokens. Where the update skips dropped tokens, these count with a ratio of 1 and with the
-    entropy of the earlier pass.
+    ``loss_denominator="kept"`` the gradient is multiplied by all / kept, counted over the same tokens as TRL's
+    denominator (``docs/trl.md`` has the table). The same holds for KL and the entropy bonus. The value of the loss and
+    the clip metrics still cover all tokens. If the update skips dropped tokens, these count with a ratio of 1 and with
+    the entropy of the earlier pass.
 
     With ``sampling_mask``, all these log-probabilities and entropies are over the set of tokens that a token was drawn
     from, which is recorded while transformers generates.
 
     Evaluation is TRL's.
 
-    Logged in addition to TRL's metrics are those of :mod:`d3s_kernels.metrics`: of rollouts, for each
-    generation batch of all processes; of tokens, for each micro-batch of all processes. If each sequence has its own
-    threshold, the mean is that of the main process's sequences. ``d3s/num_tokens_kept`` is the sum over the run so far.
+    The metrics of :mod:`d3s_kernels.metrics` are logged too: for rollouts once per generation batch, for tokens once
+    per micro-batch, both over all processes. If each sequence has its own threshold, the logged mean is over the main
+    process's sequences. ``d3s/num_tokens_kept`` is the sum over the run so far.
 
     Raises:
         TypeError: ``args`` is not a :class:`D3SConfig`.
         ValueError: the LM head has an adapter or is no linear layer.
-        UnknownTRL: in the first step, a class that overrides methods does what the selection does not cover.
+        UnknownTRL: in the first step, if a subclass overrides methods in a way that the selection does not support.
 
     Example:
         >>> from d3s_kernels.integrations.trl import D3SConfig, D3STrainer
@@ -109,7 +109,7 @@ class D3STrainer(ChoosesRollouts):
             return scores
 
         module = model.model if isinstance(model, OverSets) else model
-        of_model = read_head(self.accelerator.unwrap_model(module))  # an adapter may be new
+        of_model = read_head(self.accelerator.unwrap_model(module))  # read in each call, since an adapter may be new
         call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep), self._loss_inputs
         head = OurHead(of_model, adds_to_gradients=inputs is not None and self._alone)
         with d3s_head(head):
@@ -121,5 +121,5 @@ class D3STrainer(ChoosesRollouts):
 
     @property
     def _alone(self) -> bool:
-        """Whether nobody else looks at a gradient before the optimizer: no reducer, no shards, no scaler."""
+        """Whether nothing reads a gradient before the optimizer: no reducer, no shards, no scaler."""
         return self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None

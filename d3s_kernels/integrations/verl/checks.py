@@ -1,4 +1,4 @@
-"""Checks of verl's configuration; and where sampling masks are asked for, of rows and of what the workers gave back."""
+"""Checks of verl's configuration and, with sampling masks, of the rows and of the workers' results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FUSED = "actor_rollout_ref.model.fused_kernel_options"
 
 
 def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:
-    """Raises a ValueError for the first row whose sets do not fit to what it drew.
+    """Raises a ValueError for the first row whose sets do not match its sampled tokens.
 
     Args:
         rows: for each key the row's sets, its response and its response mask.
@@ -44,9 +44,9 @@ def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Ten
 
 
 def require_used(sizes: Tensor, entropy: Tensor) -> None:
-    """Raises a RuntimeError where the workers have computed over more tokens than the sets have.
+    """Raises a RuntimeError if the workers computed entropies over more tokens than the sets have.
 
-    verl's engine ignores what it does not know: nothing else would show that a worker computes in another way. The
+    verl's engine ignores what it does not know, so a worker without this library would ignore the sets silently. The
     entropy over a set is at most the logarithm of its size.
     """
     excess = (entropy - sizes.log())[sizes > 0]
@@ -60,7 +60,7 @@ def require_used(sizes: Tensor, entropy: Tensor) -> None:
 def require_config(config: Any) -> None:
     """Raises a ValueError for a configuration of verl in which log-probabilities of sets cannot be computed.
 
-    The trainer mode calls it where its option asks for sets. A loop of your own that writes the note calls it itself.
+    The trainer mode calls it if its option asks for sets. A custom loop that sets ``meta_info[NOTE]`` must call it.
 
     Args:
         config: verl's whole configuration.
@@ -85,7 +85,7 @@ def require_config(config: Any) -> None:
 
 
 def require_head(config: Any) -> None:
-    """Raises a ValueError for a configuration of verl that asks for our LM head where it cannot be."""
+    """Raises a ValueError if verl's configuration combines our LM head with options that it does not support."""
     if OmegaConf.select(config, f"{FUSED}.impl_backend") != "d3s":
         return
     actor, off = "actor_rollout_ref.actor", (None, False)

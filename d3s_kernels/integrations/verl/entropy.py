@@ -26,7 +26,7 @@ def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
     """The entropy of each token, without a gradient, for a policy loss.
 
     Args:
-        source: "old": the entropy of the old policy; "update": that of the updated policy; "surprisal":
+        source: "old": the entropy of the old policy; "update": of the updated policy; "surprisal":
             ``-old_log_prob``, an unbiased estimate of the old policy's entropy from the one sampled token.
         old_log_prob: ``[B, T]``.
 
@@ -69,7 +69,7 @@ def _of_updated_policy(model_output: Any, data: Any) -> Tensor:
 
 
 def _known_to_the_loss(original: Any) -> Any:
-    """verl's ``ppo_loss``, while which :func:`token_entropy` can read the micro-batch."""
+    """Wraps verl's ``ppo_loss``: while it runs, :func:`token_entropy` can read the micro-batch."""
 
     def ppo_loss(config: Any, model_output: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         before = _MICRO_BATCH.set((model_output, data))

@@ -1,10 +1,10 @@
 """verl's fused LM head on :func:`d3s_kernels.linear_logprob_entropy`: ``fused_kernel_options.impl_backend=d3s``.
 
 verl's models with fused kernels hand hidden states and the head's weight to ``FusedLinearForPPO``. The plug-in replaces
-that class by one that knows our name, and lets ``patch_forward_with_backends`` take it. After ``prepare_model_inputs``
-of verl's FSDP engine our head learns which positions of a micro-batch are read, and over which sets: it computes no
-others. After ``prepare_model_outputs`` these get their old log-probabilities. ``_build_lora_module`` may not adapt the
-head.
+that class by one that accepts this back-end, and makes ``patch_forward_with_backends`` accept it too. The wrapper of
+``prepare_model_inputs`` of verl's FSDP engine tells our head which positions of a micro-batch are read, and over which
+sets; the head computes no others. The wrapper of ``prepare_model_outputs`` gives the others their old
+log-probabilities. The wrapper of ``_build_lora_module`` refuses an adapter on the head.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _POLICY_UPDATE = ("response_mask", "old_log_probs", "advantages")
 
 @dataclass
 class Read:
-    """What is read of a micro-batch's log-probabilities."""
+    """Which log-probabilities of a micro-batch are read."""
 
     mask: Tensor | None = None
-    """bool, for each row of the hidden states of this process. None: everything is read."""
+    """bool, one for each row of this process's hidden states: whether it is read. None: all are read."""
     at_most: int | None = None
-    """How many rows of the mask are true at most, as far as the host knows."""
+    """The host's upper bound on the rows where the mask is True; None if it has no bound."""
     sets: SamplingMask | None = None
     in_loss_and_old: tuple[Tensor, Tensor] | None = None
-    """In an update: for each packed position whether it is in the loss, and the old log-probability."""
+    """In an update, for each packed position: whether it is in the loss, and its old log-probability."""
     used: bool = False
     """Whether our head has computed the micro-batch."""
 
@@ -55,7 +55,7 @@ _READ: ContextVar[Read | None] = ContextVar("what is read of this micro-batch", 
 
 
 def _forget() -> None:
-    """Whatever was said of the last micro-batch holds no longer."""
+    """Clears what is stored about the last micro-batch."""
     _READ.set(None)
 
 
@@ -71,16 +71,15 @@ def _serves(engine: Any, data: Any) -> bool:
 
 
 def _read_positions(engine: Any, data: Any, labels: Tensor) -> None:
-    """Says what will be read of the model's next output.
+    """Stores which positions of the model's next output will be read.
 
-    In the update of a policy these are the tokens of ``response_mask``, which the losses read. Where there is no
-    gradient they are all tokens of the responses, except in rows of padding. Any other loss may read everything, and
-    so may a caller that wants the model's output.
+    In a policy update these are the tokens of ``response_mask``; without gradients, all response tokens except in
+    padding rows. Any other loss, and a caller that asks for the model's output, may read all positions.
 
     Args:
         engine: verl's engine.
         data: the micro-batch, as the engine gets it.
-        labels: those of this process, with the padding behind them: ``output_args["input_ids_rmpad_rolled"]``.
+        labels: this process's labels, then padding: ``output_args["input_ids_rmpad_rolled"]``.
     """
     if tu.get_non_tensor_data(data, "distillation_use_topk", False):
         raise ValueError(f"distillation_use_topk: got True; takes False with {OPTION}={BACKEND}, which has no logits")
@@ -109,12 +108,12 @@ def _read_positions(engine: Any, data: Any, labels: Tensor) -> None:
 
 
 def _tokens_read(data: Any, in_loss: bool) -> Tensor:
-    """For each token of all responses whether it is read."""
+    """bool, one for each token of all responses: whether it is read."""
     counts, lengths = flat_responses(data, data["response_mask"]).bool(), response_lengths(data)
     if in_loss:
         return counts
     row = torch.arange(len(lengths), device=counts.device).repeat_interleave(lengths, output_size=len(counts))
-    counting = torch.zeros_like(lengths).index_add(0, row, counts.to(lengths.dtype)) > 0  # rows of padding do not
+    counting = torch.zeros_like(lengths).index_add(0, row, counts.to(lengths.dtype)) > 0  # False for padding rows
     return counting[row]
 
 
@@ -123,20 +122,20 @@ def _at(rows: int, places: Tensor, values: Tensor) -> Tensor:
 
 
 def _of_rows(sets: SamplingMask, rows: int) -> SamplingMask:
-    """With rows behind that are not read. (With sets there is no sequence parallelism.)"""
+    """Appends empty spans for padding rows, which are not read. (There is no sequence parallelism with sets.)"""
     more = rows + 1 - len(sets.offsets)
     return SamplingMask(sets.token_ids, torch.cat([sets.offsets, sets.offsets[-1:].expand(more)]))
 
 
 def _of_this_rank(mask: Tensor, rows: int, engine: Any) -> Tensor:
-    """The part of this rank: verl pads the packed sequence and divides it evenly."""
+    """This rank's part of the mask: verl pads the packed sequence and splits it evenly."""
     ranks = engine.ulysses_sequence_parallel_size if engine.use_ulysses_sp else 1
     whole = torch.cat([mask, mask.new_zeros(ranks * rows - len(mask))])
     return whole.view(ranks, rows)[get_ulysses_sequence_parallel_rank() if ranks > 1 else 0]
 
 
 def _at_old_log_probs(found: dict[str, Any], data: Any) -> dict[str, Any]:
-    """The engine's outputs, with the old log-probabilities at the tokens that no loss reads: a ratio of 1 there."""
+    """The engine's outputs. Tokens outside the loss get their old log-probabilities, so that their ratio is 1."""
     read = _READ.get()
     if read is None or not read.used:
         raise RuntimeError(
@@ -182,9 +181,9 @@ class FusedLinearForPPO(torch_functional.FusedLinearForPPO):  # type: ignore[mis
 
 
 def _require_plain_head(model: Any) -> None:
-    """Raises where a model makes its logits of more than hidden states and a weight: verl hands on nothing else.
+    """Raises if a model computes its logits from more than hidden states and a weight: verl passes on nothing else.
 
-    verl has loaded the weights on one rank of several, whose model is tried. The other ranks read its configuration.
+    On several ranks, verl has loaded the weights on only one, which runs the model. The others read its configuration.
     """
     name = type(model).__name__
     refused = f"{OPTION}: got {BACKEND!r} for {name}"
@@ -217,7 +216,7 @@ def _with_our_backend(original: Any) -> Any:
             original(model, use_fused_kernels, fused_kernels_backend)
             return
         _require_plain_head(model)
-        original(model, use_fused_kernels, "torch")  # its forward makes the class above with the name that follows
+        original(model, use_fused_kernels, "torch")  # its forward makes the class above, with the next line's name
         model._verl_fused_kernels_backend = BACKEND
         print(f"d3s_kernels: the fused LM head of {type(model).__name__} is ours, not verl's torch back-end")
 
@@ -225,7 +224,7 @@ def _with_our_backend(original: Any) -> Any:
 
 
 def _without_the_head(original: Any) -> Any:
-    """Leaves the head to the root: FSDP2 gathers a module where it is called, and nobody calls the head."""
+    """Keeps the head in the root's FSDP2 group: FSDP2 gathers a module when it is called, and the head never is."""
 
     def select_fsdp2_wrap_targets(model: Any, fsdp_transformer_layer_cls_to_wrap: Any) -> list[Any]:
         found: list[Any] = original(model, fsdp_transformer_layer_cls_to_wrap)

@@ -1,4 +1,4 @@
-"""The policy losses ``d3s``, which lets gradient flow only through the top tokens of another, and ``espo`` for verl."""
+"""Policy losses for verl: ``d3s``, another loss with gradient only through its top tokens, and ``espo``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl.workers.config import PolicyLossConfig
 from ...ratios import espo_terms
 from ...selection_options import check_options, check_token_rule
 from ...tokens import select_tokens
-from . import entropy  # the module, not its names: its import of verl may load this file before it is complete
+from . import entropy  # not its names: it imports verl, which may load this file before `entropy` is complete
 from .options import POLICY_LOSS, PolicyLossOptions, of_policy_loss
 
 
@@ -45,7 +45,7 @@ def d3s_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """``base_loss`` on all tokens of a micro-batch, with gradient only through the ``token_ratio`` with top scores.
+    """``base_loss`` on all tokens of a micro-batch, with gradient only through the top share ``token_ratio`` of them.
 
     verl does not pass entropies to a policy loss. So a token's score is ``|advantage| * surprisal``, where the
     surprisal of the sampled token is ``-old_log_prob``: an unbiased one-sample estimate of the entropy of the policy
@@ -113,7 +113,7 @@ def espo_policy_loss(
 
     Returns:
         The loss and the metrics: the share of clipped tokens, verl's estimate of the divergence from the old policy,
-        and the mean epsilon of a token.
+        and the mean epsilon over tokens.
 
     Raises:
         ValueError: no config, a bad option, an unknown vocabulary size, or no entropy from ``entropy_source``.

@@ -44,7 +44,7 @@ class D3SOptions(SelectionOptions):
 class PolicyLossOptions:
     """The options of the policy losses ``d3s`` and ``espo``. ``docs/verl.md`` says what each means.
 
-    The pool of ``d3s`` is verl's micro-batch. A policy loss is not told of steps, so its share does not change.
+    ``d3s`` pools the tokens of verl's micro-batch. A policy loss does not know the step, so its share is constant.
     """
 
     base_loss: str = option("vanilla", "the policy loss of all tokens that d3s wraps", _BASE)

@@ -1,7 +1,7 @@
 """The plug-in that verl loads in each of its processes (entry point ``verl.plugins``).
 
-:func:`install` registers our names and replaces functions of verl; nothing else in this package replaces any. Each
-module says in ``REPLACED`` what of verl it replaces, and by what. :func:`uninstall` puts verl's own back.
+:func:`install` registers our names and replaces functions of verl; nothing else in this package does. Each module lists
+in ``REPLACED`` what it replaces, and by what. :func:`uninstall` restores verl's functions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SETTINGS = {
     "head": "model.fused_kernel_options.impl_backend=d3s",
     "trainer": "trainer.v1.trainer_mode=d3s_sync",
 }
-_replaced: list[tuple[Replaced, Any, Any]] = []  # with the original and with ours
+_replaced: list[tuple[Replaced, Any, Any]] = []  # each with the original and ours
 _installed: set[str] = set()
 
 
 def install() -> None:
-    """Registers our names, and replaces what each module says. What is not available is said in a warning that names
-    the setting; the others work.
+    """Registers our names, and makes each module's replacements. A warning names each setting that is not available;
+    the others work.
     """
     if (wrong := untested("verl", importlib.metadata.version("verl"), "0.9.1", "0.9.2", "tests/verl")) is not None:
         warnings.warn(f"{wrong}. Nothing was registered", RuntimeWarning, stacklevel=2)
@@ -63,7 +63,7 @@ def uninstall() -> None:
 
 
 def _undo(before: int) -> None:
-    """Puts back what was replaced since so many replacements had been made."""
+    """Undoes all replacements except the first ``before``."""
     while len(_replaced) > before:
         replaced, original, ours = _replaced.pop()
         _put(replaced, ours, original)
@@ -82,7 +82,7 @@ def _replace(replaced: Replaced) -> None:
 
 
 def _put(replaced: Replaced, before: Any, after: Any) -> None:
-    """Also into modules that have imported it by name before."""
+    """Sets the attribute on its owner, and in the ``held_by`` modules that have already imported it by name."""
     for owner in (replaced.owner, *(sys.modules[name] for name in replaced.held_by if name in sys.modules)):
         if getattr(owner, replaced.name, None) is before:
             setattr(owner, replaced.name, after)

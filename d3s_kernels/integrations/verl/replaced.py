@@ -1,4 +1,4 @@
-"""What of verl is replaced: a row for each function, in the module that has what takes its place."""
+"""One replacement in verl. Each module lists its own in ``REPLACED``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ class Replaced(NamedTuple):
     owner: Any
     name: str
     takes: list[str]  # its parameters in verl 0.9.1
-    by: Callable[[Any], Any]  # the original to ours
+    by: Callable[[Any], Any]  # makes ours from the original
     held_by: tuple[str, ...] = ()  # modules that import it by name
     passes_the_rest_on: bool = False  # whether ours takes further parameters, for the original

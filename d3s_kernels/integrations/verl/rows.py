@@ -1,4 +1,4 @@
-"""The rows of verl's rollouts, and how many of them make an update; plain functions."""
+"""Which of verl's rows form a rollout, and how many rows form an update. Does not import verl."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sessions(keys: Sequence[str]) -> list[list[int]]:
 
 
 def rows_of_an_update(kept: int, rows: int, before: int, unit: int) -> int:
-    """The rows of one optimiser update after the selection, so that a step makes as many updates as without it.
+    """How many rows an optimiser update has after the selection, so that a step makes as many updates as without it.
 
     Args:
         kept: rows after the selection.

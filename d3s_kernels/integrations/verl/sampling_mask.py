@@ -1,4 +1,4 @@
-"""Sampling masks of verl's rows: where a batch has them, and what they are for the logits of a micro-batch.
+"""Reads the sampling masks of verl's rows, and aligns them with the logits of a micro-batch.
 
 verl has no field of its own for them. A rollout can put them under any name into a row's ``extra_fields`` (verl's V1
 trainers) or into ``non_tensor_batch`` or ``batch`` of a ``DataProto`` (its older ray trainer and its forks).
@@ -22,22 +22,22 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
     """For each position of a micro-batch's logits, the set of the token that the position predicts.
 
     Logits predict the next token, so the sets of a response begin at the last token of its prompt. Positions that
-    predict a token of a prompt have no set, and neither have rows whose ``response_mask`` is all 0: verl's rows of
-    padding, which are copies of a real row with another response.
+    predict a prompt token have no set. Nor have rows whose ``response_mask`` is all 0: verl's padding rows, which are
+    copies of a real row with another response.
 
     Args:
         data: a micro-batch (TensorDict) as verl's engines get it.
         field: the name of the sets: a field of the rows, or a key of their ``extra_fields``. They are a list of ids
-            for each token of the response, or, for all rows, an integer tensor ``[B, T, K]``, filled up with -1.
-        width: of logits ``[B, width, V]`` that are filled up at the right. None for logits ``[n, V]`` of all rows, one
-            after the other, as with ``use_remove_padding``.
+            for each token of the response, or, for all rows, an integer tensor ``[B, T, K]``, padded with -1.
+        width: the sequence dimension of right-padded logits ``[B, width, V]``. None for packed logits ``[n, V]``, as
+            with ``use_remove_padding``.
 
     Returns:
-        What the ops take as ``sampling_mask=`` and as ``mask=``, for ``n`` or ``B * width`` rows of logits, on the
-        device of ``input_ids``.
+        The ops' arguments ``sampling_mask=`` and ``mask=``, for ``n`` or ``B * width`` rows of logits, on the device of
+        ``input_ids``.
 
     Raises:
-        ValueError: no such field; a row that has not one set for each token of its response.
+        ValueError: no such field; a row with another number of sets than response tokens.
 
     Example:
         >>> kept, mask = sampling_mask_of(micro_batch, "sampling_mask")  # doctest: +SKIP
@@ -64,7 +64,7 @@ def field_of(data: Any, field: str) -> Any:
 
 
 def response_lengths(data: Any) -> Tensor:
-    """As verl's ``no_padding_2_padding`` finds them: ``[rows]``."""
+    """The number of tokens of each response ``[rows]``, computed as in verl's ``no_padding_2_padding``."""
     if data["responses"].is_nested:
         lengths: Tensor = data["responses"].offsets().diff()
     else:
@@ -73,7 +73,7 @@ def response_lengths(data: Any) -> Tensor:
 
 
 def flat_responses(data: Any, values: Tensor) -> Tensor:
-    """A number for each token of all responses, one after the other, from a nested tensor or from ``[B, T]``."""
+    """Flattens per-token values, a nested tensor or ``[B, T]``, to one value for each response token, in row order."""
     if values.is_nested:
         flat: Tensor = values.values()
     else:
@@ -82,7 +82,7 @@ def flat_responses(data: Any, values: Tensor) -> Tensor:
 
 
 def places_of_responses(data: Any, width: int | None = None) -> Tensor:
-    """For each token of all responses, the position that predicts it: the one before. It waits for no device where
+    """For each token of all responses, the position that predicts it: the one before. There is no host sync if the
     responses are nested tensors.
 
     Args:

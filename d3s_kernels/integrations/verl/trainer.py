@@ -76,7 +76,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
 
     @property
     def _draws(self) -> torch.Generator:
-        """For the rule "random": other numbers in each step, the same ones after a checkpoint."""
+        """For the rule "random": a generator seeded with the step, so the same after a resume."""
         return torch.Generator().manual_seed(self.global_steps)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
@@ -103,12 +103,12 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return self._rows_of_an_update
 
     def _require_rollouts(self) -> None:
-        """A later verl may not call what this class overrides."""
+        """Raises if no rollouts were chosen: another version of verl might not call the methods overridden here."""
         if self._rows == (0, 0):
             raise RuntimeError(f"{MODE}: no rollouts were chosen in this step: verl has not called _balance_batch")
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """With sampling masks, looks at the sets of all rows before, and at the entropies afterwards."""
+        """With sampling masks, checks the sets of all rows before the pass, and the entropies after it."""
         field = self.d3s.sampling_mask_field
         if field is None:
             return super()._compute_old_log_prob(batch, metrics)
@@ -117,7 +117,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         parts = (field_of(data, field), data["responses"].unbind(), data["response_mask"].unbind())
         sizes = require_sets(field, dict(zip(rows["keys"], zip(*parts, strict=True), strict=True)))
         found = set_metrics(set_sums(sizes, sizes > 0, max(1, int(sizes.amax()))))
-        known = {name: value for name, value in found.items() if not value.isnan()}  # not the mass
+        known = {name: value for name, value in found.items() if not value.isnan()}  # the mass is NaN
         metrics.update(_numbers(known))
         batch = super()._compute_old_log_prob(self._noted(batch), metrics)
         require_used(sizes, tq.kv_batch_get(select_fields=["entropy"], **rows)["entropy"].values())
@@ -127,13 +127,13 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return super()._compute_ref_log_prob(self._noted(batch), metrics)
 
     def _noted(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """The batch, which tells the workers' engine where the rows have their sets."""
+        """The batch, with a note for the workers' engine: the field that has the sets."""
         if self.d3s.sampling_mask_field is not None:
             batch.extra_info[NOTE] = self.d3s.sampling_mask_field
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """Lets verl compute advantages, replaces them by those of the full groups if asked to, chooses the tokens."""
+        """Lets verl compute advantages, replaces them by the full groups' if configured so, then chooses the tokens."""
         self._require_rollouts()
         batch = super()._compute_advantage(batch, metrics)
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
@@ -165,8 +165,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         tokens = self._selection.tokens(
             entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws
         )
-        # No token may be kept: with drop_zeros, if in every group all rewards are equal; or if none is trusted. An
-        # empty mask would make verl divide by 0, so all tokens are kept, with the advantages 0 that they then have.
+        # It can happen that no token is kept: with drop_zeros, if in every group all rewards are equal; or if no token
+        # is trusted. verl would divide by 0, so all tokens are kept then; their advantages are 0.
         kept = tokens.mask if (some := bool(tokens.mask.any())) else data["loss_mask"].values().bool()
         if self.d3s.loss_denominator == "kept":
             # The loss reads response_mask, but divides by the sum of loss_mask.
@@ -184,7 +184,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """verl uses ``ppo_mini_batch_size * rollout.n`` rows per update; for this call, that is the reduced number."""
+        """For this call, sets verl's rows per update, ``ppo_mini_batch_size * rollout.n``, to the reduced number."""
         if not self._tokens_are_chosen:
             raise RuntimeError(f"{MODE}: no tokens were chosen in this step: verl has not called _compute_advantage")
         self._rows, self._tokens_are_chosen = (0, 0), False
@@ -202,11 +202,11 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         scores, uids = data["rm_scores"].unbind(), list(data["uid"])
         tokens = [int(row.sum()) for row in data["response_mask"].unbind()]
         rollouts = sessions(batch.keys)
-        last = [rows[-1] for rows in rollouts]  # a rollout's reward is that of its last output
+        last = [rows[-1] for rows in rollouts]  # the last output has the rollout's reward
         rewards, groups = torch.stack([scores[row].sum() for row in last]), [uids[row] for row in last]
 
         scaled = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
-        table, places = in_groups(rewards, groups)  # NaN where a group has fewer rollouts, and a reward of NaN
+        table, places = in_groups(rewards, groups)  # NaN: a missing rollout or a reward of NaN
         of_groups = group_advantages(table, scale="group" if scaled else "none", eps=1e-6)
         of_groups = of_groups.masked_fill(table.isnan(), torch.nan)
         n, budget = self.config.actor_rollout_ref.rollout.n, self._budget
@@ -268,7 +268,7 @@ def _require(config: Any, options: D3SOptions) -> None:
 
 
 def _real_rows(batch: KVBatchMeta) -> dict[str, Any]:
-    """Where the rows are that are not verl's padding."""
+    """The keys and the partition of the rows that are not verl's padding."""
     keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
     return {"keys": keys, "partition_id": batch.partition_id}
 
@@ -287,7 +287,7 @@ def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def _rows_of_a_micro_batch(config: Any) -> int:
-    """The number that a rank's rows must be a multiple of: verl has no partial micro-batches of fixed size."""
+    """A rank's number of rows must be a multiple of this: verl makes no partial micro-batches of fixed size."""
     sizes = []
     if not config.actor.use_dynamic_bsz:
         sizes += [config.actor.ppo_micro_batch_size_per_gpu, config.rollout.log_prob_micro_batch_size_per_gpu]
