@@ -1,6 +1,7 @@
 """linear_logprob_entropy: the LM head that never keeps its logits."""
 
 import math
+import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple
@@ -242,6 +243,8 @@ def test_logits_may_be_rounded(logits_dtype: torch.dtype) -> None:
     assert_entropy(actual[1], expected[1])
 
 
+_cuda = sys.modules.get("on_cuda")  # the plugin with which these tests run on a GPU
+of_a_cpu = pytest.mark.skipif(_cuda is not None and _cuda.GPU.type == "cuda", reason="about products of a CPU")
 _aten = torch.ops.aten
 PRODUCTS = (_aten.mm, _aten.matmul, _aten.addmm, _aten.addmm_)
 
@@ -271,6 +274,7 @@ class NoHalfProducts(SeesProducts):
         return function(*args, **(kwargs or {}))
 
 
+@of_a_cpu
 @pytest.mark.slow_elsewhere("the same products of torch")
 @pytest.mark.parametrize("float32_logits", [True, False])
 @pytest.mark.parametrize("dtype", HALF)
@@ -334,6 +338,7 @@ class ProductsThatReadOn(SeesProducts):
         return result
 
 
+@of_a_cpu
 @pytest.mark.parametrize("float32_logits", [True, False])
 @pytest.mark.parametrize("dtype", HALF)
 def test_products_that_read_on_behind_a_row(
