@@ -85,11 +85,20 @@ def compact(sizes: Sizes) -> Callable[[], Any]:
     return lambda: d3s.compact(mask, capacity)
 
 
+def _ratio(sizes: Sizes, **of: Any) -> Callable[[], Any]:
+    old = -inputs.entropies(*sizes.batch)
+    logprob = old + 0.01 * inputs.advantages(*sizes.batch)
+    return lambda: d3s.importance_ratio(logprob, old, **of)
+
+
 def importance_ratio(sizes: Sizes) -> Callable[[], Any]:
     """Of sequences."""
-    old, mask = -inputs.entropies(*sizes.batch), inputs.right_padded(*sizes.batch)
-    logprob = old + 0.01 * inputs.advantages(*sizes.batch)
-    return lambda: d3s.importance_ratio(logprob, old, mask, level="sequence")
+    return _ratio(sizes, mask=inputs.right_padded(*sizes.batch), level="sequence")
+
+
+def importance_ratio_groups(sizes: Sizes) -> Callable[[], Any]:
+    groups = d3s.entropy_groups(inputs.entropies(*sizes.batch), inputs.right_padded(*sizes.batch), (0.8,))
+    return _ratio(sizes, groups=groups, level="entropy_group")
 
 
 def trl_update(sizes: Sizes) -> Callable[[], Any]:
@@ -109,7 +118,8 @@ OPS = {
     made.__name__: made
     for made in (
         logprob_entropy, logprob_entropy_backward, head, head_both_ways, sparse_head, sparse_head_own, topk_mask,
-        topk_mask_segment, max_variance, max_variance_pool, compact, importance_ratio, trl_update, grpo_update,
+        topk_mask_segment, max_variance, max_variance_pool, compact, importance_ratio, importance_ratio_groups,
+        trl_update, grpo_update,
     )
 }  # fmt: skip
 
