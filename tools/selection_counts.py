@@ -28,8 +28,8 @@ MULTIPROCESSORS, THREADS, REGISTERS, SHARED, BLOCKS = 132, 2048, 65_536, 228 << 
 
 # The kernel of a launch: a part of its mangled name, for float32.
 KERNELS = {
-    "topk_mask": "select_segmentsILb0ELb0",
-    "topk_mask, sequences": "select_segmentsILb1ELb0",
+    "topk_mask": "select_segmentsILb0ELb0ELi2E",
+    "topk_mask (long)": "select_segmentsILb0ELb0ELi4E",
     "topk_mask (first digit)": "count_first",
     "topk_mask (second digit)": "split_pieces",
     "topk_mask (third digit)": "count_last",
@@ -37,6 +37,8 @@ KERNELS = {
     "max_variance_select (groups)": "select_groupsIfLi16E",
     "max_variance_select": "max_variance_cu.*select_segmentsIf",
     "max_variance_select (keys)": "make_entriesIf",
+    "sort (runs)": "sort_runs",
+    "sort (merge)": "merge_runsILb1E",
     "max_variance_select (sums)": "sum_stretches",
     "max_variance_select (splits)": "find_sorted_ends",
     "max_variance_select (mask)": "write_sorted_mask",

@@ -44,12 +44,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int64_t begin = first + n * kStretch, end = begin + kStretch < last ? begin + kStretch : last;
   if (begin >= end) return;
   ColumnSums<T> total(blockIdx.x % pieces, weight.columns);
-  const auto term_at = [&](int64_t place) {
-    const bool counts = gradient.rows[place] == row && gradient.has(place, spans.count, weight.rows);
-    return counts ? Term{gradient.tokens[place], gradient.grad[place]} : Term();
+  // The label's term follows the last of the span, so that both are on their way at the same time; and so are the three
+  // numbers of a term, of which none waits for another.
+  const auto term_at = [&](int64_t i) {
+    const int64_t place = begin + i < end ? begin + i : spans.limit + row;
+    const int64_t of_row = gradient.rows[place], token = gradient.tokens[place];
+    const float factor = gradient.grad[place];
+    const bool counts = of_row == row && token >= 0 && token < weight.rows;
+    return counts ? Term{static_cast<int32_t>(token), factor} : Term();
   };
-  total.add_terms(weight, aligned, begin, end, term_at);
-  if (end == last) total.add_terms(weight, aligned, spans.limit + row, spans.limit + row + 1, term_at);
+  total.add_terms(weight, aligned, 0, end - begin + (end == last ? 1 : 0), term_at);
   if (last - first > kStretch)
     stretches.keep(stretches.at(first, n), total);
   else

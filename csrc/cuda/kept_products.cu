@@ -7,7 +7,7 @@
 //   kept_hidden_grad_             sum_rows        grad, weight, rows, tokens           -> out, sums of long spans
 //   kept_hidden_grad_ (rows)      finish_rows     undefined, sums, bad                 -> out
 //   kept_weight_grad_ (entries)   make_entries    rows, tokens                         -> entries, indices
-//   kept_weight_grad_ (sort)      CUB             entries, indices                     -> the same, by token
+//   sort (its own launches)       sort_entries    entries, indices                     -> the same, by token
 //   kept_weight_grad_             sum_tokens      grad, hidden, entries, indices       -> out, sums of frequent tokens
 //   kept_weight_grad_ (long)      join_tokens     sums                                 -> out
 #include "kept_hidden_grad.h"

@@ -16,7 +16,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBlocks = 3;     // on each multiprocessor. Without this bound, nvcc spills registers to fit a fourth
 constexpr int kBatch = 8;      // rows that a thread loads before it adds the first; divides kWarp
-constexpr int kStretch = 512;  // places that a block adds: 64 batches, some 50 us; a multiple of kWarp
+constexpr int kStretch = 256;  // places that a block adds: 32 batches, some 25 us; a multiple of kWarp
 
 template <class T>
 bool is_aligned(const Matrix& matrix) {
@@ -141,16 +141,20 @@ struct ColumnSums {
   }
 };
 
-// The number of threads of a block, and of blocks for a row, if each thread has one vector of the row.
+// The number of blocks for a row, and of threads of each, if a thread has one vector of the row. The vectors are shared
+// equally, so that no warp is idle.
 template <class T>
-int threads_for(int64_t columns) {
+int64_t warps_of(int64_t columns) {
   const int64_t warps = ceil_div(ceil_div(columns, kPerVector<T>), kWarp);
-  return static_cast<int>(warps < 1 ? 1 : warps < kThreads / kWarp ? warps : kThreads / kWarp) * kWarp;
+  return warps > 0 ? warps : 1;
 }
 template <class T>
 uint32_t pieces_of(int64_t columns) {
-  const auto pieces = static_cast<uint32_t>(ceil_div(columns, int64_t{threads_for<T>(columns)} * kPerVector<T>));
-  return pieces > 0 ? pieces : 1;
+  return static_cast<uint32_t>(ceil_div(warps_of<T>(columns), kThreads / kWarp));
+}
+template <class T>
+int threads_for(int64_t columns) {
+  return static_cast<int>(ceil_div(warps_of<T>(columns), pieces_of<T>(columns))) * kWarp;
 }
 
 // The sums of runs of places that are longer than a stretch and so are shared between blocks. Each stretch has

@@ -75,15 +75,16 @@ class KeyRow : public MaskRow {
   // Stores a four of padded keys.
   __device__ void set(int four, const uint4& keys) const { *reinterpret_cast<uint4*>(keys_ + 4 * four) = keys; }
 
-  // Calls body(four, keys) for the thread's fours in the warp's stretch of the row. All lanes of a warp call it
-  // together, equally often; past the end of the row, keys are absent.
-  template <class Body>
-  __device__ void for_stretch(const BlockGroup& block, const Body& body) const {
+  // Calls body(four, keys) for the thread's fours in the warp's stretch of the row. If kTogether, all lanes of a warp
+  // call it together, equally often; past the end of the row, keys are absent.
+  template <bool kTogether = true, class Body>
+  __device__ __forceinline__ void for_stretch(const BlockGroup& block, const Body& body) const {
+    const int lane = block.rank % kWarp;
     int from, to;
     block.warp_stretch(0, fours(), from, to);
-#pragma unroll 1
-    for (int four = from + block.rank % kWarp; four - block.rank % kWarp < to; four += kWarp)
-      body(four, four < to ? load(four) : uint4{});
+#pragma unroll(kTogether ? 1 : 2)
+    for (int four = from + lane; four - (kTogether ? lane : 0) < to; four += kWarp)
+      body(four, !kTogether || four < to ? load(four) : uint4{});
   }
 
  private:
@@ -144,14 +145,14 @@ class Taker {
 
   // The bytes of the keys that are taken. The height key - floor_ is at most UINT32_MAX - floor_ if the key is taken.
   // If it is not taken, the height wraps around and is larger. So the lowest height belongs to the lowest taken key.
-  __device__ __forceinline__ uint32_t take(uint4 keys) {
+  __device__ __forceinline__ uint32_t take(const uint4& keys) {
+    uint4 heights = make_uint4(keys.x - floor_, keys.y - floor_, keys.z - floor_, keys.w - floor_);
     if (drop_)
-      for (uint32_t* key : {&keys.x, &keys.y, &keys.z, &keys.w})
-        if (*key == kZeroKey) {
-          *key = kAbsent;
+      for (uint32_t* height : {&heights.x, &heights.y, &heights.z, &heights.w})
+        if (*height == kZeroKey - floor_) {
+          *height = UINT32_MAX;  // not taken
           ++zeros_;
         }
-    const uint4 heights = make_uint4(keys.x - floor_, keys.y - floor_, keys.z - floor_, keys.w - floor_);
     lowest_ = min(min(lowest_, min(heights.x, heights.y)), min(heights.z, heights.w));
     return bytes_of(heights, [&](uint32_t height) { return height <= UINT32_MAX - floor_; });
   }
@@ -181,15 +182,15 @@ __device__ Kept write_mask(const Row& row, const Cut& cut, bool drop_zeros, cons
   Taker taker(all || cut.key == UINT32_MAX ? max(cut.key, 1u) : cut.key + 1, drop_zeros);
   const bool some = !all && wanted > 0, dropped = drop_zeros && cut.key == kZeroKey;
   int tie = 0, added = 0;
-  row.for_stretch(block, [&](int four, const uint4& keys) {
-    uint32_t kept = taker.take(keys);
-    if (some) {
+  if (some) {
+    row.for_stretch(block, [&](int four, const uint4& keys) {
       const uint32_t first = first_ties(bytes_of(keys, is_tie), tie, wanted);
       added += __popc(first);
-      if (!dropped) kept |= first;
-    }
-    row.store(four, kept);
-  });
+      row.store(four, taker.take(keys) | (dropped ? 0 : first));
+    });
+  } else {  // a loop of its own, in which most warps are: it has half of the instructions
+    row.template for_stretch<false>(block, [&](int four, const uint4& keys) { row.store(four, taker.take(keys)); });
+  }
   Kept kept = taker.kept();
   if (dropped) kept.zeros += added;
   if (added > 0 && !dropped) kept.lowest = cut.key;

@@ -117,21 +117,22 @@ __device__ Found<Count> find_digit(Bin* counts, const Digit& digit, const BlockG
   Count above = warp_sum(lane < warp ? other : Count{0});
   if (above < before.left && before.left <= above + own) {
     const int of_lane = max(each / kWarp, 1), top = low + each - lane * of_lane;  // the lane's bins are below `top`
-    const int bottom = max(top - of_lane, low);
+    const int bins = min(of_lane, top - low);
     Count up_to = 0;
-    for (int bin = top - 1; bin >= bottom; --bin) up_to += static_cast<Count>(counts[bin]);
+#pragma unroll 4
+    for (int i = 1; i <= bins; ++i) up_to += static_cast<Count>(counts[top - i]);
     const Count of_these = up_to;
     above += warp_exclusive_sum(up_to);
-    if (above < before.left && before.left <= above + of_these)
-      for (int bin = top - 1; bin >= bottom; --bin) {
-        const auto here = static_cast<Count>(counts[bin]);
-        if (above + here >= before.left) {
-          room.found = {before.prefix << digit.bits | static_cast<uint32_t>(bin), before.left - above, before.k, here,
-                        digit.shift};
-          break;
-        }
+    if (above < before.left && before.left <= above + of_these) {
+#pragma unroll 4  // without an early end, so that loads do not wait for each other
+      for (int i = 1; i <= bins; ++i) {
+        const auto here = static_cast<Count>(counts[top - i]);
+        if (above < before.left && before.left <= above + here)
+          room.found = {before.prefix << digit.bits | static_cast<uint32_t>(top - i), before.left - above, before.k,
+                        here, digit.shift};
         above += here;
       }
+    }
   }
   if constexpr (kClear) {
     __syncwarp();  // no other warp reads these bins from here on

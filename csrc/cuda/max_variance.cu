@@ -1,14 +1,14 @@
 // max_variance_select: the k values of each segment with the largest variance. Sort, try every split, mark both ends.
 //
 // Segments of up to 4,096 values take one launch: up to 128 values are sorted in registers by some lanes of a warp,
-// more values in shared memory by a block. Longer segments of known length are sorted together by CUB; then blocks try
-// the splits of all of them (max_variance_stretches.h).
+// more values in shared memory by a block. Longer segments of known length are sorted together (segment_sort.h); then
+// blocks try the splits of all of them (max_variance_stretches.h).
 //
 //   launch                          kernel              reads               -> writes
 //   max_variance_select (groups)    select_groups       values, mask        -> out
 //   max_variance_select             select_segments     values, mask        -> out (beyond 128 values)
 //   max_variance_select (keys)      make_entries        values, mask        -> entries, indices
-//   sort (CUB's own launches)       sort_entries        entries, indices    -> sorted
+//   sort (its own launches)         sort_entries        entries, indices    -> sorted
 //   max_variance_select (sums)      sum_stretches       sorted              -> sums
 //   max_variance_select (splits)    find_sorted_ends    sorted, sums        -> ends
 //   max_variance_select (mask)      write_sorted_mask   sorted, ends        -> out
@@ -168,7 +168,7 @@ void select_sorted(const SegmentedValues& values, const Keep& keep, bool* out, D
 
 constexpr int64_t kWarpSegment = 32 * kPerLane;
 // 32 KB of entries, which fit in the default shared memory. To sort 16,384 entries, a block would need 105 steps of
-// some 2,000 cycles each, which its accesses to shared memory take: three times as long as CUB's sort.
+// some 2,000 cycles each, which its accesses to shared memory take: much longer than a sort by many blocks.
 constexpr int64_t kBlockSegment = 4096;
 
 int threads_for(int64_t length) { return length <= 512 ? 128 : length <= 1024 ? 256 : kBlockThreads; }

@@ -1,21 +1,10 @@
 // Finds the subset of a segment with the largest variance. The sorted keys are in shared or global memory.
 #pragma once
 
+#include "bitonic_sort.h"
 #include "max_variance_warp.h"
 
 namespace d3s {
-
-// One integer to sort by: a value's order key in the high bits, its index in the low ones, so that ties go to the lower
-// index. Unusable values come last.
-using Entry = unsigned long long;
-
-D3S_HOST_DEVICE Entry entry(uint32_t key, int64_t index) { return Entry{key} << 32 | static_cast<uint32_t>(index); }
-D3S_HOST_DEVICE uint32_t key_of(Entry e) { return static_cast<uint32_t>(e >> 32); }
-
-// A warp runs this code only for the rare segment that is longer than the caller said, so the warp's code is kept
-// small.
-template <class Group>
-constexpr int kUnrolled = std::is_same_v<Group, WarpGroup> ? 1 : 4;
 
 // ---- splits ------------------------------------------------------------------------------------------------------
 
@@ -225,37 +214,6 @@ __device__ Ends find_ends(const Keys& at, int usable, int64_t keep, const Group&
 }
 
 // ---- sort and mark -----------------------------------------------------------------------------------------------
-
-// Sorts n entries, for any n. Every exchange puts the smaller entry first. So padding with the largest entry would
-// never move, and is left out.
-template <class Group>
-__device__ void bitonic_sort(Entry* entries, int n, const Group& group) {
-  [[maybe_unused]] constexpr int kTurns = kUnrolled<Group>;
-  const auto order = [&](int a, int b) {
-    if (b >= n) return;
-    const Entry first = entries[a], second = entries[b];
-    if (second < first) entries[a] = second, entries[b] = first;
-  };
-  int log_padded = 0;
-  while (log_padded < 31 && int64_t{1} << log_padded < n) ++log_padded;
-  const int pairs = log_padded > 0 ? 1 << (log_padded - 1) : 0;
-  for (int log_half = 0; log_half < log_padded; ++log_half) {
-#pragma unroll kTurns
-    for (int i = group.rank; i < pairs; i += group.size) {  // compares the first half with the reversed second half
-      const int begin = i >> log_half << log_half, place = i - begin;
-      order(2 * begin + place, 2 * begin + (2 << log_half) - 1 - place);
-    }
-    group.sync();
-    for (int log_stride = log_half - 1; log_stride >= 0; --log_stride) {
-#pragma unroll kTurns
-      for (int i = group.rank; i < pairs; i += group.size) {
-        const int begin = i >> log_stride << log_stride, a = begin + i;
-        order(a, a + (1 << log_stride));
-      }
-      group.sync();
-    }
-  }
-}
 
 // Handles one segment. `entries` has room for n entries.
 template <class T, class Group>

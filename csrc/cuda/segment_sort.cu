@@ -1,26 +1,88 @@
-// CUB's radix sort. It is stable, and has several launches but no host sync. It is in a file of its own, since it takes
-// longer to compile than all our kernels.
+// Sorts the values of long segments, or the places of kept tokens by their token. Up to 65,536 entries are sorted by
+// the kernels here, in three launches at most. CUB takes twelve, which more entries make worth while.
+//
+//   launch         kernel        reads      -> writes
+//   sort (runs)    sort_runs     entries    -> runs: each block sorts 256 entries
+//   sort (merge)   merge_runs    runs       -> longer runs; at last the sorted entries and their indices
 #include "segment_sort.h"
 
-#include <cub/device/device_radix_sort.cuh>
+#include <utility>
 
-#include "cuda.h"
+#include "bitonic_sort.h"
 
 namespace d3s {
+namespace {
+
+// While it is sorted, an entry has its index in the low bits. So no two are equal, and the sort is stable.
+constexpr int kIndexBits = 16;
+constexpr int64_t kMostOwnEntries = int64_t{1} << kIndexBits;
+constexpr int kRun = 256, kRunThreads = kRun / 2;
+constexpr int kMerged = 16;  // runs that become one: 256 runs need two launches
+constexpr int kMergeThreads = 256;
+
+__global__ void __launch_bounds__(kRunThreads) sort_runs(const uint64_t* entries, int n, Entry* runs) {
+  Entry* run = dynamic_shared<Entry>();
+  const BlockGroup block(nullptr);
+  const int begin = static_cast<int>(blockIdx.x) * kRun, count = min(kRun, n - begin);
+  for (int i = block.rank; i < count; i += block.size)
+    run[i] = Entry{entries[begin + i]} << kIndexBits | static_cast<Entry>(begin + i);
+  block.sync();
+  bitonic_sort(run, count, block);
+  for (int i = block.rank; i < count; i += block.size) runs[begin + i] = run[i];
+}
+
+// A thread finds the place of one entry among kMerged runs, by a search in each for the first entry that is not
+// smaller. All searches take a step at the same time, so that as many loads are in flight.
+template <bool kLast>
+__global__ void __launch_bounds__(kMergeThreads, 3)
+    merge_runs(const Entry* runs, int n, int length, Entry* merged, uint64_t* entries, uint32_t* indices) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i >= n) return;
+  const Entry own = runs[i];
+  const int first = i / (kMerged * length) * (kMerged * length);
+  int at[kMerged];
+#pragma unroll
+  for (int r = 0; r < kMerged; ++r) at[r] = first + r * length;
+  // Steps of half the length, a quarter, ..., 1 and 1 again: their sum is the length, a power of two.
+#pragma unroll 1
+  for (int left = length; left > 0; left /= 2) {
+    const int step = left > 1 ? left / 2 : 1;
+    Entry tried[kMerged];
+#pragma unroll
+    for (int r = 0; r < kMerged; ++r) tried[r] = runs[min(at[r] + step, n) - 1];
+#pragma unroll
+    for (int r = 0; r < kMerged; ++r)
+      if (at[r] + step <= n && tried[r] < own) at[r] += step;
+  }
+  int place = first;
+#pragma unroll
+  for (int r = 0; r < kMerged; ++r) place += at[r] - (first + r * length);
+  if (kLast) {
+    entries[place] = own >> kIndexBits;
+    indices[place] = static_cast<uint32_t>(own) & ((1u << kIndexBits) - 1);
+  } else {
+    merged[place] = own;
+  }
+}
+
+}  // namespace
 
 SortedEntries sort_entries(uint64_t* entries, uint64_t* entries_spare, uint32_t* indices, uint32_t* indices_spare,
                            int64_t n, int bits, Device& device) {
-  cub::DoubleBuffer<uint64_t> keys(entries, entries_spare);
-  cub::DoubleBuffer<uint32_t> values(indices, indices_spare);
-  const auto stream = static_cast<cudaStream_t>(device.stream);
-  const auto sort = [&](void* room, size_t& bytes) {
-    require_success(cub::DeviceRadixSort::SortPairs(room, bytes, keys, values, n, 0, bits, stream), "sort");
-  };
-  require_success(cudaSetDevice(device.index), "cudaSetDevice");
-  size_t bytes = 0;
-  sort(nullptr, bytes);
-  sort(device.scratch(static_cast<int64_t>(bytes)), bytes);
-  return {keys.Current(), values.Current()};
+  if (n > kMostOwnEntries || bits > 64 - kIndexBits)
+    return sort_by_cub(entries, entries_spare, indices, indices_spare, n, bits, device);
+  static_assert(sizeof(Entry) == sizeof(uint64_t));
+  auto *from = reinterpret_cast<Entry*>(entries_spare), *to = reinterpret_cast<Entry*>(entries);
+  const int count = static_cast<int>(n);
+  launch("sort (runs)", sort_runs, ceil_div(n, kRun), kRunThreads, kRun * sizeof(Entry), device, entries, count, from);
+  int length = kRun;
+  for (; kMerged * length < count; length *= kMerged, std::swap(from, to))
+    launch("sort (merge)", merge_runs<false>, ceil_div(n, kMergeThreads), kMergeThreads, 0, device, from, count, length,
+           to, entries, indices);
+  auto* sorted = reinterpret_cast<uint64_t*>(to);
+  launch("sort (merge)", merge_runs<true>, ceil_div(n, kMergeThreads), kMergeThreads, 0, device, from, count, length,
+         to, sorted, indices);
+  return {sorted, indices};
 }
 
 }  // namespace d3s

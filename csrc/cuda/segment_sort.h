@@ -1,4 +1,4 @@
-// Sorts the values of long segments. It is the only kernel that comes from another library.
+// Sorts the values of long segments by their keys, and the places of kept tokens by their token.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,18 @@
 
 namespace d3s {
 
-// Sorts `n` entries and their indices by the lowest `bits` bits of the entry. The sort is stable. It may overwrite all
-// four arrays, and returns the two arrays that have the result.
 struct SortedEntries {
   const uint64_t* entries;
   const uint32_t* indices;
 };
+
+// Sorts `n` entries by their lowest `bits` bits; the higher ones are 0. The sort is stable. `indices` has 0, 1, ... It
+// may overwrite all four arrays, and returns the two arrays that have the result.
 SortedEntries sort_entries(uint64_t* entries, uint64_t* entries_spare, uint32_t* indices, uint32_t* indices_spare,
                            int64_t n, int bits, Device& device);
+
+// The same for any number of entries, by CUB.
+SortedEntries sort_by_cub(uint64_t* entries, uint64_t* entries_spare, uint32_t* indices, uint32_t* indices_spare,
+                          int64_t n, int bits, Device& device);
 
 }  // namespace d3s

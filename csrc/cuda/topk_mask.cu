@@ -5,8 +5,9 @@
 // no bound on the lengths, both kinds of kernels are launched, and each skips the segments of the other. If a segment
 // is longer than the caller said, its block keeps the keys in global memory: this is slower, but correct.
 //
-//   launch       kernel            reads     -> writes
-//   topk_mask    select_segments   scores    -> mask, count, threshold
+//   launch             kernel            reads     -> writes
+//   topk_mask          select_segments   scores    -> mask, count, threshold
+//   topk_mask (long)   the same, with more loads in flight
 #include "key_mask.h"
 #include "note_faults.h"
 #include "score_keys.h"
@@ -26,8 +27,8 @@ struct Spill {
 };
 
 // kLookUp is for pooled batches, where sequences are looked up. Without kSpill, the compiler knows that all keys are in
-// shared memory.
-template <bool kLookUp, bool kSpill>
+// shared memory. kInFlight: the fours that a thread loads before it uses the first.
+template <bool kLookUp, bool kSpill, int kInFlight = kFoursInFlight>
 __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
     select_segments(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros,
                     const __grid_constant__ Segments segments, const __grid_constant__ SizeClass sizes, Spill spill,
@@ -46,11 +47,11 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
   const int origin = begin - row.lead();
 
   clear_histogram(room, block);
-  for_scores(ScoreKeys<kLookUp>(scores, origin, segment), origin, begin, end, block,
-             [&](int four, const uint4& of_four) {
-               row.set(four, of_four);
-               count_first_digits(room.histogram, of_four);
-             });
+  for_scores<kInFlight>(ScoreKeys<kLookUp>(scores, origin, segment), origin, begin, end, block,
+                        [&](int four, const uint4& of_four) {
+                          row.set(four, of_four);
+                          count_first_digits(room.histogram, of_four);
+                        });
   block.sync();
   const int absent = static_cast<int>(room.histogram[0]);
   Found<int> found = find_first_digit<true>(room.histogram, digit_of(0), quota, block, room.search, absent);
@@ -83,6 +84,11 @@ int threads_for(int64_t length) {
   return length <= 1024 ? 128 : length <= 16384 ? 256 : length <= 24576 ? 512 : BlockGroup::kMostThreads;
 }
 
+// Four fours in flight, where each thread of a block has as many: in shorter segments some loads would have no score.
+// This takes 60 registers, so that four blocks share a multiprocessor, and is still faster. Blocks of more threads are
+// not: 1,024 are one block in either case.
+constexpr int kManyInFlight = 4, kFewThreads = 256;
+
 bool same(const Segments& a, const Segments& b) {
   return a.count == b.count && a.length == b.length && a.offsets32 == b.offsets32 && a.offsets64 == b.offsets64;
 }
@@ -102,10 +108,13 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
   const int64_t capacity = left > kWarp ? left : kWarp;
   const bool look_up = scores.kind == Scores::Advantages::kPerSequence && !same(scores.sequences, segments);
   const auto select_blocks = [&](int64_t shortest, int64_t most, int64_t end, const Spill& spill) {
-    const auto kernel = spill.keys ? look_up ? select_segments<true, true> : select_segments<false, true>
-                        : look_up  ? select_segments<true, false>
-                                   : select_segments<false, false>;
-    launch("topk_mask", kernel, segments.count, threads_for(most),
+    const int threads = threads_for(most);
+    const bool many = !spill.keys && !look_up && threads <= kFewThreads && most >= kManyInFlight * 4 * threads;
+    const auto kernel = many         ? select_segments<false, false, kManyInFlight>
+                        : spill.keys ? look_up ? select_segments<true, true> : select_segments<false, true>
+                        : look_up    ? select_segments<true, false>
+                                     : select_segments<false, false>;
+    launch(many ? "topk_mask (long)" : "topk_mask", kernel, segments.count, threads,
            sizeof(SearchRoom) + (most + Spill::kRoom) * sizeof(uint32_t), device, scores, quota, drop_zeros, segments,
            SizeClass{shortest, end, most}, spill, outputs, device.faults);
   };

@@ -141,7 +141,7 @@ def cases() -> dict[str, Case]:
     }
 
 
-STRETCH = 512  # kStretch in csrc/cuda/kept_sums.h
+STRETCH = 256  # kStretch in csrc/cuda/kept_sums.h
 
 
 def shared_runs(width: int, dtype: torch.dtype = torch.float32) -> HeadCase:
@@ -441,6 +441,13 @@ def test_max_variance_of_any_length(length: int) -> None:
         for keep in {1, 2, *threads, length // 3 + 1, length}:
             ours = d3s.max_variance_select(values, keep)
             assert_identical(ours, reference.max_variance_select(values, keep))
+
+
+@pytest.mark.parametrize("length", [65_536, 65_537])
+def test_pools_of_both_sorts(length: int) -> None:
+    """The longest that our kernels sort, and one that CUB sorts. Few values, so that the order of equal ones counts."""
+    values = torch.randint(0, 50, (length,)).float()
+    assert_identical(d3s.max_variance_select(values, 1000), reference.max_variance_select(values, 1000))
 
 
 # Both sides of what 2, 4, 8, 16 and 32 lanes hold.
@@ -778,8 +785,8 @@ def test_launches_and_bytes_of_the_head() -> None:
     """Each pair of a row and a kept token reads the hidden states and the weight's row in the forward. The backward
     does so again, and then reads one of them for each gradient. Touched rows of the weight's gradient are read once.
     """
-    case = HeadCase(64, 999, torch.bfloat16, lengths=[1, 5, 2, 200, 40, 1, 3])
-    pairs, row = sum(length for length in (5, 2, 200, 40, 3)), 2 * 64
+    case = HeadCase(64, 999, torch.bfloat16, lengths=[1, 5, 2, 190, 40, 1, 3])
+    pairs, row = sum(length for length in (5, 2, 190, 40, 3)), 2 * 64
     into = torch.zeros(999, 64)
     leaves = case.head.requiring_grad()
 
@@ -792,8 +799,8 @@ def test_launches_and_bytes_of_the_head() -> None:
     assert found[:3] == (4, 1, 2 * pairs * row)
     results = forward()
     found = asked(lambda: torch.autograd.grad(results, [leaves.hidden, leaves.bias], case.cotangents))
-    print(f"backward: {found[0]} launches and a sort, {found[1]} memsets, {found[2]} bytes of rows")
-    assert found[:3] == (8, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
+    print(f"backward: {found[0]} launches, {found[1]} memsets, {found[2]} bytes of rows")
+    assert found[:3] == (10, 3, 4 * pairs * row + 4 * 64 * int(case.touched().sum()))
 
 
 @pytest.mark.skipif("D3S_EMULATED_LIBRARY" not in os.environ, reason="counted on the emulated device")

@@ -1,4 +1,4 @@
-// Does with the standard library what csrc/cuda/segment_sort.cu does with CUB.
+// Does with the standard library what csrc/cuda/cub_sort.cu does with CUB.
 #include "cuda/segment_sort.h"
 
 #include <algorithm>
@@ -6,8 +6,8 @@
 
 namespace d3s {
 
-SortedEntries sort_entries(uint64_t* entries, uint64_t* entries_spare, uint32_t* indices, uint32_t* indices_spare,
-                           int64_t n, int bits, Device&) {
+SortedEntries sort_by_cub(uint64_t* entries, uint64_t* entries_spare, uint32_t* indices, uint32_t* indices_spare,
+                          int64_t n, int bits, Device&) {
   const uint64_t used = bits < 64 ? (uint64_t{1} << bits) - 1 : ~uint64_t{0};
   std::iota(indices_spare, indices_spare + n, 0u);
   std::stable_sort(indices_spare, indices_spare + n,
