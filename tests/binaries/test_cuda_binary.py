@@ -286,7 +286,7 @@ def test_a_mask_is_written_without_the_code_for_ties(architecture: str, kernel: 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_all_searches_of_a_merge_load_at_once(architecture: str, last: bool) -> None:
-    """nvcc had made each of them wait for the one before: 31 us for the sort of a pool in place of 24, on an H200."""
+    """nvcc had made each wait for the one before. With that, and longer runs, a pool took 10 us more on an H200."""
     functions = kernels(library(), architecture)
     (loop,) = loops(functions[find(functions, f"10merge_runsILb{int(last)}E")])
     order = [step.opcode for step in loop if re.match(r"LDG|ISETP.*U32.*\.EX", step.opcode)]
