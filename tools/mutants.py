@@ -250,6 +250,13 @@ MUTANTS = (
         f"{EMULATED} -k address_sanitizer",
     ),
     Mutant(
+        "cuda: a merge does not look at the last entry of a run",
+        "csrc/cuda/segment_sort.cu",
+        "left > 1 ? left / 2 : 1;",
+        "left / 2;",
+        KERNELS,
+    ),
+    Mutant(
         "cuda: the split that takes nothing from the top is not tried",
         "csrc/cuda/max_variance_memory.h",
         "if (first + r < to) body(",

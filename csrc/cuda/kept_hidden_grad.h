@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int64_t begin = first + n * kStretch, end = begin + kStretch < last ? begin + kStretch : last;
   if (begin >= end) return;
   ColumnSums<T> total(blockIdx.x % pieces, weight.columns);
-  // The label's term follows the last of the span, so that both are on their way at the same time; and so are the three
-  // numbers of a term, of which none waits for another.
+  // The label's term follows the last one of the span, and no number of a term waits for another, so that as many loads
+  // as possible are in flight.
   const auto term_at = [&](int64_t i) {
     const int64_t place = begin + i < end ? begin + i : spans.limit + row;
     const int64_t of_row = gradient.rows[place], token = gradient.tokens[place];

@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kRunThreads) sort_runs(const uint64_t* entries
 }
 
 // A thread finds the place of one entry among kMerged runs, by a search in each for the first entry that is not
-// smaller. All searches take a step at the same time, so that as many loads are in flight.
+// smaller. All searches take a step at the same time, so that as many loads are in flight: nvcc does this only if it is
+// told that three blocks are enough, since it needs 74 registers.
 template <bool kLast>
 __global__ void __launch_bounds__(kMergeThreads, 3)
     merge_runs(const Entry* runs, int n, int length, Entry* merged, uint64_t* entries, uint32_t* indices) {
