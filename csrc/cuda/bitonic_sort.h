@@ -5,12 +5,8 @@
 
 namespace d3s {
 
-// One integer to sort by: a value's order key in the high bits, its index in the low ones, so that ties go to the lower
-// index. Unusable values come last.
+// One integer to sort by: a key in the high bits, an index in the low ones, so that ties go to the lower index.
 using Entry = unsigned long long;
-
-D3S_HOST_DEVICE Entry entry(uint32_t key, int64_t index) { return Entry{key} << 32 | static_cast<uint32_t>(index); }
-D3S_HOST_DEVICE uint32_t key_of(Entry e) { return static_cast<uint32_t>(e >> 32); }
 
 // A warp runs this code only for the rare segment that is longer than the caller said, so the warp's code is kept
 // small.

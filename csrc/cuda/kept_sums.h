@@ -16,7 +16,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBlocks = 3;     // on each multiprocessor. Without this bound, nvcc spills registers to fit a fourth
 constexpr int kBatch = 8;      // rows that a thread loads before it adds the first; divides kWarp
-constexpr int kStretch = 256;  // places that a block adds: 32 batches, some 25 us; a multiple of kWarp
+constexpr int kStretch = 256;  // places that a block adds: 32 batches; a multiple of kWarp
 
 template <class T>
 bool is_aligned(const Matrix& matrix) {

@@ -6,6 +6,10 @@
 
 namespace d3s {
 
+// The entry of a value: its order key and its index. Unusable values come last.
+D3S_HOST_DEVICE Entry entry(uint32_t key, int64_t index) { return Entry{key} << 32 | static_cast<uint32_t>(index); }
+D3S_HOST_DEVICE uint32_t key_of(Entry e) { return static_cast<uint32_t>(e >> 32); }
+
 // ---- splits ------------------------------------------------------------------------------------------------------
 
 // The number of splits that a thread tries in a round.

@@ -244,7 +244,7 @@ def test_the_sums_of_sequences_load_in_vectors(architecture: str, groups: bool) 
     """
     functions = kernels(library(), architecture)
     code = functions[find(functions, f"15whole_sequencesILb{int(groups)}E")]
-    loop = min((loop for loop in loops(code) if conversions(loop) >= 8), key=len)
+    loop = min((loop for loop in loops(code) if count(loop, r"F2F\.F64\.F32$") >= 8), key=len)
     order = [found.group() for step in loop if (found := re.match("LDG|F2F|BAR|LDL|STL", step.opcode))]
     print(f"{architecture} whole_sequences: {len(loop) / 8:.1f} instructions for a token, and for what is rare")
     assert sum(".128" in opcode for opcode in loads(loop)) >= 4
@@ -262,7 +262,7 @@ def test_later_digits_of_top_k_are_counted_without_branches(architecture: str, k
     """A branch for each key took 11 instructions, and 14.1 us in place of 12.9 for 512 x 8,192 scores on an H200."""
     functions = kernels(library(), architecture)
     code = functions[find(functions, kernel)]
-    passes = [loop for loop in loops(code) if sum("ATOMS" in step.opcode for step in loop) == 4 and not loads(loop)]
+    passes = [loop for loop in loops(code) if count(loop, "ATOMS") == 4 and not loads(loop)]
     print(f"{architecture} select_segments: {[len(loop) / 4 for loop in passes]} instructions for a key")
     assert len(passes) >= 2  # of the second digit and of the third
     for loop in passes:
@@ -295,10 +295,6 @@ def test_all_searches_of_a_merge_load_at_once(architecture: str, last: bool) -> 
 
 def count(code: list[Instruction], opcode: str) -> int:
     return sum(re.match(opcode, step.opcode) is not None for step in code)
-
-
-def conversions(code: list[Instruction]) -> int:
-    return sum(instruction.opcode == "F2F.F64.F32" for instruction in code)
 
 
 # How many stores of 16 bytes the kernels have for rows in half precision, and for rows in float32 of which each vector
