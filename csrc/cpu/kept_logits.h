@@ -14,7 +14,7 @@ namespace d3s {
 template <class T>
 class KeptLogits {
  public:
-  KeptLogits(const LogitsRows& rows, int64_t first_token) : rows_(rows), first_token_(first_token) {}
+  explicit KeptLogits(const LogitsRows& rows) : rows_(rows) {}
 
   KeptSet set{};
 
@@ -28,12 +28,12 @@ class KeptLogits {
     bool found = false;
     for (int64_t i = 0; i < span.size; ++i) {
       found |= span.tokens[i] == label;
-      if (!in_tile(span.tokens[i])) continue;
-      places_.push_back(rows_.place(span, i, first_token_));
+      if (rows_.column(span.tokens[i]) < 0) continue;
+      places_.push_back(rows_.place(span, i));
       if (span.tokens[i] == label) label_ = places_.back();
     }
     set = rows_.spans.set_of(span, label, INT64_MAX, found, false);
-    if (set.label_joins && in_tile(label)) places_.push_back(label_ = rows_.place_of_label(row, first_token_));
+    if (set.label_joins && rows_.column(label) >= 0) places_.push_back(label_ = rows_.place_of_label(row));
   }
 
   bool any_in_tile() const { return !places_.empty(); }
@@ -61,8 +61,6 @@ class KeptLogits {
   const std::vector<int64_t>& places() const { return places_; }
 
  private:
-  bool in_tile(int64_t token) const { return token >= first_token_ && token - first_token_ < rows_.layout.columns; }
-
   // Calls body(places, n) for slices of the places, after gathering their n logits in logits_.
   template <class Body>
   void for_slices(const Body& body) {
@@ -75,7 +73,6 @@ class KeptLogits {
   }
 
   const LogitsRows& rows_;
-  const int64_t first_token_;
   const T* row_ = nullptr;
   int64_t label_ = -1;  // its place, if it is in the set and in the tile
   std::vector<int64_t> places_;

@@ -14,15 +14,13 @@ constexpr int64_t kGrain = 32768;  // at least so many kept logits for a thread
 // The places of one row.
 class RowOfPlaces {
  public:
-  RowOfPlaces(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, float softcap,
-              const KeptGradientOutput& out)
+  RowOfPlaces(const LogitsRows& rows, const RowGradients& gradients, float softcap, const KeptGradientOutput& out)
       : rows_(rows),
         gradients_(gradients),
         out_(out),
-        first_token_(first_token),
         softcap_(softcap),
         loops_(softmax_rows().of(Tag<float>())),
-        kept_(rows, first_token) {}
+        kept_(rows) {}
 
   void write(int64_t row) {
     out_.undefined[row] = false;
@@ -35,7 +33,7 @@ class RowOfPlaces {
     for (const int64_t place : kept_.places()) {
       const int64_t token = place < rows_.spans.count ? rows_.spans.tokens[place] : rows_.labels[row];
       out_.rows[place] = static_cast<int32_t>(row);
-      out_.tokens[place] = static_cast<int32_t>(token - first_token_);
+      out_.tokens[place] = static_cast<int32_t>(rows_.column(token));
       out_.grad[place] = NAN;
     }
     if (!undefined) write_gradient(row, g_logprob, g_entropy);
@@ -57,7 +55,6 @@ class RowOfPlaces {
   const LogitsRows& rows_;
   const RowGradients& gradients_;
   const KeptGradientOutput& out_;
-  const int64_t first_token_;
   const float softcap_;
   const SoftmaxLoops<float>& loops_;
   KeptLogits<float> kept_;
@@ -65,14 +62,14 @@ class RowOfPlaces {
 
 }  // namespace
 
-void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, float softcap,
-                    const KeptGradientOutput& out, Device&) {
+void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, float softcap, const KeptGradientOutput& out,
+                    Device&) {
   const int64_t count = rows.layout.count, places = rows.spans.count + count;
   std::fill(out.grad, out.grad + places, 0.f);
   std::fill(out.rows, out.rows + places, -1);
   std::fill(out.tokens, out.tokens + places, 0);
   parallel_for(count, 1 + kGrain * count / (places + 1), [&](int64_t begin, int64_t end) {
-    RowOfPlaces places_of_row(rows, gradients, first_token, softcap, out);
+    RowOfPlaces places_of_row(rows, gradients, softcap, out);
     for (int64_t row = begin; row < end; ++row) places_of_row.write(row);
   });
 }

@@ -29,18 +29,18 @@ struct Needed {
 
 std::vector<Needed> needed_places(const KeptHead& head) {
   std::vector<Needed> needed;
-  needed.reserve(head.spans.count);
+  needed.reserve(head.rows.spans.count);
   for (int64_t row = 0; row < head.hidden.rows; ++row) {
-    const Span span = head.spans[row];
-    if (head.masked_out(row) || head.single(row, span)) continue;
+    const Span span = head.rows.spans[row];
+    if (head.rows.masked_out(row) || head.single(row, span)) continue;
     bool joins = head.may_join(row, span);
     for (int64_t i = 0; i < span.size; ++i) {
-      const int64_t token = head.in_shard(span.tokens[i]);
-      if (token >= 0) needed.push_back({head.spans.place(span, i), row, token});
-      joins &= span.tokens[i] != head.labels[row];
+      const int64_t token = head.rows.column(span.tokens[i]);
+      if (token >= 0) needed.push_back({head.rows.spans.place(span, i), row, token});
+      joins &= span.tokens[i] != head.rows.labels[row];
     }
-    const int64_t label = joins ? head.in_shard(head.labels[row]) : -1;
-    if (label >= 0) needed.push_back({head.spans.place_of_label(row), row, label});
+    const int64_t label = joins ? head.rows.column(head.rows.labels[row]) : -1;
+    if (label >= 0) needed.push_back({head.rows.spans.place_of_label(row), row, label});
   }
   return needed;
 }

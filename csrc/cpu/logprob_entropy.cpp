@@ -48,12 +48,11 @@ SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t col
   return {sums.max, sums.sum, sums.dot};
 }
 
-// For each row in `live`, merges the states of its slices into start(row) and calls done(row, state, the label's place
+// For each row in `live`, merges the states of its slices into start(row) and calls done(row, state, the label's column
 // or -1). A task is a row or, if rows are few, a slice. Slices are merged from left to right in both cases, so that the
 // bits are the same.
 template <class T, class Start, class Done>
-void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, int64_t first_token, const Start& start,
-                    const Done& done) {
+void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, const Start& start, const Done& done) {
   const T* logits = static_cast<const T*>(rows.logits);
   const RowLayout& layout = rows.layout;
   const SoftmaxLoops<T>& loops = softmax_rows().of(Tag<T>());
@@ -82,19 +81,18 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, in
             few ? states[i * slices + slice] : chunk_state(loops, p, layout.columns, slice, temperature, next_row);
         state = merge(state, part, 1.f / temperature);
       }
-      done(row, state, rows.labels.in_tile(row, first_token, layout.columns));
+      done(row, state, rows.column(rows.labels[row]));
     }
   });
 }
 
 // Calls body(kept, row) for each row with a span, after `kept` has read it.
 template <class T, class Body>
-void for_each_span(const LogitsRows& rows, int64_t first_token, const std::vector<int64_t>& with_span,
-                   const Body& body) {
+void for_each_span(const LogitsRows& rows, const std::vector<int64_t>& with_span, const Body& body) {
   const auto count = static_cast<int64_t>(with_span.size());
   const int64_t mean = 1 + rows.spans.count / (count + 1);
   parallel_for(count, 1 + kKeptGrain / mean, [&](int64_t begin, int64_t end) {
-    KeptLogits<T> kept(rows, first_token);
+    KeptLogits<T> kept(rows);
     for (int64_t i = begin; i < end; ++i) {
       kept.read(with_span[i]);
       body(kept, with_span[i]);
@@ -126,9 +124,9 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
     if (rows.kept_alone)
       for (const int64_t row : live.dense) outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
     else
-      for_each_state<T>(rows, live.dense, 0, start, done);
+      for_each_state<T>(rows, live.dense, start, done);
     const SoftmaxLoops<T>& loops = softmax_rows().of(tag);
-    for_each_span<T>(rows, 0, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
+    for_each_span<T>(rows, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
       if (kept.set.single())
         outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
       else
@@ -153,10 +151,10 @@ void clear(void* memory, int64_t bytes) {
 
 // Writes the gradient of kept logits for those rows in `which` that have a span and a gradient. All else is 0 already.
 template <class T>
-void write_kept(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, const int64_t* which,
-                int64_t count, T* to, const RowLayout& layout) {
+void write_kept(const LogitsRows& rows, const RowGradients& gradients, const int64_t* which, int64_t count, T* to,
+                const RowLayout& layout) {
   const SoftmaxLoops<T>& loops = softmax_rows().of(Tag<T>());
-  KeptLogits<T> kept(rows, first_token);
+  KeptLogits<T> kept(rows);
   for (const int64_t* row = which; row < which + count; ++row) {
     if (rows.spans.dense(*row) || !has_gradient(rows, gradients, *row)) continue;
     T* gradient = to + layout.offset(*row);
@@ -179,8 +177,7 @@ void write_kept(const LogitsRows& rows, const RowGradients& gradients, int64_t f
 
 }  // namespace
 
-void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
-                   const GradientOutput& out, Device&) {
+void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device&) {
   const int64_t columns = rows.layout.columns;
   if (columns == 0) return;  // a shard may have no tokens, and its gradient no memory
   dispatch_gradient(rows.type, out.type, [&](auto logits_tag, auto tag) {
@@ -201,7 +198,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
       for (int64_t i = begin; i < end; ++i)
         clear(to + out.layout.offset(still[i]), columns * static_cast<int64_t>(sizeof(T)));
       if constexpr (!narrow)
-        if (rows.spans.given()) write_kept(rows, gradients, first_token, &still[begin], end - begin, to, out.layout);
+        if (rows.spans.given()) write_kept(rows, gradients, &still[begin], end - begin, to, out.layout);
     });
 
     const auto write_piece = [&](int64_t row, int64_t begin, int64_t end) {
@@ -215,7 +212,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
       }
       const float temperature = rows.temperatures[row];
       const GradientLine line = gradient_line(g_logprob, g_entropy, statistics, temperature);
-      const int64_t label = rows.labels.in_tile(row, first_token, columns);
+      const int64_t label = rows.column(rows.labels[row]);
       const bool has_label = label >= begin && label < end;
       const float label_distance = has_label ? to_float(p[label]) - statistics.max : 0.f;  // before it is overwritten
       const GradientRow of_row = {statistics.max, kLog2E / temperature, line.offset, line.slope};
@@ -236,7 +233,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_
   });
 }
 
-void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device&) {
+void merge_tile(const LogitsRows& rows, RowState* states, Device&) {
   const LiveRows live(rows);
   if (live.exceeds_bound(rows.spans)) {
     live.for_each([&](int64_t row) { states[row].dot = NAN; });
@@ -250,9 +247,9 @@ void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, D
       const T* p = static_cast<const T*>(rows.logits) + rows.layout.offset(row);
       if (label >= 0) states[row].label_logit = to_float(p[label]);
     };
-    if (!rows.kept_alone) for_each_state<T>(rows, live.dense, first_token, start, done);
+    if (!rows.kept_alone) for_each_state<T>(rows, live.dense, start, done);
     const SoftmaxLoops<T>& loops = softmax_rows().of(tag);
-    for_each_span<T>(rows, first_token, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
+    for_each_span<T>(rows, live.with_span, [&](KeptLogits<T>& kept, int64_t row) {
       if (!kept.set.single())
         done(row, kept.merge_into(start(row), loops, rows.temperatures[row]), kept.label_place());
       else if (kept.any_in_tile())

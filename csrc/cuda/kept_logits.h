@@ -20,19 +20,12 @@ struct KeptShare {
   bool bad_token;
 };
 
-// The tokens of a row's tile. Spans may be unchecked: an id that is no token is in no tile, so it is never read.
-struct TileOfRow {
-  int64_t first_token, columns;
-  bool whole;  // whether the tile is the whole vocabulary
-
-  __device__ bool has(int64_t token) const { return token >= first_token && token - first_token < columns; }
-  __device__ bool bad(int64_t token) const { return token < 0 || (whole && token >= columns); }
-};
+// Whether an id of a span is no token. Spans may be unchecked: such an id has no column, so it is never read.
+__device__ inline bool is_bad(const LogitsRows& rows, int64_t token) { return token < 0 || token >= rows.vocabulary; }
 
 // Each thread reads the tokens first, first + step, ... of a span. The result is merged over the warp.
 template <class T>
-__device__ KeptShare warp_kept_share(const LogitsRows& rows, int64_t row, const Span& span, const TileOfRow& tile,
-                                     int first, int step) {
+__device__ KeptShare warp_kept_share(const LogitsRows& rows, int64_t row, const Span& span, int first, int step) {
   const T* logits = row_at<T>(rows, row);
   const int64_t label = rows.labels[row];
   const float temperature = rows.temperatures[row], scale = kLog2E / temperature;
@@ -49,9 +42,9 @@ __device__ KeptShare warp_kept_share(const LogitsRows& rows, int64_t row, const 
 #pragma unroll
     for (int j = 0; j < kGathered; ++j) {
       const int64_t place = i + int64_t{step} * j;
-      z[j] = tile.has(tokens[j]) ? to_float(logits[rows.place(span, place, tile.first_token)]) : -INFINITY;
+      z[j] = rows.column(tokens[j]) >= 0 ? to_float(logits[rows.place(span, place)]) : -INFINITY;
       if (tokens[j] == label) label_at = static_cast<int>(place < INT32_MAX ? place : INT32_MAX);
-      bad_token |= tokens[j] != INT64_MAX && tile.bad(tokens[j]);
+      bad_token |= tokens[j] != INT64_MAX && is_bad(rows, tokens[j]);
     }
     lane.add(z, scale);
   }
@@ -75,24 +68,22 @@ __device__ inline KeptShare block_kept_share(const KeptShare& of_warp, KeptShare
 // Writes the result of a row with a span. Only one thread calls this.
 template <class T>
 __device__ void finish_span(const LogitsRows& rows, int64_t row, const Span& span, const KeptShare& share,
-                            const TileOfRow& tile, const RowSink& sink) {
+                            const RowSink& sink) {
   const int64_t label = rows.labels[row];
-  const KeptSet set =
-      rows.spans.set_of(span, label, tile.whole ? tile.columns : INT64_MAX, share.label_at >= 0, share.bad_token);
-  const bool label_in_tile = set.has_label && tile.has(label);
+  const KeptSet set = rows.spans.set_of(span, label, rows.vocabulary, share.label_at >= 0, share.bad_token);
+  const bool label_in_tile = set.has_label && rows.column(label) >= 0;
   const float temperature = rows.temperatures[row];
   if (set.bad) sink.faults.note(Fault::kSamplingMask);
   if (!sink.states) note_row(temperature, label != kNoTarget && !set.has_label && !set.bad, sink.faults);
   if (set.single()) {
-    if (sink.states && tile.has(span.tokens[0])) sink.states[row] = RowState::of_single(label_in_tile);
+    if (sink.states && rows.column(span.tokens[0]) >= 0) sink.states[row] = RowState::of_single(label_in_tile);
     const float zero = 0.f * temperature;  // NaN for a temperature that is not valid
     if (!sink.states) write_row(row, {zero, zero, zero}, label == kNoTarget || label_in_tile ? zero : NAN, sink);
     return;
   }
   float label_logit = NAN;
   if (label_in_tile) {
-    const int64_t place = share.label_at >= 0 ? rows.place(span, share.label_at, tile.first_token)
-                                              : rows.place_of_label(row, tile.first_token);
+    const int64_t place = share.label_at >= 0 ? rows.place(span, share.label_at) : rows.place_of_label(row);
     label_logit = to_float(row_at<T>(rows, row)[place]);
   }
   SoftmaxState state = share.state;
@@ -118,7 +109,6 @@ template <class T>
 __global__ void __launch_bounds__(kSpanThreads)
     rows_with_span(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink, int* dense_rows) {
   KeptShare* shares = dynamic_shared<KeptShare>();  // [kSpanWarps]
-  const TileOfRow tile{sink.first_token, rows.layout.columns, sink.states == nullptr};
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
   const int64_t first_row = int64_t{blockIdx.x} * kSpanWarps, own = first_row + thread / kWarp;
   if (own < rows.layout.count) {
@@ -132,9 +122,10 @@ __global__ void __launch_bounds__(kSpanThreads)
         // If there is a single kept token, its logit is not read.
         const int64_t label = rows.labels[own];
         const bool single = span.size == 1 && (!rows.spans.include_label || label < 0 || label == span.tokens[0]);
-        KeptShare share{SoftmaxState(), single && label == span.tokens[0] ? 0 : -1, single && tile.bad(span.tokens[0])};
-        if (!single) share = warp_kept_share<T>(rows, own, span, tile, lane, kWarp);
-        if (lane == 0) finish_span<T>(rows, own, span, share, tile, sink);
+        KeptShare share{SoftmaxState(), single && label == span.tokens[0] ? 0 : -1,
+                        single && is_bad(rows, span.tokens[0])};
+        if (!single) share = warp_kept_share<T>(rows, own, span, lane, kWarp);
+        if (lane == 0) finish_span<T>(rows, own, span, share, sink);
       }
     }
   }
@@ -142,9 +133,9 @@ __global__ void __launch_bounds__(kSpanThreads)
     if (rows.masked_out(row)) continue;
     const Span span = rows.spans[row];
     if (span.size <= kLongSpan) continue;
-    const KeptShare of_warp = warp_kept_share<T>(rows, row, span, tile, thread, kSpanThreads);
+    const KeptShare of_warp = warp_kept_share<T>(rows, row, span, thread, kSpanThreads);
     const KeptShare share = block_kept_share(of_warp, shares, rows.temperatures[row]);
-    if (thread == 0) finish_span<T>(rows, row, span, share, tile, sink);
+    if (thread == 0) finish_span<T>(rows, row, span, share, sink);
   }
 }
 
@@ -163,30 +154,31 @@ __global__ void enforce_bound(const __grid_constant__ LogitsRows rows, const __g
 // Writes the gradient of a piece [begin, end) of a row with a span: 0 everywhere, and then at the kept tokens. All
 // threads of a block call this.
 template <class T>
-__device__ void write_kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t row,
-                                     int64_t first_token, int begin, int end, T* gradient) {
+__device__ void write_kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t row, int begin,
+                                     int end, T* gradient) {
   const T* logits = row_at<T>(rows, row);
   const Span span = rows.spans[row];
   const int64_t label = rows.labels[row], thread = threadIdx.x;
   int found = 0;
   for (int64_t i = thread; i < span.size; i += kGradientThreads) found |= span.tokens[i] == label;
   const bool label_found = __syncthreads_or(found) != 0;
-  const KeptSet set = rows.spans.set_of(span, label, gradients.vocabulary, label_found, false);
+  const KeptSet set = rows.spans.set_of(span, label, rows.vocabulary, label_found, false);
   const bool no_label = gradients.of_logprob(row, rows.labels) != 0.f && !set.has_label;
   const bool undefined = set.bad || no_label || gradients.any_nan(row, rows.labels);
   fill(gradient + begin, end - begin, undefined ? NAN : 0.f);
   if (undefined || set.single()) return;
   __syncthreads();  // the zeros before the numbers
   const RowGradient f = gradient_of_row(rows, gradients, row);
-  const int64_t first_place = first_token + begin, last_place = first_token + end;
+  const auto in_piece = [&](int64_t column) { return column >= begin && column < end; };
   for (int64_t i = thread; i < span.size; i += kGradientThreads) {
-    const int64_t token = span.tokens[i];
-    if (token < first_place || token >= last_place) continue;
-    const float z = to_float(logits[token - first_token]);
-    gradient[token - first_token] = from_float<T>(token == label ? f.at_label(z) : f(z));
+    const int64_t token = span.tokens[i], column = rows.column(token);
+    if (!in_piece(column)) continue;
+    const float z = to_float(logits[column]);
+    gradient[column] = from_float<T>(token == label ? f.at_label(z) : f(z));
   }
-  if (thread == 0 && set.label_joins && label >= first_place && label < last_place)
-    gradient[label - first_token] = from_float<T>(f.at_label(to_float(logits[label - first_token])));
+  const int64_t column = rows.column(label);
+  if (thread == 0 && set.label_joins && in_piece(column))
+    gradient[column] = from_float<T>(f.at_label(to_float(logits[column])));
 }
 
 }  // namespace

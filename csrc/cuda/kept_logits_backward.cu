@@ -19,13 +19,8 @@ constexpr int kLongSpan = 1024;
 struct Problem {
   LogitsRows rows;
   RowGradients gradients;
-  int64_t first_token;
   float softcap;
   KeptGradientOutput out;
-
-  __device__ bool in_tile(int64_t token) const {
-    return token >= first_token && token - first_token < rows.layout.columns;
-  }
 };
 
 // Writes the places of one row; the threads are a warp or a block. `label_found`: whether the span has the label.
@@ -35,7 +30,7 @@ __device__ void write_row(const Problem& problem, int64_t row, const Span& span,
   const RowGradients& gradients = problem.gradients;
   const KeptGradientOutput& out = problem.out;
   const int64_t label = rows.labels[row];
-  const KeptSet set = rows.spans.set_of(span, label, gradients.vocabulary, label_found, false);
+  const KeptSet set = rows.spans.set_of(span, label, rows.vocabulary, label_found, false);
   const bool no_label = gradients.of_logprob(row, rows.labels) != 0.f && !set.has_label;
   const bool undefined = set.bad || no_label || gradients.any_nan(row, rows.labels);
   if (thread == 0) out.undefined[row] = undefined;
@@ -43,11 +38,12 @@ __device__ void write_row(const Problem& problem, int64_t row, const Span& span,
   const RowGradient f = gradient_of_row(rows, gradients, row);
   const float* logits = row_at<float>(rows, row);
   const auto write = [&](int64_t place, int64_t token) {
-    if (!problem.in_tile(token)) return;
+    const int64_t column = rows.column(token);
+    if (column < 0) return;
     const float z = logits[place], gradient = token == label ? f.at_label(z) : f(z);
     out.grad[place] = undefined ? NAN : gradient * softcap_slope(z, problem.softcap);
     out.rows[place] = static_cast<int32_t>(row);
-    out.tokens[place] = static_cast<int32_t>(token - problem.first_token);
+    out.tokens[place] = static_cast<int32_t>(column);
   };
   for (int64_t i = thread; i < span.size; i += threads) write(rows.spans.place(span, i), span.tokens[i]);
   if (thread == 0 && set.label_joins) write(rows.spans.place_of_label(row), label);
@@ -61,7 +57,7 @@ __device__ inline int part_has_label(const Span& span, int64_t label, int thread
 }
 
 __global__ void __launch_bounds__(kThreads) write_places(const __grid_constant__ Problem problem) {
-  const auto& [rows, gradients, first_token, softcap, out] = problem;
+  const auto& [rows, gradients, softcap, out] = problem;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
   const int64_t first_row = int64_t{blockIdx.x} * kWarps, own = first_row + thread / kWarp;
   if (own < rows.layout.count) {
@@ -84,14 +80,14 @@ __global__ void __launch_bounds__(kThreads) write_places(const __grid_constant__
 
 }  // namespace
 
-void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, float softcap,
-                    const KeptGradientOutput& out, Device& device) {
+void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, float softcap, const KeptGradientOutput& out,
+                    Device& device) {
   const int64_t places = rows.spans.count + rows.layout.count;
   clear(out.grad, 0, places * static_cast<int64_t>(sizeof(float)), device);
   clear(out.rows, 0xff, places * static_cast<int64_t>(sizeof(int32_t)), device);
   clear(out.tokens, 0, places * static_cast<int64_t>(sizeof(int32_t)), device);
   launch("kept_logits_backward", write_places, ceil_div(rows.layout.count, kWarps), kThreads, 0, device,
-         Problem{rows, gradients, first_token, softcap, out});
+         Problem{rows, gradients, softcap, out});
 }
 
 }  // namespace d3s

@@ -44,16 +44,16 @@ struct Needed {
 
 // The row and token of a place. All lanes of a warp call this with the same place.
 __device__ inline Needed needed_at(const KeptHead& head, int64_t place, int lane) {
-  const bool of_label = place >= head.spans.count;
-  const int64_t row = of_label ? place - head.spans.count : head.spans.row_at(place, head.hidden.rows);
-  if (row < 0 || head.masked_out(row)) return {row, -1};
-  const Span span = head.spans[row];
-  if (!of_label) return {row, head.single(row, span) ? -1 : head.in_shard(head.spans.tokens[place])};
+  const bool of_label = place >= head.rows.spans.count;
+  const int64_t row = of_label ? place - head.rows.spans.count : head.rows.spans.row_at(place, head.hidden.rows);
+  if (row < 0 || head.rows.masked_out(row)) return {row, -1};
+  const Span span = head.rows.spans[row];
+  if (!of_label) return {row, head.single(row, span) ? -1 : head.rows.column(head.rows.spans.tokens[place])};
   if (!head.may_join(row, span)) return {row, -1};
   int found = 0;
 #pragma unroll 8
-  for (int64_t i = lane; i < span.size; i += kWarp) found |= span.tokens[i] == head.labels[row];
-  return {row, warp_reduce(found, Max()) ? -1 : head.in_shard(head.labels[row])};
+  for (int64_t i = lane; i < span.size; i += kWarp) found |= span.tokens[i] == head.rows.labels[row];
+  return {row, warp_reduce(found, Max()) ? -1 : head.rows.column(head.rows.labels[row])};
 }
 
 // There is a warp for each place, so that long spans take no longer than short ones. The order of the sum depends only
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 void kept_logits(const KeptHead& head, float* out, Device& device) {
   if (head.places() == 0) return;
-  const int* bad = any_bad(head.spans, head.hidden.rows, "kept_logits (offsets)", device);
+  const int* bad = any_bad(head.rows.spans, head.hidden.rows, "kept_logits (offsets)", device);
   dispatch_float(head.hidden.type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     launch("kept_logits", place_logits<T>, ceil_div(head.places(), kPlacesOfBlock), kThreads, 0, device, head, bad,

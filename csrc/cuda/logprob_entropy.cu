@@ -73,7 +73,7 @@ __device__ SoftmaxState merge_shares(const SoftmaxState* shares, float temperatu
 // Writes a row's result, computed from its state. Only one thread calls this.
 template <class T>
 __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxState& state, const RowSink& sink) {
-  const int64_t label = rows.labels.in_tile(row, sink.first_token, rows.layout.columns);
+  const int64_t label = rows.column(rows.labels[row]);
   const T* p = row_at<T>(rows, row);
   if (sink.states) {
     sink.states[row].set(state);
@@ -83,7 +83,7 @@ __device__ void finish_row(const LogitsRows& rows, int64_t row, const SoftmaxSta
   const float temperature = rows.temperatures[row];
   const RowStatistics statistics = finish(state, temperature);
   // An unchecked label that is no token gives NaN.
-  const bool bad_label = label < 0 && rows.labels.bad(row, rows.layout.columns);
+  const bool bad_label = label < 0 && rows.labels.bad(row, rows.vocabulary);
   const float logprob =
       label >= 0 ? log_probability(to_float(p[label]), statistics, temperature) : (bad_label ? NAN : 0.f);
   write_row(row, statistics, logprob, sink);
@@ -267,13 +267,13 @@ __device__ uint4 load_logits(const T* p, int shift) {
 
 // Writes the gradient of a piece [begin, end) of a dense row.
 template <class T, bool kAligned>
-__device__ void write_piece(const LogitsRows& rows, const RowGradients& gradients, int64_t row, int64_t first_token,
-                            int begin, int end, T* gradient) {
+__device__ void write_piece(const LogitsRows& rows, const RowGradients& gradients, int64_t row, int begin, int end,
+                            T* gradient) {
   constexpr int kVector = kPerVector<T>;
   const int columns = static_cast<int>(rows.layout.columns), thread = static_cast<int>(threadIdx.x);
   const T* logits = row_at<T>(rows, row);
   const RowGradient f = gradient_of_row(rows, gradients, row);
-  const int label = static_cast<int>(rows.labels.in_tile(row, first_token, columns));
+  const int label = static_cast<int>(rows.column(rows.labels[row]));
   const auto write_one = [&](int i) {
     const float z = to_float(logits[i]);
     gradient[i] = from_float<T>(i == label ? f.at_label(z) : f(z));
@@ -313,8 +313,8 @@ __device__ void write_piece(const LogitsRows& rows, const RowGradients& gradient
 }
 
 template <class T, bool kAligned, bool kSpans>
-__device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
-                                        T* out, const RowLayout& out_layout) {
+__device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradients& gradients, T* out,
+                                        const RowLayout& out_layout) {
   const int columns = static_cast<int>(rows.layout.columns);
   const auto pieces = static_cast<unsigned>(ceil_div(columns, kPiece<T>));
   const int64_t row = blockIdx.x / pieces;
@@ -323,25 +323,25 @@ __device__ void write_gradient_of_block(const LogitsRows& rows, const RowGradien
   if (!has_gradient(rows, gradients, row))  // the logits are not read
     fill(gradient + begin, end - begin, 0.f);
   else if (kSpans && !rows.spans.dense(row))
-    write_kept_gradients(rows, gradients, row, first_token, begin, end, gradient);
+    write_kept_gradients(rows, gradients, row, begin, end, gradient);
   else
-    write_piece<T, kAligned>(rows, gradients, row, first_token, begin, end, gradient);
+    write_piece<T, kAligned>(rows, gradients, row, begin, end, gradient);
 }
 
 // Six blocks with 40 registers for each thread: while some wait for the numbers that a row's gradient needs, the others
 // keep the memory busy. A misaligned row needs 48 registers.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kGradientThreads, kAligned ? 6 : 5)
-    write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
-                    int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
-  write_gradient_of_block<T, kAligned, false>(rows, gradients, first_token, out, out_layout);
+    write_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,
+                    const __grid_constant__ RowLayout out_layout) {
+  write_gradient_of_block<T, kAligned, false>(rows, gradients, out, out_layout);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kGradientThreads)
-    with_spans(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
-               int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
-  write_gradient_of_block<T, false, true>(rows, gradients, first_token, out, out_layout);
+    with_spans(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,
+               const __grid_constant__ RowLayout out_layout) {
+  write_gradient_of_block<T, false, true>(rows, gradients, out, out_layout);
 }
 
 // Float32 logits that a thread loads before it uses the first. They are loaded one by one, 128 bytes for a warp, so a
@@ -354,8 +354,8 @@ constexpr int kNarrowStep = kGradientThreads * kNarrowInFlight;
 // only logits of this step and of earlier steps, which all threads have read when they pass the step's barrier.
 template <class T>
 __global__ void __launch_bounds__(kGradientThreads)
-    narrow_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients,
-                     int64_t first_token, T* out, const __grid_constant__ RowLayout out_layout) {
+    narrow_gradients(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowGradients gradients, T* out,
+                     const __grid_constant__ RowLayout out_layout) {
   const int columns = static_cast<int>(rows.layout.columns), thread = static_cast<int>(threadIdx.x);
   const int64_t row = blockIdx.x;
   const float* logits = row_at<float>(rows, row);
@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(kGradientThreads)
     return;
   }
   const RowGradient f = gradient_of_row(rows, gradients, row);
-  const int label = static_cast<int>(rows.labels.in_tile(row, first_token, columns));
+  const int label = static_cast<int>(rows.column(rows.labels[row]));
   const float label_logit = label >= 0 ? logits[label] : 0.f;  // read before it is overwritten
   for (int begin = thread; begin - thread < columns; begin += kNarrowStep) {
     float z[kNarrowInFlight];
@@ -399,10 +399,9 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
   reduce_rows(rows, sink, device);
 }
 
-void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device) {
+void merge_tile(const LogitsRows& rows, RowState* states, Device& device) {
   RowSink sink;
   sink.states = states;
-  sink.first_token = first_token;
   sink.faults = device.faults;
   reduce_rows(rows, sink, device);
 }
@@ -414,14 +413,13 @@ void finish_states(const RowStates& states, const Temperatures& temperatures, co
          temperatures, outputs, device.faults);
 }
 
-void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
-                   const GradientOutput& out, Device& device) {
+void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device& device) {
   require_columns(rows.layout.columns);
   dispatch_gradient(rows.type, out.type, [&](auto logits, auto gradient) {
     using T = typename decltype(gradient)::type;
     constexpr bool kNarrow = !std::is_same_v<typename decltype(logits)::type, T>;
     const auto start = [&](auto kernel, int64_t blocks) {
-      launch("logprob_entropy_backward", kernel, blocks, kGradientThreads, 0, device, rows, gradients, first_token,
+      launch("logprob_entropy_backward", kernel, blocks, kGradientThreads, 0, device, rows, gradients,
              static_cast<T*>(out.gradient), out.layout);
     };
     const int64_t blocks = rows.layout.count * ceil_div(rows.layout.columns, kPiece<T>);

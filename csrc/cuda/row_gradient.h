@@ -56,7 +56,7 @@ __device__ inline bool has_gradient(const LogitsRows& rows, const RowGradients& 
 
 __device__ inline RowGradient gradient_of_row(const LogitsRows& rows, const RowGradients& gradients, int64_t row) {
   const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
-  const bool bad_label = g_logprob != 0.f && rows.labels.bad(row, gradients.vocabulary);
+  const bool bad_label = g_logprob != 0.f && rows.labels.bad(row, rows.vocabulary);
   return RowGradient(gradients.statistics(row), g_logprob, g_entropy, rows.temperatures[row],
                      !bad_label && !gradients.any_nan(row, rows.labels));
 }

@@ -10,7 +10,6 @@ struct RowSink {
   RowOutputs outputs;
   KeyOutput keys;
   RowState* states = nullptr;  // if set, a tile is merged into these states; else outputs are written
-  int64_t first_token = 0;
   Faults faults;
 };
 

@@ -54,13 +54,13 @@ class LogitsArgument {
  public:
   LogitsArgument(const Tensor& logits, const TemperatureArgument& temperature);
 
-  void set_labels(const OptionalTensor& labels, int64_t vocabulary);
-  void set_mask(const OptionalTensor& mask);
-  // Call it after set_labels and set_mask. Every token id in a span must be below `vocabulary`. For a tile the size is
-  // unknown: pass INT64_MAX.
-  void set_spans(const SamplingMask& sampling_mask, int64_t vocabulary);
-  // Call it before the other setters. The logits are only of the kept tokens, out of `tokens` tokens.
+  // Call these two first. The logits are only of the kept tokens, out of `tokens` tokens. The logits are a tile.
   void set_kept_alone(const SamplingMask& sampling_mask, int64_t tokens);
+  void set_first_token(int64_t first_token);
+
+  void set_labels(const OptionalTensor& labels);
+  void set_mask(const OptionalTensor& mask);
+  void set_spans(const SamplingMask& sampling_mask);  // call it after set_labels and set_mask
 
   int64_t dims;  // how many leading dimensions the logits have; their elements are the rows
   LogitsRows rows;
@@ -92,10 +92,6 @@ class GradientsArgument {
  private:
   std::vector<Tensor> owners_;
 };
-
-inline void require_token(const char* argument, int64_t token) {
-  require(token >= 0, argument, "got ", token, "; takes at least 0");
-}
 
 // Checks temperatures and keeps their tensor alive in `owner`. It does not need logits, so ops on softmax states use it
 // too.

@@ -16,20 +16,18 @@ FourTensors kept_logits_backward(const OptionalTensor& grad_logprob, const Optio
                                  const SamplingMask& sampling_mask) {
   LogitsArgument argument(logits, temperature);
   argument.set_kept_alone(sampling_mask, kept_of);
-  if (first_token) require_token("first_token", *first_token);
+  if (first_token) argument.set_first_token(*first_token);  // of a vocabulary shard
   require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
-  const int64_t vocabulary = first_token ? INT64_MAX : kept_of;  // unknown for a shard
-  argument.set_labels(labels, vocabulary);
+  argument.set_labels(labels);
   argument.set_mask(mask);
-  argument.set_spans(sampling_mask, vocabulary);
-  GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
-  gradients.rows.vocabulary = vocabulary;
+  argument.set_spans(sampling_mask);
+  const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
   const int64_t places = logits.size(1);
   const Tensor grad = empty({places}, ScalarType::Float, logits), rows = empty({places}, ScalarType::Int, logits),
                tokens = empty({places}, ScalarType::Int, logits),
                undefined = empty({argument.rows.layout.count}, ScalarType::Bool, logits);
   TorchDevice device(logits);
-  kept_gradients(argument.rows, gradients.rows, first_token.value_or(0), static_cast<float>(logit_softcap.value_or(0)),
+  kept_gradients(argument.rows, gradients.rows, static_cast<float>(logit_softcap.value_or(0)),
                  {mutable_data<float>(grad), mutable_data<int32_t>(rows), mutable_data<int32_t>(tokens),
                   mutable_data<bool>(undefined)},
                  device);

@@ -10,14 +10,14 @@ namespace d3s {
 struct KeptGradientOutput {
   float* grad = nullptr;      // for each place: the gradient of the product of hidden state and weight row
   int32_t* rows = nullptr;    // the place's row; -1 if it has no gradient
-  int32_t* tokens = nullptr;  // the place's token, minus first_token
+  int32_t* tokens = nullptr;  // the column of the place's token
   bool* undefined = nullptr;  // for each row: whether its gradient is NaN. A row with a bad span has no places
 };
 
-// The gradient of kept logits (LogitsRows::kept_alone) of a tile that starts at first_token. If `softcap` is above 0,
-// the gradient goes through the soft cap.
-void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token, float softcap,
-                    const KeptGradientOutput& out, Device& device);
+// The gradient of kept logits (LogitsRows::kept_alone). If `softcap` is above 0, the gradient goes through the soft
+// cap.
+void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, float softcap, const KeptGradientOutput& out,
+                    Device& device);
 
 // dz / dx of the soft cap z = cap * tanh(x / cap).
 D3S_HOST_DEVICE float softcap_slope(float z, float softcap) {

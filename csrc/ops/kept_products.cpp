@@ -44,17 +44,16 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
     head.bias = {const_cast<void*>(bias_owner->const_data_ptr()), head.weight.type};
   }
   require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
-  require_token("first_token", first_token);
   head.softcap = static_cast<float>(logit_softcap.value_or(0));
   head.logits_type = float_type(logits_dtype);
-  head.first_token = first_token;
-  LogitsArgument argument(hidden, TemperatureArgument());  // its rows have labels, mask and spans as rows of logits do
-  argument.set_labels(labels, INT64_MAX);
+  LogitsArgument argument(hidden,
+                          TemperatureArgument());  // a row of logits has its hidden state's label, mask and span
+  argument.set_first_token(first_token);
+  argument.set_labels(labels);
   argument.set_mask(mask);
-  argument.set_spans(sampling_mask, INT64_MAX);
-  head.labels = argument.rows.labels;
-  head.mask = argument.rows.mask;
-  head.spans = argument.rows.spans;
+  argument.set_spans(sampling_mask);
+  head.rows = argument.rows;
+  head.rows.layout.columns = head.weight.rows;
   const Tensor out = empty({head.places()}, ScalarType::Float, hidden);
   TorchDevice device(hidden, PublicOp::kLinearLogprobEntropy);
   kept_logits(head, mutable_data<float>(out), device);

@@ -62,32 +62,23 @@ struct Vector {
   }
 };
 
-// An LM head's vocabulary shard that starts at first_token, with the hidden states and the rows' sets of tokens.
+// An LM head, or its vocabulary shard, with the hidden states of the rows.
 struct KeptHead {
   Matrix hidden, weight;
   Vector bias;
   float softcap = 0.f;  // 0: none
   FloatType logits_type = FloatType::kFloat32;
-  Labels labels;
-  const bool* mask = nullptr;
-  Spans spans;
-  int64_t first_token = 0;
+  LogitsRows rows;  // of the head's logits, of which a column is a row of the weight
 
-  D3S_HOST_DEVICE int64_t places() const { return spans.count + hidden.rows; }
-  D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
-
-  // The token's row of the weight; -1 if the token is in another shard.
-  D3S_HOST_DEVICE int64_t in_shard(int64_t token) const {
-    return token >= first_token && token - first_token < weight.rows ? token - first_token : -1;
-  }
+  D3S_HOST_DEVICE int64_t places() const { return rows.spans.count + hidden.rows; }
   // Whether the row's set is a single token. Then no logit is needed.
   D3S_HOST_DEVICE bool single(int64_t row, const Span& span) const {
-    return span.size == 1 && !(spans.include_label && labels[row] >= 0 && labels[row] != span.tokens[0]);
+    return span.size == 1 && !(rows.spans.include_label && rows.labels[row] >= 0 && rows.labels[row] != span.tokens[0]);
   }
   // Whether the row has a span, to which its label is to be added. The label may be in the span already: it is not
   // looked for here.
   D3S_HOST_DEVICE bool may_join(int64_t row, const Span& span) const {
-    return spans.include_label && span.size > 0 && labels[row] >= 0 && !masked_out(row);
+    return rows.spans.include_label && span.size > 0 && rows.labels[row] >= 0 && !rows.masked_out(row);
   }
   // Turns the product of a hidden state and a weight row into a logit, rounded at the same steps as in the dense head.
   D3S_HOST_DEVICE float logit(float product, int64_t weight_row) const {

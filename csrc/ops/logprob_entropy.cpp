@@ -33,6 +33,7 @@ Temperatures temperatures_of(const TemperatureArgument& temperature, const Tenso
 LogitsArgument::LogitsArgument(const Tensor& logits, const TemperatureArgument& temperature) : logits_(logits) {
   require_float("logits", logits);
   rows.layout = rows_of("logits", logits);
+  rows.vocabulary = rows.layout.columns;
   rows.logits = logits.const_data_ptr();
   rows.type = float_type(logits);
   dims = logits.dim() - 1;
@@ -49,7 +50,13 @@ Labels labels_of(const OptionalTensor& labels) {
 
 }  // namespace
 
-void LogitsArgument::set_labels(const OptionalTensor& labels, int64_t vocabulary) {
+void LogitsArgument::set_first_token(int64_t first_token) {
+  require(first_token >= 0, "first_token", "got ", first_token, "; takes at least 0");
+  rows.first_token = first_token;
+  rows.vocabulary = INT64_MAX;
+}
+
+void LogitsArgument::set_labels(const OptionalTensor& labels) {
   if (!labels) return;
   const auto type = labels->scalar_type();
   require(type == ScalarType::Long || type == ScalarType::Int, "labels", "got dtype ", dtype(*labels),
@@ -58,9 +65,9 @@ void LogitsArgument::set_labels(const OptionalTensor& labels, int64_t vocabulary
   rows.labels = labels_of(labels_);
   if (const OptionalTensor known = on_host(*labels_)) {
     const Labels values = labels_of(known);
-    const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // unknown for a tile
+    const std::string end = rows.vocabulary < INT64_MAX ? std::to_string(rows.vocabulary) : "V";
     for (int64_t row = 0; row < rows.layout.count; ++row)
-      require(!values.bad(row, vocabulary), "labels", "got ", values[row], " at row ", row,
+      require(!values.bad(row, rows.vocabulary), "labels", "got ", values[row], " at row ", row,
               "; takes -100 (no target) or a token in [0, ", end, ")");
   }
 }
@@ -77,10 +84,10 @@ void LogitsArgument::set_kept_alone(const SamplingMask& given, int64_t tokens) {
   require(rows.type == FloatType::kFloat32 && dims == 1 && logits_.size(1) == places, "logits", "got shape ",
           shape(logits_), " of ", dtype(logits_), "; takes float32 [rows, places], all ", places, " for each row");
   rows.kept_alone = true;
-  rows.layout.columns = tokens;
+  rows.layout.columns = rows.vocabulary = tokens;
 }
 
-void LogitsArgument::set_spans(const SamplingMask& given, int64_t vocabulary) {
+void LogitsArgument::set_spans(const SamplingMask& given) {
   require_sampling_mask(given, logits_, rows.layout.count);
   if (!given.ids) return;
   tokens_ = packed(*given.ids);
@@ -91,7 +98,7 @@ void LogitsArgument::set_spans(const SamplingMask& given, int64_t vocabulary) {
   const OptionalTensor labels = labels_ ? on_host(*labels_) : labels_, mask = mask_ ? on_host(*mask_) : mask_;
   require_offsets(*known_offsets, rows.layout.count, known_tokens->numel());
   require_spans(spans_of(given, *known_tokens, *known_offsets), labels_of(labels), data<bool>(mask), rows.layout.count,
-                vocabulary);
+                rows.vocabulary);
 }
 
 namespace {
@@ -113,10 +120,9 @@ FourTensors logprob_entropy(const Tensor& logits, const OptionalTensor& labels, 
                             const OptionalTensor& mask, const SamplingMask& sampling_mask, const OptionalInt& kept_of) {
   LogitsArgument argument(logits, temperature);
   if (kept_of) argument.set_kept_alone(sampling_mask, *kept_of);
-  const int64_t vocabulary = argument.rows.layout.columns;
-  argument.set_labels(labels, vocabulary);
+  argument.set_labels(labels);
   argument.set_mask(mask);
-  argument.set_spans(sampling_mask, vocabulary);
+  argument.set_spans(sampling_mask);
   FourTensors outputs = new_outputs(leading_sizes(logits, argument.dims), logits);
   TorchDevice device(logits, kept_of  ? PublicOp::kLinearLogprobEntropy
                              : labels ? PublicOp::kLogprobEntropy
@@ -131,17 +137,15 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
                                 const OptionalTensor& mask, const OptionalInt& first_token,
                                 const SamplingMask& sampling_mask) {
   LogitsArgument argument(logits, temperature);
-  if (first_token) require_token("first_token", *first_token);
-  const int64_t vocabulary = first_token ? INT64_MAX : argument.rows.layout.columns;  // unknown for a tile
-  argument.set_labels(labels, vocabulary);
+  if (first_token) argument.set_first_token(*first_token);
+  argument.set_labels(labels);
   argument.set_mask(mask);
-  argument.set_spans(sampling_mask, vocabulary);
-  GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
-  gradients.rows.vocabulary = vocabulary;
+  argument.set_spans(sampling_mask);
+  const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
   TorchDevice device(logits);
   const Tensor out = empty(leading_sizes(logits, logits.dim()), logits.scalar_type(), logits);
-  row_gradients(argument.rows, gradients.rows, first_token.value_or(0),
-                {out.mutable_data_ptr(), argument.rows.type, rows_of("logits", out)}, device);
+  row_gradients(argument.rows, gradients.rows, {out.mutable_data_ptr(), argument.rows.type, rows_of("logits", out)},
+                device);
   return out;
 }
 
@@ -163,15 +167,15 @@ void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const Optiona
                                const Tensor& row_max, const Tensor& log_sum, int64_t first_token,
                                const TemperatureArgument& temperature, const std::optional<ScalarType>& grad_dtype) {
   LogitsArgument argument(logits, temperature);
-  require_token("first_token", first_token);
+  argument.set_first_token(first_token);
   for (int64_t i = 0; i < argument.dims; ++i)
     require(logits.size(i) <= 1 || logits.stride(i) >= logits.size(argument.dims), "logits",
             "its rows overlap; takes a tensor that can be written in place");
-  argument.set_labels(labels, INT64_MAX);
+  argument.set_labels(labels);
   const GradientsArgument gradients(grad_logprob, grad_entropy, entropy, row_max, log_sum, logits, argument.dims);
   const GradientOutput out = gradient_in_place(logits, argument.rows, grad_dtype);
   TorchDevice device(logits);
-  row_gradients(argument.rows, gradients.rows, first_token, out, device);
+  row_gradients(argument.rows, gradients.rows, out, device);
 }
 
 // Requires states [rows, 4] or, if `shards` is true, also [shards, rows, 4].
@@ -189,16 +193,16 @@ void softmax_state_(const Tensor& state, const Tensor& logits, const OptionalTen
                     const SamplingMask& sampling_mask, const OptionalInt& kept_of) {
   LogitsArgument argument(logits, temperature);
   if (kept_of) argument.set_kept_alone(sampling_mask, *kept_of);
-  require_token("first_token", first_token);
+  argument.set_first_token(first_token);
   require_state(state, false);
   require(argument.rows.layout.count == state.size(0), "logits", "got shape ", shape(logits),
           "; takes [..., tile] with the rows of state, ", shape(state));
   require_same_device("state", state, logits);
-  argument.set_labels(labels, INT64_MAX);
+  argument.set_labels(labels);
   argument.set_mask(mask);
-  argument.set_spans(sampling_mask, INT64_MAX);
+  argument.set_spans(sampling_mask);
   TorchDevice device(logits, PublicOp::kLinearLogprobEntropy);
-  merge_tile(argument.rows, first_token, mutable_data<RowState>(state), device);
+  merge_tile(argument.rows, mutable_data<RowState>(state), device);
 }
 
 FourTensors softmax_state_finish(const Tensor& state, const TemperatureArgument& temperature) {

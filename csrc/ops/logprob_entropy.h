@@ -45,18 +45,15 @@ struct Labels {
     const int64_t label = (*this)[row];
     return label != kNoTarget && (label < 0 || label >= vocabulary);
   }
-
-  // The label's place in a tile of `columns` tokens from first_token on, or -1.
-  D3S_HOST_DEVICE int64_t in_tile(int64_t row, int64_t first_token, int64_t columns) const {
-    const int64_t place = (*this)[row] - first_token;
-    return place >= 0 && place < columns ? place : -1;
-  }
 };
 
+// Rows of logits: of all tokens, or a tile, whose columns are the tokens from first_token on.
 struct LogitsRows {
   const void* logits = nullptr;
   FloatType type = FloatType::kFloat32;
   RowLayout layout;
+  int64_t first_token = 0;
+  int64_t vocabulary = 0;  // number of tokens; INT64_MAX for a tile, for which it is unknown
   Labels labels;
   Temperatures temperatures;
   const bool* mask = nullptr;  // false: the row is not read, and gives 0
@@ -66,12 +63,16 @@ struct LogitsRows {
   bool kept_alone = false;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
-  // Where the row's logits have the i-th kept token, or the label. The token must lie in the tile, which starts at
-  // first_token.
-  D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i, int64_t first_token) const {
+  // The column of a token, or -1 if there is none. Labels and ids on a GPU may be unchecked.
+  D3S_HOST_DEVICE int64_t column(int64_t token) const {
+    const int64_t column = token - first_token;
+    return column >= 0 && column < layout.columns ? column : -1;
+  }
+  // Where the row's logits have the i-th kept token, or the label. The token must have a column.
+  D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const {
     return kept_alone ? spans.place(span, i) : span.tokens[i] - first_token;
   }
-  D3S_HOST_DEVICE int64_t place_of_label(int64_t row, int64_t first_token) const {
+  D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const {
     return kept_alone ? spans.place_of_label(row) : labels[row] - first_token;
   }
 };
@@ -97,7 +98,6 @@ struct RowGradients {
   const float* entropy = nullptr;
   const float* row_max = nullptr;
   const float* log_sum = nullptr;
-  int64_t vocabulary = INT64_MAX;  // number of tokens; the default stands for unknown, as for a tile
 
   D3S_HOST_DEVICE float of_logprob(int64_t row, const Labels& labels) const {
     return g_logprob && labels[row] != kNoTarget ? g_logprob[row] : 0.f;
@@ -173,14 +173,12 @@ extern const bool kMakesKeys;
 // max_dense_rows, all other results are NaN, except that the log-probability of a row without a label stays 0.
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device);
 
-// Writes the gradient of all rows; 0 for rows with no incoming gradient. The first column is token first_token.
-void row_gradients(const LogitsRows& rows, const RowGradients& gradients, int64_t first_token,
-                   const GradientOutput& out, Device& device);
+// Writes the gradient of all rows; 0 for rows with no incoming gradient.
+void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device& device);
 
-// Merges a tile, whose first column is token first_token, into the states of its rows. Skips rows that are masked out.
-// For a row with a span, merges only the kept tokens in the tile. If there are more dense rows than max_dense_rows, all
-// states become NaN.
-void merge_tile(const LogitsRows& rows, int64_t first_token, RowState* states, Device& device);
+// Merges a tile into the states of its rows. Skips rows that are masked out. For a row with a span, merges only the
+// kept tokens in the tile. If there are more dense rows than max_dense_rows, all states become NaN.
+void merge_tile(const LogitsRows& rows, RowState* states, Device& device);
 
 // Computes the results of rows from their finished states.
 void finish_states(const RowStates& states, const Temperatures& temperatures, const RowOutputs& outputs,

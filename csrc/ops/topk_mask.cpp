@@ -141,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(const Tenso
   // Checks all arguments before the long pass over the logits, not after it.
   TokenSelection selection(entropy, "logits", {advantages, ratio, mask, where, drop_zeros});
   argument.rows.mask = selection.scores.mask;
-  argument.set_spans(sampling_mask, argument.rows.layout.columns);
+  argument.set_spans(sampling_mask);
   RowOutputs outputs;
   outputs.entropy = mutable_data<float>(entropy);
   TorchDevice device(logits, PublicOp::kSelectTokensFromLogits);
