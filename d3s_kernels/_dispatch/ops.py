@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import faults
-from .autograd import EAGER
+from .registration import EAGER
 
 _Op = Callable[..., Any]
 _op = torch.ops.d3s_kernels

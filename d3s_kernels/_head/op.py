@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .._dispatch import ops
-from .._dispatch.autograd import needs, register_gradient, register_no_second_derivative
 from .._dispatch.backends import DEVICES
 from .._dispatch.faults import look
 from .._dispatch.libraries import argument_names
+from .._dispatch.registration import needs, register_gradient, register_no_second_derivative
 from .._dispatch.unreadable import refuse_unreadable
 from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
 from .backward import Incoming, Wanted, backward

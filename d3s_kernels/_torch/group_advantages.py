@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from .._segments.segments import TOLERANCE, Segments, pool_present, segments_of, without_spread
+from .kernels import like, op
 
 
+@op(like("rewards", torch.float32))
 def group_advantages(
     rewards: Tensor, offsets: Tensor | None = None, scale: str = "group", eps: float = 1e-4, ddof: int = 1
 ) -> Tensor:

@@ -6,16 +6,23 @@ Each row's or token's sum is always added in the same order, so its bits are the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._together import NO_SAMPLING_MASK, SamplingArguments
+from .kernels import op
 from .spans import Sets, Spans
 
 _GATHERED = 1 << 24  # numbers that are gathered at a time: 64 MB in float32
 
 
+def _fake_kept_logits(hidden: Tensor, sampling_ids: Tensor, **_: Any) -> Tensor:
+    return hidden.new_empty(sampling_ids.shape[0] + hidden.shape[0], dtype=torch.float32)
+
+
+@op(_fake_kept_logits)
 def kept_logits(
     hidden: Tensor,
     weight: Tensor,
@@ -48,6 +55,7 @@ def kept_logits(
     return out.masked_fill(spans.bad, torch.nan)
 
 
+@op()
 def kept_hidden_grad_(
     grad: Tensor, weight: Tensor, rows: Tensor, tokens: Tensor, offsets: Tensor, undefined: Tensor, out: Tensor
 ) -> None:
@@ -57,6 +65,7 @@ def kept_hidden_grad_(
     out.copy_(torch.where(((offsets.diff() != 0) | undefined).unsqueeze(1), total, out))
 
 
+@op()
 def kept_weight_grad_(
     grad: Tensor, hidden: Tensor, rows: Tensor, tokens: Tensor, out: Tensor, bias_out: Tensor | None = None
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
+from .kernels import op, row_statistics
 from .softmax_state import SLICE, add_logits, finish, log_probability, merge, no_logits, row_blocks, temperatures
 from .spans import SpanRows, Spans
 
@@ -37,6 +38,7 @@ def at_places(tile: Tensor, places: Tensor) -> Tensor:
     return tile.gather(1, places.unsqueeze(1)).squeeze(1).float()
 
 
+@op(lambda logits, **_: row_statistics(logits, logits.shape[:-1]))
 def logprob_entropy(
     logits: Tensor,
     labels: Tensor | None,
@@ -96,6 +98,7 @@ def _of_kept_tokens(rows: SpanRows, temperature: Tensor) -> Tensor:
     return results
 
 
+@op()
 def softmax_state_(
     state: Tensor,
     logits: Tensor,
@@ -159,6 +162,7 @@ def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
     return torch.where(in_tile.unsqueeze(1), alone, state)
 
 
+@op(lambda state, **_: row_statistics(state, state.shape[-2:-1]))
 def softmax_state_finish(state: Tensor, temperature: NumberOrTensor = ONE) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of states [rows, 4] or [pieces, rows, 4]. The pieces of a row are merged from left to right."""
     first, *others = state.unsqueeze(0) if state.dim() == 2 else state

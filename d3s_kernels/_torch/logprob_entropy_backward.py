@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
+from .kernels import like, op
 from .logprob_entropy import NO_TARGET, at_places, labels_of, places_in_tile
 from .softmax_state import row_blocks, temperatures
 from .spans import SpanRows, Spans
@@ -29,6 +30,7 @@ class _Rows(NamedTuple):
         return _Rows(*(tensor[rows] for tensor in self))
 
 
+@op(like("logits"))
 def logprob_entropy_backward(
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
@@ -59,6 +61,7 @@ def logprob_entropy_backward(
     return out
 
 
+@op()
 def logprob_entropy_backward_(
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
@@ -117,6 +120,13 @@ def _write(all_rows: _Rows, logits: Tensor, first_token: int, out: Tensor) -> No
         to.copy_(gradient.masked_fill_(row.still.unsqueeze(-1), 0).view(to.shape))
 
 
+def _fake_of_places(logits: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    rows, places = logits.shape
+    of_places = (logits.new_empty(places, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.int32))
+    return *of_places, logits.new_empty(rows, dtype=torch.bool)
+
+
+@op(_fake_of_places)
 def kept_logits_backward(
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,

@@ -11,8 +11,10 @@ from torch.nn.functional import pad
 from .._segments.quota import Quota
 from .._segments.segments import Segments, both, lowest_first, pool, segments_of
 from .._together import NOTHING, ROWS, NumberOrTensor, SegmentArguments
+from .kernels import like, op
 
 
+@op(like("values", torch.bool))
 def max_variance_select(
     values: Tensor,
     keep: NumberOrTensor = NOTHING,

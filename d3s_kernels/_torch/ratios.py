@@ -12,10 +12,12 @@ from .._segments.quota import DOUBLE_SLACK, Quota
 from .._segments.segments import Segments, both, highest_first, pool, segments_of
 from .._together import ROWS, SegmentArguments
 from .exact_sum import exact_means, exponential
+from .kernels import like, op
 
 _MOST_GROUPS = 16  # in a sequence
 
 
+@op(like("logprob"))
 def importance_ratio(
     logprob: Tensor,
     old_logprob: Tensor,
@@ -39,6 +41,7 @@ def importance_ratio(
     return ratio.view(logprob.shape)
 
 
+@op(like("ratio"))
 def importance_ratio_backward(
     grad_ratio: Tensor,
     ratio: Tensor,
@@ -60,6 +63,7 @@ def importance_ratio_backward(
     return torch.where(grad == 0, grad, grad * by).masked_fill(limited, 0).view(ratio.shape)
 
 
+@op(like("entropy", torch.int8))
 def entropy_groups(
     entropy: Tensor,
     quantiles: list[float],
@@ -77,6 +81,7 @@ def entropy_groups(
     return groups.masked_fill(~usable, -1).view(entropy.shape)
 
 
+@op(like("entropy"))
 def adaptive_clip(
     entropy: Tensor,
     groups: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from .._segments.quota import Quota
 from .._segments.segments import Segments, both, highest_first, pool, segments_of
 from .._together import NO_SAMPLING_MASK, NOTHING, ONE, POOL, ROWS, NumberOrTensor, SamplingArguments, SegmentArguments
+from .kernels import like, op
 from .logprob_entropy import logprob_entropy
 
 
@@ -43,6 +44,7 @@ def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zer
     return count.int(), torch.where(count > 0, lowest, math.inf)
 
 
+@op(like("scores", torch.bool))
 def topk_mask(
     scores: Tensor,
     ratio: NumberOrTensor = NOTHING,
@@ -58,6 +60,16 @@ def topk_mask(
     return _select(scores.flatten().float(), mask, each, quota, drop_zeros, times).mask.view(scores.shape)
 
 
+def _fake_selection(entropy: Tensor, offsets: Tensor | None, pooled: bool, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    segments = () if pooled else entropy.shape[:-1] if offsets is None else (offsets.shape[0] - 1,)
+    return (
+        entropy.new_empty(entropy.shape, dtype=torch.bool),
+        entropy.new_empty(segments, dtype=torch.int32),
+        entropy.new_empty(segments, dtype=torch.float32),
+    )
+
+
+@op(_fake_selection)
 def select_tokens(
     entropy: Tensor,
     advantages: Tensor,
@@ -86,6 +98,13 @@ def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) 
     return sequences.spread(advantages.flatten())
 
 
+def _fake_selection_from_logits(logits: Tensor, **more: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    entropy = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+    chosen, count, threshold = _fake_selection(entropy, **more)
+    return chosen, entropy, count, threshold
+
+
+@op(_fake_selection_from_logits)
 def select_tokens_from_logits(
     logits: Tensor,
     advantages: Tensor,

@@ -7,6 +7,8 @@ csrc/core/key_search.h: the digits found so far, the key's rank among the keys t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -14,11 +16,13 @@ from torch.nn.functional import pad
 from .._segments.quota import Quota
 from .._segments.segments import ABSENT, NO_KEY, ZERO_KEY, both, order_key, segments_of, signed, unsigned
 from .._together import NOTHING, NumberOrTensor
+from .kernels import like, op
 from .topk_mask import advantage_of_each
 
 _KEY_BITS = 32
 
 
+@op(like("scores", torch.int32))
 def topk_order_keys(
     scores: Tensor, advantages: Tensor | None = None, mask: Tensor | None = None, offsets: Tensor | None = None
 ) -> Tensor:
@@ -29,6 +33,7 @@ def topk_order_keys(
     return signed(keys).view(scores.shape)
 
 
+@op(lambda keys, search, bits, **_: keys.new_empty((search.shape[0], 1 << bits), dtype=torch.int64))
 def topk_count_digit(keys: Tensor, search: Tensor, shift: int, bits: int, offsets: Tensor | None = None) -> Tensor:
     segments, flat, bins = segments_of(keys, offsets), unsigned(keys.flatten()), 1 << bits
     counted = (flat != ABSENT) & ~segments.left_out()
@@ -42,6 +47,7 @@ def topk_count_digit(keys: Tensor, search: Tensor, shift: int, bits: int, offset
     return counts.index_add_(0, slot, counted.long())[:-1].view(len(search), bins)
 
 
+@op()
 def topk_choose_digit_(
     search: Tensor,
     counts: Tensor,
@@ -61,6 +67,12 @@ def topk_choose_digit_(
     search.copy_(torch.where(kept.unsqueeze(1) > 0, found, torch.stack([prefix, left, kept], 1)))
 
 
+def _fake_mask_from_key(keys: Tensor, search: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    zeros, lowest = (keys.new_empty(search.shape[:1], dtype=torch.int64) for _ in range(2))
+    return keys.new_empty(keys.shape, dtype=torch.bool), zeros, lowest
+
+
+@op(_fake_mask_from_key)
 def topk_mask_from_key(
     keys: Tensor, search: Tensor, ties: Tensor, offsets: Tensor | None = None, drop_zeros: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,6 @@
-"""Registers the gradient of each op, or that it has none.
+"""Registers what torch has to know of each op: the shapes of its results, and its gradient, or that it has none.
+
+The shapes stand beside the kernels of ``_torch``. Only real kernels check the arguments.
 
 A gradient is two functions: one saves what the backward needs, and the other returns the gradients by the names of the
 arguments. Incoming gradients that are missing stay None, so that an entropy used as a score costs nothing in the
@@ -8,12 +10,32 @@ backward. ``_head/op.py`` registers the gradients of the LM head in the same way
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .libraries import COMPILED, argument_names, schema_of
+from .. import _torch
+from .libraries import COMPILED, argument_names, by_name, schema_of
+
+# ---- shapes of results -----------------------------------------------------------------------------------------------
+
+
+def _register_fake(op: str) -> None:
+    fake = _torch.FAKES.get(op)
+    defaults = {argument.name: argument.default_value for argument in schema_of(op).arguments}
+    if fake is None:
+        assert not schema_of(op).returns, f"{op} has results, whose shapes are unknown"
+        fake = _nothing
+    torch.library.register_fake(f"d3s_kernels::{op}")(by_name(op, partial(fake, **defaults)))
+
+
+def _nothing(**_: Any) -> None:
+    return None
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
 
 _op = torch.ops.d3s_kernels
 Save = Callable[[Any, tuple[Any, ...], Any], None]
@@ -121,6 +143,7 @@ register_gradient("logprob_entropy", _save_logprob_entropy, _of_logprob_entropy)
 register_gradient("importance_ratio", _save_ratio, _of_ratio)
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 for _name in COMPILED:
+    _register_fake(_name)
     if _name.endswith("_backward"):
         register_no_second_derivative(_name)
     elif _name not in EAGER:  # no gradient; without this, torch would attach a "not implemented" node to float outputs
