@@ -27,10 +27,6 @@ struct LiveRows {
       if (!rows.masked_out(row)) (rows.spans.dense(row) ? dense : with_span).push_back(row);
   }
 
-  bool exceeds_bound(const Spans& spans) const {
-    return spans.bounded() && static_cast<int64_t>(dense.size()) > spans.max_dense_rows;
-  }
-
   template <class Body>
   void for_each(const Body& body) const {
     for (const int64_t row : dense) body(row);
@@ -108,7 +104,7 @@ void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const Key
   for (int64_t row = 0; row < rows.layout.count; ++row)
     if (rows.masked_out(row)) outputs.write(row, {0.f, 0.f, 0.f}, 0.f);
   const LiveRows live(rows);
-  if (live.exceeds_bound(rows.spans)) {
+  if (rows.spans.exceeded_by(static_cast<int64_t>(live.dense.size()))) {
     live.for_each([&](int64_t row) { outputs.write(row, {NAN, NAN, NAN}, rows.labels[row] == kNoTarget ? 0.f : NAN); });
     return;
   }
@@ -235,7 +231,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
 
 void merge_tile(const LogitsRows& rows, RowState* states, Device&) {
   const LiveRows live(rows);
-  if (live.exceeds_bound(rows.spans)) {
+  if (rows.spans.exceeded_by(static_cast<int64_t>(live.dense.size()))) {
     live.for_each([&](int64_t row) { states[row].dot = NAN; });
     return;
   }

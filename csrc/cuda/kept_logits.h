@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kSpanThreads)
 __global__ void enforce_bound(const __grid_constant__ LogitsRows rows, const __grid_constant__ RowSink sink,
                               const int* dense_rows) {
   const int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (row >= rows.layout.count || *dense_rows <= rows.spans.max_dense_rows || rows.masked_out(row)) return;
+  if (row >= rows.layout.count || !rows.spans.exceeded_by(*dense_rows) || rows.masked_out(row)) return;
   sink.faults.note(Fault::kDenseRows);
   if (sink.states)
     sink.states[row].dot = NAN;

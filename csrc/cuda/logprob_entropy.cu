@@ -220,7 +220,7 @@ void reduce_rows(const LogitsRows& rows, const RowSink& sink, Device& device) {
     launch("logprob_entropy (spans)", rows_with_span<typename decltype(tag)::type>, ceil_div(count, kSpanWarps),
            kSpanThreads, kSpanWarps * sizeof(KeptShare), device, rows, sink, dense_rows);
   });
-  if (rows.spans.max_dense_rows != 0 && !rows.kept_alone) reduce_dense_rows(rows, sink, device);
+  if (rows.spans.may_be_dense() && !rows.kept_alone) reduce_dense_rows(rows, sink, device);
   constexpr int kRowsOfBlock = 128;
   if (dense_rows)
     launch("logprob_entropy (bound)", enforce_bound, ceil_div(count, kRowsOfBlock), kRowsOfBlock, 0, device, rows, sink,

@@ -34,6 +34,8 @@ struct Spans {
 
   D3S_HOST_DEVICE bool given() const { return offsets32 || offsets64; }
   D3S_HOST_DEVICE bool bounded() const { return given() && max_dense_rows >= 0; }
+  D3S_HOST_DEVICE bool exceeded_by(int64_t dense_rows) const { return bounded() && dense_rows > max_dense_rows; }
+  bool may_be_dense() const { return max_dense_rows != 0; }
 
   D3S_HOST_DEVICE bool good(int64_t row) const {
     const int64_t begin = offset(row), end = offset(row + 1);

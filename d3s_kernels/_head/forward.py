@@ -25,14 +25,14 @@ _op = torch.ops.d3s_kernels
 class Picked(NamedTuple):
     """Some of the rows, packed in order. If the caller bounds their number, there is no host sync."""
 
-    indices: Tensor  # [capacity]: row indices; 0 for places past the last picked row
-    past: Tensor | None  # bool [capacity]: the places past the last picked row; None if the host knows their number
+    indices: Tensor  # [room]: row indices; 0 for places past the last picked row
+    past: Tensor | None  # bool [room]: the places past the last picked row; None if the host knows their number
     exceeded: Tensor | None  # bool [1]: whether there are more rows than the bound; None if there is no bound
 
     @classmethod
     def where(cls, mask: Tensor, bound: int | None) -> Picked:
-        capacity = int(mask.sum()) if bound is None else min(bound, mask.numel())
-        indices, count = _op.compact.default(mask, capacity)
+        room = int(mask.sum()) if bound is None else min(bound, mask.numel())
+        indices, count = _op.compact.default(mask, room)
         if bound is None:
             return cls(indices, None, None)
         return cls(indices.clamp(min=0), indices < 0, count > bound)

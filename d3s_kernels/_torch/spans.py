@@ -176,9 +176,9 @@ class SpanRows(NamedTuple):
         exceeded = torch.zeros_like(count, dtype=torch.bool) if bound is None else count > bound
         if self.kept_alone:
             return iter(()), exceeded
-        capacity = int(count) if bound is None else min(bound, len(dense))
-        index, _ = compact(dense, capacity)
-        parts = torch.split(index, max(1, _DENSE_AT_ONCE // max(1, columns))) if capacity else ()
+        room = int(count) if bound is None else min(bound, len(dense))
+        index, _ = compact(dense, room)
+        parts = torch.split(index, max(1, _DENSE_AT_ONCE // max(1, columns))) if room else ()
         packed = (
             (row, self.logits[self._of_rows(row)].view(len(row), columns), torch.where(part < 0, len(dense), part))
             for part in parts
