@@ -1,6 +1,6 @@
 // Every op that C++ computes: the table of contents. Kernels are in cpu/ and cuda/, in the file named after the op's
 // subject. The ops that Python computes are declared in d3s_kernels/_head/op.py. d3s_kernels/reference.py defines what
-// an op computes; tests/cases/meaning.py does so for ops that are not public functions. The docstrings of d3s_kernels
+// an op computes; tests/cases/ does so for ops that are not public functions. The docstrings of d3s_kernels
 // explain the arguments.
 //
 // Some neighbouring arguments belong together, and kernels take them as one struct: a number and the tensor that

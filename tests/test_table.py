@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 import torch
-from cases import samples
+from cases import rollouts, tokens
 from cases.coverage import replaced, require_all, served_by
 from cases.draw import ROOM, Draw
 from cases.table import FUNCTIONS, OF_RANKS, OPS, Row
@@ -139,7 +139,7 @@ def test_results_are_named_as_the_schema_has_them(op: str) -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"^a suite: without compact and with another; see .*table.py$"):
+    with pytest.raises(AssertionError, match=r"^a suite: without compact and with another; see tests/cases$"):
         require_all("a suite", (OPS.keys() - {"compact"}) | {"another"}, OPS)
 
 
@@ -156,7 +156,7 @@ def test_every_rule_is_in_its_table() -> None:
     [*(("select_tokens", rule) for rule in TOKEN_RULES), *(("select_rollouts", rule) for rule in ROLLOUT_RULES)],
 )
 def test_every_rule_means_what_the_reference_says(name: str, rule: str) -> None:
-    drawn = samples.token_rules if name == "select_tokens" else samples.rollout_rules
+    drawn = tokens.token_rules if name == "select_tokens" else rollouts.rollout_rules
     assert_means(name, replace(FUNCTIONS[name], draw=partial(drawn, rule=rule)), getattr(d3s, name))
     documented = re.findall(r'^"(\w+)" ', inspect.getdoc(getattr(d3s, name)) or "", re.MULTILINE)
     assert rule in documented

@@ -4,7 +4,7 @@
     python tools/fuzz.py --seconds 60              all back-ends; they share the time
     python tools/fuzz.py --seconds 600 --on cpu    one of them, or several
 
-Each call follows from a seed and is compared with the op's definition (tests/cases/table.py). A wrong call is
+Each call follows from a seed and is compared with the op's definition (tests/cases). A wrong call is
 made smaller and printed as a test to paste. A call that crashes or hangs the process is reported with its seed.
 Back-ends: each SIMD level of the CPU, the CUDA kernels emulated, Triton's interpreter, plain PyTorch; and on a machine
 with a GPU the back-ends that run there.

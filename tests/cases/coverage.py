@@ -8,7 +8,8 @@ import torch
 
 from d3s_kernels._dispatch.libraries import registered
 
-from .table import OPS, ServedBy
+from .row import ServedBy
+from .table import OPS
 
 
 def served_by(*by: ServedBy) -> set[str]:
@@ -26,4 +27,4 @@ def require_all(what: str, found: Iterable[str], expected: Iterable[str]) -> Non
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unknown:
         parts = [f"without {', '.join(missing)}"] * bool(missing) + [f"with {', '.join(unknown)}"] * bool(unknown)
-        raise AssertionError(f"{what}: {' and '.join(parts)}; see tests/cases/table.py")
+        raise AssertionError(f"{what}: {' and '.join(parts)}; see tests/cases")

@@ -13,7 +13,7 @@ own code. What holds it there are the ops that are made of the steps, which are 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from d3s_kernels import SamplingMask, _torch, reference
 from d3s_kernels._dispatch.libraries import schema_of
-from d3s_kernels._exact import from_logits, written_arguments
+from d3s_kernels._exact import written_arguments
 
 
 class _Float64(TorchFunctionMode):
@@ -92,71 +92,6 @@ def public_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {argument: value for argument, value in merged.items() if argument in takes or argument == "found"}
 
 
-def logprob_entropy(**given: Any) -> tuple[Any, ...]:
-    """The public results, and the maximum and log S, which the backward needs. With ``kept_of``, all are those of
-    step().
-    """
-    logprob, entropy, top, log_sum = _known(*step("logprob_entropy", wide=True)(**given))
-    if given.get("kept_of") is None:
-        if given.get("labels") is None:
-            given["labels"] = torch.full(given["logits"].shape[:-1], -100)
-        logprob, entropy = public("logprob_entropy")(**given)
-    return logprob, entropy, top, log_sum
-
-
-def softmax_state_finish(**given: Any) -> tuple[Tensor, ...]:
-    return _known(*step("softmax_state_finish", wide=True)(**given))
-
-
-def _known(logprob: Tensor, entropy: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
-    """Makes the maximum NaN for a row with NaN or infinity, where it may be anything."""
-    return logprob, entropy, top.masked_fill(log_sum.isnan(), torch.nan), log_sum
-
-
-def linear_logprob_entropy(**given: Any) -> tuple[Any, ...]:
-    """The public results. The others have no meaning but that the gradient, which is compared, comes from them."""
-    return *public("linear_logprob_entropy")(**given), None, None
-
-
-def linear_logprob_entropy_backward(wanted: Sequence[bool], **given: Any) -> tuple[Tensor | None, ...]:
-    """The gradients of the public function. None for one that is not wanted."""
-    leaves = {name: given[name] for name in ("hidden", "weight", "bias")}
-    leaves = {name: None if leaf is None else leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
-    with torch.enable_grad():
-        results = public("linear_logprob_entropy")(**given | leaves)
-    asked = [leaf for leaf, want in zip(leaves.values(), wanted, strict=True) if want]
-    incoming = [given["grad_logprob"], given["grad_entropy"]]
-    some = [(result, grad.double()) for result, grad in zip(results, incoming, strict=True) if grad is not None]
-    found = iter(torch.autograd.grad([result for result, _ in some], asked, [grad for _, grad in some]))
-    return tuple(next(found) if want else None for want in wanted)
-
-
-def topk_mask(pooled: bool = False, **given: Any) -> Tensor:
-    if not pooled:
-        return public("topk_mask")(**given)
-    # All segments as one; the number k is for each of them.
-    scores, mask, offsets = given["scores"], given.get("mask"), given.get("offsets")
-    options = public_arguments("topk_mask", given) | {"scores": scores.flatten(), "offsets": None}
-    options["mask"] = None if mask is None else mask.flatten()
-    if options.get("k") is not None:
-        options["k"] = int(options["k"]) * len(reference._segments(scores, offsets))
-    return reference.topk_mask(**options).view(scores.shape)
-
-
-def max_variance_select(pooled: bool = False, **given: Any) -> Tensor:
-    if not pooled:
-        return public("max_variance_select")(**given)
-    return public("select_rollouts")(advantages=given.pop("values"), pooled=True, **given)
-
-
-def select_tokens(**given: Any) -> tuple[Tensor, ...]:
-    found = public("select_tokens")(**given)
-    return found.mask, found.count, found.threshold
-
-
-def select_tokens_from_logits(**given: Any) -> tuple[Any, ...]:
-    return from_logits(**public_arguments("select_tokens_from_logits", given))
-
-
-def wide_product_(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    return hidden.double() @ weight.double().T
+def with_incoming(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, with the incoming gradients."""
+    return public_arguments(name, arguments) | {name: arguments.get(name) for name in ("grad_logprob", "grad_entropy")}

@@ -1,0 +1,59 @@
+"""Groups of rewards or advantages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d3s_kernels import _exact, reference
+
+from .draw import FLOATS, Draw
+from .meaning import public, public_arguments
+from .row import Arguments, op
+from .tokens import number, segmented, with_rule
+
+
+@op(public("group_advantages"), results=_exact.FUNCTIONS["group_advantages"].results)
+def group_advantages(draw: Draw) -> Arguments:
+    """Rewards and their offsets. Sometimes all finite rewards are equal except for rounding: 1, or the next number
+    below it.
+    """
+    given = segmented(draw, "rewards", dtypes=(*FLOATS, torch.float64))
+    rewards = given["rewards"]
+    if draw.integer(0, 2) == 2:
+        below = 1 - torch.finfo(rewards.dtype).eps / 2  # the largest number below 1
+        given["rewards"] = torch.where(rewards > 0, 1.0, below).to(rewards.dtype).where(rewards.isfinite(), rewards)
+    return given | {
+        "scale": draw.choice(("group", "batch", "none")),
+        "eps": draw.choice((1e-4, 1e-6, 0.0)),
+        "ddof": draw.choice((1, 0)),
+        "tolerance": draw.choice((None, 0.0, 0.3)),  # of groups_without_spread
+    }
+
+
+def whole_rewards(draw: Draw, given: Arguments) -> Arguments:
+    """Sometimes makes the rewards flags or integers."""
+    dtype = draw.choice((None, torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64))
+    if dtype is not None:
+        given["rewards"] = given["rewards"].nan_to_num(posinf=3, neginf=-3).abs().to(dtype)
+    return given
+
+
+def _max_variance(pooled: bool = False, **given: Any) -> Tensor:
+    if not pooled:
+        return public("max_variance_select")(**given)
+    return public("select_rollouts")(advantages=given.pop("values"), pooled=True, **given)
+
+
+@op(_max_variance, "mask")
+def max_variance_select(draw: Draw) -> Arguments:
+    return segmented(draw, "values") | number(draw, "keep") | {"pooled": draw.flag()}
+
+
+def rollout_rules(draw: Draw, rule: str | None = None) -> Arguments:
+    """Arguments of the public function, with any rule or this one."""
+    given = max_variance_select(draw)
+    given = public_arguments("select_rollouts", given | {"advantages": given["values"]})
+    return with_rule(draw, given, rule or draw.choice(reference.ROLLOUT_RULES))

@@ -1,0 +1,83 @@
+"""The table of ops. A file of a subject draws the arguments of its ops, and says beside it what each op means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from d3s_kernels import _exact
+from d3s_kernels._dispatch.libraries import argument_names
+from d3s_kernels._exact import Allowed, equal
+
+from .draw import Draw
+
+Arguments = dict[str, Any]
+DrawArguments = Callable[[Draw], Arguments]
+ServedBy = Literal["kernels", "composed", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(_exact.Row):
+    """An op or a public function.
+
+    Attributes:
+        draw: draws the arguments, by name, of a call that is not refused.
+        served_by: what computes the op: "kernels" of every back-end; code "composed" of other ops, on every device;
+            or the "cpu" alone.
+    """
+
+    draw: DrawArguments
+    served_by: ServedBy = "kernels"
+
+
+OPS: dict[str, Row] = {}
+
+
+def op(
+    means: Callable[..., Any],
+    *equals: str,
+    results: Mapping[str, Allowed] | None = None,
+    gradients: Mapping[str, Allowed] | None = None,
+    from_found: bool = False,
+    served_by: ServedBy = "kernels",
+) -> Callable[[DrawArguments], DrawArguments]:
+    """Puts the op with the name of the function that draws its arguments into the table.
+
+    Args:
+        means: computes the exact results from the same arguments.
+        equals: the results that have to be equal. They come after those of ``results``.
+        results, gradients, from_found: as in ``_exact.Row``.
+        served_by: as in :class:`Row`.
+    """
+
+    def add(draw_some: DrawArguments) -> DrawArguments:
+        name = draw_some.__name__
+        OPS[name] = Row(
+            means=means,
+            results={**(results or {}), **dict.fromkeys(equals, equal)},
+            gradients=gradients or {},
+            from_found=from_found,
+            draw=partial(_drawn_for, name, draw_some),
+            served_by=served_by,
+        )
+        return draw_some
+
+    return add
+
+
+def _drawn_for(name: str, draw_some: DrawArguments, draw: Draw) -> Arguments:
+    """What is drawn, without what the op does not take: one draw may serve several ops."""
+    takes = argument_names(name)
+    return {argument: part for argument, part in draw_some(draw).items() if argument in takes}
+
+
+def differentiable(draw: Draw, arguments: Arguments, *names: str) -> Arguments:
+    """Sometimes makes the named tensors require a gradient. Not with NaN or infinity: the gradient would be NaN."""
+    for name in names:
+        tensor = arguments.get(name)
+        if tensor is not None and not (tensor.isnan() | (tensor == math.inf)).any():
+            tensor.requires_grad_(draw.flag())
+    return arguments

@@ -1,0 +1,166 @@
+"""Segments of scores: the selection of tokens, in one process and in steps across ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d3s_kernels import _exact, reference
+
+from .draw import Draw
+from .meaning import public, public_arguments, step
+from .row import Arguments, op
+
+RATIOS = (0.3, 1.0, 0.1, 0.07, 1e-6, 0.999)
+_COUNTS = 2048  # of each segment, by digit
+_DIGITS = (((24, 8), (16, 8), (8, 8), (0, 8)), ((21, 11), (10, 11), (0, 10)))
+
+
+def segmented(draw: Draw, name: str, **options: Any) -> Arguments:
+    """Values, their offsets, a mask, and a bound on the length of a segment."""
+    shape, offsets = draw.segments()
+    longest = shape[-1] if offsets is None else int(offsets.diff().max()) if len(offsets) > 1 else 0
+    return {
+        name: draw.values(shape, **options),
+        "offsets": offsets,
+        "mask": draw.mask(shape),
+        "max_segment": draw.choice((None, longest, longest + 5)),
+    }
+
+
+def _ratio(draw: Draw) -> Arguments:
+    return draw.number_or_tensor(draw.choice(RATIOS), "ratio", (torch.float64, torch.float32))
+
+
+def number(draw: Draw, name: str) -> Arguments:
+    return draw.number_or_tensor(draw.length(1), name, (torch.int64, torch.int32))
+
+
+def _advantages(draw: Draw, tokens: tuple[int, ...], offsets: Tensor | None) -> Tensor:
+    """One for all, one for each sequence, or one for each token; float32, as the op takes them."""
+    sequences = tokens[:-1] if offsets is None else (len(offsets) - 1,)
+    return draw.values(draw.choice(((), sequences, tokens)), dtypes=(torch.float32,))
+
+
+def with_rule(draw: Draw, given: Arguments, rule: str) -> Arguments:
+    generator = {"generator": torch.Generator().manual_seed(draw.integer(0, 2**31))} if rule == "random" else {}
+    return given | {"rule": rule} | generator
+
+
+def _topk_mask(pooled: bool = False, **given: Any) -> Tensor:
+    if not pooled:
+        return public("topk_mask")(**given)
+    # All segments as one; the number k is for each of them.
+    scores, mask, offsets = given["scores"], given.get("mask"), given.get("offsets")
+    options = public_arguments("topk_mask", given) | {"scores": scores.flatten(), "offsets": None}
+    options["mask"] = None if mask is None else mask.flatten()
+    if options.get("k") is not None:
+        options["k"] = int(options["k"]) * len(reference._segments(scores, offsets))
+    return reference.topk_mask(**options).view(scores.shape)
+
+
+@op(_topk_mask, "mask")
+def topk_mask(draw: Draw) -> Arguments:
+    quota = draw.choice((_ratio(draw), number(draw, "k")))
+    return segmented(draw, "scores") | quota | {"drop_zeros": draw.flag(), "pooled": draw.flag()}
+
+
+def _select_tokens(**given: Any) -> tuple[Tensor, ...]:
+    found = public("select_tokens")(**given)
+    return found.mask, found.count, found.threshold
+
+
+@op(_select_tokens, "mask", "count", "threshold")
+def select_tokens(draw: Draw) -> Arguments:
+    given = segmented(draw, "entropy")
+    given["advantages"] = _advantages(draw, tuple(given["entropy"].shape), given["offsets"])
+    return given | _ratio(draw) | {"pooled": draw.flag(), "drop_zeros": draw.flag()}
+
+
+def token_rules(draw: Draw, rule: str | None = None) -> Arguments:
+    """Arguments of the public function, with any rule or this one."""
+    rule = rule or draw.choice(reference.TOKEN_RULES)
+    given = with_rule(draw, public_arguments("select_tokens", select_tokens(draw)), rule)
+    # A quantile pools the batch, and keeps no exact number.
+    return given | ({"scope": "batch", "drop_zeros": False} if rule == "entropy_quantile" else {})
+
+
+@op(
+    lambda **given: _exact.from_logits(**public_arguments("select_tokens_from_logits", given)),
+    results=_exact.FUNCTIONS["select_tokens_from_logits"].results,
+    from_found=True,
+)
+def select_tokens_from_logits(draw: Draw) -> Arguments:
+    vocabulary = draw.length(1)
+    offsets = draw.offsets(draw.wide(vocabulary)) if draw.flag() else None
+    if offsets is None:
+        logits = draw.logits(vocabulary, least_dims=1)
+    else:
+        logits = draw.values((int(offsets[-1]), vocabulary), special=(-math.inf,), turned=False)
+    tokens = tuple(logits.shape[:-1])
+    given = {"logits": logits, "offsets": offsets, "mask": draw.mask(tokens)}
+    given |= draw.spans(math.prod(tokens), vocabulary, None, given["mask"]) | _ratio(draw) | draw.temperature(tokens)
+    given["advantages"] = _advantages(draw, tokens, offsets)
+    return given | {"pooled": draw.flag(), "drop_zeros": draw.flag()}
+
+
+@op(public("compact"), "indices", "count")
+def compact(draw: Draw) -> Arguments:
+    shape, _ = draw.segments()
+    mask = torch.rand(shape, generator=draw.generator()) < draw.choice((0.5, 0.1, 0.0, 1.0))
+    return {"mask": draw.laid_out(mask), "capacity": draw.length(0, 2 * draw.most)}
+
+
+# ---- in steps --------------------------------------------------------------------------------------------------------
+
+
+@op(step("topk_order_keys"), "keys")
+def topk_order_keys(draw: Draw) -> Arguments:
+    given = segmented(draw, "scores")
+    advantages = _advantages(draw, tuple(given["scores"].shape), given["offsets"])
+    return given | {"advantages": draw.optional(advantages)}
+
+
+def _searched(draw: Draw, all_digits: bool = False) -> Arguments:
+    """Keys, the search after some digits or all, the next digit, and how many keys are kept."""
+    given = topk_order_keys(draw)
+    quota = draw.choice((_ratio(draw), number(draw, "k")))
+    keys, offsets = step("topk_order_keys")(**given)[0].contiguous(), given["offsets"]
+    if keys.dim() > 1 and keys[..., :1].numel() > draw.room(_COUNTS):
+        keys = keys.flatten(0, -2)[: draw.room(_COUNTS)]
+    digits = _DIGITS[0] if all_digits else draw.choice(_DIGITS)
+    search = torch.zeros(keys.shape[:-1].numel() if offsets is None else len(offsets) - 1, 3, dtype=torch.int64)
+    known = len(digits) - 1 if all_digits else draw.integer(0, len(digits) - 1)
+    for shift, bits in digits if all_digits else digits[:known]:
+        (counts,) = step("topk_count_digit")(keys=keys, search=search, shift=shift, bits=bits, offsets=offsets)
+        (search,) = step("topk_choose_digit_")(search=search, counts=counts, shift=shift, **quota)
+    shift, bits = digits[known]
+    return {"keys": keys, "search": search, "offsets": offsets, "shift": shift, "bits": bits, **quota}
+
+
+def _counts(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
+    """Equal, except that masked values, whose key is 0, may count as the lowest digit, which no search reaches."""
+    limit = torch.zeros(exact.shape, dtype=torch.float64)
+    limit[:, 0] = int((arguments["keys"] == 0).sum())
+    return limit
+
+
+@op(step("topk_count_digit"), results={"counts": _counts})
+def topk_count_digit(draw: Draw) -> Arguments:
+    return _searched(draw)
+
+
+@op(step("topk_choose_digit_"), "search")
+def topk_choose_digit_(draw: Draw) -> Arguments:
+    given = _searched(draw)
+    return given | {"counts": step("topk_count_digit")(**given)[0]}
+
+
+@op(step("topk_mask_from_key"), "mask", "zeros", "lowest")
+def topk_mask_from_key(draw: Draw) -> Arguments:
+    """A finished search, and any number of ties that a rank keeps, including none and too many."""
+    given = _searched(draw, all_digits=True)
+    return given | {"ties": given["search"][:, 1] + draw.integer(-2, 2), "drop_zeros": draw.flag()}

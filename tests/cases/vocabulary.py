@@ -1,0 +1,170 @@
+"""Logits: log-probability and entropy, their gradient, and the same tile by tile."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d3s_kernels import _exact
+
+from .draw import Draw
+from .meaning import public, step, with_incoming
+from .row import Arguments, differentiable, op
+
+STATISTICS = {
+    "logprob": _exact.logprob,
+    "entropy": _exact.entropy,
+    "row_max": lambda exact, _: torch.zeros(exact.shape).masked_fill(exact.isnan(), math.inf),  # where it is known
+    "log_sum": _exact.logprob,
+}
+
+
+def gradient_of_logits(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
+    return _exact.gradient_of_logits(exact, with_incoming("logprob_entropy", arguments))
+
+
+def _states(exact: Tensor, arguments: _exact.Arguments) -> Tensor:
+    """For (m, S, T, the label's logit). The maximum and the label's logit are copies of logits, and so are exact."""
+    total, dot = exact[..., 1].abs(), exact[..., 2].abs()
+    most = total.nan_to_num() + dot.nan_to_num()
+    unknown = torch.zeros_like(most).masked_fill(exact[..., 2].isnan(), math.inf)  # rows with NaN or infinity
+    return torch.stack([unknown, 3e-6 * (1 + most) + unknown, 3e-6 * (1 + most), torch.zeros_like(most)], -1)
+
+
+def rows_of_logits(draw: Draw, bound: bool = True) -> Arguments:
+    vocabulary = draw.length(1)
+    logits = draw.logits(vocabulary)
+    rows = tuple(logits.shape[:-1])
+    labels = draw.optional(draw.labels(rows, vocabulary))
+    given = {"logits": logits, "labels": labels, "mask": draw.mask(rows), **draw.temperature(rows)}
+    given |= draw.spans(math.prod(rows), vocabulary, labels, given["mask"], bound)
+    return differentiable(draw, given, "logits")
+
+
+def with_labels(draw: Draw, given: Arguments) -> Arguments:
+    """Adds labels where they are missing, for the public function, which requires them."""
+    if given.get("labels") is None:
+        given["labels"] = draw.labels(tuple(given["logits"].shape[:-1]), given["logits"].shape[-1])
+        given["include_label"] = True
+    return given
+
+
+def with_statistics(draw: Draw, given: Arguments) -> Arguments:
+    """Adds a forward's results, and random incoming gradients, of which one may be missing and some are 0."""
+    _, *found = step("logprob_entropy")(**given)
+    given |= dict(zip(("entropy", "row_max", "log_sum"), found, strict=True))
+    shape, generator = given["entropy"].shape, draw.generator()
+    missing = draw.choice(("neither", "logprob", "entropy"))
+    for name in ("logprob", "entropy"):
+        gradient = torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.8)
+        given[f"grad_{name}"] = None if missing == name else gradient
+    return given
+
+
+def detached(given: Arguments) -> Arguments:
+    return {name: part.detach() if isinstance(part, Tensor) else part for name, part in given.items()}
+
+
+def alone(given: Arguments, logits: Tensor) -> Arguments:
+    """With the logits of kept tokens alone, from first_token on, out of rows of logits. NaN for what is not read."""
+    ids, rows, first = given["sampling_ids"], len(logits), given.get("first_token") or 0
+    flat = torch.full((len(ids) + rows,), math.nan)
+    for row, (begin, end) in enumerate(pairwise(given["sampling_offsets"].tolist())):
+        places = dict(zip(ids[begin:end].tolist(), range(begin, end), strict=True))
+        if places and given.get("include_label") and (label := int(given["labels"][row])) != -100:
+            places.setdefault(label, len(ids) + row)
+        for token, place in places.items() if len(places) > 1 else ():
+            if token >= first:
+                flat[place] = logits[row, token]
+    return given | {"logits": flat.expand(rows, -1), "kept_of": logits.shape[1] - first}
+
+
+def _or_kept(draw: Draw, given: Arguments, logits: Tensor) -> Arguments:
+    if "sampling_ids" not in given or logits.dim() != 2 or draw.flag():
+        return given
+    return alone(given, logits)
+
+
+def _merged(rows: int, **tile: Any) -> Tensor:
+    """The states (m, S, T, the label's logit) after one tile, float32 [rows, 4]."""
+    if "logits" in tile:
+        return step("softmax_state_")(state=_merged(rows), **tile)[0]
+    return torch.tensor([[torch.finfo(torch.float32).min, 0.0, 0.0, math.nan]]).repeat(rows, 1)
+
+
+def _meaning(**given: Any) -> tuple[Any, ...]:
+    """The public results, and the maximum and log S, which the backward needs. With ``kept_of``, all are those of
+    step().
+    """
+    logprob, entropy, top, log_sum = _known(*step("logprob_entropy", wide=True)(**given))
+    if given.get("kept_of") is None:
+        if given.get("labels") is None:
+            given["labels"] = torch.full(given["logits"].shape[:-1], -100)
+        logprob, entropy = public("logprob_entropy")(**given)
+    return logprob, entropy, top, log_sum
+
+
+def _known(logprob: Tensor, entropy: Tensor, top: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
+    """Makes the maximum NaN for a row with NaN or infinity, where it may be anything."""
+    return logprob, entropy, top.masked_fill(log_sum.isnan(), torch.nan), log_sum
+
+
+@op(_meaning, results=STATISTICS, gradients={"logits": gradient_of_logits})
+def logprob_entropy(draw: Draw) -> Arguments:
+    given = rows_of_logits(draw)
+    return _or_kept(draw, given, given["logits"].detach().float())
+
+
+def _of_backward(draw: Draw, masked: bool) -> Arguments:
+    given = detached(rows_of_logits(draw))
+    if not masked:
+        given = {name: part for name, part in given.items() if name != "mask" and not name.startswith("sampling")}
+    given = with_statistics(draw, given)
+    if draw.flag():  # a shard of the vocabulary: the tokens from first_token on
+        first = draw.integer(0, given["logits"].shape[-1] - 1)
+        given |= {"logits": given["logits"][..., first:], "first_token": first}
+    return given
+
+
+@op(step("logprob_entropy_backward", wide=True), results={"grad": gradient_of_logits})
+def logprob_entropy_backward(draw: Draw) -> Arguments:
+    return _of_backward(draw, masked=True)
+
+
+@op(step("logprob_entropy_backward_", wide=True), results={"grad": gradient_of_logits})
+def logprob_entropy_backward_(draw: Draw) -> Arguments:
+    return {"first_token": 0} | _of_backward(draw, masked=False)
+
+
+@op(step("softmax_state_", wide=True), results={"state": _states})
+def softmax_state_(draw: Draw) -> Arguments:
+    """A tile, and the states that other tiles of the same rows have left."""
+    given = detached(rows_of_logits(draw, bound=False))
+    logits, rows = given["logits"], given["logits"].shape[:-1].numel()
+    first = draw.integer(0, logits.shape[-1] - 1)
+    before = {"logits": logits[..., :first], "first_token": 0, "mask": None, "max_dense_rows": None}
+    given["state"] = _merged(rows, **given | before) if draw.flag() else _merged(rows)
+    given |= {"logits": logits[..., first:], "first_token": first}
+    tile = given["logits"].float()
+    return _or_kept(draw, given, torch.cat([tile.new_zeros(*tile.shape[:-1], first), tile], -1))
+
+
+@op(lambda **given: _known(*step("softmax_state_finish", wide=True)(**given)), results=STATISTICS)
+def softmax_state_finish(draw: Draw) -> Arguments:
+    given = with_labels(draw, detached(rows_of_logits(draw)))
+    logits, rows = given["logits"], given["logits"].shape[:-1].numel()
+    if given.get("temperature_tensor") is not None and given["temperature_tensor"].dim() > 0:
+        given["temperature_tensor"] = given["temperature_tensor"].reshape(-1)
+    of_tiles = {name: part for name, part in given.items() if name.startswith(("temperature", "labels"))}
+    pieces, first = [], 0
+    for tile in logits.split(-(-logits.shape[-1] // draw.integer(1, 3)), -1):
+        pieces.append(_merged(rows, logits=tile, first_token=first, **of_tiles))
+        first += tile.shape[-1]
+    state = torch.stack(pieces) if len(pieces) > 1 or draw.flag() else pieces[0]
+    if draw.flag():
+        state[..., :1, :] = _merged(1)  # a row of nothing but -inf
+    return given | {"state": state}
