@@ -25,10 +25,10 @@ def doctor(arguments: Sequence[str]) -> int:
     """Returns 0 if every back-end that runs here agrees with the reference, and all that serve a device run."""
     parser = argparse.ArgumentParser(prog="d3s doctor", description="What was built, what runs here, and its checks.")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    if not parser.parse_args(arguments).json:
-        return 0 if _doctor.print_report(d3s.build_info()) else 1
-    report = _doctor.report(d3s.build_info())
-    print(json.dumps(report, indent=2, allow_nan=False))
+    as_json = parser.parse_args(arguments).json
+    report = _doctor.report(d3s.build_info(), say=lambda text: None if as_json else print(text, flush=True))
+    if as_json:
+        print(json.dumps(report, indent=2, allow_nan=False))
     return 0 if report["good"] else 1
 
 
@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] = ("doctor",)) -> int:
     parser = argparse.ArgumentParser(prog="d3s", description=DESCRIPTION, formatter_class=layout)
     parser.add_argument("--version", action="version", version=f"d3s_kernels {d3s.__version__}")
     parser.add_argument("command", choices=COMMANDS)
-    given = parser.parse_args(arguments[:1])  # each command parses what follows it
-    return COMMANDS[given.command](arguments[1:])
+    command = parser.parse_args(arguments[:1]).command  # each command parses what follows it
+    return COMMANDS[command](arguments[1:])
 
 
 def console() -> int:

@@ -1,12 +1,7 @@
-"""What this build holds and what runs here, and the folder in which its libraries lie.
-
-A wheel has a compiled module, ``_build_info``, for each version of Python that its builder had. On another version the
-same facts come from the CPU library: no other file depends on the version.
-"""
+"""What this build contains, and the folder with its libraries."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 from importlib import import_module
@@ -18,8 +13,8 @@ import torch  # noqa: F401  the CPU library needs its libraries
 
 
 def _folder() -> Path:
-    """The folder of the libraries. In an editable install, it is another one than this file's."""
-    library = find_spec(f"{__package__}._cpu")  # found as a module would be, but never imported as one
+    """The folder with the libraries. In an editable install, this file is in another one."""
+    library = find_spec(f"{__package__}._cpu")  # found like a module, but never imported as one
     if library is None or library.origin is None:
         raise ImportError(
             f"d3s_kernels: imported from {Path(__file__).parent}, which has no compiled library. Start Python outside "
@@ -29,16 +24,6 @@ def _folder() -> Path:
 
 
 FOLDER = _folder()
-
-
-def _facts() -> str:
-    with contextlib.suppress(ModuleNotFoundError):
-        compiled: str = import_module(f"{__package__}._build_info").build_facts()
-        return compiled
-    of_library = ctypes.CDLL(str(FOLDER / "_cpu.so")).d3s_kernels_build_facts
-    of_library.restype = ctypes.c_char_p
-    text: bytes = of_library()
-    return text.decode()
 
 
 def build_info() -> dict[str, Any]:
@@ -53,5 +38,13 @@ def build_info() -> dict[str, Any]:
         >>> d3s.build_info()["torch_target"]
         '2.11'
     """
-    facts: dict[str, Any] = json.loads(_facts())
+    # A wheel has the compiled module for each version of Python that its builder had. On another version the same facts
+    # come from the CPU library: no other file depends on the version.
+    try:
+        text = import_module(f"{__package__}._build_info").build_facts()
+    except ModuleNotFoundError:
+        function = ctypes.CDLL(str(FOLDER / "_cpu.so")).d3s_kernels_build_facts
+        function.restype = ctypes.c_char_p
+        text = function()
+    facts: dict[str, Any] = json.loads(text)
     return facts

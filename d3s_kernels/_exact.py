@@ -1,13 +1,12 @@
-"""What a call should give, for ``compare``, the doctor and the tests: exact results, and allowed errors, which are only
-as large as float32 makes necessary.
+"""Exact results and allowed errors for ``compare``, the doctor and the tests. The allowed errors are only as large as
+float32 makes necessary.
 
-The exact results of a public function are those of ``reference.py``; of an op, those of plain PyTorch on the CPU. An op
+``reference.py`` computes the exact results of a public function, and plain PyTorch on the CPU those of an op. An op
 that is no public function is a step of one, which is compared with ``reference.py``.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,21 +26,16 @@ Allowed = Callable[[Tensor, Arguments], Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """What an op or a public function gives.
-
-    Attributes:
-        means: computes the exact results from the same arguments. A tensor that an op writes is the first result. A
-            result that is None is not compared.
-        results: the names of the results, and how far each may be off.
-        gradients: the arguments that have a gradient, and how far it may be off.
-        from_found: whether some results depend on the result of the call, which ``means`` then takes as ``found``. For
-            example, which tokens are kept follows to the bit from the call's entropies, which have rounding errors.
-    """
+    """The exact results of an op or a public function, and how far its results and gradients may be off."""
 
     means: Callable[..., Any]
+    """Computes the results from the same arguments, first the tensors that the op writes. None is not compared."""
     results: Mapping[str, Allowed]
     gradients: Mapping[str, Allowed] = field(default_factory=dict)
+    """The arguments that have a gradient."""
     from_found: bool = False
+    """Whether ``means`` also takes the results of the call, as ``found``: which tokens are kept follows to the bit from
+    the call's entropies, which have rounding errors."""
 
 
 # ---- how far a result may be off -------------------------------------------------------------------------------------
@@ -71,8 +65,8 @@ def _temperature(arguments: Arguments) -> Tensor:
 
 def _incoming(arguments: Arguments) -> Any:
     """The size of each row's incoming gradients; 0 if there are none."""
-    given = [arguments[name] for name in ("grad_logprob", "grad_entropy") if arguments.get(name) is not None]
-    return sum(grad.double().abs().nan_to_num() / _temperature(arguments) for grad in given)
+    grads = [grad for name in ("grad_logprob", "grad_entropy") if (grad := arguments.get(name)) is not None]
+    return sum(grad.double().abs().nan_to_num() / _temperature(arguments) for grad in grads)
 
 
 def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
@@ -84,9 +78,8 @@ def gradient_of_logits(exact: Tensor, arguments: Arguments) -> Tensor:
 
 def gradient_of_ratios(exact: Tensor, arguments: Arguments) -> Tensor:
     """Next to a bound the gradient may be anything, since it jumps to 0 there."""
-    takes = inspect.signature(reference.importance_ratio).parameters
-    known = {name: part for name, part in arguments.items() if name in takes}
-    ratio = reference.importance_ratio(**known | {"log_bounds": (-math.inf, math.inf)})
+    call = {name: part for name, part in arguments.items() if name != "grad_ratio"}
+    ratio = reference.importance_ratio(**call | {"log_bounds": (-math.inf, math.inf)})
     default = (-20, 20) if arguments.get("level", "token") == "token" else (-math.inf, 10)
     distances = [(ratio.detach().log() - bound).abs() for bound in arguments.get("log_bounds") or default]
     return near(1e-8, 1e-5)(exact, arguments).masked_fill(torch.minimum(*distances) < 1e-4, math.inf)
@@ -109,11 +102,11 @@ def of_head(name: str) -> Allowed:
             return logprob(exact, arguments) + 2 * shift
         if name == "entropy":
             return 1e-5 + 2 * shift * (1 + exact.double().nan_to_num())
-        of_rows = {"hidden": weight.double().norm(dim=-1).amax(), "weight": hidden.double().norm(dim=-1), "bias": 1.0}
+        factors = {"hidden": weight.double().norm(dim=-1).amax(), "weight": hidden.double().norm(dim=-1), "bias": 1.0}
         share, least = rounding(hidden.dtype), torch.finfo(hidden.dtype).smallest_normal  # below it, steps are equal
         limit: Tensor = share * (exact.double().nan_to_num().norm() + least * exact.numel() ** 0.5)
-        of_logits = (share + 2 * shift) * _incoming(arguments) + share * least * len(weight) ** 0.5
-        return limit + (of_logits * of_rows[name]).nan_to_num().norm()
+        error_of_logits = (share + 2 * shift) * _incoming(arguments) + share * least * len(weight) ** 0.5
+        return limit + (error_of_logits * factors[name]).nan_to_num().norm()
 
     return allowed
 
@@ -123,11 +116,10 @@ def of_head(name: str) -> Allowed:
 
 def from_logits(found: Mapping[str, Tensor], logits: Tensor, **options: Any) -> tuple[Any, ...]:
     """The selection from the entropies that the call returned, and the exact entropies."""
-    of_rows = ("temperature", "sampling_mask", "max_dense_rows")
-    spans = {name: options.pop(name) for name in of_rows if name in options}
-    exact = reference.entropy(logits, mask=options.get("mask"), **spans)
-    chosen = reference.select_tokens(found["entropy"], **options)
-    return chosen.mask, exact, chosen.count, chosen.threshold
+    only_entropy = ("temperature", "sampling_mask", "max_dense_rows")
+    of_entropy = {name: options.pop(name) for name in only_entropy if name in options}
+    exact = reference.entropy(logits, mask=options.get("mask"), **of_entropy)
+    return reference.select_tokens(found["entropy"], **options)._replace(entropy=exact)
 
 
 _SELECTION = {"mask": equal, "entropy": entropy, "count": equal, "threshold": equal}
@@ -166,9 +158,8 @@ def written_arguments(op: str) -> list[str]:
 
 
 def of_step(exact: Tensor, arguments: Arguments) -> Tensor:
-    if not exact.dtype.is_floating_point:
-        return equal(exact, arguments)
-    return near(1e-5, rounding(exact.dtype))(exact, arguments)
+    rule = near(1e-5, rounding(exact.dtype)) if exact.dtype.is_floating_point else equal
+    return rule(exact, arguments)
 
 
 def of_maximum(exact: Tensor, arguments: Arguments) -> Tensor:
@@ -190,11 +181,10 @@ def row_of_op(op: str) -> Row:
     def means(**arguments: Any) -> tuple[Any, ...]:
         if op == "wide_product_":  # only CPUs have this op; plain PyTorch has no kernel for it
             return (arguments["hidden"].float() @ arguments["weight"].float().T,)
-        floats = {
-            name: part for name, part in arguments.items() if isinstance(part, Tensor) and part.is_floating_point()
-        }
-        if any(part.requires_grad for part in floats.values()):  # a leaf in float64, which no op takes
-            arguments |= {name: part.float() for name, part in floats.items()}
+        if any(isinstance(part, Tensor) and part.requires_grad for part in arguments.values()):
+            for name, part in arguments.items():  # such a leaf is in float64, which no op takes
+                if isinstance(part, Tensor) and part.is_floating_point():
+                    arguments[name] = part.float()
         with backends.forced("torch"):
             results = call(**arguments)
         results = (results,) if isinstance(results, Tensor) else results or ()

@@ -45,13 +45,13 @@ class Ranks(NamedTuple):
         """The text of every rank: one round for the lengths, one for the UTF-8 bytes, padded to the longest. The host
         waits for both. No rank unpickles what another one sends, so a text can name a fault but not run code.
         """
-        own = text.encode()
+        message = text.encode()
         # The device on which torch sends objects: the CPU where the group has a back-end for it, else the group's own.
         device = torch.device(c10d._get_object_coll_device(self.group))
-        lengths = self.gather(torch.tensor([len(own)], device=device)).view(-1).tolist()
+        lengths = self.gather(torch.tensor([len(message)], device=device)).view(-1).tolist()
         if max(lengths) == 0:
             return [""] * self.size
-        padded = torch.frombuffer(bytearray(own.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(message.ljust(max(lengths), b"\0")), dtype=torch.uint8)
         everyones = self.gather(padded.to(device)).cpu()
         return [bytes(row[:length].tolist()).decode() for row, length in zip(everyones, lengths, strict=True)]
 
@@ -74,5 +74,5 @@ def ranks_of(process_group: dist.ProcessGroup | DeviceMesh, name: str = "process
 
 
 def ranks_named(name: str) -> Ranks:
-    """The ranks of the group that is registered with torch under this name: an op cannot take the group itself."""
+    """The ranks of the group that torch has registered under this name, since an op cannot take the group itself."""
     return ranks_of(c10d._resolve_process_group(name))  # type: ignore[arg-type, attr-defined]

@@ -1,7 +1,7 @@
 """Checks on a few tokens whether a model's logits follow from its hidden states, its head, a scale and a soft cap.
 
-Runs the model's forward with its hidden states enlarged, so that the logits reach the range of a soft cap. Then all
-logits are compared, and the autograd graph shows which parameters they depend on.
+The model's forward runs with enlarged hidden states, so that the logits reach the range of a soft cap. Then all logits
+are compared, and the autograd graph shows which parameters they depend on.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -22,9 +21,9 @@ from torch.nn.functional import linear
 
 _TOKENS = 4  # the number of tokens in a forward
 _USUAL_CAP = 30.0  # enlarged logits reach this if no soft cap is known
-_ROWS = 4096  # of the weight, compared at a time
+_ROWS = 4096  # the number of rows of the weight that are compared at a time
 
-# For each model: the states in which it was tried, and the scale and the cap of its logits in each.
+# For each model: at most so many states in which it was tried, and the scale and the soft cap of its logits in each.
 _STATES = 16
 _verified: WeakKeyDictionary[Module, dict[Hashable, tuple[float, float | None]]] = WeakKeyDictionary()
 
@@ -55,8 +54,8 @@ class ModelHead(NamedTuple):
 class _Seen(NamedTuple):
     """What a forward of a few tokens showed."""
 
-    of_body: list[Tensor]
-    """The hidden states that the body returned, enlarged; of nested bodies the outermost comes last."""
+    hidden: Tensor
+    """The enlarged last hidden states that the body returned, or the outermost of nested bodies."""
     of_head: list[Tensor]
     """The hidden states that the head was given."""
     dtypes: set[torch.dtype]
@@ -65,20 +64,20 @@ class _Seen(NamedTuple):
 
 
 def verified_head(head: ModelHead) -> ModelHead:
-    """The head with the scale and the cap that the model really applies. Of those in its configuration it may apply
-    both, one or neither: some models inherit a name and do not use it (MPT, Aya Vision).
+    """The head with the scale and the soft cap that the model really applies. A model may ignore those in its
+    configuration: some models inherit a name and do not use it (MPT, Aya Vision).
 
     Raises:
-        UnsupportedHead: no such scale and cap give the model's logits; the model changes its hidden states before its
-            head, or has more parameters there; or it cannot be tried.
+        UnsupportedHead: no such scale and soft cap give the model's logits; the model changes its hidden states before
+            its head, or has more parameters there; or it cannot be tried.
     """
     known, state = _verified.setdefault(head.model, {}), _state(head)
     if state in known:
         scale, softcap = known[state]
         return head._replace(scale=scale, softcap=softcap)
-    hidden, seen = _seen(head)
-    if seen.of_head and not any(_equal(hidden, given) for given in seen.of_head):
-        ratio = float(seen.of_head[0].float().norm() / hidden.detach().float().norm())
+    seen = _seen(head)
+    if seen.of_head and not any(_equal(seen.hidden, hidden) for hidden in seen.of_head):
+        ratio = float(seen.of_head[0].float().norm() / seen.hidden.detach().float().norm())
         raise UnsupportedHead(
             f"lm_head: {head.name} changes the last hidden states of its body before it gives them to its head: their "
             f"norm becomes {ratio:.4g} times as large; takes a model that gives them as they are"
@@ -90,63 +89,55 @@ def verified_head(head: ModelHead) -> ModelHead:
     ]
     errors = []
     for reading in readings:  # usually the first fits; each costs a product with the whole weight
-        error = _difference(reading, hidden, seen)
+        error = _difference(reading, seen)
         if error is None:
-            break
+            if len(known) >= _STATES:
+                known.clear()
+            known[state] = reading.scale, reading.softcap
+            return reading
         errors.append(error)
-    else:
-        raise UnsupportedHead(errors[0])
-    if len(known) >= _STATES:
-        known.clear()
-    known[state] = reading.scale, reading.softcap
-    return reading
+    raise UnsupportedHead(errors[0])
 
 
 def require_own_logits(head: ModelHead) -> None:
-    """Raises unless a body's last hidden states and the head, with just this scale and cap, give the model's logits. A
-    model that scales its hidden states instead of its logits (MiniCPM3) passes too.
+    """Raises unless the last hidden states of the body and the head, with this scale and soft cap, give the model's
+    logits. A model that scales its hidden states instead of its logits (MiniCPM3) passes too.
     """
-    error = _difference(head, *_seen(head))
+    error = _difference(head, _seen(head))
     if error is not None:
         raise UnsupportedHead(error)
 
 
 def _state(head: ModelHead) -> Hashable:
     """All that is visible without a forward and decides how a model computes logits from hidden states."""
-    model, layer = head.model, head.layer
-    code = [vars(module).get("forward", type(module).forward) for module in (model, layer)]
-    hooks = [
-        hooks.values() for module in (model, layer) for hooks in (module._forward_pre_hooks, module._forward_hooks)
-    ]
+    modules, model = (head.model, head.layer), head.model
+    code = [vars(module).get("forward", type(module).forward) for module in modules]
+    for module in modules:
+        code += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     buffers = [
         (id(buffer), None if buffer.is_inference() else buffer._version) for buffer in model.buffers(recurse=False)
     ]
-    numbers = [
-        (name, value) for module in (model, layer) for name, value in vars(module).items() if type(value) is float
-    ]
+    numbers = [item for module in modules for item in vars(module).items() if type(item[1]) is float]
     return (
-        ref(layer), type(layer), head.scale, head.softcap, model.training, layer.training,
-        *map(id, chain(code, *hooks)), *buffers, *numbers,
+        ref(head.layer), type(head.layer), head.scale, head.softcap, model.training, head.layer.training,
+        *map(id, code), *buffers, *numbers,
     )  # fmt: skip
 
 
-def _seen(head: ModelHead) -> tuple[Tensor, _Seen]:
-    """The last hidden states of a few tokens, and what the forward showed."""
+def _seen(head: ModelHead) -> _Seen:
+    """What a forward of a few tokens shows. Raises if it shows a model that is not supported."""
     bodies = [body for body in dict.fromkeys(_bodies(head.model)) if body is not head.layer]
     with _undisturbed(head):
         seen = _try(head, bodies)
-    if not seen.of_body:
-        parts = " or ".join(dict.fromkeys(type(part).__name__ for part in bodies or [head.layer]))
-        raise UntriedHead(f"lm_head: {head.name} could not be tried: its forward does not call its {parts}")
-    hidden = seen.of_body[-1]
-    if seen.logits.shape != (*hidden.shape[:-1], len(head.layer.weight)):
+    expected = *seen.hidden.shape[:-1], len(head.layer.weight)
+    if seen.logits.shape != expected:
         raise UnsupportedHead(
             f"lm_head: {head.name} gives logits of shape {list(seen.logits.shape)} for hidden states of shape "
-            f"{list(hidden.shape)} and a weight of shape {list(head.layer.weight.shape)}"
+            f"{list(seen.hidden.shape)} and a weight of shape {list(head.layer.weight.shape)}"
         )
-    if hidden.requires_grad:
-        _require_gradients(head, hidden, seen.logits)
-    return hidden, seen
+    if seen.hidden.requires_grad:
+        _require_gradients(head, seen)
+    return seen
 
 
 def _bodies(model: Any) -> Iterator[Any]:
@@ -185,8 +176,8 @@ def _undisturbed(head: ModelHead) -> Iterator[None]:
 
 
 def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
-    """Runs a forward of a few tokens. Hidden states are enlarged, so that the logits reach the range of a soft cap.
-    From there on a graph is recorded, which shows what else the logits depend on.
+    """Runs a forward of a few tokens with enlarged hidden states. A graph is recorded from these states on, which shows
+    what else the logits depend on.
     """
     of_body: list[Tensor] = []
     of_head: list[Tensor] = []
@@ -199,14 +190,18 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
         torch.set_grad_enabled(graph)  # until the forward ends
         return of_body[-1]
 
-    def after_body(module: Module, given: Any, output: Any) -> Any:
+    def after_body(module: Module, args: Any, output: Any) -> Any:
         if threading.get_ident() != own_thread:
             return None
-        hidden, put_back = _last_hidden_state(output)
-        return put_back(start(hidden))
+        if isinstance(output, Tensor):
+            return start(output)
+        if isinstance(output, tuple):
+            return start(output[0]), *output[1:]
+        output.last_hidden_state = start(output.last_hidden_state)
+        return output
 
-    def before_head(module: Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        values = [*given, *named.values()]
+    def before_head(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = [*args, *kwargs.values()]
         if threading.get_ident() != own_thread or not values or not values[0].is_floating_point():
             return None
         hidden = values[0] if bodies else start(values[0])
@@ -216,19 +211,19 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
             dtypes.add(torch.get_autocast_dtype(kind))
         else:  # a head cast to float32 (TRL's cast_lm_head_to_fp32) gets float32 from its caller
             hidden = hidden.to(head.layer.weight.dtype)
-        return ((hidden, *given[1:]), named) if given else ((), named | {next(iter(named)): hidden})
+        return ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {next(iter(kwargs)): hidden})
 
     hooks = [head.layer.register_forward_pre_hook(before_head, with_kwargs=True)]
     hooks += [body.register_forward_hook(after_body) for body in bodies]
+    untried = f"lm_head: {head.name} could not be tried: its forward"
     try:
-        ids, named = _few_tokens(head)
-        output = head.model(*ids, **named)
+        args, kwargs = _few_tokens(head)
+        output = head.model(*args, **kwargs)
     except UnsupportedHead:
         raise
     except Exception as error:
         raise UntriedHead(
-            f"lm_head: {head.name} could not be tried: its forward of {_TOKENS} tokens raised "
-            f"{type(error).__name__}: {error}. verify=False leaves this check out"
+            f"{untried} of {_TOKENS} tokens raised {type(error).__name__}: {error}. verify=False leaves this check out"
         ) from error
     finally:
         for hook in hooks:
@@ -240,10 +235,13 @@ def _try(head: ModelHead, bodies: list[Module]) -> _Seen:
         logits = output.get("logits")
     if not isinstance(logits, Tensor):
         raise UntriedHead(
-            f"lm_head: {head.name} could not be tried: its forward returns a {type(output).__name__} without logits; "
-            "takes a tensor of logits, a tuple whose first it is, or logits by that name"
+            f"{untried} returns a {type(output).__name__} without logits; takes a tensor of logits, a tuple whose "
+            "first it is, or logits by that name"
         )
-    return _Seen(of_body, of_head, dtypes, logits)
+    if not of_body:
+        parts = " or ".join(dict.fromkeys(type(part).__name__ for part in bodies or [head.layer]))
+        raise UntriedHead(f"{untried} does not call its {parts}")
+    return _Seen(of_body[-1], of_head, dtypes, logits)
 
 
 def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
@@ -251,12 +249,11 @@ def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
     model, weight = head.model, head.layer.weight
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     config = getattr(model, "config", None)
-    special = set(_numbers(
-        value
-        for part in (config, text_of(config))
-        for name, value in getattr(part, "__dict__", {}).items()
-        if name.endswith(("_token_id", "_token_index", "_token_ids"))
-    ))  # fmt: skip
+    special: set[int] = set()
+    for part in (config, text_of(config)):
+        for name, value in getattr(part, "__dict__", {}).items():
+            if name.endswith(("_token_id", "_token_index", "_token_ids")):
+                special.update(_numbers(value))
     tokens = min(len(weight), getattr(embedding, "num_embeddings", len(weight)))
     step = max(1, tokens // (_TOKENS + 1))
     usual = [token for token in range(step, tokens) if token not in special][: _TOKENS * step : step] or [0]
@@ -266,13 +263,13 @@ def _few_tokens(head: ModelHead) -> tuple[list[Tensor], dict[str, Any]]:
     kinds = [parameter.kind for parameter in takes.values()]
     anything = inspect.Parameter.VAR_KEYWORD in kinds
     by_name = "input_ids" in takes or (anything and inspect.Parameter.POSITIONAL_OR_KEYWORD not in kinds)
-    named: dict[str, Any] = {"input_ids": ids} if by_name else {}
+    kwargs: dict[str, Any] = {"input_ids": ids} if by_name else {}
     if getattr(config, "is_encoder_decoder", False):
-        named["decoder_input_ids"] = ids
-    named |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
+        kwargs["decoder_input_ids"] = ids
+    kwargs |= {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
     if ("use_cache" in takes or anything) and hasattr(config, "use_cache"):
-        named["use_cache"] = False
-    return [] if by_name else [ids], named
+        kwargs["use_cache"] = False
+    return [] if by_name else [ids], kwargs
 
 
 def text_of(config: Any) -> Any:
@@ -280,26 +277,13 @@ def text_of(config: Any) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def _numbers(values: Iterable[Any]) -> Iterator[int]:
-    for value in values:
-        if isinstance(value, int):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _numbers(value)
-
-
-def _last_hidden_state(output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The hidden states in a body's output, and a function that returns the output with other ones."""
-    if isinstance(output, Tensor):
-        return output, lambda hidden: hidden
-    if isinstance(output, tuple):
-        return output[0], lambda hidden: (hidden, *output[1:])
-
-    def put_back(hidden: Tensor) -> Any:
-        output.last_hidden_state = hidden
-        return output
-
-    return output.last_hidden_state, put_back
+def _numbers(value: Any) -> Iterator[int]:
+    """The integers in a token id or in nested lists of them."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _numbers(part)
 
 
 def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
@@ -320,11 +304,11 @@ def _enlarged(head: ModelHead, hidden: Tensor) -> Tensor:
     return (hidden * factor.view(*hidden.shape[:-1], 1)).to(hidden.dtype)
 
 
-def _require_gradients(head: ModelHead, hidden: Tensor, logits: Tensor) -> None:
+def _require_gradients(head: ModelHead, seen: _Seen) -> None:
     """Raises unless logits depend on the hidden states, the weight and the bias, and on no other parameter."""
-    own = {id(value): value for value in (hidden, head.layer.weight, getattr(head.layer, "bias", None))}
-    leaves: dict[int, Tensor] = {}
-    nodes, visited = [logits.grad_fn], set()
+    own = {id(value) for value in (seen.hidden, head.layer.weight, getattr(head.layer, "bias", None))}
+    leaves: dict[int, Tensor] = {}  # by id, and kept alive, so that no id is used twice
+    nodes, visited = [seen.logits.grad_fn], set()
     while nodes:
         node: Any = nodes.pop()
         if node is None or node in visited:
@@ -339,36 +323,40 @@ def _require_gradients(head: ModelHead, hidden: Tensor, logits: Tensor) -> None:
             f"lm_head: {head.name}'s logits also depend on {', '.join(more)}, which would be ignored and never trained"
             "; takes a model whose body has all that stands before the head"
         )
-    for value, name in ((hidden, "hidden states"), (head.layer.weight, "weight")):
+    for value, name in ((seen.hidden, "hidden states"), (head.layer.weight, "weight")):
         if value.requires_grad and id(value) not in leaves:
             raise UnsupportedHead(f"lm_head: {head.name}'s logits have no gradient for their {name}")
 
 
-def _equal(hidden: Tensor, given: Tensor) -> bool:
+def _equal(hidden: Tensor, other: Tensor) -> bool:
     """Whether the two are equal, compared in the coarser of their dtypes."""
-    if hidden.shape != given.shape:
+    if hidden.shape != other.shape:
         return False
-    coarser = max((hidden.dtype, given.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-    return torch.equal(hidden.to(given.device, coarser), given.to(coarser))
+    coarser = max((hidden.dtype, other.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+    return torch.equal(hidden.to(other.device, coarser), other.to(coarser))
 
 
 @torch.no_grad()
-def _difference(head: ModelHead, hidden: Tensor, seen: _Seen) -> str | None:
+def _difference(head: ModelHead, seen: _Seen) -> str | None:
     """An error message if a logit, or the average over all logits, differs by more than rounding. None if not."""
     weight, bias = head.layer.weight.detach(), getattr(head.layer, "bias", None)
-    step = _rounding_step({hidden.dtype, weight.dtype, seen.logits.dtype} | seen.dtypes, weight.device.type)
-    hidden = hidden.reshape(-1, hidden.shape[-1]).to(weight.device, torch.float32)
+    # The rounding step of the coarsest number format between the hidden states and the logits.
+    matmul = (torch.backends.mkldnn if weight.device.type == "cpu" else torch.backends.cuda).matmul
+    products = {"tf32": 2**-10, "bf16": 2**-7}.get(matmul.fp32_precision, 2**-19)
+    dtypes = seen.dtypes | {seen.hidden.dtype, weight.dtype, seen.logits.dtype}
+    step = max(products, *(torch.finfo(dtype).eps for dtype in dtypes))
+    hidden = seen.hidden.reshape(-1, seen.hidden.shape[-1]).to(weight.device, torch.float32)
     logits = seen.logits.reshape(len(hidden), -1).to(weight.device)
     most, over, off, size = 0.0, False, 0.0, 0.0
     with torch.autocast(weight.device.type, enabled=False):
         for first in range(0, len(weight), _ROWS):
             part = slice(first, first + _ROWS)
-            rows, of_bias = weight[part].float(), None if bias is None else bias.detach()[part].float()
-            expected = head.scale * linear(hidden, rows, of_bias)
+            rows, part_of_bias = weight[part].float(), None if bias is None else bias.detach()[part].float()
+            expected = head.scale * linear(hidden, rows, part_of_bias)
             # Rounding errors of a product are in proportion to this: the root of its terms' summed squares.
             room = head.scale * linear(hidden.square(), rows.square()).sqrt()
-            if of_bias is not None:
-                room += head.scale * of_bias.abs().nan_to_num(posinf=0)
+            if part_of_bias is not None:
+                room += head.scale * part_of_bias.abs().nan_to_num(posinf=0)
             if head.softcap is not None:
                 expected = head.softcap * (expected / head.softcap).tanh()
             room += expected.abs().nan_to_num(posinf=0)
@@ -383,10 +371,3 @@ def _difference(head: ModelHead, hidden: Tensor, seen: _Seen) -> str | None:
         f"lm_head: {head.name}'s own logits differ by up to {most:.4g} from those of its hidden states and head (scale "
         f"{head.scale:.6g}, soft cap {head.softcap}); takes a model that does nothing else between them"
     )
-
-
-def _rounding_step(dtypes: set[torch.dtype], device: str) -> float:
-    """The rounding step of the coarsest number format between the hidden states and the logits."""
-    backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
-    products = {"tf32": 2**-10, "bf16": 2**-7}.get(backend.matmul.fp32_precision, 2**-19)
-    return max(products, *(torch.finfo(dtype).eps for dtype in dtypes))

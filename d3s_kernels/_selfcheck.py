@@ -20,8 +20,8 @@ LENGTHS = (8, 333, 5000)
 
 @cache
 def calls(length: int) -> dict[str, dict[str, Any]]:
-    """For each op that needs no process group, the arguments of one call of it, or of its public function. They are the
-    same in every report.
+    """The arguments of one call of each op that needs no process group, or of its public function if it has one. They
+    are the same in every report.
     """
     generator = torch.Generator().manual_seed(length)
 
@@ -95,20 +95,34 @@ def calls(length: int) -> dict[str, dict[str, Any]]:
 
 
 def checks(device: torch.device, backend: str) -> Iterator[tuple[str, Difference]]:
-    """Yields for each op the difference with the largest share of its allowed error; if the op is wrong, the first
-    wrong difference and the length of that call; or the exception. After a device fault no further op runs.
-    """
+    """Yields the worst result of each op. After a device fault no further op runs."""
     failed = None
     for op in calls(LENGTHS[0]):
         if op == "wide_product_" and device.type != "cpu":
             continue
-        if failed:
-            yield op, _nothing(backend, f"not run: {failed}")
-            continue
-        worst = worst_of(op, device, backend)
+        worst = worst_of(op, device, backend) if failed is None else _nothing(backend, f"not run: {failed}")
         yield op, worst
-        if raised(worst) and not _works(device):
+        if failed is None and raised(worst) and not _works(device):
             failed = f"the device failed at {op}"
+
+
+def worst_of(op: str, device: torch.device, backend: str) -> Difference:
+    """The difference with the largest share of its allowed error; if the op is wrong, the first wrong difference with
+    the length of that call; or the exception.
+    """
+    row, call = row_of(public(op) if op in FUNCTIONS else getattr(torch.ops.d3s_kernels, op))
+    found: list[Difference] = []
+    for length in LENGTHS:
+        try:
+            differences = compare_here(row, call, calls(length)[op], device, backend)
+        except Exception as fault:  # of a kernel, a driver or a compiler
+            first_line = next(iter(str(fault).splitlines()), "")
+            return _nothing(backend, f"{type(fault).__name__} at length {length}: {first_line}")
+        for difference in differences:
+            if not difference.agrees:
+                return difference._replace(output=f"{difference.output} at length {length}")
+        found += differences
+    return max(found, key=lambda difference: difference.share)
 
 
 def raised(worst: Difference) -> bool:
@@ -118,22 +132,6 @@ def raised(worst: Difference) -> bool:
 
 def _nothing(backend: str, why: str) -> Difference:
     return Difference(backend, why, None, math.inf, 0.0)
-
-
-def worst_of(op: str, device: torch.device, backend: str) -> Difference:
-    row, call = row_of(public(op) if op in FUNCTIONS else getattr(torch.ops.d3s_kernels, op))
-    found: list[Difference] = []
-    for length in LENGTHS:
-        try:
-            differences = compare_here(row, call, calls(length)[op], device, backend)
-        except Exception as fault:  # of a kernel, a driver or a compiler
-            said = next(iter(str(fault).splitlines()), "")
-            return _nothing(backend, f"{type(fault).__name__} at length {length}: {said}")
-        for difference in differences:
-            if not difference.agrees:
-                return difference._replace(output=f"{difference.output} at length {length}")
-        found += differences
-    return max(found, key=lambda difference: difference.share)
 
 
 def _works(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""What the gradient of a loss is multiplied by, so that it is a mean over the kept tokens instead of all tokens."""
+"""Factors for the gradient of a loss, so that it becomes a mean over the kept tokens instead of all tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# What a loss of each type (the names are TRL's) divides the sum over its tokens by.
+# For each type of loss (TRL's names): what the sum over its tokens is divided by.
 DENOMINATORS = {
     "grpo": "sequence",  # by each sequence's number of tokens, then by the number of sequences
     "sapo": "sequence",
@@ -59,13 +59,13 @@ def gradient_weights(loss_type: str, kept: Tensor, mask: Tensor, totals: Tensor)
     """
     if loss_type not in DENOMINATORS:
         raise ValueError(f"loss_type: got {loss_type!r}; takes {' or '.join(map(repr, sorted(DENOMINATORS)))}")
-    of_kept, of_all = kept.sum(dim=1, keepdim=True).float(), mask.sum(dim=1, keepdim=True).float()
-    of_process = of_all.sum() / of_kept.sum().clamp(min=1)
+    kept_count, count = kept.sum(dim=1, keepdim=True).float(), mask.sum(dim=1, keepdim=True).float()
+    bonus = policy = count.sum() / kept_count.sum().clamp(min=1)
     denominator = DENOMINATORS[loss_type]
     if denominator == "sequence":
-        return of_all / of_kept.clamp(min=1), of_process
-    if denominator == "process":
-        return of_process, of_process
-    if denominator == "sequences":
-        return torch.ones_like(of_process), of_process
-    return totals[1] / totals[0].clamp(min=1), of_process
+        policy = count / kept_count.clamp(min=1)
+    elif denominator == "sequences":
+        policy = torch.ones_like(bonus)
+    elif denominator in ("generation", "constant"):
+        policy = totals[1] / totals[0].clamp(min=1)
+    return policy, bonus

@@ -1,4 +1,4 @@
-"""What a selection kept and what it saves, under the same names in every trainer."""
+"""Metrics of a selection: what it kept and what it saves. Every trainer logs them under the same names."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rollout_metrics(kept: Tensor, lengths: Tensor, without_spread: Tensor, asked
 def token_sums(
     kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, measured: Tensor | None = None
 ) -> Tensor:
-    """What :func:`token_metrics` is computed from; sums of several micro-batches or processes may be added.
+    """The sums that :func:`token_metrics` takes. Those of several micro-batches or processes may be added.
 
     Args:
         kept, mask: bool, the shape of ``entropy``: the kept tokens, and all tokens of the kept rollouts.
@@ -78,9 +78,9 @@ def token_sums(
         tokens; the sums of the entropies of kept tokens, and of the other measured tokens.
     """
     measured = mask if measured is None else measured
-    counts = (kept, mask, kept & (advantages > 0), measured)
-    entropies = (torch.where(which, entropy, 0.0) for which in (kept, measured & ~kept))
-    return torch.stack([part.sum(dtype=torch.float64) for part in (*counts, *entropies)])
+    entropies = [torch.where(tokens, entropy, 0.0) for tokens in (kept, measured & ~kept)]
+    parts = [kept, mask, kept & (advantages > 0), measured, *entropies]
+    return torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
 
 def token_metrics(sums: Tensor, threshold: Tensor, asked: float) -> dict[str, Tensor]:
@@ -161,55 +161,46 @@ def selection_metrics(
         >>> [round(float(metrics[name]), 3) for name in names]
         [6.0, 0.5, 0.596]
     """
-    groups, n = _checked_sizes(advantages, rollout_mask, rewards, tokens, token_mask)
-    if head_share is not None and not 0 <= head_share <= 1:
-        raise ValueError(f"head_share: got {head_share}; takes a number in [0, 1]")
-    kept, of_rows = rollout_mask.flatten(), advantages.flatten()
-    mask = token_mask & kept.unsqueeze(1)
-    if len(tokens.mask) != groups * n:
-        rows = (~kept).to(torch.int8).argsort(stable=True)[: len(tokens.mask)]  # indices of the kept rollouts, in order
-        mask, of_rows = mask[rows], of_rows[rows]
-    without_spread = groups_without_spread(advantages if rewards is None else rewards)
-    sums = token_sums(tokens.mask, mask, tokens.entropy.detach(), of_rows.unsqueeze(1))
-    asked = (0.0, 0.0) if budget is None else (budget.rollouts / n, budget.token_ratio)
-    metrics = rollout_metrics(kept, token_mask.sum(dim=1), without_spread, asked[0])
-    metrics |= token_metrics(sums, tokens.threshold, asked[1])
-    if budget is None:
-        metrics = {name: value for name, value in metrics.items() if not name.endswith("_asked")}
-    if head_share is not None:
-        everything = token_mask.sum(dtype=torch.float64)
-        metrics["d3s/flops_saved"] = _flops_saved(sums[1] / everything, sums[0] / everything, head_share)
-    return metrics
-
-
-def _flops_saved(forwarded: Tensor, kept: Tensor, head: float) -> Tensor:
-    """The formula of :func:`selection_metrics`."""
-    after = 3 * (1 - head) * forwarded + head * (forwarded + 3 * kept)
-    return 1 - after / (3 * (1 - head) + 4 * head)
-
-
-def _checked_sizes(
-    advantages: Tensor, rollout_mask: Tensor, rewards: Tensor | None, tokens: TokenSelection, token_mask: Tensor
-) -> tuple[int, int]:
     if advantages.dim() != 2:
         raise ValueError(f"advantages: got shape {list(advantages.shape)}; takes [groups, n]")
     groups, n = advantages.shape
     for name, value in {"rollout_mask": rollout_mask, "rewards": rewards}.items():
         if value is not None and value.shape != advantages.shape:
             raise ValueError(f"{name}: got shape {list(value.shape)}; takes that of advantages, {[groups, n]}")
-    if token_mask.dim() != 2 or len(token_mask) != groups * n:
-        raise ValueError(f"token_mask: got shape {list(token_mask.shape)}; takes [{groups * n}, T], all rollouts")
+    rollouts = groups * n
+    if token_mask.dim() != 2 or len(token_mask) != rollouts:
+        raise ValueError(f"token_mask: got shape {list(token_mask.shape)}; takes [{rollouts}, T], all rollouts")
     width = token_mask.shape[1]
-    if tokens.mask.dim() != 2 or tokens.mask.shape[1] != width or len(tokens.mask) > groups * n:
+    if tokens.mask.dim() != 2 or tokens.mask.shape[1] != width or len(tokens.mask) > rollouts:
         raise ValueError(
             f"tokens: got a mask of shape {list(tokens.mask.shape)}; takes [kept rollouts, {width}] or "
-            f"[{groups * n}, {width}]"
+            f"[{rollouts}, {width}]"
         )
-    return groups, n
+    if head_share is not None and not 0 <= head_share <= 1:
+        raise ValueError(f"head_share: got {head_share}; takes a number in [0, 1]")
+
+    kept, advantage = rollout_mask.flatten(), advantages.flatten()
+    mask = token_mask & kept.unsqueeze(1)
+    if len(tokens.mask) != rollouts:
+        rows = (~kept).to(torch.int8).argsort(stable=True)[: len(tokens.mask)]  # indices of the kept rollouts, in order
+        mask, advantage = mask[rows], advantage[rows]
+    without_spread = groups_without_spread(advantages if rewards is None else rewards)
+    sums = token_sums(tokens.mask, mask, tokens.entropy.detach(), advantage.unsqueeze(1))
+    asked = (0.0, 0.0) if budget is None else (budget.rollouts / n, budget.token_ratio)
+    metrics = rollout_metrics(kept, token_mask.sum(dim=1), without_spread, asked[0])
+    metrics |= token_metrics(sums, tokens.threshold, asked[1])
+    if budget is None:
+        del metrics["d3s/rollout_share_asked"], metrics["d3s/token_share_asked"]
+    if head_share is not None:
+        everything, h = token_mask.sum(dtype=torch.float64), head_share
+        f, k = sums[1] / everything, sums[0] / everything
+        after = 3 * (1 - h) * f + h * (f + 3 * k)
+        metrics["d3s/flops_saved"] = 1 - after / (3 * (1 - h) + 4 * h)
+    return metrics
 
 
 def set_sums(sizes: Tensor, mask: Tensor, most: int, log_mass: Tensor | None = None) -> Tensor:
-    """What :func:`set_metrics` is computed from; sums of several processes may be added.
+    """The sums that :func:`set_metrics` takes. Those of several processes may be added.
 
     Args:
         sizes: integers of any shape: the size of each token's set, at most ``most``.
@@ -220,8 +211,8 @@ def set_sums(sizes: Tensor, mask: Tensor, most: int, log_mass: Tensor | None = N
         float64 ``[most + 2]``: the number of tokens with a set of each size, from 0 to ``most``; then the sum of the
         sets' probabilities. No host sync.
     """
-    one = mask.flatten().double()
-    counts = one.new_zeros(most + 1).index_add(0, sizes.flatten(), one)
+    weights = mask.flatten().double()
+    counts = weights.new_zeros(most + 1).index_add(0, sizes.flatten(), weights)
     mass = counts.new_full((), torch.nan)
     if log_mass is not None:
         mass = torch.where(mask, log_mass.double().exp(), 0.0).sum()
@@ -238,13 +229,13 @@ def set_metrics(sums: Tensor, vocabulary: int | None = None) -> dict[str, Tensor
     counts, mass = sums[:-1], sums[-1]
     sizes, tokens = torch.arange(len(counts), device=counts.device), counts.sum()
     columns = (sizes * counts).sum()
-    beyond = counts.cumsum(0) < 0.99 * tokens  # the sizes that fewer than 99 % of the sets do not exceed
-    found = {
+    below_p99 = counts.cumsum(0) < 0.99 * tokens  # for each size: fewer than 99 % of the sets are at most this large
+    metrics = {
         "d3s/set_size_mean": columns / tokens,
-        "d3s/set_size_p99": torch.where(tokens > 0, beyond.sum().double(), torch.nan),
+        "d3s/set_size_p99": torch.where(tokens > 0, below_p99.sum().double(), torch.nan),
         "d3s/set_singletons": counts[1] / tokens,
         "d3s/set_mass": mass / tokens,
     }
     if vocabulary is not None:
-        found["d3s/set_head_flops_saved"] = 1 - (columns - counts[1]) / (vocabulary * tokens)
-    return found
+        metrics["d3s/set_head_flops_saved"] = 1 - (columns - counts[1]) / (vocabulary * tokens)
+    return metrics

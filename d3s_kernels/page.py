@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ._arguments import whole_number
-from ._page.batch import grouped, rollouts_of
-from ._page.render import page
+from ._page.batch import brief, completion_texts, is_list, per_rollout, per_token
+from ._page.render import Rollout, page
 
 
 def selection_page(
@@ -73,8 +74,41 @@ def selection_page(
     longest = whole_number("longest", longest, at_least=2)
     if not isinstance(title, str):
         raise TypeError(f"title: got {type(title).__name__}; takes a text")
-    rollouts = rollouts_of(
-        completions, kept_tokens, entropy, advantages, scores, kept_rollouts, rewards, mask, tokenizer
+    if scores is None and (entropy is None or advantages is None):
+        raise ValueError("scores: got None without entropy and advantages; takes a tensor, or both of these instead")
+    texts, counts = completion_texts(completions, mask, tokenizer)
+    number = len(texts)
+    kept = [True] * number if kept_rollouts is None else per_rollout("kept_rollouts", kept_rollouts, number, "bool")
+    lengths = [len(row) if keep else 0 for row, keep in zip(texts, kept, strict=True)]
+    tokens = per_token("kept_tokens", kept_tokens, lengths, kept, "bool")
+    countable = sum(
+        keep and count
+        for row, flags in zip(tokens, counts, strict=True)
+        for keep, count in zip(row, flags, strict=False)  # a dropped rollout has no kept tokens
     )
-    formula = "|advantage| x entropy" if scores is None else ""
-    return page(title, formula, grouped(prompts, rollouts), longest)
+    if beyond := int(kept_tokens.count_nonzero()) - countable:
+        raise ValueError(f"kept_tokens: got {beyond} in dropped rollouts or where mask is 0; takes none there")
+
+    weights = per_rollout("advantages", advantages, number, "float")
+    if entropy is None:
+        entropies = [[math.nan] * length for length in lengths]
+    else:
+        entropies = per_token("entropy", entropy, lengths, kept, "float")
+    if scores is None:
+        formula = "|advantage| x entropy"
+        shown = [
+            [abs(weight) * value if weight else 0.0 for value in row]  # also where the entropy is not known
+            for weight, row in zip(weights, entropies, strict=True)
+        ]
+    else:
+        formula, shown = "", per_token("scores", scores, lengths, kept, "float")
+    rewarded = per_rollout("rewards", rewards, number, "float")
+    rollouts = [
+        Rollout(*values)
+        for values in zip(texts, counts, rewarded, weights, kept, shown, entropies, tokens, strict=True)
+    ]
+    if not is_list(prompts) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise TypeError(f"prompts: got {brief(prompts)}; takes a list of texts")
+    if not prompts or number % len(prompts):
+        raise ValueError(f"prompts: got {len(prompts)} for {number} rollouts; takes a number that divides them")
+    return page(title, formula, prompts, rollouts, longest)

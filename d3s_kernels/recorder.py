@@ -6,7 +6,7 @@ the list that ``_get_logits_processor`` returns; at its end, scores are the ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 NO_TOKEN = -1  # pads the sets
-_TEMPERATURE = "TemperatureLogitsWarper"
 # Processors that only drop tokens and keep the other scores, so that the set of kept tokens records all they do.
 _CUTS = {
     "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper", "TypicalLogitsWarper",
@@ -48,22 +47,27 @@ class Recorder:
         self._max_kept = max_kept
         self._temperature = 1.0
         self._scores: Tensor | None = None  # of the last step, whose token is not drawn yet
-        self._whole: list[Tensor] = []  # of each step, float32 [rows]: logsumexp over the vocabulary
-        self._kept: list[Tensor] = []  # likewise over the set
-        self._drawn: list[Tensor] = []  # the drawn token's score; one step behind
-        self._sizes: list[Tensor] = []  # int64 [rows]
-        self._sets: list[Tensor] = []  # int32 [rows, max_kept], of the latest steps
-        self._narrowed: list[Tensor] = []  # int32 [rows, steps, width], of the steps before
+        self._whole: list[Tensor] = []  # each step, float32 [rows]: logsumexp over the vocabulary
+        self._kept: list[Tensor] = []  # each step, float32 [rows]: logsumexp over the set
+        self._drawn: list[Tensor] = []  # each step but the last, float32 [rows]: the drawn token's score
+        self._sizes: list[Tensor] = []  # each step, int64 [rows]: the size of the set
+        self._sets: list[Tensor] = []  # each of the latest steps, int32 [rows, max_kept]: the set
+        self._narrowed: list[Tensor] = []  # int32 [rows, steps, width]: the sets of the steps before these
 
     def around(self, processors: list[Any]) -> list[Any]:
         """Puts the recorder into the list of processors of a generation."""
-        others = [type(one).__name__ for one in processors if type(one).__name__ not in _CUTS | {_TEMPERATURE}]
+        self._temperature, others = 1.0, []
+        for processor in processors:
+            name = type(processor).__name__
+            if name == "TemperatureLogitsWarper":
+                self._temperature *= processor.temperature
+            elif name not in _CUTS:
+                others.append(name)
         if others:
             raise ValueError(
                 f"generate: it changes scores by {', '.join(others)}, which the sets of tokens do not "
                 "record; takes a temperature and what only leaves tokens out, such as top_k, top_p and min_p"
             )
-        self._temperature = next((one.temperature for one in processors if type(one).__name__ == _TEMPERATURE), 1.0)
         processors.insert(0, self._before)
         processors.append(self._after)
         return processors
@@ -113,30 +117,26 @@ class Recorder:
             self._narrow()
         device = self._sizes[0].device
         self._draw(torch.tensor([row[-1] if len(row) == steps else 0 for row in completions], device=device))
-        width = max(sets.shape[2] for sets in self._narrowed)
-        sets = torch.cat([pad(part, (0, width - part.shape[2]), value=NO_TOKEN) for part in self._narrowed], dim=1)
-        sizes, kept, whole, drawn = (
-            torch.stack(part[:columns], dim=1) for part in (self._sizes, self._kept, self._whole, self._drawn)
-        )
-        counts = torch.arange(columns, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
-        self._require_sets(sizes.masked_fill(~counts, 0), drawn.masked_fill(~counts, 0))
-        sets = sets[:, :columns].masked_fill(~counts.unsqueeze(2), NO_TOKEN)
-        width = max(1, int(sizes.masked_fill(~counts, 0).amax()))
-        scores = (torch.where(counts, value, 0.0) for value in (drawn - kept, kept - whole))
-        return Recorded(sets[:, :, :width].contiguous(), *scores)
 
-    def _require_sets(self, sizes: Tensor, drawn: Tensor) -> None:
-        """Raises an error that names the first token whose set is too large or does not contain it."""
-        wide, outside = sizes > self._max_kept, ~(drawn > -torch.inf)
-        if not bool((wide | outside).any()):
-            return
-        row, column = (wide | outside).nonzero()[0].tolist()
-        if outside[row, column]:
-            raise RuntimeError(f"completions: token {column} of rollout {row} could not be drawn from its set")
-        raise ValueError(
-            f"max_kept: got {self._max_kept}, but token {column} of rollout {row} was drawn from "
-            f"{int(sizes[row, column])} tokens; takes at least that, or sampling with top_k"
+        recorded = torch.arange(columns, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
+        sizes, kept, whole, drawn = (
+            torch.stack(part[:columns], dim=1).masked_fill(~recorded, 0)
+            for part in (self._sizes, self._kept, self._whole, self._drawn)
         )
+        wide, outside = sizes > self._max_kept, ~(drawn > -torch.inf)
+        if bool((wide | outside).any()):
+            row, column = (wide | outside).nonzero()[0].tolist()
+            if outside[row, column]:
+                raise RuntimeError(f"completions: token {column} of rollout {row} could not be drawn from its set")
+            raise ValueError(
+                f"max_kept: got {self._max_kept}, but token {column} of rollout {row} was drawn from "
+                f"{int(sizes[row, column])} tokens; takes at least that, or sampling with top_k"
+            )
+
+        width = max(part.shape[2] for part in self._narrowed)
+        sets = torch.cat([pad(part, (0, width - part.shape[2]), value=NO_TOKEN) for part in self._narrowed], dim=1)
+        sets = sets[:, :columns, : max(1, int(sizes.amax()))].masked_fill(~recorded.unsqueeze(2), NO_TOKEN)
+        return Recorded(sets, drawn - kept, kept - whole)
 
 
 @contextmanager
@@ -161,17 +161,12 @@ def recording(model: Any, max_kept: int) -> Iterator[Recorder]:
         >>> mask = d3s.SamplingMask.from_padded(recorded.sets.flatten(0, 1))
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    name, recorder = "_get_logits_processor", Recorder(max_kept)
-    processors_of: Callable[..., list[Any]] = getattr(model, name)
-    before = vars(model).get(name)
-
-    def with_recorder(*arguments: Any, **options: Any) -> list[Any]:
-        return recorder.around(processors_of(*arguments, **options))
-
-    setattr(model, name, with_recorder)
+    recorder, processors_of = Recorder(max_kept), model._get_logits_processor
+    replaced = vars(model).get("_get_logits_processor")  # somebody else may have set one on this model
+    model._get_logits_processor = lambda *args, **options: recorder.around(processors_of(*args, **options))
     try:
         yield recorder
     finally:
-        delattr(model, name)
-        if before is not None:
-            setattr(model, name, before)
+        del model._get_logits_processor
+        if replaced is not None:
+            model._get_logits_processor = replaced

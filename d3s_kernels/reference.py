@@ -12,7 +12,7 @@ are float32, as in the ops, so that the same scores tie.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -51,8 +51,8 @@ def entropy(
 ) -> Tensor:
     """H = -sum p log p in nats, with p = softmax(logits / temperature)."""
     no_targets = torch.full(logits.shape[:-1], -100, device=logits.device)
-    options = {"sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
-    return logprob_entropy(logits, no_targets, temperature=temperature, mask=mask, **options)[1]  # type: ignore[arg-type]
+    options: dict[str, Any] = {"mask": mask, "sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
+    return logprob_entropy(logits, no_targets, temperature=temperature, **options)[1]
 
 
 def logprob_entropy(
@@ -72,21 +72,27 @@ def logprob_entropy(
     """
     no_target = labels == -100
     targets = labels.long().masked_fill(no_target, 0).unsqueeze(-1)
-    given = logits
+    mask = torch.ones_like(no_target) if mask is None else mask
+    read = logits
     if sampling_mask is not None:
-        kept, dense = _kept(logits, labels, sampling_mask, label_outside)
+        kept = _kept(logits, labels, sampling_mask, label_outside)
+        # Rows with an empty span, which keep all tokens.
+        dense = (sampling_mask.offsets.diff() == 0).to(logits.device).view(logits.shape[:-1])
         single = kept & (kept.sum(-1, keepdim=True) == 1) & ~dense.unsqueeze(-1)
-        logits = torch.where(kept, logits, -math.inf).masked_fill(single, 0)
-    log_p = _log_softmax(logits, temperature, mask)
-    logprob, row_entropy = log_p.gather(-1, targets).squeeze(-1), _row_entropy(log_p)
+        read = torch.where(kept, logits, -math.inf).masked_fill(single, 0)
+    read = read.masked_fill(~mask.unsqueeze(-1), 0)  # masked rows are not read: NaN in them has no effect
+    per_row = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+    log_p = torch.log_softmax(read.double() / per_row, -1)
+    logprob = log_p.gather(-1, targets).squeeze(-1)
+    finite = log_p.masked_fill(log_p == -math.inf, 0)  # 0 log 0 is 0, and so is its gradient
+    row_entropy = -(log_p.exp() * finite).sum(-1)
     if sampling_mask is not None:
-        rows = int((dense if mask is None else dense & mask).sum())
-        exceeded = max_dense_rows is not None and rows > max_dense_rows
+        exceeded = max_dense_rows is not None and int((dense & mask).sum()) > max_dense_rows
         outside = ~kept.gather(-1, targets).squeeze(-1) & ~no_target
-        undefined = _masked(row_entropy.isnan() | exceeded, mask)
-        logprob = _nan_where(undefined | _masked(outside, mask), logprob, given)
-        row_entropy = _nan_where(undefined, row_entropy, given)
-    return _masked(logprob.masked_fill(no_target, 0), mask), _masked(row_entropy, mask)
+        undefined = row_entropy.isnan() | exceeded
+        logprob = _nan_where((undefined | outside) & mask, logprob, logits)
+        row_entropy = _nan_where(undefined & mask, row_entropy, logits)
+    return logprob.masked_fill(no_target | ~mask, 0), row_entropy.masked_fill(~mask, 0)
 
 
 def _nan_where(rows: Tensor, results: Tensor, logits: Tensor) -> Tensor:
@@ -95,20 +101,19 @@ def _nan_where(rows: Tensor, results: Tensor, logits: Tensor) -> Tensor:
     return results + factor * logits.double().nan_to_num(0, 0, 0).sum(-1)
 
 
-def _kept(logits: Tensor, labels: Tensor, sampling_mask: SamplingMask, label_outside: str) -> tuple[Tensor, Tensor]:
-    """The mask of each row's kept tokens, and the mask of the dense rows (empty span), which keep all tokens."""
+def _kept(logits: Tensor, labels: Tensor, sampling_mask: SamplingMask, label_outside: str) -> Tensor:
+    """The mask of each row's kept tokens."""
     kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    dense = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
     spans = pairwise(sampling_mask.offsets.tolist())
-    for row, of_row, label, (begin, end) in zip(
-        kept.view(-1, kept.shape[-1]), dense.view(-1, 1), labels.flatten().tolist(), spans, strict=True
-    ):
-        of_row[0] = begin == end
-        row[sampling_mask.token_ids[begin:end].long()] = True
+    for row, label, (begin, end) in zip(kept.view(-1, kept.shape[-1]), labels.flatten().tolist(), spans, strict=True):
+        ids = sampling_mask.token_ids[begin:end].long()
+        if ((ids < 0) | (ids >= len(row))).any():
+            continue  # the row keeps nothing, so its results are NaN
+        row[ids] = True
         if label_outside == "include" and label != -100:
             row[label] = True
         row |= begin == end
-    return kept, dense
+    return kept
 
 
 def linear_logprob_entropy(
@@ -134,32 +139,24 @@ def linear_logprob_entropy(
     `max_rows` rows are unmasked; all gradients are NaN if more than `max_grad_rows` rows have a gradient.
     """
     logits = _head_logits(hidden, weight, bias, logit_softcap)
-    results = torch.stack(
-        logprob_entropy(
-            logits, labels, temperature=temperature, mask=mask, sampling_mask=sampling_mask,
-            label_outside=label_outside, max_dense_rows=max_dense_rows,
-        )
-    )  # fmt: skip
-
+    options: dict[str, Any] = {"sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
+    options |= {"temperature": temperature, "mask": mask, "label_outside": label_outside}
+    results = torch.stack(logprob_entropy(logits, labels, **options))
     rows = labels.numel() if mask is None else int(mask.sum())
     if max_rows is not None and rows > max_rows:
         results = results * math.nan
     if max_grad_rows is not None and results.requires_grad:
-        _bound_gradient(results, logits, max_grad_rows, labels, mask)
+        exceeded: list[bool] = []
+
+        def count(grad: Tensor) -> None:
+            with_gradient = ((grad[0] != 0) & (labels != -100)) | (grad[1] != 0)
+            exceeded.append(int((with_gradient if mask is None else with_gradient & mask).sum()) > max_grad_rows)
+
+        results.register_hook(count)  # type: ignore[no-untyped-call]
+        # All other gradients follow from the gradient of the logits, and become NaN with it.
+        logits.register_hook(lambda grad: grad * math.nan if any(exceeded) else grad)  # type: ignore[no-untyped-call]
     logprob, row_entropy = results
     return logprob, row_entropy
-
-
-def _bound_gradient(results: Tensor, logits: Tensor, most: int, labels: Tensor, mask: Tensor | None) -> None:
-    """Makes the gradient of all logits, and with it every other gradient, NaN if more than `most` rows have one."""
-    exceeded: list[bool] = []
-
-    def count(grad: Tensor) -> None:
-        rows = ((grad[0] != 0) & (labels != -100)) | (grad[1] != 0)
-        exceeded.append(int((rows if mask is None else rows & mask).sum()) > most)
-
-    results.register_hook(count)  # type: ignore[no-untyped-call]
-    logits.register_hook(lambda grad: grad * math.nan if any(exceeded) else grad)  # type: ignore[no-untyped-call]
 
 
 def _head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_softcap: float | None) -> Tensor:
@@ -167,23 +164,6 @@ def _head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_soft
     if bias is not None:
         logits = logits + bias.double()
     return logits if logit_softcap is None else logit_softcap * torch.tanh(logits / logit_softcap)
-
-
-def _log_softmax(logits: Tensor, temperature: Temperature, mask: Tensor | None) -> Tensor:
-    if mask is not None:  # masked rows are not read: NaN in them has no effect
-        logits = logits.masked_fill(~mask.unsqueeze(-1), 0)
-    per_row = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device).unsqueeze(-1)
-    return torch.log_softmax(logits.double() / per_row, -1)
-
-
-def _row_entropy(log_p: Tensor) -> Tensor:
-    finite = log_p.masked_fill(log_p == -math.inf, 0)  # 0 log 0 is 0, and so is its gradient
-    return -(log_p.exp() * finite).sum(-1)
-
-
-def _masked(rows: Tensor, mask: Tensor | None) -> Tensor:
-    """The values, with 0 in masked rows."""
-    return rows if mask is None else rows.masked_fill(~mask, 0)
 
 
 # ---- tokens: segments of scores -> masks -----------------------------------------------------------------------------
@@ -201,11 +181,10 @@ def topk_mask(
 ) -> Tensor:
     """Marks the k highest usable scores of each segment; ties go to the lowest index."""
     flat, usable = scores.flatten(), _usable(scores, mask)
-    chosen = torch.zeros_like(usable)
-    for begin, end in _segments(scores, offsets):
-        part = slice(begin, end)
-        chosen[part] = _highest(flat[part], usable[part], ratio, k, drop_zeros)
-    return chosen.view(scores.shape)
+    return _in_each(_segments(scores, offsets), _highest, flat, usable, k, ratio, drop_zeros).view(scores.shape)
+
+
+TOKEN_RULES = ("advantage_entropy", "entropy", "advantage", "random", "entropy_quantile")
 
 
 def select_tokens(
@@ -224,25 +203,26 @@ def select_tokens(
     """topk_mask of the rule's scores, over the whole batch or over each sequence; or TRL's quantile, over the batch."""
     if rule == "entropy_quantile":
         return _entropy_quantile(entropy, float(ratio), mask)
-    scores = _token_scores(rule, entropy, advantages, offsets, generator)
-    pooled = scope == "batch"
-    sizes = () if pooled else entropy.shape[:-1] if offsets is None else (len(offsets) - 1,)
-
-    flat, usable = scores.flatten(), _usable(scores, mask)
-    chosen = torch.zeros_like(usable)
-    counts, thresholds = [], []
-    for begin, end in [(0, flat.numel())] if pooled else _segments(scores, offsets):
-        part = slice(begin, end)
-        chosen[part] = _highest(flat[part], usable[part], ratio, None, drop_zeros)
-        kept = flat[part][chosen[part]]
-        counts.append(kept.numel())
-        thresholds.append(kept.min().item() if kept.numel() else math.inf)
-    return TokenSelection(
-        chosen.view(entropy.shape),
-        entropy,
-        torch.tensor(counts, dtype=torch.int32, device=entropy.device).view(sizes),
-        torch.tensor(thresholds, dtype=torch.float32, device=entropy.device).view(sizes),
-    )
+    if rule == "random":
+        scores = _random_scores(entropy, generator)
+    elif rule == "entropy":
+        scores = entropy.float()
+    elif rule in ("advantage", "advantage_entropy"):
+        assert advantages is not None
+        scores = _per_token(advantages, entropy, offsets).float().abs()
+        scores = scores if rule == "advantage" else scores * entropy.float()
+    else:
+        raise ValueError(f"rule: got {rule!r}, which is no rule of tokens")
+    flat, segments = scores.flatten(), _segments(scores, offsets)
+    sizes: Sequence[int] = entropy.shape[:-1] if offsets is None else (len(segments),)
+    if scope == "batch":
+        segments, sizes = [(0, len(flat))], ()
+    chosen = _in_each(segments, _highest, flat, _usable(scores, mask), None, ratio, drop_zeros)
+    kept = [flat[begin:end][chosen[begin:end]] for begin, end in segments]
+    counts = torch.tensor([len(part) for part in kept], dtype=torch.int32, device=flat.device)
+    lowest = [float(part.min()) if len(part) else math.inf for part in kept]
+    thresholds = torch.tensor(lowest, dtype=torch.float32, device=flat.device)
+    return TokenSelection(chosen.view(entropy.shape), entropy, counts.view(sizes), thresholds.view(sizes))
 
 
 def select_tokens_from_logits(
@@ -260,8 +240,8 @@ def select_tokens_from_logits(
     max_dense_rows: int | None = None,
 ) -> TokenSelection:
     """select_tokens with the entropy of the logits. Masked rows are not read; their entropy is 0."""
-    of_rows = {"mask": mask, "sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
-    row_entropy = entropy(logits.detach(), temperature=temperature, **of_rows).float()  # type: ignore[arg-type]
+    options: dict[str, Any] = {"mask": mask, "sampling_mask": sampling_mask, "max_dense_rows": max_dense_rows}
+    row_entropy = entropy(logits.detach(), temperature=temperature, **options).float()
     return select_tokens(row_entropy, advantages, ratio, mask=mask, offsets=offsets, scope=scope, drop_zeros=drop_zeros)
 
 
@@ -276,27 +256,6 @@ def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return indices, torch.tensor([len(found)], device=mask.device)
 
 
-TOKEN_RULES = ("advantage_entropy", "entropy", "advantage", "random", "entropy_quantile")
-
-
-def _token_scores(
-    rule: str,
-    entropy: Tensor,
-    advantages: Tensor | None,
-    offsets: Tensor | None,
-    generator: torch.Generator | None,
-) -> Tensor:
-    if rule == "entropy":
-        return entropy.float()
-    if rule == "random":
-        return _random_scores(entropy, generator)
-    if rule not in ("advantage", "advantage_entropy"):
-        raise ValueError(f"rule: got {rule!r}, which is no rule of tokens")
-    assert advantages is not None
-    each = _per_token(advantages, entropy, offsets).float().abs()
-    return each if rule == "advantage" else each * entropy.float()
-
-
 def _random_scores(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Positive normal numbers whose bit patterns are equally likely, so that the highest k are a random subset."""
     bits = torch.randint(0x00800000, 0x7F800000, like.shape, dtype=torch.int32, device=like.device, generator=generator)
@@ -306,9 +265,10 @@ def _random_scores(like: Tensor, generator: torch.Generator | None) -> Tensor:
 def _entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> TokenSelection:
     """Keeps entropies at or above torch's interpolated quantile: more than `ratio` if they tie, none if one is NaN."""
     values = entropy.detach().float()
-    present = values.flatten() if mask is None else values[mask]
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    present = values[mask]
     threshold = torch.quantile(present, 1 - ratio) if len(present) else values.new_tensor(math.inf)
-    chosen = values >= threshold if mask is None else (values >= threshold) & mask
+    chosen = (values >= threshold) & mask
     return TokenSelection(chosen, entropy, chosen.sum().int(), threshold)
 
 
@@ -328,27 +288,27 @@ def _usable(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _highest(
-    scores: Tensor, usable: Tensor, ratio: float | Tensor | None, k: int | Tensor | None, drop_zeros: bool
+    scores: Tensor,
+    usable: Tensor,
+    k: int | Tensor | None,
+    ratio: float | Tensor | None = None,
+    drop_zeros: bool = False,
 ) -> Tensor:
-    candidates = usable.nonzero().flatten()
-    order = scores[candidates].argsort(descending=True, stable=True)  # equal scores stay in the order of their index
-    kept = candidates[order[: _how_many(len(candidates), ratio, k)]]
-    if drop_zeros:  # zeros count in n, and so in k, before they are dropped
-        kept = kept[scores[kept] != 0]
-    return torch.zeros_like(usable).index_fill(0, kept, True)
+    """Marks the k highest usable scores; or, without k, the ratio's share of them rounded up, at least 1.
 
-
-def _how_many(n: int, ratio: float | Tensor | None, k: int | Tensor | None) -> int:
-    """k, or the ratio's share of n rounded up: at least 1, at most n.
-
-    The product is reduced by 4 rounding steps of the ratio's dtype, so that the rounding of the ratio itself cannot
-    push it past a whole number: 0.07 of 100 is 7 although 0.07 * 100 > 7.
+    The product with the ratio is reduced by 4 rounding steps of the ratio's dtype, so that the rounding of the ratio
+    itself cannot push it past a whole number: 0.07 of 100 is 7 although 0.07 * 100 > 7.
     """
+    candidates = usable.nonzero().flatten()
     if k is None:
         assert ratio is not None
         slack = 2**-21 if isinstance(ratio, Tensor) and ratio.dtype == torch.float32 else 2**-50
-        k = max(1, math.ceil(float(ratio) * n * (1 - slack)))
-    return min(n, int(k))
+        k = max(1, math.ceil(float(ratio) * len(candidates) * (1 - slack)))
+    order = scores[candidates].argsort(descending=True, stable=True)  # equal scores stay in the order of their index
+    kept = candidates[order[: int(k)]]
+    if drop_zeros:  # they count in k before they are dropped
+        kept = kept[scores[kept] != 0]
+    return torch.zeros_like(usable).index_fill(0, kept, True)
 
 
 # ---- rollouts: groups of rewards or advantages -----------------------------------------------------------------------
@@ -363,8 +323,7 @@ def group_advantages(
     equal up to rounding.
     """
     flat = rewards.double().flatten()
-    advantages = torch.zeros_like(flat)
-    batch_std = _std(flat, ddof)
+    advantages, batch_std = torch.zeros_like(flat), _std(flat, ddof)
     for begin, end in _segments(rewards, offsets):
         group = flat[begin:end]
         scored = group[~group.isnan()]
@@ -382,11 +341,17 @@ def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tol
     """Marks the groups whose finite rewards differ by no more than rounding."""
     if tolerance is None:
         tolerance = _rounding(rewards.dtype)
-    flat, found = rewards.double().flatten(), []
+    flat, same = rewards.double().flatten(), []
     for begin, end in _segments(rewards, offsets):
         group = flat[begin:end]
-        found.append(_without_spread(group[group.isfinite()], tolerance))
-    return torch.tensor(found, dtype=torch.bool).view(rewards.shape[:-1] if offsets is None else -1)
+        same.append(_without_spread(group[group.isfinite()], tolerance))
+    return torch.tensor(same, dtype=torch.bool).view(rewards.shape[:-1] if offsets is None else -1)
+
+
+def _std(values: Tensor, ddof: int) -> Tensor:
+    scored = values[~values.isnan()]
+    freedom = len(scored) - ddof
+    return ((scored - scored.mean()).square().sum() / freedom).sqrt() if freedom > 0 else values.new_zeros(())
 
 
 def _rounding(dtype: torch.dtype) -> float:
@@ -409,13 +374,10 @@ def max_variance_select(
     mask: Tensor | None = None,
 ) -> Tensor:
     """Marks the `keep` values of each segment that have the largest variance, or all usable ones if there are fewer."""
-    flat = values.double().flatten()
-    usable = flat.isfinite() if mask is None else flat.isfinite() & mask.flatten()
-    chosen = torch.zeros_like(usable)
-    for begin, end in _segments(values, offsets):
-        part = slice(begin, end)
-        chosen[part] = _most_varied(flat[part], usable[part], int(keep))
-    return chosen.view(values.shape)
+    return select_rollouts(values, keep, offsets=offsets, scope="group", mask=mask)
+
+
+ROLLOUT_RULES = ("max_variance", "highest", "largest_abs", "percentile", "random")
 
 
 def select_rollouts(
@@ -429,39 +391,16 @@ def select_rollouts(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Marks `keep` rollouts of each group by the rule; or, if groups are pooled, `keep` times the number of groups."""
-    values = (_random_scores(advantages, generator) if rule == "random" else advantages).double().flatten()
-    usable = advantages.isfinite().flatten() if mask is None else (advantages.isfinite() & mask).flatten()
+    if rule not in ROLLOUT_RULES:
+        raise ValueError(f"rule: got {rule!r}, which is no rule of rollouts")
+    values = _random_scores(advantages, generator) if rule == "random" else advantages
+    values = (values.abs() if rule == "largest_abs" else values).double().flatten()
+    usable = advantages.isfinite() if mask is None else advantages.isfinite() & mask
     k, segments = int(keep), _segments(advantages, offsets)
     if scope == "batch":
         k, segments = k * len(segments), [(0, len(values))]
-    chosen = torch.zeros_like(usable)
-    for begin, end in segments:
-        part = slice(begin, end)
-        chosen[part] = _chosen(rule, values[part], usable[part], k)
-    return chosen.view(advantages.shape)
-
-
-ROLLOUT_RULES = ("max_variance", "highest", "largest_abs", "percentile", "random")
-
-
-def _chosen(rule: str, values: Tensor, usable: Tensor, k: int) -> Tensor:
-    if rule == "max_variance":
-        return _most_varied(values, usable, k)
-    if rule == "percentile":
-        return _evenly_spaced(values, usable, k)
-    if rule == "largest_abs":
-        return _highest(values.abs(), usable, None, k, False)
-    if rule in ("highest", "random"):  # the values of "random" are random scores
-        return _highest(values, usable, None, k, False)
-    raise ValueError(f"rule: got {rule!r}, which is no rule of rollouts")
-
-
-def _std(values: Tensor, ddof: int) -> Tensor:
-    scored = values[~values.isnan()]
-    freedom = len(scored) - ddof
-    if freedom <= 0:
-        return values.new_zeros(())
-    return ((scored - scored.mean()).square().sum() / freedom).sqrt()
+    choose = {"max_variance": _most_varied, "percentile": _evenly_spaced}.get(rule, _highest)
+    return _in_each(segments, choose, values, usable.flatten(), k).view(advantages.shape)
 
 
 def _most_varied(values: Tensor, usable: Tensor, k: int, equal: float = 1e-12) -> Tensor:
@@ -482,6 +421,11 @@ def _most_varied(values: Tensor, usable: Tensor, k: int, equal: float = 1e-12) -
     return torch.zeros_like(usable).index_fill(0, kept, True)
 
 
+def _first_sums(values: Tensor, k: int) -> Tensor:
+    """The sums of the first 0, 1, ... k values."""
+    return torch.cat([values.new_zeros(1), values[:k].cumsum(0)])
+
+
 def _evenly_spaced(values: Tensor, usable: Tensor, k: int) -> Tensor:
     """Marks the k of n sorted values with ranks nearest to (i + 0.5) / k * (n - 1), i = 0..k-1; half rounds down."""
     kept = usable.nonzero().flatten()
@@ -491,11 +435,6 @@ def _evenly_spaced(values: Tensor, usable: Tensor, k: int) -> Tensor:
         # x rounded to the nearest, half down, is ceil(x - 1/2) = ceil(((2 i + 1) (n - 1) - k) / (2 k)), in integers
         kept = kept[[-((k - (2 * i + 1) * (n - 1)) // (2 * k)) for i in range(k)]]
     return torch.zeros_like(usable).index_fill(0, kept, True)
-
-
-def _first_sums(values: Tensor, k: int) -> Tensor:
-    """The sums of the first 0, 1, ... k values."""
-    return torch.cat([values.new_zeros(1), values[:k].cumsum(0)])
 
 
 # ---- tokens: their weights in a loss ---------------------------------------------------------------------------------
@@ -519,16 +458,13 @@ def importance_ratio(
     or NaN.
     """
     log_bounds = log_bounds or ((-20, 20) if level == "token" else (-math.inf, 10))
-    present = _in_groups(logprob, mask, groups)
-    new = logprob.double().flatten()[present]
-    shift = new - old_logprob.detach().double().flatten()[present]
-    if level == "token":
-        log_ratio = shift
-    else:
-        means = _group_means(shift.detach(), logprob, mask, groups, offsets)
-        log_ratio = means + (new - new.detach() if denominator == "self" else shift)
-    ratio = torch.ones(logprob.numel(), dtype=torch.float64, device=logprob.device)
-    found: Tensor = _BoundedRatio.apply(log_ratio, *log_bounds)  # type: ignore[no-untyped-call]
+    present, new = _in_groups(logprob, mask, groups), logprob.double().flatten()
+    log_ratio = new - old_logprob.detach().double().flatten()
+    if level != "token":
+        means = _group_means(log_ratio.detach(), present, groups, _segments(logprob, offsets))
+        log_ratio = means + (new - new.detach() if denominator == "self" else log_ratio)
+    found: Tensor = _BoundedRatio.apply(log_ratio[present], *log_bounds)  # type: ignore[no-untyped-call]
+    ratio = torch.ones_like(new, requires_grad=False)
     return ratio.masked_scatter(present, found).view(logprob.shape)
 
 
@@ -566,7 +502,7 @@ def entropy_groups(
         n = int(usable[part].sum())
         for q in quantiles:
             k = max(1, math.ceil((1 - q) * n * (1 - 2**-50 / (1 - q))))  # (1 - 0.9994) * 35,000 is 21, despite rounding
-            groups[part] += _highest(flat[part], usable[part], None, k, False)
+            groups[part] += _highest(flat[part], usable[part], k)
     return groups.view(entropy.shape)
 
 
@@ -581,9 +517,8 @@ def adaptive_clip(
 ) -> Tensor:
     """alpha / log(vocab_size) times the mean entropy of the token's group in its sequence; 0 for tokens in no group."""
     present = _in_groups(entropy, mask, groups)
-    means = _group_means(entropy.double().flatten()[present], entropy, mask, groups, offsets)
-    epsilon = torch.zeros(entropy.numel(), dtype=torch.float64, device=entropy.device)
-    return epsilon.masked_scatter(present, alpha / math.log(vocab_size) * means).view(entropy.shape)
+    means = _group_means(entropy.double().flatten(), present, groups, _segments(entropy, offsets))
+    return (alpha / math.log(vocab_size) * means).view(entropy.shape)
 
 
 def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
@@ -592,20 +527,16 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
     return (present if groups is None else present & (groups >= 0)).flatten()
 
 
-def _group_means(
-    values: Tensor, tokens: Tensor, mask: Tensor | None, groups: Tensor | None, offsets: Tensor | None
-) -> Tensor:
-    """Mean of `values` over each token's group or sequence, where tokens are the unmasked ones that are in a group."""
-    present = _in_groups(tokens, mask, groups)
-    group = torch.zeros_like(present, dtype=torch.int64) if groups is None else groups.long().flatten()
-    all_values = torch.zeros_like(present, dtype=torch.float64).masked_scatter(present, values)
-    means = torch.zeros_like(all_values)
-    for begin, end in _segments(tokens, offsets):
-        part = slice(begin, end)
-        for number in set(group[part][present[part]].tolist()):
-            members = present[part] & (group[part] == number)
-            means[part][members] = all_values[part][members].mean()
-    return means[present]
+def _group_means(values: Tensor, present: Tensor, groups: Tensor | None, segments: list[tuple[int, int]]) -> Tensor:
+    """Mean of `values` over each token's group or sequence. Tokens that are not `present` count nowhere and get 0."""
+    group = torch.zeros_like(values) if groups is None else groups.flatten()
+    means = torch.zeros_like(values)
+    for begin, end in segments:
+        tokens = begin + present[begin:end].nonzero().flatten()
+        for number in set(group[tokens].tolist()):
+            members = tokens[group[tokens] == number]
+            means[members] = values[members].mean()
+    return means
 
 
 # ---- segments --------------------------------------------------------------------------------------------------------
@@ -617,3 +548,13 @@ def _segments(values: Tensor, offsets: Tensor | None) -> list[tuple[int, int]]:
         return list(pairwise(offsets.tolist()))
     length = values.shape[-1]
     return [(row * length, (row + 1) * length) for row in range(math.prod(values.shape[:-1]))]
+
+
+def _in_each(
+    segments: list[tuple[int, int]], choose: Callable[..., Tensor], values: Tensor, usable: Tensor, *options: Any
+) -> Tensor:
+    """The flat mask of the values that `choose` marks in each segment."""
+    chosen = torch.zeros_like(usable)
+    for begin, end in segments:
+        chosen[begin:end] = choose(values[begin:end], usable[begin:end], *options)
+    return chosen

@@ -64,8 +64,8 @@ def sampling_mask_from_logits(
         raise ValueError(f"logits: got shape {list(logits.shape)} of {logits.dtype}; takes floats [..., V]")
     _require_options(top_k, top_p, min_p, temperature, order, max_kept)
     rows = logits.detach().reshape(-1, logits.shape[-1])
-    given = {"top_k": top_k, "top_p": None if top_p == 1 else top_p, "min_p": min_p}
-    rules = [(_RULES[name], value) for name in _ORDERS[order] if (value := given[name]) is not None]
+    bounds = {"top_k": top_k, "top_p": None if top_p == 1 else top_p, "min_p": min_p}
+    rules = [(_RULES[name], bounds[name]) for name in _ORDERS[order] if bounds[name] is not None]
     kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
     bad = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
     step = max(1, _LOGITS_AT_ONCE // rows.shape[1])
@@ -73,10 +73,10 @@ def sampling_mask_from_logits(
         part = slice(begin, begin + step)
         scores = rows[part].float() / temperature
         bad[part] = ~scores.amax(1).isfinite()  # NaN, +inf, or only -inf
-        for rule, value in rules:
-            scores = scores.masked_fill(~rule(scores, value), -torch.inf)
+        for rule, bound in rules:
+            scores = scores.masked_fill(~rule(scores, bound), -torch.inf)
         kept[part] = scores > -torch.inf
-    return _of_kept(kept, bad, max_kept)
+    return _from_kept(kept, bad, max_kept)
 
 
 def _require_options(
@@ -98,8 +98,7 @@ def _require_options(
 
 
 def _top_k(scores: Tensor, top_k: int) -> Tensor:
-    kth = scores.topk(min(top_k, scores.shape[1]), dim=1).values[:, -1:]
-    return scores >= kth
+    return scores >= scores.topk(min(top_k, scores.shape[1]), dim=1).values[:, -1:]
 
 
 def _top_p(scores: Tensor, top_p: float) -> Tensor:
@@ -120,7 +119,10 @@ def _min_p(scores: Tensor, min_p: float) -> Tensor:
 _RULES: dict[str, Callable[[Tensor, Any], Tensor]] = {"top_k": _top_k, "top_p": _top_p, "min_p": _min_p}
 
 
-def _of_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
+def _from_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
+    """The sampling mask of bools ``[rows, V]``. Refuses bad rows and rows that keep more than ``max_kept``; where the
+    host cannot read them, such a row gets the id -1 alone, for which the ops give NaN.
+    """
     lengths = kept.sum(1)
     many = lengths > max_kept
     if known(bad) and bool(bad.any()):
@@ -132,7 +134,7 @@ def _of_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
         row = int(many.nonzero()[0])
         raise ValueError(f"max_kept: got {max_kept}; takes at least what row {row} keeps, {int(lengths[row])}")
     bad = bad | many
-    # A bad row has the id -1 alone, for which the ops give NaN.
+    # A bad row keeps one token, whose id becomes -1.
     kept = torch.where(bad.unsqueeze(1), torch.arange(kept.shape[1], device=kept.device) == 0, kept)
     capacity = int(lengths.sum()) if kept.is_cpu else len(kept) * min(max_kept, kept.shape[1])
     places, _ = ops.compact(kept, capacity)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 
@@ -12,25 +11,6 @@ class Budget(NamedTuple):
 
     rollouts: int
     token_ratio: float
-
-
-def _linear(start: float, end: float, progress: float) -> float:
-    return start + (end - start) * progress
-
-
-def _cosine(start: float, end: float, progress: float) -> float:
-    return _linear(start, end, 0.5 * (1 - math.cos(math.pi * progress)))
-
-
-def _exponential(start: float, end: float, progress: float) -> float:
-    return start * math.pow(end / start, progress)
-
-
-_SHAPES: dict[str, Callable[[float, float, float], float]] = {
-    "linear": _linear,
-    "cosine": _cosine,
-    "exponential": _exponential,
-}
 
 
 class DownSamplingSchedule:
@@ -68,19 +48,28 @@ class DownSamplingSchedule:
                 raise ValueError(f"{name}: got {budget.rollouts} rollouts; takes at least 1")
             if not 0 < budget.token_ratio <= 1:
                 raise ValueError(f"{name}: got a token_ratio of {budget.token_ratio}; takes a number in (0, 1]")
-        if shape not in _SHAPES:
-            raise ValueError(f"shape: got {shape!r}; takes one of {', '.join(map(repr, _SHAPES))}")
+        if shape not in ("linear", "cosine", "exponential"):
+            raise ValueError(f"shape: got {shape!r}; takes one of 'linear', 'cosine', 'exponential'")
         self.start, self.end, self.shape = Budget(*start), Budget(*end), shape
 
     def __call__(self, progress: float) -> Budget:
         """The budget at ``progress``, the share of training that is done."""
         if not 0 <= progress <= 1:
             raise ValueError(f"progress: got {progress}; takes a number in [0, 1]")
-        rollouts, ratio = (
-            end if progress == 1 else _SHAPES[self.shape](start, end, progress)  # exactly the end, without rounding
-            for start, end in zip(self.start, self.end, strict=True)
+        rollouts, token_ratio = (
+            _between(start, end, progress, self.shape) for start, end in zip(self.start, self.end, strict=True)
         )
-        return Budget(math.floor(rollouts + 0.5), ratio)
+        return Budget(math.floor(rollouts + 0.5), token_ratio)
 
     def __repr__(self) -> str:
         return f"DownSamplingSchedule(start={self.start}, end={self.end}, shape={self.shape!r})"
+
+
+def _between(start: float, end: float, progress: float, shape: str) -> float:
+    if progress == 1:
+        return end  # exactly, without rounding
+    if shape == "exponential":
+        return start * math.pow(end / start, progress)
+    if shape == "cosine":
+        progress = 0.5 * (1 - math.cos(math.pi * progress))
+    return start + (end - start) * progress

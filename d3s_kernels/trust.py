@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ._groups import Ranks
+
 TrustRule = Literal[
     "token_mask", "token_truncate", "sequence_mask", "sequence_truncate", "geometric_mask", "geometric_truncate",
     "kpop", "opsm", "sequence_error", "m2po",
@@ -64,9 +66,8 @@ def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _two_point_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The larger of KL(p, q) and KL(q, p), with all other tokens as one outcome. Probabilities are clamped to stay 1e-8
-    away from 0 and 1, as in AReaL: in float32 a nearly certain token has probability 1, for which a divergence is
-    infinite.
+    """The larger of KL(p, q) and KL(q, p), with all other tokens as one outcome. As in AReaL, probabilities stay 1e-8
+    away from 0 and 1: in float32 a nearly certain token has probability 1, for which a divergence is infinite.
     """
     p, q = (log.exp().clamp(1e-8, 1 - 1e-8) for log in (log_p, log_q))
     apart, others_apart = (p / q).log(), ((1 - p) / (1 - q)).log()
@@ -171,8 +172,13 @@ def trusted_tokens(
     if row.over in ("sum", "mean"):
         total = segments.last(segments.scan(torch.where(present, measure, 0.0), torch.add))
         measure = (total / segments.total(present) if row.over == "mean" else total)[segments.segment_ids]
+    ranks = None
+    if process_group is not None:
+        from ._groups import ranks_of  # here, since some builds of torch have no groups
+
+        ranks = ranks_of(process_group)
     if row.over == "smallest":
-        kept = _smallest(measure.float(), present, high, process_group)
+        kept = _smallest(measure.float().masked_fill(~present, torch.nan), high, ranks)
     elif row.truncates:
         kept = present & ~measure.isnan()
     elif row.is_ratio:
@@ -181,18 +187,14 @@ def trusted_tokens(
     else:
         kept = present & (measure <= high)
     if row.drops_negative:
-        of_each = _of_each(advantages, logprob, segments)
+        of_each = _per_token(advantages, logprob, segments)
         kept = (kept | (present & (of_each >= 0))) & ~of_each.isnan()
     weight = kept.float()
     if row.is_ratio:
         weight = torch.where(kept, measure.exp().clamp(low, high), 0.0).float()
         kept = (weight > 0) & (weight < math.inf)
         weight = torch.where(kept, weight, 0.0)
-    count = kept.sum()
-    if process_group is not None:
-        from ._groups import ranks_of  # here, since some builds of torch have no groups
-
-        count = ranks_of(process_group).add_(count)
+    count = kept.sum() if ranks is None else ranks.add_(kept.sum())
     return TrustedTokens(kept.view(logprob.shape), weight.view(logprob.shape), count)
 
 
@@ -204,8 +206,8 @@ def weighs(rule: str) -> bool:
 def bounds_of(
     rule: str, low: float | None, high: float | None, names: tuple[str, str] = ("low", "high")
 ) -> tuple[float, float]:
-    """The lower and the upper bound: what the caller gave, or else the rule's default. The rule "none" takes no bounds.
-    Error messages call the two by ``names``.
+    """The lower and the upper bound: the caller's, or else the rule's default. The rule "none" takes no bounds. Error
+    messages call the two by ``names``.
     """
     row = RULES.get(rule, Row(_log_ratio, high=0.0))
     for name, value, taken in zip(names, (low, high), (row.is_ratio, rule in RULES), strict=True):
@@ -222,8 +224,7 @@ def bounds_of(
     return lowest, highest
 
 
-def _of_each(advantages: Tensor | None, logprob: Tensor, segments: Segments) -> Tensor:
-    """The advantage of each token."""
+def _per_token(advantages: Tensor | None, logprob: Tensor, segments: Segments) -> Tensor:
     if advantages is None:
         raise ValueError("advantages: got None with rule 'opsm'; takes one for each sequence or for each token")
     if advantages.dim() and advantages.shape != logprob.shape and advantages.numel() != segments.number:
@@ -234,18 +235,16 @@ def _of_each(advantages: Tensor | None, logprob: Tensor, segments: Segments) -> 
     return advantage_of_each(advantages, logprob, segments)
 
 
-def _smallest(squares: Tensor, present: Tensor, high: float, process_group: ProcessGroup | DeviceMesh | None) -> Tensor:
-    """Marks the smallest squares (float32, of all ranks), as many as have a mean below ``high``. The next larger square
-    never lowers the mean.
+def _smallest(squares: Tensor, high: float, ranks: Ranks | None) -> Tensor:
+    """Marks the smallest squares of all ranks, as many as have a mean below ``high``. NaN is not marked. The mean never
+    becomes smaller with the next larger square.
     """
-    if process_group is not None:
+    if ranks is not None:
         from ._across_ranks.rollouts import gather
-        from ._groups import ranks_of
 
-        ranks = ranks_of(process_group)
-        everyones = gather(ranks, squares.masked_fill(~present, torch.nan), 0, None)
-        return _smallest(everyones.values, ~everyones.values.isnan(), high, None)[everyones.places]
-    segments = pool(squares)
+        everyones = gather(ranks, squares, 0, None)
+        return _smallest(everyones.values, high, None)[everyones.places]
+    segments, present = pool(squares), ~squares.isnan()
     order, rank = lowest_first(squares, present, segments)
     sums = segments.scan(torch.where(present, squares.double(), torch.inf)[order], torch.add)
     number = (sums < high * (torch.arange(len(sums), device=sums.device) + 1)).sum()

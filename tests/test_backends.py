@@ -217,6 +217,19 @@ def test_the_report_of_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @here
+def test_a_result_of_a_wrong_shape_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in a back-end that serves nothing: it runs, so the report must not say that it does not."""
+    right = _torch.KERNELS["group_advantages"]
+    monkeypatch.setitem(_torch.KERNELS, "group_advantages", lambda *values, **more: right(*values, **more)[..., 1:])
+    assert report.main() == 1
+    said = capsys.readouterr().out
+    assert "WRONG" in said
+    assert "does not run here" not in said
+
+
+@here
 @pytest.mark.parametrize("op", _torch.KERNELS)
 def test_the_checks_see_a_wrong_kernel(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is compared with plain PyTorch, and all others with the reference."""

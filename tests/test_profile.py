@@ -17,14 +17,12 @@ from hypothesis import strategies as st
 
 from d3s_kernels import load_profile, plan_rollouts
 from d3s_kernels.planning.profile.__main__ import main
-from d3s_kernels.planning.profile.queries import load_queries
-from d3s_kernels.planning.profile.records import ProfileFile, Record
+from d3s_kernels.planning.profile.files import ProfileFile, Record, load_queries
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 transformers = pytest.importorskip("transformers")
 
-from d3s_kernels.planning.profile.rewards import load_reward, score  # noqa: E402  need transformers
-from d3s_kernels.planning.profile.sampling import OwnNumbers, Sampler  # noqa: E402
+from d3s_kernels.planning.profile.run import OwnNumbers, Sampler, load_reward, score  # noqa: E402  needs transformers
 
 PAD, EOS, LETTERS = 0, 1, "abcdefghijklmnopqrstuvwxyz"
 VOCABULARY = 2 + len(LETTERS)

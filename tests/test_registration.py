@@ -25,8 +25,7 @@ OPS = torch.ops.d3s_kernels
 
 def has_nan(call: Callable, arguments: dict[str, Any]) -> bool:
     """Whether a result or a gradient has NaN."""
-    made = called(call, arguments)
-    results = [result for result in made.results if result is not None]
+    results = [result for result in called(call, arguments) if result is not None]
     leaves = [part for part in arguments.values() if isinstance(part, Tensor) and part.requires_grad]
     asked = [result.sum() for result in results if result.requires_grad]
     gradients = torch.autograd.grad(asked, leaves, allow_unused=True) if asked else ()

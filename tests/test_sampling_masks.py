@@ -127,6 +127,13 @@ def test_a_kept_logit_that_is_no_number(value: float) -> None:
     assert slope[1].isnan().all()
 
 
+def test_a_bad_id_has_no_token_in_the_reference_either() -> None:
+    """A GPU's kernels give NaN for such a row, which the host cannot refuse."""
+    mask = SamplingMask(torch.tensor([3, 0, 4], dtype=torch.int32), torch.tensor([0, 1, 3]))
+    found = reference.logprob_entropy(torch.zeros(2, 4), torch.tensor([3, 0]), sampling_mask=mask)
+    assert [result.isnan().tolist() for result in found] == [[False, True]] * 2
+
+
 def test_a_label_joins_its_set() -> None:
     logits, labels = random_logits(4, 30), torch.tensor([3, 3, -100, 3])
     given, whole = ([[7, 9], [3, 9], [7, 9], []], [[7, 9, 3], [3, 9], [7, 9], []])

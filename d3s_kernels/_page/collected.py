@@ -11,51 +11,48 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .text import decoder, token_texts
 
-Fields = dict[str, Any]
-
 
 class CollectedRollouts:
     """What a page shows of rollouts, as CPU tensors, keyed by the rollout's index in the step's batch."""
 
     def __init__(self) -> None:
-        self.generated: dict[int, Fields] = {}
-        self.trained: dict[int, Fields] = {}
+        self.generated: dict[int, tuple[Sequence[int], Sequence[int], Tensor, float]] = {}
+        self.trained: dict[int, tuple[Tensor, Tensor, float]] = {}
 
     def add_generated(
         self, place: int, prompt: Sequence[int], completion: Sequence[int], counts: Tensor, advantage: float
     ) -> None:
         """Adds a rollout, before any is dropped: its token ids, which of its tokens are in the loss, its advantage."""
-        self.generated[place] = {
-            "prompt": prompt, "completion": completion, "counts": counts, "advantage": advantage
-        }  # fmt: skip
+        self.generated[place] = prompt, completion, counts, advantage
 
     def add_trained(self, place: int, kept: Tensor, entropy: Tensor, advantage: float) -> None:
         """Adds a rollout that is trained on: its kept tokens, the entropies of all its tokens (NaN if not measured),
         and the advantage that it is trained with.
         """
-        self.trained[place] = {"kept": kept, "entropy": entropy, "advantage": advantage}
+        self.trained[place] = kept, entropy, advantage
 
     def arguments(self, group: int, tokenizer: Any) -> dict[str, Any]:
         """The arguments of :func:`d3s_kernels.selection_page` but its title, for groups of this size."""
         places = sorted(self.generated)
         rollouts = [self.generated[place] for place in places]
-        counts = pad_sequence([rollout["counts"] for rollout in rollouts], batch_first=True)
-        kept, entropy = torch.zeros_like(counts), torch.zeros(counts.shape)
-        advantages = [rollout["advantage"] for rollout in rollouts]
+        prompts, completions, masks, advantages = (list(column) for column in zip(*rollouts, strict=True))
+        mask = pad_sequence(masks, batch_first=True)
+        kept, entropy = torch.zeros_like(mask), torch.zeros(mask.shape)
         for row, place in enumerate(places):
-            if (trained := self.trained.get(place)) is not None:
-                width = min(counts.shape[1], len(trained["kept"]))
-                kept[row, :width], entropy[row, :width] = trained["kept"][:width], trained["entropy"][:width]
-                advantages[row] = trained["advantage"]
+            if place in self.trained:
+                kept_tokens, entropies, advantage = self.trained[place]
+                width = min(mask.shape[1], len(kept_tokens))
+                kept[row, :width], entropy[row, :width] = kept_tokens[:width], entropies[:width]
+                advantages[row] = advantage
         decode = decoder(tokenizer)
         return {
-            "prompts": [decode(rollout["prompt"]) for rollout in rollouts[::group]],
-            "completions": [token_texts(decode, rollout["completion"]) for rollout in rollouts],
+            "prompts": [decode(prompt) for prompt in prompts[::group]],
+            "completions": [token_texts(decode, completion) for completion in completions],
             "kept_tokens": kept,
             "entropy": entropy,
             "advantages": torch.tensor(advantages),
             "kept_rollouts": torch.tensor([place in self.trained for place in places]),
-            "mask": counts,
+            "mask": mask,
         }
 
 

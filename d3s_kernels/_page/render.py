@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .text import NO_TEXT, as_html, token_as_html
 
@@ -15,45 +15,42 @@ _STYLE = Path(__file__).with_name("style.css")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """What the page shows of one rollout. A dropped one has no scores, entropies or kept tokens."""
+class Rollout(NamedTuple):
+    """The values of one rollout. A dropped rollout has no scores, entropies or kept tokens."""
 
-    texts: list[str]  # of each token
-    counts: list[bool]  # the tokens that could be kept; others have no score
+    texts: list[str]  # a text for each token
+    counts: list[bool]  # whether the token could be kept; others are shown without a score
     reward: float | None
     advantage: float | None
     kept: bool
     scores: list[float]
-    entropies: list[float] | None
+    entropies: list[float]  # NaN where it is not known
     kept_tokens: list[bool]
 
-    @property
-    def number(self) -> int:
-        """How many tokens could be kept."""
-        return sum(self.counts)
 
-
-@dataclass(frozen=True)
-class Group:
-    prompt: str
-    rollouts: list[Rollout]
-
-
-def page(title: str, formula: str, groups: Sequence[Group], longest: int) -> str:
+def page(title: str, formula: str, prompts: Sequence[str], rollouts: Sequence[Rollout], longest: int) -> str:
     """The whole page. A rollout with more than ``longest`` tokens is shown without its middle.
 
     Args:
         formula: the scores' formula, or "" if not known.
+        rollouts: the same number for each prompt, in their order.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     top = darkest_from(
         score
         for rollout in rollouts
         for score, counts in zip(rollout.scores, rollout.counts, strict=False)  # a dropped rollout has no scores
         if counts
     )
-    body = "\n".join(_group(number, group, top, longest) for number, group in enumerate(groups, start=1))
+    size = len(rollouts) // len(prompts)
+    sections = []
+    for number, prompt in enumerate(prompts):
+        group = enumerate(rollouts[number * size : (number + 1) * size], start=1)
+        shown = "\n".join(_rollout(rollout, place, top, longest) for place, rollout in group)
+        sections.append(
+            f"<section>\n<h2>Prompt {number + 1}</h2>\n"
+            f'<div class="text prompt" dir="auto">{as_html(prompt)}</div>\n{shown}\n</section>'
+        )
+    body = "\n".join(sections)
     return (
         "<!doctype html>\n"
         f'<html lang="en">\n<meta charset="utf-8">\n<title>{as_html(title)}</title>\n'
@@ -66,8 +63,8 @@ def page(title: str, formula: str, groups: Sequence[Group], longest: int) -> str
 
 
 def darkest_from(scores: Iterable[float]) -> float:
-    """The score from which a token has the darkest shade: the 99th percentile of positive scores. With their maximum,
-    one very large score would make all others pale.
+    """The lowest score with the darkest shade: the 99th percentile of positive scores. If it were their maximum, one
+    very large score would make all others pale.
     """
     positive = sorted(score for score in scores if 0 < score < math.inf)
     return positive[math.ceil(0.99 * len(positive)) - 1] if positive else math.inf
@@ -75,7 +72,7 @@ def darkest_from(scores: Iterable[float]) -> float:
 
 def shade(score: float, top: float) -> int:
     """The level of a score: 0 for 0 and NaN, 9 from ``top`` on. Few scores are large, so levels rise with the square
-    root: else all but a few tokens would look alike.
+    root: otherwise most tokens would look alike.
     """
     if math.isnan(score) or score <= 0:
         return 0
@@ -84,7 +81,8 @@ def shade(score: float, top: float) -> int:
 
 def _summary(rollouts: Sequence[Rollout]) -> str:
     trained = [rollout for rollout in rollouts if rollout.kept]
-    kept, tokens = sum(sum(rollout.kept_tokens) for rollout in trained), sum(rollout.number for rollout in trained)
+    kept = sum(sum(rollout.kept_tokens) for rollout in trained)
+    tokens = sum(sum(rollout.counts) for rollout in trained)
     share = f" ({kept / tokens:.1%})" if tokens else ""
     return (
         f"<p><b>{len(trained)} of {len(rollouts)}</b> rollouts are kept, and in them <b>{kept:,} of {tokens:,}</b> "
@@ -103,67 +101,40 @@ def _legend(formula: str, top: float) -> str:
     )
 
 
-def _group(number: int, group: Group, top: float, longest: int) -> str:
-    shown = "\n".join(
-        (_kept if rollout.kept else _dropped)(rollout, place, top, longest)
-        for place, rollout in enumerate(group.rollouts, start=1)
-    )
-    return (
-        f"<section>\n<h2>Prompt {number}</h2>\n"
-        f'<div class="text prompt" dir="auto">{as_html(group.prompt)}</div>\n{shown}\n</section>'
-    )
+def _rollout(rollout: Rollout, place: int, top: float, longest: int) -> str:
+    """A kept rollout with a shade for each token, or a dropped one as folded text."""
+    count = len(rollout.texts)
+    head, tail, cut = count, count, ""  # the first ``head`` tokens are shown, and those from ``tail`` on
+    if count > longest:
+        head, tail = longest - longest // 2, count - longest // 2
+        kept = f", {sum(rollout.kept_tokens[head:tail]):,} of them kept" if rollout.kept else ""
+        cut = f' <span class="cut">[{tail - head:,} tokens are not shown{kept}]</span> '
 
-
-def _kept(rollout: Rollout, place: int, top: float, longest: int) -> str:
-    count = f"{sum(rollout.kept_tokens):,} of {rollout.number:,} tokens kept" if rollout.number else "not in the loss"
-    first, left_out, last = _parts(rollout, longest)
-    text = _tokens(rollout, first, top) + left_out + _tokens(rollout, last, top)
-    return (
-        f'<article>\n<div class="facts">{_facts(rollout, place)}, {count}</div>\n'
-        f'<div class="text" dir="auto">{text}</div>\n</article>'
-    )
-
-
-def _dropped(rollout: Rollout, place: int, top: float, longest: int) -> str:
-    first, left_out, last = _parts(rollout, longest)
-    text = as_html("".join(rollout.texts[first])) + left_out + as_html("".join(rollout.texts[last]))
-    return (
-        f"<details>\n<summary>{_facts(rollout, place)}, dropped</summary>\n"
-        f'<div class="text" dir="auto">{text}</div>\n</details>'
-    )
-
-
-def _facts(rollout: Rollout, place: int) -> str:
     facts = [f"Rollout {place}"]
     if rollout.reward is not None:
         facts.append(f"reward {rollout.reward:.3g}")
     if rollout.advantage is not None:
         kind = "good" if rollout.advantage > 0 else "bad" if rollout.advantage < 0 else ""
         facts.append(f'advantage <b class="{kind}">{rollout.advantage:+.2f}</b>')
-    return ", ".join(facts)
+    known = ", ".join(facts)
+    if not rollout.kept:
+        text = as_html("".join(rollout.texts[:head])) + cut + as_html("".join(rollout.texts[tail:]))
+        return f'<details>\n<summary>{known}, dropped</summary>\n<div class="text" dir="auto">{text}</div>\n</details>'
+    countable = sum(rollout.counts)
+    share = f"{sum(rollout.kept_tokens):,} of {countable:,} tokens kept" if countable else "not in the loss"
+    start, end = ("".join(_token(rollout, index, top) for index in part) for part in (range(head), range(tail, count)))
+    return (
+        f'<article>\n<div class="facts">{known}, {share}</div>\n'
+        f'<div class="text" dir="auto">{start}{cut}{end}</div>\n</article>'
+    )
 
 
-def _parts(rollout: Rollout, longest: int) -> tuple[slice, str, slice]:
-    """The tokens shown from the start and from the end, and the note on those left out between them."""
-    count = len(rollout.texts)
-    if count <= longest:
-        return slice(count), "", slice(count, count)
-    first, last = longest - longest // 2, count - longest // 2
-    kept = f", {sum(rollout.kept_tokens[first:last]):,} of them kept" if rollout.kept else ""
-    left_out = f' <span class="cut">[{last - first:,} tokens are not shown{kept}]</span> '
-    return slice(first), left_out, slice(last, count)
-
-
-def _tokens(rollout: Rollout, part: slice, top: float) -> str:
-    return "".join(_token(rollout, place, top) for place in range(len(rollout.texts))[part])
-
-
-def _token(rollout: Rollout, place: int, top: float) -> str:
-    text = token_as_html(rollout.texts[place])
-    if not rollout.counts[place]:
+def _token(rollout: Rollout, index: int, top: float) -> str:
+    text = token_as_html(rollout.texts[index])
+    if not rollout.counts[index]:
         return text
-    name, score = "mark" if rollout.kept_tokens[place] else "i", rollout.scores[place]
-    entropy = math.nan if rollout.entropies is None else rollout.entropies[place]
+    name = "mark" if rollout.kept_tokens[index] else "i"
+    score, entropy = rollout.scores[index], rollout.entropies[index]
     # Unquoted values keep the page small; numbers need no quotes.
     known = "" if math.isnan(entropy) else f" data-h={entropy:.3g}"
     return f"<{name} class=s{shade(score, top)} data-s={score:.3g}{known}>{text}</{name}>"

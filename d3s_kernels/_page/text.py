@@ -1,4 +1,4 @@
-"""The text of single tokens, and model text as HTML that shows everything and does nothing."""
+"""The text of single tokens, and text of a model as HTML: every character is visible, and no markup is left."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a character
 NO_TEXT = "\u25ab"  # ▫: shown for a token without a text of its own
-_LONGEST_CHARACTER = 4  # the most bytes of a UTF-8 character: a longer run of unfinished tokens is no character
+_LONGEST_CHARACTER = 4  # bytes; a longer run of unfinished tokens is invalid UTF-8
 
 # Characters that would be invisible, or would change the text around them: control characters, text-direction marks,
-# invisible operators, fillers, tags, variation selectors of Han characters, line separators, surrogates. Tab and
-# newline are not among them, nor what emoji and several scripts need within a word.
+# invisible operators, fillers, tags, variation selectors of Han characters, line separators, surrogates. Tab, newline
+# and the characters of _WITHIN_WORDS, which emoji and several scripts need, are left as they are.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164"
     "\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e007f\U000e0100-\U000e01ef]"
@@ -24,23 +24,17 @@ _INVISIBLE = re.compile(f"[{_WITHIN_WORDS}]*")
 
 def decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     """The tokenizer's function from token ids to text, with special tokens and all spaces."""
-
-    def decode(token_ids: list[int]) -> str:
-        text: str = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
-    return decode
+    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds to those before it. Joined, the texts are the whole text, except for invalid bytes
-    (U+FFFD).
+    """The text that each token adds to those before it. Concatenated, they give the decoded text, except invalid UTF-8.
 
     A character whose bytes span several tokens is the text of the last of them; the others have no text. Each token is
     decoded together with the one before it, since some tokenizers drop a space at the start of a text.
     """
     texts: list[str] = []
-    first = done = 0  # the tokens that are decoded begin at ``first``; the text of those before ``done`` is known
+    first = done = 0  # tokens are decoded from ``first`` on; the texts of the tokens before ``done`` are known
     for end in range(1, len(token_ids) + 1):
         before, text = decode(list(token_ids[first:done])), decode(list(token_ids[first:end]))
         last = end == len(token_ids) or end - done >= _LONGEST_CHARACTER
@@ -56,10 +50,10 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: Sequence[int]) ->
 
 def as_html(text: str) -> str:
     """The text, escaped for the content of an element. Hidden characters become their code points, as in ⟨U+202E⟩."""
-    return html.escape(_HIDDEN.sub(lambda found: f"\u27e8U+{ord(found[0]):04X}\u27e9", text), quote=False)
+    return html.escape(_HIDDEN.sub(lambda match: f"\u27e8U+{ord(match[0]):04X}\u27e9", text), quote=False)
 
 
 def token_as_html(text: str) -> str:
-    """The same for a single token, always with something visible, even for a line break, a joiner or no text."""
+    """As :func:`as_html`, for a single token: something is visible even of a line break, a joiner or an empty text."""
     shown = as_html(text).replace("\n", "\u21b5\n")
     return NO_TEXT + shown if _INVISIBLE.fullmatch(shown) else shown

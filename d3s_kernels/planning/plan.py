@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -14,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from .._arguments import require_number, whole_number
-from .shuffle import shuffled
+from .._arguments import require_number, require_rule, whole_number
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -50,8 +50,8 @@ class RolloutPlan(Generic[Array]):
         phase = whole_number("phase", phase)
         if not 0 <= phase < len(self.phase_sizes):
             raise ValueError(f"phase: got {phase}; takes 0 to {len(self.phase_sizes) - 1}")
-        served = [query for query, of in enumerate(self.phase.tolist()) if of in (phase, EVERY_PHASE)]
-        return _like(self.phase, served)
+        phases: list[int] = self.phase.tolist()
+        return _like(self.phase, [query for query, number in enumerate(phases) if number in (phase, EVERY_PHASE)])
 
 
 def plan_rollouts(
@@ -109,42 +109,32 @@ def plan_rollouts(
         [(2, [0, 3, 4]), (4, [0, 2]), (8, [0, 1])]
     """
     profile = _profile(successes, samples)
-    trivial = _share("trivial_above", trivial_above)
-    kept_share = _share("keep_unsolved", keep_unsolved)
-    sizes = _ascending_sizes(group_sizes)
-    if rule not in _RULES:
-        raise ValueError(f"rule: got {rule!r}; takes one of {', '.join(map(repr, _RULES))}")
+    trivial, kept_share = _share("trivial_above", trivial_above), _share("keep_unsolved", keep_unsolved)
+    sizes = tuple(whole_number("group_sizes", size) for size in group_sizes)
+    if not sizes or sizes[0] < 2 or any(low >= high for low, high in pairwise(sizes)):
+        raise ValueError(f"group_sizes: got {sizes}; takes whole numbers from 2 on, ascending")
+    require_rule(rule, ("buckets", "inverse_success_rate"))
     seed = whole_number("seed", seed)
 
-    size_of = {  # computed once per distinct pair: there are few
-        (successes_, samples_): _RULES[rule](successes_, samples_, sizes)
-        for successes_, samples_ in set(profile)
-        if successes_ > 0 and Fraction(successes_, samples_) <= trivial
-    }
+    size_of: dict[tuple[int, int], int] = {}
+    for solved, sampled in set(profile):  # once for each distinct pair: there are few
+        if solved == 0 or solved * trivial.denominator > sampled * trivial.numerator:  # unsolved, or p > trivial
+            continue
+        if rule == "buckets":
+            size = max((size for size in sizes if size * solved <= sampled), default=sizes[0])
+        else:
+            size = min(max(-(-sampled // solved), sizes[0]), sizes[-1])
+        size_of[solved, sampled] = size
     group_size = [size_of.get(pair, 0) for pair in profile]
     phase_sizes = tuple(sorted(set(size_of.values())))
-    phase_of = {size: phase for phase, size in enumerate(phase_sizes)}
-    phase = [phase_of.get(size, NOT_TRAINED) for size in group_size]
+    phase_of = {0: NOT_TRAINED} | {size: phase for phase, size in enumerate(phase_sizes)}
+    phase = [phase_of[size] for size in group_size]
 
-    unsolved = [query for query, (successes_, _) in enumerate(profile) if successes_ == 0]
+    unsolved = [query for query, (solved, _) in enumerate(profile) if solved == 0]
     kept = math.floor(kept_share * len(unsolved) + Fraction(1, 2))
     for place in shuffled(len(unsolved), seed, "unsolved")[:kept].tolist():
         group_size[unsolved[place]] = phase[unsolved[place]] = EVERY_PHASE
     return RolloutPlan(_like(successes, group_size), _like(successes, phase), phase_sizes)
-
-
-def _bucket(successes: int, samples: int, sizes: Sequence[int]) -> int:
-    return max((size for size in sizes if size * successes <= samples), default=sizes[0])
-
-
-def _inverse_success_rate(successes: int, samples: int, sizes: Sequence[int]) -> int:
-    return min(max(math.ceil(Fraction(samples, successes)), sizes[0]), sizes[-1])
-
-
-_RULES: dict[str, Callable[[int, int, Sequence[int]], int]] = {
-    "buckets": _bucket,
-    "inverse_success_rate": _inverse_success_rate,
-}
 
 
 def _profile(successes: Array, samples: int | Array) -> list[tuple[int, int]]:
@@ -160,13 +150,13 @@ def _profile(successes: Array, samples: int | Array) -> list[tuple[int, int]]:
         if len(sampled) != len(solved):
             raise ValueError(f"samples: got {len(sampled)} numbers; takes one, or one for each query: {len(solved)}")
     profile = list(zip(solved, sampled, strict=True))
-    for query, (found, tried) in enumerate(profile):
-        if tried < 1:
+    for query, (count, total) in enumerate(profile):
+        if total < 1:
             raise ValueError(
-                f"samples: got {tried} at query {query}; takes at least 1: nothing is known of a query without samples"
+                f"samples: got {total} at query {query}; takes at least 1: nothing is known of a query without samples"
             )
-        if not 0 <= found <= tried:
-            raise ValueError(f"successes: got {found} at query {query}; takes 0 to its number of samples, {tried}")
+        if not 0 <= count <= total:
+            raise ValueError(f"successes: got {count} at query {query}; takes 0 to its number of samples, {total}")
     return profile
 
 
@@ -183,8 +173,7 @@ def _counts(name: str, values: Any) -> list[int]:
         raise TypeError(f"{name}: got dtype {values.dtype}; takes an integer dtype")
     if values.ndim != 1:
         raise ValueError(f"{name}: got shape {list(values.shape)}; takes one dimension, a number for each query")
-    counts: list[int] = values.tolist()
-    return counts
+    return values.tolist()
 
 
 def _share(name: str, value: float) -> Fraction:
@@ -195,13 +184,18 @@ def _share(name: str, value: float) -> Fraction:
     return Fraction(str(value))
 
 
-def _ascending_sizes(group_sizes: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(whole_number("group_sizes", size) for size in group_sizes)
-    if not sizes or sizes[0] < 2 or any(low >= high for low, high in pairwise(sizes)):
-        raise ValueError(f"group_sizes: got {sizes}; takes whole numbers from 2 on, ascending")
-    return sizes
-
-
 def _like(kind: Array, values: list[int]) -> Array:
-    made = torch.tensor(values, dtype=torch.int64)
-    return made.to(kind.device) if isinstance(kind, Tensor) else made.numpy()
+    """The values as int64: a tensor on the device of ``kind``, or a NumPy array if ``kind`` is one."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    return tensor.to(kind.device) if isinstance(kind, Tensor) else tensor.numpy()
+
+
+def shuffled(count: int, *key: object) -> Tensor:
+    """The numbers below ``count``, int64, in a random order seeded by ``key``.
+
+    A restart needs the same order again, perhaps under newer libraries. Python guarantees the same numbers from
+    ``random()`` in every release; torch and NumPy give no such guarantee for their permutations.
+    """
+    generator = random.Random("/".join(map(str, key)))
+    drawn = [generator.random() for _ in range(count)]
+    return torch.tensor(drawn, dtype=torch.float64).argsort(stable=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from .._arguments import require_flag, whole_number
-from .plan import RolloutPlan
-from .shuffle import shuffled
+from .plan import RolloutPlan, shuffled
 
 
 class PlanSampler(Sampler[int]):
@@ -76,26 +75,45 @@ class PlanSampler(Sampler[int]):
         if not plan.phase_sizes:
             raise ValueError("plan: has no phase, as no query is solved without being trivial; takes at least one")
         require_flag(repeat=repeat)
+        phases = len(plan.phase_sizes)
+        epochs = tuple(epochs) if isinstance(epochs, Sequence) else (epochs,) * phases
+        if len(epochs) != phases:
+            raise ValueError(f"epochs: got {len(epochs)} numbers; takes one, or one for each of the {phases} phases")
         self.plan, self.seed, self.repeat = plan, whole_number("seed", seed), repeat
-        self.epochs = _for_each_phase(epochs, len(plan.phase_sizes))
-        self.batch_size = batch_size = _batch_size(batch_size, plan.phase_sizes if repeat else ())
-        self._queries: list[Tensor] = [
-            torch.as_tensor(plan.queries(phase)).cpu() for phase in range(len(plan.phase_sizes))
-        ]
+        self.epochs = tuple(whole_number("epochs", number, at_least=1) for number in epochs)
+        self._repeats = plan.phase_sizes if repeat else (1,) * phases  # how often a query is served in a row
+        if batch_size is None:
+            batch_size = 1  # a batch of one row never mixes phases
+        else:
+            batch_size = whole_number("batch_size", batch_size, at_least=1)
+            for size in self._repeats:
+                if batch_size % size:
+                    raise ValueError(
+                        f"batch_size: got {batch_size}; takes a multiple of the group size {size}: repeat is on"
+                    )
+        self.batch_size = batch_size
+
+        self._queries: list[Tensor] = [torch.as_tensor(plan.queries(phase)).cpu() for phase in range(phases)]
         rows = [
-            -(-epochs_ * len(queries) * self._repeats(phase) // batch_size) * batch_size
-            for phase, (epochs_, queries) in enumerate(zip(self.epochs, self._queries, strict=True))
+            -(-number * len(queries) * repeats // batch_size) * batch_size  # rounded up to whole batches
+            for number, queries, repeats in zip(self.epochs, self._queries, self._repeats, strict=True)
         ]
-        ends = list(accumulate(rows))
-        self.starts = (0, *ends[:-1])
-        self._rows = ends[-1]
-        self._identity = self._what_decides_the_order()
+        self._ends = list(accumulate(rows))
+        self.starts = (0, *self._ends[:-1])
+        lists = [queries.tolist() for queries in self._queries]
+        self._identity = {  # the order depends on these, so a state must agree with them
+            "plan": hashlib.sha256(repr((plan.phase_sizes, lists)).encode()).hexdigest()[:16],
+            "epochs": list(self.epochs),
+            "seed": self.seed,
+            "repeat": repeat,
+            "batch_size": batch_size,
+        }
         self._position = 0
         self._continues = False
 
     def __len__(self) -> int:
         """The rows of a complete pass, even if the next pass continues in the middle."""
-        return self._rows
+        return self._ends[-1]
 
     def __iter__(self) -> Iterator[int]:
         if not self._continues:
@@ -142,51 +160,15 @@ class PlanSampler(Sampler[int]):
             raise ValueError(f"state_dict: got position {position!r}; takes 0 to {len(self)}")
         self._position, self._continues = position, True
 
-    def _serve(self, start: int) -> Iterator[int]:
+    def _serve(self, row: int) -> Iterator[int]:
+        """The queries from ``row`` on."""
         self._continues = False  # only when the first row is read: loaders make iterators that they never read
-        for served, query in enumerate(self._from_row(start), start + 1):
-            self._position = served
-            yield query
-
-    def _from_row(self, row: int) -> Iterator[int]:
-        ends = (*self.starts[1:], len(self))
-        for phase, (begin, end) in enumerate(zip(self.starts, ends, strict=True)):
-            queries, repeats = self._queries[phase], self._repeats(phase)
+        for phase, (begin, end) in enumerate(zip(self.starts, self._ends, strict=True)):
+            queries, repeats = self._queries[phase], self._repeats[phase]
             while row < end:
                 epoch, skipped = divmod(row - begin, len(queries) * repeats)
                 order = queries[shuffled(len(queries), self.seed, phase, epoch)].repeat_interleave(repeats)
-                served = order[skipped : skipped + end - row].tolist()
-                yield from served
-                row += len(served)
-
-    def _repeats(self, phase: int) -> int:
-        return self.plan.phase_sizes[phase] if self.repeat else 1
-
-    def _what_decides_the_order(self) -> dict[str, Any]:
-        queries = [queries.tolist() for queries in self._queries]
-        digest = hashlib.sha256(repr((self.plan.phase_sizes, queries)).encode()).hexdigest()[:16]
-        return {
-            "plan": digest,
-            "epochs": list(self.epochs),
-            "seed": self.seed,
-            "repeat": self.repeat,
-            "batch_size": self.batch_size,
-        }
-
-
-def _for_each_phase(epochs: int | Sequence[int], phases: int) -> tuple[int, ...]:
-    given = tuple(epochs) if isinstance(epochs, Sequence) else (epochs,) * phases
-    if len(given) != phases:
-        raise ValueError(f"epochs: got {len(given)} numbers; takes one, or one for each of the {phases} phases")
-    return tuple(whole_number("epochs", number, at_least=1) for number in given)
-
-
-def _batch_size(batch_size: int | None, group_sizes: Sequence[int]) -> int:
-    """The checked batch size; 1 if none is given, since a batch of one row never mixes phases."""
-    if batch_size is None:
-        return 1
-    batch_size = whole_number("batch_size", batch_size, at_least=1)
-    for size in group_sizes:
-        if batch_size % size:
-            raise ValueError(f"batch_size: got {batch_size}; takes a multiple of the group size {size}: repeat is on")
-    return batch_size
+                for query in order[skipped : skipped + end - row].tolist():
+                    row += 1
+                    self._position = row
+                    yield query

@@ -4,6 +4,6 @@
 successes, and needs the extra ``profile``. :func:`load_profile` reads the counts, and needs no extra.
 """
 
-from .records import load_profile
+from .files import load_profile
 
 __all__ = ["load_profile"]

@@ -12,6 +12,7 @@ numbers, so another batch size or device changes only rounding, which in rare ca
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import sys
@@ -21,23 +22,19 @@ from typing import Any
 
 import torch
 
-from .queries import Row, digest, load_queries
-from .records import ProfileFile, load_profile
+from .files import ProfileFile, Row, load_profile, load_queries
 
 _PROG = "python -m d3s_kernels.planning.profile"
 
 
 def _arguments(prog: str = _PROG) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--model", required=True, help="a folder, or a name on the Hugging Face hub")
     add("--dataset", required=True, help="a JSONL file, or a name that the datasets library knows")
     add("--reward", required=True, help="module:function or file.py:function, called as TRL calls reward functions")
-    add("--out", required=True, type=Path, help="the profile, to be begun or gone on with")
+    add("--out", required=True, type=Path, help="the profile to write; an unfinished one is continued")
     add("--subset", help="of a dataset given by name")
     add("--split", default="train", help="of a dataset given by name (train)")
     add("--prompt-column", default="prompt", help="text, or messages for the chat template (prompt)")
@@ -53,51 +50,49 @@ def _arguments(prog: str = _PROG) -> argparse.ArgumentParser:
     return parser
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace) -> None:
     for name in ("samples", "max_new_tokens", "batch_size"):
-        if getattr(given, name) < 1:
-            raise ValueError(f"{name.replace('_', '-')}: got {getattr(given, name)}; takes at least 1")
-    if not 0 < given.temperature < math.inf:
-        raise ValueError(f"temperature: got {given.temperature}; takes a positive number")
-    if not isinstance(given.chat_template_kwargs, dict):
-        raise ValueError(f"chat-template-kwargs: got {given.chat_template_kwargs!r}; takes a JSON object")
-    if math.isnan(given.threshold):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name.replace('_', '-')}: got {getattr(options, name)}; takes at least 1")
+    if not 0 < options.temperature < math.inf:
+        raise ValueError(f"temperature: got {options.temperature}; takes a positive number")
+    if not isinstance(options.chat_template_kwargs, dict):
+        raise ValueError(f"chat-template-kwargs: got {options.chat_template_kwargs!r}; takes a JSON object")
+    if math.isnan(options.threshold):
         raise ValueError("threshold: got nan; takes a number")
 
 
-_NOT_IN_THE_RESULT = ("out", "batch_size", "device")
-
-
-def _settings(given: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
-    """The settings that determine the result: a file is continued only if they are the same."""
-    options = {name: value for name, value in vars(given).items() if name not in _NOT_IN_THE_RESULT}
-    return {**options, "queries": len(rows), "digest": digest(rows)}
+def _settings(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+    """The settings that determine the result, and a hash of the rows: a file is continued only if they are the same."""
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "device")}
+    # Of a value that JSON cannot express, only the type is hashed.
+    text = json.dumps(rows, sort_keys=True, default=lambda value: type(value).__name__)
+    return {**settings, "queries": len(rows), "digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = _PROG) -> int:
     parser = _arguments(prog)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        from .rewards import load_reward
-        from .run import profile
+        from .run import load_reward, profile
     except ImportError as error:
         parser.error(f"{error}; profiling needs transformers and tqdm")
     try:
-        _check(given)
-        rows = load_queries(given.dataset, given.subset, given.split, given.prompt_column)
-        reward = load_reward(given.reward)
-        file = ProfileFile(given.out, _settings(given, rows))
+        _check(options)
+        rows = load_queries(options.dataset, options.subset, options.split, options.prompt_column)
+        reward = load_reward(options.reward)
+        file = ProfileFile(options.out, _settings(options, rows))
     except ValueError as error:
         parser.error(str(error))
     try:
         with file:
-            profile(given, rows, reward, file)
+            profile(options, rows, reward, file)
     except KeyboardInterrupt:
         print(f"stopped after {len(file.done)} of {len(rows)} queries; the same command goes on", file=sys.stderr)
         return 130
-    successes, samples = load_profile(given.out)
+    successes, samples = load_profile(options.out)
     never, always = int((successes == 0).sum()), int((successes == samples).sum())
-    print(f"{given.out}: {len(rows)} queries, {never} never solved, {always} always")
+    print(f"{options.out}: {len(rows)} queries, {never} never solved, {always} always")
     return 0
 
 

@@ -1,4 +1,6 @@
-"""The file of a profile: the settings in its first line, then one line for each query, written when it is finished."""
+"""The files of a profile: the dataset with the queries, and the profile itself, which has the settings in its first
+line, then one line for each query, written when it is finished.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ def load_profile(path: str | PathLike[str]) -> tuple[Tensor, Tensor]:
     queries = settings["queries"]
     if len(records) != queries:
         raise ValueError(f"path: {path} has {len(records)} of {queries} queries; the command that wrote it goes on")
-    in_order = [records[index] for index in range(queries)]
-    successes, samples = [[record.successes for record in in_order], [record.samples for record in in_order]]
+    successes = [records[index].successes for index in range(queries)]
+    samples = [records[index].samples for index in range(queries)]
     return torch.tensor(successes, dtype=torch.int64), torch.tensor(samples, dtype=torch.int64)
 
 
@@ -68,15 +71,20 @@ class ProfileFile:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         first = json.dumps({"settings": settings}) + "\n"
-        found = path.read_bytes() if path.exists() else b""
-        complete = found[: found.rfind(b"\n") + 1]
+        content = path.read_bytes() if path.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
+        self.done: set[int] = set()
         if complete:
             written, records = _parse(path, complete)
-            _require_same(path, written, json.loads(first)["settings"])
-            self.done = set(records)
-        elif first.encode().startswith(found):
-            self.done = set()
-        else:
+            wanted = json.loads(first)["settings"]  # as JSON gives it back, so that it can be compared
+            for name in sorted({*written, *wanted}):
+                if written.get(name) != wanted.get(name):
+                    raise ValueError(
+                        f"{path} was written with {name} {written.get(name)!r}; got {wanted.get(name)!r}: takes the "
+                        "same, or another file"
+                    )
+            self.done.update(records)
+        elif not first.encode().startswith(content):
             raise ValueError(f"{path} is no profile; takes one, or a new file")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -92,9 +100,7 @@ class ProfileFile:
     def __enter__(self) -> ProfileFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
@@ -118,10 +124,43 @@ def _parse(path: Path, content: bytes) -> tuple[dict[str, Any], dict[int, Record
     return settings, records
 
 
-def _require_same(path: Path, written: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    for name in sorted({*written, *given}):
-        if written.get(name) != given.get(name):
+def load_queries(dataset: str, subset: str | None, split: str, prompt_column: str) -> list[Row]:
+    """All rows of a JSONL file, or of a name that the datasets library knows, each with all columns. The prompt's
+    column is renamed to ``prompt``, as in TRL, and replaces any other column of that name.
+    """
+    if Path(dataset).is_file():
+        rows = _json_lines(Path(dataset))
+    else:
+        try:
+            from datasets import load_dataset
+        except ImportError:
             raise ValueError(
-                f"{path} was written with {name} {written.get(name)!r}; got {given.get(name)!r}: takes the same, or "
-                "another file"
-            )
+                f"dataset: {dataset} is no file; a name takes the package datasets, which is missing"
+            ) from None
+        rows = [dict(row) for row in load_dataset(dataset, subset, split=split)]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    if not rows:
+        raise ValueError(f"dataset: {dataset} has no rows")
+    if prompt_column not in columns:
+        raise ValueError(f"prompt-column: got {prompt_column!r}; takes one of {', '.join(map(repr, columns))}")
+    for number, row in enumerate(rows):
+        if not row.get(prompt_column):
+            raise ValueError(f"dataset: {dataset} has no {prompt_column} in row {number}")
+    others = [name for name in columns if name not in (prompt_column, "prompt")]
+    return [{"prompt": row[prompt_column], **{name: row.get(name) for name in others}} for row in rows]
+
+
+def _json_lines(path: Path) -> list[Row]:
+    rows = []
+    # splitlines() would also split at characters that a JSON string may contain unescaped.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"dataset: {path} has no JSON object in line {number}")
+        rows.append(row)
+    return rows
