@@ -27,7 +27,8 @@ constexpr int kThreads = 256;
 constexpr int64_t kStretch = 1024;  // tokens of a warp: enough warps for a small batch, few atomics for a large one
 constexpr int kInFlight = 2;        // vectors that a thread loads before it uses the first
 constexpr int kVector = 4;          // tokens: 16 bytes of numbers, 4 of the mask
-constexpr int kOwnGroups = 4;       // groups whose sums a thread keeps in registers; more groups are rare
+constexpr int kOwnGroups = 4;       // groups of which each thread has its own sums; more groups are rare
+constexpr uint32_t kEach = 0x01010101u;  // times a byte: that byte for each of kVector tokens
 
 // ---- tokens ------------------------------------------------------------------------------------------------------
 
@@ -113,15 +114,20 @@ struct Tokens {
   uint32_t present = 0, ids = 0;  // a byte for each token
 
   __device__ __forceinline__ bool has(int k) const { return (present & 0xffu << 8 * k) && !(ids & 0x80u << 8 * k); }
+  // The ids, with `none` in place of that of a token that is masked out or in no group.
+  __device__ __forceinline__ uint32_t groups(uint32_t none) const {
+    const uint32_t some = ((present & 0x7f * kEach) + 0x7f * kEach) | present;  // the highest bit of each byte
+    const uint32_t absent = ((~some | ids) & 0x80 * kEach) / 0x80 * 0xff;
+    return (ids & ~absent) | (none * kEach & absent);
+  }
   // The group of a token; kNone if it is masked out or in no group.
   __device__ __forceinline__ int group(int k) const {
-    const int id = static_cast<int>(ids >> 8 * k & 0xffu), known = id < kMostGroups ? id : TokenGroups::kBad;
-    return has(k) ? known : TokenGroups::kNone;
+    return Min()(int{static_cast<int8_t>(groups(0xff) >> 8 * k)}, TokenGroups::kBad);
   }
   __device__ __forceinline__ float difference(int k) const { return has(k) ? a.at[k] - b.at[k] : 0.f; }
 };
 
-// The inputs of each token: its numbers in a and b (0 if the pointer is null), and its group.
+// The inputs of each token: its numbers in a and b (0 if b is null), and its group.
 struct Terms {
   const float *a, *b;
   TokenGroups groups;
@@ -134,12 +140,12 @@ struct Terms {
         vectors(has_vectors(a) && has_vectors(b) && has_vectors(groups.mask) && has_vectors(groups.ids) &&
                 has_vectors(out)) {}
 
-  template <bool kGroups, int kWide>
+  template <bool kGroups, int kWide, bool kNumbers = true>
   __device__ __forceinline__ Tokens<kWide> at(int64_t i) const {
     Tokens<kWide> tokens;
-    if (a) tokens.a = load<kWide>(a + i);
-    if (b) tokens.b = load<kWide>(b + i);
-    tokens.present = groups.mask ? load_bytes<kWide>(groups.mask, i) : 0x01010101u;
+    if (kNumbers) tokens.a = load<kWide>(a + i);
+    if (kNumbers && b) tokens.b = load<kWide>(b + i);
+    tokens.present = groups.mask ? load_bytes<kWide>(groups.mask, i) : kEach;
     if (kGroups && groups.ids) tokens.ids = load_bytes<kWide>(groups.ids, i);
     return tokens;
   }
@@ -175,8 +181,6 @@ __device__ __forceinline__ float ratio_within(const LogBounds& bounds, float x) 
   return exponential(x < low ? low : x > high ? high : x);
 }
 
-int64_t stretch_blocks(int64_t tokens) { return ceil_div(ceil_div(tokens, kStretch), kThreads / kWarp); }
-
 // ---- sums --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void add_shared(ExactSum* total, const ExactSum& part) {
@@ -186,11 +190,19 @@ __device__ __forceinline__ void add_shared(ExactSum* total, const ExactSum& part
   if (part.flags) atomicOr(&total->flags, part.flags);
 }
 
-// Adds a - b for the tokens of a part to the sums of their groups.
+// A thread adds up its terms of a group in one word: their units in the lower 52 bits, their number above. 4,095 terms
+// fit, since their units are below 2^50. A part has at most kLong tokens, so that a thread has at most 2,050.
+constexpr int kUnitBits = 52;
+constexpr int64_t kLong = int64_t{1} << 19;
+
+// Adds a - b for each token of a part: to this thread's word of its group, or to `sums` if the term is far or the group
+// has no words. A block's words are [group][thread]; the last ones, of tokens in no group, are never read.
 template <bool kGroups>
-__device__ __forceinline__ void add_part(const Terms& terms, const Part& part, ExactSum* sums, const Faults& faults) {
+__device__ __forceinline__ void add_part(const Terms& terms, const Part& part, uint64_t* words, ExactSum* sums,
+                                         const Faults& faults) {
   constexpr int kOwn = kGroups ? kOwnGroups : 1;
-  ExactSum own[kOwn];
+  for (int g = 0; kGroups && g < kOwn; ++g) words[g * kThreads] = 0;
+  uint64_t only = 0;  // the word of the only group, in a register
   for_tokens(part, terms.vectors, [&](auto width, int64_t first, int64_t step, int64_t end) {
     constexpr int kWide = decltype(width)::value;
     Tokens<kWide> tokens[kInFlight];
@@ -199,41 +211,45 @@ __device__ __forceinline__ void add_part(const Terms& terms, const Part& part, E
       if (first + j * step < end) tokens[j] = terms.at<kGroups, kWide>(first + j * step);
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
-      bool rare = false;
+      float term[kWide], size = 0.f;  // no term is larger than `size`
 #pragma unroll
-      for (int k = 0; k < kWide; ++k) {
-        const int group = tokens[j].group(k);
-        const float term = tokens[j].difference(k);
-        const bool far = is_far(term);
-        const int64_t units = near_units(far ? 0.f : term);
+      for (int k = 0; k < kWide; ++k) size += fabsf(term[k] = tokens[j].a.at[k] - tokens[j].b.at[k]);
+      if (is_far(size) || (tokens[j].groups(0) & (0x80 - kOwnGroups) * kEach)) {
 #pragma unroll
-        for (int g = 0; g < kOwn; ++g) {
-          if (group != g) continue;
-          own[g].units += units;
-          ++own[g].count;
+        for (int k = 0; k < kWide; ++k) {
+          const int group = tokens[j].group(k);
+          if (group == TokenGroups::kNone || (group < kOwn && !is_far(term[k]))) continue;
+          ExactSum one;
+          add_term(one, term[k]);
+          group == TokenGroups::kBad ? faults.note(Fault::kGroups) : add_shared(sums + group, one);
+          tokens[j].present &= ~(0xffu << 8 * k);
         }
-        rare |= far || group >= kOwn;
       }
-      if (!rare) continue;
+      const uint32_t groups = tokens[j].groups(kOwnGroups);
 #pragma unroll
       for (int k = 0; k < kWide; ++k) {
-        const int group = tokens[j].group(k);
-        ExactSum one;
-        add_term(one, tokens[j].difference(k));
-        if (group == TokenGroups::kBad)
-          faults.note(Fault::kGroups);
-        else if (group >= kOwn)
-          add_shared(sums + group, one);
-        else if (group >= 0 && one.flags)
-          atomicOr(&sums[group].flags, one.flags);
+        uint64_t& word = kGroups ? words[(groups >> 8 * k & 0xffu) * kThreads] : only;
+        if (kGroups || tokens[j].has(k)) word += near_units(term[k]) + (uint64_t{1} << kUnitBits);
       }
     }
   });
-#pragma unroll
-  for (int g = 0; g < kOwn; ++g) {
-    own[g].units = warp_reduce(own[g].units, Sum());
-    own[g].count = __reduce_add_sync(kAllLanes, own[g].count);
-    if (part.rank % kWarp == 0) add_shared(sums + g, own[g]);
+  if (!kGroups) *words = only;
+}
+
+// Adds the words of a part's threads to `sums`; words[0] is the first thread's. Each warp adds those of some groups.
+template <bool kGroups>
+__device__ __forceinline__ void add_words(const uint64_t* words, const Part& part, ExactSum* sums) {
+  for (int g = part.rank / kWarp; g < (kGroups ? kOwnGroups : 1); g += part.size / kWarp) {
+    ExactSum sum;
+    for (int i = part.rank % kWarp; i < part.size; i += kWarp) {
+      const uint64_t word = words[g * kThreads + i];
+      const int64_t units = static_cast<int64_t>(word << (64 - kUnitBits)) >> (64 - kUnitBits);
+      sum.units += units;
+      sum.count += static_cast<uint32_t>((word - units) >> kUnitBits);
+    }
+    sum.units = warp_reduce(sum.units, Sum());
+    sum.count = __reduce_add_sync(kAllLanes, sum.count);
+    if (part.rank % kWarp == 0) add_shared(sums + g, sum);
   }
 }
 
@@ -242,7 +258,11 @@ __global__ void __launch_bounds__(kThreads)
     add_terms(const __grid_constant__ Terms terms, ExactSum* sums, const __grid_constant__ Faults faults) {
   note_offsets(terms.groups.sequences, faults);
   for_stretches(terms.groups, [&](int64_t sequence, const Part& part) {
-    if (sequence >= 0) add_part<kGroups>(terms, part, sums + sequence * terms.groups.each, faults);
+    if (sequence < 0) return;
+    uint64_t* words = dynamic_shared<uint64_t>() + threadIdx.x;
+    add_part<kGroups>(terms, part, words, sums + sequence * terms.groups.each, faults);
+    // A lane reads its own words only.
+    add_words<kGroups>(words - part.rank, part, sums + sequence * terms.groups.each);
   });
 }
 
@@ -274,7 +294,7 @@ __device__ __forceinline__ void fill_table(float* table, const ExactSum* sums, i
                                                 : NAN;
 }
 
-template <bool kGroups>
+template <bool kGroups, bool kOfTokens>
 __device__ __forceinline__ void write_part(const Terms& terms, const Part& part, const Numbers& numbers,
                                            const float* table, float* out) {
   for_tokens(part, terms.vectors, [&](auto width, int64_t first, int64_t step, int64_t end) {
@@ -282,17 +302,15 @@ __device__ __forceinline__ void write_part(const Terms& terms, const Part& part,
     Tokens<kWide> tokens[kInFlight];
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j)
-      if (first + j * step < end) tokens[j] = terms.at<kGroups, kWide>(first + j * step);
+      if (first + j * step < end) tokens[j] = terms.at<kGroups, kWide, kOfTokens>(first + j * step);
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       if (first + j * step >= end) continue;
       Few<kWide> values;
 #pragma unroll
-      for (int k = 0; k < kWide; ++k) values.at[k] = table[tokens[j].group(k) + 1];
-      if (numbers.of_tokens) {
-#pragma unroll
-        for (int k = 0; k < kWide; ++k)
-          values.at[k] = ratio_within(numbers.bounds, values.at[k] + tokens[j].difference(k));
+      for (int k = 0; k < kWide; ++k) {
+        values.at[k] = table[tokens[j].group(k) + 1];
+        if (kOfTokens) values.at[k] = ratio_within(numbers.bounds, values.at[k] + tokens[j].difference(k));
       }
       store<kWide>(out + first + j * step, values);
     }
@@ -308,30 +326,34 @@ __global__ void __launch_bounds__(kThreads) write_numbers(const __grid_constant_
     __syncwarp();  // the table is used again
     fill_table(table, sequence < 0 ? nullptr : sums + sequence * each, each, numbers, part.rank);
     __syncwarp();
-    write_part<kGroups>(terms, part, numbers, table, out);
+    numbers.of_tokens ? write_part<kGroups, true>(terms, part, numbers, table, out)
+                      : write_part<kGroups, false>(terms, part, numbers, table, out);
   });
 }
 
-// There is a block for each sequence; all sequences have the same length. The second pass reads `rest`.
+// There is a block for each sequence; all sequences have the same length.
 template <bool kGroups>
 __global__ void __launch_bounds__(kThreads)
-    whole_sequences(const __grid_constant__ Terms terms, const __grid_constant__ Terms rest,
-                    const __grid_constant__ Numbers numbers, float* out, const __grid_constant__ Faults faults) {
+    whole_sequences(const __grid_constant__ Terms terms, const __grid_constant__ Numbers numbers, float* out,
+                    const __grid_constant__ Faults faults) {
   auto* sums = dynamic_shared<ExactSum>();
   auto* table = reinterpret_cast<float*>(sums + kMostGroups);
+  auto* words = reinterpret_cast<uint64_t*>(table + kTable);
   const int rank = static_cast<int>(threadIdx.x);
   const int64_t length = terms.groups.sequences.length, begin = blockIdx.x * length;
   const Part part = {begin, begin + length, rank, static_cast<int>(blockDim.x)};
   if (rank < kMostGroups) sums[rank] = ExactSum();
   __syncthreads();
-  add_part<kGroups>(terms, part, sums, faults);
+  add_part<kGroups>(terms, part, words + rank, sums, faults);
+  __syncthreads();
+  add_words<kGroups>(words, part, sums);
   __syncthreads();
   fill_table(table, sums, terms.groups.each, numbers, rank);
   __syncthreads();
-  write_part<kGroups>(rest, part, numbers, table, out);
+  numbers.of_tokens ? write_part<kGroups, true>(terms, part, numbers, table, out)
+                    : write_part<kGroups, false>(terms, part, numbers, table, out);
 }
 
-constexpr int kTableBytes = kTable * static_cast<int>(sizeof(float));
 constexpr int64_t kShort = 8192;  // one block adds up and writes so many tokens in the time of two launches
 constexpr int64_t kMany = 128;    // so many sequences are enough blocks for a GPU, however long they are
 
@@ -339,22 +361,22 @@ void write_group_numbers(const char* name, const char* name_of_sums, const float
                          const TokenGroups& groups, const Numbers& numbers, float* out, Device& device) {
   if (groups.tokens == 0) return;  // rows without tokens would be blocks without threads
   const Terms terms(a, b, groups, out);
-  const Terms rest = numbers.of_tokens ? terms : Terms(nullptr, nullptr, groups, out);
+  const size_t words = kThreads * sizeof(uint64_t) * (groups.ids ? kOwnGroups + 1 : 1);
   const Segments& sequences = groups.sequences;
-  if (!sequences.ragged() && (sequences.length <= kShort || sequences.count >= kMany)) {
+  if (!sequences.ragged() && sequences.length <= (sequences.count < kMany ? kShort : kLong)) {
     const int64_t threads = std::min<int64_t>(ceil_div(sequences.length, kWarp * kWarp) * kWarp, kThreads);
     launch(name, groups.ids ? whole_sequences<true> : whole_sequences<false>, sequences.count,
-           static_cast<int>(threads), kMostGroups * sizeof(ExactSum) + kTableBytes, device, terms, rest, numbers, out,
-           device.faults);
+           static_cast<int>(threads), kMostGroups * sizeof(ExactSum) + kTable * sizeof(float) + words, device, terms,
+           numbers, out, device.faults);
     return;
   }
-  const int64_t count = groups.each * sequences.count, blocks = stretch_blocks(groups.tokens);
+  const int64_t count = groups.each * sequences.count, blocks = ceil_div(groups.tokens, kStretch * kThreads / kWarp);
   auto* sums = device.scratch_of<ExactSum>(count);
   clear(sums, 0, count * sizeof(ExactSum), device);
-  launch("group sums", groups.ids ? add_terms<true> : add_terms<false>, blocks, kThreads, 0, device, terms, sums,
+  launch("group sums", groups.ids ? add_terms<true> : add_terms<false>, blocks, kThreads, words, device, terms, sums,
          device.faults);
   launch(name_of_sums, groups.ids ? write_numbers<true> : write_numbers<false>, blocks, kThreads,
-         kThreads / kWarp * kTableBytes, device, rest, sums, numbers, out);
+         kThreads / kWarp * kTable * sizeof(float), device, terms, sums, numbers, out);
 }
 
 // ---- token by token ----------------------------------------------------------------------------------------------
