@@ -259,9 +259,8 @@ __global__ void __launch_bounds__(kThreads)
   note_offsets(terms.groups.sequences, faults);
   for_stretches(terms.groups, [&](int64_t sequence, const Part& part) {
     if (sequence < 0) return;
-    uint64_t* words = dynamic_shared<uint64_t>() + threadIdx.x;
+    uint64_t* words = dynamic_shared<uint64_t>() + threadIdx.x;  // no other lane reads them
     add_part<kGroups>(terms, part, words, sums + sequence * terms.groups.each, faults);
-    // A lane reads its own words only.
     add_words<kGroups>(words - part.rank, part, sums + sequence * terms.groups.each);
   });
 }

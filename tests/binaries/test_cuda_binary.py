@@ -240,13 +240,15 @@ def test_the_loops_over_kept_rows(architecture: str, kernel: str, vectors: int) 
 @pytest.mark.parametrize("architecture", DETAILED)
 def test_the_sums_of_sequences_load_in_vectors(architecture: str, groups: bool) -> None:
     """Two vectors of both log-probabilities are on their way before the first token is added up: 72 bytes of a thread,
-    with its mask. When each token waited for its own mask, the ratios took 2.7 times as long as a copy.
+    with its mask. When each token waited for its own mask, the ratios took 2.7 times as long as a copy. When it was
+    compared with four groups, an H200 took 51 instructions for it, and 21.6 us in place of a sequence's 14.1.
     """
     functions = kernels(library(), architecture)
     code = functions[find(functions, f"15whole_sequencesILb{int(groups)}E")]
     loop = min((loop for loop in loops(code) if count(loop, r"F2F\.F64\.F32$") >= 8), key=len)
     order = [found.group() for step in loop if (found := re.match("LDG|F2F|BAR|LDL|STL", step.opcode))]
-    print(f"{architecture} whole_sequences: {len(loop) / 8:.1f} instructions for a token, and for what is rare")
+    print(f"{architecture} whole_sequences: {len(shortest_way(loop)) / 8:.1f} instructions for a token, without loads")
+    assert len(shortest_way(loop)) <= 8 * 24
     assert sum(".128" in opcode for opcode in loads(loop)) >= 4
     assert set(order[: order.index("F2F")]) == {"LDG"}
     assert set(order[order.index("F2F") :]) == {"F2F"}
