@@ -61,11 +61,12 @@ __device__ __forceinline__ void count_first_digits(uint32_t* histogram, const ui
 
 // Counts the next digit of the keys that have the digits found so far. `lowest`, above 0, is the lowest possible key
 // with these digits. All other keys are counted in an extra bin at the end: a branch for each key would take twice as
-// long.
+// long. The minimum is taken before the shift, since a difference and a minimum are one instruction.
 __device__ __forceinline__ void count_any_keys(uint32_t* histogram, const uint4& keys, const Digit& digit,
                                                uint32_t lowest) {
+  const uint32_t above = static_cast<uint32_t>(digit.bins()) << digit.shift;
   for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w})
-    atomicAdd(&histogram[min((key - lowest) >> digit.shift, static_cast<uint32_t>(digit.bins()))], 1u);
+    atomicAdd(&histogram[min(key - lowest, above) >> digit.shift], 1u);
 }
 
 template <class Count>
