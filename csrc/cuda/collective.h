@@ -33,17 +33,24 @@ __device__ __forceinline__ T warp_reduce(T value, const Op& op) {
   return value;
 }
 
-// Returns the sum over the lanes before this one. Leaves in `value` the sum that includes this lane.
+// The sum over the lanes up to this one.
 template <class T>
-__device__ __forceinline__ T warp_exclusive_sum(T& value) {
+__device__ __forceinline__ T warp_inclusive_sum(T value) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
   for (int step = 1; step < kWarp; step *= 2) {
     const T before = __shfl_up_sync(kAllLanes, value, step);
     if (lane >= step) value += before;
   }
+  return value;
+}
+
+// Returns the sum over the lanes before this one. Leaves in `value` the sum that includes this lane.
+template <class T>
+__device__ __forceinline__ T warp_exclusive_sum(T& value) {
+  value = warp_inclusive_sum(value);
   const T before = __shfl_up_sync(kAllLanes, value, 1);
-  return lane > 0 ? before : T{};
+  return threadIdx.x % kWarp > 0 ? before : T{};
 }
 
 // One warp that works by itself. `rank` is a thread's lane.

@@ -47,7 +47,7 @@ class MaskRow {
   // Stores the bytes of the word whose places are in the row.
   __device__ void store(int four, uint32_t word) const {
     if (whole(four))
-      reinterpret_cast<uint32_t*>(mask_)[four] = word;
+      store_whole(four, word);
     else
       for (int place = 4 * four; place < 4 * four + 4; ++place, word >>= 8)
         if (has(place)) mask_[place] = word & 1;
@@ -56,6 +56,7 @@ class MaskRow {
  protected:
   __device__ bool has(int place) const { return place >= lead_ && place < end_; }
   __device__ bool whole(int four) const { return four >= (lead_ > 0 ? 1 : 0) && four < end_ / 4; }
+  __device__ void store_whole(int four, uint32_t word) const { reinterpret_cast<uint32_t*>(mask_)[four] = word; }
 
  private:
   int lead_, end_;  // the row's first place, and the first place after it
@@ -75,16 +76,24 @@ class KeyRow : public MaskRow {
   // Stores a four of padded keys.
   __device__ void set(int four, const uint4& keys) const { *reinterpret_cast<uint4*>(keys_ + 4 * four) = keys; }
 
-  // Calls body(four, keys) for the thread's fours in the warp's stretch of the row. If kTogether, all lanes of a warp
-  // call it together, equally often; past the end of the row, keys are absent.
-  template <bool kTogether = true, class Body>
+  // Calls body(four, keys) for the thread's fours in the warp's stretch of the row. All lanes of a warp call it
+  // together, equally often; past the end of the row, keys are absent.
+  template <class Body>
   __device__ __forceinline__ void for_stretch(const BlockGroup& block, const Body& body) const {
     const int lane = block.rank % kWarp;
     int from, to;
     block.warp_stretch(0, fours(), from, to);
-#pragma unroll(kTogether ? 1 : 2)
-    for (int four = from + lane; four - (kTogether ? lane : 0) < to; four += kWarp)
-      body(four, !kTogether || four < to ? load(four) : uint4{});
+#pragma unroll 1
+    for (int four = from + lane; four - lane < to; four += kWarp) body(four, four < to ? load(four) : uint4{});
+  }
+
+  // Stores a word of bytes(keys) for each four of the stretch.
+  template <class Bytes>
+  __device__ __forceinline__ void store_stretch(const BlockGroup& block, const Bytes& bytes) const {
+    int from, to;
+    block.warp_stretch(0, fours(), from, to);
+#pragma unroll 2
+    for (int four = from + block.rank % kWarp; four < to; four += kWarp) store(four, bytes(load(four)));
   }
 
  private:
@@ -189,7 +198,7 @@ __device__ Kept write_mask(const Row& row, const Cut& cut, bool drop_zeros, cons
       row.store(four, taker.take(keys) | (dropped ? 0 : first));
     });
   } else {  // a loop of its own, in which most warps are: it has half of the instructions
-    row.template for_stretch<false>(block, [&](int four, const uint4& keys) { row.store(four, taker.take(keys)); });
+    row.store_stretch(block, [&](const uint4& keys) { return taker.take(keys); });
   }
   Kept kept = taker.kept();
   if (dropped) kept.zeros += added;

@@ -13,7 +13,9 @@ namespace d3s {
 // The 32 bits of a key are three digits. So there are three passes, with tables of 8 KB.
 constexpr int kDigits = 3;
 constexpr int kBins = 1 << Digit::kMostBits;
-D3S_HOST_DEVICE Digit digit_of(int number) { return {number == 0 ? 21 : number == 1 ? 10 : 0, number == 2 ? 10 : 11}; }
+D3S_HOST_DEVICE constexpr Digit digit_of(int number) {
+  return {number == 0 ? 21 : number == 1 ? 10 : 0, number == 2 ? 10 : 11};
+}
 
 // The state of a search. The digits found so far are all bits from `shift` on; `equal` keys have these digits. Count is
 // int for the keys of one GPU, and int64_t for the keys of all ranks.
@@ -43,9 +45,9 @@ struct SearchRoom {
   alignas(16) unsigned char group[BlockGroup::kSharedBytes];
 };
 
-__device__ inline void clear_histogram(SearchRoom& room, const BlockGroup& block) {
+__device__ inline void clear_histogram(uint32_t* histogram, const BlockGroup& block) {
 #pragma unroll 1
-  for (int i = block.rank; i < kBins / 4; i += block.size) reinterpret_cast<uint4*>(room.histogram)[i] = uint4{};
+  for (int i = block.rank; i < kBins / 4; i += block.size) reinterpret_cast<uint4*>(histogram)[i] = uint4{};
   block.sync();
 }
 

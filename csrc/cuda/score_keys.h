@@ -36,8 +36,8 @@ constexpr int kFoursInFlight = 2;
 
 // Loads scores and makes their keys. If there is one advantage per sequence, kLookUp says whether each position's
 // sequence is looked up; if not, all positions are in one sequence. A four is loaded as one vector if fours are aligned
-// when one of them begins at position `origin`.
-template <bool kLookUp>
+// when one of them begins at position `origin`. kAlone: the scores have no mask, and no advantage for each token.
+template <bool kLookUp, bool kAlone = false>
 class ScoreKeys {
  public:
   __device__ explicit ScoreKeys(const Scores& scores, int origin, int64_t sequence = 0)
@@ -93,10 +93,14 @@ class ScoreKeys {
           for_each_of(words[j], [&](int i, uint32_t word) { values[j][i] = float_of_bits(word); });
     }
     weigh(fours, values);
+    if constexpr (kAlone) {
+      keys_of_numbers(values, keys);
+    } else {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j)
-      keys[j] = {order_key(values[j][0]), order_key(values[j][1]), order_key(values[j][2]), order_key(values[j][3])};
-    if (scores_.mask) leave_out(fours, keys);
+      for (int j = 0; j < kCount; ++j)
+        keys[j] = {order_key(values[j][0]), order_key(values[j][1]), order_key(values[j][2]), order_key(values[j][3])};
+      if (scores_.mask) leave_out(fours, keys);
+    }
   }
 
  private:
@@ -107,8 +111,9 @@ class ScoreKeys {
 
     __device__ int place(int j) const { return first + j * stride; }
     __device__ bool has(int j, int i) const { return place(j) + i >= begin && place(j) + i < end; }
-    // Whether the four is loaded as one vector.
-    __device__ bool whole(int j) const { return aligned && place(j) >= begin && place(j) + 4 <= end; }
+    // Whether the fours from i to j are loaded as one vector each.
+    __device__ bool whole(int i, int j) const { return aligned && place(i) >= begin && place(j) + 4 <= end; }
+    __device__ bool whole(int j) const { return whole(j, j); }
   };
 
   __device__ static bool is_aligned(const Scores& scores, int origin) {
@@ -130,6 +135,11 @@ class ScoreKeys {
   template <int kCount>
   __device__ static void load_words(const Fours& fours, const uint32_t* from, uint32_t outside,
                                     uint4 (&words)[kCount]) {
+    if (kAlone && fours.whole(0, kCount - 1)) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) words[j] = *reinterpret_cast<const uint4*>(from + fours.place(j));
+      return;
+    }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       if (fours.whole(j)) {
@@ -139,6 +149,26 @@ class ScoreKeys {
         words[j] = {word(0), word(1), word(2), word(3)};
       }
     }
+  }
+
+  // Makes keys as if no value were NaN, which is rare, and looks at them again if one is: one instruction shows whether
+  // either of two values is NaN.
+  template <int kCount>
+  __device__ static void keys_of_numbers(const float (&values)[kCount][4], uint4 (&keys)[kCount]) {
+    bool numbers = true;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float (&of)[4] = values[j];
+      numbers &= !((of[0] != of[0]) | (of[1] != of[1])) & !((of[2] != of[2]) | (of[3] != of[3]));
+      keys[j] = {order_key_of_number(of[0]), order_key_of_number(of[1]), order_key_of_number(of[2]),
+                 order_key_of_number(of[3])};
+    }
+    if (numbers) return;
+    asm volatile("");  // so that the compiler does not make the comparisons below for all values
+#pragma unroll
+    for (int j = 0; j < kCount; ++j)
+      for (uint32_t* key : {&keys[j].x, &keys[j].y, &keys[j].z, &keys[j].w})
+        if (*key < kSmallestKey || *key > kLargestKey) *key = kAbsent;
   }
 
   // Makes the keys of masked positions absent.
@@ -172,15 +202,16 @@ class ScoreKeys {
     switch (scores_.kind) {
       case Scores::Advantages::kNone:
         return;
-      case Scores::Advantages::kPerToken: {
-        uint4 words[kCount];
-        load_words(fours, reinterpret_cast<const uint32_t*>(advantages), 0, words);
+      case Scores::Advantages::kPerToken:
+        if constexpr (!kAlone) {
+          uint4 words[kCount];
+          load_words(fours, reinterpret_cast<const uint32_t*>(advantages), 0, words);
 #pragma unroll
-        for (int j = 0; j < kCount; ++j)
-          for_each_of(words[j],
-                      [&](int i, uint32_t word) { values[j][i] = weighted(float_of_bits(word), values[j][i]); });
+          for (int j = 0; j < kCount; ++j)
+            for_each_of(words[j],
+                        [&](int i, uint32_t word) { values[j][i] = weighted(float_of_bits(word), values[j][i]); });
+        }
         return;
-      }
       case Scores::Advantages::kPerSequence:
         if constexpr (kLookUp) {
 #pragma unroll

@@ -1,16 +1,17 @@
 // topk_mask, select_tokens: exactly k of each segment, ties to the lower index.
 //
 // A block handles a segment that fits in its shared memory. It takes one launch and reads the scores once: it makes
-// their keys, and all later passes read the keys. A longer segment is cut into pieces (topk_pieces.h). With offsets and
-// no bound on the lengths, both kinds of kernels are launched, and each skips the segments of the other. If a segment
-// is longer than the caller said, its block keeps the keys in global memory: this is slower, but correct.
+// their keys, and all later passes read the keys. Where all segments have the same length of some 8,192 scores, the
+// threads hold the keys in registers (held_keys.h). A longer segment is cut into pieces (topk_pieces.h). With offsets
+// and no bound on the lengths, both kinds of kernels are launched, and each skips the segments of the other. If a
+// segment is longer than the caller said, its block keeps the keys in global memory: this is slower, but correct.
 //
 //   launch             kernel            reads     -> writes
 //   topk_mask          select_segments   scores    -> mask, count, threshold
 //   topk_mask (long)   the same, with more loads in flight
-#include "key_mask.h"
+//   topk_mask (held)   select_held       the same, with the keys in registers
+#include "held_keys.h"
 #include "note_faults.h"
-#include "score_keys.h"
 #include "size_class.h"
 #include "topk_pieces.h"
 
@@ -25,6 +26,16 @@ struct Spill {
   static int64_t size(int64_t values, int64_t segments) { return values + kRoom * (segments + 1); }
   __device__ uint32_t* of(int64_t begin, int64_t segment) const { return keys + (begin + 3) / 4 * 4 + kRoom * segment; }
 };
+
+// Writes what is kept of a row, once its k-th largest key is found.
+template <class Row>
+__device__ __forceinline__ void write_found(const Row& row, const Found<int>& found, bool drop_zeros,
+                                            const SelectionOutputs& outputs, const BlockGroup& block) {
+  const Kept own = write_mask(row, cut_at(found), drop_zeros, block);
+  if (!outputs.count) return;
+  const Kept kept = sum_of(own, block);
+  if (block.rank == 0) write_selected(outputs, blockIdx.x, found.k, kept);
+}
 
 // kLookUp is for pooled batches, where sequences are looked up. Without kSpill, the compiler knows that all keys are in
 // shared memory. kInFlight: the fours that a thread loads before it uses the first.
@@ -46,7 +57,7 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
   const KeyRow<true> row(keys, outputs.mask + begin, end - begin);
   const int origin = begin - row.lead();
 
-  clear_histogram(room, block);
+  clear_histogram(room.histogram, block);
   for_scores<kInFlight>(ScoreKeys<kLookUp>(scores, origin, segment), origin, begin, end, block,
                         [&](int four, const uint4& of_four) {
                           row.set(four, of_four);
@@ -68,10 +79,43 @@ __global__ void __launch_bounds__(BlockGroup::kMostThreads, kSpill ? 1 : 0)
     block.sync();
     found = find_next_digit<true>(room.histogram, digit_of(number), found, block, room.search);
   }
-  const Kept own = write_mask(row, cut_at(found), drop_zeros, block);
-  if (!outputs.count) return;
-  const Kept kept = sum_of(own, block);
-  if (block.rank == 0) write_selected(outputs, blockIdx.x, found.k, kept);
+  write_found(row, found, drop_zeros, outputs, block);
+}
+
+// Segments of one length, whose scores have no mask and no advantage for each token: all are loaded at once. Four
+// blocks share a multiprocessor, which leaves 64 registers for a thread, of which the keys take 32.
+constexpr int kHeldFours = 8, kHoldingThreads = 256;
+using Held = HeldRow<kHeldFours>;
+using Room = HeldRoom<kHoldingThreads / kWarp>;
+
+__global__ void __launch_bounds__(kHoldingThreads, 4)
+    select_held(const __grid_constant__ Scores scores, const __grid_constant__ Quota quota, bool drop_zeros, int length,
+                const __grid_constant__ SelectionOutputs outputs, const __grid_constant__ Faults faults) {
+  note_quota(quota, faults);
+  Room& room = *dynamic_shared<Room>();
+  const BlockGroup block(room.group);
+  const int segment = static_cast<int>(blockIdx.x), begin = segment * length, end = begin + length;
+  Held row(outputs.mask + begin, length);
+  const int origin = begin - row.lead();
+
+  clear_histogram(room.histogram, block);
+  row.load(ScoreKeys<false, true>(scores, origin, segment), origin, begin, end, block);
+  row.for_stretch(block, [&](int, const uint4& of_four) { count_first_digits(room.histogram, of_four); });
+  block.sync();
+  Found<int> found = find_digit<11>(room, digit_of(0).shift, block, [&](int all, int absent) {
+    const int k = static_cast<int>(quota.of(all - absent));
+    return Found<int>{0, k, k};
+  });
+  const auto find_next = [&](auto number) {
+    constexpr Digit kDigit = digit_of(number.value);
+    const uint32_t lowest = found.prefix << found.shift;
+    row.for_stretch(block, [&](int, const uint4& keys) { count_any_keys(room.histogram, keys, kDigit, lowest); });
+    block.sync();
+    found = find_digit<kDigit.bits>(room, kDigit.shift, block, [&](int, int) { return found; });
+  };
+  if (!found.keeps_all()) find_next(std::integral_constant<int, 1>());
+  if (!found.keeps_all()) find_next(std::integral_constant<int, 2>());
+  write_found(row, found, drop_zeros, outputs, block);
 }
 
 // If only the device knows the lengths, there is one launch for each of these largest sizes. With one launch for all,
@@ -109,6 +153,15 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
   const bool look_up = scores.kind == Scores::Advantages::kPerSequence && !same(scores.sequences, segments);
   const auto select_blocks = [&](int64_t shortest, int64_t most, int64_t end, const Spill& spill) {
     const int threads = threads_for(most);
+    // If each row's mask is made of whole words, no row has a four more.
+    const bool words = segments.length % 4 == 0 && misalignment(outputs.mask) % 4 == 0;
+    const bool alone = scores.keys || (!scores.mask && scores.kind != Scores::Advantages::kPerToken);
+    if (!segments.ragged() && !look_up && alone && threads == kHoldingThreads && most > Held::most(threads) * 3 / 4 &&
+        most + (words ? 0 : 3) <= Held::most(threads)) {
+      launch("topk_mask (held)", select_held, segments.count, threads, sizeof(Room), device, scores, quota, drop_zeros,
+             static_cast<int>(segments.length), outputs, device.faults);
+      return;
+    }
     const bool many = !spill.keys && !look_up && threads <= kFewThreads && most >= kManyInFlight * 4 * threads;
     const auto kernel = many         ? select_segments<false, false, kManyInFlight>
                         : spill.keys ? look_up ? select_segments<true, true> : select_segments<false, true>

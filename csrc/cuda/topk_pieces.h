@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2)
   SearchRoom& room = *dynamic_shared<SearchRoom>();
   const BlockGroup block(room.group);
   for_parts(pieces, [&](const Part& part) {
-    clear_histogram(room, block);
+    clear_histogram(room.histogram, block);
     const int origin = part.begin / 4 * 4;
     // A thread loads twice as many fours at a time as in select_segments, whose segments are mostly too short for this.
     for_scores<4>(ScoreKeys<true>(pieces.selection.scores, origin), origin, part.begin, part.end, block,
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2) split_pieces(const __grid_co
       write_nothing(mask + part.begin, part.end - part.begin, block);
       return;
     }
-    clear_histogram(room, block);
+    clear_histogram(room.histogram, block);
     const Cut cut = cut_at(found);
     const PartOfWarp own(pieces, part, block);
     const uint32_t width = cut.all_ties ? 0 : 1u << found.shift;  // of the keys that are undecided
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kPieceThreads, 2) count_last(const __grid_cons
   for_parts(pieces, [&](const Part& part) {
     const Found<int> found = resume<1>(pieces, part, block, room);
     if (found.k == 0 || found.keeps_all()) return;
-    clear_histogram(room, block);
+    clear_histogram(room.histogram, block);
     const WarpRest rest(pieces, part, block);
     for (int i = block.rank % kWarp; i < rest.count; i += kWarp)
       count_key(room.histogram, pieces.rest.keys[rest.begin + i], digit_of(2), found.prefix);

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool first = digit.is_first();
     if (!first && searches[segment].k == 0) return;
     const uint32_t prefix = first ? 0 : static_cast<uint32_t>(searches[segment].prefix);
-    clear_histogram(room, block);
+    clear_histogram(room.histogram, block);
     for_stored(keys.keys, begin, end, block, [&](uint32_t key) { count_key(room.histogram, key, digit, prefix); });
     block.sync();
     add_histogram(room.histogram, bins, counts + segment * bins, block);

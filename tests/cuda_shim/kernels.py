@@ -356,7 +356,7 @@ def test_a_masked_row_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---- selections: both sides of every threshold -----------------------------------------------------------------------
 
-LENGTHS = (0, 1, 31, 32, 33, 1024, 1025, 2048, 2049, 4096, 4097, 16384, 16385, 40_000)
+LENGTHS = (0, 1, 31, 32, 33, 1024, 1025, 2048, 2049, 4096, 4097, 6144, 6145, 8189, 8190, 8192, 16384, 16385, 40_000)
 
 
 @pytest.mark.parametrize("shared", ["232448", SMALL_SHARED])
@@ -403,6 +403,28 @@ def test_topk_of_misaligned_scores(dtype: torch.dtype, shared: str, monkeypatch:
             ours, reference.select_tokens(scores, each, 0.3, offsets=offsets, drop_zeros=True), strict=True
         ):
             assert_identical(mine, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [6145, 8188, 8192])
+def test_topk_of_segments_in_registers(length: int, dtype: torch.dtype) -> None:
+    """With NaN, zeros of both signs, ties that not all are kept, and keys that differ in the last digit alone."""
+    near = torch.arange(length).float() * 2**-23 + 1  # bfloat16 and float16 round most of them to a few values
+    rows = [torch.randn(length), near, torch.randint(-2, 3, (length,)).float(), torch.full((length,), torch.nan)]
+    for skip in (0, 1, 2, 4):
+        room = torch.zeros(len(rows) * length + skip, dtype=dtype)
+        scores = room[skip:].view(len(rows), length)
+        scores.copy_(torch.stack(rows))
+        scores[0, ::7], scores[0, 1::7], scores[0, 3::11], scores[:, 5] = 0, -0.0, torch.nan, torch.inf
+        scores[0, 9], scores[2, -1] = -torch.inf, torch.nan
+        for ratio in (1e-4, 0.1, 0.9, 1.0):
+            assert_identical(d3s.topk_mask(scores, ratio), reference.topk_mask(scores, ratio))
+            for drop_zeros in (False, True):
+                given = {"ratio": ratio, "scope": "sequence", "drop_zeros": drop_zeros}
+                each = torch.tensor([1.0, -3.0, 0.5, 2.0])
+                ours, theirs = (of.select_tokens(scores, each, **given) for of in (d3s, reference))
+                for mine, exact in zip(ours, theirs, strict=True):
+                    assert_identical(mine, exact)
 
 
 def test_topk_of_a_few_long_segments_among_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
