@@ -16,19 +16,45 @@ namespace {
 // While it is sorted, an entry has its index in the low bits. So no two are equal, and the sort is stable.
 constexpr int kIndexBits = 16;
 constexpr int64_t kMostOwnEntries = int64_t{1} << kIndexBits;
-constexpr int kRun = 256, kRunThreads = kRun / 2;
+constexpr int kRun = 256;    // and as many threads
 constexpr int kMerged = 16;  // runs that become one: 256 runs need two launches
 constexpr int kMergeThreads = 256;
 
-__global__ void __launch_bounds__(kRunThreads) sort_runs(const uint64_t* entries, int n, Entry* runs) {
-  Entry* run = dynamic_shared<Entry>();
-  const BlockGroup block(nullptr);
-  const int begin = static_cast<int>(blockIdx.x) * kRun, count = min(kRun, n - begin);
-  for (int i = block.rank; i < count; i += block.size)
-    run[i] = Entry{entries[begin + i]} << kIndexBits | static_cast<Entry>(begin + i);
-  block.sync();
-  bitonic_sort(run, count, block);
-  for (int i = block.rank; i < count; i += block.size) runs[begin + i] = run[i];
+// Sorts the entries of a warp, one of each lane.
+__device__ __forceinline__ Entry warp_sorted(Entry own) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+  for (int run = 2; run <= kWarp; run *= 2)
+#pragma unroll
+    for (int stride = run / 2; stride > 0; stride /= 2) {  // each other run descends
+      const Entry other = __shfl_xor_sync(kAllLanes, own, stride);
+      const bool smaller = !(lane & run) == !(lane & stride);  // the lane keeps the smaller of the two
+      own = (other < own) == smaller ? other : own;
+    }
+  return own;
+}
+
+// Each warp sorts 32 entries. Then each thread finds the place of its entry among all, by a search in the entries of
+// each warp for the first that is not smaller; all searches take a step at the same time. Entries past the end are the
+// largest.
+__global__ void __launch_bounds__(kRun) sort_runs(const uint64_t* entries, int n, Entry* runs) {
+  Entry* of_warps = dynamic_shared<Entry>();
+  const int begin = static_cast<int>(blockIdx.x) * kRun, rank = static_cast<int>(threadIdx.x), i = begin + rank;
+  const Entry own = warp_sorted(i < n ? Entry{entries[i]} << kIndexBits | static_cast<Entry>(i) : ~Entry{0});
+  of_warps[rank] = own;
+  __syncthreads();
+  int before[kRun / kWarp] = {};
+#pragma unroll
+  for (int left = kWarp; left > 0; left /= 2) {  // steps of 16, 8, 4, 2, 1 and 1 again
+    const int step = left > 1 ? left / 2 : 1;
+#pragma unroll
+    for (int warp = 0; warp < kRun / kWarp; ++warp)
+      if (of_warps[warp * kWarp + before[warp] + step - 1] < own) before[warp] += step;
+  }
+  int place = 0;
+#pragma unroll
+  for (const int of_warp : before) place += of_warp;
+  if (place < min(kRun, n - begin)) runs[begin + place] = own;
 }
 
 // A thread finds the place of one entry among kMerged runs, by a search in each for the first entry that is not
@@ -75,7 +101,7 @@ SortedEntries sort_entries(uint64_t* entries, uint64_t* entries_spare, uint32_t*
   static_assert(sizeof(Entry) == sizeof(uint64_t));
   auto *from = reinterpret_cast<Entry*>(entries_spare), *to = reinterpret_cast<Entry*>(entries);
   const int count = static_cast<int>(n);
-  launch("sort (runs)", sort_runs, ceil_div(n, kRun), kRunThreads, kRun * sizeof(Entry), device, entries, count, from);
+  launch("sort (runs)", sort_runs, ceil_div(n, kRun), kRun, kRun * sizeof(Entry), device, entries, count, from);
   int length = kRun;
   for (; kMerged * length < count; length *= kMerged, std::swap(from, to))
     launch("sort (merge)", merge_runs<false>, ceil_div(n, kMergeThreads), kMergeThreads, 0, device, from, count, length,
