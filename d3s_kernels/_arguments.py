@@ -20,11 +20,11 @@ def require_tensors(**arguments: Tensor | None) -> None:
     device = None
     for name, value in arguments.items():
         if type(value) is not Tensor and type(value) is not Parameter:
-            value = _readable(name, value, "a tensor")
+            value = _require_subclass(name, value, "a tensor")
         if device is None:
             device = value.device
         elif value.device != device:
-            raise _elsewhere(name, value, device)
+            raise _on_another_device(name, value, device)
 
 
 def require_optional_tensors(like: Tensor, **arguments: Tensor | None) -> None:
@@ -44,17 +44,17 @@ def require_segments(like: Tensor, offsets: Tensor | None, max_segment: int | No
 
 def _require_device(name: str, value: Tensor, device: torch.device) -> None:
     if type(value) is not Tensor and type(value) is not Parameter:
-        _readable(name, value, "a tensor or None")
+        _require_subclass(name, value, "a tensor or None")
     if value.device != device:
-        raise _elsewhere(name, value, device)
+        raise _on_another_device(name, value, device)
 
 
-def _elsewhere(name: str, value: Tensor, device: torch.device) -> ValueError:
+def _on_another_device(name: str, value: Tensor, device: torch.device) -> ValueError:
     return ValueError(f"{name}: is on {value.device}; takes a tensor on the device of the others, {device}")
 
 
-def _readable(name: str, value: object, takes: str) -> Tensor:
-    """Checks a value whose exact type is not Tensor or Parameter. Values of these two types skip this check, which
+def _require_subclass(name: str, value: object, takes: str) -> Tensor:
+    """For a value whose exact type is neither Tensor nor Parameter. Values of these two types skip this check, which
     saves time; if they have an unreadable layout, the dispatcher refuses them (``_dispatch/unreadable.py``).
     """
     if not isinstance(value, Tensor):
@@ -64,7 +64,7 @@ def _readable(name: str, value: object, takes: str) -> Tensor:
 
 
 def require_readable(**arguments: object) -> None:
-    """Raises for tensors whose numbers the ops cannot read, for whatever reason."""
+    """Raises for tensors whose numbers the ops cannot read: DTensors, nested, sparse and quantised tensors."""
     for name, value in arguments.items():
         if isinstance(value, Tensor) and (reason := why_unreadable(name, value)) is not None:
             raise TypeError(f"{name}: got {reason}")
@@ -87,7 +87,7 @@ def require_plain(**arguments: object) -> None:
 
 
 def why_unreadable(name: str, value: Tensor) -> str | None:
-    """Why the ops cannot read a tensor's memory, and what to do about it, as words for an error; None if they can."""
+    """For an error message: why the ops cannot read a tensor's memory, and what to do about it. None if they can."""
     kind = type(value)
     if hasattr(kind, "to_local"):  # a DTensor; hasattr(value, ...) is False in torch.compile
         also = ""
@@ -154,14 +154,12 @@ def require_no_tangent(**arguments: Tensor | None) -> None:
 def require_whole(**arguments: int | None) -> None:
     """Raises unless each argument is a whole number or None."""
     for name, value in arguments.items():
-        if value is None or type(value) is int or isinstance(value, torch.SymInt):
-            continue
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name}: got {value!r}; takes a whole number")
+        if value is not None and type(value) is not int and not isinstance(value, torch.SymInt):
+            whole_number(name, value)
 
 
 def whole_number(name: str, value: object, *, at_least: int | None = None) -> int:
-    """Returns the value as an int. For code outside of the ops, where no number is symbolic."""
+    """Returns the value as an int. A symbolic number of torch.compile is refused: see :func:`require_whole`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}: got {value!r}; takes a whole number")
     if at_least is not None and value < at_least:
@@ -194,20 +192,8 @@ def require_rule(rule: str, takes: tuple[str, ...]) -> None:
         raise ValueError(f"rule: got {rule!r}; takes one of {', '.join(map(repr, takes))}")
 
 
-def require_generator(generator: torch.Generator | None, rule: str, draws: bool, like: Tensor) -> None:
-    """Refuses a generator if the rule draws no numbers, or if it is for another kind of device."""
-    if generator is None:
-        return
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator: got {type(generator).__name__}; takes a torch.Generator or None")
-    if not draws:
-        raise ValueError(f"generator: got one with rule {rule!r}; takes one only with rule 'random'")
-    if generator.device.type != like.device.type:
-        raise ValueError(f"generator: is of {generator.device}; takes one of the values' device, {like.device}")
-
-
 def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[float, Tensor | None]:
-    """Returns the number, and the tensor that replaces it, if any: float32, 0-d or one for each row of ``like``."""
+    """The number, and the tensor that replaces it, if any: float32, 0-d or with one number for each row of ``like``."""
     if not isinstance(temperature, Tensor):
         if not is_number(temperature):
             raise TypeError(f"temperature: got {type(temperature).__name__}; takes a number or a float tensor")
@@ -234,24 +220,10 @@ def temperature_argument(temperature: float | Tensor, like: Tensor) -> tuple[flo
 
 
 def in_a_graph(value: float, like: Tensor) -> Tensor:
-    """The number as a 0-d tensor, since torch.compile would compile a new graph for each float. The caller checks the
-    value before, because the kernels do not check the value of a tensor on a GPU.
+    """The number as a 0-d tensor, since torch.compile would compile a new graph for each float. The caller has to check
+    the value: kernels on a GPU do not check the value of a tensor.
     """
     return torch.ones((), dtype=torch.float64, device=like.device) * value
-
-
-def require_keep(keep: int | Tensor) -> None:
-    """Refuses a ``keep`` below 1. The value of a tensor is checked only if :func:`is_known` lets the host read it."""
-    if isinstance(keep, Tensor):
-        if keep.numel() != 1 or keep.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"keep: got shape {list(keep.shape)} of {keep.dtype}; takes a number or a 0-d int64 or int32 tensor"
-            )
-        if torch.compiler.is_compiling() or not is_known(keep):
-            return
-        keep = int(keep)
-    if keep < 1:
-        raise ValueError(f"keep: got {keep}; takes at least 1")
 
 
 def checks_everything() -> bool:

@@ -88,10 +88,18 @@ def importance_ratio(
     require_no_tangent(logprob=logprob)
     require_optional_tensors(logprob, groups=groups, offsets=offsets)
     mask = checked_mask(mask, logprob)
-    _require_words(level=level, denominator=denominator)
+    for name, word in (("level", level), ("denominator", denominator)):
+        if not isinstance(word, str):
+            raise TypeError(f"{name}: got {word!r}; takes a word")
     if log_bounds is None:
         log_bounds = _LOG_BOUNDS_OF_TOKENS if level == "token" else _LOG_BOUNDS_OF_MEANS
-    low, high = _pair(log_bounds)
+    elif not isinstance(log_bounds, (tuple, list)) or len(log_bounds) != 2:
+        raise TypeError(f"log_bounds: got {log_bounds!r}; takes two numbers, (low, high)")
+    elif None in log_bounds:
+        raise TypeError(f"log_bounds: got {log_bounds!r}; takes two numbers, -inf or inf for no bound")
+    low, high = log_bounds
+    require_number(log_bounds=low)
+    require_number(log_bounds=high)
     old = old_logprob.detach() if old_logprob.requires_grad else old_logprob
     return ops.importance_ratio(
         as_float32("logprob", logprob), as_float32("old_logprob", old), mask, groups, offsets, level,
@@ -249,27 +257,7 @@ def espo_terms(
     groups = entropy_groups(entropy, mask, quantiles)
     ratio = importance_ratio(logprob, old_logprob, mask, level="entropy_group", groups=groups, denominator=denominator)
     epsilon = adaptive_clip(entropy, groups, mask, vocab_size=vocab_size, alpha=alpha)
-    return EspoTerms(ratio, epsilon, _weight(groups, mask, len(quantiles) + 1))
-
-
-def _weight(groups: Tensor, mask: Tensor, count: int) -> Tensor:
-    sizes = torch.stack([(groups == group).sum(-1) for group in range(count)], -1)
-    size = sizes.gather(-1, groups.clamp(min=0).long())
-    weight = mask.sum(-1, keepdim=True) / ((sizes > 0).sum(-1, keepdim=True) * size)
-    return weight.float().masked_fill(groups < 0, 0.0)
-
-
-def _require_words(**arguments: str) -> None:
-    for name, value in arguments.items():
-        if not isinstance(value, str):
-            raise TypeError(f"{name}: got {value!r}; takes a word")
-
-
-def _pair(log_bounds: tuple[float, float]) -> tuple[float, float]:
-    if not isinstance(log_bounds, (tuple, list)) or len(log_bounds) != 2:
-        raise TypeError(f"log_bounds: got {log_bounds!r}; takes two numbers, (low, high)")
-    for bound in log_bounds:
-        if bound is None:
-            raise TypeError(f"log_bounds: got {log_bounds!r}; takes two numbers, -inf or inf for no bound")
-        require_number(log_bounds=bound)
-    return log_bounds[0], log_bounds[1]
+    sizes = torch.stack([(groups == group).sum(-1) for group in range(len(quantiles) + 1)], -1)
+    size_of_each = sizes.gather(-1, groups.clamp(min=0).long())
+    weight = mask.sum(-1, keepdim=True) / ((sizes > 0).sum(-1, keepdim=True) * size_of_each)
+    return EspoTerms(ratio, epsilon, weight.float().masked_fill(groups < 0, 0.0))

@@ -11,7 +11,12 @@ from ._arguments import require_number, require_optional_tensors, require_readab
 from ._dispatch import ops
 from ._segments.segments import TOLERANCE, segments_of
 from ._segments.segments import without_spread as segments_without_spread
-from ._selection.arguments import check_rule, checked_rewards, checked_rollouts, rewards_as_floats
+from ._selection.arguments import (
+    group_advantages_arguments,
+    max_variance_arguments,
+    rewards_as_floats,
+    select_rollouts_arguments,
+)
 from ._selection.rules import choose_rollouts, usable
 
 if TYPE_CHECKING:
@@ -85,7 +90,7 @@ def group_advantages(
 
         layout = across_ranks.Layout(process_group, placement, offsets, max_rollouts=max_rollouts)
         return across_ranks.group_advantages(rewards, scale, eps, ddof, layout)
-    return ops.group_advantages(*checked_rewards(rewards, offsets, scale, eps, ddof))
+    return ops.group_advantages(*group_advantages_arguments(rewards, offsets, scale, eps, ddof))
 
 
 def groups_without_spread(rewards: Tensor, *, offsets: Tensor | None = None, tolerance: float | None = None) -> Tensor:
@@ -180,10 +185,11 @@ def max_variance_select(
         from ._across_ranks import rollouts as across_ranks
 
         layout = across_ranks.Layout(process_group, placement, offsets, max_segment, max_rollouts)
-        return across_ranks.max_variance_select(values, keep, mask, layout)
+        return across_ranks.select_rollouts(
+            values, keep, "max_variance", "group", mask, None, False, layout, call="max_variance_select"
+        )
     require_tensors(values=values)
-    quota, mask = checked_rollouts(values, keep, mask, offsets, max_segment)
-    return ops.max_variance_select(values, *quota[2:], mask, offsets, max_segment, False)
+    return ops.max_variance_select(*max_variance_arguments(values, keep, mask, offsets, max_segment))
 
 
 def select_rollouts(
@@ -274,7 +280,5 @@ def select_rollouts(
 
         layout = across_ranks.Layout(process_group, placement, offsets, max_rollouts=max_rollouts)
         return across_ranks.select_rollouts(advantages, keep, rule, scope, mask, generator, equal_rows, layout)
-    require_tensors(advantages=advantages)
-    quota, mask = checked_rollouts(advantages, keep, mask, offsets, None)
-    check_rule(advantages, keep, rule, scope, generator, equal_rows)
-    return choose_rollouts(rule, advantages, quota, mask, offsets, None, scope == "batch", generator)
+    arguments = select_rollouts_arguments(advantages, keep, rule, scope, mask, offsets, generator, equal_rows)
+    return choose_rollouts(rule, generator, *arguments)

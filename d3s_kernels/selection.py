@@ -105,9 +105,9 @@ class Selection:
 
     def schedule(self, group_size: int) -> DownSamplingSchedule:
         """The schedule for groups of this size, with both ends as numbers of rollouts."""
-        given = self.options
-        start = given.rollouts_start, given.token_ratio_start
-        return _schedule(start, (given.rollouts_end, given.token_ratio_end), given.schedule_shape, group_size)
+        options = self.options
+        start = options.rollouts_start, options.token_ratio_start
+        return _schedule(start, (options.rollouts_end, options.token_ratio_end), options.schedule_shape, group_size)
 
     def budget(self, progress: float, group_size: int) -> Budget:
         """The budget at ``progress``, the share of training that is done: rollouts between 2 and ``group_size``."""
@@ -171,17 +171,16 @@ class Selection:
             >>> selection.rollouts(advantages, 0.0, groups=["a", "b", "a", "a", "b", "b"], multiple_of=5)
             tensor([ True,  True,  True, False,  True,  True])
         """
-        given = self.options
+        rule, scope = self.options.rollout_rule, self.options.rollout_scope
         if has_tokens is not None:
             if has_tokens.shape != advantages.shape:
                 shapes = list(has_tokens.shape), list(advantages.shape)
                 raise ValueError(f"has_tokens: got shape {shapes[0]}; takes that of advantages, {shapes[1]}")
-            advantages = _without_tokens_last(advantages, has_tokens.bool(), given.rollout_rule)
+            advantages = _without_tokens_last(advantages, has_tokens.bool(), rule)
         if groups is not None:
             groups = labels_of(groups)
             group_size = group_size or max(Counter(groups).values(), default=2)
         keep = self.budget(progress, group_size or advantages.shape[-1]).rollouts
-        rule, scope = given.rollout_rule, given.rollout_scope
         generator = generator if rule == "random" else None
         if process_group is None:
             return choose_rollouts(
@@ -203,8 +202,8 @@ class Selection:
         scale: Scale = "group",
         without_spread: Tensor | None = None,
     ) -> Tensor:
-        """The advantages to train with: those given, or, with ``advantages_from`` "kept", those given but normalised
-        again over the kept rollouts of each group (PODS).
+        """The advantages to train with: unchanged, or, with ``advantages_from`` "kept", normalised again over the kept
+        rollouts of each group (PODS).
 
         Args:
             advantages: float ``[groups, n]``; or ``[N]`` with ``groups``.
@@ -221,14 +220,14 @@ class Selection:
         if groups is not None:
             table, places = in_groups(advantages, groups)
             kept = torch.zeros_like(table, dtype=torch.bool).view(-1).index_put((places,), kept).view_as(table)
-            of_table = self.advantages(table, kept, scale=scale, without_spread=without_spread)
-            return of_table.flatten()[places]
+            return self.advantages(table, kept, scale=scale, without_spread=without_spread).flatten()[places]
         if advantages.dim() != 2:
             raise ValueError(f"advantages: got shape {list(advantages.shape)}; takes [groups, n], or [N] with groups")
         if self.options.advantages_from == "all":
             return advantages
-        same = groups_without_spread(advantages) if without_spread is None else without_spread
-        survivors = advantages.masked_fill(same[:, None], 0).masked_fill(~kept, torch.nan)  # NaN is ignored
+        if without_spread is None:
+            without_spread = groups_without_spread(advantages)
+        survivors = advantages.masked_fill(without_spread[:, None], 0).masked_fill(~kept, torch.nan)  # NaN is ignored
         return group_advantages(survivors, scale="group" if scale == "group" else "none")
 
     def trusted(
@@ -248,18 +247,18 @@ class Selection:
         The result is known before the update. Pass its ``mask`` to the LM head, so that other tokens cost nothing, and
         the whole result to :meth:`tokens`. Multiply each token's loss by its ``weight``.
         """
-        given = self.options
-        if given.off_policy_rule == "none" and mask is not None:
+        rule, low, high = self.options.off_policy_rule, self.options.off_policy_low, self.options.off_policy_high
+        if rule == "none" and mask is not None:
             present = as_bool("mask", mask)
             return TrustedTokens(present, present.float(), present.sum())
         require_tensors(logprob=logprob, sampling_logprob=sampling_logprob)
         assert logprob is not None
         assert sampling_logprob is not None
-        if given.off_policy_rule == "none":
+        if rule == "none":
             return self.trusted(None, None, mask=torch.ones_like(logprob, dtype=torch.bool))
         return trusted_tokens(
-            logprob, sampling_logprob, given.off_policy_rule, low=given.off_policy_low, high=given.off_policy_high,
-            advantages=advantages, mask=mask, offsets=offsets, process_group=process_group,
+            logprob, sampling_logprob, rule, low=low, high=high, advantages=advantages, mask=mask, offsets=offsets,
+            process_group=process_group,
         )  # fmt: skip
 
     def tokens(
@@ -278,22 +277,22 @@ class Selection:
         budget's share. All arguments are as there; ``entropy`` may require a gradient. With an ``off_policy_rule``,
         ``mask`` must be what :meth:`trusted` returned, so that no token bypasses the rule.
         """
-        given = self.options
+        options = self.options
         if isinstance(mask, TrustedTokens):
             mask = mask.mask
-        elif given.off_policy_rule != "none":
-            rule, kind = given.off_policy_rule, type(mask).__name__
+        elif options.off_policy_rule != "none":
+            rule, kind = options.off_policy_rule, type(mask).__name__
             raise ValueError(f"mask: got a {kind} with off_policy_rule {rule!r}; takes what trusted() has returned")
         return select_tokens(
             entropy.detach(),
             advantages,
             self.budget(progress, 2).token_ratio,
-            rule=given.token_rule,
+            rule=options.token_rule,
             mask=mask,
             offsets=offsets,
-            scope=given.token_scope,
-            drop_zeros=given.drop_zeros,
-            generator=generator if given.token_rule == "random" else None,
+            scope=options.token_scope,
+            drop_zeros=options.drop_zeros,
+            generator=generator if options.token_rule == "random" else None,
             process_group=process_group,
             placement=placement,
         )
@@ -388,47 +387,47 @@ def choose_rollouts(
     else:
         sizes = [table.shape[1]] * len(table)  # counting on a GPU is a host sync
 
-    def number_asked(sizes: Sequence[int]) -> int:
-        """``keep`` for each group; with scope "batch", larger groups make up for groups that have fewer."""
-        if scope == "group":
-            return sum(min(keep, size) for size in sizes)
-        return min(keep * len(sizes), sum(sizes))
+    def number_kept(sizes: list[int], multiple: int) -> int:
+        asked = sum(min(keep, size) for size in sizes)
+        if scope == "batch":  # larger groups make up for groups that have fewer than keep
+            asked = min(keep * len(sizes), sum(sizes))
+        return rounded(asked, sum(sizes), multiple)
 
-    def marked(values: Tensor, number: int) -> Tensor:
+    def mark(values: Tensor, number: int) -> Tensor:
+        """Marks this many values of each row."""
         if number == 0:
             return torch.zeros_like(values, dtype=torch.bool)
         return select_rollouts(values, number, rule=rule, scope="group", generator=generator)
 
-    def of_table(values: Tensor, sizes: Sequence[int], multiple: int) -> Tensor:
-        total = rounded(number_asked(sizes), sum(sizes), multiple)
-        if scope == "batch":
-            return marked(values.flatten(), total).view_as(values)
+    def mark_in_each_group(values: Tensor, sizes: list[int], total: int) -> Tensor:
+        """Marks the same number in each group, as far as groups are large enough, and one more in some groups."""
         each = min(total // max(1, len(sizes)), min(sizes, default=0))
         while each < max(sizes, default=0) and sum(min(each + 1, size) for size in sizes) <= total:
             each += 1
-        kept, more = marked(values, each), total - sum(min(each, size) for size in sizes)
-        if more:
-            larger = marked(values, each + 1)
-            can = larger.sum(dim=1) > each
-            if rule == "random":
-                further = select_rollouts(can.float(), more, rule=rule, scope="group", mask=can, generator=generator)
-            else:
-                further = topk_mask(_variances(values, larger), k=more, mask=can)
-            kept = torch.where(further.unsqueeze(1), larger, kept)
-        return kept
-
-    if ranks is None:
-        kept = of_table(table, sizes, multiple_of)
-    elif scope == "group" and len(table) % ranks == 0:
-        each = len(table) // ranks
-        parts = zip(table.chunk(ranks), (sizes[i * each : (i + 1) * each] for i in range(ranks)), strict=True)
-        kept = torch.cat([of_table(part, of_part, multiple_of // ranks) for part, of_part in parts])
-    else:
-        total, of_ranks = rounded(number_asked(sizes), sum(sizes), multiple_of), table.reshape(ranks, -1)
-        if rule == "max_variance":
-            kept = most_varied(of_ranks, torch.full((), total, device=table.device)).view_as(table)
+        kept, more = mark(values, each), total - sum(min(each, size) for size in sizes)
+        if not more:
+            return kept
+        larger = mark(values, each + 1)
+        can = larger.sum(dim=1) > each
+        if rule == "random":
+            further = select_rollouts(can.float(), more, rule=rule, scope="group", mask=can, generator=generator)
         else:
-            kept = marked(of_ranks, total // ranks).view_as(table)
+            further = topk_mask(_variances(values, larger), k=more, mask=can)
+        return torch.where(further.unsqueeze(1), larger, kept)
+
+    parts = ranks or 1
+    if scope == "group" and len(table) % parts == 0:  # no group lies on two ranks
+        each = len(table) // parts
+        kept = torch.empty_like(table, dtype=torch.bool)
+        for rank in range(parts):
+            part = slice(rank * each, (rank + 1) * each)
+            kept[part] = mark_in_each_group(table[part], sizes[part], number_kept(sizes[part], multiple_of // parts))
+    else:
+        total, rows = number_kept(sizes, multiple_of), table.reshape(parts, -1)
+        if ranks is not None and rule == "max_variance":
+            kept = most_varied(rows, torch.full((), total, device=table.device)).view_as(table)
+        else:
+            kept = mark(rows, total // parts).view_as(table)
     return kept if groups is None else kept.flatten()[places]
 
 
@@ -483,18 +482,21 @@ def in_groups(values: Tensor, groups: Iterable[Hashable] | Tensor) -> tuple[Tens
         >>> d3s.group_advantages(rewards, scale="none").flatten()[places]
         tensor([ 0.5000,  0.0000, -0.5000])
     """
-    labels, rows = labels_of(groups), dict[Hashable, int]()
-    row = torch.tensor([rows.setdefault(label, len(rows)) for label in labels], dtype=torch.int64)
-    if values.shape != row.shape:
-        raise ValueError(f"groups: got {len(row)} for values of shape {list(values.shape)}; takes one for each rollout")
+    labels = labels_of(groups)
+    if values.shape != (len(labels),):
+        shape = list(values.shape)
+        raise ValueError(f"groups: got {len(labels)} for values of shape {shape}; takes one for each rollout")
     if not values.is_floating_point():
         raise ValueError(f"values: got dtype {values.dtype}; takes a float dtype, which has NaN")
-    sizes = row.bincount(minlength=len(rows))
-    order, first = row.argsort(stable=True), sizes.cumsum(0) - sizes
-    column = torch.empty_like(row)
-    column[order] = torch.arange(len(row)) - first.repeat_interleave(sizes)
-    width = int(sizes.max()) if len(rows) else 0
-    places = (row * width + column).to(values.device)
+    rows: dict[Hashable, list[int]] = {}
+    for rollout, label in enumerate(labels):
+        rows.setdefault(label, []).append(rollout)
+    width = max(map(len, rows.values()), default=0)
+    place_of = [0] * len(labels)
+    for row, rollouts in enumerate(rows.values()):
+        for column, rollout in enumerate(rollouts):
+            place_of[rollout] = row * width + column
+    places = torch.tensor(place_of, dtype=torch.int64, device=values.device)
     table = values.new_full((len(rows) * width,), torch.nan)
     table[places] = values
     return table.view(len(rows), width), places

@@ -38,29 +38,30 @@ def whole(at_least: int) -> Takes:
     return Takes(lambda value: type(value) is int and value >= at_least, f"a whole number of at least {at_least}")
 
 
-def _is_rollouts(value: Any) -> bool:
-    return type(value) in (int, float) and (0 < value <= 1 or (1 < value < math.inf and value == int(value)))
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _are_quantiles(value: Any) -> bool:
-    if not isinstance(value, Sequence) or not all(type(cut) in (int, float) and 0 < cut < 1 for cut in value):
+    if not isinstance(value, Sequence) or not all(_is_number(cut) and 0 < cut < 1 for cut in value):
         return False
     return list(value) == sorted(set(value)) and len(value) <= 15
 
 
-ROLLOUTS = Takes(_is_rollouts, "a share in (0, 1] of a group's rollouts, or their number, which is whole and above 1")
-RATIO = Takes(lambda value: type(value) in (int, float) and 0 < value <= 1, "a number in (0, 1]")
-QUANTILES = Takes(_are_quantiles, "rising numbers in (0, 1), at most 15")
-ALPHA = Takes(lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0")
-BOUND = Takes(
-    lambda value: value is None or (type(value) in (int, float) and value >= 0), "a number of at least 0, or None"
+ROLLOUTS = Takes(
+    lambda value: _is_number(value) and (0 < value <= 1 or (1 < value < math.inf and value == int(value))),
+    "a share in (0, 1] of a group's rollouts, or their number, which is whole and above 1",
 )
+RATIO = Takes(lambda value: _is_number(value) and 0 < value <= 1, "a number in (0, 1]")
+QUANTILES = Takes(_are_quantiles, "rising numbers in (0, 1), at most 15")
+ALPHA = Takes(lambda value: _is_number(value) and 0 < value < math.inf, "a number above 0")
+BOUND = Takes(lambda value: value is None or (_is_number(value) and value >= 0), "a number of at least 0, or None")
 FLAG = Takes(lambda value: isinstance(value, bool), "true or false")
 
 
 class Help(str):
-    """An option's help text, which also stores the values that the option accepts. These cannot be a metadata entry of
-    their own: transformers passes all metadata to ``argparse``, which accepts only names it knows.
+    """An option's help text, which also holds the values that the option accepts. They cannot be a metadata entry of
+    their own: transformers passes all metadata to ``argparse``, which refuses names that it does not know.
     """
 
     takes: Takes
@@ -71,7 +72,7 @@ def option(default: Any, help: str, takes: Takes) -> Any:
     text = Help(help)
     text.takes = takes
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": text})
+        return field(default_factory=default.copy, metadata={"help": text})
     return field(default=default, metadata={"help": text})
 
 
@@ -105,9 +106,9 @@ def check_token_rule(options: Any, section: str = "") -> None:
     """Raises a ValueError for token options that rule "entropy_quantile" does not support."""
     if options.token_rule != "entropy_quantile":
         return
-    for key, takes in (("token_scope", "batch"), ("drop_zeros", False)):
-        if (given := getattr(options, key)) != takes:
-            raise ValueError(f"{section}{key}: got {given!r} with token_rule 'entropy_quantile'; takes {takes!r}")
+    for name, takes in (("token_scope", "batch"), ("drop_zeros", False)):
+        if (value := getattr(options, name)) != takes:
+            raise ValueError(f"{section}{name}: got {value!r} with token_rule 'entropy_quantile'; takes {takes!r}")
 
 
 def options_from(kind: type[Options], values: Mapping[str, Any], section: str = "") -> Options:
@@ -142,14 +143,14 @@ def values_of_words(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if not word.startswith(PREFIX):
             rest.append(word)
             continue
-        name, equals, value = word.removeprefix(PREFIX).partition("=")
-        given = value if equals else next(left, None)
-        if given is None:
+        name, equals, after = word.removeprefix(PREFIX).partition("=")
+        text = after if equals else next(left, None)
+        if text is None:
             raise ValueError(f"{word}: got no value; takes one behind it")
         try:
-            values[name] = json.loads(given)
+            values[name] = json.loads(text)
         except json.JSONDecodeError:
-            values[name] = given
+            values[name] = text
     return values, rest
 
 

@@ -10,17 +10,14 @@ from torch import Tensor
 from ._arguments import (
     as_bool,
     checked_mask,
-    require_flag,
     require_readable,
     require_scope,
-    require_segments,
     require_tensors,
     require_whole,
     temperature_argument,
 )
 from ._dispatch import ops
-from ._segments.quota import quota_of
-from ._selection.arguments import Logits, checked_scores, checked_tokens, weights_as_float32
+from ._selection.arguments import select_tokens_arguments, topk_mask_arguments
 from ._selection.rules import entropy_quantile
 from .sampling import SamplingMask, op_arguments
 
@@ -106,8 +103,7 @@ def topk_mask(
 
         layout = across_ranks.Layout(process_group, placement, offsets, max_segment)
         return across_ranks.topk_mask(scores, ratio, k, mask, drop_zeros, layout)
-    quota, mask = checked_scores(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
-    return ops.topk_mask(scores, *quota, mask, offsets, max_segment, False, drop_zeros)
+    return ops.topk_mask(*topk_mask_arguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros))
 
 
 def select_tokens(
@@ -202,15 +198,14 @@ def select_tokens(
         if drop_zeros:
             raise ValueError("drop_zeros: got True with rule 'entropy_quantile'; takes False")
         require_readable(entropy=entropy, advantages=advantages, ratio=ratio, mask=mask, offsets=offsets)
-    values, weights, quota, mask = checked_tokens(
+    arguments = select_tokens_arguments(
         entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator
     )
-    of_op = values, weights, *quota[:2], mask, offsets, max_segment, scope == "batch", drop_zeros
     if rule == "entropy_quantile":
-        ops.check("select_tokens", *of_op)
-        chosen, count, threshold = entropy_quantile(values, float(ratio), mask)
+        ops.check("select_tokens", *arguments)
+        chosen, count, threshold = entropy_quantile(entropy, float(ratio), checked_mask(mask, entropy))
     else:
-        chosen, count, threshold = ops.select_tokens(*of_op)
+        chosen, count, threshold = ops.select_tokens(*arguments)
     return TokenSelection(chosen, entropy, count, threshold)
 
 
@@ -268,21 +263,25 @@ def select_tokens_from_logits(
     if process_group is not None:
         from ._across_ranks import tokens as across_ranks
 
+        @torch.no_grad()
+        def entropy_of_rows() -> Tensor:
+            require_readable(logits=logits, temperature=temperature, mask=mask)
+            require_tensors(logits=logits)
+            rows, numbers = checked_mask(mask, logits), temperature_argument(temperature, logits)
+            sets = op_arguments(sampling_mask, max_dense_rows, logits)
+            return ops.logprob_entropy(logits, None, *numbers, rows, *sets)[1]
+
         layout = across_ranks.Layout(process_group, placement, offsets, max_segment)
-        of_logits = Logits(logits, temperature, sampling_mask, max_dense_rows)
         entropy, (chosen, count, threshold) = across_ranks.select_tokens(
-            of_logits, advantages, ratio, "advantage_entropy", mask, scope, drop_zeros, None, layout
+            entropy_of_rows, advantages, ratio, "advantage_entropy", mask, scope, drop_zeros, None, layout
         )
         return TokenSelection(chosen, entropy, count, threshold)
-    require_tensors(logits=logits, advantages=advantages)
-    require_segments(logits, offsets, max_segment)
-    require_flag(drop_zeros=drop_zeros)
-    quota, mask = quota_of(logits, ratio), checked_mask(mask, logits)
+    require_tensors(logits=logits)
+    arguments = select_tokens_arguments(
+        logits, advantages, ratio, "advantage_entropy", mask, offsets, max_segment, scope, drop_zeros, None
+    )
     numbers, sets = temperature_argument(temperature, logits), op_arguments(sampling_mask, max_dense_rows, logits)
-    chosen, entropy, count, threshold = ops.select_tokens_from_logits(
-        logits, weights_as_float32(advantages), *quota[:2], mask, offsets, max_segment,
-        require_scope(scope, "sequence"), drop_zeros, *numbers, *sets,
-    )  # fmt: skip
+    chosen, entropy, count, threshold = ops.select_tokens_from_logits(*arguments, *numbers, *sets)
     return TokenSelection(chosen, entropy, count, threshold)
 
 

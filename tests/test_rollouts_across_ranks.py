@@ -16,7 +16,7 @@ from traffic import counted
 
 import d3s_kernels
 from d3s_kernels import group_advantages, max_variance_select, select_rollouts
-from d3s_kernels._across_ranks import rollouts
+from d3s_kernels._across_ranks import agreement, rollouts
 from d3s_kernels._segments.segments import pool_present
 from d3s_kernels._selection.rules import ROLLOUT_RULES
 
@@ -455,12 +455,12 @@ def test_offsets_of_all_ranks_end_where_their_values_end(function: str, bound: d
 def with_unchecked_offsets(ranks: Ranks, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """As on a GPU, where offsets are not checked."""
     across = {"offsets": offsets, "placement": "global", "process_group": ranks.group}
-    known, rollouts.is_known = rollouts.is_known, lambda _: False
+    known, agreement.is_known = agreement.is_known, lambda _: False
     try:
         values = torch.arange(6.0) + 6 * ranks.rank
         return group_advantages(values, **across), max_variance_select(values, 4, **across)
     finally:
-        rollouts.is_known = known
+        agreement.is_known = known
 
 
 def test_what_unchecked_offsets_leave_out() -> None:

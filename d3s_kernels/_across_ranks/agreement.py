@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._arguments import checks_everything, require_optional_tensors
+from .._arguments import checks_everything, is_known, require_optional_tensors, whole_number
 from .._groups import Ranks
 
 _Checked = TypeVar("_Checked")
@@ -84,20 +84,25 @@ class Layout(NamedTuple):
     max_segment: int | None = None
     max_rollouts: int | None = None
 
-    @property
-    def local_offsets(self) -> Tensor | None:
-        """The offsets if they can be checked against this rank's values alone, else None."""
-        return None if self.placement == "global" else self.offsets
+    def local_offsets(self, ranks: Ranks) -> Tensor | None:
+        """The offsets if they cut this rank's values, so that its op can take them; else None."""
+        return None if self.placement == "global" and ranks.size > 1 else self.offsets
 
     def is_whole(self, values: Tensor) -> bool:
         """Whether each segment is whole on one rank. A 1-D tensor without offsets is one segment over all ranks."""
         return self.placement == "whole" and (values.dim() > 1 or self.offsets is not None)
 
     def check(self, name: str, values: Tensor, *takes: str) -> None:
-        """Checks what one rank can check without the others: the placement, and global offsets."""
+        """Checks what a rank can check without the others. :meth:`check_end` checks the rest."""
         placement, offsets = self.placement, self.offsets
         if placement not in takes:
             raise ValueError(f"placement: got {placement!r}; takes {', '.join(map(repr, takes[:-1]))} or {takes[-1]!r}")
+        if self.max_rollouts is not None:
+            most = whole_number("max_rollouts", self.max_rollouts, at_least=1)
+            if values.numel() > most:
+                raise ValueError(
+                    f"max_rollouts: got {most} with {values.numel()} values; takes no less than any rank has of them"
+                )
         if placement != "global":
             return
         if offsets is None:
@@ -110,17 +115,21 @@ class Layout(NamedTuple):
                 f"offsets: got shape {list(offsets.shape)} of {offsets.dtype}; takes a 1-D int64 or int32 tensor of "
                 "segments + 1"
             )
+        if not is_known(offsets):
+            return
+        if (first := int(offsets[0])) != 0:
+            raise ValueError(f"offsets: starts at {first}; must start at 0")
+        if (falls := (offsets.diff() < 0).nonzero()).numel():
+            at = int(falls[0]) + 1
+            raise ValueError(
+                f"offsets: decreases from {int(offsets[at - 1])} to {int(offsets[at])} at {at}; must not decrease"
+            )
 
-
-def require_offsets(offsets: Tensor, total: int, name: str) -> None:
-    """Checks the offsets of all ranks' values, of which there are ``total``."""
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0:
-        raise ValueError(f"offsets: starts at {first}; must start at 0")
-    if (falls := (offsets.diff() < 0).nonzero()).numel():
-        at = int(falls[0]) + 1
-        raise ValueError(
-            f"offsets: decreases from {int(offsets[at - 1])} to {int(offsets[at])} at {at}; must not decrease"
-        )
-    if last != total:
-        raise ValueError(f"offsets: ends at {last}; must end at the length of {name} on all ranks, {total}")
+    def check_end(self, name: str, lengths: Tensor) -> None:
+        """Checks the end of global offsets, when the numbers of values of all ranks are known. It is the same on all
+        ranks, so that all raise.
+        """
+        if self.placement != "global" or self.offsets is None or not is_known(self.offsets):
+            return
+        if (last := int(self.offsets[-1])) != (total := int(lengths.sum())):
+            raise ValueError(f"offsets: ends at {last}; must end at the length of {name} on all ranks, {total}")

@@ -93,21 +93,15 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
     ends = [min(end, rows * ranks.size) for end in accumulate(held, initial=0)]  # without the surplus
     taken = [end - begin for begin, end in pairwise(ends)]
     sent = _moves(taken, rows)
-    here = min(taken[ranks.rank], rows)
-    return RowPlan(
-        kept[:here],
-        kept[here : taken[ranks.rank]],
-        sent[ranks.rank],
-        [row[ranks.rank] for row in sent],
-        rows,
-        sum(map(sum, sent)),
-        len(mask),
-    )
+    rank, moved = ranks.rank, sum(map(sum, sent))
+    staying, leaving, _ = kept.tensor_split([min(taken[rank], rows), taken[rank]])
+    return RowPlan(staying, leaving, sent[rank], [row[rank] for row in sent], rows, moved, len(mask))
 
 
 def _moves(held: list[int], rows: int) -> list[list[int]]:
-    """How many rows go from each rank to each. The surplus rows and the missing rows are both counted in rank order.
-    The n-th surplus row fills the n-th missing one, which gives its sender and its receiver."""
+    """How many rows each rank sends to each rank: ``[sender][receiver]``. With surplus and missing rows both counted in
+    rank order, the n-th surplus row fills the place of the n-th missing one.
+    """
     leaving = [0, *accumulate(max(number - rows, 0) for number in held)]
     missing = [0, *accumulate(max(rows - number, 0) for number in held)]
 
@@ -158,6 +152,7 @@ def exchange_rows(
     """
     ranks = ranks_of(process_group)
     columns = {"values": values} if isinstance(values, Tensor) else values
+    names = sorted(columns) if isinstance(columns, Mapping) else []
 
     def check() -> None:
         if not isinstance(columns, Mapping):
@@ -181,11 +176,9 @@ def exchange_rows(
             )
 
     def alike(_: object) -> dict[str, Any]:
-        of_rows = {name: f"{column.dtype} {['*', *column.shape[1:]]}" for name, column in sorted(columns.items())}
-        return {"values": of_rows}
+        return {"values": {name: f"{columns[name].dtype} {['*', *columns[name].shape[1:]]}" for name in names}}
 
     agree(ranks, "exchange_rows", check, alike)
-    names = sorted(columns)
     rows = {name: column[plan.staying] for name, column in columns.items()}
     if plan.moved and columns:
         leaving = [_as_bytes(columns[name][plan.leaving]) for name in names]

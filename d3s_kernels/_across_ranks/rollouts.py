@@ -14,33 +14,38 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._arguments import is_known, require_readable, require_tensors, whole_number
+from .._arguments import require_readable, require_tensors
 from .._dispatch import ops
 from .._groups import Ranks, ranks_of
-from .._segments.quota import Quota, QuotaOfOp
 from .._segments.segments import both, pool
-from .._selection.arguments import DTYPES_OF_REWARDS, check_rule, checked_rewards, checked_rollouts
-from .._selection.rules import choose_rollouts, random_scores
+from .._selection.arguments import (
+    DTYPES_OF_REWARDS,
+    group_advantages_arguments,
+    max_variance_arguments,
+    select_rollouts_arguments,
+)
+from .._selection.rules import at_most, choose_rollouts, random_scores
 from .agreement import Layout as Layout
-from .agreement import agree, require_alike, require_offsets
+from .agreement import agree, require_alike
 
 
 @torch.no_grad()
 def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout: Layout) -> Tensor:
     ranks, offsets = ranks_of(layout.process_group), layout.offsets
 
-    def check() -> Tensor:
+    def check() -> tuple[Any, ...]:
         require_readable(rewards=rewards, offsets=offsets)
-        checked, *_ = checked_rewards(rewards, offsets, scale, eps, ddof)
-        _check_layout(layout, "rewards", checked)
-        ops.check("group_advantages", checked, layout.local_offsets, scale, eps, ddof)
-        return checked
+        arguments = group_advantages_arguments(rewards, layout.local_offsets(ranks), scale, eps, ddof)
+        layout.check("rewards", arguments[0], "whole", "global")
+        ops.check("group_advantages", *arguments)
+        return arguments
 
     same = {"scale": scale, "eps": eps, "ddof": ddof}
-    rewards = agree(ranks, "group_advantages", check, lambda checked: _alike(layout, checked) | same)
+    arguments = agree(ranks, "group_advantages", check, lambda checked: _alike(layout, checked[0]) | same)
+    rewards = arguments[0]  # of a float dtype
     whole = layout.is_whole(rewards)
     if ranks.size == 1 or (whole and scale != "batch"):
-        return ops.group_advantages(rewards, offsets, scale, eps, ddof)
+        return ops.group_advantages(*arguments)
     # All ranks send float64, so that ranks with different dtypes notice this, instead of waiting for each other's
     # bytes.
     dtype = DTYPES_OF_REWARDS.index(rewards.dtype)
@@ -48,14 +53,14 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
     if everyones.host_total is not None:
         require_alike([{"rewards": DTYPES_OF_REWARDS[number]} for number in everyones.numbers.tolist()])
     if not whole:
-        groups = _groups_of_all("rewards", offsets, everyones)
+        groups = everyones.segments(layout, "rewards")
     else:  # this rank's groups, with one segment before them and one behind them for the other ranks' values
         if offsets is None:
             edges = torch.arange(math.prod(rewards.shape[:-1]) + 1, device=rewards.device) * rewards.shape[-1]
         else:
             edges = offsets.long().clamp(0, rewards.numel())
         groups = everyones.with_tail(torch.cat([edges.new_zeros(1), everyones.begin + edges]))
-    all_rewards = everyones.values.to(rewards.dtype)  # exact; what counts as rounding depends on the dtype
+    all_rewards = everyones.values.to(rewards.dtype)  # exact; the op's tolerance for rounding depends on the dtype
     advantages = ops.group_advantages(all_rewards, groups, scale, eps, ddof)[everyones.places]
     if everyones.host_total is None:  # the host does not know whether all ranks have the same dtype
         advantages = advantages.masked_fill((everyones.numbers != dtype).any(), math.nan)
@@ -66,23 +71,8 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
 
 
 @torch.no_grad()
-def max_variance_select(values: Tensor, keep: int | Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
-    ranks, offsets = ranks_of(layout.process_group), layout.offsets
-
-    def check() -> tuple[QuotaOfOp, Tensor | None]:
-        require_tensors(values=values)
-        require_readable(values=values, keep=keep, offsets=offsets, mask=mask)
-        quota, checked = checked_rollouts(values, keep, mask, offsets, layout.max_segment)
-        _check_op(values, quota, checked, layout)
-        return quota, checked
-
-    quota, mask = agree(ranks, "max_variance_select", check, lambda _: _alike(layout, values) | {"keep": keep})
-    return _select("max_variance", values, quota, mask, False, None, False, layout, ranks)
-
-
-@torch.no_grad()
 def select_rollouts(
-    advantages: Tensor,
+    values: Tensor,
     keep: int | Tensor,
     rule: str,
     scope: str,
@@ -90,78 +80,52 @@ def select_rollouts(
     generator: torch.Generator | None,
     equal_rows: bool,
     layout: Layout,
+    *,
+    call: str = "select_rollouts",
 ) -> Tensor:
+    """Also ``call="max_variance_select"``, which takes a layout with a ``max_segment``."""
     ranks, offsets = ranks_of(layout.process_group), layout.offsets
 
-    def check() -> tuple[QuotaOfOp, Tensor | None]:
-        require_tensors(advantages=advantages)
-        require_readable(advantages=advantages, keep=keep, offsets=offsets, mask=mask)
-        quota, checked = checked_rollouts(advantages, keep, mask, offsets, None)
-        check_rule(advantages, keep, rule, scope, generator, equal_rows)
-        _check_op(advantages, quota, checked, layout)
-        return quota, checked
+    def check() -> tuple[Any, ...]:
+        name = "values" if call == "max_variance_select" else "advantages"
+        require_tensors(**{name: values})
+        require_readable(**{name: values}, keep=keep, offsets=offsets, mask=mask)
+        local_offsets = layout.local_offsets(ranks)
+        if call == "max_variance_select":
+            arguments = max_variance_arguments(values, keep, mask, local_offsets, layout.max_segment)
+        else:
+            arguments = select_rollouts_arguments(values, keep, rule, scope, mask, local_offsets, generator, equal_rows)
+        layout.check("values", values, "whole", "global")
+        ops.check("max_variance_select", *arguments)
+        return arguments
 
     same = {"keep": keep, "rule": rule, "scope": scope, "equal_rows": equal_rows}
-    quota, checked = agree(ranks, "select_rollouts", check, lambda _: _alike(layout, advantages) | same)
-    return _select(rule, advantages, quota, checked, scope == "batch", generator, equal_rows, layout, ranks)
-
-
-def _select(
-    rule: str,
-    values: Tensor,
-    quota: QuotaOfOp,
-    mask: Tensor | None,
-    pooled: bool,
-    generator: torch.Generator | None,
-    equal_rows: bool,
-    layout: Layout,
-    ranks: Ranks,
-) -> Tensor:
-    offsets, max_segment, whole = layout.offsets, layout.max_segment, layout.is_whole(values)
+    arguments = agree(ranks, call, check, lambda _: _alike(layout, values) | same)
+    whole, pooled = layout.is_whole(values), scope == "batch"
     if ranks.size == 1 or (whole and not pooled):
-        return choose_rollouts(rule, values, quota, mask, offsets, max_segment, pooled, generator)
+        return choose_rollouts(rule, generator, *arguments)
+    number, tensor, checked_mask = arguments[1:4]
 
     numbers = values.reshape(-1).float()
-    usable = both(numbers.isfinite(), mask)
+    usable = both(numbers.isfinite(), checked_mask)
     if rule == "random":  # scores are sent in place of values, so that all ranks have the same
         numbers, rule = random_scores(numbers, generator, ranks.rank), "highest"
-    held = math.prod(values.shape[:-1]) if offsets is None else len(offsets) - 1
-    everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), held, layout.max_rollouts)
-    groups = everyones.as_one_segment() if whole else _groups_of_all("values", offsets, everyones)
+    groups_here = math.prod(values.shape[:-1]) if offsets is None else len(offsets) - 1
+    everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), groups_here, layout.max_rollouts)
+    segments = everyones.segments(layout, "values")
     if pooled:  # keeps `keep` times the number of groups, which counts as at least 1
-        number = everyones.numbers.sum().clamp(min=1) if whole else max(len(groups) - 2, 1)
-        each = Quota(*quota).number(max(len(everyones.values), 1))
-        wanted = torch.ones((), dtype=torch.int64, device=values.device) * each * number
-        quota = None, None, None, wanted
-        groups = everyones.as_one_segment()
+        groups = everyones.numbers.sum().clamp(min=1) if whole else max(len(segments) - 2, 1)
+        each = at_most(max(len(everyones.values), 1), number, tensor)
+        number, tensor = None, torch.ones((), dtype=torch.int64, device=values.device) * each * groups
+        segments = everyones.as_one_segment()
     if equal_rows:  # only with scope "batch"
-        return most_varied(everyones.rows, wanted)[ranks.rank, : len(numbers)].view(values.shape)
-    longest = max_segment if everyones.host_total is not None else None  # the padding may be longer
-    kept = choose_rollouts(rule, everyones.values, quota, None, groups, longest, False, None)[everyones.places]
+        return most_varied(everyones.rows, tensor)[ranks.rank, : len(numbers)].view(values.shape)
+    longest = layout.max_segment if everyones.host_total is not None else None  # the padding may be longer
+    kept = choose_rollouts(rule, None, everyones.values, number, tensor, None, segments, longest, False)
+    kept = kept[everyones.places]
     if offsets is not None and not pooled:
         kept = kept & ~_left_out(everyones.places, offsets)
     return kept.view(values.shape)
-
-
-# ---- what the ranks know of each other's groups ----------------------------------------------------------------------
-
-
-def _check_op(values: Tensor, quota: QuotaOfOp, mask: Tensor | None, layout: Layout) -> None:
-    _check_layout(layout, "values", values)
-    ops.check("max_variance_select", values, *quota[2:], mask, layout.local_offsets, layout.max_segment)
-
-
-def _check_layout(layout: Layout, name: str, values: Tensor) -> None:
-    layout.check(name, values, "whole", "global")
-    offsets = layout.offsets
-    if layout.placement == "global" and offsets is not None and is_known(offsets):
-        require_offsets(offsets, int(offsets[-1]), name)  # all but the end, which depends on other ranks
-    if layout.max_rollouts is not None:
-        most = whole_number("max_rollouts", layout.max_rollouts, at_least=1)
-        if values.numel() > most:
-            raise ValueError(
-                f"max_rollouts: got {most} with {values.numel()} values; takes no less than any rank has of them"
-            )
 
 
 def _alike(layout: Layout, values: Tensor) -> dict[str, Any]:
@@ -172,15 +136,6 @@ def _alike(layout: Layout, values: Tensor) -> dict[str, Any]:
         "placement": layout.placement,
         "max_rollouts": layout.max_rollouts,
     }
-
-
-def _groups_of_all(name: str, offsets: Tensor | None, everyones: Everyones) -> Tensor:
-    """Offsets of the segments of all ranks' values, with one more segment for the padding."""
-    if offsets is None:
-        return everyones.as_one_segment()
-    if is_known(offsets):
-        require_offsets(offsets, int(everyones.total), name)
-    return everyones.with_tail(offsets)
 
 
 def _left_out(places: Tensor, offsets: Tensor) -> Tensor:
@@ -198,18 +153,28 @@ class Everyones(NamedTuple):
 
     rows: Tensor  # [ranks, most]: NaN after a rank's last
     numbers: Tensor  # int64 [ranks]: the number that each rank sends with them
+    lengths: Tensor  # int64 [ranks]: how many values each rank has
     host_total: int | None  # how many values all ranks have; None if the host does not know
-    total: Tensor  # int64 [1]: the same on the device
     values: Tensor  # all values in rank order, then padding of NaN
     begin: Tensor  # int64 [1]: where the values of this rank begin in `values`
     places: Tensor  # int64 [values of this rank]: where each of them is in `values`
 
+    def segments(self, layout: Layout, name: str) -> Tensor:
+        """The offsets of the segments that lie on several ranks, with one more segment for the padding. A layout
+        without offsets has one segment.
+        """
+        if layout.placement != "global":
+            return self.as_one_segment()
+        assert layout.offsets is not None
+        layout.check_end(name, self.lengths)
+        return self.with_tail(layout.offsets)
+
+    def as_one_segment(self) -> Tensor:
+        return self.with_tail(pad(self.lengths.sum(0, keepdim=True), (1, 0)))
+
     def with_tail(self, offsets: Tensor) -> Tensor:
         """The offsets of the ranks' values, with the padding as one more segment."""
         return torch.cat([offsets, offsets.new_full((1,), len(self.values))])
-
-    def as_one_segment(self) -> Tensor:
-        return self.with_tail(torch.cat([self.total.new_zeros(1), self.total]))
 
 
 def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) -> Everyones:
@@ -223,19 +188,19 @@ def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) 
     """
     most, total = max_rollouts, None
     if most is None:
-        lengths = ranks.gather_number(len(values), values).tolist()  # waits for the device
-        most, total = max(lengths), sum(lengths)
+        known = ranks.gather_number(len(values), values).tolist()  # waits for the device
+        most, total = max(known), sum(known)
     # As int32, so that nothing treats the two integers of the header as floats.
     padded = pad(values, (0, most - len(values)), value=math.nan).view(torch.int32)
     message = padded.new_empty(_HEADER + len(padded))
     message[0], message[1], message[_HEADER:] = len(values), number, padded
     all_messages = ranks.gather(message)
-    sizes, numbers = all_messages[:, 0].long(), all_messages[:, 1].long()
+    lengths, numbers = all_messages[:, 0].long(), all_messages[:, 1].long()
     rows = all_messages[:, _HEADER:].contiguous().view(values.dtype)
-    if total is None and _is_at_hand(sizes):
-        total = int(sizes.sum())
-    ends = sizes.cumsum(0)
-    begins = ends - sizes
+    if total is None and _is_at_hand(lengths):
+        total = int(lengths.sum())
+    ends = lengths.cumsum(0)
+    begins = ends - lengths
     begin = begins[ranks.rank : ranks.rank + 1]
     places = begin + torch.arange(len(values), device=ends.device)
     in_order = rows.view(-1)
@@ -246,12 +211,12 @@ def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) 
         holder = holder.where(inside, 0)
         source = (holder * most + place - begins[holder]).where(inside, 0)
         in_order = in_order[source].masked_fill(~inside, math.nan)
-    return Everyones(rows, numbers, total, ends[-1:], in_order, begin, places)
+    return Everyones(rows, numbers, lengths, total, in_order, begin, places)
 
 
-def _is_at_hand(sizes: Tensor) -> bool:
-    """Whether the host can read the sizes without waiting."""
-    return sizes.is_cpu and not torch.compiler.is_compiling()
+def _is_at_hand(lengths: Tensor) -> bool:
+    """Whether the host can read the lengths without waiting."""
+    return lengths.is_cpu and not torch.compiler.is_compiling()
 
 
 # ---- the same number of rollouts on every rank -----------------------------------------------------------------------

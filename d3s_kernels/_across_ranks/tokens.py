@@ -9,17 +9,20 @@ each segment, and for cut sequences the lengths of their pieces.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .._arguments import is_known, require_readable
+from .._arguments import require_readable
 from .._dispatch import ops
 from .._groups import Ranks, ranks_of
-from .._segments.quota import Quota, QuotaOfOp
+from .._segments.quota import Quota
 from .._segments.segments import order_key_value
-from .._selection.arguments import Logits, Tokens, checked_scores, checked_tokens
+from .._selection.arguments import select_tokens_arguments, topk_mask_arguments
 from .agreement import Layout as Layout
-from .agreement import agree, require_offsets
+from .agreement import agree
 
 Top = tuple[Tensor, Tensor, Tensor]
 _MOST = 2**31 - 1  # the largest int32
@@ -43,28 +46,30 @@ def topk_mask(
     drop_zeros: bool,
     layout: Layout,
 ) -> Tensor:
-    ranks, offsets, max_segment = ranks_of(layout.process_group), layout.offsets, layout.max_segment
+    ranks = ranks_of(layout.process_group)
 
-    def check() -> tuple[QuotaOfOp, Tensor | None]:
-        require_readable(scores=scores, ratio=ratio, k=k, mask=mask, offsets=offsets)
-        quota, checked = checked_scores(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
+    def check() -> tuple[Any, ...]:
+        require_readable(scores=scores, ratio=ratio, k=k, mask=mask, offsets=layout.offsets)
+        offsets, max_segment = layout.local_offsets(ranks), layout.max_segment
+        arguments = topk_mask_arguments(scores, ratio, k, mask, offsets, max_segment, drop_zeros)
         layout.check("scores", scores, "whole", "global", "pieces")
-        ops.check("topk_mask", scores, *quota, checked, layout.local_offsets, max_segment, False, drop_zeros)
-        return quota, checked
+        ops.check("topk_mask", *arguments)
+        return arguments
 
     same = {"ratio": ratio, "k": k, "drop_zeros": drop_zeros}
-    quota, checked = agree(ranks, "topk_mask", check, lambda _: same | _alike(layout, scores))
+    arguments = agree(ranks, "topk_mask", check, lambda _: same | _alike(layout, scores))
     if ranks.size == 1 or layout.is_whole(scores):
-        return ops.topk_mask(scores, *quota, checked, offsets, max_segment, False, drop_zeros)
-    pieces = offsets
+        return ops.topk_mask(*arguments)
+    quota, checked_mask = Quota(*arguments[1:5]), arguments[5]
+    pieces = layout.offsets
     if layout.placement == "global":
-        assert offsets is not None
-        pieces = _pieces(offsets, ranks.gather_number(scores.numel(), scores), ranks, "scores")
-    return keep_top(ops.topk_order_keys(scores, None, checked, None), pieces, Quota(*quota), drop_zeros, ranks)[0]
+        pieces = _pieces(layout, ranks.gather_number(scores.numel(), scores), ranks, "scores")
+    keys = ops.topk_order_keys(scores, None, checked_mask, None)
+    return keep_top(keys, pieces, quota, drop_zeros, ranks)[0]
 
 
 def select_tokens(
-    entropy: Tensor | Logits | None,
+    entropy: Tensor | Callable[[], Tensor],
     advantages: Tensor | None,
     ratio: float | Tensor,
     rule: str,
@@ -74,78 +79,68 @@ def select_tokens(
     generator: torch.Generator | None,
     layout: Layout,
 ) -> tuple[Tensor, Top]:
-    """Returns the value of each token (for logits, the entropy computed here), and mask, count and threshold."""
-    ranks, offsets, max_segment = ranks_of(layout.process_group), layout.offsets, layout.max_segment
-    pooled = scope == "batch"
+    """Returns the value of each token (its entropy, if a function computes that), and mask, count and threshold."""
+    ranks = ranks_of(layout.process_group)
 
-    def check() -> Tokens:
-        named = entropy._asdict() if isinstance(entropy, Logits) else {"entropy": entropy}
-        require_readable(**named, advantages=advantages, ratio=ratio, mask=mask, offsets=offsets)
+    def check() -> tuple[Any, ...]:
+        require_readable(entropy=entropy, advantages=advantages, ratio=ratio, mask=mask, offsets=layout.offsets)
         if rule == "entropy_quantile":
             raise ValueError(f"process_group: got one with rule {rule!r}; takes None, as it is one process's")
-        tokens = checked_tokens(
-            entropy, advantages, ratio, rule, mask, offsets, max_segment, scope, drop_zeros, generator, ranks.rank
-        )
-        values, weights, quota, checked = tokens
+        arguments = select_tokens_arguments(
+            entropy() if callable(entropy) else entropy, advantages, ratio, rule, mask, layout.local_offsets(ranks),
+            layout.max_segment, scope, drop_zeros, generator, ranks.rank,
+        )  # fmt: skip
+        values, weights, *rest = arguments
         layout.check("entropy", values, "whole", "global", "pieces")
         if layout.placement == "global":  # the op would refuse advantages that are for sequences of all ranks
-            assert offsets is not None
-            takes = values.shape[0], offsets.shape[0] - 1
+            assert layout.offsets is not None
+            takes = values.shape[0], layout.offsets.shape[0] - 1
             if weights.dim() > 1 or (weights.dim() == 1 and weights.shape[0] not in takes):
                 raise ValueError(
                     f"advantages: got shape {list(weights.shape)}; takes one for each token, [{takes[0]}], one for "
                     f"each of {takes[1]} sequences, or a 0-d tensor"
                 )
             weights = weights.new_zeros(())
-        ops.check(
-            "select_tokens", values, weights, *quota[:2], checked, layout.local_offsets, max_segment, pooled, drop_zeros
-        )
-        return tokens
+        ops.check("select_tokens", values, weights, *rest)
+        return arguments
 
     same = {"ratio": ratio, "rule": rule, "scope": scope, "drop_zeros": drop_zeros}
-    values, weights, quota, checked = agree(
-        ranks, "select_tokens", check, lambda tokens: same | _alike(layout, tokens[0])
-    )
+    arguments = agree(ranks, "select_tokens", check, lambda checked: same | _alike(layout, checked[0]))
+    values, weights, *share, checked_mask = arguments[:5]
+    pooled = scope == "batch"
     if ranks.size == 1 or (not pooled and layout.is_whole(values)):
-        return values, ops.select_tokens(values, weights, *quota[:2], checked, offsets, max_segment, pooled, drop_zeros)
-    pieces = offsets
-    if offsets is not None and layout.placement != "whole":
-        pieces, weights = _pieces_and_weights(values, weights, offsets, layout.placement, ranks)
-    keys = ops.topk_order_keys(values, weights, checked, pieces)
+        return values, ops.select_tokens(*arguments)
+    pieces = layout.offsets
+    if pieces is not None and layout.placement != "whole":
+        pieces, weights = _pieces_and_weights(layout, pieces, values, weights, ranks)
+    keys = ops.topk_order_keys(values, weights, checked_mask, pieces)
     if pooled:
         keys, pieces = keys.view(-1), None
-    chosen, count, threshold = keep_top(keys, pieces, Quota(*quota), drop_zeros, ranks)
-    shape = () if pooled else values.shape[:-1] if offsets is None else count.shape
+    chosen, count, threshold = keep_top(keys, pieces, Quota(*share), drop_zeros, ranks)
+    shape = () if pooled else values.shape[:-1] if layout.offsets is None else count.shape
     return values, (chosen.view(values.shape), count.view(shape), threshold.view(shape))
 
 
 def _alike(layout: Layout, values: Tensor) -> dict[str, object]:
     """The values that must be the same on all ranks: the segments, unless each segment is whole on one rank."""
-    offsets = layout.offsets
-    segments: Tensor | list[int] | int | None = None
-    if layout.placement == "global":
-        segments = offsets
-    elif not layout.is_whole(values):
-        segments = list(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1
-    return {"placement": layout.placement, "offsets": segments}
+    segments: object = layout.offsets
+    if layout.placement != "global":
+        segments = list(values.shape[:-1]) if layout.offsets is None else layout.offsets.shape[0] - 1
+    return {"placement": layout.placement, "offsets": None if layout.is_whole(values) else segments}
 
 
 # ---- the pieces of segments that a rank has --------------------------------------------------------------------------
 
 
-def _pieces(offsets: Tensor, lengths: Tensor, ranks: Ranks, name: str) -> Tensor:
-    """Offsets of this rank's piece, maybe empty, of every global segment.
-
-    Raises:
-        ValueError: on all ranks alike, if the host may read the offsets.
-    """
-    if is_known(offsets):
-        require_offsets(offsets, int(lengths.sum()), name)
-    return (offsets - lengths[: ranks.rank].sum()).clamp(min=0).minimum(lengths[ranks.rank])
+def _pieces(layout: Layout, lengths: Tensor, ranks: Ranks, name: str) -> Tensor:
+    """Offsets of this rank's piece, maybe empty, of every global segment."""
+    layout.check_end(name, lengths)
+    assert layout.offsets is not None
+    return (layout.offsets - lengths[: ranks.rank].sum()).clamp(min=0).minimum(lengths[ranks.rank])
 
 
 def _pieces_and_weights(
-    entropy: Tensor, advantages: Tensor, offsets: Tensor, placement: str, ranks: Ranks
+    layout: Layout, offsets: Tensor, entropy: Tensor, advantages: Tensor, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """This rank's pieces of the sequences, and an advantage for each of its tokens. One round, of 24 bytes.
 
@@ -157,7 +152,7 @@ def _pieces_and_weights(
     fits = torch.empty(3, dtype=torch.int64, device=entropy.device)
     fits[0], fits[1], fits[2] = tokens, number == tokens, number == sequences  # a list would wait for the device
     lengths, for_tokens, for_sequences = ranks.gather(fits).unbind(1)
-    pieces = _pieces(offsets, lengths, ranks, "entropy") if placement == "global" else offsets
+    pieces = _pieces(layout, lengths, ranks, "entropy") if layout.placement == "global" else offsets
     if number != sequences or 0 in (tokens, sequences):
         return pieces, advantages
     place = torch.arange(tokens, device=entropy.device)

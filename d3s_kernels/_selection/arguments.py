@@ -1,20 +1,23 @@
 """The arguments of the selections, for one process and for several ranks.
 
-Each function here checks the arguments of a public function, and returns the ones that the op takes in another form.
+For each selection, one function checks the types and devices of the public function's arguments, and returns the
+arguments of the op in the order of its schema (``csrc/library.cpp``). The op checks shapes and values: it refuses a
+ratio of 0, for instance.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._arguments import (
     checked_mask,
+    in_a_graph,
+    is_known,
+    is_number,
     require_flag,
-    require_generator,
-    require_keep,
     require_number,
     require_optional_tensors,
     require_readable,
@@ -23,17 +26,51 @@ from .._arguments import (
     require_segments,
     require_tensors,
     require_whole,
-    temperature_argument,
 )
-from .._dispatch import ops
-from .._segments.quota import QuotaOfOp, quota_of
-from ..sampling import SamplingMask, op_arguments
 from .rules import ROLLOUT_RULES, ROLLOUTS, TOKEN_RULES, TOKENS, token_factors
+
+
+def _ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float | None, Tensor | None]:
+    """The number, and the 0-d tensor that replaces it, if any. A tensor must be on the device of ``like``."""
+    if ratio is None:
+        return None, None
+    if isinstance(ratio, Tensor):
+        require_optional_tensors(like, ratio=ratio)
+        return None, ratio
+    if not is_number(ratio):
+        raise TypeError(f"ratio: got {type(ratio).__name__}; takes a number or a 0-d tensor")
+    if torch.compiler.is_compiling():
+        if not 0 < ratio <= 1:
+            raise ValueError(f"ratio: got {ratio}; takes a number in (0, 1]")
+        return None, in_a_graph(ratio, like)
+    return ratio, None
+
+
+def _whole_argument(name: str, number: int | Tensor | None, like: Tensor) -> tuple[int | None, Tensor | None]:
+    """As :func:`_ratio_argument`, for the argument ``name``, which says how many values are kept."""
+    if isinstance(number, Tensor):
+        require_optional_tensors(like, **{name: number})
+        return None, number
+    if number is not None and type(number) is not int:
+        require_whole(**{name: number})
+    return number, None
+
+
+def _require_generator(generator: torch.Generator | None, rule: str, draws: bool, like: Tensor) -> None:
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: got {type(generator).__name__}; takes a torch.Generator or None")
+    if not draws:
+        raise ValueError(f"generator: got one with rule {rule!r}; takes one only with rule 'random'")
+    if generator.device.type != like.device.type:
+        raise ValueError(f"generator: is of {generator.device}; takes one of the values' device, {like.device}")
+
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def checked_scores(
+def topk_mask_arguments(
     scores: Tensor,
     ratio: float | Tensor | None,
     k: int | Tensor | None,
@@ -41,39 +78,18 @@ def checked_scores(
     offsets: Tensor | None,
     max_segment: int | None,
     drop_zeros: bool,
-) -> tuple[QuotaOfOp, Tensor | None]:
-    """Checks the arguments of :func:`d3s_kernels.topk_mask`. Returns how many scores are kept, and the mask."""
+) -> tuple[Any, ...]:
     require_tensors(scores=scores)
     require_segments(scores, offsets, max_segment)
     require_flag(drop_zeros=drop_zeros)
-    return quota_of(scores, ratio, k), checked_mask(mask, scores)
+    number, tensor = _ratio_argument(ratio, scores)
+    k, k_tensor = _whole_argument("k", k, scores)
+    mask = checked_mask(mask, scores)
+    return scores, number, tensor, k, k_tensor, mask, offsets, max_segment, False, drop_zeros
 
 
-Tokens = tuple[Tensor, Tensor, QuotaOfOp, Tensor | None]
-"""Values and weights of this rank's tokens, how many tokens are kept, and the mask. A token's score is
-``|weight| * value``. Weights are float32: one for all tokens, for each sequence, or for each token.
-"""
-
-
-class Logits(NamedTuple):
-    """The logits from which the entropy of tokens is computed."""
-
-    logits: Tensor
-    temperature: float | Tensor
-    sampling_mask: SamplingMask | None
-    max_dense_rows: int | None
-
-    @torch.no_grad()
-    def entropy(self, mask: Tensor | None) -> Tensor:
-        require_tensors(logits=self.logits)
-        mask = checked_mask(mask, self.logits)
-        number, tensor = temperature_argument(self.temperature, self.logits)
-        spans = op_arguments(self.sampling_mask, self.max_dense_rows, self.logits)
-        return ops.logprob_entropy(self.logits, None, number, tensor, mask, *spans)[1]
-
-
-def checked_tokens(
-    entropy: Tensor | Logits | None,
+def select_tokens_arguments(
+    entropy: Tensor,
     advantages: Tensor | None,
     ratio: float | Tensor,
     rule: str,
@@ -84,39 +100,33 @@ def checked_tokens(
     drop_zeros: bool,
     generator: torch.Generator | None,
     rank: int = 0,
-) -> Tokens:
-    """Checks the arguments of :func:`d3s_kernels.select_tokens`."""
+) -> tuple[Any, ...]:
+    """The rule's values and weights are in place of entropy and advantages. Logits may be given as entropy, with the
+    rule "advantage_entropy".
+    """
     require_rule(rule, TOKEN_RULES)
-    require_scope(scope, "sequence")
-    if isinstance(entropy, Logits):
-        entropy = entropy.entropy(mask)
+    pooled = require_scope(scope, "sequence")
     if TOKENS[rule].reads_advantages:
         require_tensors(entropy=entropy, advantages=advantages)
     else:
         require_tensors(entropy=entropy)
-    assert entropy is not None
     require_segments(entropy, offsets, max_segment)
     require_flag(drop_zeros=drop_zeros)
-    quota, mask = quota_of(entropy, ratio), checked_mask(mask, entropy)
-    require_generator(generator, rule, TOKENS[rule].draws, entropy)
+    number, tensor = _ratio_argument(ratio, entropy)
+    mask = checked_mask(mask, entropy)
+    _require_generator(generator, rule, TOKENS[rule].draws, entropy)
     values, weights = token_factors(rule, entropy, advantages, generator, rank)
-    return values, weights_as_float32(weights), quota, mask
-
-
-def weights_as_float32(advantages: Tensor) -> Tensor:
-    dtype = advantages.dtype
-    if dtype == torch.float32:
-        return advantages
-    if not dtype.is_floating_point:  # for floats, the dispatcher refuses tensors without plain memory
-        require_readable(advantages=advantages)
-    return advantages.float()
+    if weights.dtype != torch.float32:
+        if not weights.dtype.is_floating_point:  # for floats, the dispatcher refuses tensors without plain memory
+            require_readable(advantages=weights)
+        weights = weights.float()
+    return values, weights, number, tensor, mask, offsets, max_segment, pooled, drop_zeros
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------
 
 DTYPES_OF_REWARDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that the op takes
 _HELD_BY = {
-    **{dtype: dtype for dtype in DTYPES_OF_REWARDS},
     **dict.fromkeys((torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16), torch.float32),
     **dict.fromkeys((torch.int32, torch.uint32, torch.int64, torch.uint64), torch.float64),
 }
@@ -133,13 +143,11 @@ def rewards_as_floats(rewards: Tensor) -> Tensor:
     return rewards.to(_HELD_BY[rewards.dtype])
 
 
-def checked_rewards(
+def group_advantages_arguments(
     rewards: Tensor, offsets: Tensor | None, scale: str, eps: float, ddof: int
-) -> tuple[Tensor, Tensor | None, str, float, int]:
-    """Checks the arguments of :func:`d3s_kernels.group_advantages`."""
+) -> tuple[Any, ...]:
     require_tensors(rewards=rewards)
-    if offsets is not None:
-        require_optional_tensors(rewards, offsets=offsets)
+    require_segments(rewards, offsets, None)
     require_whole(ddof=ddof)
     require_number(eps=eps)
     if not isinstance(scale, str):
@@ -147,39 +155,60 @@ def checked_rewards(
     return rewards_as_floats(rewards), offsets, scale, eps, ddof
 
 
-def checked_rollouts(
+def max_variance_arguments(
     values: Tensor,
     keep: int | Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
     max_segment: int | None,
-) -> tuple[QuotaOfOp, Tensor | None]:
-    """Checks the arguments of :func:`d3s_kernels.max_variance_select`, or of ``select_rollouts``, where
-    :func:`check_rule` checks the rest. Returns how many values are kept, and the mask. The caller checks the values
-    before, since the two functions have different names for them.
-    """
+    pooled: bool = False,
+) -> tuple[Any, ...]:
+    """The caller checks that the values are a tensor: public functions have different names for them."""
     require_segments(values, offsets, max_segment)
     if keep is None:
         raise TypeError("keep: got None; takes a whole number or a 0-d integer tensor")
-    return quota_of(values, None, keep, "keep"), checked_mask(mask, values)
+    number, tensor = _whole_argument("keep", keep, values)
+    return values, number, tensor, checked_mask(mask, values), offsets, max_segment, pooled
 
 
-def check_rule(
-    values: Tensor, keep: int | Tensor, rule: str, scope: str, generator: torch.Generator | None, equal_rows: bool
-) -> None:
-    """Checks the arguments that only ``select_rollouts`` has. :func:`checked_rollouts` has checked the types of the
-    rest.
-    """
-    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the ops have other names for them
-        raise ValueError(f"advantages: got dtype {values.dtype}; takes float32, bfloat16 or float16")
+def select_rollouts_arguments(
+    advantages: Tensor,
+    keep: int | Tensor,
+    rule: str,
+    scope: str,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    generator: torch.Generator | None,
+    equal_rows: bool,
+) -> tuple[Any, ...]:
+    """The arguments of the op ``max_variance_select``, whatever the rule."""
+    require_tensors(advantages=advantages)
+    if advantages.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the ops have other names for them
+        raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16 or float16")
     require_rule(rule, ROLLOUT_RULES)
-    require_generator(generator, rule, ROLLOUTS[rule].draws, values)
-    require_scope(scope, "group")
-    if rule != "max_variance":  # the op of max_variance checks it itself
-        require_keep(keep)
+    _require_generator(generator, rule, ROLLOUTS[rule].draws, advantages)
+    pooled = require_scope(scope, "group")
     require_flag(equal_rows=equal_rows)
     if equal_rows and (rule, scope) != ("max_variance", "batch"):
         raise ValueError(
             f"equal_rows: got True with rule {rule!r} and scope {scope!r}; takes rule 'max_variance' and scope "
             "'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
         )
+    arguments = max_variance_arguments(advantages, keep, mask, offsets, None, pooled)
+    if rule != "max_variance":  # whose op checks it
+        _require_keep(keep)
+    return arguments
+
+
+def _require_keep(keep: int | Tensor) -> None:
+    """Refuses a ``keep`` below 1. The value of a tensor is checked only if :func:`is_known` lets the host read it."""
+    if isinstance(keep, Tensor):
+        if keep.numel() != 1 or keep.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"keep: got shape {list(keep.shape)} of {keep.dtype}; takes a number or a 0-d int64 or int32 tensor"
+            )
+        if torch.compiler.is_compiling() or not is_known(keep):
+            return
+        keep = int(keep)
+    if keep < 1:
+        raise ValueError(f"keep: got {keep}; takes at least 1")

@@ -1,5 +1,4 @@
-"""The rules, one table row each. A rule for rollouts has the score by which it chooses; a rule for tokens says what the
-score is made of.
+"""The rules of the selections: a row of a table for each rule, and how its scores are computed.
 
 Except for :func:`entropy_quantile`, nothing here makes a host sync or loops over segments.
 """
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .._dispatch import ops
-from .._segments.quota import Quota, QuotaOfOp
 from .._segments.segments import lowest_first, pool, segments_of
 
 _LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
@@ -25,12 +23,11 @@ _ALL = 2**62  # more than any segment has
 
 
 class TokenScoring(NamedTuple):
-    """What a rule needs to compute a token's score, ``|weight| * value``."""
+    """What a rule needs to compute a token's score."""
 
     reads_entropy: bool = True
     reads_advantages: bool = False
-    draws: bool = False
-    """Whether it takes a generator; the score is then a random number."""
+    draws: bool = False  # it takes a generator, and scores are random numbers
 
 
 TOKENS = {
@@ -46,12 +43,14 @@ TOKEN_RULES = tuple(TOKENS)
 def token_factors(
     rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Value and weight of each token, in place of entropy and advantage. The rule's score is ``|weight| * value``."""
-    row = TOKENS[rule]
-    values = entropy if row.reads_entropy else torch.ones_like(entropy)
-    if row.draws:
+    """Values and weights of the tokens, in place of entropies and advantages: a token's score is ``|weight| * value``.
+    A single weight is for all tokens.
+    """
+    scoring = TOKENS[rule]
+    values = entropy if scoring.reads_entropy else torch.ones_like(entropy)
+    if scoring.draws:
         return values, random_scores(entropy, generator, rank)
-    if not row.reads_advantages:
+    if not scoring.reads_advantages:
         return values, entropy.new_ones((), dtype=torch.float32)
     assert advantages is not None
     return values, advantages
@@ -92,12 +91,10 @@ def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0
 
 
 class RolloutRow(NamedTuple):
+    # The rule keeps the highest scores, which are computed from the values and a generator. None for rules without
+    # scores, which choose_rollouts knows.
     score: Callable[[Tensor, torch.Generator | None], Tensor] | None = None
-    """The score whose highest values the rule keeps, from the values and a generator; None for rules that
-    :func:`choose_rollouts` knows.
-    """
-    draws: bool = False
-    """Whether it takes a generator."""
+    draws: bool = False  # it takes a generator
 
 
 ROLLOUTS = {
@@ -105,29 +102,22 @@ ROLLOUTS = {
     "highest": RolloutRow(lambda values, _: values),
     "largest_abs": RolloutRow(lambda values, _: values.abs()),
     "percentile": RolloutRow(),
-    "random": RolloutRow(lambda values, generator: random_scores(values, generator), draws=True),
+    "random": RolloutRow(random_scores, draws=True),
 }
 ROLLOUT_RULES = tuple(ROLLOUTS)
 
 
-def choose_rollouts(
-    rule: str,
-    values: Tensor,
-    quota: QuotaOfOp,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    max_segment: int | None,
-    pooled: bool,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """Marks the rollouts that the rule keeps."""
+def choose_rollouts(rule: str, generator: torch.Generator | None, *arguments: Any) -> Tensor:
+    """Marks the rollouts that the rule keeps. ``arguments`` are those of the op ``max_variance_select``."""
     if rule == "max_variance":
-        return ops.max_variance_select(values, *quota[2:], mask, offsets, max_segment, pooled)
+        return ops.max_variance_select(*arguments)
+    values, keep, keep_tensor, mask, offsets, _, pooled = arguments
     present = usable(values, mask, offsets)
     score = ROLLOUTS[rule].score
     if score is None:
-        return _percentile(values, present, Quota(*quota), offsets, pooled)
-    return ops.topk_mask(score(values, generator), *quota, present, offsets, None, pooled, False)
+        return _percentile(values, present, at_most(values.numel(), keep, keep_tensor), offsets, pooled)
+    scores = score(values, generator)
+    return ops.topk_mask(scores, None, None, keep, keep_tensor, present, offsets, None, pooled, False)
 
 
 def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
@@ -135,21 +125,29 @@ def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tenso
     return ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
 
 
-def _percentile(values: Tensor, present: Tensor, quota: Quota, offsets: Tensor | None, pooled: bool) -> Tensor:
+def at_most(most: int, keep: int | None, keep_tensor: Tensor | None) -> int | Tensor:
+    """The number to keep, but at most ``most``, so that products with it do not overflow."""
+    if keep_tensor is not None:
+        return keep_tensor.reshape(()).long().clamp(max=most)
+    assert keep is not None
+    return min(keep, most)
+
+
+def _percentile(values: Tensor, present: Tensor, keep: int | Tensor, offsets: Tensor | None, pooled: bool) -> Tensor:
     """Marks k of a segment's n usable values: for i in 0..k - 1 the rank nearest to (i + 0.5) / k (n - 1), half down.
 
     The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. This counts the kept ranks up to r without
     listing them: r itself is kept if the count increases from r - 1 to r.
     """
-    present, most = present.reshape(-1), quota.number(values.numel())
+    present = present.reshape(-1)
     if pooled:
-        groups = math.prod(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1
-        segments, most = pool(values), most * groups
+        segments = pool(values)
+        keep = keep * (math.prod(values.shape[:-1]) if offsets is None else offsets.shape[0] - 1)
     else:
         segments = segments_of(values, offsets)
     rank = lowest_first(values.reshape(-1).float(), present, segments).rank
     n = segments.total(present)[segments.segment_ids]
-    k, span = n.clamp(max=most), (n - 1).clamp(min=1)
+    k, span = n.clamp(max=keep), (n - 1).clamp(min=1)
 
     def up_to(r: Tensor) -> Tensor:
         return torch.minimum((((2 * r + 1) * k + span) // (2 * span)).clamp(min=0), k)
