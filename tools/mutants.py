@@ -95,8 +95,8 @@ MUTANTS = (
     Mutant(
         "ops: the backward does not know the mask",
         "csrc/ops/logprob_entropy.cpp",
-        "  // unknown for a tile\n  argument.set_labels(labels, vocabulary);\n  argument.set_mask(mask);",
-        "  // unknown for a tile\n  argument.set_labels(labels, vocabulary);",
+        "argument.set_first_token(*first_token);\n  argument.set_labels(labels);\n  argument.set_mask(mask);",
+        "argument.set_first_token(*first_token);\n  argument.set_labels(labels);",
         "tests/test_logprob_entropy.py",
     ),
     Mutant(
@@ -252,8 +252,8 @@ MUTANTS = (
     Mutant(
         "cuda: a merge does not look at the last entry of a run",
         "csrc/cuda/segment_sort.cu",
-        "left > 1 ? left / 2 : 1;",
-        "left / 2;",
+        "left > 1 ? left / 2 : 1;\n    Entry tried",
+        "left / 2;\n    Entry tried",
         KERNELS,
     ),
     Mutant(
@@ -280,8 +280,8 @@ MUTANTS = (
     Mutant(
         "cuda: the fifth group of tokens is not added up",
         "csrc/cuda/ratios.cu",
-        "else if (group >= kOwn)",
-        "else if (group > kOwn)",
+        "(group < kOwn && !is_far(term[k]))",
+        "(group <= kOwn && !is_far(term[k]))",
         KERNELS,
     ),
     Mutant(
@@ -452,14 +452,14 @@ MUTANTS = (
     Mutant(
         "ranks: the backward of a shard takes it for the first",
         "d3s_kernels/_head/backward.py",
-        "problem.shard.first_token + tokens.start",
+        "problem.shard.token(tokens.start)",
         "tokens.start",
         "tests/test_vocab_parallel.py",
     ),
     Mutant(
         "ranks: the head's backward takes a shard for the whole vocabulary",
         "d3s_kernels/_head/backward.py",
-        "*statistics, problem.shard.first_token + tokens.start,",
+        "*statistics, problem.shard.token(tokens.start),",
         "*statistics, tokens.start,",
         "tests/test_vocab_parallel.py",
     ),
@@ -474,14 +474,14 @@ MUTANTS = (
     Mutant(
         "head: a set of one token and its label has none",
         "csrc/ops/kept_products.h",
-        "return span.size == 1 && !(spans.include_label && labels[row] >= 0 && labels[row] != span.tokens[0]);",
-        "return span.size == 1;",
+        "span.size == 1 && !(rows.spans.include_label && rows.labels[row] >= 0 && rows.labels[row] != span.tokens[0]);",
+        "span.size == 1;",
         "tests/test_sampling_masks_head.py",
     ),
     Mutant(
         "head: an exceeded bound reaches no gradient of kept tokens",
         "d3s_kernels/_head/backward.py",
-        "incoming = incoming.poisoned(exceeded, both=most_dense != 0)",
+        "incoming = incoming.poisoned(exceeded, both=may_be_dense)",
         "pass",
         "tests/test_sampling_masks_head.py",
     ),
@@ -502,7 +502,7 @@ MUTANTS = (
     # ---- the trainers ------------------------------------------------------------------------------------------------
     Mutant(
         "trl: the tokens of dropped rollouts stay in num_items_in_batch",
-        "d3s_kernels/integrations/trl/generation.py",
+        "d3s_kernels/integrations/trl/trainer.py",
         'batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()',
         'batch["num_items_in_batch"] = batch["num_items_in_batch"]',
         "tests/trainers/test_trl_rollouts.py",
@@ -516,16 +516,16 @@ MUTANTS = (
     ),
     Mutant(
         "trl: a step in which no token was selected is taken",
-        "d3s_kernels/integrations/trl/surface.py",
-        "if not self._acted:",
+        "d3s_kernels/integrations/trl/trainer.py",
+        "if not self._gradient_was_selected:",
         "if False:",
         "tests/trainers/test_trl_surface.py",
     ),
     Mutant(
         "trl: a scale that TRL reads otherwise is taken",
         "d3s_kernels/integrations/trl/head.py",
-        "if known is None or (math.isclose",
-        "if known is not None or (math.isclose",
+        "if not (known is None or (math.isclose",
+        "if not (known is not None or (math.isclose",
         "tests/trainers/test_trl_heads.py",
     ),
     Mutant(
@@ -551,7 +551,7 @@ MUTANTS = (
     ),
     Mutant(
         "trl: a pass is told by the order of calls",
-        "d3s_kernels/integrations/trl/surface.py",
+        "d3s_kernels/integrations/trl/scoring.py",
         "REFERENCE if of_reference and REFERENCE in self.names else self.names[0]",
         "self.names[0]",
         "tests/trainers/test_trl_surface.py",
@@ -566,8 +566,8 @@ MUTANTS = (
     Mutant(
         "verl: advantages stay in the order of the groups",
         "d3s_kernels/integrations/verl/trainer.py",
-        "of_groups.flatten()[places]",
-        "of_groups.flatten()[: len(places)]",
+        "advantages.flatten()[places]",
+        "advantages.flatten()[: len(places)]",
         "tests/verl/test_verl_trainer.py",
     ),
     Mutant(

@@ -17,7 +17,7 @@ from tiny_trl import GROUP, VOCABULARY, PlainTrainer, model, trainer
 from transformers import Qwen2Config
 from updates import assert_same_gradient, gradients, logits_of, loss_and_gradients
 
-from d3s_kernels.integrations.trl.espo import as_espo
+from d3s_kernels.integrations.trl.tokens import as_espo
 from d3s_kernels.ratios import espo_terms
 
 ALPHA = 0.1  # so wide that only some ratios are out of range

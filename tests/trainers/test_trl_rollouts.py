@@ -9,7 +9,7 @@ pytest.importorskip("trl")
 from batches import generation_batch
 from tiny_trl import GROUP, PAD, trainer
 
-from d3s_kernels.integrations._rewards import without_spread
+from d3s_kernels.integrations._transformers import without_spread
 from d3s_kernels.integrations.trl.batch import take, trimmed
 from d3s_kernels.selection import Selection, choose_rollouts
 

@@ -19,7 +19,7 @@ from d3s_kernels._head import backward
 from d3s_kernels.integrations import trl as integration
 from d3s_kernels.integrations.trl import D3STrainer
 from d3s_kernels.integrations.trl import trainer as module
-from d3s_kernels.integrations.trl.surface import Passes
+from d3s_kernels.integrations.trl.scoring import Passes
 from d3s_kernels.metrics import NAMES
 
 LOGGED = {*NAMES, "d3s/num_tokens_kept", "d3s/updates_without_tokens"} - {"d3s/flops_saved"}

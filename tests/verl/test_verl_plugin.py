@@ -98,7 +98,7 @@ print(engine_workers.ppo_loss.__code__.co_filename)
         tmp_path,
         VERL_USE_EXTERNAL_PLUGINS="none",
     )
-    assert found.stdout.endswith("integrations/verl/entropy.py\n")
+    assert found.stdout.endswith("integrations/verl/plugin.py\n")
 
 
 @pytest.mark.slow("what is said where verl has changed")

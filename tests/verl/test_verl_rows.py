@@ -37,9 +37,8 @@ def rows_by_group(groups: list[str]) -> dict[str, list[int]]:
     return {uid: [row for row, other in enumerate(groups) if other == uid] for uid in groups}
 
 
-@pytest.mark.parametrize("name", ["options", "rows"])
-def test_examples(name: str) -> None:
-    module = importlib.import_module(f"d3s_kernels.integrations.verl.{name}")
+def test_examples() -> None:
+    module = importlib.import_module("d3s_kernels.integrations.verl.rows")
     results = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert results.attempted > 1
     assert not results.failed

@@ -11,9 +11,9 @@ from typing import Any
 
 from swift.rlhf_trainers import GRPOConfig
 
-from ...selection_options import SelectionOptions, check_options, check_token_rule, option_names
+from ...selection_options import SelectionOptions, check_options, option_names
 from ...trust import weighs
-from .._options import check_one_process, choose_by_entropy
+from .._transformers import check_token_options
 
 PREFIX = "d3s_"
 LOSSES = ("grpo", "sapo", "bnpo", "dr_grpo", "dapo", "cispo")  # all are in DENOMINATORS
@@ -37,11 +37,8 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift
                 takes = ", ".join(PREFIX + name for name in known)
                 raise ValueError(f"model_kwargs: got {key!r}, which is no option of D3S; takes {takes}")
         check_options(self, PREFIX)
-        if self.top_entropy_quantile < 1:
-            choose_by_entropy(self, self.top_entropy_quantile)
-            self.top_entropy_quantile = 1.0  # else ms-swift would mask tokens too
-        check_token_rule(self, PREFIX)
-        check_one_process(self, PREFIX)
+        check_token_options(self, PREFIX)
+        self.top_entropy_quantile = 1.0  # else ms-swift would mask tokens too
         self._refuse_what_is_not_covered()
 
     def _refuse_what_is_not_covered(self) -> None:
@@ -64,8 +61,8 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # ms-swift
             ),
             "log_entropy": (self.log_entropy and self.log_completions, "log_completions has dropped rollouts too"),
         }  # fmt: skip
-        for name, (given, reason) in refused.items():
-            if given:
+        for name, (is_set, reason) in refused.items():
+            if is_set:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, which D3S does not take: {reason}")
         if self.advantages_from == "kept" and (self.advantage_estimator != "grpo" or self.scale_rewards == "gdpo"):
             raise ValueError(

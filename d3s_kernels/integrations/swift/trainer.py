@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 from ...denominators import DENOMINATORS, gradient_weights, only_through
 from ...metrics import OFF_POLICY_SHARE, rollout_metrics, token_metrics, token_sums
 from ...selection import Selection
-from .._rewards import without_spread
-from .._run import RunWithBudget
+from .._transformers import RunWithBudget, without_spread
 from .config import D3SConfig
 
 Samples = list[Any]  # ms-swift's, one for each rollout of this process
@@ -27,16 +26,8 @@ _NO_TEACHER = "D3S takes none, since advantages of tokens come after the choice 
 class Kept(NamedTuple):
     """The kept tokens of a micro-batch."""
 
-    tokens: Tensor
-    """bool ``[rows, tokens]``."""
-    weight: Tensor
-    """What the gradient of the loss is multiplied by, the same shape."""
-
-
-def _length(sample: Any) -> int:
-    """The number of tokens of a completion; ms-swift keeps one list of them, or one for each turn."""
-    turns = sample.response_token_ids
-    return sum(map(len, turns)) if turns and isinstance(turns[0], list) else len(turns)
+    tokens: Tensor  # bool [rows, tokens]
+    weight: Tensor  # the gradient of the loss is multiplied by it; the same shape
 
 
 class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift has no types
@@ -68,8 +59,8 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
             raise TypeError(f"args: got a {type(options['args']).__name__}; takes a D3SConfig")
         super().__init__(*arguments, **options)
         if self.template.sequence_parallel_size > 1:
-            given = self.template.sequence_parallel_size
-            raise ValueError(f"sequence_parallel_size: got {given}; D3S takes 1, where a process has whole sequences")
+            size = self.template.sequence_parallel_size
+            raise ValueError(f"sequence_parallel_size: got {size}; D3S takes 1, where a process has whole sequences")
         if self._has_teacher_explicit():
             raise ValueError(f"teacher_model, teacher_model_server: got a teacher; {_NO_TEACHER}")
         self._selection = Selection(self.args)
@@ -80,7 +71,7 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
             return samples
         if self.dynamic_num_samples:
             raise ValueError("multi_turn_scheduler: got several samples of one rollout; D3S takes one of each")
-        if any(one.teacher_prompt or one.teacher_images is not None for one in samples):
+        if any(sample.teacher_prompt or sample.teacher_images is not None for sample in samples):
             raise ValueError(
                 f"teacher_prompt, teacher_images: got a column of the dataset for a teacher; {_NO_TEACHER}"
             )
@@ -89,32 +80,31 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         return self._keep_rollouts(samples)
 
     def _keep_rollouts(self, samples: Samples) -> Samples:
-        accelerator, budget, n = self.accelerator, self._budget(), self.num_generations
-        own = [[_length(one), self.overlong_filter and one.is_truncated] for one in samples]
-        lengths, left_out = accelerator.gather(torch.tensor(own, device=accelerator.device)).unbind(dim=1)
+        """The kept samples, the same number on each process."""
+        accelerator, n = self.accelerator, self.num_generations
+
+        def length(sample: Any) -> int:
+            """The number of tokens of a completion; ms-swift keeps one list of them, or one for each turn."""
+            turns = sample.response_token_ids
+            return sum(map(len, turns)) if turns and isinstance(turns[0], list) else len(turns)
+
+        counts = [[length(sample), self.overlong_filter and sample.is_truncated] for sample in samples]
+        lengths, left_out = accelerator.gather(torch.tensor(counts, device=accelerator.device)).unbind(dim=1)
         advantages = self._advantages.view(-1, n)
         kept = self._selection.rollouts(
-            advantages,
-            self._progress,
-            has_tokens=(left_out == 0).view(-1, n),
-            multiple_of=self._multiple,
+            advantages, self._progress, has_tokens=(left_out == 0).view(-1, n), multiple_of=self._multiple,
             generator=self._draws_of_step(advantages.device),
-        ).flatten()
-        same = without_spread(self._rewards_per_func, self.reward_weights, n, self.scale_rewards == "gdpo")
-        self._log(rollout_metrics(kept, lengths, same, budget.rollouts / n))
-        self._kept_advantages = self._advantages_of(kept.view(-1, n), same)
+        )  # fmt: skip
+        equal = without_spread(self._rewards_per_func, self.reward_weights, n, self.scale_rewards == "gdpo")
+        self._log(rollout_metrics(kept.flatten(), lengths, equal, self._budget().rollouts / n))
+        anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
+        self._kept_advantages = anew[kept]
         here = kept.view(accelerator.num_processes, -1)[accelerator.process_index].tolist()
         remaining = [sample for sample, stays in zip(samples, here, strict=True) if stays]
         if bool(kept.all()):
             return remaining
         evenly: Samples = get_even_process_data(self, gather_object(remaining))
         return evenly
-
-    def _advantages_of(self, kept: Tensor, same: Tensor) -> Tensor:
-        """The advantages of the kept rollouts, in their order; ``same`` marks the groups without a spread."""
-        advantages = self._advantages.view_as(kept)
-        anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=same)
-        return anew[kept]
 
     def _compute_advantages(self, samples: Samples, *arguments: Any) -> Tensor:
         """The advantages of the kept rollouts, which ms-swift asks for after it has made its batches."""
@@ -142,24 +132,32 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
     def _postprocess_batch(self, samples: Samples, batches: list[dict[str, Any]]) -> None:
         super()._postprocess_batch(samples, batches)
         if self._kept_advantages is not None:
-            self._logs["advantages"].extend(self._advantages.tolist())  # as many as the log holds: it has no others
+            # ms-swift has logged the advantages of the kept rollouts. Its deque holds one generation batch, so the
+            # advantages of all rollouts push them out.
+            self._logs["advantages"].extend(self._advantages.tolist())
             self._kept_advantages = None
             self._choose_tokens(samples, [batch["grpo_batch"] for batch in batches])
 
     def _choose_tokens(self, samples: Samples, parts: list[Any]) -> None:
         """Gives each micro-batch its kept tokens: exactly the budget's share of all processes' tokens."""
-        masks = [self._loss_mask(part) for part in parts]
-        widest, rows = max(own.shape[1] for own in masks), [len(own) for own in masks]
+        masks = [part.completion_mask.bool() for part in parts]
+        if self.overlong_filter:  # ms-swift's loss leaves out truncated completions
+            masks = [mask & ~part.truncated_mask.unsqueeze(1) for mask, part in zip(masks, parts, strict=True)]
+        widest, rows = max(mask.shape[1] for mask in masks), [len(mask) for mask in masks]
 
         def together(values: list[Tensor]) -> Tensor:
             return torch.cat([pad(value, (widest - value.shape[1], 0)) for value in values])
 
+        def apart(values: Tensor) -> list[Tensor]:
+            split = zip(torch.split(values, rows), masks, strict=True)
+            return [value[:, widest - mask.shape[1] :] for value, mask in split]
+
         mask, advantages = together(masks), torch.stack([sample.advantages for sample in samples]).to(masks[0].device)
-        entropy = together([torch.where(own, part.d3s_entropy, 0.0) for own, part in zip(masks, parts, strict=True)])
+        entropy = together([part.d3s_entropy for part in parts]).masked_fill(~mask, 0.0)
         log_p = log_q = None
         if ruled := self.args.off_policy_rule != "none":
-            found = [part.rollout_per_token_logps for part in parts]  # None where a rollout lacks some
-            if not any(gather_object([one is not None for one in found])):
+            sampled = [part.rollout_per_token_logps for part in parts]  # None where a rollout lacks some
+            if not any(gather_object([logps is not None for logps in sampled])):
                 raise ValueError(
                     f"d3s_off_policy_rule: got {self.args.off_policy_rule!r}, and rollouts without log-probabilities; "
                     "takes vLLM, which returns them"
@@ -167,12 +165,11 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
             old = [part.old_per_token_logps for part in parts]
             log_p = together(old)
             log_q = together(
-                [torch.full_like(p.float(), math.nan) if q is None else q for p, q in zip(old, found, strict=True)]
+                [torch.full_like(p.float(), math.nan) if q is None else q for p, q in zip(old, sampled, strict=True)]
             )
-        trusted = self._selection.trusted(log_p, log_q, advantages, mask=mask, process_group=self._process_group)
-        chosen = self._selection.tokens(
-            entropy, advantages, self._progress, mask=trusted, process_group=self._process_group
-        )
+        group = self._process_group
+        trusted = self._selection.trusted(log_p, log_q, advantages, mask=mask, process_group=group)
+        chosen = self._selection.tokens(entropy, advantages, self._progress, mask=trusted, process_group=group)
         sums = token_sums(chosen.mask, mask, entropy, advantages.unsqueeze(1))
         sums = self.accelerator.reduce(sums, reduction="sum")
         share = trusted.count / sums[1] if ruled else torch.ones_like(sums[1])
@@ -182,11 +179,8 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
         del metrics["d3s/head_rows_not_computed"]  # ms-swift's head computes them all
         self._log(metrics)
 
-        def apart(values: Tensor) -> list[Tensor]:
-            return [of[:, widest - own.shape[1] :] for of, own in zip(torch.split(values, rows), masks, strict=True)]
-
-        of_parts = zip(parts, apart(chosen.mask), apart(trusted.mask), apart(trusted.weight), strict=True)
-        for part, tokens, left, weights in of_parts:
+        split = zip(parts, apart(chosen.mask), apart(trusted.mask), apart(trusted.weight), strict=True)
+        for part, tokens, left, weights in split:
             weight = torch.ones((), device=tokens.device)
             if self.args.loss_denominator == "kept":
                 # ms-swift's number counts the tokens of truncated completions too; dapo and cispo divide by it.
@@ -194,11 +188,6 @@ class D3STrainer(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # ms-swift 
                 items = torch.as_tensor(items, dtype=sums.dtype, device=sums.device) * share
                 weight, _ = gradient_weights(self.loss_type, tokens, left, torch.stack([sums[0], items]).float())
             part.d3s_kept = Kept(tokens, weight * weights)
-
-    def _loss_mask(self, part: Any) -> Tensor:
-        """The mask of ms-swift's loss; with ``overlong_filter`` it leaves out truncated completions."""
-        mask: Tensor = part.completion_mask.bool()
-        return mask & ~part.truncated_mask.unsqueeze(1) if self.overlong_filter else mask
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
         self._choices_used = 0

@@ -14,7 +14,7 @@ if (_wrong := untested("trl", trl.__version__, "1.15", "1.17", "tests/trainers")
 
 from ..._own_logits import UnsupportedHead
 from .config import D3SConfig
-from .surface import UnknownTRL
+from .scoring import UnknownTRL
 from .trainer import D3STrainer
 
 __all__ = ["D3SConfig", "D3STrainer", "UnknownTRL", "UnsupportedHead"]

@@ -43,77 +43,66 @@ def loss_mask(batch: Batch) -> Tensor:
 
 def take(batch: Batch, rows: Tensor) -> Batch:
     """These rows of a batch, with their images."""
-    picked = {name: _rows(value, rows) for name, value in split_pixel_values_by_grid(batch).items()}
-    merged: Batch = unsplit_pixel_values_by_grid(picked)
+
+    def taken(value: Any) -> Any:
+        if value is None or (isinstance(value, Tensor) and value.dim() == 0):
+            return value
+        return value[rows] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
+
+    by_rollout = split_pixel_values_by_grid(batch)
+    merged: Batch = unsplit_pixel_values_by_grid({name: taken(value) for name, value in by_rollout.items()})
     return merged
-
-
-def _rows(value: Any, rows: Tensor) -> Any:
-    if value is None or (isinstance(value, Tensor) and value.dim() == 0):
-        return value
-    return value[rows] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
 
 
 def keep_rollouts(batch: Batch, kept: Tensor, pad_token: int, process_group: ProcessGroup | None) -> Batch:
     """The kept rows, the same number on every rank: ranks with too many send rows to ranks with too few, from device
-    to device.
-
-    Args:
-        batch: this rank's rows. If any rows move, no rank's rows may have images.
-        kept: bool, marks the kept rows. Over all ranks their number is a multiple of the number of ranks.
-        process_group: all ranks, or None for a single process.
+    to device. Over all ranks, the number of kept rows is a multiple of the number of ranks. Images cannot move. Without
+    ``process_group`` there is a single process.
     """
     if process_group is None:
         return take(batch, kept.nonzero()[:, 0])
+    from ..._groups import ranks_of
     from ...distributed import exchange_rows, plan_rows
 
     plan = plan_rows(kept, process_group)
     if plan.moved == 0:
         return take(batch, plan.staying)
-    rows = {name: value for name, value in batch.items() if _has_rows(value)}
-    return batch | exchange_rows(_widened(rows, pad_token, process_group), plan, process_group)
-
-
-def _widened(rows: dict[str, Tensor], pad_token: int, process_group: ProcessGroup) -> dict[str, Tensor]:
-    """Pads each tensor to its largest width over all ranks; the sets also in the number of their tokens."""
-    from ..._groups import ranks_of
-
-    sizes = torch.tensor(_sizes(rows), device=rows["prompt_ids"].device)
-    return _at_sizes(rows, ranks_of(process_group).gather(sizes).amax(dim=0).tolist(), pad_token)
-
-
-def _wide(rows: dict[str, Tensor]) -> list[str]:
-    return sorted(name for name, value in rows.items() if value.dim() > 1)
-
-
-def _sizes(rows: dict[str, Tensor]) -> list[int]:
-    return [size for name in _wide(rows) for size in rows[name].shape[1:]]
-
-
-def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> dict[str, Tensor]:
-    """Pads the tensors to these sizes, on the side on which TRL pads them."""
-    wanted = iter(sizes)
-    fillers = {"prompt_ids": pad_token, "completion_ids": pad_token, "importance_sampling_ratio": 1, SETS: NO_TOKEN}
-
-    def padded(name: str) -> Tensor:
-        missing = [next(wanted) - size for size in rows[name].shape[1:]]
-        # pad() takes a pair (before, after) for each dimension, the last dimension first.
-        around = [side for n in reversed(missing) for side in ((n, 0) if name in _PROMPT else (0, n))]
-        return pad(rows[name], around, value=fillers.get(name, 0))
-
-    return rows | {name: padded(name) for name in _wide(rows)}
+    rows = _tensors_with_rows(batch)
+    sizes = torch.tensor(_sizes(rows), device=kept.device)
+    widest = ranks_of(process_group).gather(sizes).amax(dim=0).tolist()
+    return batch | exchange_rows(_at_sizes(rows, widest, pad_token), plan, process_group)
 
 
 def joined(batch: Batch, more: Batch, pad_token: int) -> Batch:
     """Concatenates the rows of two batches without images; those of ``more`` come last."""
-    both = [{name: part for name, part in of.items() if _has_rows(part)} for of in (batch, more)]
-    sizes = [max(pair) for pair in zip(*map(_sizes, both), strict=True)]
-    first, second = (_at_sizes(rows, sizes, pad_token) for rows in both)
+    first, second = _tensors_with_rows(batch), _tensors_with_rows(more)
+    widest = [max(pair) for pair in zip(_sizes(first), _sizes(second), strict=True)]
+    first, second = (_at_sizes(rows, widest, pad_token) for rows in (first, second))
     return batch | {name: torch.cat([first[name], second[name]]) for name in first}
 
 
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+def _tensors_with_rows(batch: Batch) -> dict[str, Tensor]:
+    """The tensors with a row for each rollout, in an order that is the same for every batch."""
+    return {name: value for name, value in sorted(batch.items()) if isinstance(value, Tensor) and value.dim() > 0}
+
+
+def _sizes(rows: dict[str, Tensor]) -> list[int]:
+    """The sizes of all tensors, except the number of rows: of tokens, and in the sets also of each token's set."""
+    return [size for value in rows.values() for size in value.shape[1:]]
+
+
+def _at_sizes(rows: dict[str, Tensor], sizes: Iterable[int], pad_token: int) -> dict[str, Tensor]:
+    """Pads the tensors to sizes like those of :func:`_sizes`, on the side on which TRL pads them."""
+    wanted = iter(sizes)
+    fillers = {"prompt_ids": pad_token, "completion_ids": pad_token, "importance_sampling_ratio": 1, SETS: NO_TOKEN}
+
+    def padded(name: str, value: Tensor) -> Tensor:
+        missing = [next(wanted) - size for size in value.shape[1:]]
+        # pad() takes a pair (before, after) for each dimension, the last dimension first.
+        around = [side for n in reversed(missing) for side in ((n, 0) if name in _PROMPT else (0, n))]
+        return pad(value, around, value=fillers.get(name, 0))
+
+    return {name: padded(name, value) for name, value in rows.items()}
 
 
 def trimmed(batch: Batch, multiple: int | None) -> Batch:
@@ -123,8 +112,13 @@ def trimmed(batch: Batch, multiple: int | None) -> Batch:
     Positions count from a row's first column, including padding. So a cut on the left shifts all positions by the same
     number, which does not matter to rotary embeddings: they depend only on differences of positions.
     """
-    prompt = _width(batch["prompt_mask"].flip(1), multiple)
-    completion = max(_width(batch["completion_mask"], multiple), min(2, batch["completion_mask"].shape[1]))
+
+    def width(mask: Tensor) -> int:
+        columns = last_column(mask)
+        return columns if multiple is None else min(mask.shape[1], -(-columns // multiple) * multiple)
+
+    prompt = width(batch["prompt_mask"].flip(1))
+    completion = max(width(batch["completion_mask"]), min(2, batch["completion_mask"].shape[1]))
     before = batch["prompt_ids"].shape[1] - prompt
 
     def cut(name: str, value: Any) -> Any:
@@ -135,12 +129,6 @@ def trimmed(batch: Batch, multiple: int | None) -> Batch:
         return value[:, :completion] if name in _COMPLETION else value
 
     return {name: cut(name, value) for name, value in batch.items()}
-
-
-def _width(mask: Tensor, multiple: int | None) -> int:
-    """Columns up to the last one with a token, at least one, rounded up to a multiple."""
-    columns = last_column(mask)
-    return columns if multiple is None else min(mask.shape[1], -(-columns // multiple) * multiple)
 
 
 def last_column(mask: Tensor) -> int:

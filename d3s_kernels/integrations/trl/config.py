@@ -4,29 +4,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from trl import GRPOConfig
 
 from ...denominators import DENOMINATORS
 from ...schedule import DownSamplingSchedule
 from ...selection import Selection
-from ...selection_options import (
-    ALPHA,
-    FLAG,
-    QUANTILES,
-    SelectionOptions,
-    check_options,
-    check_token_rule,
-    one_of,
-    option,
-    whole,
-)
+from ...selection_options import ALPHA, FLAG, QUANTILES, SelectionOptions, check_options, one_of, option, whole
 from ...trust import weighs
-from .._options import check_one_process, choose_by_entropy
-from .sampling_options import require_sampled_sets
+from .._transformers import check_token_options
 
 ESPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # with PPO's clipping; its range may differ by token
+# Options of transformers' generation that leave tokens out, each with the values that leave none out.
+_CUTS: dict[str, tuple[Any, ...]] = {
+    "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0), "top_h": (None, 1.0), "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0, 1.0), "eta_cutoff": (None, 0.0, 1.0),
+}  # fmt: skip
+# Other options in generation_kwargs that change no probability.
+_HARMLESS = {
+    "max_new_tokens", "max_time", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings", "use_cache",
+    "cache_implementation", "cache_config", "prefill_chunk_size", "compile_config",
+}  # fmt: skip
 
 
 @dataclass
@@ -111,36 +110,53 @@ class D3SConfig(SelectionOptions, GRPOConfig):  # type: ignore[misc]  # TRL has 
                 f"loss_type: got {self.loss_type!r} with importance_sampling_level 'entropy_group'; takes "
                 f"{' or '.join(map(repr, ESPO_LOSSES))}"
             )
-        if self.top_entropy_quantile < 1:
-            choose_by_entropy(self, self.top_entropy_quantile)
-        check_token_rule(self)
-        check_one_process(self)
-        rule, corrects = self.off_policy_rule, self.use_vllm and self.vllm_importance_sampling_correction
+        check_token_options(self)
+        rule = self.off_policy_rule
         if rule != "none" and self.entropy_from == "update":  # the choice would come too late
             raise ValueError(f"entropy_from: got 'update' with off_policy_rule {rule!r}; takes 'auto' or 'rollout'")
-        if corrects and weighs(rule):
+        if self.use_vllm and self.vllm_importance_sampling_correction and weighs(rule):
             raise ValueError(
                 f"vllm_importance_sampling_correction: got True with off_policy_rule {rule!r}, whose weights are the "
                 "same ratios; takes False, or a rule without weights"
             )
-        if self.refill:
-            self._require_refillable()
-        if self.sampling_mask:
-            require_sampled_sets(self)
-
-    def _require_refillable(self) -> None:
-        """Raises if ``refill`` cannot replace groups with these options."""
-        rows = self.per_device_train_batch_size * self.steps_per_generation
-        for name, given, takes in (
-            ("scale_rewards", self.scale_rewards, ("group", "none")),  # else advantages depend on the other groups
-            ("multi_objective_aggregation", self.multi_objective_aggregation, ("sum_then_normalize",)),
+        for name, takes in (
+            ("scale_rewards", ("group", "none")),  # else advantages depend on the other groups
+            ("multi_objective_aggregation", ("sum_then_normalize",)),
         ):
-            if given not in takes:
-                raise ValueError(f"{name}: got {given!r} with refill; takes {' or '.join(map(repr, takes))}")
-        if self.world_size > 1 and rows % self.num_generations:
+            if self.refill and (value := getattr(self, name)) not in takes:
+                raise ValueError(f"{name}: got {value!r} with refill; takes {' or '.join(map(repr, takes))}")
+        rows = self.per_device_train_batch_size * self.steps_per_generation
+        if self.refill and self.world_size > 1 and rows % self.num_generations:
             raise ValueError(
                 f"per_device_train_batch_size: got {self.per_device_train_batch_size} with {self.steps_per_generation} "
                 f"steps per generation and refill; takes whole groups of {self.num_generations} on each process"
+            )
+        if self.sampling_mask:
+            self._require_sampled_sets()
+
+    def _require_sampled_sets(self) -> None:
+        """Raises if generation with these options has no sets, or sets that cannot be recorded."""
+        refused = {
+            "use_vllm": (False, "vLLM returns the sets from 0.28 on, but TRL hands on ids and log-probabilities alone"),
+            "use_transformers_continuous_batching": (
+                False, "generate_batch takes no processors, which record the sets",
+            ),
+            "repetition_penalty": (1.0, "it changes scores, and the sets do not record that"),
+        }  # fmt: skip
+        for name, (takes, reason) in refused.items():
+            if (value := getattr(self, name)) != takes:
+                raise ValueError(f"{name}: got {value!r} with sampling_mask; takes {takes!r}: {reason}")
+        generation: dict[str, Any] = self.generation_kwargs or {}
+        for name in generation:
+            if name not in _CUTS and name not in _HARMLESS:
+                raise ValueError(
+                    f"generation_kwargs: got {name!r} with sampling_mask; takes {', '.join(sorted(_CUTS))}, which "
+                    f"leave tokens out, and what changes no probability: {', '.join(sorted(_HARMLESS))}"
+                )
+        if all(generation.get(name, getattr(self, name, None)) in values for name, values in _CUTS.items()):
+            raise ValueError(
+                f"sampling_mask: got True with top_p {self.top_p}, top_k {self.top_k} and min_p {self.min_p}, which "
+                "leave no token out; takes top_p below 1, top_k above 0 or min_p above 0"
             )
 
     def schedule(self) -> DownSamplingSchedule:

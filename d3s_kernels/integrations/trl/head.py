@@ -88,16 +88,23 @@ class OurHead:
         outputs: tuple[str, ...] = ("entropy",),
     ) -> tuple[Tensor | None, ...]:
         """The same arguments and results as TRL's."""
-        self._require_scale_and_softcap(logit_scale, final_logit_softcapping)
+        known = self.model_head
+        if not (known is None or (math.isclose(logit_scale, known.scale) and final_logit_softcapping == known.softcap)):
+            raise UnsupportedHead(
+                f"lm_head: TRL scales the logits of {known.name} by {logit_scale:.6g} and caps them at "
+                f"{final_logit_softcapping}; the model itself by {known.scale:.6g} and at {known.softcap}"
+            )
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        reason, sets = _why_not(hidden, weight, dtype, logit_scale, outputs), self._sets_of_rows(len(targets))
+        reason = _why_not(hidden, weight, dtype, logit_scale, outputs)
         if reason is not None:
-            if _TRLS_HEAD is None or sets is not None:
-                asked, trls = "d3s_kernels", "needs Triton"
-                if sets is not None:
-                    asked, trls = "sampling_mask: got True", "is over the whole vocabulary"
-                raise RuntimeError(f"{asked}: the LM head cannot be ours, because {reason}; and TRL's {trls}")
+            if self.sets is not None:
+                raise RuntimeError(
+                    f"sampling_mask: got True: the LM head cannot be ours, because {reason}; and TRL's is over the "
+                    "whole vocabulary"
+                )
+            if _TRLS_HEAD is None:
+                raise RuntimeError(f"d3s_kernels: the LM head cannot be ours, because {reason}; and TRL's needs Triton")
             if reason not in _said:
                 _said.add(reason)
                 warnings.warn(f"d3s_kernels: TRL's own LM head is used, because {reason}", stacklevel=2)
@@ -109,6 +116,10 @@ class OurHead:
         # TRL computes c tanh(s x / c) / T with scale s, cap c and temperature T. Ours has no scale, but this is the
         # same as (c/s) tanh(x / (c/s)) / (T/s).
         cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
+        sets = None
+        if self.sets is not None:  # of the labelled tokens; their number is known, so there is no host sync
+            places, _ = ops.compact(self.sets[1], len(targets))
+            sets = SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
         problem = HeadProblem(
             hidden.to(dtype), weight.to(dtype), targets, bias, NumberOrTensor(temperature / logit_scale), cap,
             sampling_mask=op_arguments(sets, None if sets is None else 0, hidden),
@@ -117,32 +128,13 @@ class OurHead:
         logprob, entropy = op.linear_logprob_entropy(problem, at_backward)
         return logprob, entropy if "entropy" in outputs else None, None, None, None
 
-    def _require_scale_and_softcap(self, scale: float, softcap: float | None) -> None:
-        """Raises if TRL read another scale or softcap from the model's configuration than was verified."""
-        known = self.model_head
-        if known is None or (math.isclose(scale, known.scale) and softcap == known.softcap):
-            return
-        raise UnsupportedHead(
-            f"lm_head: TRL scales the logits of {known.name} by {scale:.6g} and caps them at {softcap}; the model "
-            f"itself by {known.scale:.6g} and at {known.softcap}"
-        )
-
-    def _sets_of_rows(self, rows: int) -> SamplingMask | None:
-        """The sets of the labelled tokens, of which there are ``rows``. There is no host sync."""
-        if self.sets is None:
-            return None
-        places, _ = ops.compact(self.sets[1], rows)
-        return SamplingMask.from_padded(self.sets[0].index_select(0, places.clamp(min=0)))
-
     def _at_backward(self, weight: Tensor, dtype: torch.dtype) -> AtBackward:
-        """What the backward uses, for products of this dtype. It keeps a parameter, but no gathered weight."""
-
-        def max_grad_rows() -> int | None:
-            return None if self.kept is None else self.kept.value()
-
-        if self.adds_to_gradients and weight.is_leaf:
-            return AtBackward(lambda: _gradient_to_add_to(weight, dtype), max_grad_rows)
-        return AtBackward(lambda: None, max_grad_rows)
+        """The hooks of a backward whose products have this dtype. They hold a parameter, but no gathered weight."""
+        parameter = weight if self.adds_to_gradients and weight.is_leaf else None
+        return AtBackward(
+            lambda: None if parameter is None else _gradient_to_add_to(parameter, dtype),
+            lambda: None if self.kept is None else self.kept.value(),
+        )
 
 
 def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -154,25 +146,20 @@ def _gradient_to_add_to(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 class OverSets:
-    """Wraps a model, to give the head the sets that the scored tokens were drawn from.
+    """Wraps TRL's model, to give the head the sets that the scored tokens were drawn from.
 
-    TRL calls the model with consecutive chunks of a batch's rows, and with labels at the tokens to score. The head gets
-    only the hidden states of labelled tokens.
-
-    Args:
-        model: TRL's.
-        sets: int32 ``[rows, tokens, width]``, with the rows in the order of the calls. Their tokens are the last
-            columns of the labels.
+    TRL calls the model with consecutive chunks of a batch's rows, and with labels at the tokens to score. The sets are
+    int32 ``[rows, tokens, width]``, for the same rows and for the last columns of the labels.
     """
 
     def __init__(self, model: Callable[..., Any], sets: Tensor) -> None:
         self.model, self._sets, self._begin = model, sets, 0
 
     def __call__(self, *, labels: Tensor, **inputs: Any) -> Any:
-        own = self._sets[self._begin : self._begin + len(labels)]
+        sets = self._sets[self._begin : self._begin + len(labels)]
         self._begin += len(labels)
         head: OurHead = trl_utils._ChunkedLogProbFunction
-        head.sets = own.flatten(0, 1), (labels[:, -own.shape[1] :] != -100).flatten()
+        head.sets = sets.flatten(0, 1), (labels[:, -sets.shape[1] :] != -100).flatten()
         return self.model(labels=labels, **inputs)
 
 
@@ -193,21 +180,15 @@ def _why_not(
         return f"there are no kernels here for tensors on {hidden.device.type}"
     if not logit_scale > 0:
         return f"the model scales its logits by {logit_scale}"
-    more = sorted(set(outputs) - {"log_probs", "entropy"})
-    if more:
-        return f"{', '.join(more)} is asked for"
-    return None
-
-
-def _packs_labelled(device: Any) -> bool:
-    """Replaces TRL's ``_use_triton``: it packs the labelled positions only on devices where its own kernels run."""
-    return True
+    unknown = sorted(set(outputs) - {"log_probs", "entropy"})
+    return f"{', '.join(unknown)} is asked for" if unknown else None
 
 
 @contextmanager
 def d3s_head(head: OurHead | None = None) -> Iterator[None]:
     """Inside this context, models with TRL's fused LM head use our head; afterwards TRL's is restored."""
-    ours = {"_ChunkedLogProbFunction": head or OurHead(), "_use_triton": _packs_labelled}
+    # TRL packs the labelled positions only on devices where its own kernels run, which it asks _use_triton.
+    ours = {"_ChunkedLogProbFunction": head or OurHead(), "_use_triton": lambda device: True}
     module: dict[str, Any] = vars(trl_utils)
     theirs = {name: module[name] for name in ours if name in module}
     module.update((name, ours[name]) for name in theirs)

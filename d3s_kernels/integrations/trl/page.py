@@ -28,12 +28,11 @@ class PageOfBatch:
         self._rollouts = CollectedRollouts()
         self._rewards: Tensor | None = None
 
-    def add_rewards(self, rewards: Tensor) -> None:
-        """The rewards of all processes' rollouts; NaN where no function gave one."""
-        self._rewards = rewards[: self._shown].float().cpu()
-
-    def add_generated(self, batch: Batch, process: int, pad_token: int) -> None:
-        """This process's rollouts before any is dropped. Marks each row with its place in the whole batch."""
+    def add_generated(self, batch: Batch, rewards: Tensor | None, process: int, pad_token: int) -> None:
+        """Adds this process's rollouts before any is dropped, and the rewards of all processes' rollouts (NaN where no
+        function gave one). Marks each row with its place in the whole batch.
+        """
+        self._rewards = None if rewards is None else rewards[: self._shown].float().cpu()
         rows, device = len(batch["completion_ids"]), batch["completion_ids"].device
         batch[ROLLOUT] = torch.arange(process * rows, (process + 1) * rows, device=device)
         prompts, prompt_mask = batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu().bool()
@@ -62,12 +61,12 @@ class PageOfBatch:
 
     def write(self, folder: Path, tokenizer: Any, is_main: bool) -> None:
         """Gathers what the processes have, and writes the page. All processes have to call this."""
-        of_all = joined(gather_object([self._rollouts]))
+        rollouts = joined(gather_object([self._rollouts]))
         if not is_main:
             return
         path, title = folder / f"step-{self.step:06d}.html", f"Step {self.step}: which tokens are trained on"
         try:
-            page = selection_page(**of_all.arguments(self._group, tokenizer), rewards=self._rewards, title=title)
+            page = selection_page(**rollouts.arguments(self._group, tokenizer), rewards=self._rewards, title=title)
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(page, encoding="utf-8")
         except Exception as error:  # whatever is wrong with a page, training continues on all processes

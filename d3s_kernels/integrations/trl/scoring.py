@@ -1,4 +1,10 @@
-"""TRL's calls for scores of tokens, its passes without gradient before the update, and its log."""
+"""TRL's calls for scores of tokens, its passes without gradient before the update, and its log.
+
+The trainer overrides private methods of TRL, which may change without notice. This package's ``__init__`` checks TRL's
+version once; ``tests/trainers/trl_surface.py`` lists what we rely on. What the version does not tell is checked during
+the run, since a change could give a wrong gradient without an error: here which passes TRL makes over a generation
+batch, and in :mod:`.trainer` that the selection acts in each step, also in a subclass of ours.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +17,73 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import disable_gradient_checkpointing, use_adapter
 
-from .._run import RunWithBudget
-from .batch import IMAGES, SETS, Batch
+from .._transformers import RunWithBudget
+from .batch import FIELDS, IMAGES, SETS, Batch
 from .config import D3SConfig
 from .head import over_sets
-from .surface import OLD, REFERENCE, Passes
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities, entropies, router loss
+OLD, REFERENCE = "old_per_token_logps", "ref_per_token_logps"  # the batch fields that passes without gradient fill
+
+
+class UnknownTRL(RuntimeError):
+    """TRL, or a class that overrides its methods, does something that the selection does not cover."""
+
+
+class Passes:
+    """Which passes TRL should make, and which of them wait until the rollouts are chosen."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names  # those that TRL has not asked for yet, by the batch fields that they fill
+        self.postponed: dict[str, Tensor] = {}  # what TRL got in their place
+        self.entropy: Tensor | None = None
+
+    def next(self, of_reference: bool) -> str:
+        """Returns the name of the pass that TRL asks for now, and removes it from ``names``."""
+        name = REFERENCE if of_reference and REFERENCE in self.names else self.names[0]
+        self.names.remove(name)
+        return name
+
+    def postpone(self, name: str, rows: int, columns: int) -> Tensor:
+        """A placeholder for TRL's batch, which raises as soon as anything reads it. A plain tensor on the meta device
+        would not: torch can add it to another tensor in place without an error.
+        """
+        self.postponed[name] = torch.empty(rows, columns, device="meta").as_subclass(_Postponed)
+        return self.postponed[name]
+
+    def without_postponed(self, batch: Batch) -> Batch:
+        """TRL's batch without the fields whose passes still have to be made. Raises an UnknownTRL if TRL skipped a
+        pass or put its result into another field, or if the batch has a field whose padding side is unknown.
+        """
+        if self.names:
+            raise UnknownTRL(
+                f"_generate_and_score_completions: no pass came for {' and '.join(self.names)}, which the loss needs; "
+                "TRL makes its passes under other conditions than those in D3STrainer._pass_names"
+            )
+        for name, placeholder in self.postponed.items():
+            if batch.get(name) is not placeholder:
+                raise UnknownTRL(
+                    f"{name}: the batch of _generate_and_score_completions does not have there what the pass for it "
+                    "returned"
+                )
+        if unknown := sorted(batch.keys() - FIELDS):
+            raise UnknownTRL(
+                f"_generate_and_score_completions: its batch has {', '.join(unknown)}, which is not known; rows of it "
+                "cannot be chosen, since nothing says on which side it is padded"
+            )
+        return {name: value for name, value in batch.items() if name not in self.postponed}
+
+
+class _Postponed(Tensor):
+    """Log-probabilities that are not there yet."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        raise UnknownTRL(
+            f"_generate_and_score_completions: {name} reads log-probabilities before the rollouts are chosen; these "
+            "are scored afterwards, since neither rewards nor advantages need them in the versions that were tested"
+        )
 
 
 class Call(NamedTuple):
@@ -58,8 +124,8 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
             waiting = [value.double() for name in ours for value in metrics[name] if isinstance(value, Tensor)]
             numbers = iter(torch.stack(waiting).tolist())
             for name in [*ours, "entropy"]:  # TRL's mean is NaN if no token was measured
-                found = [next(numbers) if isinstance(value, Tensor) else value for value in metrics.pop(name, ())]
-                if known := [number for number in found if not math.isnan(number)]:
+                values = [next(numbers) if isinstance(value, Tensor) else value for value in metrics.pop(name, ())]
+                if known := [value for value in values if not math.isnan(value)]:
                     metrics[name] = known
         super().log(logs, *more, **options)
 
@@ -69,8 +135,9 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
 
     @property
     def _tokens_before_update(self) -> bool:
-        source, ruled = self.args.entropy_from, self.args.off_policy_rule != "none"
-        return bool(source == "rollout" or (source == "auto" and (ruled or OLD in self._pass_names())))
+        if self.args.entropy_from == "auto":
+            return self.args.off_policy_rule != "none" or OLD in self._pass_names()
+        return self.args.entropy_from == "rollout"
 
     def _pass_names(self) -> list[str]:
         """The passes without gradient that TRL makes over a generation batch, by TRL's own conditions."""
@@ -79,7 +146,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
         return names if self.beta == 0 else [*names, REFERENCE]
 
     def _is_reference(self, model: Any) -> bool:
-        """Whether this model is the reference: a separate model, or the policy with its adapter off or replaced."""
+        """Whether this is the reference: a separate model, or the policy with its adapter off or replaced."""
         if self.ref_model is not None:
             return bool(model is self.ref_model)
         policy = self.accelerator.unwrap_model(self.model)
@@ -92,8 +159,7 @@ class Scoring(RunWithBudget, GRPOTrainer):  # type: ignore[misc]  # TRL has no t
     def _score_before_rewards(self, call: Call, passes: Passes) -> Scores:
         """Postpones TRL's passes for log-probabilities that only the update needs, until the rollouts are chosen."""
         name = passes.next(self._is_reference(call.model))
-        needed_at_once = name == OLD and self._corrects_sampling
-        if not needed_at_once:
+        if name != OLD or not self._corrects_sampling:
             return passes.postpone(name, len(call.tokens), call.columns), None, None
         logprob, passes.entropy, aux = call.scores(compute_entropy=self._tokens_before_update)
         return logprob, None, aux

@@ -11,14 +11,14 @@ from torch.nn.functional import pad
 
 from ...denominators import gradient_weights, only_through
 from ...metrics import OFF_POLICY_SHARE, token_metrics, token_sums
+from ...ratios import espo_terms
 from ...tokens import TokenSelection
 from ...trust import TrustedTokens
 from .batch import SETS, Batch, last_column, loss_mask, take
-from .espo import as_espo
+from .config import D3SConfig
 from .head import HostNumber, OurHead, over_sets
 from .page import PageOfBatch
-from .scoring import Call, Scores, Scoring
-from .surface import OLD, Watch
+from .scoring import OLD, Call, Scores, Scoring
 
 UNMEASURED = "d3s_unmeasured"  # a batch field: marks rows whose dropped tokens' entropies are not logged
 
@@ -28,7 +28,7 @@ class ChoosesTokens(Scoring):
 
     epsilon_low: Any  # TRL's numbers; while TRL computes ESPO's loss, tensors with a value for each token
     epsilon_high: Any
-    _watch: Watch
+    _gradient_was_selected = False  # whether a gradient came through the hook below in this step
     _loss_inputs: Batch | None = None  # set only while TRL computes a training loss
     _just_kept = HostNumber(torch.zeros(()))  # kept tokens of the last micro-batch, over all processes
     _kept_in_update = 0  # kept tokens of the current update so far
@@ -40,37 +40,31 @@ class ChoosesTokens(Scoring):
 
     def _choose_tokens_of_batch(self, batch: Batch) -> None:
         """Marks the tokens of a whole generation batch."""
-        trusted = self._trusted(batch)
+        mask, ratio, rule = loss_mask(batch).bool(), batch.get("importance_sampling_ratio"), self.args.off_policy_rule
+        log_p, log_q, group = batch.get(OLD), batch.get("sampling_per_token_logps"), self._process_group
+        if log_q is None and rule != "none":
+            raise ValueError(
+                f"off_policy_rule: got {rule!r}, and completions without the log-probabilities that they were sampled "
+                "with; takes use_vllm, sampling_mask, or a rollout_func that returns them"
+            )
+        trusted = self._selection.trusted(log_p, log_q, batch["advantages"], mask=mask, process_group=group)
+        if ratio is not None and self._tokens_are_independent(batch):  # TRL multiplies a token's loss by the ratio
+            left = trusted.mask & (ratio != 0)
+            trusted = TrustedTokens(left, trusted.weight * left, left.sum())
         if "d3s_entropy" not in batch:
             batch["d3s_entropy"], batch[UNMEASURED] = self._entropy(batch)
         # Rollouts that the pass skipped have advantage 0, so their scores are 0. Their tokens still count as valid.
         chosen = self._choose_tokens(batch["d3s_entropy"], batch["advantages"], trusted)
         batch["d3s_kept"], batch["d3s_threshold"] = chosen.mask, chosen.threshold
         batch["d3s_trusted"], batch["d3s_weight"] = trusted.mask, trusted.weight
-        own = torch.stack([part.sum() for part in (chosen.mask, trusted.mask)])
-        batch["d3s_tokens_kept"], left = self.accelerator.gather(own).view(-1, 2).sum(dim=0)
-        batch["d3s_tokens_trusted"] = left
-        if self.args.off_policy_rule != "none" or "importance_sampling_ratio" in batch:
-            self._log({OFF_POLICY_SHARE: 1 - left / batch["num_items_in_batch"]})
-
-    def _trusted(self, batch: Batch) -> TrustedTokens:
-        """The tokens that ``off_policy_rule`` leaves, without those whose loss TRL multiplies by a ratio of 0."""
-        mask, ratio = loss_mask(batch).bool(), batch.get("importance_sampling_ratio")
-        log_p, log_q, group = batch.get(OLD), batch.get("sampling_per_token_logps"), self._process_group
-        if log_q is None and self.args.off_policy_rule != "none":
-            raise ValueError(
-                f"off_policy_rule: got {self.args.off_policy_rule!r}, and completions without the log-probabilities "
-                "that they were sampled with; takes use_vllm, sampling_mask, or a rollout_func that returns them"
-            )
-        trusted = self._selection.trusted(log_p, log_q, batch["advantages"], mask=mask, process_group=group)
-        if ratio is not None and self._tokens_are_independent(batch):
-            left = trusted.mask & (ratio != 0)
-            trusted = TrustedTokens(left, trusted.weight * left, left.sum())
-        return trusted
+        numbers = torch.stack([chosen.mask.sum(), trusted.mask.sum()])
+        batch["d3s_tokens_kept"], batch["d3s_tokens_trusted"] = self.accelerator.gather(numbers).view(-1, 2).sum(dim=0)
+        if rule != "none" or ratio is not None:
+            self._log({OFF_POLICY_SHARE: 1 - batch["d3s_tokens_trusted"] / batch["num_items_in_batch"]})
 
     def _entropy(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The entropies from an extra pass, 0 in rows that it skips; and which rows it need not score: those without a
-        token and, unless tokens are ranked by entropy alone, those with advantage 0.
+        """The entropies from an extra pass, 0 in rows that it skips; and a mask of the rows that need no score: those
+        without a token and, unless tokens are ranked by entropy alone, those with advantage 0.
         """
         mask = loss_mask(batch).bool()
         useful = mask.any(dim=1)
@@ -108,7 +102,16 @@ class ChoosesTokens(Scoring):
         finally:
             self._loss_inputs = None
             self.epsilon_low, self.epsilon_high = ranges
-        self._count_tokens()
+        # TRL's own host sync is over by now, so this one does not wait.
+        number, metrics = self._just_kept.value(), self._metrics["train"]
+        # This part of the trainer's state is saved in checkpoints and restored from them; a new run starts at 0.
+        counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
+        counts["num_tokens_kept"] += number
+        metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # replaced: TRL logs means
+        self._kept_in_update += number
+        if self.accelerator.sync_gradients:  # the update's last micro-batch
+            metrics["d3s/updates_without_tokens"].append(float(self._kept_in_update == 0))
+            self._kept_in_update = 0
         return loss
 
     def _score_for_loss(self, head: OurHead, call: Call, inputs: Batch) -> Scores:
@@ -135,8 +138,8 @@ class ChoosesTokens(Scoring):
             page, self._page = self._page, None
             page.write(Path(self.args.output_dir, "selection"), self._tokenizer, self.accelerator.is_main_process)
         if self._espo:
-            moved, epsilon = as_espo(inputs, logprob.detach(), constant, self.args, self._vocabulary)
-            inputs |= moved
+            changed, epsilon = as_espo(inputs, logprob.detach(), constant, self.args, self._vocabulary)
+            inputs |= changed
             self.epsilon_low = self.epsilon_high = epsilon
         if logprob.requires_grad:
             policy = bonus = torch.ones((), device=kept.device)
@@ -144,8 +147,13 @@ class ChoosesTokens(Scoring):
                 if "d3s_tokens_kept" in inputs:
                     totals = torch.stack([inputs["d3s_tokens_kept"], inputs["d3s_tokens_trusted"]]).float()
                 policy, bonus = gradient_weights(self.loss_type, kept, inputs.get("d3s_trusted", mask), totals)
-            policy = policy * inputs.get("d3s_weight", 1)
-            logprob.register_hook(self._watch.seen(only_through(kept, policy)))  # type: ignore[no-untyped-call]
+            select = only_through(kept, policy * inputs.get("d3s_weight", 1))
+
+            def hook(gradient: Tensor) -> Tensor:
+                self._gradient_was_selected = True
+                return select(gradient)
+
+            logprob.register_hook(hook)  # type: ignore[no-untyped-call]
             if entropy.requires_grad:
                 entropy.register_hook(only_through(kept, bonus))  # type: ignore[no-untyped-call]
         return logprob, entropy, aux
@@ -177,24 +185,24 @@ class ChoosesTokens(Scoring):
         needed, sets = kept[place, :used], inputs.get(SETS)
         model = over_sets(call.model, None if sets is None else sets[place, :used])
 
-        def of_kept(labels: Tensor, **model_inputs: Any) -> Any:
+        def at_kept_tokens(labels: Tensor, **model_inputs: Any) -> Any:
             """The model, with labels only at kept tokens, so that the head computes only those."""
             labels = labels.clone()
             labels[:, prompt:].masked_fill_(~needed, -100)
             return model(labels=labels, **model_inputs)
 
         tokens, attention = (part[place, : prompt + used] for part in (call.tokens, call.attention))
-        logprob, entropy, aux = Call(call.method, of_kept, tokens, attention, used).scores()
+        logprob, entropy, aux = Call(call.method, at_kept_tokens, tokens, attention, used).scores()
         assert entropy is not None
-        known = inputs.get("old_per_token_logps")  # makes the ratio of a dropped token 1
-        if known is None:
-            known = torch.zeros(kept.shape, device=kept.device)
+        old = inputs.get(OLD)  # makes the ratio of a dropped token 1
+        if old is None:
+            old = torch.zeros(kept.shape, device=kept.device)
 
-        def everywhere(of_kept: Tensor, known: Tensor) -> Tensor:
-            known = torch.where(kept, 0.0, known).to(of_kept.dtype)
-            return known.index_add(0, place, pad(of_kept, (0, call.columns - used)))
+        def of_all_tokens(scored: Tensor, earlier: Tensor) -> Tensor:
+            earlier = torch.where(kept, 0.0, earlier).to(scored.dtype)
+            return earlier.index_add(0, place, pad(scored, (0, call.columns - used)))
 
-        return everywhere(logprob, known), everywhere(entropy, inputs["d3s_entropy"]), aux
+        return of_all_tokens(logprob, old), of_all_tokens(entropy, inputs["d3s_entropy"]), aux
 
     def _log_tokens(
         self, kept: Tensor, mask: Tensor, entropy: Tensor, advantages: Tensor, threshold: Tensor, measured: Tensor
@@ -204,19 +212,30 @@ class ChoosesTokens(Scoring):
         """
         sums = token_sums(kept, mask, entropy, advantages.unsqueeze(1), measured)
         totals: Tensor = self.accelerator.reduce(sums, reduction="sum")
-        number, *_, number_measured, of_kept, of_dropped = totals
+        number, *_, number_measured, entropy_kept, entropy_dropped = totals
         self._log(token_metrics(totals, threshold, self._budget().token_ratio))
         self._just_kept = HostNumber(number)
-        return totals[:2].float(), (of_kept + of_dropped) / number_measured
+        return totals[:2].float(), (entropy_kept + entropy_dropped) / number_measured
 
-    def _count_tokens(self) -> None:
-        """Counts a micro-batch's kept tokens, after its loss: TRL's own host sync is over by then."""
-        number, metrics = self._just_kept.value(), self._metrics["train"]
-        # This part of the trainer's state is saved in checkpoints and restored from them; a new run starts at 0.
-        counts = self.state.stateful_callbacks.setdefault("D3STrainer", {"num_tokens_kept": 0})
-        counts["num_tokens_kept"] += number
-        metrics["d3s/num_tokens_kept"] = [counts["num_tokens_kept"]]  # replaced: TRL logs means
-        self._kept_in_update += number
-        if self.accelerator.sync_gradients:  # the update's last micro-batch
-            metrics["d3s/updates_without_tokens"].append(float(self._kept_in_update == 0))
-            self._kept_in_update = 0
+
+def as_espo(batch: Batch, logprob: Tensor, entropy: Tensor, args: D3SConfig, vocab_size: int) -> tuple[Batch, Tensor]:
+    """Returns the fields with which TRL's unchanged loss computes ESPO's objective, and an epsilon for each token.
+
+    TRL's ratio is ``exp(logprob - old)``. With ``old = sg[logprob] - log ratio`` it equals ESPO's ratio in value and
+    gradient. One difference remains: at the cap of e^10 ESPO's gradient is 0, and TRL's is not. In a loss that averages
+    over each sequence ("grpo") the advantages are multiplied by weights, which turn that average into ESPO's mean over
+    the sequence's groups. In the other losses all tokens of the groups have the same weight.
+
+    ``logprob`` and ``entropy`` are ``[B, T]``, from the training forward, constants. They replace the old policy's
+    values if the batch has none: then the policy has not changed since.
+    """
+    old = batch.get(OLD, logprob)
+    terms = espo_terms(
+        logprob, old, batch.get("d3s_entropy", entropy), loss_mask(batch).bool(), quantiles=args.espo_quantiles,
+        alpha=args.espo_alpha, denominator=args.espo_denominator, vocab_size=vocab_size,
+    )  # fmt: skip
+    weight = terms.weight if args.loss_type == "grpo" else (terms.weight > 0).float()
+    changed = {OLD: logprob - terms.ratio.log(), "advantages": batch["advantages"].unsqueeze(1) * weight}
+    if "sampling_per_token_logps" not in batch:  # TRL's off-policy mask would read the changed "old" ones
+        changed["sampling_per_token_logps"] = old
+    return changed, terms.epsilon

@@ -1,29 +1,36 @@
 """``GRPOTrainer`` with D3S's choice of rollouts and tokens between generation and update.
 
-Each file overrides what TRL does at one place: :mod:`.generation` after TRL has made a generation batch, :mod:`.tokens`
-while it computes a loss, and :mod:`.scoring` in its passes without gradient and its log. This one makes the
-trainer, and routes each of TRL's calls for scores to the method for its caller.
+This file makes the trainer, routes each of TRL's calls for scores to the method for its caller, and chooses the
+rollouts after TRL has made a generation batch. :mod:`.tokens` overrides what TRL does while it computes a loss, and
+:mod:`.scoring` its passes without gradient and its log.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
+import torch
 from accelerate import DistributedType
 from torch import Tensor
 
 from ...heads import read_head
+from ...metrics import rollout_metrics, set_metrics, set_sums
+from ...recorder import Recorded, recording
+from ...rollouts import groups_without_spread
 from ...selection import Selection
+from .._transformers import total_rewards, without_spread
+from .batch import SETS, Batch, joined, keep_rollouts, loss_mask, take, trimmed
 from .config import D3SConfig
-from .generation import ChoosesRollouts
 from .head import OurHead, OverSets, check_head, d3s_head
-from .sampling_options import require_one_turn
-from .scoring import Call, Scores
-from .surface import Watch
+from .page import PageOfBatch
+from .refill import log_again, other_prompts, replacements, rows_of, take_logged
+from .scoring import OLD, Call, Passes, Scores, UnknownTRL
+from .tokens import ChoosesTokens
 
 
-class D3STrainer(ChoosesRollouts):
+class D3STrainer(ChoosesTokens):
     """``GRPOTrainer`` that trains on the rollouts and the tokens that D3S chooses. Same arguments, same methods.
 
     Rollouts: once a generation batch has its advantages, rollouts are chosen over all processes (``rollout_rule``), and
@@ -60,6 +67,11 @@ class D3STrainer(ChoosesRollouts):
         1
     """
 
+    _recorded: Recorded | None = None  # the sets of a generation batch, until they are in the batch
+    _rewards: Tensor | None = None  # of all processes' rollouts, by function; set until rollouts are chosen
+    _rollouts_were_chosen = False  # for a generation batch, on which several steps may train
+    _last_page: int | None = None  # the step of this run's last page
+
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: D3SConfig | None = None, *more: Any, **options: Any
     ) -> None:
@@ -70,48 +82,77 @@ class D3STrainer(ChoosesRollouts):
             args = D3SConfig(f"{name.split('/')[-1]}-D3S")
         super().__init__(model, reward_funcs, args, *more, **options)
         check_head(self.accelerator.unwrap_model(self.model))
-        if args.sampling_mask:
-            require_one_turn(self)
+        for name in ("tools", "environment_factories", "rollout_func"):
+            if args.sampling_mask and getattr(self, name, None):
+                raise ValueError(
+                    f"{name.replace('factories', 'factory')}: got one with sampling_mask; takes none: tokens of other "
+                    "turns and of tools have no set"
+                )
         if self._espo:
             self.importance_sampling_level = "token"  # what TRL sees: as_espo turns its token ratios into ESPO's
-        self._selection, self._watch = Selection(args), Watch()
+        self._selection = Selection(args)
         self._warn_of_little_to_drop()
 
     def _warn_of_little_to_drop(self) -> None:
         """Warns once, on the main process, if small groups or small device batches leave little to drop."""
-        everything, n, multiple = self.args.generation_batch_size, self.num_generations, self._multiple
+        total, n, multiple = self.args.generation_batch_size, self.num_generations, self._multiple
         for when, progress in (("start", 0.0), ("end", 1.0)):
-            asked, kept = self._selection.number_of_rollouts(progress, everything // n, n, multiple)
-            given = getattr(self.args, f"rollouts_{when}")
-            nothing = when == "start" and asked == everything and given != 1  # a share of 1 asks for all of them
-            if self.accelerator.is_main_process and (nothing or kept > 1.25 * asked):
+            asked, kept = self._selection.number_of_rollouts(progress, total // n, n, multiple)
+            value = getattr(self.args, f"rollouts_{when}")
+            drops_nothing = when == "start" and asked == total and value != 1  # a share of 1 asks for all of them
+            if self.accelerator.is_main_process and (drops_nothing or kept > 1.25 * asked):
                 warnings.warn(
-                    f"rollouts_{when}: got {given}, but {kept} of {everything} rollouts are kept: a group has {n}, and "
+                    f"rollouts_{when}: got {value}, but {kept} of {total} rollouts are kept: a group has {n}, and "
                     f"their number is a multiple of processes x steps per generation, {multiple}. More num_generations,"
                     " or a larger per_device_train_batch_size with fewer gradient_accumulation_steps, drop more",
                     stacklevel=3,
                 )
                 return
 
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        self._last_page, self._kept_in_update = None, 0  # a new run starts new pages and a new update
+        return super().train(*arguments, **options)
+
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        self._watch.begin()
+        self._gradient_was_selected = False
         loss: Tensor = super().training_step(*arguments, **options)
-        self._watch.end(self)
+        if not self._rollouts_were_chosen:
+            self._raise_not_covered(
+                ("_prepare_inputs", "_generate_and_score_completions"),
+                "no rollouts were chosen for this step. Its batch has to come from "
+                "D3STrainer._generate_and_score_completions",
+            )
+        if not self._gradient_was_selected:
+            self._raise_not_covered(
+                ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
+                "no token was selected in this step. The loss needs a gradient through the log-probabilities of "
+                "D3STrainer._compute_loss",
+            )
         return loss
+
+    def _raise_not_covered(self, names: tuple[str, ...], message: str) -> NoReturn:
+        """The error names those of these methods that are neither ours nor TRL's."""
+        methods = [getattr(self, name) for name in names]
+        known = ("trl.", "transformers.", "d3s_kernels.")
+        others = [method for method in methods if not f"{method.__module__}.".startswith(known)]
+        paths = [f"{method.__module__}.{getattr(method, '__qualname__', method)}" for method in others]
+        hint = f"; it may not come through {' and '.join(paths)}" if paths else ""
+        raise UnknownTRL(f"training_step: {message}{hint}")
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *more: Any, **options: Any
     ) -> Scores:
         trls = super()._get_per_token_logps_and_entropies
 
-        def method(*arguments: Any, **changed: Any) -> Scores:
-            scores: Scores = trls(*arguments, *more, **{**options, **changed})
-            return scores
+        def method(*arguments: Any, **changed: Any) -> Any:
+            return trls(*arguments, *more, **{**options, **changed})
 
         module = model.model if isinstance(model, OverSets) else model
-        of_model = read_head(self.accelerator.unwrap_model(module))  # read in each call, since an adapter may be new
+        model_head = read_head(self.accelerator.unwrap_model(module))  # read in each call: an adapter may be new
         call, inputs = Call(method, model, input_ids, attention_mask, logits_to_keep), self._loss_inputs
-        head = OurHead(of_model, adds_to_gradients=inputs is not None and self._alone)
+        # The backward may add to a gradient if nothing reads it before the optimizer: no reducer, no shards, no scaler.
+        alone = self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
+        head = OurHead(model_head, adds_to_gradients=inputs is not None and alone)
         with d3s_head(head):
             if inputs is not None:
                 return self._score_for_loss(head, call, inputs)
@@ -119,7 +160,133 @@ class D3STrainer(ChoosesRollouts):
                 return self._score_before_rewards(call, self._passes)
             return call.scores()
 
-    @property
-    def _alone(self) -> bool:
-        """Whether nothing reads a gradient before the optimizer: no reducer, no shards, no scaler."""
-        return self.accelerator.distributed_type == DistributedType.NO and self.accelerator.scaler is None
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        if not self.model.training:
+            evaluated: Batch = super()._generate_and_score_completions(inputs)
+            return evaluated
+        self._page, every, step = None, self.args.selection_page_steps, self.state.global_step
+        if every > 0 and (self._last_page is None or self._last_page // every != step // every):
+            self._last_page = step
+            self._page = PageOfBatch(step, self.num_generations, self.args.steps_per_generation)
+        batch, postponed = self._scored(inputs)
+        if self.args.refill:
+            batch = self._refilled(batch, inputs)
+        if self._page is not None:
+            rewards = None if self._rewards is None else total_rewards(self._rewards, self.reward_weights)
+            self._page.add_generated(batch, rewards, self.accelerator.process_index, self._tokenizer.pad_token_id)
+        batch = self._keep_rollouts(batch)
+        self._rollouts_were_chosen = True
+        for name in postponed:
+            batch |= self._postponed(name, batch)
+        if self.args.off_policy_rule != "none" and OLD not in batch:
+            batch |= self._postponed(OLD, batch)
+        if self._tokens_before_update:
+            self._choose_tokens_of_batch(batch)
+        return batch
+
+    def _scored(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Iterable[str]]:
+        """TRL's generation batch of these prompts, and the passes that wait until the rollouts are chosen."""
+        self._passes = passes = Passes(self._pass_names())
+        try:
+            batch: Batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self._passes = None
+        batch = passes.without_postponed(batch)
+        if passes.entropy is not None:
+            batch["d3s_entropy"] = passes.entropy
+        if self.args.sampling_mask:
+            self._add_sets(batch)
+        return batch, passes.postponed
+
+    def _add_sets(self, batch: Batch) -> None:
+        """Adds the sets that the tokens were drawn from to a generation batch, and logs metrics about them."""
+        if self._recorded is None:
+            raise RuntimeError("sampling_mask: no sets were recorded; takes completions of _generate_single_turn")
+        mask = loss_mask(batch).bool()
+        recorded, self._recorded = self._recorded.in_columns(mask.shape[1]), None
+        batch[SETS] = recorded.sets
+        sums = set_sums((recorded.sets >= 0).sum(2), mask, self.args.max_kept, recorded.log_mass)
+        self._log(set_metrics(self.accelerator.reduce(sums, reduction="sum"), self._vocabulary))
+
+    def _refilled(self, batch: Batch, inputs: list[dict[str, Any]]) -> Batch:
+        """Replaces groups without a spread, at most ``refill`` times. Groups are whole on their rank and do not move,
+        and all ranks know all rewards, so that the ranks agree without another message.
+        """
+        accelerator, n, dataset = self.accelerator, self.num_generations, self.train_dataset
+        if "num_images" in batch or not hasattr(dataset, "__len__") or self._rewards is None:
+            raise ValueError(
+                "refill: takes prompts without images, a data set with a length, and rewards of TRL's reward functions"
+            )
+        ranks, here, times = accelerator.num_processes, accelerator.process_index, 0
+        equal = equal_before = self._equal_rewards(self._rewards)
+        while times < self.args.refill and bool(equal.any()):
+            rewards, missing = self._rewards, int(equal.view(ranks, -1).sum(dim=1).amax())
+            seeds, logged = (self.args.seed, self.state.global_step, times), take_logged(self._logs)
+            more, _ = self._scored(other_prompts(dataset, inputs[0], missing, n, ranks, here, *seeds))
+            groups = replacements(equal.view(ranks, -1), self._equal_rewards(self._rewards).view(ranks, -1))
+            rows = rows_of(groups, n)
+            batch = take(joined(batch, more, self._tokenizer.pad_token_id), rows[here])
+            log_again(self._logs, logged, rows, missing * n)
+            both = torch.cat([part.view(ranks, -1, part.shape[1]) for part in (rewards, self._rewards)], dim=1)
+            self._rewards = both[torch.arange(ranks, device=rows.device).unsqueeze(1), rows].flatten(0, 1)
+            equal, times = self._equal_rewards(self._rewards), times + 1
+        refilled = (equal_before & ~equal).sum().double()
+        self._log({"d3s/refills": torch.full_like(refilled, times), "d3s/groups_refilled": refilled})
+        return batch
+
+    def _generate_single_turn(self, *arguments: Any, **options: Any) -> tuple[list[list[int]], Any]:
+        generate = super()._generate_single_turn
+        if not (self.args.sampling_mask and self.model.training):
+            completions, logprobs = generate(*arguments, **options)
+            return completions, logprobs
+        with recording(self.accelerator.unwrap_model(self.model), self.args.max_kept) as recorder:
+            completions, _ = generate(*arguments, **options)
+        self._recorded = recorded = recorder.recorded(completions)
+        rows = zip(recorded.logprob.tolist(), completions, strict=True)
+        return completions, [row[: len(tokens)] for row, tokens in rows]
+
+    def _calculate_rewards(self, *arguments: Any, **options: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(*arguments, **options)
+        if self.model.training:
+            self._rewards = rewards
+        return rewards
+
+    def _equal_rewards(self, rewards: Tensor) -> Tensor:
+        """Marks the groups whose rewards are all equal, from the rewards of all functions: bool ``[groups]``."""
+        separately = self.multi_objective_aggregation == "normalize_then_sum"
+        return without_spread(rewards, self.reward_weights, self.num_generations, separately)
+
+    def _keep_rollouts(self, batch: Batch) -> Batch:
+        """The kept rows, the same number on each process."""
+        accelerator, own_advantages = self.accelerator, batch["advantages"]
+        if own_advantages.dim() != 1:
+            shape, rows = list(own_advantages.shape), len(own_advantages)
+            raise TypeError(f"advantages: got shape {shape}; takes one for each rollout, [{rows}]")
+        ranks, here, n = accelerator.num_processes, accelerator.process_index, self.num_generations
+        has_images = own_advantages.new_tensor([float("num_images" in batch)])
+        message = torch.cat([own_advantages.float(), loss_mask(batch).sum(dim=1).float(), has_images])
+        everyones = accelerator.gather(message).view(ranks, -1)  # all that the choice needs, in one message
+        advantages, lengths = (part.reshape(-1, n) for part in everyones[:, :-1].chunk(2, dim=1))
+        _, number = self._selection.number_of_rollouts(self._progress, len(advantages), n, self._multiple)
+        keeps_all = number == advantages.numel()
+        if keeps_all:
+            kept = torch.ones_like(lengths, dtype=torch.bool)
+        else:
+            moves = ranks == 1 or not bool(everyones[:, -1].any())  # rows with images do not move between ranks
+            kept = self._selection.rollouts(
+                advantages, self._progress, has_tokens=lengths > 0, multiple_of=self._multiple,
+                ranks=None if moves else ranks, generator=self._draws_of_step(advantages.device),
+            )  # fmt: skip
+        rewards, self._rewards = self._rewards, None
+        # A subclass may compute advantages without rewards.
+        equal = groups_without_spread(advantages) if rewards is None else self._equal_rewards(rewards)
+        self._log(rollout_metrics(kept.flatten(), lengths.flatten(), equal, self._budget().rollouts / n))
+        if not keeps_all:  # else no row moves, and there is no host sync
+            if self.args.advantages_from == "kept":
+                anew = self._selection.advantages(advantages, kept, scale=self.scale_rewards, without_spread=equal)
+                batch["advantages"] = anew.view(ranks, -1)[here]
+            batch = keep_rollouts(batch, kept.view(ranks, -1)[here], self._tokenizer.pad_token_id, self._process_group)
+        if not keeps_all or self.args.refill:
+            batch = trimmed(batch, self.pad_to_multiple_of)
+        batch["num_items_in_batch"] = accelerator.gather(loss_mask(batch).sum()).sum()
+        return batch

@@ -16,13 +16,9 @@ FUSED = "actor_rollout_ref.model.fused_kernel_options"
 
 
 def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Tensor:
-    """Raises a ValueError for the first row whose sets do not match its sampled tokens.
-
-    Args:
-        rows: for each key the row's sets, its response and its response mask.
-
-    Returns:
-        The size of each token's set, row after row; 0 where the mask is 0.
+    """Raises a ValueError for the first row whose sets do not match its sampled tokens. ``rows`` has for each key the
+    row's sets, its response and its response mask. Returns the size of each token's set, row after row; 0 where the
+    mask is 0.
     """
     sizes: list[int] = []
     for key, (sets, response, mask) in rows.items():
@@ -33,13 +29,13 @@ def require_sets(field: str, rows: dict[str, tuple[Any, Tensor, Tensor]]) -> Ten
             )
         if len(sets) != len(response):
             raise wrong_number(field, key, len(sets), len(response))
-        for place, (token, of_token, counts) in enumerate(zip(response.tolist(), sets, mask.tolist(), strict=True)):
-            if counts and token not in of_token:
+        for place, (token, ids, counts) in enumerate(zip(response.tolist(), sets, mask.tolist(), strict=True)):
+            if counts and token not in ids:
                 raise ValueError(
-                    f"{field}: got a set of {len(of_token)} ids at token {place} of row {key}, without the token "
-                    f"{token} that was drawn; takes the sets that the tokens were drawn from"
+                    f"{field}: got a set of {len(ids)} ids at token {place} of row {key}, without the token {token} "
+                    "that was drawn; takes the sets that the tokens were drawn from"
                 )
-            sizes.append(len(of_token) if counts else 0)
+            sizes.append(len(ids) if counts else 0)
     return torch.tensor(sizes)
 
 
@@ -58,22 +54,14 @@ def require_used(sizes: Tensor, entropy: Tensor) -> None:
 
 
 def require_config(config: Any) -> None:
-    """Raises a ValueError for a configuration of verl in which log-probabilities of sets cannot be computed.
+    """Raises a ValueError if log-probabilities of sets cannot be computed with verl's whole configuration.
 
     The trainer mode calls it if its option asks for sets. A custom loop that sets ``meta_info[NOTE]`` must call it.
-
-    Args:
-        config: verl's whole configuration.
     """
-    parallel, one = "ulysses_sequence_parallel_size", (None, 1)
-    takes: list[tuple[str, Sequence[Any]]] = [
-        (f"{FUSED}.impl_backend", ("d3s",)),
-        *(
-            (f"actor_rollout_ref.{of}{parallel}", one)
-            for of in ("actor.", "actor.fsdp_config.", "ref.", "ref.fsdp_config.")
-        ),
-        ("actor_rollout_ref.rollout.multi_turn.enable", (None, False)),
-    ]
+    takes: dict[str, Sequence[Any]] = {f"{FUSED}.impl_backend": ("d3s",)}
+    for section in ("actor", "actor.fsdp_config", "ref", "ref.fsdp_config"):
+        takes[f"actor_rollout_ref.{section}.ulysses_sequence_parallel_size"] = (None, 1)
+    takes["actor_rollout_ref.rollout.multi_turn.enable"] = (None, False)
     _require_values(config, takes, "sampling masks")
     require_head(config)
     rollout = config.actor_rollout_ref.rollout
@@ -89,20 +77,20 @@ def require_head(config: Any) -> None:
     if OmegaConf.select(config, f"{FUSED}.impl_backend") != "d3s":
         return
     actor, off = "actor_rollout_ref.actor", (None, False)
-    takes: list[tuple[str, Sequence[Any]]] = [
-        ("actor_rollout_ref.model.use_fused_kernels", (True,)),
-        (f"{actor}.strategy", ("fsdp", "fsdp2")),
-        ("actor_rollout_ref.ref.strategy", ("fsdp", "fsdp2")),
-        ("actor_rollout_ref.model.mtp.enable", off),
-        (f"{actor}.calculate_sum_pi_squared", off),
-        ("distillation.enabled", off),
-    ]
+    takes: dict[str, Sequence[Any]] = {
+        "actor_rollout_ref.model.use_fused_kernels": (True,),
+        f"{actor}.strategy": ("fsdp", "fsdp2"),
+        "actor_rollout_ref.ref.strategy": ("fsdp", "fsdp2"),
+        "actor_rollout_ref.model.mtp.enable": off,
+        f"{actor}.calculate_sum_pi_squared": off,
+        "distillation.enabled": off,
+    }
     _require_values(config, takes, f"{FUSED}.impl_backend=d3s")
 
 
-def _require_values(config: Any, takes: Sequence[tuple[str, Sequence[Any]]], beside: str) -> None:
-    for key, values in takes:
-        given = OmegaConf.select(config, key)
-        if given not in values:
-            accepted = " or ".join(repr(value) for value in values if value is not None)
-            raise ValueError(f"{key}: got {given!r}; takes {accepted} with {beside}")
+def _require_values(config: Any, takes: dict[str, Sequence[Any]], beside: str) -> None:
+    for key, accepted in takes.items():
+        value = OmegaConf.select(config, key)
+        if value not in accepted:
+            words = " or ".join(repr(each) for each in accepted if each is not None)
+            raise ValueError(f"{key}: got {value!r}; takes {words} with {beside}")

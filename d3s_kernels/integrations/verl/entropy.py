@@ -1,9 +1,8 @@
 """Makes the entropies of a micro-batch available to a policy loss.
 
-verl does not pass entropies to a policy loss. But its caller ``ppo_loss`` has them. The micro-batch has the entropy of
-the old policy if one of verl's V1 trainers made it. The model's output has the entropy of the updated policy if
-``actor.calculate_entropy`` is true. The plug-in wraps ``ppo_loss``: while the wrapper runs, :func:`token_entropy` can
-read both. It changes nothing else.
+verl does not pass entropies to a policy loss. But its caller ``ppo_loss`` has them: of the old policy in a micro-batch
+of verl's V1 trainers, and of the updated policy in the model's output if ``actor.calculate_entropy`` is true. The
+plug-in wraps ``ppo_loss``: while the wrapper runs, :func:`token_entropy` can read both. It changes nothing else.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
     Args:
         source: "old": the entropy of the old policy; "update": of the updated policy; "surprisal":
             ``-old_log_prob``, an unbiased estimate of the old policy's entropy from the one sampled token.
-        old_log_prob: ``[B, T]``.
-
-    Returns:
-        ``[B, T]``, nats.
+        old_log_prob: ``[B, T]``, like the result, which is in nats.
 
     Raises:
         ValueError: verl has not computed this entropy.
@@ -44,46 +40,34 @@ def token_entropy(source: str, old_log_prob: Tensor) -> Tensor:
         raise ValueError(
             f"{_OPTION}: got {source!r}; takes 'surprisal' where the policy loss is not called by verl's ppo_loss"
         ) from None
-    entropy = _of_old_policy(data) if source == "old" else _of_updated_policy(model_output, data)
+    if source == "old":
+        if "entropy" not in data:
+            raise ValueError(
+                f"{_OPTION}: got 'old', and rows without it; takes 'update' or 'surprisal' with a trainer that does "
+                "not store the entropy of the old policy (verl's V1 trainers do, except in bypass mode)"
+            )
+        entropy: Tensor = data.select("entropy").to_padded_tensor()["entropy"]
+    else:
+        if model_output.get("entropy") is None:
+            raise ValueError(f"{_OPTION}: got 'update', which takes actor_rollout_ref.actor.calculate_entropy=true")
+        entropy = no_padding_2_padding(model_output["entropy"], data)
     if entropy.shape != old_log_prob.shape:
         raise ValueError(f"entropy: got shape {list(entropy.shape)}; takes that of old_log_prob, {old_log_prob.shape}")
     return entropy.detach()
 
 
-def _of_old_policy(data: Any) -> Tensor:
-    if "entropy" not in data:
-        raise ValueError(
-            f"{_OPTION}: got 'old', and rows without it; takes 'update' or 'surprisal' with a trainer that does not "
-            "store the entropy of the old policy (verl's V1 trainers do, except in bypass mode)"
-        )
-    entropy: Tensor = data.select("entropy").to_padded_tensor()["entropy"]
-    return entropy
-
-
-def _of_updated_policy(model_output: Any, data: Any) -> Tensor:
-    entropy = model_output.get("entropy")
-    if entropy is None:
-        raise ValueError(f"{_OPTION}: got 'update', which takes actor_rollout_ref.actor.calculate_entropy=true")
-    padded: Tensor = no_padding_2_padding(entropy, data)
-    return padded
-
-
-def _known_to_the_loss(original: Any) -> Any:
-    """Wraps verl's ``ppo_loss``: while it runs, :func:`token_entropy` can read the micro-batch."""
-
-    def ppo_loss(config: Any, model_output: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _MICRO_BATCH.set((model_output, data))
-        try:
-            return original(config, model_output, data, *args, **kwargs)
-        finally:
-            _MICRO_BATCH.reset(before)
-
-    return ppo_loss
+def _ppo_loss(original: Any, config: Any, model_output: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    """verl's ``ppo_loss``: while it runs, :func:`token_entropy` can read the micro-batch."""
+    before = _MICRO_BATCH.set((model_output, data))
+    try:
+        return original(config, model_output, data, *args, **kwargs)
+    finally:
+        _MICRO_BATCH.reset(before)
 
 
 REPLACED = (
     Replaced(
-        losses, "ppo_loss", ["config", "model_output", "data"], _known_to_the_loss,
+        losses, "ppo_loss", ["config", "model_output", "data"], _ppo_loss,
         held_by=("verl.workers.engine_workers", "verl.trainer.distillation.losses"), passes_the_rest_on=True,
     ),
 )  # fmt: skip

@@ -12,10 +12,10 @@ from verl.utils.torch_functional import masked_mean
 from verl.workers.config import PolicyLossConfig
 
 from ...ratios import espo_terms
-from ...selection_options import check_options, check_token_rule
+from ...selection_options import check_options, check_token_rule, option_names, options_from
 from ...tokens import select_tokens
 from . import entropy  # not its names: it imports verl, which may load this file before `entropy` is complete
-from .options import POLICY_LOSS, PolicyLossOptions, of_policy_loss
+from .options import POLICY_LOSS, PolicyLossOptions
 
 
 @dataclass
@@ -47,11 +47,11 @@ def d3s_policy_loss(
 ) -> tuple[Tensor, dict[str, Any]]:
     """``base_loss`` on all tokens of a micro-batch, with gradient only through the top share ``token_ratio`` of them.
 
-    verl does not pass entropies to a policy loss. So a token's score is ``|advantage| * surprisal``, where the
-    surprisal of the sampled token is ``-old_log_prob``: an unbiased one-sample estimate of the entropy of the policy
-    that sampled it. The choice is noisier than with the entropy. Exactly k tokens are chosen, as in
-    :func:`d3s_kernels.select_tokens`. The base loss still sees every token in its ratios, clipping metrics and
-    denominators; the log-probabilities of tokens that are not chosen are constants.
+    verl does not pass entropies to a policy loss. So a token's score is ``|advantage| * surprisal``. The surprisal
+    ``-old_log_prob`` is an unbiased estimate, from one sampled token, of the entropy of the policy that sampled it, so
+    the choice is noisier than with the entropy. Exactly k tokens are chosen, as in :func:`d3s_kernels.select_tokens`.
+    The base loss still sees every token in its ratios, clipping metrics and denominators; the log-probabilities of
+    tokens that are not chosen are constants.
 
     Args:
         old_log_prob, log_prob, advantages: float ``[B, T]``.
@@ -72,16 +72,10 @@ def d3s_policy_loss(
         -old_log_prob.detach(), advantages.detach(), options.token_ratio, rule=options.token_rule,
         mask=response_mask.bool(), scope=options.token_scope, drop_zeros=options.drop_zeros,
     ).mask  # fmt: skip
-    base_loss = get_policy_loss_fn(options.base_loss)
-    result: tuple[Tensor, dict[str, Any]] = base_loss(
-        old_log_prob=old_log_prob,
-        log_prob=torch.where(kept, log_prob, log_prob.detach()),
-        advantages=advantages,
-        response_mask=response_mask,
-        loss_agg_mode=loss_agg_mode,
-        config=config,
-        rollout_is_weights=rollout_is_weights,
-    )
+    result: tuple[Tensor, dict[str, Any]] = get_policy_loss_fn(options.base_loss)(
+        old_log_prob=old_log_prob, log_prob=torch.where(kept, log_prob, log_prob.detach()), advantages=advantages,
+        response_mask=response_mask, loss_agg_mode=loss_agg_mode, config=config, rollout_is_weights=rollout_is_weights,
+    )  # fmt: skip
     return result
 
 
@@ -99,9 +93,8 @@ def espo_policy_loss(
     of the mean over a group's tokens of ``min(s A, clip(s, 1 - epsilon, 1 + epsilon) A)``.
 
     Groups, ratio ``s`` and ``epsilon`` come from :func:`d3s_kernels.entropy_groups`,
-    :func:`d3s_kernels.importance_ratio` and :func:`d3s_kernels.adaptive_clip`. Token weights produce the mean over
-    groups, so that verl's own aggregation "seq-mean-token-mean" can average across micro-batches and ranks. The actor's
-    ``clip_ratio`` is not used.
+    :func:`d3s_kernels.importance_ratio` and :func:`d3s_kernels.adaptive_clip`. Weights of tokens make the mean over
+    groups, so that verl's "seq-mean-token-mean" can average over micro-batches and ranks. ``clip_ratio`` is not used.
 
     Args:
         old_log_prob, log_prob, advantages: float ``[B, T]``.
@@ -119,10 +112,17 @@ def espo_policy_loss(
         ValueError: no config, a bad option, an unknown vocabulary size, or no entropy from ``entropy_source``.
     """
     options = _options(config)
+    vocab_size = options.vocab_size
+    if vocab_size is None:
+        model = getattr(config.get("model_config"), "hf_config", None)
+        if model is None:
+            raise ValueError(
+                f"{POLICY_LOSS}.vocab_size: got None, and no model to ask; takes a whole number of at least 2"
+            )
+        vocab_size = model.get_text_config().vocab_size
     ratio, epsilon, weight = espo_terms(
         log_prob, old_log_prob, entropy.token_entropy(options.entropy_source, old_log_prob), response_mask.bool(),
-        quantiles=options.quantiles, alpha=options.alpha, denominator=options.denominator,
-        vocab_size=options.vocab_size or _vocab_size_of_model(config),
+        quantiles=options.quantiles, alpha=options.alpha, denominator=options.denominator, vocab_size=vocab_size,
     )  # fmt: skip
 
     plain = -advantages * ratio
@@ -145,12 +145,7 @@ def espo_policy_loss(
 def _options(config: Any) -> PolicyLossOptions:
     if config is None:
         raise ValueError("config: got None; takes the actor's configuration")
-    return of_policy_loss(config.policy_loss)
-
-
-def _vocab_size_of_model(config: Any) -> int:
-    model = getattr(config.get("model_config"), "hf_config", None)
-    if model is None:
-        raise ValueError(f"{POLICY_LOSS}.vocab_size: got None, and no model to ask; takes a whole number of at least 2")
-    vocab_size: int = model.get_text_config().vocab_size
-    return vocab_size
+    missing = object()
+    section = {name: config.policy_loss.get(name, missing) for name in option_names(PolicyLossOptions)}
+    values = {name: value for name, value in section.items() if value is not missing}
+    return options_from(PolicyLossOptions, values, f"{POLICY_LOSS}.")

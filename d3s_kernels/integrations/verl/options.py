@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ...selection_options import (
     ALPHA,
@@ -17,8 +16,6 @@ from ...selection_options import (
     TokenScope,
     one_of,
     option,
-    option_names,
-    options_from,
     whole,
 )
 from ...tokens import TokenRule
@@ -60,17 +57,3 @@ class PolicyLossOptions:
     entropy_source: Literal["old", "update", "surprisal"] = option(
         "old", "whose entropy makes the groups", one_of("old", "update", "surprisal")
     )
-
-
-def of_policy_loss(policy_loss: Mapping[str, Any]) -> PolicyLossOptions:
-    """The options from verl's section ``policy_loss``, which has others too; missing ones have their defaults.
-
-    Example:
-        >>> from d3s_kernels.integrations.verl.options import of_policy_loss
-        >>> of_policy_loss({"loss_mode": "espo", "alpha": 0.05}).alpha
-        0.05
-    """
-    missing = object()
-    given = {name: policy_loss.get(name, missing) for name in option_names(PolicyLossOptions)}
-    values = {name: value for name, value in given.items() if value is not missing}
-    return options_from(PolicyLossOptions, values, f"{POLICY_LOSS}.")

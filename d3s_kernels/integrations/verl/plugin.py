@@ -40,10 +40,10 @@ def install() -> None:
             continue  # verl's V1 trainers cannot be imported without it
         before = len(_replaced)
         try:
-            found = importlib.import_module(f"{__package__}.{module}")
-            if getattr(found.__spec__, "_initializing", False) and module in ("entropy", "head"):
+            loaded = importlib.import_module(f"{__package__}.{module}")
+            if getattr(loaded.__spec__, "_initializing", False) and module in ("entropy", "head"):
                 raise ImportError("it was imported before verl, which loads the plug-in; import verl first")
-            for replaced in getattr(found, "REPLACED", ()):
+            for replaced in getattr(loaded, "REPLACED", ()):
                 _replace(replaced)
         except Exception as error:  # verl would hide it
             _undo(before)  # all of a module's replacements, or none
@@ -74,9 +74,13 @@ def _replace(replaced: Replaced) -> None:
     parameters = list(inspect.signature(original).parameters)
     if parameters[: len(replaced.takes) if replaced.passes_the_rest_on else None] != replaced.takes:
         raise RuntimeError(f"verl's {replaced.name} takes {parameters}; expected {replaced.takes}, as in verl 0.9.1")
-    ours = replaced.by(original)
+    ours = replaced.by
     if not isinstance(original, type):
-        ours = functools.wraps(original)(ours)
+
+        @functools.wraps(original)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            return replaced.by(original, *args, **kwargs)
+
     _put(replaced, original, ours)
     _replaced.append((replaced, original, ours))
 

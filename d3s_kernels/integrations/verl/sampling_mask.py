@@ -43,9 +43,28 @@ def sampling_mask_of(data: Any, field: str, *, width: int | None = None) -> tupl
         >>> kept, mask = sampling_mask_of(micro_batch, "sampling_mask")  # doctest: +SKIP
         >>> d3s.logprob_entropy(logits, labels, mask=mask, sampling_mask=kept)  # doctest: +SKIP
     """
-    device = data["input_ids"].device
-    lengths, counted = response_lengths(data).tolist(), _counted_rows(data)
-    sets, places = _sets(data, field, lengths, counted).to(device), places_of_responses(data, width)
+    device, valid = data["input_ids"].device, data["response_mask"]
+    if valid.is_nested:
+        counted = [bool(row.any()) for row in valid.values().cpu().split(valid.offsets().diff().tolist())]
+    else:
+        counted = valid.bool().any(dim=1).tolist()
+    lengths = response_lengths(data).tolist()
+    values = field_of(data, field)
+    if isinstance(values, Tensor):
+        if values.is_nested or values.dim() != 3 or len(values) != len(lengths) or values.shape[1] < max(lengths):
+            shape = "a nested tensor" if values.is_nested else f"shape {list(values.shape)}"
+            raise ValueError(f"{field}: got {shape}; takes [{len(lengths)}, T, K] with T of at least {max(lengths)}")
+        tokens = [row * values.shape[1] + torch.arange(length) for row, length in enumerate(lengths)]
+        sets = SamplingMask.from_padded(values).index_select(torch.cat(tokens).to(values.device)).to(device)
+    else:
+        spans: list[Sequence[int]] = []
+        for row, (of_row, length) in enumerate(zip(values, lengths, strict=True)):
+            if counted[row] and (of_row is None or len(of_row) != length):
+                raise wrong_number(field, row, 0 if of_row is None else len(of_row), length)
+            spans += of_row if counted[row] else [[]] * length
+        sets = SamplingMask.from_lists(spans).to(device)
+
+    places = places_of_responses(data, width)
     rows = len(data["input_ids"].values()) if width is None else width * len(lengths)
     counts = torch.zeros(rows, dtype=torch.int64, device=device).index_copy(0, places, sets.offsets.diff().long())
     in_response = torch.tensor(counted).repeat_interleave(torch.tensor(lengths)).to(device)
@@ -82,48 +101,16 @@ def flat_responses(data: Any, values: Tensor) -> Tensor:
 
 
 def places_of_responses(data: Any, width: int | None = None) -> Tensor:
-    """For each token of all responses, the position that predicts it: the one before. There is no host sync if the
-    responses are nested tensors.
-
-    Args:
-        data, width: as in :func:`sampling_mask_of`.
-
-    Returns:
-        int64, indices into the rows of logits.
+    """For each token of all responses, the position that predicts it: the one before, as an int64 index into the rows
+    of logits. ``width`` is as in :func:`sampling_mask_of`. There is no host sync if the responses are nested tensors.
     """
     offsets, lengths = data["input_ids"].offsets(), response_lengths(data)
     starts = offsets[:-1] if width is None else torch.arange(len(lengths), device=offsets.device) * width
     before = lengths.cumsum(0) - lengths  # tokens of the responses before
-    known = data["responses"].is_nested
-    tokens = len(data["responses"].values()) if known else int(lengths.sum())
+    tokens = len(data["responses"].values()) if data["responses"].is_nested else int(lengths.sum())
     shift = starts + offsets.diff() - lengths - 1 - before
     places: Tensor = torch.arange(tokens, device=offsets.device) + shift.repeat_interleave(lengths, output_size=tokens)
     return places
-
-
-def _counted_rows(data: Any) -> list[bool]:
-    mask = data["response_mask"]
-    if mask.is_nested:
-        return [bool(row.any()) for row in mask.values().cpu().split(mask.offsets().diff().tolist())]
-    found: list[bool] = mask.bool().any(dim=1).tolist()
-    return found
-
-
-def _sets(data: Any, field: str, lengths: list[int], counted: list[bool]) -> SamplingMask:
-    """A set for each token of all responses. On the CPU, if the batch has lists."""
-    values = field_of(data, field)
-    if isinstance(values, Tensor):
-        if values.is_nested or values.dim() != 3 or len(values) != len(lengths) or values.shape[1] < max(lengths):
-            shape = "a nested tensor" if values.is_nested else f"shape {list(values.shape)}"
-            raise ValueError(f"{field}: got {shape}; takes [{len(lengths)}, T, K] with T of at least {max(lengths)}")
-        rows = [row * values.shape[1] + torch.arange(length) for row, length in enumerate(lengths)]
-        return SamplingMask.from_padded(values).index_select(torch.cat(rows).to(values.device))
-    spans: list[Sequence[int]] = []
-    for row, (sets, length) in enumerate(zip(values, lengths, strict=True)):
-        if counted[row] and (sets is None or len(sets) != length):
-            raise wrong_number(field, row, 0 if sets is None else len(sets), length)
-        spans += sets if counted[row] else [[]] * length
-    return SamplingMask.from_lists(spans)
 
 
 def wrong_number(field: str, row: Any, given: int, takes: int) -> ValueError:

@@ -34,11 +34,8 @@ from .sampling_mask import NOTE, field_of
 
 MODE = "d3s_sync"
 SECTION = f"trainer.v1.{MODE}"
-
 # In these losses a token's gradient is not proportional to its advantage, so an advantage of 0 does not remove it.
 _NOT_SILENT_AT_ADVANTAGE_0 = ("geo_mean", "dro", "kl_cov")
-
-
 _LOG_PROBABILITIES = ("old_log_probs", "rollout_log_probs")
 
 
@@ -61,8 +58,8 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         # verl compares this string in its replay buffer, and when it submits prompts, refills and writes checkpoints.
         with _values(config, {"trainer.v1.trainer_mode": "sync"}):
             super().__init__(config)
-        self._rows = (0, 0)  # of this step, before and after the selection; 0 until rollouts were chosen
-        self._tokens_are_chosen = False  # of this step
+        self._rows = (0, 0)  # rows of this step before and after the selection; 0 until rollouts were chosen
+        self._tokens_are_chosen = False  # in this step
         self._rows_of_an_update = 0
         self._advantages: dict[str, float] = {}  # of the kept rows, by their keys
 
@@ -95,10 +92,15 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         would replace the dropped ones, and losses that are a mean over sequences would count them.
         """
         self._require_rollouts()
-        actor = self.config.actor_rollout_ref.actor
-        before = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
-        unit = dp_size * _rows_of_a_micro_batch(self.config.actor_rollout_ref)
-        rows, kept = self._rows
+        config, (rows, kept) = self.config.actor_rollout_ref, self._rows
+        # A rank's rows fill its micro-batches: verl makes no partial micro-batch of fixed size.
+        sizes = []
+        if not config.actor.use_dynamic_bsz:
+            sizes += [config.actor.ppo_micro_batch_size_per_gpu, config.rollout.log_prob_micro_batch_size_per_gpu]
+        if not config.ref.log_prob_use_dynamic_bsz:
+            sizes += [config.ref.log_prob_micro_batch_size_per_gpu]
+        unit = dp_size * math.lcm(*(size for size in sizes if size))
+        before = config.actor.ppo_mini_batch_size * config.rollout.n
         self._rows_of_an_update = rows_of_an_update(kept, rows, before, unit)
         return self._rows_of_an_update
 
@@ -112,13 +114,13 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         field = self.d3s.sampling_mask_field
         if field is None:
             return super()._compute_old_log_prob(batch, metrics)
-        rows = _real_rows(batch)
+        keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
+        rows: dict[str, Any] = {"keys": keys, "partition_id": batch.partition_id}
         data = tq.kv_batch_get(select_fields=["extra_fields", "responses", "response_mask"], **rows)
         parts = (field_of(data, field), data["responses"].unbind(), data["response_mask"].unbind())
-        sizes = require_sets(field, dict(zip(rows["keys"], zip(*parts, strict=True), strict=True)))
-        found = set_metrics(set_sums(sizes, sizes > 0, max(1, int(sizes.amax()))))
-        known = {name: value for name, value in found.items() if not value.isnan()}  # the mass is NaN
-        metrics.update(_numbers(known))
+        sizes = require_sets(field, dict(zip(keys, zip(*parts, strict=True), strict=True)))
+        of_sets = set_metrics(set_sums(sizes, sizes > 0, max(1, int(sizes.amax()))))
+        metrics.update(_numbers({name: value for name, value in of_sets.items() if not value.isnan()}))  # without mass
         batch = super()._compute_old_log_prob(self._noted(batch), metrics)
         require_used(sizes, tq.kv_batch_get(select_fields=["entropy"], **rows)["entropy"].values())
         return batch
@@ -138,17 +140,15 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         batch = super()._compute_advantage(batch, metrics)
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
         ruled = self.d3s.off_policy_rule != "none"
-        read = ["advantages", "entropy", "response_mask", "loss_mask"]
-        data = tq.kv_batch_get(select_fields=[*read, *(_LOG_PROBABILITIES if ruled else ())], **where)
+        names = ["advantages", "entropy", "response_mask", "loss_mask"]
+        data = tq.kv_batch_get(select_fields=[*names, *(_LOG_PROBABILITIES if ruled else ())], **where)
         offsets = data["response_mask"].offsets()
-        mask = data["response_mask"].values()
-        advantages = data["advantages"].values()
-        entropy = data["entropy"].values()
+        advantages, entropy, mask, loss_mask = (data[name].values() for name in names)
         fields = {}
 
         if self.d3s.advantages_from == "all":
-            of_rows = torch.tensor([self._advantages.get(key, 0.0) for key in batch.keys])  # padding has none
-            advantages = of_rows.repeat_interleave(offsets.diff()) * mask
+            by_row = torch.tensor([self._advantages.get(key, 0.0) for key in batch.keys])  # padding has none
+            advantages = by_row.repeat_interleave(offsets.diff()) * mask
             fields = {"advantages": advantages, "returns": advantages}
 
         trusted: Any = mask.bool()
@@ -159,21 +159,22 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
             fields["advantages"] = advantages
             if weighs(self.d3s.off_policy_rule):
                 fields["rollout_is_weights"] = trusted.weight
-        left, everything = (trusted.mask if ruled else mask).sum(), data["loss_mask"].values().sum()
-        if ruled or left != everything:  # verl's rollout correction may have rejected tokens
-            metrics[OFF_POLICY_SHARE] = float(1 - left / everything)
+        left, total = (trusted.mask if ruled else mask).sum(), loss_mask.sum()
+        if ruled or left != total:  # verl's rollout correction may have rejected tokens
+            metrics[OFF_POLICY_SHARE] = float(1 - left / total)
         tokens = self._selection.tokens(
             entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws
         )
         # It can happen that no token is kept: with drop_zeros, if in every group all rewards are equal; or if no token
         # is trusted. verl would divide by 0, so all tokens are kept then; their advantages are 0.
-        kept = tokens.mask if (some := bool(tokens.mask.any())) else data["loss_mask"].values().bool()
+        any_kept = bool(tokens.mask.any())
+        kept = tokens.mask if any_kept else loss_mask.bool()
         if self.d3s.loss_denominator == "kept":
             # The loss reads response_mask, but divides by the sum of loss_mask.
             fields |= {"response_mask": kept.to(mask.dtype), "loss_mask": kept.to(mask.dtype)}
         else:
             fields |= {"advantages": advantages * kept}
-            if ruled and some:
+            if ruled and any_kept:
                 fields["response_mask"] = trusted.mask.to(mask.dtype)
 
         nested = {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in fields.items()}
@@ -200,18 +201,17 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         where: dict[str, Any] = {"keys": batch.keys, "partition_id": batch.partition_id}
         data = tq.kv_batch_get(select_fields=["uid", "rm_scores", "response_mask"], **where)
         scores, uids = data["rm_scores"].unbind(), list(data["uid"])
-        tokens = [int(row.sum()) for row in data["response_mask"].unbind()]
         rollouts = sessions(batch.keys)
         last = [rows[-1] for rows in rollouts]  # the last output has the rollout's reward
         rewards, groups = torch.stack([scores[row].sum() for row in last]), [uids[row] for row in last]
 
         scaled = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
         table, places = in_groups(rewards, groups)  # NaN: a missing rollout or a reward of NaN
-        of_groups = group_advantages(table, scale="group" if scaled else "none", eps=1e-6)
-        of_groups = of_groups.masked_fill(table.isnan(), torch.nan)
-        n, budget = self.config.actor_rollout_ref.rollout.n, self._budget
-        kept = self._selection.rollouts(of_groups, self._progress, group_size=n, generator=self._draws)
-        kept, advantages = kept.flatten()[places], of_groups.flatten()[places]
+        advantages = group_advantages(table, scale="group" if scaled else "none", eps=1e-6)
+        advantages = advantages.masked_fill(table.isnan(), torch.nan)
+        n = self.config.actor_rollout_ref.rollout.n
+        kept = self._selection.rollouts(advantages, self._progress, group_size=n, generator=self._draws)
+        kept, advantages = kept.flatten()[places], advantages.flatten()[places]
         chosen = kept.nonzero().flatten().tolist()
         if not chosen:
             raise ValueError(f"rm_scores: got no finite reward in {len(rollouts)} rollouts; takes at least one")
@@ -221,9 +221,11 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         if dropped:  # verl later clears only the keys of the returned batch
             tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
 
+        tokens = [int(row.sum()) for row in data["response_mask"].unbind()]
         lengths = torch.tensor([sum(tokens[row] for row in rows) for rows in rollouts])
-        same = groups_without_spread(table)
-        metrics.update(_numbers(rollout_metrics(kept, lengths, same, budget.rollouts / n)))
+        metrics.update(
+            _numbers(rollout_metrics(kept, lengths, groups_without_spread(table), self._budget.rollouts / n))
+        )
         # verl's own metrics cover only the kept rollouts, whose scores are extreme by choice.
         metrics["d3s/score_of_all/mean"] = float(rewards[advantages.isfinite()].mean())
         return batch.select_keys([key for key in batch.keys if key in self._advantages])
@@ -234,43 +236,40 @@ def _require(config: Any, options: D3SOptions) -> None:
     (require_head if options.sampling_mask_field is None else require_config)(config)
     algorithm, policy_loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
     estimator, loss = str(algorithm.adv_estimator), policy_loss.get("loss_mode", "vanilla")
-    of_groups, kept = options.advantages_from == "all", f"or {SECTION}.advantages_from=kept"
+    of_groups, or_kept = options.advantages_from == "all", f"or {SECTION}.advantages_from=kept"
     no_critic = "one advantage for a rollout, and no critic"
     correction, rule = algorithm.get("rollout_correction") or {}, options.off_policy_rule
-    bypass, weighed_twice = correction.get("bypass_mode", False), weighs(rule) and correction.get("rollout_is")
-    known = rule == "none" or config.actor_rollout_ref.rollout.calculate_log_probs
-    silent = options.loss_denominator == "kept" or loss not in _NOT_SILENT_AT_ADVANTAGE_0
-    for key, given, fits, takes in (
-        ("algorithm.rollout_correction.bypass_mode", bypass, not bypass, "False: tokens need the old policy's entropy"),
+    bypass, weighs_by = correction.get("bypass_mode", False), correction.get("rollout_is")
+    reads_log_probs = rule != "none" and not config.actor_rollout_ref.rollout.calculate_log_probs
+    has_gradient = options.loss_denominator == "all" and loss in _NOT_SILENT_AT_ADVANTAGE_0
+    for refused, key, value, takes in (
+        (bypass, "algorithm.rollout_correction.bypass_mode", bypass, "False: tokens need the old policy's entropy"),
         (
-            "algorithm.rollout_correction.rollout_is", correction.get("rollout_is"), not weighed_twice,
+            weighs(rule) and weighs_by, "algorithm.rollout_correction.rollout_is", weighs_by,
             f"null: {SECTION}.off_policy_rule weighs by the same ratios",
         ),
         (
-            "actor_rollout_ref.rollout.calculate_log_probs", False, known,
+            reads_log_probs, "actor_rollout_ref.rollout.calculate_log_probs", False,
             f"True with {SECTION}.off_policy_rule, which reads them",
         ),
-        ("critic.enable", config.critic.enable, not config.critic.enable, no_critic),
-        ("algorithm.adv_estimator", estimator, estimator != "gae", no_critic),
+        (config.critic.enable, "critic.enable", config.critic.enable, no_critic),
+        (estimator == "gae", "algorithm.adv_estimator", estimator, no_critic),
         (
-            "algorithm.adv_estimator", estimator, not of_groups or estimator in ("grpo", "grpo_vectorized"),
-            f"'grpo' or 'grpo_vectorized', {kept}, with which it takes any without a critic",
+            of_groups and estimator not in ("grpo", "grpo_vectorized"), "algorithm.adv_estimator", estimator,
+            f"'grpo' or 'grpo_vectorized', {or_kept}, with which it takes any without a critic",
         ),
         (
-            "algorithm.use_kl_in_reward", True, not (of_groups and algorithm.use_kl_in_reward),
-            f"False, {kept}: the divergence of dropped rollouts is not computed",
+            of_groups and algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward", True,
+            f"False, {or_kept}: the divergence of dropped rollouts is not computed",
         ),
-        (f"{POLICY_LOSS}.loss_mode", loss, loss != "d3s", f"another one: {MODE} chooses the tokens"),
-        (f"{SECTION}.loss_denominator", "all", silent, f"'kept': with {loss}, tokens of advantage 0 have a gradient"),
+        (loss == "d3s", f"{POLICY_LOSS}.loss_mode", loss, f"another one: {MODE} chooses the tokens"),
+        (
+            has_gradient, f"{SECTION}.loss_denominator", "all",
+            f"'kept': with {loss}, tokens of advantage 0 have a gradient",
+        ),
     ):  # fmt: skip
-        if not fits:
-            raise ValueError(f"{key}: got {given!r}; {MODE} takes {takes}")
-
-
-def _real_rows(batch: KVBatchMeta) -> dict[str, Any]:
-    """The keys and the partition of the rows that are not verl's padding."""
-    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding")]
-    return {"keys": keys, "partition_id": batch.partition_id}
+        if refused:
+            raise ValueError(f"{key}: got {value!r}; {MODE} takes {takes}")
 
 
 @contextmanager
@@ -284,16 +283,6 @@ def _values(config: Any, values: dict[str, Any]) -> Iterator[None]:
     finally:
         for key, value in before.items():
             OmegaConf.update(config, key, value)
-
-
-def _rows_of_a_micro_batch(config: Any) -> int:
-    """A rank's number of rows must be a multiple of this: verl makes no partial micro-batches of fixed size."""
-    sizes = []
-    if not config.actor.use_dynamic_bsz:
-        sizes += [config.actor.ppo_micro_batch_size_per_gpu, config.rollout.log_prob_micro_batch_size_per_gpu]
-    if not config.ref.log_prob_use_dynamic_bsz:
-        sizes += [config.ref.log_prob_micro_batch_size_per_gpu]
-    return math.lcm(*(size for size in sizes if size))
 
 
 def _numbers(metrics: dict[str, Tensor]) -> dict[str, float]:

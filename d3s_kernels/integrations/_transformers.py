@@ -1,0 +1,100 @@
+"""What the trainers that are built on transformers' ``Trainer`` share: option checks, rewards, processes and budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..rollouts import groups_without_spread
+from ..schedule import Budget
+from ..selection import Selection
+from ..selection_options import check_token_rule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def check_token_options(options: Any, section: str = "") -> None:
+    """Sets the options that ``top_entropy_quantile`` implies, then checks the options that choose tokens.
+
+    Raises:
+        ValueError: an implied option was set to another value; or the rule "entropy_quantile" with options that it does
+            not support, or with several processes, since each would use its own quantile.
+    """
+    share = options.top_entropy_quantile
+    if share < 1:
+        if not share > 0:
+            raise ValueError(f"top_entropy_quantile: got {share}; takes a number above 0")
+        implied = {
+            "token_rule": "entropy", "token_ratio_start": share, "token_ratio_end": share, "token_scope": "batch",
+            "drop_zeros": False, "loss_denominator": "all",
+        }  # fmt: skip
+        for name, takes in implied.items():
+            value = getattr(options, name)
+            if value not in (getattr(type(options), name), takes):
+                raise ValueError(
+                    f"{name}: got {value!r} beside top_entropy_quantile {share}, which takes {takes!r}; for another "
+                    "choice of tokens leave top_entropy_quantile at 1.0"
+                )
+            setattr(options, name, takes)
+    check_token_rule(options, section)
+    if options.token_rule == "entropy_quantile" and options.world_size > 1:
+        raise ValueError(
+            f"{section}token_rule: got 'entropy_quantile' with {options.world_size} processes; takes 'entropy', which "
+            "keeps an exact share of the tokens of all processes"
+        )
+
+
+def total_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum over functions of rewards ``[rollouts, functions]``. NaN means no reward; all NaN gives NaN."""
+    total = (by_function * weights.to(by_function.device)).nansum(dim=1)
+    return total.masked_fill(by_function.isnan().all(dim=1), torch.nan)
+
+
+def without_spread(by_function: Tensor, weights: Tensor, n: int, separately: bool) -> Tensor:
+    """Marks the groups of ``n`` rollouts whose rewards are all equal: bool ``[groups]``. If advantages are computed
+    ``separately`` for each function, the rewards of every function must be equal.
+    """
+    if separately:
+        return groups_without_spread(by_function.view(-1, n, by_function.shape[1]).transpose(1, 2)).all(dim=1)
+    return groups_without_spread(total_rewards(by_function, weights).view(-1, n))
+
+
+class RunWithBudget:
+    """A mixin with the processes and the budget of a run: list it before the trainer among the base classes."""
+
+    accelerator: Any
+    args: Any
+    state: Any
+    num_generations: int
+    _selection: Selection
+    _draws: tuple[int, torch.Generator] | None = None  # the step, and its generator for the rule "random"
+
+    @property
+    def _process_group(self) -> ProcessGroup | None:
+        """The group of all processes; None for a single process, which does not use torch.distributed."""
+        return torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
+
+    @property
+    def _multiple(self) -> int:
+        """The number of kept rows is a multiple of this, so that all micro-batches of all processes have equal size."""
+        return int(self.accelerator.num_processes * self.args.steps_per_generation)
+
+    @property
+    def _progress(self) -> float:
+        steps = self.state.max_steps
+        return min(1.0, self.state.global_step / steps) if steps > 0 else 0.0
+
+    def _budget(self) -> Budget:
+        return self._selection.budget(self._progress, self.num_generations)
+
+    def _draws_of_step(self, device: torch.device) -> torch.Generator | None:
+        """For the rule "random": a generator seeded with the step, so the same on all processes and after a resume."""
+        step = self.state.global_step
+        if self.args.rollout_rule != "random":
+            return None
+        if self._draws is None or self._draws[0] != step:
+            self._draws = step, torch.Generator(device).manual_seed(self.args.seed + 1_000_003 * step)
+        return self._draws[1]
