@@ -1,11 +1,11 @@
-"""The order keys of tokens, and how many tokens of a segment are kept, in Triton."""
+"""The scores of tokens and their order keys, and how many tokens of a segment are kept, in Triton."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .order_key import ABSENT, order_key
+from .order_key import order_key, order_key_value
 
 DOUBLE_SLACK = tl.constexpr(1 - 2.0**-50)  # 1 - kDoubleSlack and kFloatSlack of csrc/core/quota.h
 FLOAT_SLACK = tl.constexpr(1 - 2.0**-21)
@@ -42,21 +42,26 @@ def quota_of(present, ratio_bits, ratio, k, k_tensor, times):
 
 
 @triton.jit
-def keys_of(scores, advantages, mask, segment, length, index, PER_TOKEN: tl.constexpr):
-    """The order keys of a segment's scores, or of |A| * H, at ``index``. Scores in int32 are keys already."""
+def values_of(scores, advantages, mask, segment, length, index, PER_TOKEN: tl.constexpr):
+    """A segment's scores, or |A| * H, at ``index``; NaN if absent. Scores in int32 are order keys."""
     inside = index < length
-    value = tl.load(scores + segment * length + index, mask=inside, other=0)
     if scores.dtype.element_ty == tl.int32:
-        key = value.to(tl.uint32, bitcast=True)
+        value = order_key_value(tl.load(scores + segment * length + index, mask=inside, other=0))
     else:
-        value = value.to(tl.float32)
+        value = tl.load(scores + segment * length + index, mask=inside, other=float("nan")).to(tl.float32)
         if advantages is not None:
             if PER_TOKEN:
                 advantage = tl.load(advantages + segment * length + index, mask=inside, other=0.0)
             else:
                 advantage = tl.load(advantages + segment)
             value = tl.abs(advantage) * value
-        key = order_key(value)
     if mask is not None:
-        inside = inside & (tl.load(mask + segment * length + index, mask=inside, other=0) != 0)
-    return tl.where(inside, key, ABSENT)
+        present = tl.load(mask + segment * length + index, mask=inside, other=0) != 0
+        value = tl.where(present, value, float("nan"))
+    return value
+
+
+@triton.jit
+def keys_of(scores, advantages, mask, segment, length, index, PER_TOKEN: tl.constexpr):
+    """The order keys of :func:`values_of`."""
+    return order_key(values_of(scores, advantages, mask, segment, length, index, PER_TOKEN))

@@ -1,8 +1,9 @@
 """topk_mask and the selection of tokens in Triton: a program for each segment.
 
-A segment of up to 16,384 values is held in registers. The program then looks for the k-th largest order key bit by bit,
-from the highest bit on: a bit of the bound is set if at least k keys still reach it. A longer segment is read five
-times, part by part. There the bound is found by histograms of 8 bits, as in ``csrc/cuda/key_search.h``.
+A segment of up to 16,384 values is held in registers. The program then guesses a bound, counts how many values reach
+it, and guesses again from the counts, until exactly k values reach the bound. Each guess compares all values, which
+takes most of the time. A longer segment is read five times, part by part. There the bound is found by histograms of
+8 bits of order keys, as in ``csrc/cuda/key_search.h``.
 
 A segment is a row, or a whole batch if it is pooled. The ops return NotImplemented for segments longer than LARGEST,
 where plain PyTorch is as fast, and for offsets, where only the device knows the lengths.
@@ -21,11 +22,11 @@ from torch import Tensor
 from .._together import NO_SAMPLING_MASK, NOTHING, ONE, POOL, ROWS, NumberOrTensor, SamplingArguments, SegmentArguments
 from .launch import EXACT, contiguous, smallest, warps
 from .logprob_entropy import row_statistics
-from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key_value
-from .token_keys import keys_of, quota_of
+from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, order_key_value
+from .token_keys import keys_of, quota_of, values_of
 
-# For each program size: the longest segment that it holds, and its threads. A thread's registers hold up to 32 keys.
-SIZES = ((1024, 128), (4096, 256), (8192, 512), (16384, 512))
+# For each program size: the longest segment that it holds, and its threads. A thread's registers hold up to 32 values.
+SIZES = ((1024, 128), (4096, 256), (8192, 256), (16384, 512))
 PART, THREADS = 4096, 512  # a longer segment is read in parts of so many values, by so many threads
 LARGEST = 131_072
 
@@ -38,54 +39,58 @@ def select_top(
     segment = tl.program_id(0).to(tl.int64)
     out += segment * length
     index = tl.arange(0, SIZE)
-    keys = keys_of(scores, advantages, mask, segment, length, index, PER_TOKEN)
-    present = tl.sum((keys != ABSENT).to(tl.int32), 0)
-    kept = quota_of(present, ratio_bits, ratio, k, k_tensor, times).to(tl.int32)
-    bound = lower_bound(keys, present, kept)
-    wanted = kept - tl.sum((keys > bound).to(tl.int32), 0)
-    chosen = choose(keys, bound, wanted, DROP_ZEROS)
-    tl.store(out + index, chosen, mask=index < length)
-    if counts is not None:
-        tl.store(counts + segment, tl.sum(chosen.to(tl.int32), 0))
-        tl.store(thresholds + segment, threshold_of(tl.min(tl.where(chosen, keys, NO_KEY), 0)))
-
-
-@triton.jit
-def choose(keys, bound, wanted, DROP_ZEROS: tl.constexpr):
-    """All keys above the bound, and the first ``wanted`` of those that equal it."""
-    ties = (keys == bound).to(tl.int32)
-    chosen = (keys > bound) | ((ties == 1) & (tl.cumsum(ties, 0) <= wanted))
+    values = values_of(scores, advantages, mask, segment, length, index, PER_TOKEN)
+    present = number_of(values == values)
+    kept = quota_of(present.to(tl.int32), ratio_bits, ratio, k, k_tensor, times).to(tl.float32)
+    bound, reached = lower_bound(values, present, kept)
+    ranks = values
+    if reached != kept:  # values tie at the bound: of these, the first are kept
+        ranks = tl.where(values == bound, -index.to(tl.float32), float("nan"))
+        ranks = tl.where(values > bound, float("inf"), ranks)
+        bound, reached = lower_bound(ranks, reached, kept)
+    chosen = ranks >= tl.where(kept > 0, bound, float("nan"))  # an unchecked quota may keep nothing
     if DROP_ZEROS:
-        chosen = chosen & (keys != ZERO_KEY)
-    return chosen
+        chosen = chosen & (values != 0)
+    # A thread that stored 16 values side by side would also load them so, and a warp's loads were not side by side.
+    tl.store(tl.max_contiguous(out + index, 4), chosen, mask=index < length)
+    if counts is not None:
+        tl.store(counts + segment, number_of(chosen).to(tl.int32))
+        lowest = tl.min(tl.where(chosen, values, float("inf")), 0)
+        tl.store(thresholds + segment, tl.where(lowest == 0, 0.0, lowest))  # never -0
 
 
 @triton.jit
-def threshold_of(lowest):
-    """The lowest kept score, from its key; infinite if none is kept."""
-    return tl.where(lowest == NO_KEY, float("inf"), order_key_value(lowest))
+def number_of(true):
+    """How many are true, as a float: on NVIDIA a comparison gives 0.0 or 1.0 at once, but an integer takes a select."""
+    return tl.sum(tl.where(true, 1.0, 0.0), 0)
 
 
 @triton.jit
-def lower_bound(keys, present, kept):
-    """Finds, bit by bit, a bound that exactly ``kept`` keys reach or, if keys tie there, the key of the tie.
+def lower_bound(values, present, kept):
+    """Finds a bound that exactly ``kept`` values reach or, if values tie there, the value of the tie.
 
-    The search skips the bits that all keys share, and stops as soon as exactly ``kept`` keys reach the bound.
+    Returns the bound, and how many values reach it. The key of the bound is in low .. high - 1. It is guessed as if the
+    values in between were evenly spread. The guess is pulled towards the middle, so that mostly the smaller part is
+    left. No part that is left has more than ``half`` keys, so the search ends after at most 32 guesses.
     """
-    highest = tl.max(keys, 0)
-    differing = highest ^ tl.min(tl.where(keys == ABSENT, NO_KEY, keys), 0)
-    for shift in tl.static_range(5):
-        differing |= differing >> (1 << shift)
-    bound = highest ^ (highest & differing)  # ~differing fails in the interpreter of Triton 3.7 with NumPy 2
-    bit = differing - (differing >> 1)
+    low = order_key(tl.min(values, 0))
+    high = order_key(tl.max(values, 0)) + 1
     reached = present
-    while (bit != 0) & (reached != kept):
-        candidate = bound | bit
-        count = tl.sum((keys >= candidate).to(tl.int32), 0)
-        bound = tl.where(count >= kept, candidate, bound)
-        reached = tl.where(count >= kept, count, reached)
-        bit = bit >> 1
-    return bound
+    above = tl.zeros((), tl.float32)
+    half = tl.full((), 1 << 31, tl.uint32)
+    while (high - low > 1) & (reached != kept):
+        width = high - low
+        share = 0.05 + 0.9 * (reached - kept + 0.5) / (reached - above + 1)
+        step = tl.minimum((width.to(tl.float32) * share).to(tl.uint32), tl.minimum(half, width - 1))
+        step = tl.maximum(step, tl.maximum(width - tl.minimum(half, width), 1))
+        count = number_of(values >= order_key_value(low + step))
+        enough = count >= kept
+        reached = tl.where(enough, count, reached)
+        above = tl.where(enough, above, count)
+        high = tl.where(enough, high, low + step)
+        low = tl.where(enough, low + step, low)
+        half = half >> 1
+    return order_key_value(low), reached
 
 
 @triton.jit(do_not_specialize=["ratio_bits", "k", "times"])
@@ -118,15 +123,18 @@ def select_top_in_parts(
     for begin in range(0, length, SIZE):
         index = begin + tl.arange(0, SIZE)
         keys = keys_of(scores, advantages, mask, segment, length, index, PER_TOKEN)
-        chosen = choose(keys, bound, wanted, DROP_ZEROS)
-        wanted -= tl.sum((keys == bound).to(tl.int32), 0)
+        ties = (keys == bound).to(tl.int32)
+        chosen = (keys > bound) | ((ties == 1) & (tl.cumsum(ties, 0) <= wanted))
+        if DROP_ZEROS:
+            chosen = chosen & (keys != ZERO_KEY)
+        wanted -= tl.sum(ties, 0)
         tl.store(out + index, chosen, mask=index < length)
         if counts is not None:
             kept += tl.sum(chosen.to(tl.int32), 0)
             lowest = tl.minimum(lowest, tl.min(tl.where(chosen, keys, NO_KEY), 0))
     if counts is not None:
         tl.store(counts + segment, kept)
-        tl.store(thresholds + segment, threshold_of(lowest))
+        tl.store(thresholds + segment, tl.where(lowest == NO_KEY, float("inf"), order_key_value(lowest)))
 
 
 def _fits(shape: torch.Size, segments: SegmentArguments) -> bool:
