@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 
+import torch
 import triton
 from torch import Tensor
 
@@ -16,6 +17,11 @@ EXACT = {"enable_fp_fusion": False}
 
 def warps(threads: int) -> int:
     return max(1, threads // warp_size())
+
+
+def registers(most: int) -> dict[str, int]:
+    """An option of a launch: at most so many registers for a thread. Only on NVIDIA has Triton such an option."""
+    return {} if torch.version.hip else {"maxnreg": most}
 
 
 def smallest(sizes: Sequence[tuple[int, int]], length: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._together import NO_SAMPLING_MASK, NOTHING, ONE, POOL, ROWS, NumberOrTensor, SamplingArguments, SegmentArguments
-from .launch import EXACT, contiguous, smallest, warps
+from .launch import EXACT, contiguous, registers, smallest, warps
 from .logprob_entropy import row_statistics
 from .order_key import ABSENT, NO_KEY, ZERO_KEY, order_key, order_key_value
 from .token_keys import keys_of, quota_of, values_of
@@ -160,12 +160,14 @@ def _select(
         length = shape.numel() // segments.numel()
         held = length <= SIZES[-1][0]
         size, threads = smallest(SIZES, length) if held else (PART, THREADS)
+        # So four programs of 256 threads share a multiprocessor. The others need values beside ranks, and would spill.
+        limit = registers(64) if held and not (with_counts or drop_zeros) else {}
         per_token = advantages is not None and advantages.dim() > 0 and advantages.shape != segments
         if advantages is not None:
             advantages = _spread(advantages, shape if per_token else segments)
         (select_top if held else select_top_in_parts)[(segments.numel(),)](
             scores, advantages, contiguous(mask), length, out=out, counts=counts, thresholds=thresholds, **quota,
-            PER_TOKEN=per_token, DROP_ZEROS=drop_zeros, SIZE=size, num_warps=warps(threads), **EXACT,
+            PER_TOKEN=per_token, DROP_ZEROS=drop_zeros, SIZE=size, num_warps=warps(threads), **limit, **EXACT,
         )  # fmt: skip
     return out, counts, thresholds
 
