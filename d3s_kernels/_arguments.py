@@ -55,7 +55,7 @@ def _on_another_device(name: str, value: Tensor, device: torch.device) -> ValueE
 
 def _require_subclass(name: str, value: object, takes: str) -> Tensor:
     """For a value whose exact type is neither Tensor nor Parameter. Values of these two types skip this check, which
-    saves time; if they have an unreadable layout, the dispatcher refuses them (``_dispatch/unreadable.py``).
+    saves time; if they have an unreadable layout, the dispatcher refuses them (``_dispatch/registration.py``).
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; takes {takes}")

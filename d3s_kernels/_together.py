@@ -43,9 +43,28 @@ class SamplingArguments(NamedTuple):
     include_label: bool = False
     max_dense_rows: int | None = None
 
+    @property
+    def given(self) -> bool:
+        return self.ids is not None or self.offsets is not None or self.max_dense_rows is not None
+
+    @property
+    def may_be_dense(self) -> bool:
+        """Whether there may be rows with an empty span."""
+        return self.max_dense_rows != 0
+
+
+class Tile(NamedTuple):
+    """The columns of some logits: the tokens from ``first_token`` on, or the whole vocabulary if that is None."""
+
+    first_token: int | None = None
+
+    def column(self, tokens: Tensor) -> Tensor:
+        return tokens - (self.first_token or 0)
+
 
 NOTHING, ONE, NO_SAMPLING_MASK = NumberOrTensor(), NumberOrTensor(1.0), SamplingArguments()
 ROWS, POOL = SegmentArguments(), SegmentArguments(pooled=True)
+ALL_TOKENS, FIRST_TILE = Tile(), Tile(0)
 _Parameter = tuple[Callable[..., Any], dict[str, Any]]
 """A function that makes a parameter from arguments of the schema, and the names and defaults of these arguments."""
 
@@ -82,8 +101,8 @@ def of_schema(kernel: Callable[..., Any], **parameters: _Parameter) -> Callable[
 def _made_of(name: str, default: Any) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
     if isinstance(default, NumberOrTensor):
         return NumberOrTensor, {name: default.number, f"{name}_tensor": default.tensor}
-    if isinstance(default, SegmentArguments):
-        return SegmentArguments, default._asdict()
+    if isinstance(default, (SegmentArguments, Tile)):
+        return type(default), default._asdict()
     if isinstance(default, SamplingArguments):
         names = "sampling_ids", "sampling_offsets", "include_label", "max_dense_rows"
         return SamplingArguments, dict(zip(names, default, strict=True))

@@ -107,22 +107,22 @@ def _eager() -> Callable[..., HeadArguments]:
 
 
 def _lm_head(model: Module, temperature: float | Tensor, verify: bool) -> HeadArguments:
-    found = read_head(model)
-    reason = why_not_here(found.layer)
+    head = read_head(model)
+    reason = why_not_here(head.layer)
     if reason is not None:
-        raise UnsupportedHead(f"lm_head: {found.name}'s head has {reason}")
-    if found.prompts:
+        raise UnsupportedHead(f"lm_head: {head.name}'s head has {reason}")
+    if head.prompts:
         raise UnsupportedHead(
-            f"lm_head: got a {found.name} with a PEFT adapter that adds tokens to its prompts; takes others, since the "
+            f"lm_head: got a {head.name} with a PEFT adapter that adds tokens to its prompts; takes others, since the "
             "hidden states of its body are not those of such a prompt"
         )
     if verify:
-        found = verified_head(found)
+        head = verified_head(head)
     return {
-        "weight": found.layer.weight,
-        "bias": getattr(found.layer, "bias", None),
-        "temperature": _divided(temperature, found.scale),
-        "logit_softcap": None if found.softcap is None else found.softcap / found.scale,
+        "weight": head.layer.weight,
+        "bias": getattr(head.layer, "bias", None),
+        "temperature": _divided(temperature, head.scale),
+        "logit_softcap": None if head.softcap is None else head.softcap / head.scale,
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +62,19 @@ class SamplingMask:
                 f"offsets: got shape {list(offsets.shape)} of {offsets.dtype}; takes int32 or int64 [rows + 1]"
             )
         if known(offsets):
-            _require_offsets(offsets, len(ids))
+            down = offsets[1:] < offsets[:-1]
+            if int(offsets[0]) != 0:
+                raise ValueError(f"offsets: got {int(offsets[0])} first; takes 0")
+            if down.any():
+                row = int(down.nonzero()[0])
+                raise ValueError(
+                    f"offsets: got {int(offsets[row])} and then {int(offsets[row + 1])} at row {row}; takes some that "
+                    "do not decrease"
+                )
+            if int(offsets[-1]) > len(ids):
+                raise ValueError(
+                    f"offsets: got {int(offsets[-1])} last; takes at most the number of token_ids, {len(ids)}"
+                )
         if known(ids) and len(ids) and int(ids.min()) < 0:
             raise ValueError(f"token_ids: got {int(ids.min())}; takes ids of tokens, at least 0")
 
@@ -209,6 +221,23 @@ class SamplingMask:
 LabelOutside = Literal["nan", "include"]
 
 
+class SamplingOptions(NamedTuple):
+    """The arguments of a public function that say which tokens were kept. They are not checked yet."""
+
+    sampling_mask: SamplingMask | None
+    label_outside: LabelOutside
+    max_dense_rows: int | None
+
+    def of_op(self, like: Tensor) -> SamplingArguments:
+        return op_arguments(self.sampling_mask, self.max_dense_rows, like, self.label_outside)
+
+    def values(self) -> dict[str, Any]:
+        """All values, by the names that error messages have for them."""
+        mask = self.sampling_mask
+        tensors = {"sampling_mask": mask and mask.token_ids, "the offsets of sampling_mask": mask and mask.offsets}
+        return tensors | {"label_outside": self.label_outside, "max_dense_rows": self.max_dense_rows}
+
+
 def op_arguments(
     sampling_mask: SamplingMask | None,
     max_dense_rows: int | None,
@@ -232,20 +261,6 @@ def op_arguments(
 
 def known(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and is_known(tensor)
-
-
-def _require_offsets(offsets: Tensor, ids: int) -> None:
-    down = offsets[1:] < offsets[:-1]
-    if int(offsets[0]) != 0:
-        raise ValueError(f"offsets: got {int(offsets[0])} first; takes 0")
-    if down.any():
-        row = int(down.nonzero()[0])
-        raise ValueError(
-            f"offsets: got {int(offsets[row])} and then {int(offsets[row + 1])} at row {row}; takes some that do not "
-            "decrease"
-        )
-    if int(offsets[-1]) > ids:
-        raise ValueError(f"offsets: got {int(offsets[-1])} last; takes at most the number of token_ids, {ids}")
 
 
 def _bad_list(spans: Sequence[Sequence[int]]) -> Exception:

@@ -9,7 +9,8 @@ from ._arguments import checked_mask, require_no_tangent, require_tensors, tempe
 from ._dispatch import ops
 from ._head import op
 from ._head.problem import HeadProblem
-from .sampling import LabelOutside, SamplingMask, op_arguments
+from ._together import NumberOrTensor
+from .sampling import LabelOutside, SamplingMask, SamplingOptions, op_arguments
 
 
 def entropy(
@@ -187,10 +188,9 @@ def linear_logprob_entropy(
         >>> hidden.grad[0].abs().sum()
         tensor(0.)
     """
-    problem = HeadProblem.checked(
-        hidden, weight, labels, bias=bias, temperature=temperature, logit_softcap=logit_softcap, mask=mask,
-        max_rows=max_rows, max_grad_rows=max_grad_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
-        weight_grad_into=weight_grad_into, sampling_mask=sampling_mask, label_outside=label_outside,
-        max_dense_rows=max_dense_rows,
+    problem = HeadProblem(
+        hidden, weight, labels, bias, NumberOrTensor(temperature), logit_softcap, mask, max_rows, max_grad_rows,
+        logits_dtype, workspace_bytes,
     )  # fmt: skip
+    problem = problem.checked(SamplingOptions(sampling_mask, label_outside, max_dense_rows), weight_grad_into)
     return op.linear_logprob_entropy(problem, op.adding_to(weight_grad_into))

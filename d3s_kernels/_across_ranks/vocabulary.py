@@ -23,7 +23,8 @@ from .._dispatch import ops
 from .._groups import Ranks, ranks_of
 from .._head import op
 from .._head.problem import HeadProblem, Shard
-from ..sampling import LabelOutside, SamplingMask, op_arguments
+from .._together import NumberOrTensor
+from ..sampling import LabelOutside, SamplingMask, SamplingOptions
 from .agreement import agree, asks
 
 Group = dist.ProcessGroup | DeviceMesh
@@ -99,17 +100,21 @@ def vocab_parallel_logprob_entropy(
         >>> dist.destroy_process_group()
     """
     sharded = ShardedArgument("logits_shard", logits_shard, -1, vocab_start, process_group)
-    logits, ranks = sharded.local, sharded.ranks
+    logits, ranks, sampling = (
+        sharded.local,
+        sharded.ranks,
+        SamplingOptions(sampling_mask, label_outside, max_dense_rows),
+    )
     labels, mask, temperature = sharded.beside(labels=labels, mask=mask, temperature=temperature)
 
     def check() -> tuple[Any, ...]:
-        first_token = sharded.find_first_token()
+        first_token = sharded.first_token
         require_readable(labels=labels, mask=mask, temperature=temperature)
         require_tensors(logits_shard=logits, labels=labels)
         require_no_tangent(logits_shard=logits)
         kept = checked_mask(mask, logits)
         numbers = temperature_argument(temperature, logits)
-        spans = op_arguments(sampling_mask, max_dense_rows, logits, label_outside)
+        spans = sampling.of_op(logits)
         state = logits.new_empty((logits.shape[:-1].numel(), 4), dtype=torch.float32)
         ops.check("softmax_state_", state, logits, labels, first_token, *numbers, kept, *spans)
         return logits, labels, first_token, ranks.group.group_name, *numbers, kept, *spans
@@ -117,7 +122,8 @@ def vocab_parallel_logprob_entropy(
     def alike(arguments: tuple[Any, ...]) -> dict[str, Any]:
         return {
             "the rows of logits_shard": list(logits.shape[:-1]), "labels": labels, "temperature": temperature,
-            "mask": arguments[6], **_of_mask(sampling_mask, label_outside, max_dense_rows),
+            "mask": arguments[6],  # as bool
+            **sampling.values(),
         }  # fmt: skip
 
     arguments = agree(ranks, "vocab_parallel_logprob_entropy", check, alike)
@@ -217,18 +223,17 @@ def vocab_parallel_linear_logprob_entropy(
         >>> dist.destroy_process_group()
     """
     sharded = ShardedArgument("weight_shard", weight_shard, 0, vocab_start, process_group)
+    sampling = SamplingOptions(sampling_mask, label_outside, max_dense_rows)
     bias, into = sharded.along("bias", bias), sharded.along("weight_grad_into", weight_grad_into)
     hidden, labels, mask, temperature = sharded.beside(hidden=hidden, labels=labels, mask=mask, temperature=temperature)
 
     def check() -> HeadProblem:
-        shard = Shard(sharded.find_first_token(), sharded.ranks)
+        shard = Shard(sharded.first_token, sharded.ranks)
         require_readable(hidden=hidden, labels=labels, bias=bias, mask=mask, temperature=temperature)
-        problem = HeadProblem.checked(
-            hidden, sharded.local, labels, bias=bias, temperature=temperature, logit_softcap=logit_softcap, mask=mask,
-            max_rows=max_rows, max_grad_rows=max_grad_rows, logits_dtype=logits_dtype, workspace_bytes=workspace_bytes,
-            weight_grad_into=into, sampling_mask=sampling_mask, label_outside=label_outside,
-            max_dense_rows=max_dense_rows, shard=shard,
-        )  # fmt: skip
+        problem = HeadProblem(
+            hidden, sharded.local, labels, bias, NumberOrTensor(temperature), logit_softcap, mask, max_rows,
+            max_grad_rows, logits_dtype, workspace_bytes, shard=shard,
+        ).checked(sampling, into)  # fmt: skip
         if not torch.compiler.is_compiling():  # else values are unknown, and torch checks shapes
             problem.check()
             problem.require_memory()
@@ -243,7 +248,7 @@ def vocab_parallel_linear_logprob_entropy(
             "a gradient of hidden": torch.is_grad_enabled() and hidden.requires_grad,
             "labels": labels, "temperature": temperature, "logit_softcap": logit_softcap, "mask": problem.mask,
             "max_rows": max_rows, "max_grad_rows": max_grad_rows, "logits_dtype": str(logits_dtype),
-            **_of_mask(sampling_mask, label_outside, max_dense_rows),
+            **sampling.values(),
         }  # fmt: skip
 
     problem = agree(sharded.ranks, "vocab_parallel_linear_logprob_entropy", check, alike)
@@ -252,29 +257,17 @@ def vocab_parallel_linear_logprob_entropy(
     return op.linear_logprob_entropy(problem, op.adding_to(into))
 
 
-def _of_mask(
-    sampling_mask: SamplingMask | None, label_outside: LabelOutside, max_dense_rows: int | None
-) -> dict[str, Any]:
-    """The values that must be the same on all ranks."""
-    return {
-        "sampling_mask": sampling_mask and sampling_mask.token_ids,
-        "the offsets of sampling_mask": sampling_mask and sampling_mask.offsets,
-        "label_outside": label_outside,
-        "max_dense_rows": max_dense_rows,
-    }
-
-
 def _require_one_vocabulary(sharded: ShardedArgument, labels: Tensor, sampling_mask: SamplingMask | None) -> None:
     """Raises on all ranks alike, unless the shards make up the whole vocabulary, and every label and kept token lies
     in a shard.
     """
-    own = torch.tensor([sharded.first_token, sharded.tokens], device=labels.device)
-    edges = [(first, first + tokens) for first, tokens in sharded.ranks.gather(own).tolist()]
+    shard = torch.tensor([sharded.first_token, sharded.tokens], device=labels.device)
+    edges = [(first, first + tokens) for first, tokens in sharded.ranks.gather(shard).tolist()]
     end = 0
     for first, last in sorted(edge for edge in edges if edge[0] < edge[1]):
         if first != end:
-            given = ", ".join(f"[{a}, {b}) on rank {rank}" for rank, (a, b) in enumerate(edges))
-            raise ValueError(f"vocab_start: got tokens {given}; takes shards that follow one another from token 0 on")
+            shards = ", ".join(f"[{a}, {b}) on rank {rank}" for rank, (a, b) in enumerate(edges))
+            raise ValueError(f"vocab_start: got tokens {shards}; takes shards that follow one another from token 0 on")
         end = last
     bad = labels[(labels != -100) & ((labels < 0) | (labels >= end))]
     if len(bad):
@@ -292,7 +285,6 @@ class ShardedArgument:
     """A tensor whose dimension ``dim`` is the vocabulary, sharded over ``ranks``; ``local`` is this rank's shard."""
 
     local: Tensor
-    first_token: int
     ranks: Ranks
 
     def __init__(
@@ -321,58 +313,71 @@ class ShardedArgument:
         self._dim, self._start = dim, vocab_start
         self.tokens = self.local.shape[dim] if self.local.dim() else 0
 
-    def find_first_token(self) -> int:
-        """Sets ``first_token``. It is checked within ``agree``, since an error may occur on this rank alone."""
+    @property
+    def first_token(self) -> int:
+        """This rank's first token. It is first read within ``agree``, since an error may occur on this rank alone."""
         if isinstance(self._tensor, DTensor):
-            self.first_token = _first_token(self._name, self._tensor, self._dim, self._mesh_dim)
-            return self.first_token
+            return self._first_token_of(self._tensor)
         if self._start is None:
             raise TypeError(f"vocab_start: got None; takes None only where {self._name} is a DTensor")
         require_whole(vocab_start=self._start)
         if self._start < 0:
             raise ValueError(f"vocab_start: got {self._start}; takes at least 0")
-        self.first_token = self._start
-        return self.first_token
+        return self._start
+
+    def _first_token_of(self, tensor: DTensor) -> int:
+        """A DTensor is cut as by torch.chunk: the last ranks may have fewer tokens, or none."""
+        mesh, vocabulary = tensor.device_mesh, tensor.shape[self._dim]
+        rank, ranks = mesh.get_local_rank(self._mesh_dim), mesh.size(self._mesh_dim)
+        step = -(-vocabulary // ranks)
+        first = min(rank * step, vocabulary)
+        expected, tokens = min(step, vocabulary - first), tensor._local_tensor.shape[self._dim]
+        if tokens != expected:
+            raise ValueError(
+                f"{self._name}: got a DTensor with {tokens} of {vocabulary} tokens on rank {rank} of {ranks}; takes "
+                f"one that is cut evenly, {expected} tokens there"
+            )
+        return first
 
     def _dimension_of_the_vocabulary(self, tensor: DTensor, dim: int) -> int:
         """The mesh dimension that cuts the vocabulary. The others replicate the tensor, or cut the rows of logits."""
         rows_may_be_cut = dim > 0
         rest = "Replicate, or a Shard of rows," if rows_may_be_cut else "Replicate"
-        found = [i for i, placement in enumerate(tensor.placements) if _cuts(placement) == dim]
-        others = [placement for i, placement in enumerate(tensor.placements) if i not in found]
-        if len(found) != 1 or not all(
+        cutting = [i for i, placement in enumerate(tensor.placements) if _cuts(placement) == dim]
+        others = [placement for i, placement in enumerate(tensor.placements) if i not in cutting]
+        if len(cutting) != 1 or not all(
             placement.is_replicate() or (rows_may_be_cut and _cuts(placement) is not None) for placement in others
         ):
             raise ValueError(
                 f"{self._name}: got a DTensor with placements {tensor.placements}; takes Shard({dim}), which cuts the "
                 f"vocabulary, on one dimension of the mesh, and {rest} on the others"
             )
-        return found[0]
+        return cutting[0]
 
     def beside(self, **tensors: Any) -> list[Any]:
         """Arguments that are the same on these ranks: the local tensor of a DTensor; other values as they are."""
-        return [self._beside(name, value) if isinstance(value, DTensor) else value for name, value in tensors.items()]
-
-    def _beside(self, name: str, tensor: DTensor) -> Tensor:
-        same_mesh = isinstance(self._tensor, DTensor) and tensor.device_mesh == self._tensor.device_mesh
-        for i, placement in enumerate(tensor.placements):
-            cuts_rows = same_mesh and i != self._mesh_dim and _cuts(placement) is not None
-            if not (placement.is_replicate() or cuts_rows):
-                raise ValueError(
-                    f"{name}: got a DTensor with placements {tensor.placements}; takes Replicate on the ranks that "
-                    "share the vocabulary"
-                )
-        return tensor.to_local()
+        local = []
+        for name, value in tensors.items():
+            if isinstance(value, DTensor):
+                same_mesh = isinstance(self._tensor, DTensor) and value.device_mesh == self._tensor.device_mesh
+                for i, placement in enumerate(value.placements):
+                    cuts_rows = same_mesh and i != self._mesh_dim and _cuts(placement) is not None
+                    if not (placement.is_replicate() or cuts_rows):
+                        raise ValueError(
+                            f"{name}: got a DTensor with placements {value.placements}; takes Replicate on the ranks "
+                            "that share the vocabulary"
+                        )
+                value = value.to_local()
+            local.append(value)
+        return local
 
     def along(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """An argument that is cut like the vocabulary: the local tensor of a DTensor; other values as they are."""
         if not isinstance(tensor, DTensor):
             return tensor
         whole = self._tensor
-        if not isinstance(whole, DTensor) or (tensor.device_mesh, tensor.placements) != (
-            whole.device_mesh,
-            whole.placements,
-        ):
+        placed = (whole.device_mesh, whole.placements) if isinstance(whole, DTensor) else None
+        if (tensor.device_mesh, tensor.placements) != placed:
             raise ValueError(
                 f"{name}: got a DTensor with placements {tensor.placements}; takes one that is cut as {self._name}, or "
                 "this rank's part"
@@ -383,17 +388,3 @@ class ShardedArgument:
 def _cuts(placement: Placement) -> int | None:
     """The dimension that the placement cuts in rank order, or None. Other kinds of Shard cut in another order: None."""
     return placement.dim if type(placement) is DTensorShard else None
-
-
-def _first_token(name: str, tensor: DTensor, dim: int, mesh_dim: int) -> int:
-    """The rank's first token. A DTensor is cut as by torch.chunk: the last ranks may have fewer tokens, or none."""
-    mesh, vocabulary = tensor.device_mesh, tensor.shape[dim]
-    step = -(-vocabulary // mesh.size(mesh_dim))
-    first = min(mesh.get_local_rank(mesh_dim) * step, vocabulary)
-    tokens, own = min(step, vocabulary - first), tensor._local_tensor.shape[dim]
-    if own != tokens:
-        raise ValueError(
-            f"{name}: got a DTensor with {own} of {vocabulary} tokens on rank {mesh.get_local_rank(mesh_dim)} of "
-            f"{mesh.size(mesh_dim)}; takes one that is cut evenly, {tokens} tokens there"
-        )
-    return first

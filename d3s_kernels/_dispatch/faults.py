@@ -13,8 +13,9 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +49,7 @@ _ADVICE = (
     "D3S_KERNELS_CHECK=1 has values checked before each op, which names the place, and waits for the device; "
     "D3S_KERNELS_CHECK=error makes this warning an error"
 )
-Met = tuple[str, str]
-"""An op, and a key of FAULTS."""
-
-_told: set[Met] = set()
+_told: set[tuple[str, str]] = set()  # ops, and keys of FAULTS
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -59,21 +57,21 @@ def tell() -> None:
     """Warns once of each fault in each op, or raises with ``D3S_KERNELS_CHECK=error``. There is no host sync."""
     if torch.compiler.is_compiling() or (_noted is None and not _looks):
         return
-    for met in [*(_noted.take() if _noted else ()), *_arrived()]:
-        message = f"d3s_kernels: {met[0]} met, on a GPU, {FAULTS[met[1]]}. {_ADVICE}"
+    met = _noted.take() if _noted else []
+    for each in [each for each in _looks if each.arrived is None or each.arrived.query()]:
+        _looks.remove(each)
+        answers = zip(each.faults, each.answers.tolist(), strict=True)
+        met += [(each.op, fault) for fault, is_bad in answers if is_bad]
+    for op, fault in met:
+        message = f"d3s_kernels: {op} met, on a GPU, {FAULTS[fault]}. {_ADVICE}"
         if _setting() == "error":
             raise RuntimeError(message)
-        if met not in _told:
-            _told.add(met)
-            warnings.warn(message, RuntimeWarning, stacklevel=_level_of_the_caller())
-
-
-def _level_of_the_caller() -> int:
-    """The level of the first frame outside of this package, as ``warnings.warn`` in :func:`tell` counts it."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    return level
+        if (op, fault) not in _told:
+            _told.add((op, fault))
+            frame, level = sys._getframe(), 1  # the level of the first frame outside of this package
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+                frame, level = frame.f_back, level + 1
+            warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 def synchronize_checks() -> None:
@@ -117,15 +115,15 @@ class _Noted:
         library.d3s_kernels_faults.restype = ctypes.POINTER(ctypes.c_void_p)
         self.address = library.d3s_kernels_faults()  # of a pointer that is null until an op has run on a GPU
 
-    def take(self) -> list[Met]:
+    def take(self) -> list[tuple[str, str]]:
         """The faults that were noted since the last call."""
         at = self.address[0]
         if at is None or (bytes_now := ctypes.string_at(at, len(self.nothing))) == self.nothing:
             return []
-        found = [i for i, byte in enumerate(bytes_now) if byte]
-        for i in found:
+        places = [i for i, byte in enumerate(bytes_now) if byte]
+        for i in places:
             ctypes.memset(at + i, 0, 1)
-        return [self.meanings[i] for i in found]
+        return [self.meanings[i] for i in places]
 
 
 _noted: _Noted | None = None
@@ -145,7 +143,8 @@ def watches() -> bool:
 # ---- checked on the device, if the kernels note nothing -------------------------------------------------------------
 
 
-class _Look(NamedTuple):
+@dataclass(eq=False)
+class _Look:
     """Answers on their way to the host."""
 
     op: str
@@ -185,54 +184,36 @@ def look(op: str, arguments: Mapping[str, Any]) -> None:
     _looks.append(_Look(op, tuple(bad), answers, event))
 
 
-def _arrived() -> Iterator[Met]:
-    """The faults found by those looks whose answers have arrived since the last call."""
-    back: list[_Look] = []
-    waiting: list[_Look] = []  # not `not in back`, which compares tensors
-    for each in _looks:
-        (back if each.arrived is None or each.arrived.query() else waiting).append(each)
-    _looks[:] = waiting
-    for each in back:
-        yield from (
-            (each.op, fault) for fault, is_bad in zip(each.faults, each.answers.tolist(), strict=True) if is_bad
-        )
-
-
 def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yields the key of FAULTS for each argument with values, and a bool tensor on its device: whether any is bad."""
-    given = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    first = next(iter(given.values()))
-    if (ratio := given.get("ratio_tensor")) is not None:
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    if (ratio := tensors.get("ratio_tensor")) is not None:
         yield "ratio", ~((ratio > 0) & (ratio <= 1))
     for name in ("k_tensor", "keep_tensor"):
-        if name in given:
-            yield "keep", given[name] < 1
-    if (offsets := given.get("offsets")) is not None:
-        values = first.shape[0]
-        yield "offsets", (offsets[0] != 0) | (offsets.diff() < 0).any() | (offsets[-1] != values)
-    if (groups := given.get("groups")) is not None:
+        if name in tensors:
+            yield "keep", tensors[name] < 1
+    if (offsets := tensors.get("offsets")) is not None:
+        values = next(iter(tensors.values()))
+        yield "offsets", (offsets[0] != 0) | (offsets.diff() < 0).any() | (offsets[-1] != values.shape[0])
+    if (groups := tensors.get("groups")) is not None:
         yield "groups", (groups >= 16).any()
-    if (temperature := given.get("temperature_tensor")) is not None:
+    if (temperature := tensors.get("temperature_tensor")) is not None:
         yield "temperature", ~((temperature > 0.999e-15) & (temperature < 1.001e15)).all()
-    vocabulary = _vocabulary(arguments)
-    if vocabulary is None:
+    if arguments.get("first_token") is not None or arguments.get("kept_of") is not None:
+        return  # a tile or a shard: the size of the vocabulary is unknown
+    if "weight" in arguments:
+        vocabulary = arguments["weight"].shape[0]
+    elif "logits" in arguments:
+        vocabulary = arguments["logits"].shape[-1]
+    else:
         return
-    if (labels := given.get("labels")) is not None:
+    if (labels := tensors.get("labels")) is not None:
         yield "labels", ((labels != -100) & ((labels < 0) | (labels >= vocabulary))).any()
-    if (ids := given.get("sampling_ids")) is not None:
-        cuts = given["sampling_offsets"]
+    if (ids := tensors.get("sampling_ids")) is not None:
+        cuts = tensors["sampling_offsets"]
         bad_cuts = (cuts[0] != 0) | (cuts.diff() < 0).any() | (cuts[-1] > len(ids))
         yield "sampling_mask", bad_cuts | ((ids < 0) | (ids >= vocabulary)).any()
         if (most := arguments.get("max_dense_rows")) is not None:
-            mask = given.get("mask")
+            mask = tensors.get("mask")
             dense = cuts.diff() == 0 if mask is None else (cuts.diff() == 0) & mask.reshape(-1)
             yield "dense_rows", dense.sum() > most
-
-
-def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
-    """The size of the vocabulary; None for a tile or a vocabulary shard."""
-    if arguments.get("first_token") is not None or arguments.get("kept_of") is not None:
-        return None
-    if "weight" in arguments:
-        return int(arguments["weight"].shape[0])
-    return int(arguments["logits"].shape[-1]) if "logits" in arguments else None

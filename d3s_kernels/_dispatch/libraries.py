@@ -59,7 +59,13 @@ def schema_of(op: str) -> Any:
 @cache
 def argument_names(op: str) -> tuple[str, ...]:
     """The names of an op's arguments, in the order of its schema."""
-    return tuple(argument.name for argument in schema_of(op).arguments)
+    return tuple(default_arguments(op))
+
+
+@cache
+def default_arguments(op: str) -> dict[str, Any]:
+    """The op's arguments in the order of its schema, with their defaults; None for one without a default."""
+    return {argument.name: argument.default_value for argument in schema_of(op).arguments}
 
 
 def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,9 +82,8 @@ def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def registered() -> list[str]:
     """The ops of the namespace that are registered with torch."""
-    names = torch._C._dispatch_get_all_op_names()
-    found = {name.removeprefix("d3s_kernels::").partition(".")[0] for name in names if name.startswith("d3s_kernels::")}
-    return sorted(found)
+    names = [name.partition("::") for name in torch._C._dispatch_get_all_op_names()]
+    return sorted({name.partition(".")[0] for namespace, _, name in names if namespace == "d3s_kernels"})
 
 
 COMPILED = tuple(registered())

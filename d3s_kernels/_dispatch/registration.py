@@ -1,10 +1,9 @@
-"""Registers what torch has to know of each op: the shapes of its results, and its gradient, or that it has none.
+"""Registers what torch has to know of each op: the shapes of its results, its gradient, and the layouts it refuses.
 
 The shapes stand beside the kernels of ``_torch``. Only real kernels check the arguments.
 
-A gradient is two functions: one saves what the backward needs, and the other returns the gradients by the names of the
-arguments. Incoming gradients that are missing stay None, so that an entropy used as a score costs nothing in the
-backward. ``_head/op.py`` registers the gradients of the LM head in the same way.
+The gradient of an op is another op, whose arguments are found by their names. ``_head/op.py`` registers the ops of the
+LM head in the same way.
 """
 
 from __future__ import annotations
@@ -17,18 +16,23 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .libraries import COMPILED, argument_names, by_name, schema_of
+from .._arguments import require_readable
+from .backends import DEVICES, is_built
+from .faults import PUBLIC_OPS
+from .libraries import COMPILED, argument_names, by_name, default_arguments, schema_of
+
+_library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
+
 
 # ---- shapes of results -----------------------------------------------------------------------------------------------
 
 
 def _register_fake(op: str) -> None:
     fake = _torch.FAKES.get(op)
-    defaults = {argument.name: argument.default_value for argument in schema_of(op).arguments}
     if fake is None:
         assert not schema_of(op).returns, f"{op} has results, whose shapes are unknown"
         fake = _nothing
-    torch.library.register_fake(f"d3s_kernels::{op}")(by_name(op, partial(fake, **defaults)))
+    torch.library.register_fake(f"d3s_kernels::{op}")(by_name(op, partial(fake, **default_arguments(op))))
 
 
 def _nothing(**_: Any) -> None:
@@ -37,62 +41,91 @@ def _nothing(**_: Any) -> None:
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
-_op = torch.ops.d3s_kernels
-Save = Callable[[Any, tuple[Any, ...], Any], None]
-Gradients = Callable[..., dict[str, Tensor]]
-
 EAGER: dict[str, Callable[..., Any]] = {}
 """The ops with their gradients, for eager mode. Torch's own way parses the schema in each call, which takes 100 us."""
 
 
-def register_gradient(op: str, save: Save, gradients: Gradients) -> None:
-    """Registers the gradient of an op for graphs, and puts the op for eager mode into :data:`EAGER`.
+class Gradient:
+    """Computes the gradient of ``op`` with the op ``backward``. The arguments of ``backward`` are found by name: they
+    are arguments and results of ``op``, and ``grad_x`` is the incoming gradient of the result ``x``. A result
+    ``grad_x`` of ``backward`` is the gradient of the argument ``x``; ``wanted`` says which of them are needed.
 
-    Args:
-        op: the name of the op.
-        save: called as ``save(ctx, arguments of the op, its results)``.
-        gradients: called as ``gradients(ctx, saved tensors, *incoming)``; returns gradients by the names of the
-            arguments.
+    Incoming gradients that are missing stay None, so that an entropy used as a score costs nothing in the backward.
     """
-    names, defaults = argument_names(op), [argument.default_value for argument in schema_of(op).arguments]
-    call = getattr(_op, op).default
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def __init__(
+        self, op: str, backward: str, keep: tuple[str, ...] = (), change: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        """``change`` may change the arguments of ``backward``. Values that only it reads are named in ``keep``."""
+        self.names, self._takes, self._change = argument_names(op), default_arguments(backward), change
+        self._op, self._backward = (getattr(torch.ops.d3s_kernels, name).default for name in (op, backward))
+        schema = schema_of(op)
+        values = *schema.arguments, *schema.returns
+        saved = [place for place, value in enumerate(values) if value.name in self._takes or value.name in keep]
+        tensors = [place for place in saved if "Tensor" in str(values[place].type)]
+        self._tensors = {values[place].name: place for place in tensors}
+        self._numbers = {values[place].name: place for place in saved if place not in tensors}
+        self._incoming = [f"grad_{result.name}" for result in schema.returns]
+        differentiable = [result.name.removeprefix("grad_") for result in schema_of(backward).returns]
+        self._places = [self.names.index(name) for name in differentiable]
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        save(ctx, inputs, output)
+        results = output if isinstance(output, tuple) else (output,)
+        constant = [value for value, grad in zip(results, self._incoming, strict=True) if grad not in self._takes]
+        ctx.mark_non_differentiable(*constant)
+        values = *inputs, *results
+        ctx.save_for_backward(*[values[place] for place in self._tensors.values()])
+        ctx.numbers = [values[place] for place in self._numbers.values()]
 
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+    def saved(self, ctx: Any, saved_tensors: tuple[Tensor, ...], incoming: tuple[Tensor | None, ...]) -> dict[str, Any]:
+        """The saved values and the incoming gradients, by name."""
+        values = self._takes | dict(zip(self._tensors, saved_tensors, strict=True))
+        values |= dict(zip(self._numbers, ctx.numbers, strict=True))
+        values |= dict(zip(self._incoming, incoming, strict=True))
+        if self._change is not None:
+            self._change(values)
+        return values
+
+    def forward(self, ctx: Any, *inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = self._op(*inputs)
+        self.save(ctx, inputs, output)
+        return output
+
+    def backward(self, ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        results: list[Tensor | None] = [None] * len(self.names)
         if all(grad is None for grad in incoming):
-            return (None,) * len(names)
-        saved = ctx.saved_tensors  # a checkpoint recomputes them here, with autograd
+            return tuple(results)
+        tensors = ctx.saved_tensors  # a checkpoint recomputes them here, with autograd
         if torch.is_grad_enabled():  # the op of the gradient refuses a second derivative
-            found = gradients(ctx, saved, *incoming)
+            gradients = self._run(ctx, tensors, incoming)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                found = gradients(ctx, saved, *incoming)
-        results: list[Tensor | None] = [None] * len(names)
-        for name, gradient in found.items():
-            if needs(ctx, place := names.index(name)):
+                gradients = self._run(ctx, tensors, incoming)
+        for place, gradient in zip(self._places, gradients, strict=True):
+            if self._needed(ctx, place):
                 results[place] = gradient
         return tuple(results)
 
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = call(*inputs)
-        setup(ctx, inputs, output)
-        return output
+    def _run(self, ctx: Any, tensors: tuple[Tensor, ...], incoming: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        values = self.saved(ctx, tensors, incoming)
+        values["wanted"] = [self._needed(ctx, place) for place in self._places]
+        gradients = self._backward(*[values[name] for name in self._takes])
+        return gradients if isinstance(gradients, tuple) else (gradients,)
 
-    torch.library.register_autograd(f"d3s_kernels::{op}", backward, setup_context=setup)
-    of_torch = f"GeneratedBackwardFor_d3s_kernels_{op}_default"
-    function: Any = type(of_torch, (torch.autograd.Function,), {"forward": forward, "backward": backward})
+    def _needed(self, ctx: Any, place: int) -> bool:
+        # Torch may leave out the last arguments, which have defaults.
+        return place < len(ctx.needs_input_grad) and ctx.needs_input_grad[place]
+
+
+def register_gradient(op: str, gradient: Gradient) -> None:
+    """Registers the gradient of an op for graphs, and puts the op for eager mode into :data:`EAGER`."""
+    torch.library.register_autograd(f"d3s_kernels::{op}", gradient.backward, setup_context=gradient.save)
+    defaults = list(default_arguments(op).values())
+    methods = {"forward": staticmethod(gradient.forward), "backward": staticmethod(gradient.backward)}
+    function: Any = type(f"GeneratedBackwardFor_d3s_kernels_{op}_default", (torch.autograd.Function,), methods)
     EAGER[op] = lambda *arguments: function.apply(*arguments, *defaults[len(arguments) :])
-
-
-def needs(ctx: Any, place: int) -> bool:
-    """Whether the argument at this place needs its gradient. Torch may leave out the last arguments, which have
-    defaults.
-    """
-    return place < len(ctx.needs_input_grad) and ctx.needs_input_grad[place]
 
 
 def register_no_second_derivative(op: str) -> None:
@@ -104,46 +137,34 @@ def register_no_second_derivative(op: str) -> None:
     torch.library.register_autograd(f"d3s_kernels::{op}", refuse)
 
 
-# ---- logprob_entropy ------------------------------------------------------------------------------------------------
+# ---- layouts that no kernel reads: sparse, quantised, nested ---------------------------------------------------------
+
+_LAYOUTS = ("Sparse", "SparseCsr", "Quantized", "NestedTensor")
+_KEYS = ["MkldnnCPU", *(layout + key for layout in _LAYOUTS for device, key in DEVICES.items() if is_built(device))]
 
 
-def _save_logprob_entropy(ctx: Any, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    logits, labels, temperature, temperatures, mask, ids, offsets, *options, _ = arguments
-    ctx.mark_non_differentiable(*results[2:])
-    ctx.save_for_backward(logits, labels, temperatures, mask, ids, offsets, *results[1:])
-    ctx.options = temperature, options
+def refuse_unreadable(op: str) -> None:
+    """Registers a kernel for tensors of these layouts, which raises an error that names the argument. The dispatcher
+    would say that the op "could not run with arguments from the 'SparseCPU' backend". Other tensors never reach it.
+    """
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        by_names = dict(zip(argument_names(op), arguments, strict=False)) | options
+        require_readable(**{name.removesuffix("_tensor"): value for name, value in by_names.items()})
+        raise AssertionError(f"one of {', '.join(by_names)} has a layout that require_readable takes")
+
+    for key in _KEYS:
+        _library.impl(op, refuse, key)  # type: ignore[no-untyped-call]
 
 
-def _of_logprob_entropy(
-    ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> dict[str, Tensor]:
-    logits, labels, temperatures, mask, ids, offsets, *statistics = saved
-    temperature, options = ctx.options
-    gradient = _op.logprob_entropy_backward.default(
-        grad_logprob, grad_entropy, logits, labels, *statistics, temperature, temperatures, mask, None, ids, offsets,
-        *options,
-    )  # fmt: skip
-    return {"logits": gradient}
+# ---- the compiled ops ------------------------------------------------------------------------------------------------
 
-
-# ---- importance_ratio -----------------------------------------------------------------------------------------------
-
-
-def _save_ratio(ctx: Any, arguments: tuple[Any, ...], ratio: Tensor) -> None:
-    _, _, mask, groups, _, _, _, low, high = arguments
-    ctx.save_for_backward(ratio, mask, groups)
-    ctx.bounds = low, high
-
-
-def _of_ratio(ctx: Any, saved: tuple[Tensor, ...], grad_ratio: Tensor) -> dict[str, Tensor]:
-    return {"logprob": _op.importance_ratio_backward.default(grad_ratio, *saved, *ctx.bounds)}
-
-
-register_gradient("logprob_entropy", _save_logprob_entropy, _of_logprob_entropy)
-register_gradient("importance_ratio", _save_ratio, _of_ratio)
-_library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
+for _name in ("logprob_entropy", "importance_ratio"):
+    register_gradient(_name, Gradient(_name, f"{_name}_backward"))
 for _name in COMPILED:
     _register_fake(_name)
+    if _name in PUBLIC_OPS or _name == "compact":
+        refuse_unreadable(_name)
     if _name.endswith("_backward"):
         register_no_second_derivative(_name)
     elif _name not in EAGER:  # no gradient; without this, torch would attach a "not implemented" node to float outputs

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._arguments import is_known
 from .._together import NumberOrTensor
-from .forward import Picked, dense_rows, flat, flat_rows, has_span, kept_logits
+from .forward import Picked, dense_rows, flat, flat_rows, with_kept_logits
 from .problem import HeadProblem
 from .products import Head, Tiles, add_product, whole_vectors, without_autocast, zero_behind_rows_
 
@@ -46,16 +46,20 @@ class Incoming(NamedTuple):
             grad_entropy = grad_entropy.masked_fill(bad, torch.nan)
         return self._replace(grad_logprob=grad_logprob, grad_entropy=grad_entropy)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Incoming:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Incoming:
         return Incoming(*(None if values is None else change(values) for values in self))  # type: ignore[arg-type]
 
 
+INPUTS = ("hidden", "weight", "bias")  # the arguments that have a gradient
+
+
 class Wanted(NamedTuple):
-    """Which gradients are to be computed."""
+    """Which gradients are to be computed, and the tensor to which the weight's gradient is added, if any."""
 
     hidden: bool
     weight: bool
     bias: bool
+    weight_grad_into: Tensor | None = None
 
 
 @without_autocast
@@ -69,21 +73,22 @@ def backward(
     ``weight_grad_into``, the weight's gradient is added to that tensor, and the one returned is empty. The problem must
     be checked.
     """
+    wanted = wanted._replace(weight_grad_into=weight_grad_into)
     if problem.sampling_mask.offsets is None:
-        return _of_all_tokens(problem, incoming, wanted, weight_grad_into)
-    dense, most_dense = dense_rows(problem), problem.sampling_mask.max_dense_rows
+        return _of_all_tokens(problem, incoming, wanted)
+    dense, may_be_dense = dense_rows(problem), problem.sampling_mask.may_be_dense
     exceeded = _any_exceeded(
         problem.rows,
         (problem.max_grad_rows, lambda: _rows_with_gradient(problem, incoming)),
-        (most_dense, lambda: dense.mask),
+        (problem.sampling_mask.max_dense_rows, lambda: dense.mask),
     )
     if exceeded is not None:
-        incoming = incoming.poisoned(exceeded, both=most_dense != 0)
-    if most_dense == 0:
-        gradients = _filled(problem, wanted, exceeded, weight_grad_into)
+        incoming = incoming.poisoned(exceeded, both=may_be_dense)
+    if may_be_dense:
+        gradients = _of_all_tokens(dense, incoming, wanted, exceeded)
     else:
-        gradients = _of_all_tokens(dense, incoming, wanted, weight_grad_into, exceeded)
-    return _with_kept_tokens(problem, incoming, wanted, gradients, weight_grad_into, exceeded)
+        gradients = _filled(problem, wanted, exceeded)
+    return _with_kept_tokens(problem, incoming, wanted, gradients, exceeded)
 
 
 def _any_exceeded(rows: int, *bounds: tuple[int | None, Callable[[], Tensor | None]]) -> Tensor | None:
@@ -101,9 +106,7 @@ def _host_knows(flag: Tensor) -> bool:
     return type(flag) is Tensor and is_known(flag)
 
 
-def _filled(
-    problem: HeadProblem, wanted: Wanted, bad: Tensor | None, weight_grad_into: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _filled(problem: HeadProblem, wanted: Wanted, bad: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of 0, or of NaN if ``bad`` is true. The host may not know which, but memory is written only once."""
 
     def filled(like: Tensor, wanted: bool, bad: Tensor | None, *shape: int) -> Tensor:
@@ -113,7 +116,11 @@ def _filled(
             return like.new_zeros(shape)
         if _host_knows(bad):
             return like.new_full(shape, torch.nan)
-        return _everywhere(like.new_zeros(()).masked_fill_(bad, torch.nan), shape)
+        # A GPU copies 8-byte elements twice as fast as 2-byte elements.
+        number, elements = like.new_zeros(()).masked_fill_(bad, torch.nan), math.prod(shape)
+        room = number.new_empty(whole_vectors(elements, number.dtype))
+        room.view(torch.int64).copy_(number.repeat(8 // number.itemsize).view(torch.int64))
+        return room[:elements].view(shape)
 
     hidden, weight = problem.hidden, problem.weight
     # On a GPU, rows are filled with 0 here, which takes half the time of an unknown number. If ``bad`` is true,
@@ -121,17 +128,9 @@ def _filled(
     of_rows = bad if bad is not None and _host_knows(bad) else None
     return (
         filled(hidden, wanted.hidden, of_rows, *hidden.shape),
-        filled(weight, wanted.weight and weight_grad_into is None, bad, *weight.shape),
+        filled(weight, wanted.weight and wanted.weight_grad_into is None, bad, *weight.shape),
         filled(weight, wanted.bias, bad, len(weight)),
     )
-
-
-def _everywhere(number: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Fills a tensor of this shape with one number. A GPU copies 8-byte elements twice as fast as 2-byte elements."""
-    elements = math.prod(shape)
-    room = number.new_empty(whole_vectors(elements, number.dtype))
-    room.view(torch.int64).copy_(number.repeat(8 // number.itemsize).view(torch.int64))
-    return room[:elements].view(shape)
 
 
 def _with_kept_tokens(
@@ -139,32 +138,28 @@ def _with_kept_tokens(
     incoming: Incoming,
     wanted: Wanted,
     gradients: tuple[Tensor, Tensor, Tensor],
-    weight_grad_into: Tensor | None,
     exceeded: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Adds the gradients of rows with a span to ``gradients``, which come from the other rows."""
     problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
-    hidden, weight, shard, count = problem.hidden, problem.weight, problem.shard, problem.rows
-    grad_logprob, grad_entropy, *statistics = incoming.each(lambda values: flat(values, count))
+    hidden, weight, shard, offsets = problem.hidden, problem.weight, problem.shard, problem.sampling_mask.offsets
+    assert offsets is not None
+    incoming = incoming.map(lambda values: flat(values, problem.rows))
     with torch._C._AutoDispatchBelowAutograd():  # its autograd kernel, which refuses a gradient, is Python
-        grad, rows, tokens, undefined = _op.kept_logits_backward.default(
-            grad_logprob, grad_entropy, kept_logits(problem), problem.labels, *statistics, weight.shape[0],
-            *problem.flat_temperature, problem.logit_softcap, problem.mask,
-            None if shard.ranks is None else shard.first_token, *problem.sampling_mask,
-        )  # fmt: skip
+        arguments = with_kept_logits(problem, "kept_logits_backward", **incoming._asdict())
+        grad, rows, tokens, undefined = _op.kept_logits_backward.default(*arguments)
     if exceeded is not None:
         undefined.logical_or_(exceeded)
     if wanted.hidden:
         out = grad_hidden.view(hidden.shape)
         total = out if shard.ranks is None else torch.zeros_like(out, dtype=torch.float32)
-        offsets = problem.sampling_mask.offsets
         _op.kept_hidden_grad_.default(grad, weight, rows, tokens, offsets, undefined, total)
         if total is not out:
             total = shard.total_(total).to(hidden.dtype)
-            own = (has_span(problem) | undefined).unsqueeze(1)
-            grad_hidden = torch.where(own, total, out).view(grad_hidden.shape)
+            has_span = (offsets.diff() != 0).logical_or_(undefined).unsqueeze(1)
+            grad_hidden = torch.where(has_span, total, out).view(grad_hidden.shape)
     if wanted.weight or wanted.bias:
-        of_weight = grad_weight if weight_grad_into is None else weight_grad_into
+        of_weight = grad_weight if wanted.weight_grad_into is None else wanted.weight_grad_into
         if not wanted.weight:
             hidden, of_weight = hidden[:, :0], weight.new_empty((weight.shape[0], 0))
         of_bias = grad_bias if wanted.bias else None
@@ -173,24 +168,20 @@ def _with_kept_tokens(
 
 
 def _of_all_tokens(
-    problem: HeadProblem,
-    incoming: Incoming,
-    wanted: Wanted,
-    weight_grad_into: Tensor | None,
-    exceeded: Tensor | None = None,
+    problem: HeadProblem, incoming: Incoming, wanted: Wanted, exceeded: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     head, shard = Head.of(problem), problem.shard
     active = _rows_with_gradient(problem, incoming)
     if wanted.hidden:  # its rows are summed over the ranks, so all ranks must pick the same ones
         active = shard.anyones_(active)
-    picked = Picked.where(active, problem.max_grad_rows).unless(exceeded)
+    picked = Picked.where(active, problem.max_grad_rows, exceeded)
     rows = _Rows.gathered(picked, problem, incoming)
-    grad_rows, grad_weight, grad_bias = _sum_over_tiles(problem, head, rows, wanted, weight_grad_into)
+    grad_rows, grad_weight, grad_bias = _sum_over_tiles(problem, head, rows, wanted)
     if not len(rows.hidden):  # no tile has carried the NaN of an exceeded bound
         picked.poison_(grad_weight)
         picked.poison_(grad_bias)
-        if wanted.weight and weight_grad_into is not None:
-            picked.poison_(weight_grad_into)
+        if wanted.weight and wanted.weight_grad_into is not None:
+            picked.poison_(wanted.weight_grad_into)
     # The shards' parts mostly cancel in the sum, and so do the tokens' parts. If the parts were rounded before the sum,
     # the error would grow with the number of ranks.
     grad_hidden = shard.total_(grad_rows).to(problem.hidden.dtype)
@@ -231,38 +222,36 @@ class _Rows(NamedTuple):
         # weight.
         picked.poison_(together[: len(parts) - 3])
         part = iter(together.unbind())
-        given = incoming.each(lambda _: next(part))
-        if given.grad_logprob is not None and problem.shard.ranks is None and not hidden.is_cpu:
+        packed_incoming = incoming.map(lambda _: next(part))
+        if packed_incoming.grad_logprob is not None and problem.shard.ranks is None and not hidden.is_cpu:
             # Labels on a GPU are not checked. A label that is no token gives NaN.
-            given.grad_logprob.masked_fill_(targets >= problem.weight.shape[0], torch.nan)
+            packed_incoming.grad_logprob.masked_fill_(targets >= problem.weight.shape[0], torch.nan)
         packed = picked.gather(hidden.reshape(count, hidden.shape[-1]))
-        return cls(packed, targets, given, picked.temperature(problem))
+        return cls(packed, targets, packed_incoming, picked.temperature(problem))
 
     def at(self, place: slice) -> _Rows:
         if place.start == 0 and place.stop == self.targets.shape[0]:  # in most cases one tile has all rows
             return self
-        incoming = self.incoming.each(lambda values: values[place])
+        incoming = self.incoming.map(lambda values: values[place])
         return _Rows(self.hidden[place], self.targets[place], incoming, self.temperature.map_rows(itemgetter(place)))
 
 
 class Gradients:
     """The sums to which the tiles add their gradients. Memory is allocated only for the wanted gradients.
 
-    The weight's gradient is a new tensor, or it is added to ``weight_grad_into``. If several tiles of rows have a share
-    in the gradients of the same tokens, the shares are summed in float32: in the gradient itself if it is float32, else
-    in a float32 buffer for the tokens of one tile.
+    If several tiles of rows have a share in the gradients of the same tokens, the shares are summed in float32: in the
+    gradient itself if it is float32, else in a float32 buffer for the tokens of one tile.
     """
 
-    def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted, weight_grad_into: Tensor | None) -> None:
-        self._head, self._into, weight = head, weight_grad_into, head.weight
+    def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted) -> None:
+        self._head, self._into, weight = head, wanted.weight_grad_into, head.weight
         # Without a tile nothing is written, and the gradients are 0.
         fresh = torch.empty_like if rows.numel() and weight.numel() else torch.zeros_like
         self._hidden = fresh(rows, dtype=torch.float32) if wanted.hidden else None
         self._bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted.bias else None
-        self._weight: Tensor | None = None
-        if wanted.weight:
-            own = weight_grad_into is None
-            self._weight = fresh(weight, memory_format=torch.contiguous_format) if own else weight_grad_into
+        self._weight = self._into if wanted.weight else None
+        if wanted.weight and self._into is None:
+            self._weight = fresh(weight, memory_format=torch.contiguous_format)
         self._slab: Tensor | None = None
         if self._weight is not None and len(rows) > tiles.row_step and self._weight.dtype != torch.float32:
             self._slab = weight.new_empty((tiles.token_step, weight.shape[1]), dtype=torch.float32)
@@ -300,11 +289,9 @@ class Gradients:
         )
 
 
-def _sum_over_tiles(
-    problem: HeadProblem, head: Head, rows: _Rows, wanted: Wanted, weight_grad_into: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
     tiles = Tiles.cut(rows.hidden, head, problem.workspace_bytes)
-    gradients = Gradients(rows.hidden, head, tiles, wanted, weight_grad_into)
+    gradients = Gradients(rows.hidden, head, tiles, wanted)
     # The outer loop is over tokens: the gradient of a slab of the weight is complete when its tiles are done.
     for tokens in tiles.token_slices():
         for place in tiles.row_slices():
@@ -326,7 +313,7 @@ def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: sli
         slope = None if cap is None else logits.div(cap).square_().neg_().add_(1)
         grad_logprob, grad_entropy, *statistics = part.incoming
         _op.logprob_entropy_backward_.default(
-            grad_logprob, grad_entropy, logits, part.targets, *statistics, problem.shard.first_token + tokens.start,
+            grad_logprob, grad_entropy, logits, part.targets, *statistics, problem.shard.token(tokens.start),
             *part.temperature, gradient.dtype if slope is None else None,
         )  # fmt: skip
         if slope is not None:

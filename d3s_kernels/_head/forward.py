@@ -7,7 +7,7 @@ only the logits of the kept tokens are computed. The only host sync is the count
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +30,14 @@ class Picked(NamedTuple):
     exceeded: Tensor | None  # bool [1]: whether there are more rows than the bound; None if there is no bound
 
     @classmethod
-    def where(cls, mask: Tensor, bound: int | None) -> Picked:
+    def where(cls, mask: Tensor, bound: int | None, other_exceeded: Tensor | None = None) -> Picked:
+        """The rows in the mask. If ``other_exceeded`` is true, they count as more than the bound."""
         room = int(mask.sum()) if bound is None else min(bound, mask.numel())
         indices, count = _op.compact.default(mask, room)
+        other = None if other_exceeded is None else other_exceeded.view(1)
         if bound is None:
-            return cls(indices, None, None)
-        return cls(indices.clamp(min=0), indices < 0, count > bound)
+            return cls(indices, None, other)
+        return cls(indices.clamp(min=0), indices < 0, count > bound if other is None else (count > bound) | other)
 
     def gather(self, values: Tensor, dim: int = 0, past: float = 0) -> Tensor:
         """``values`` of the picked rows. Places past the last picked row get ``past``: the values there could be NaN,
@@ -56,13 +58,6 @@ class Picked(NamedTuple):
         outs = (each.new_zeros((rows + 1, *each.shape[1:])).index_copy_(0, places, each)[:rows] for each in values)
         return tuple(map(self.poison_, outs))
 
-    def unless(self, exceeded: Tensor | None) -> Picked:
-        """The same rows, but they also count as exceeding the bound if ``exceeded`` is true."""
-        if exceeded is None:
-            return self
-        own = self.exceeded
-        return self._replace(exceeded=exceeded.view(1) if own is None else own | exceeded)
-
     def poison_(self, values: Tensor) -> Tensor:
         return values if self.exceeded is None else values.masked_fill_(self.exceeded, torch.nan)
 
@@ -70,39 +65,34 @@ class Picked(NamedTuple):
 # ---- rows with a span. Kept logits have one place for each id of the mask, then one for the label of each row. ------
 
 
-def rows_of(matrix: Tensor) -> Tensor:
-    """The same matrix ``[n, columns]``, with a stride of 1 between columns."""
-    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
-
-
 def flat(values: Tensor, rows: int) -> Tensor:
     return values if values.dim() == 1 else values.reshape(rows)
 
 
 def flat_rows(problem: HeadProblem) -> HeadProblem:
-    """The same problem with hidden states ``[rows, H]``, and labels and mask ``[rows]``."""
+    """The same problem with hidden states ``[rows, H]``, and labels, mask and temperature ``[rows]``. Hidden states and
+    weight have a stride of 1 between columns.
+    """
+
+    def in_rows(matrix: Tensor) -> Tensor:
+        return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+
     hidden, count, mask = problem.hidden, problem.rows, problem.mask
     return problem._replace(
-        hidden=rows_of(hidden if hidden.dim() == 2 else hidden.reshape(count, hidden.shape[-1])),
-        weight=rows_of(problem.weight),
+        hidden=in_rows(hidden if hidden.dim() == 2 else hidden.reshape(count, hidden.shape[-1])),
+        weight=in_rows(problem.weight),
         labels=flat(problem.labels, count),
+        temperature=problem.flat_temperature,
         mask=None if mask is None else flat(mask, count),
     )
 
 
-def kept_logits(problem: HeadProblem) -> Tensor:
-    """The logits of all places, expanded to ``[rows, places]``: all rows share the same memory."""
-    logits: Tensor = _op.kept_logits.default(
-        problem.hidden, problem.weight, problem.labels, problem.bias, problem.logit_softcap, problem.mask,
-        problem.shard.first_token, problem.logits_dtype, *problem.sampling_mask,
-    )  # fmt: skip
-    return logits.expand(problem.rows, -1)
-
-
-def has_span(problem: HeadProblem) -> Tensor:
-    """Whether each row has a span: bool ``[rows]``."""
-    assert problem.sampling_mask.offsets is not None
-    return problem.sampling_mask.offsets.diff() != 0
+def with_kept_logits(problem: HeadProblem, op: str, **others: Any) -> list[Any]:
+    """The arguments of an op on the logits of all places. They are expanded to ``[rows, places]``: all rows share the
+    same memory.
+    """
+    logits = _op.kept_logits.default(*problem.arguments_for("kept_logits")).expand(problem.rows, -1)
+    return problem.arguments_for(op, logits=logits, kept_of=len(problem.weight), **others)
 
 
 def dense_rows(problem: HeadProblem) -> HeadProblem:
@@ -155,7 +145,7 @@ def finished(
 
 def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
     problem.check()
-    if not problem.has_spans:
+    if not problem.sampling_mask.given:
         try:
             return _of_all_tokens(problem)
         except RuntimeError:
@@ -163,7 +153,7 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
             raise
     problem.require_memory()
     outputs = _of_kept_tokens(problem)
-    if problem.sampling_mask.max_dense_rows != 0:
+    if problem.sampling_mask.may_be_dense:
         dense = dense_rows(problem)
         assert dense.mask is not None
         all_tokens = _of_all_tokens(dense)
@@ -180,15 +170,13 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
 @without_autocast
 def _of_kept_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
     """The outputs of rows that have a span; 0 for other rows."""
-    rows, temperature, shard = flat_rows(problem), problem.flat_temperature, problem.shard
-    logits, labels, mask = kept_logits(rows), rows.labels, rows.mask
-    options = *temperature, mask, *problem.sampling_mask, len(problem.weight)
-    if shard.ranks is None:
-        outputs = _op.logprob_entropy.default(logits, labels, *options)
+    rows = flat_rows(problem)
+    if rows.shard.ranks is None:
+        outputs = _op.logprob_entropy.default(*with_kept_logits(rows, "logprob_entropy"))
     else:
-        state = no_logits(problem.rows, logits)
-        _op.softmax_state_.default(state, logits, labels, shard.first_token, *options)
-        outputs = finished(shard, state, labels, mask, temperature)
+        state = no_logits(rows.rows, rows.hidden)
+        _op.softmax_state_.default(*with_kept_logits(rows, "softmax_state_", state=state))
+        outputs = finished(rows.shard, state, rows.labels, rows.mask, rows.temperature)
     return tuple(output.view(problem.labels.shape) for output in outputs)
 
 
@@ -210,9 +198,8 @@ def _of_all_tokens(problem: HeadProblem) -> tuple[Tensor, ...]:
         for t in tiles.token_slices():
             logits = head.logits(rows[r], t, tiles.room(r, t))
             _op.softmax_state_.default(
-                state[r], logits, targets[r], problem.shard.first_token + t.start,
-                *temperature.map_rows(itemgetter(r)),
-            )  # fmt: skip
+                state[r], logits, targets[r], problem.shard.token(t.start), *temperature.map_rows(itemgetter(r))
+            )
     outputs = finished(problem.shard, state, targets, None, temperature)
     if picked is not None:
         outputs = picked.scatter(outputs, count)

@@ -5,7 +5,7 @@ Declares their schemas, fake kernels and gradients. The code is the same on ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,9 @@ from .._dispatch import ops
 from .._dispatch.backends import DEVICES
 from .._dispatch.faults import look
 from .._dispatch.libraries import argument_names
-from .._dispatch.registration import needs, register_gradient, register_no_second_derivative
-from .._dispatch.unreadable import refuse_unreadable
+from .._dispatch.registration import Gradient, refuse_unreadable, register_gradient, register_no_second_derivative
 from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
-from .backward import Incoming, Wanted, backward
+from .backward import INPUTS, Incoming, Wanted, backward
 from .forward import finished, forward, no_logits
 from .problem import HeadProblem, Shard, problem_of
 
@@ -39,11 +38,11 @@ def _results(like: Tensor) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(like.shape[:-1], dtype=torch.float32) for _ in range(4))
 
 
-def _with_known_labels(grad_logprob: Tensor | None, logprob: Tensor) -> Tensor | None:
+def _with_known_labels(values: dict[str, Any]) -> None:
     """Makes the gradient NaN for a label that no rank has. One rank alone cannot know this, but then logprob is NaN."""
-    if grad_logprob is None:
-        return None
-    return torch.where(logprob.isnan() & (grad_logprob != 0), torch.nan, grad_logprob)
+    grad, logprob = values["grad_logprob"], values["logprob"]
+    if grad is not None and values["group_name"] is not None:
+        values["grad_logprob"] = torch.where(logprob.isnan() & (grad != 0), torch.nan, grad)
 
 
 # ---- linear_logprob_entropy -----------------------------------------------------------------------------------------
@@ -65,27 +64,16 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
     return forward(problem)
 
 
-def _backward_kernel(
-    grad_logprob: Tensor | None,
-    grad_entropy: Tensor | None,
-    entropy: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    wanted: Sequence[bool],
-    *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    problem = problem_of(*arguments)
+def _backward_kernel(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    incoming, wanted, problem = Incoming(*arguments[:5]), Wanted(*arguments[5]), problem_of(*arguments[6:])
     problem.check()
-    return backward(problem, Incoming(grad_logprob, grad_entropy, entropy, row_max, log_sum), Wanted(*wanted))
+    return backward(problem, incoming, wanted)
 
 
 def _fake_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    (hidden, weight), wanted = arguments[6:8], arguments[5]
-    shapes = hidden.shape, weight.shape, weight.shape[:1]
-    return tuple(
-        like.new_empty(shape if want else (0,))
-        for like, shape, want in zip((hidden, weight, weight), shapes, wanted, strict=True)
-    )
+    wanted, hidden, weight = arguments[5:8]
+    results = (hidden, hidden.shape), (weight, weight.shape), (weight, weight.shape[:1])
+    return tuple(like.new_empty(shape if want else 0) for (like, shape), want in zip(results, wanted, strict=True))
 
 
 _declare(
@@ -101,38 +89,12 @@ _declare(
 )
 
 
-def _save(ctx: Any, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*results[2:])
-    logprob = None if arguments[-1] is None else results[0]
-    tensors = [value if isinstance(value, Tensor) else None for value in arguments]
-    ctx.save_for_backward(*tensors, logprob, *results[1:])
-    ctx.numbers = [None if isinstance(value, Tensor) else value for value in arguments]
-
-
-def _restored(
-    ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None
-) -> tuple[list[Any], Tensor | None, list[Tensor]]:
-    """The arguments of the forward, the incoming gradient of the log-probabilities, and [entropy, row_max, log_sum]."""
-    *tensors, logprob, entropy, row_max, log_sum = saved
-    arguments = [number if tensor is None else tensor for tensor, number in zip(tensors, ctx.numbers, strict=True)]
-    if logprob is not None:  # a group shares the vocabulary
-        grad_logprob = _with_known_labels(grad_logprob, logprob)
-    return arguments, grad_logprob, [entropy, row_max, log_sum]
-
-
-def _gradients(
-    ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> dict[str, Tensor]:
-    arguments, grad_logprob, statistics = _restored(ctx, saved, grad_logprob)
-    names = argument_names("linear_logprob_entropy")
-    wanted = [needs(ctx, names.index(name)) for name in Wanted._fields]
-    gradients = _op.linear_logprob_entropy_backward.default(grad_logprob, grad_entropy, *statistics, wanted, *arguments)
-    return dict(zip(Wanted._fields, gradients, strict=True))
-
-
-refuse_unreadable("linear_logprob_entropy")
-register_gradient("linear_logprob_entropy", _save, _gradients)
+_gradient = Gradient(
+    "linear_logprob_entropy", "linear_logprob_entropy_backward", keep=("logprob",), change=_with_known_labels
+)
+register_gradient("linear_logprob_entropy", _gradient)
 register_no_second_derivative("linear_logprob_entropy_backward")
+refuse_unreadable("linear_logprob_entropy")
 
 
 class AtBackward(NamedTuple):
@@ -164,33 +126,30 @@ class _AsksAtBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, at_backward: AtBackward, *arguments: Any) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = ops.linear_logprob_entropy(*arguments)
-        ctx.set_materialize_grads(False)
-        _save(ctx, arguments, results)
+        _gradient.save(ctx, arguments, results)
         ctx.at_backward = at_backward
         return results
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "d3s_kernels: the LM head can be differentiated once, not twice; got a backward with create_graph=True"
             )
-        names = "at_backward", *argument_names("linear_logprob_entropy")
-        needed = dict(zip(names, ctx.needs_input_grad, strict=True))
-        found: dict[str, Tensor] = {}
-        if grad_logprob is not None or grad_entropy is not None:
-            arguments, grad_logprob, statistics = _restored(ctx, ctx.saved_tensors, grad_logprob)
-            problem, max_grad_rows = problem_of(*arguments), ctx.at_backward.max_grad_rows()
+        names = argument_names("linear_logprob_entropy")
+        needed = dict(zip(names, ctx.needs_input_grad[1:], strict=True))
+        gradients: dict[str, Tensor] = {}
+        if any(grad is not None for grad in incoming):
+            values = _gradient.saved(ctx, ctx.saved_tensors, incoming)
+            problem, max_grad_rows = problem_of(*map(values.get, names)), ctx.at_backward.max_grad_rows()
             if max_grad_rows is not None:
                 problem = problem._replace(max_grad_rows=max_grad_rows)
-            wanted = Wanted(*(needed[name] for name in Wanted._fields))
+            wanted = Wanted(*(needed[name] for name in INPUTS))
             into = ctx.at_backward.weight_grad_into() if wanted.weight else None
-            gradients = backward(problem, Incoming(grad_logprob, grad_entropy, *statistics), wanted, into)
-            found = dict(zip(Wanted._fields, gradients, strict=True))
+            results = backward(problem, Incoming(*(values[name] for name in Incoming._fields)), wanted, into)
+            gradients = dict(zip(INPUTS, results, strict=True))
             needed["weight"] &= into is None
-        return tuple(found.get(name) if need else None for name, need in needed.items())
+        return None, *(gradients.get(name) if need else None for name, need in needed.items())
 
 
 # ---- vocab_parallel_logprob_entropy ---------------------------------------------------------------------------------
@@ -225,24 +184,13 @@ _declare(
 )
 
 
-def _save_vocab_parallel(ctx: Any, arguments: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    logits, labels, first_token, _, temperature, temperatures, mask, ids, offsets, *options = arguments
-    ctx.mark_non_differentiable(*results[2:])
-    ctx.save_for_backward(logits, labels, temperatures, mask, ids, offsets, *results)
-    ctx.options = first_token, temperature, options
-
-
-def _of_vocab_parallel(
-    ctx: Any, saved: tuple[Tensor, ...], grad_logprob: Tensor | None, grad_entropy: Tensor | None, *_: None
-) -> dict[str, Tensor]:
-    """Incoming gradients are the same on all ranks, so each rank computes its gradient without communication."""
-    logits, labels, temperatures, mask, ids, offsets, logprob, *statistics = saved
-    first_token, temperature, options = ctx.options
-    gradient = _op.logprob_entropy_backward.default(
-        _with_known_labels(grad_logprob, logprob), grad_entropy, logits, labels, *statistics, temperature,
-        temperatures, mask, first_token, ids, offsets, *options,
-    )  # fmt: skip
-    return {"logits": gradient}
-
-
-register_gradient("vocab_parallel_logprob_entropy", _save_vocab_parallel, _of_vocab_parallel)
+# Incoming gradients are the same on all ranks, so each rank computes its gradient without communication.
+register_gradient(
+    "vocab_parallel_logprob_entropy",
+    Gradient(
+        "vocab_parallel_logprob_entropy",
+        "logprob_entropy_backward",
+        keep=("logprob", "group_name"),
+        change=_with_known_labels,
+    ),
+)

@@ -1,7 +1,8 @@
 """The arguments of the LM head's ops as one object, and their checks, for a whole vocabulary or a vocabulary shard.
 
-``HeadProblem.checked`` makes the object from the arguments of a public function. Its fields are the op's arguments: the
-op passes them one by one, and its forward and backward make the same object from them.
+A public function makes the object and calls ``HeadProblem.checked``. Its fields are the op's arguments: the op passes
+them one by one, and its forward and backward make the same object from them. Other ops find their arguments in it by
+name.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from .._arguments import (
     temperature_argument,
 )
 from .._dispatch import ops
+from .._dispatch.libraries import argument_names, default_arguments
 from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, of_schema
-from ..sampling import LabelOutside, SamplingMask, op_arguments
+from ..sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from .._groups import Ranks
@@ -54,6 +56,9 @@ class Shard(NamedTuple):
     @property
     def group_name(self) -> str | None:
         return None if self.ranks is None else self.ranks.group.group_name
+
+    def token(self, column: int) -> int:
+        return self.first_token + column
 
     def everyones(self, states: Tensor) -> Tensor:
         """``[shards, rows, 4]``: the softmax states ``[rows, 4]`` of all ranks, in rank order."""
@@ -90,62 +95,47 @@ class HeadProblem(NamedTuple):
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK
     shard: Shard = WHOLE
 
-    @classmethod
-    def checked(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        *,
-        bias: Tensor | None,
-        temperature: float | Tensor,
-        logit_softcap: float | None,
-        mask: Tensor | None,
-        max_rows: int | None,
-        max_grad_rows: int | None,
-        logits_dtype: torch.dtype,
-        workspace_bytes: int | None,
-        weight_grad_into: Tensor | None,
-        sampling_mask: SamplingMask | None,
-        label_outside: LabelOutside,
-        max_dense_rows: int | None,
-        shard: Shard = WHOLE,
-    ) -> HeadProblem:
-        """Makes a problem from the arguments of a public function. Checks types, devices, and what a single kernel
-        could not know. Shapes and values are checked when the op runs: see :meth:`check`.
+    def checked(self, sampling: SamplingOptions, weight_grad_into: Tensor | None) -> HeadProblem:
+        """Checks a problem that was made of the arguments of a public function, and converts them to those of the op.
+        Before, ``temperature.number`` may be a tensor. Checks types, devices, and what a single kernel could not know.
+        Shapes and values are checked when the op runs: see :meth:`check`.
         """
-        name = "weight" if shard.ranks is None else "weight_shard"
-        require_tensors(**{"hidden": hidden, name: weight, "labels": labels})
-        require_optional_tensors(hidden, bias=bias, weight_grad_into=weight_grad_into)
-        mask = checked_mask(mask, hidden)
-        require_no_tangent(**{"hidden": hidden, name: weight, "bias": bias})
-        require_whole(max_rows=max_rows, max_grad_rows=max_grad_rows, workspace_bytes=workspace_bytes)
-        require_number(logit_softcap=logit_softcap)
-        if not isinstance(logits_dtype, torch.dtype):
-            raise TypeError(f"logits_dtype: got {logits_dtype!r}; takes a torch.dtype")
-        hidden, weight, bias = operands(hidden, weight, bias, weight_grad_into, name)
-        return cls(
-            hidden, weight, labels, bias, NumberOrTensor(*temperature_argument(temperature, hidden)), logit_softcap,
-            mask, max_rows, max_grad_rows, logits_dtype, workspace_bytes,
-            op_arguments(sampling_mask, max_dense_rows, hidden, label_outside), shard,
+        hidden, name = self.hidden, "weight" if self.shard.ranks is None else "weight_shard"
+        require_tensors(**{"hidden": hidden, name: self.weight, "labels": self.labels})
+        require_optional_tensors(hidden, bias=self.bias, weight_grad_into=weight_grad_into)
+        mask = checked_mask(self.mask, hidden)
+        require_no_tangent(**{"hidden": hidden, name: self.weight, "bias": self.bias})
+        require_whole(max_rows=self.max_rows, max_grad_rows=self.max_grad_rows, workspace_bytes=self.workspace_bytes)
+        require_number(logit_softcap=self.logit_softcap)
+        if not isinstance(self.logits_dtype, torch.dtype):
+            raise TypeError(f"logits_dtype: got {self.logits_dtype!r}; takes a torch.dtype")
+        hidden, weight, bias = operands(hidden, self.weight, self.bias, weight_grad_into, name)
+        temperature = NumberOrTensor(*temperature_argument(self.temperature.number, hidden))
+        return self._replace(
+            hidden=hidden, weight=weight, bias=bias, temperature=temperature, mask=mask,
+            sampling_mask=sampling.of_op(hidden),
         )  # fmt: skip
 
     def arguments(self) -> tuple[Any, ...]:
         """The arguments of the op's schema."""
+        return *self._without_shard(), self.shard.first_token, self.shard.group_name
+
+    def _without_shard(self) -> tuple[Any, ...]:
         return (
             self.hidden, self.weight, self.labels, self.bias, *self.temperature, self.logit_softcap, self.mask,
             self.max_rows, self.max_grad_rows, self.logits_dtype, self.workspace_bytes, *self.sampling_mask,
-            self.shard.first_token, self.shard.group_name,
         )  # fmt: skip
+
+    def arguments_for(self, op: str, **others: Any) -> list[Any]:
+        """The arguments of another op, found by name: in ``others``, in this problem, or else the op's defaults."""
+        values = dict(zip(argument_names("linear_logprob_entropy"), self._without_shard(), strict=False)) | others
+        if self.shard.ranks is not None:  # without ranks, the op's default stands for the whole vocabulary
+            values["first_token"] = self.shard.first_token
+        return [values.get(name, default) for name, default in default_arguments(op).items()]
 
     @property
     def rows(self) -> int:
         return self.labels.numel()
-
-    @property
-    def has_spans(self) -> bool:
-        """Whether any argument belongs to a sampling mask."""
-        return any(value is not None for value in (*self.sampling_mask[:2], self.sampling_mask.max_dense_rows))
 
     @property
     def flat_temperature(self) -> NumberOrTensor:
@@ -232,18 +222,15 @@ class HeadProblem(NamedTuple):
 
     def _check_spans(self) -> None:
         """Runs the checks of the op on logits. One uninitialised row, expanded, stands for the logits of all rows."""
-        if not self.has_spans:
+        if not self.sampling_mask.given:
             return
         both = self.sampling_mask.ids is not None and self.sampling_mask.offsets is not None
         if both and self.shard.ranks is None and not is_known(self.labels):
             return  # kept_logits checks this again, except values; ranks check here, before they wait for others
-        rows = self.labels, *ONE, self.mask, *self.sampling_mask
+        op = "logprob_entropy" if self.shard.ranks is None else "softmax_state_"
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
-        if self.shard.ranks is None:
-            ops.check("logprob_entropy", logits, *rows)
-        else:
-            state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
-            ops.check("softmax_state_", state, logits, rows[0], self.shard.first_token, *rows[1:])
+        state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
+        ops.check(op, *self.arguments_for(op, logits=logits, state=state, temperature=1.0, temperature_tensor=None))
 
     def require_memory(self) -> None:
         """Refuses a parameter that was gathered for a module's forward and freed after it. Torch's matrix products

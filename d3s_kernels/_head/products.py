@@ -43,7 +43,9 @@ class Head(NamedTuple):
     def logits(self, hidden: Tensor, tokens: slice, out: Tensor) -> Tensor:
         weight = self.weight[tokens]
         if out.dtype == hidden.dtype and multiplies(hidden):
-            torch.mm(_with_zeros_behind_rows(hidden), weight.t(), out=out)
+            if past := _read_behind_rows(hidden):
+                hidden = functional.pad(hidden, (0, past))[:, : hidden.shape[1]]
+            torch.mm(hidden, weight.t(), out=out)
         elif out.dtype != hidden.dtype and widens(hidden):
             torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
         elif out.dtype != hidden.dtype and hidden.is_cpu and hidden.dtype == torch.bfloat16:
@@ -79,11 +81,6 @@ def zero_behind_rows_(tile: Tensor) -> None:
         tile.as_strided((len(tile), past), tile.stride(), tile.storage_offset() + tile.shape[1]).zero_()
 
 
-def _with_zeros_behind_rows(values: Tensor) -> Tensor:
-    past = _read_behind_rows(values)
-    return functional.pad(values, (0, past))[:, : values.shape[1]] if past else values
-
-
 def _read_behind_rows(values: Tensor) -> int:
     """How many elements behind a row a product reads. With AMX, oneDNN multiplies whole blocks of 32 elements in half
     precision: what lies behind a row is multiplied by 0, and NaN there stays NaN (oneDNN's issue 5717).
@@ -117,24 +114,20 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
     step = _TERMS_OF_FEW_ROWS if a.shape[0] < _FEW_ROWS else _TERMS
-    if not multiplies(b):
-        _add_wide_product(total, a, b, first, step)
+    if multiplies(b):
+        if first and total.dtype == a.dtype and a.shape[1] <= step:
+            torch.mm(a, b, out=total)
+            return
+        for begin in range(0, a.shape[1], step):
+            left, right = a[:, begin : begin + step], b[begin : begin + step]
+            if first and begin == 0:
+                total.copy_(left @ right)
+            elif total.dtype == a.dtype and not _sums_apart(a):
+                total.addmm_(left, right)
+            else:
+                total.add_(left @ right)
         return
-    if first and total.dtype == a.dtype and a.shape[1] <= step:
-        torch.mm(a, b, out=total)
-        return
-    for begin in range(0, a.shape[1], step):
-        left, right = a[:, begin : begin + step], b[begin : begin + step]
-        if first and begin == 0:
-            total.copy_(left @ right)
-        elif total.dtype == a.dtype and not _sums_apart(a):
-            total.addmm_(left, right)
-        else:
-            total.add_(left @ right)
-
-
-def _add_wide_product(total: Tensor, a: Tensor, b: Tensor, first: bool, step: int) -> None:
-    """The same in float32, a piece of the result at a time."""
+    # In float32, a piece of the result at a time.
     if total.dtype == torch.float32:  # else the total would be rounded after each step
         step = min(step, _rows_of_piece(b.shape[1]))
     for begin, right in _widened(b, step):

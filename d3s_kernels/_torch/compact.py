@@ -15,7 +15,7 @@ def _fake(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 @op(_fake)
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    found = flags(mask)
+    kept = flags(mask)
     numbers = torch.arange(1, capacity + 1, device=mask.device)
-    indices = torch.searchsorted(found.cumsum(0), numbers)  # where the count first reaches each number
-    return torch.where(indices < found.shape[0], indices, -1), found.sum().reshape(1)
+    indices = torch.searchsorted(kept.cumsum(0), numbers)  # where the count first reaches each number
+    return torch.where(indices < kept.shape[0], indices, -1), kept.sum().reshape(1)

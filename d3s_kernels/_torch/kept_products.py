@@ -5,13 +5,12 @@ Each row's or token's sum is always added in the same order, so its bits are the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._together import NO_SAMPLING_MASK, SamplingArguments
+from .._together import FIRST_TILE, NO_SAMPLING_MASK, SamplingArguments, Tile
 from .kernels import op
 from .spans import Sets, Spans
 
@@ -30,21 +29,23 @@ def kept_logits(
     bias: Tensor | None = None,
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
-    first_token: int = 0,
+    tile: Tile = FIRST_TILE,
     logits_dtype: torch.dtype = torch.float32,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Tensor:
     spans = Spans.of(sampling_mask)
     assert spans is not None
-    sets = Sets.of(spans, labels.long(), 1 << 31)
+    sets = Sets.of(spans, labels.long(), tile, len(weight))
     counts = ~sets.single if mask is None else ~sets.single & mask
     out = torch.full((len(spans.ids) + len(labels),), -torch.inf, device=hidden.device)
     rows = torch.arange(len(labels), device=labels.device)
     label_pieces = (rows, labels.long(), sets.label_joins, len(spans.ids) + rows)
     for row, ids, used, place in (*spans.pieces(), label_pieces):
-        token = ids - first_token
+        token = tile.column(ids)
         needed = used & counts[row] & (token >= 0) & (token < len(weight))
-        for part in _parts(len(row), hidden.shape[1]):
+        step = max(1, _GATHERED // max(1, hidden.shape[1]))
+        for begin in range(0, len(row), step):
+            part = slice(begin, begin + step)
             z = _sum_by_halves(_taken(hidden, row[part]) * _taken(weight, token[part])).to(logits_dtype)
             if bias is not None:
                 z = z + _taken(bias.view(-1, 1), token[part]).squeeze(1)
@@ -78,12 +79,6 @@ def kept_weight_grad_(
 
 def _among(ids: Tensor, count: int) -> Tensor:
     return (ids >= 0) & (ids < count)
-
-
-def _parts(places: int, columns: int) -> Iterator[slice]:
-    step = max(1, _GATHERED // max(1, columns))
-    for begin in range(0, places, step):
-        yield slice(begin, begin + step)
 
 
 def _taken(matrix: Tensor, ids: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
+from .._together import ALL_TOKENS, FIRST_TILE, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
 from .kernels import op, row_statistics
 from .softmax_state import SLICE, add_logits, finish, log_probability, merge, no_logits, row_blocks, temperatures
-from .spans import SpanRows, Spans
+from .spans import SpanRows
 
 NO_TARGET = -100
 
@@ -22,11 +22,9 @@ def labels_of(labels: Tensor | None, rows: int, like: Tensor) -> Tensor:
     return labels.reshape(-1).long()
 
 
-def places_in_tile(labels: Tensor, first_token: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The place of each label in a tile that starts at first_token, and whether the tile has it. If not, the place is
-    0.
-    """
-    places = labels - first_token
+def places_in_tile(labels: Tensor, tile: Tile, columns: int) -> tuple[Tensor, Tensor]:
+    """The column of each label in a tile, and whether the tile has it. If not, the column is 0."""
+    places = tile.column(labels)
     inside = (places >= 0) & (places < columns)
     return torch.where(inside, places, 0), inside
 
@@ -51,11 +49,8 @@ def logprob_entropy(
     count = math.prod(shape)
     targets = labels_of(labels, count, logits)
     each = temperatures(temperature, count, logits)
-    spans = Spans.of(sampling_mask)
-    if spans is None:
-        results = _of_all_tokens(logits, targets, each)
-    else:
-        results = _of_kept_tokens(SpanRows.of(spans, logits, targets, None, mask, kept_of), each)
+    rows = SpanRows.of(sampling_mask, logits, targets, ALL_TOKENS, mask, kept_of)
+    results = _of_all_tokens(logits, targets, each) if rows is None else _of_kept_tokens(rows, each)
     if mask is not None:
         results.masked_fill_(~mask.reshape(-1), 0)
     # Copies: an op's results must not share their memory.
@@ -69,16 +64,16 @@ def _of_all_tokens(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tens
     results = torch.empty(4, len(targets), dtype=torch.float32, device=logits.device)
     for rows, block in row_blocks(logits, min(columns, SLICE)):
         tile, t, target = block.flatten(0, -2), temperature[rows], targets[rows]
-        places, found = places_in_tile(target, 0, columns)
+        places, in_tile = places_in_tile(target, ALL_TOKENS, columns)
         state = add_logits(no_logits(len(t), logits), tile, t)
-        results[:, rows] = _finished(state, at_places(tile, places), found, target, t)
+        results[:, rows] = _finished(state, at_places(tile, places), in_tile, target, t)
     return results
 
 
-def _finished(state: Tensor, label_logit: Tensor, found: Tensor, target: Tensor, temperature: Tensor) -> Tensor:
+def _finished(state: Tensor, label_logit: Tensor, in_tile: Tensor, target: Tensor, temperature: Tensor) -> Tensor:
     entropy, top, log_sum = finish(state, temperature)
     logprob = log_probability(label_logit, top, log_sum, temperature)
-    logprob = logprob.masked_fill(~found, math.nan).masked_fill(target == NO_TARGET, 0)
+    logprob = logprob.masked_fill(~in_tile, math.nan).masked_fill(target == NO_TARGET, 0)
     return torch.stack([logprob, entropy, top, log_sum])
 
 
@@ -103,7 +98,7 @@ def softmax_state_(
     state: Tensor,
     logits: Tensor,
     labels: Tensor | None,
-    first_token: int,
+    tile: Tile = FIRST_TILE,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
@@ -114,35 +109,34 @@ def softmax_state_(
     """
     targets = labels_of(labels, len(state), logits)
     each = temperatures(temperature, len(state), logits)
-    spans = Spans.of(sampling_mask)
-    if spans is None:
-        after = _merged_with_all(state, logits, targets, each, first_token)
+    rows = SpanRows.of(sampling_mask, logits, targets, tile, mask, kept_of)
+    if rows is None:
+        after = _merged_with_all(state, logits, targets, each, tile)
     else:
-        rows = SpanRows.of(spans, logits, targets, first_token, mask, kept_of)
         after = _merged_with_kept(state, rows, each)
     state.copy_(after if mask is None else after.where(mask.reshape(-1, 1), state))
 
 
-def _merged_with_all(state: Tensor, logits: Tensor, targets: Tensor, temperature: Tensor, first_token: int) -> Tensor:
+def _merged_with_all(state: Tensor, logits: Tensor, targets: Tensor, temperature: Tensor, tile: Tile) -> Tensor:
     columns, after = logits.shape[-1], torch.empty_like(state)
     for rows, block in row_blocks(logits, min(columns, SLICE)):
-        tile, before = block.flatten(0, -2), state[rows]
-        places, found = places_in_tile(targets[rows], first_token, columns)
-        merged = add_logits(before[:, :3].T, tile, temperature[rows])
-        label_logit = at_places(tile, places).where(found, before[:, 3])
+        flat, before = block.flatten(0, -2), state[rows]
+        places, in_tile = places_in_tile(targets[rows], tile, columns)
+        merged = add_logits(before[:, :3].T, flat, temperature[rows])
+        label_logit = at_places(flat, places).where(in_tile, before[:, 3])
         after[rows] = torch.cat([merged, label_logit.unsqueeze(0)]).T
     return after
 
 
 def _merged_with_kept(state: Tensor, rows: SpanRows, temperature: Tensor) -> Tensor:
     merged = merge(state[:, :3].T, rows.states(temperature), temperature)
-    label_logit, found = rows.label_logits()
-    after = torch.cat([merged, label_logit.where(found, state[:, 3]).unsqueeze(0)]).T
+    label_logit, in_tile = rows.label_logits()
+    after = torch.cat([merged, label_logit.where(in_tile, state[:, 3]).unsqueeze(0)]).T
     after = torch.where(rows.sets.single.unsqueeze(1), _with_single_tokens(state, rows), after)
     after = torch.cat([after, after.new_empty(1, 4)])
     dense, exceeded = rows.dense_rows()
     for row, logits, to in dense:
-        after[to] = _merged_with_all(state[row], logits, rows.targets[row], temperature[row], rows.first_token)
+        after[to] = _merged_with_all(state[row], logits, rows.targets[row], temperature[row], rows.tile)
     after[:, 2].masked_fill_(exceeded, math.nan)
     return after[:-1]
 
@@ -155,7 +149,7 @@ def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
     if len(ids) == 0:
         return state
     token = ids[offsets[:-1].clamp(0, len(ids) - 1)].long()
-    _, in_tile = places_in_tile(token, rows.first_token, rows.tokens)
+    _, in_tile = places_in_tile(token, rows.tile, rows.tokens)
     alone = torch.zeros_like(state)
     alone[:, 1] = 1
     alone[:, 3].masked_fill_(~rows.sets.has_label, math.nan)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._together import NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments
+from .._together import ALL_TOKENS, FIRST_TILE, NO_SAMPLING_MASK, ONE, NumberOrTensor, SamplingArguments, Tile
 from .kernels import like, op
 from .logprob_entropy import NO_TARGET, at_places, labels_of, places_in_tile
 from .softmax_state import row_blocks, temperatures
-from .spans import SpanRows, Spans
+from .spans import SpanRows
 
 
 class _Rows(NamedTuple):
@@ -41,23 +41,21 @@ def logprob_entropy_backward(
     log_sum: Tensor,
     temperature: NumberOrTensor = ONE,
     mask: Tensor | None = None,
-    first_token: int | None = None,
+    tile: Tile = ALL_TOKENS,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> Tensor:
-    targets = labels_of(labels, entropy.numel(), logits)
-    each = temperatures(temperature, entropy.numel(), logits)
-    rows = _rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each)
-    no_token = (targets != NO_TARGET) & (targets < 0)
-    if first_token is None:  # else the logits are a tile, and the size of the vocabulary is unknown
-        no_token |= targets >= logits.shape[-1]
+    rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
+    no_token = (rows.labels != NO_TARGET) & (rows.labels < 0)
+    if tile == ALL_TOKENS:  # else the size of the vocabulary is unknown
+        no_token |= rows.labels >= logits.shape[-1]
     rows = rows._replace(top=rows.top.masked_fill(no_token & (rows.target != 0), math.nan))
     if mask is not None:
         rows = rows._replace(still=rows.still | ~mask.reshape(-1))
-    spans = Spans.of(sampling_mask)
-    if spans is not None:
-        return _gradient_of_kept(rows, SpanRows.of(spans, logits, targets, first_token, mask))
+    kept = SpanRows.of(sampling_mask, logits, rows.labels, tile, mask)
+    if kept is not None:
+        return _gradient_of_kept(rows, kept)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _write(rows, logits, first_token or 0, out)
+    _write(rows, logits, tile, out)
     return out
 
 
@@ -70,43 +68,43 @@ def logprob_entropy_backward_(
     entropy: Tensor,
     row_max: Tensor,
     log_sum: Tensor,
-    first_token: int,
+    tile: Tile = FIRST_TILE,
     temperature: NumberOrTensor = ONE,
     grad_dtype: torch.dtype | None = None,
 ) -> None:
-    targets = labels_of(labels, entropy.numel(), logits)
-    each = temperatures(temperature, entropy.numel(), logits)
-    rows = _rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each)
+    rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
     # A gradient in half precision overwrites the front half of each row of float32 logits.
-    _write(rows, logits, first_token, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
+    _write(rows, logits, tile, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
 
 
 def _rows(
     grad_logprob: Tensor | None,
     grad_entropy: Tensor | None,
-    targets: Tensor,
+    logits: Tensor,
+    labels: Tensor | None,
     entropy: Tensor,
     row_max: Tensor,
     log_sum: Tensor,
-    temperature: Tensor,
+    temperature: NumberOrTensor,
 ) -> _Rows:
+    targets, each = labels_of(labels, entropy.numel(), logits), temperatures(temperature, entropy.numel(), logits)
     entropy, row_max, log_sum = entropy.reshape(-1), row_max.reshape(-1), log_sum.reshape(-1)
     none = torch.zeros_like(entropy)
     of_logprob = none if grad_logprob is None else grad_logprob.reshape(-1).masked_fill(targets == NO_TARGET, 0)
     of_entropy = none if grad_entropy is None else grad_entropy.reshape(-1)
-    scale = torch.exp(-log_sum) / temperature
+    scale = torch.exp(-log_sum) / each
     return _Rows(
         offset=-scale * (of_logprob + of_entropy * (entropy - log_sum)),
-        slope=-scale * of_entropy / temperature,
-        target=of_logprob / temperature,
+        slope=-scale * of_entropy / each,
+        target=of_logprob / each,
         top=row_max.masked_fill(log_sum.isnan() | of_logprob.isnan() | of_entropy.isnan(), math.nan),
-        temperature=temperature,
+        temperature=each,
         labels=targets,
         still=(of_logprob == 0) & (of_entropy == 0),
     )
 
 
-def _write(all_rows: _Rows, logits: Tensor, first_token: int, out: Tensor) -> None:
+def _write(all_rows: _Rows, logits: Tensor, tile: Tile, out: Tensor) -> None:
     """Writes the gradient to `out`, which may share memory with the logits."""
     columns = logits.shape[-1]
     if columns == 0:
@@ -114,9 +112,9 @@ def _write(all_rows: _Rows, logits: Tensor, first_token: int, out: Tensor) -> No
     for (rows, block), (_, to) in zip(row_blocks(logits, columns), row_blocks(out, columns), strict=True):
         row = all_rows.part(rows)
         gradient = _gradient(row, block.flatten(0, -2).float())
-        places, found = places_in_tile(row.labels, first_token, columns)
+        places, in_tile = places_in_tile(row.labels, tile, columns)
         at_label = at_places(gradient, places)
-        gradient.scatter_(1, places.unsqueeze(1), (at_label + row.target).where(found, at_label).unsqueeze(1))
+        gradient.scatter_(1, places.unsqueeze(1), (at_label + row.target).where(in_tile, at_label).unsqueeze(1))
         to.copy_(gradient.masked_fill_(row.still.unsqueeze(-1), 0).view(to.shape))
 
 
@@ -139,39 +137,37 @@ def kept_logits_backward(
     temperature: NumberOrTensor = ONE,
     logit_softcap: float | None = None,
     mask: Tensor | None = None,
-    first_token: int | None = None,
+    tile: Tile = ALL_TOKENS,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For each place: the gradient, the row (-1 if there is no gradient) and the token. And for each row: whether its
     gradient is NaN.
     """
-    targets = labels_of(labels, len(entropy), logits)
-    each = temperatures(temperature, len(entropy), logits)
-    spans = Spans.of(sampling_mask)
-    assert spans is not None
-    own = SpanRows.of(spans, logits, targets, first_token, mask, kept_of)
-    rows = _of_sets(_rows(grad_logprob, grad_entropy, targets, entropy, row_max, log_sum, each), own)
-    active = ~(rows.still | own.sets.dense)
-    active = active if own.mask is None else active & own.mask
+    rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
+    kept = SpanRows.of(sampling_mask, logits, rows.labels, tile, mask, kept_of)
+    assert kept is not None
+    rows = _of_sets(rows, kept)
+    active = ~(rows.still | kept.sets.dense)
+    active = active if kept.mask is None else active & kept.mask
     undefined = rows.top.isnan() & active
     grad = torch.zeros(logits.shape[1], device=logits.device)
     of_row, tokens = (torch.zeros_like(grad, dtype=torch.int32) for _ in range(2))
     of_row.fill_(-1)
-    for row, ids, place, z, read in own.kept_logits(and_single=undefined):
+    for row, ids, place, z, read in kept.kept_logits(and_single=undefined):
         read = read & active[row]
         gradient = _gradient_at(rows.part(row), ids, z).masked_fill(undefined[row], math.nan)
         if logit_softcap is not None:
             gradient *= 1 - (z / logit_softcap).square()
         grad[place] = gradient.masked_fill(~read, 0)
         of_row[place] = torch.where(read, row, -1).int()
-        tokens[place] = torch.where(read, ids - own.first_token, 0).int()
+        tokens[place] = torch.where(read, tile.column(ids), 0).int()
     return grad, of_row, tokens, undefined
 
 
-def _of_sets(rows: _Rows, own: SpanRows) -> _Rows:
+def _of_sets(rows: _Rows, kept: SpanRows) -> _Rows:
     """Makes the gradient NaN for rows whose set is bad or lacks the label."""
-    outside = (own.targets != NO_TARGET) & ~own.sets.has_label & ~own.sets.dense & (rows.target != 0)
-    return rows._replace(top=rows.top.masked_fill(outside | own.sets.bad, math.nan))
+    outside = (kept.targets != NO_TARGET) & ~kept.sets.has_label & ~kept.sets.dense & (rows.target != 0)
+    return rows._replace(top=rows.top.masked_fill(outside | kept.sets.bad, math.nan))
 
 
 def _gradient_at(part: _Rows, ids: Tensor, logits: Tensor) -> Tensor:
@@ -180,13 +176,13 @@ def _gradient_at(part: _Rows, ids: Tensor, logits: Tensor) -> Tensor:
     return _gradient(part, logits.unsqueeze(1)).squeeze(1) + at_label
 
 
-def _gradient_of_kept(rows: _Rows, own: SpanRows) -> Tensor:
-    count, columns = len(rows.top), own.logits.shape[-1]
-    rows = _of_sets(rows, own)
+def _gradient_of_kept(rows: _Rows, kept: SpanRows) -> Tensor:
+    count, columns = len(rows.top), kept.logits.shape[-1]
+    rows = _of_sets(rows, kept)
     undefined = rows.top.isnan() & ~rows.still
-    out = torch.empty(count + 1, columns, dtype=own.logits.dtype, device=own.logits.device)
+    out = torch.empty(count + 1, columns, dtype=kept.logits.dtype, device=kept.logits.device)
     out[:count] = torch.where(undefined, math.nan, 0.0).unsqueeze(1)
-    for row, ids, place, z, read in own.kept_logits() if columns else ():
+    for row, ids, place, z, read in kept.kept_logits() if columns else ():
         part = rows.part(row)
         gradient = _gradient_at(part, ids, z)
         # Logits that are not read write to an extra row at the end, spread over its columns: many writes to one place
@@ -194,11 +190,11 @@ def _gradient_of_kept(rows: _Rows, own: SpanRows) -> Tensor:
         read = read & ~part.still & ~undefined[row]
         at = torch.where(read, row, count), torch.where(read, place, place % columns)
         out.index_put_(at, gradient.to(out.dtype))
-    for row, logits, to in own.dense_rows()[0]:
+    for row, logits, to in kept.dense_rows()[0]:
         gradients = torch.empty_like(logits)
-        _write(rows.part(row), logits, own.first_token, gradients)
+        _write(rows.part(row), logits, kept.tile, gradients)
         out.index_copy_(0, to, gradients)
-    return out[:count].view(own.logits.shape)
+    return out[:count].view(kept.logits.shape)
 
 
 def _gradient(row: _Rows, logits: Tensor) -> Tensor:

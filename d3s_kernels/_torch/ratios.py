@@ -1,4 +1,8 @@
-"""importance_ratio, entropy_groups, adaptive_clip: the weights of tokens in a loss."""
+"""importance_ratio, entropy_groups, adaptive_clip: the weights of tokens in a loss.
+
+Exponentials and means have the same bits on every device: the steps are those of csrc/core/exponential.h and
+csrc/core/exact_sum.h, and each is rounded separately. A mean does not depend on the order of terms.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,13 @@ from torch import Tensor
 from .._segments.quota import DOUBLE_SLACK, Quota
 from .._segments.segments import Segments, both, highest_first, pool, segments_of
 from .._together import ROWS, SegmentArguments
-from .exact_sum import exact_means, exponential
 from .kernels import like, op
 
 _MOST_GROUPS = 16  # in a sequence
+_UNIT = 2.0**-26  # terms are rounded to multiples of it
+_FAR = 4096.0  # terms of at least this size count as infinite
+_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which is in the low bits of the sum
+_MAGIC_BITS = 0x4B400000
 
 
 @op(like("logprob"))
@@ -35,7 +42,7 @@ def importance_ratio(
         sequences = segments_of(logprob, offsets)
         mean = _group_means(log_ratio, present, groups, sequences)
         log_ratio = mean if denominator == "self" else mean + log_ratio
-    ratio = exponential(log_ratio.clamp(_float32(low), _float32(high))).masked_fill(~present, 1)
+    ratio = _exponential(log_ratio.clamp(_float32(low), _float32(high))).masked_fill(~present, 1)
     if level != "token":
         ratio = ratio.masked_fill(sequences.left_out(), math.nan)
     return ratio.view(logprob.shape)
@@ -104,11 +111,11 @@ def _in_groups(tokens: Tensor, mask: Tensor | None, groups: Tensor | None) -> Te
 def _group_means(terms: Tensor, present: Tensor, groups: Tensor | None, sequences: Segments) -> Tensor:
     """For each token, the mean over its sequence, or over its group in it. NaN for a group id of 16 or above."""
     if groups is None:
-        return exact_means(terms, present, sequences.segment_ids, len(sequences.edges) - 1)[sequences.segment_ids]
+        return _exact_means(terms, present, sequences.segment_ids, len(sequences.edges) - 1)[sequences.segment_ids]
     ids = groups.flatten().long()
     good = ids < _MOST_GROUPS
     slot = sequences.segment_ids * _MOST_GROUPS + ids.clamp(0, _MOST_GROUPS - 1)
-    means = exact_means(terms, present & good, slot, (len(sequences.edges) - 1) * _MOST_GROUPS)
+    means = _exact_means(terms, present & good, slot, (len(sequences.edges) - 1) * _MOST_GROUPS)
     return means[slot].masked_fill(~good, math.nan)
 
 
@@ -118,4 +125,35 @@ def _float32(bound: float) -> float:
 
 def _limit(bound: float) -> Tensor:
     """The ratio at a bound: a 0-d CPU tensor, which every device can use as a number without waiting."""
-    return exponential(torch.full((), _float32(bound), dtype=torch.float32, device="cpu"))
+    return _exponential(torch.full((), _float32(bound), dtype=torch.float32, device="cpu"))
+
+
+def _exponential(x: Tensor) -> Tensor:
+    inside = x.clamp(-104.0, 89.0)  # beyond, the result is 0 or infinite; NaN stays
+    total = inside * 1.44269504 + _MAGIC
+    n = total - _MAGIC
+    r = (inside - n * 0.693145752) - n * 1.42860677e-6
+    q = torch.full_like(r, 1.374611515e-3)
+    for coefficient in (8.371827193e-3, 4.166996479e-2, 1.666648984e-1, 4.999998510e-1):
+        q = q * r + coefficient
+    e = (r * r * q + r) + 1.0
+    power = total.view(torch.int32) - _MAGIC_BITS
+    half = power >> 1  # in two steps, since a float may not hold the power
+    return e * _power_of_two(half) * _power_of_two(power - half)
+
+
+def _power_of_two(n: Tensor) -> Tensor:
+    return ((n + 127) << 23).view(torch.float32)
+
+
+def _exact_means(terms: Tensor, present: Tensor, slot: Tensor, slots: int) -> Tensor:
+    """The mean of the present terms of each slot. It is 0 for a slot without terms, infinite if a term is infinite, and
+    NaN if a term is NaN or both infinities occur."""
+    far = present & ~(terms.abs() < _FAR)
+    units = torch.where(present & ~far, terms, 0).mul_(1 / _UNIT).round().long()
+    above, below = far & ~(terms < 0), far & ~(terms > 0)  # NaN is both
+    rows = torch.stack([units, present.long(), above.long(), below.long()], 1)
+    total, count, above, below = rows.new_zeros(slots, 4).index_add_(0, slot, rows).unbind(1)
+    mean = total.float() * _UNIT / count.clamp(min=1).float()
+    infinite = mean.masked_fill(above > 0, math.inf).masked_fill(below > 0, -math.inf)
+    return infinite.masked_fill((above > 0) & (below > 0), math.nan)

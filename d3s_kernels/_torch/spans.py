@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._together import SamplingArguments
+from .._together import ALL_TOKENS, SamplingArguments, Tile
 from .compact import compact
 from .softmax_state import LOWEST
 
@@ -63,26 +63,27 @@ class Sets(NamedTuple):
     dense: Tensor  # the span is empty, so the set is all tokens
 
     @classmethod
-    def of(cls, spans: Spans, targets: Tensor, vocabulary: int) -> Sets:
-        found, bad = (torch.zeros_like(targets, dtype=torch.int32) for _ in range(2))
+    def of(cls, spans: Spans, targets: Tensor, tile: Tile, tokens: int) -> Sets:
+        vocabulary = tokens if tile == ALL_TOKENS else 1 << 31  # unknown if there are other tiles
+        times, bad = (torch.zeros_like(targets, dtype=torch.int32) for _ in range(2))
         for row, ids, used, _ in spans.pieces():
-            found.index_add_(0, row, (used & (ids == targets[row])).int())
+            times.index_add_(0, row, (used & (ids == targets[row])).int())
             bad.index_add_(0, row, (used & ((ids < 0) | (ids >= vocabulary))).int())
         sizes, wrong = spans.offsets.diff(), (bad > 0) | spans.bad
         is_token = (targets >= 0) & (targets < vocabulary)
-        joins = (found == 0) & is_token & (sizes > 0) & spans.include_label
+        joins = (times == 0) & is_token & (sizes > 0) & spans.include_label
         single = (sizes + joins.long() == 1) & ~wrong
-        return cls((found > 0) | joins, joins, single, wrong, (sizes == 0) & ~spans.bad)
+        return cls((times > 0) | joins, joins, single, wrong, (sizes == 0) & ~spans.bad)
 
 
 class SpanRows(NamedTuple):
-    """The rows of a tile of logits, whose first column is token ``first_token``."""
+    """The rows of a tile of logits."""
 
     spans: Spans
     sets: Sets
     logits: Tensor
     targets: Tensor
-    first_token: int
+    tile: Tile
     mask: Tensor | None
     tokens: int  # number of tokens in the tile
     kept_alone: bool  # whether the logits are only of kept tokens: first of all ids, then of the label of each row
@@ -90,20 +91,21 @@ class SpanRows(NamedTuple):
     @classmethod
     def of(
         cls,
-        spans: Spans,
+        sampling_mask: SamplingArguments,
         logits: Tensor,
         targets: Tensor,
-        first_token: int | None,
+        tile: Tile,
         mask: Tensor | None,
         kept_of: int | None = None,
-    ) -> SpanRows:
-        """Without ``first_token``, the logits are of the whole vocabulary. With ``kept_of``, they are only of the kept
-        tokens, out of ``kept_of`` tokens.
-        """
+    ) -> SpanRows | None:
+        """With ``kept_of``, the logits are only of the kept tokens, out of ``kept_of`` tokens. None without a mask."""
+        spans = Spans.of(sampling_mask)
+        if spans is None:
+            return None
         tokens = logits.shape[-1] if kept_of is None else kept_of
-        sets = Sets.of(spans, targets, tokens if first_token is None else 1 << 31)
+        sets = Sets.of(spans, targets, tile, tokens)
         flat = None if mask is None else mask.reshape(-1)
-        return cls(spans, sets, logits, targets, first_token or 0, flat, tokens, kept_of is not None)
+        return cls(spans, sets, logits, targets, tile, flat, tokens, kept_of is not None)
 
     def kept_logits(self, and_single: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
         """Yields some kept logits at a time: row, token, place in the logits, logit, and whether it is read. Labels
@@ -116,31 +118,27 @@ class SpanRows(NamedTuple):
         rows = torch.arange(len(self.targets), device=self.targets.device)
         labels = rows, self.targets, self.sets.label_joins, len(self.spans.ids) + rows
         for row, ids, used, place_of_id in chain(self.spans.pieces(), [labels]):
-            token = ids - self.first_token
-            read = used & counts[row] & (token >= 0) & (token < self.tokens)
-            place = place_of_id if self.kept_alone else token
+            column = self.tile.column(ids)
+            read = used & counts[row] & (column >= 0) & (column < self.tokens)
+            place = place_of_id if self.kept_alone else column
             yield row, ids, place, self._gathered(row, place, read), read
 
     def label_logits(self) -> tuple[Tensor, Tensor]:
         """The logit of each row's label, and whether it is there: in the row's set and in the tile."""
-        place = self.targets - self.first_token
+        place = self.tile.column(self.targets)
         read = self.sets.has_label & ~self.sets.single & (place >= 0) & (place < self.tokens)
-        if self.kept_alone:
-            place = self._places_of_labels()
-        return self._gathered(torch.arange(len(place), device=place.device), place, read), read
-
-    def _places_of_labels(self) -> Tensor:
-        place = torch.arange(len(self.targets), device=self.targets.device) + len(self.spans.ids)
-        for row, ids, used, place_of_id in self.spans.pieces():
-            is_label = used & (ids == self.targets[row])
-            place.scatter_reduce_(0, row, torch.where(is_label, place_of_id, place[row]), "amin")
-        return place
+        rows = torch.arange(len(self.targets), device=self.targets.device)
+        if self.kept_alone:  # the place of the label among the row's ids, or else the label's own
+            place = rows + len(self.spans.ids)
+            for row, ids, used, place_of_id in self.spans.pieces():
+                is_label = used & (ids == self.targets[row])
+                place.scatter_reduce_(0, row, torch.where(is_label, place_of_id, place[row]), "amin")
+        return self._gathered(rows, place, read), read
 
     def _gathered(self, row: Tensor, place: Tensor, read: Tensor) -> Tensor:
         if self.logits.shape[-1] == 0:
             return torch.full(row.shape, -math.inf, device=row.device)
-        found = self.logits[(*self._of_rows(row), place.where(read, 0))].float()
-        return found.masked_fill(~read, -math.inf)
+        return self.logits[(*self._of_rows(row), place.where(read, 0))].float().masked_fill(~read, -math.inf)
 
     def _of_rows(self, row: Tensor) -> tuple[Tensor, ...]:
         """Indices that select rows by row index, for any strides of the leading dimensions."""
