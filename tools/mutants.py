@@ -349,10 +349,10 @@ MUTANTS = (
     ),
     # ---- the Triton kernels, in the interpreter ----------------------------------------------------------------------
     Mutant(
-        "triton: a bit is not set where exactly k keys reach it",
+        "triton: a bound that exactly k values reach is not one",
         "d3s_kernels/_triton/topk_mask.py",
-        "bound = tl.where(count >= kept, candidate, bound)",
-        "bound = tl.where(count > kept, candidate, bound)",
+        "enough = count >= kept",
+        "enough = count > kept",
         TRITON,
     ),
     Mutant(
