@@ -136,8 +136,8 @@ def _from_kept(kept: Tensor, bad: Tensor, max_kept: int) -> SamplingMask:
     bad = bad | many
     # A bad row keeps one token, whose id becomes -1.
     kept = torch.where(bad.unsqueeze(1), torch.arange(kept.shape[1], device=kept.device) == 0, kept)
-    capacity = int(lengths.sum()) if kept.is_cpu else len(kept) * min(max_kept, kept.shape[1])
-    places, _ = ops.compact(kept, capacity)
+    room = int(lengths.sum()) if kept.is_cpu else len(kept) * min(max_kept, kept.shape[1])
+    places, _ = ops.compact(kept, room)
     places = places.clamp(min=0)
     ids = torch.where(bad.index_select(0, places // kept.shape[1]), -1, places % kept.shape[1]).int()
     return SamplingMask(ids, offsets_of(kept.sum(1)))

@@ -154,22 +154,23 @@ TOKEN_RULES = ["entropy", "advantage", "random", "entropy_quantile"]
 
 @pytest.mark.parametrize(("rollout_rule", "token_rule"), list(zip(ROLLOUT_RULES, TOKEN_RULES, strict=True)))
 def test_every_rule_from_a_line(queue: None, rollout_rule: Any, token_rule: Any) -> None:
-    """A step keeps what the library's functions keep of the same numbers; "random" draws from the step's number."""
-    rewards, step = draw_rewards(), 3
+    """A step keeps what the library's functions keep of the same numbers; "random" has a seed for each step."""
+    rewards, step, seed = draw_rewards(), 3, 41
     put_rollouts(rewards)
     trainer = make_trainer(
         f"{D3S}.rollouts_start=2", f"{D3S}.rollouts_end=2", f"{D3S}.rollout_rule={rollout_rule}",
         f"{D3S}.token_ratio_start=0.3", f"{D3S}.token_ratio_end=0.3", f"{D3S}.token_rule={token_rule}",
-        step=step, steps=9,
+        f"data.seed={seed}", step=step, steps=9,
     )  # fmt: skip
     batch, _ = run_step(trainer, 6)
     values, uids, keys = flat(rewards)
 
-    def draws(rule: str) -> torch.Generator | None:
-        return torch.Generator().manual_seed(step) if rule == "random" else None
+    def draws(rule: str, of_tokens: int) -> torch.Generator | None:
+        of_step = 2 * (1_000_003 * seed + step) + of_tokens
+        return torch.Generator().manual_seed(of_step) if rule == "random" else None
 
     advantages = rollout_advantages(values, uids).view(6, 4)
-    kept = d3s.select_rollouts(advantages, 2, rule=rollout_rule, generator=draws(rollout_rule)).flatten()
+    kept = d3s.select_rollouts(advantages, 2, rule=rollout_rule, generator=draws(rollout_rule, 0)).flatten()
     assert sorted(batch.keys) == sorted(key for key, is_kept in zip(keys, kept.tolist(), strict=True) if is_kept)
 
     rows = rows_of(batch, "advantages", "response_mask")
@@ -178,7 +179,9 @@ def test_every_rule_from_a_line(queue: None, rollout_rule: Any, token_rule: Any)
         torch.cat(parts) for parts in ([entropies[key] for key in rows], [row["advantages"] for row in rows.values()])
     )
     valid = torch.cat([torch.arange(len(entropies[key])) > 0 for key in rows])  # the first token is a tool's
-    expected = d3s.select_tokens(entropy, weights, 0.3, rule=token_rule, mask=valid, generator=draws(token_rule)).mask
+    expected = d3s.select_tokens(
+        entropy, weights, 0.3, rule=token_rule, mask=valid, generator=draws(token_rule, 1)
+    ).mask
     assert torch.cat([row["response_mask"] for row in rows.values()]).bool().equal(expected)
 
 

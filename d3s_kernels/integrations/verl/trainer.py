@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transfer_queue as tq
@@ -71,10 +71,10 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
     def _budget(self) -> Budget:
         return self._selection.budget(self._progress, self.config.actor_rollout_ref.rollout.n)
 
-    @property
-    def _draws(self) -> torch.Generator:
-        """For the rule "random": a generator seeded with the step, so the same after a resume."""
-        return torch.Generator().manual_seed(self.global_steps)
+    def _draws(self, what: Literal["rollouts", "tokens"]) -> torch.Generator:
+        """For the rule "random": a generator seeded with the run's seed and the step, so the same after a resume."""
+        seed = 1_000_003 * (self.config.data.get("seed") or 0) + self.global_steps
+        return torch.Generator().manual_seed((2 * seed + (what == "tokens")) % 2**63)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], **options: Any) -> KVBatchMeta:
         """Drops rollouts, then lets verl balance the rest.
@@ -163,7 +163,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         if ruled or left != total:  # verl's rollout correction may have rejected tokens
             metrics[OFF_POLICY_SHARE] = float(1 - left / total)
         tokens = self._selection.tokens(
-            entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws
+            entropy, advantages, self._progress, mask=trusted, offsets=offsets, generator=self._draws("tokens")
         )
         # It can happen that no token is kept: with drop_zeros, if in every group all rewards are equal; or if no token
         # is trusted. verl would divide by 0, so all tokens are kept then; their advantages are 0.
@@ -210,7 +210,7 @@ class D3STrainerSync(PPOTrainerSync):  # type: ignore[misc]  # verl has no types
         advantages = group_advantages(table, scale="group" if scaled else "none", eps=1e-6)
         advantages = advantages.masked_fill(table.isnan(), torch.nan)
         n = self.config.actor_rollout_ref.rollout.n
-        kept = self._selection.rollouts(advantages, self._progress, group_size=n, generator=self._draws)
+        kept = self._selection.rollouts(advantages, self._progress, group_size=n, generator=self._draws("rollouts"))
         kept, advantages = kept.flatten()[places], advantages.flatten()[places]
         chosen = kept.nonzero().flatten().tolist()
         if not chosen:
