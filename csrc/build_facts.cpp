@@ -6,7 +6,7 @@ namespace d3s {
 
 namespace {
 
-// No value has characters that JSON escapes: they are versions, and names of compilers and of SIMD levels.
+// No value contains a character that JSON escapes: all values are versions, or names of compilers or SIMD levels.
 std::string text(const std::string& value) { return '"' + value + '"'; }
 
 }  // namespace
@@ -23,7 +23,8 @@ std::string build_facts() {
 
 }  // namespace d3s
 
-// A Python version for which this wheel has no _build_info module reads the facts from _cpu.so (d3s_kernels/_build.py).
+// d3s_kernels/_build.py calls this function of _cpu.so if the wheel has no _build_info module for the running Python
+// version.
 extern "C" __attribute__((visibility("default"))) const char* d3s_kernels_build_facts() {
   static const std::string facts = d3s::build_facts();
   return facts.c_str();

@@ -1,4 +1,5 @@
-// What this build contains and what runs here, in JSON: the source of d3s_kernels.build_info() on every Python.
+// Describes, in JSON, what this build contains and which SIMD level this machine runs. d3s_kernels.build_info() returns
+// these facts on every Python version.
 #pragma once
 
 #include <string>

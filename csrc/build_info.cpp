@@ -1,4 +1,4 @@
-// The facts of this build as a Python module. Nothing else in a wheel is bound to one version of Python.
+// Exposes the facts of build_facts.h as a Python module. No other file of a wheel is bound to one Python version.
 #include <pybind11/pybind11.h>
 
 #include "build_facts.h"

@@ -1,19 +1,21 @@
-// Every op that C++ computes: the table of contents. Kernels are in cpu/ and cuda/, in the file named after the op's
-// subject. The ops that Python computes are declared in d3s_kernels/_head/op.py. d3s_kernels/reference.py defines what
-// an op computes; tests/cases/ does so for ops that are not public functions. The docstrings of d3s_kernels
-// explain the arguments.
+// The schemas of all ops that are implemented in C++. The kernels are in cpu/ and cuda/, in files named after the op's
+// subject. Ops that are implemented in Python are declared in d3s_kernels/_head/op.py. d3s_kernels/reference.py defines
+// what the public ops compute; tests/cases/ defines what the other ops compute. The docstrings of d3s_kernels explain
+// the arguments.
 //
-// Some neighbouring arguments belong together, and kernels take them as one struct: a number and the tensor that
-// replaces it, segments, or a sampling mask (csrc/ops/arguments.h, d3s_kernels/_together.py).
+// Some neighbouring arguments belong together, and kernels take them as one struct (csrc/ops/arguments.h,
+// d3s_kernels/_together.py): a number and the tensor that replaces it, the arguments of segments, or the arguments of a
+// sampling mask.
 //
-// A number that a trainer changes from step to step comes as a SymInt (capacity, max_segment), as a 0-d tensor
-// (ratio_tensor, temperature_tensor) or as either (k, keep), so that torch.compile compiles once.
+// Trainers change some numbers from step to step. So that torch.compile compiles only once, such a number is a SymInt
+// (capacity, max_segment), a 0-d tensor (ratio_tensor, temperature_tensor), or can be either (k, keep).
 #include "torch_abi.h"
 
 namespace {
 
 constexpr const char* kSchemas[] = {
-    // vocabulary: logits [..., V] -> one number for each row, of all its tokens or of those that a sampling mask keeps
+    // vocabulary: logits [..., V] -> one value for each row, computed from all tokens or from the tokens that a
+    // sampling mask keeps
     "logprob_entropy(Tensor logits, Tensor? labels, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, bool include_label=False, "
     "SymInt? max_dense_rows=None, SymInt? kept_of=None) "
@@ -22,9 +24,11 @@ constexpr const char* kSchemas[] = {
     "Tensor entropy, Tensor row_max, Tensor log_sum, float temperature=1.0, Tensor? temperature_tensor=None, "
     "Tensor? mask=None, SymInt? first_token=None, Tensor? sampling_ids=None, Tensor? sampling_offsets=None, "
     "bool include_label=False, SymInt? max_dense_rows=None) -> (Tensor grad_logits)",
-    // The same for a tile, whose first column is token first_token. softmax_state_ merges it into states [rows, 4]. The
-    // tile's gradient is written in place, or by the op above into a new tensor. With a grad_dtype of half the size,
-    // the gradient takes the front half of each row. States [shards, rows, 4] of vocabulary shards are merged in order.
+    // The same ops for a tile of the vocabulary, whose first column is token first_token. softmax_state_ merges the
+    // tile into states [rows, 4]. logprob_entropy_backward_ overwrites the tile with its gradient; the op above can
+    // write the gradient to a new tensor instead. If grad_dtype is half as wide as the dtype of the logits, the
+    // gradient takes the front half of each row. softmax_state_finish also takes states [shards, rows, 4] of vocabulary
+    // shards, and merges them in order.
     "softmax_state_(Tensor(a!) state, Tensor logits, Tensor? labels, SymInt first_token, float temperature=1.0, "
     "Tensor? temperature_tensor=None, Tensor? mask=None, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None, "
@@ -34,10 +38,11 @@ constexpr const char* kSchemas[] = {
     "logprob_entropy_backward_(Tensor? grad_logprob, Tensor? grad_entropy, Tensor(a!) logits, Tensor? labels, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, SymInt first_token, float temperature=1.0, "
     "Tensor? temperature_tensor=None, ScalarType? grad_dtype=None) -> ()",
-    // With a sampling mask: the logits of only the kept tokens. There is a place for each id, and after these one for
-    // the label of each row. If the ops above get such logits, `kept_of` is the size of the vocabulary or tile. The
-    // next ops give the gradient of these logits, with the row and token of each place (row -1: no gradient), and from
-    // it the gradients of hidden states and weight.
+    // With a sampling mask, kept_logits computes the logits of only the kept tokens. Its result is a list with one
+    // place for each id, followed by one place for each row, which is for the row's label. If the ops above get such
+    // logits, `kept_of` is the number of tokens in the vocabulary or tile. kept_logits_backward computes the gradient
+    // of these logits, and the row and token of each place (row -1: no gradient). From these, the last two ops compute
+    // the gradients of hidden states and weight.
     "kept_logits(Tensor hidden, Tensor weight, Tensor labels, Tensor? bias=None, float? logit_softcap=None, "
     "Tensor? mask=None, SymInt first_token=0, ScalarType logits_dtype=float, Tensor? sampling_ids=None, "
     "Tensor? sampling_offsets=None, bool include_label=False, SymInt? max_dense_rows=None) -> Tensor",
@@ -50,7 +55,7 @@ constexpr const char* kSchemas[] = {
     "Tensor(a!) out) -> ()",
     "kept_weight_grad_(Tensor grad, Tensor hidden, Tensor rows, Tensor tokens, Tensor(a!) out, "
     "Tensor(b!)? bias_out=None) -> ()",
-    // out = hidden @ weight.T, bfloat16 in, float32 out: on CPUs, where torch has no such product
+    // out = hidden @ weight.T, with bfloat16 inputs and a float32 result; only on CPUs, where torch has no such product
     "wide_product_(Tensor hidden, Tensor weight, Tensor(a!) out) -> ()",
 
     // tokens: segments of scores -> masks
@@ -67,7 +72,8 @@ constexpr const char* kSchemas[] = {
     "-> (Tensor mask, Tensor entropy, Tensor count, Tensor threshold)",
     "compact(Tensor mask, SymInt capacity) -> (Tensor indices, Tensor count)",
 
-    // The same in steps, for a segment that lies on several ranks: between the steps, the ranks add up their counts.
+    // Top-K selection in steps, for segments that are spread over several ranks. Between the steps, the ranks add up
+    // their counts.
     "topk_order_keys(Tensor scores, Tensor? advantages=None, Tensor? mask=None, Tensor? offsets=None) -> Tensor",
     "topk_count_digit(Tensor keys, Tensor search, int shift, int bits, Tensor? offsets=None) -> Tensor",
     "topk_choose_digit_(Tensor(a!) search, Tensor counts, int shift, float? ratio=None, Tensor? ratio_tensor=None, "
@@ -81,7 +87,7 @@ constexpr const char* kSchemas[] = {
     "max_variance_select(Tensor values, SymInt? keep=None, Tensor? keep_tensor=None, Tensor? mask=None, "
     "Tensor? offsets=None, SymInt? max_segment=None, bool pooled=False) -> Tensor",
 
-    // tokens: the weights that a loss gives them. Groups are int8, below 0 for tokens in no group.
+    // tokens: the weights of tokens in a loss. Groups are int8; the group of a token that is in no group is below 0.
     "importance_ratio(Tensor logprob, Tensor old_logprob, Tensor? mask=None, Tensor? groups=None, "
     "Tensor? offsets=None, str level=\"token\", str denominator=\"self\", float low=-20.0, float high=20.0) "
     "-> (Tensor ratio)",
@@ -99,7 +105,7 @@ STABLE_TORCH_LIBRARY(d3s_kernels, m) {
   for (const char* schema : kSchemas) m.def(schema);
 }
 
-// The same ops, but they only check their arguments. Kernels written in Python call these first, so that a wrong
+// The same ops, but they only check their arguments. Kernels written in Python call these ops first, so that a wrong
 // argument gives the same message everywhere.
 STABLE_TORCH_LIBRARY(d3s_checks, m) {
   for (const std::string schema : kSchemas) m.def((schema.substr(0, schema.find("->")) + "-> ()").c_str());

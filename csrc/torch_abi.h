@@ -1,11 +1,12 @@
-// The one header that touches torch. Everything here goes through its stable ABI (TORCH_TARGET_VERSION in
-// CMakeLists.txt), so that a library built against one release runs on every later one.
+// The only header that uses torch. It uses only torch's stable ABI (TORCH_TARGET_VERSION in CMakeLists.txt), so that a
+// library built against one torch release runs on every later release.
 //
-// The ops need four things from torch: to look at tensors, make new ones, refuse bad arguments and run in parallel.
+// The ops need four things from torch: to look at tensors, to make new tensors, to refuse bad arguments, and to run in
+// parallel.
 #pragma once
 
 #if defined(D3S_CUDA) && !defined(D3S_EMULATED)
-#define D3S_ON_GPU  // tests emulate the CUDA kernels on the CPU
+#define D3S_ON_GPU  // not defined in tests, which emulate the CUDA kernels on the CPU
 #endif
 
 #if defined(D3S_ON_GPU)
@@ -32,7 +33,7 @@
 #include "core/segments.h"
 #include "ops/device.h"
 
-#if !defined(STABLE_TORCH_ERROR_CODE_CHECK)  // its name in torch 2.11
+#if !defined(STABLE_TORCH_ERROR_CODE_CHECK)  // torch 2.11 has it under another name
 #define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
 #endif
 
@@ -45,8 +46,8 @@ using OptionalInt = std::optional<int64_t>;
 using OptionalFloat = std::optional<double>;
 
 // ---- refusing bad arguments ------------------------------------------------------------------------------------
-// std::invalid_argument reaches Python as ValueError (d3s_kernels/_dispatch/ops.py sees to it). A message names the
-// argument, what it got and what it takes.
+// Python gets std::invalid_argument as a ValueError (d3s_kernels/_dispatch/ops.py). A message names the argument, what
+// was passed, and what the argument takes.
 
 template <class... Parts>
 void require(bool good, const char* argument, const Parts&... parts) {
@@ -57,7 +58,7 @@ void require(bool good, const char* argument, const Parts&... parts) {
   throw std::invalid_argument(message.str());
 }
 
-// Print a tensor's shape or dtype; the text is made only if there is a message.
+// shape(tensor) and dtype(tensor) print a tensor's shape or dtype. The text is made only if there is a message.
 struct shape {
   const Tensor& tensor;
   explicit shape(const Tensor& t) : tensor(t) {}
@@ -121,7 +122,8 @@ inline Tensor packed(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Requires one value for each row of `like`, whose rows are its first `dims` dimensions. Returns the tensor contiguous.
+// Requires one value for each row of `like`: the shape of `tensor` must be the first `dims` dimensions of `like`.
+// Returns `tensor`, made contiguous.
 inline Tensor require_per_row(const char* argument, const Tensor& tensor, const Tensor& like, int64_t dims) {
   require(tensor.dim() == dims && same_shape(tensor, like, dims), argument, "got shape ", shape(tensor),
           "; takes one value for each row, of a tensor of shape ", shape(like));
@@ -147,11 +149,11 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type, const Te
   int32_t device_type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
-  // Not torch::stable::empty: it goes through the dispatcher, which costs ten times as much.
+  // torch::stable::empty goes through the dispatcher, which costs ten times as much as this call.
   const auto error = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                               static_cast<int32_t>(torch::stable::detail::from(type)), device_type,
                                               like.get_device_index(), &handle);
-  if (error != TORCH_SUCCESS)  // _dispatch/ops.py raises what torch itself raises on a GPU
+  if (error != TORCH_SUCCESS)  // _dispatch/ops.py raises torch.OutOfMemoryError, as torch does on a GPU
     throw std::runtime_error("d3s_kernels: out of memory: cannot allocate " + shape_text(sizes) + " of " +
                              torch::headeronly::toString(type) + " on " +
                              (like.is_cuda() ? "cuda:" + std::to_string(like.get_device_index()) : "the CPU"));
@@ -165,12 +167,12 @@ inline std::vector<int64_t> leading_sizes(const Tensor& tensor, int64_t dims) {
 
 // ---- the device ------------------------------------------------------------------------------------------------
 
-// The tensor on the host if its values must be checked, else nothing. Values on a GPU are not checked, since reading
-// them is a host sync, except with D3S_KERNELS_CHECK=1.
+// Returns the tensor on the host if its values must be checked, else nothing. Values on a GPU are checked only with
+// D3S_KERNELS_CHECK=1, since reading them causes a host sync.
 inline OptionalTensor on_host(const Tensor& tensor) {
   constexpr auto kCpu = torch::headeronly::DeviceType::CPU;
   const bool here = tensor.device().type() == kCpu;
-#if !defined(D3S_EMULATED)  // in these tests, CPU tensors stand for GPU tensors
+#if !defined(D3S_EMULATED)  // in emulation tests, CPU tensors stand for GPU tensors
   if (here) return tensor;
 #endif
   const char* setting = std::getenv("D3S_KERNELS_CHECK");
@@ -178,7 +180,8 @@ inline OptionalTensor on_host(const Tensor& tensor) {
   return here ? tensor : torch::stable::to(tensor, torch::stable::Device(kCpu));
 }
 
-// While this object lives, ops of this thread only check their arguments: they end before they compute anything.
+// While this object lives, ops that run on this thread only check their arguments. They end before they compute
+// anything.
 class OnlyChecked {
  public:
   struct Done {};
@@ -191,11 +194,11 @@ class OnlyChecked {
   }
 };
 
-// The device of `like`, which is the current device as long as this object lives. An op makes this object after it has
+// The device of `like`. It is the current device while this object lives. An op creates this object after it has
 // checked all arguments.
 class TorchDevice : public Device {
  public:
-  // If `op` is set, the kernels note faults for it.
+  // If `op` is set, the kernels report faults as faults of `op`.
   explicit TorchDevice(const Tensor& like, [[maybe_unused]] std::optional<PublicOp> op = std::nullopt) : like_(like) {
     if (OnlyChecked::active()) throw OnlyChecked::Done();
 #if defined(D3S_ON_GPU)
@@ -208,7 +211,8 @@ class TorchDevice : public Device {
 #endif
   }
 
-  // From torch's allocator: once the op has returned, only later work on the same stream can get this memory.
+  // The memory comes from torch's allocator. After the op has returned, only later work on the same stream can get this
+  // memory.
   void* scratch(int64_t bytes) override {
     rooms_.push_back(empty({bytes > 0 ? bytes : 1}, ScalarType::Byte, like_));
     return rooms_.back().mutable_data_ptr();
@@ -239,7 +243,7 @@ T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-// Rows along the last dimension, whatever the strides of the others.
+// The rows along the last dimension. The other dimensions may have any strides.
 inline RowLayout rows_of(const char* argument, const Tensor& tensor) {
   const int64_t dims = tensor.dim();
   require(dims >= 1, argument, "got a 0-d tensor; takes [..., V]");
@@ -275,7 +279,7 @@ void require_offsets(const Offset* offsets, const Segments& segments, const char
           "; must end at the length of ", argument, ", ", segments.limit);
 }
 
-// The segments of `values`: its rows along the last dimension, or the parts that `offsets` cuts a 1-D tensor into.
+// The segments of `values`: either the rows along the last dimension or, with `offsets`, the parts of a 1-D tensor.
 inline Segments segments_of(const Tensor& values, const OptionalTensor& offsets, const char* argument) {
   require(values.dim() >= 1, argument, "got a 0-d tensor; takes [..., n]");
   Segments segments;
@@ -317,8 +321,8 @@ inline Segments pool(const Tensor& values) {
 
 // ---- running in parallel ---------------------------------------------------------------------------------------
 
-// Calls body(begin, end) for pieces of [0, n) with at least `grain` each, on torch's threads; if n <= grain, calls it
-// once, on this thread.
+// Calls body(begin, end) on torch's threads, for pieces of [0, n). Each piece has about `grain` elements or more. If n
+// is at most `grain`, calls body(0, n) once, on this thread.
 template <class Body>
 void parallel_for(int64_t n, int64_t grain, const Body& body) {
   if (n <= 0) return;
@@ -328,8 +332,9 @@ void parallel_for(int64_t n, int64_t grain, const Body& body) {
     torch::stable::parallel_for(0, n, grain, body);
 }
 
-// Calls body(first, last) for all segments, in parallel. The threads share the values evenly (at least `grain` each),
-// not the segments: a thread gets the segments that start among its values.
+// Calls body(first, last) in parallel, for ranges of segments that together contain all segments. The values are
+// divided evenly among the threads (about `grain` values or more each), but the segments are not: each thread gets the
+// segments that start among its values.
 template <class Body>
 void parallel_segments(const Segments& segments, int64_t values, int64_t grain, const Body& body) {
   const auto share = [&](int64_t begin, int64_t end) {
@@ -375,7 +380,7 @@ struct Boxed<kernel> {
       put(stack, std::apply(kernel, parameters));
   }
 
-  // Only checks the arguments, and has no result.
+  // Only checks the arguments. There is no result.
   static void check(StableIValue* stack, uint64_t arguments, uint64_t) {
     const auto parameters = taken(stack, arguments);
     const OnlyChecked scope;
@@ -394,7 +399,7 @@ struct Boxed<kernel> {
     if (arguments != kArguments)
       throw std::logic_error("d3s_kernels: an op's schema has " + std::to_string(arguments) +
                              " arguments, and its kernel takes " + std::to_string(kArguments));
-    return {Parameter<Value<Parameters>>::take(stack)...};  // in braces, from left to right
+    return {Parameter<Value<Parameters>>::take(stack)...};  // in braces, so evaluated from left to right
   }
 
   template <class T>

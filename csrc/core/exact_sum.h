@@ -1,6 +1,6 @@
-// Sums that do not depend on the order of their terms. Each term is rounded to a multiple of 2^-26, which is finer than
-// float32 near 1, and the multiples are added as integers. So a sequence has the same sum whether it is padded or
-// packed, on any number of threads, on a CPU or on a GPU.
+// Sums that do not depend on the order of their terms. Each term is rounded to a multiple of 2^-26 (near 1, float32 is
+// coarser), and the multiples are added as integers. So a sequence has the same sum whether it is padded or packed, on
+// any number of threads, on a CPU or on a GPU.
 #pragma once
 
 #include <cmath>
@@ -18,13 +18,14 @@ struct ExactSum {
   uint32_t flags = 0;  // set by terms that are NaN, infinite or too large to add
 };
 
-namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
+namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge these copies
 
 constexpr float kSumUnit = 0x1p-26f;
-constexpr float kFarTerm = 4096.f;  // terms of at least this size count as infinite; 2^25 smaller ones fit in a sum
+// Terms with an absolute value of kFarTerm or more count as infinite. A sum of 2^25 smaller terms fits in an int64.
+constexpr float kFarTerm = 4096.f;
 constexpr uint32_t kNanTerm = 1, kPlusTerm = 2, kMinusTerm = 4;
 
-constexpr double kUnitsOrigin = 0x1.8p26;  // near this value the last bit of a double is worth 2^-26
+constexpr double kUnitsOrigin = 0x1.8p26;  // near this value, doubles are 2^-26 apart
 
 D3S_HOST_DEVICE uint64_t bits_of_double(double value) {
   uint64_t bits;
@@ -32,10 +33,10 @@ D3S_HOST_DEVICE uint64_t bits_of_double(double value) {
   return bits;
 }
 
-// The bits of kUnitsOrigin + term as an integer, which grows by one for each unit of the term.
+// The bits of kUnitsOrigin + term as an integer. The integer grows by one for each unit (2^-26) of the term.
 D3S_HOST_DEVICE uint64_t placed_units(float term) { return bits_of_double(static_cast<double>(term) + kUnitsOrigin); }
 
-// The units of a term that is not far.
+// The number of units in a term that is not far.
 D3S_HOST_DEVICE int64_t near_units(float term) {
   return static_cast<int64_t>(placed_units(term) - bits_of_double(kUnitsOrigin));
 }
@@ -52,12 +53,13 @@ D3S_HOST_DEVICE void add_term(ExactSum& sum, float term) {
     sum.units += near_units(term);
 }
 
-// Infinite if a term is infinite; NaN if a term is NaN or if infinite terms have both signs; 0 if there are no terms.
+// The mean is infinite if a term is infinite. It is NaN if a term is NaN, or if infinite terms have both signs. It is 0
+// if there are no terms.
 D3S_HOST_DEVICE float mean_of(const ExactSum& sum) {
   if ((sum.flags & kNanTerm) || sum.flags == (kPlusTerm | kMinusTerm)) return NAN;
   if (sum.flags) return sum.flags == kPlusTerm ? INFINITY : -INFINITY;
   if (sum.count == 0) return 0.f;
-  return static_cast<float>(sum.units) * kSumUnit / static_cast<float>(sum.count);  // not in double: slow on GPUs
+  return static_cast<float>(sum.units) * kSumUnit / static_cast<float>(sum.count);  // in float: double is slow on GPUs
 }
 
 }  // namespace

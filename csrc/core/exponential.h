@@ -1,5 +1,6 @@
-// e^x within one unit in the last place. It uses only additions and multiplications, so the bits are the same on a GPU
-// and on a CPU with vectors of any width. e^0 is exactly 1, so that an unchanged policy has ratios of exactly 1.
+// Computes e^x within one unit in the last place. The computation has only additions and multiplications, so results
+// are bitwise equal on a GPU and on CPUs with vectors of any width. e^0 is exactly 1, so that an unchanged policy has
+// ratios of exactly 1.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +9,20 @@
 #include "macros.h"
 
 namespace d3s {
-namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
+namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge these copies
 
 D3S_HOST_DEVICE float power_of_two(int32_t n) {  // -126 <= n <= 127
   return float_of_bits(static_cast<uint32_t>(n + 127) << 23);
 }
 
 D3S_HOST_DEVICE float exponential(float x) {
-  const float inside = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // 0 or infinity beyond; NaN stays
+  const float inside = x < -104.f ? -104.f : x > 89.f ? 89.f : x;  // beyond, e^x is 0 or infinity; NaN stays NaN
   // x / log 2 is rounded to an integer n by adding 1.5 * 2^23: the sum's low bits are n.
   const float magic = 12582912.f;
   const float sum = inside * 1.44269504f + magic;
   const float n = sum - magic;
-  const float r = (inside - n * 0.693145752f) - n * 1.42860677e-6f;  // log 2 in two parts: n times the first is exact
+  // log 2 is subtracted in two parts, since n times the first part is exact.
+  const float r = (inside - n * 0.693145752f) - n * 1.42860677e-6f;
   // e^r = 1 + r + r^2 q(r) for |r| <= log(2) / 2, where q is minimax in relative error.
   float q = 1.374611515e-3f;
   q = q * r + 8.371827193e-3f;

@@ -1,6 +1,6 @@
-// bfloat16 and float16 as bits, and their conversion to and from float, rounded to nearest even.
-// These are not torch's types: the kernels' sources know no torch, and functions here have internal linkage, since each
-// SIMD level compiles its own.
+// bfloat16 and float16 as bits, with conversions to and from float that round to nearest even. These are not torch's
+// types, because the CUDA kernels and the SIMD loops are compiled without torch. The functions have internal linkage,
+// since each SIMD level compiles its own copy.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Tag {  // passes a type as an argument
   using type = T;
 };
 
-// Calls `body` with the Tag of an element type: `using T = typename decltype(tag)::type`.
+// Calls `body` with the Tag of the element type. In `body`, `typename decltype(tag)::type` is the type.
 template <class Body>
 decltype(auto) dispatch_float(FloatType type, Body&& body) {
   switch (type) {
@@ -37,7 +37,7 @@ decltype(auto) dispatch_float(FloatType type, Body&& body) {
   }
 }
 
-namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
+namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge these copies
 
 D3S_HOST_DEVICE float float_of_bits(uint32_t bits) {
   float value;
@@ -84,7 +84,7 @@ D3S_HOST_DEVICE float16 from_float<float16>(float value) {
   const float magnitude = float_of_bits(bits & 0x7fffffffu);
   if (!(magnitude == magnitude)) return {static_cast<uint16_t>(sign | 0x7e00u)};
   if (magnitude >= 65520.f) return {static_cast<uint16_t>(sign | 0x7c00u)};
-  if (magnitude < 0x1p-14f) {  // subnormals are multiples of 2^-24, as floats from 0.5 to 1 are: adding 0.5 rounds
+  if (magnitude < 0x1p-14f) {  // float16 subnormals and floats in [0.5, 1) are multiples of 2^-24: adding 0.5 rounds
     const float sum = magnitude + 0.5f;
     return {static_cast<uint16_t>(sign | (bits_of_float(sum) - bits_of_float(0.5f)))};
   }

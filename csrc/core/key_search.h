@@ -1,4 +1,5 @@
-// The search for the k-th largest order key: digit by digit, from the top, by counting the keys with each digit.
+// The search for the k-th largest order key. The search finds the key digit by digit, from the highest digit on, by
+// counting how many keys have each value of the digit.
 #pragma once
 
 #include <cstdint>
@@ -9,24 +10,24 @@ namespace d3s {
 
 struct Digit {
   static constexpr int kKeyBits = 32;
-  static constexpr int kMostBits = 11;  // a table of int64 counts takes 16 KB
+  static constexpr int kMostBits = 11;  // at most: then a table of int64 counts takes 16 KiB
 
   int shift = 0, bits = 0;
 
   D3S_HOST_DEVICE int bins() const { return 1 << bits; }
   D3S_HOST_DEVICE bool is_first() const { return shift + bits == kKeyBits; }
   D3S_HOST_DEVICE int bin_of(uint32_t key) const { return static_cast<int>(key >> shift & (bins() - 1u)); }
-  // Whether the key's digits above this digit are `prefix`.
+  // Whether the digits of `key` above this digit are `prefix`.
   D3S_HOST_DEVICE bool follows(uint32_t key, uint32_t prefix) const {
     return is_first() || key >> (shift + bits) == prefix;
   }
 };
 
-// How far the search for the k-th largest key of a segment has come.
+// The progress of the search for the k-th largest key of a segment.
 struct KeySearch {
   int64_t prefix = 0;  // the digits found so far; at the end, the whole key
-  int64_t left = 0;    // the key's place among the keys with these digits; the largest has place 1
-  int64_t k = 0;       // how many keys to keep; 0: there is nothing to search
+  int64_t left = 0;    // the rank of the wanted key among the keys with these digits; the largest key has rank 1
+  int64_t k = 0;       // how many keys to keep; if 0, there is nothing to search
 
   D3S_HOST_DEVICE void enter(int bin, int64_t above, const Digit& digit) {
     prefix = prefix << digit.bits | bin;

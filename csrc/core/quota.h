@@ -1,4 +1,4 @@
-// How many values of a segment a ratio keeps.
+// The number of values that a ratio keeps in a segment.
 #pragma once
 
 #include <cmath>
@@ -8,8 +8,9 @@
 
 namespace d3s {
 
-// ceil(ratio * n), at least 1 and at most n. In binary 0.07 is slightly larger than 7 / 100, but 7 % of 100 must be 7,
-// not 8. So the product is first made smaller by `slack`, which is 4 rounding steps of the ratio's type.
+// keep_from_ratio returns ceil(ratio * n), but at least 1 and at most n. In binary, 0.07 is slightly larger than 7/100,
+// but 7 % of 100 must be 7, not 8. So the product is first multiplied by 1 - slack. kDoubleSlack is 4 rounding steps of
+// double, and kFloatSlack is 4 rounding steps of float.
 constexpr double kDoubleSlack = 0x1p-50;
 constexpr double kFloatSlack = 0x1p-21;
 

@@ -1,5 +1,5 @@
-// An importance ratio is e^x of the clamped log-ratio x. Its derivative by x is the ratio itself between the bounds,
-// and 0 at or beyond a bound.
+// An importance ratio is e^x, where x is the log-ratio clamped to two bounds. The derivative of the ratio by the
+// log-ratio is the ratio itself between the bounds, and 0 at or beyond a bound.
 #pragma once
 
 #include <cmath>
@@ -18,15 +18,16 @@ struct RatioLimits {
   float lowest, highest;
 };
 
-namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
+namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge these copies
 
 constexpr float kNoRatio = 1.f;  // the ratio of tokens that are masked out or in no group
 
 D3S_HOST_DEVICE float bounded_ratio(float x, const LogBounds& bounds) {
-  return exponential(x < bounds.low ? bounds.low : x > bounds.high ? bounds.high : x);  // NaN stays
+  return exponential(x < bounds.low ? bounds.low : x > bounds.high ? bounds.high : x);  // NaN stays NaN
 }
 
-// An infinite bound sets no gradient to 0, even where the ratio is 0 or infinite: no ratio is <= -1 or >= NaN.
+// The limit of an infinite bound is -1 or NaN. No ratio is <= -1 or >= NaN, so an infinite bound sets no gradient to 0,
+// even where the ratio is 0 or infinite.
 D3S_HOST_DEVICE RatioLimits limits_of(const LogBounds& bounds) {
   return {bounds.low == -INFINITY ? -1.f : exponential(bounds.low),
           bounds.high == INFINITY ? NAN : exponential(bounds.high)};

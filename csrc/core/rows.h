@@ -8,10 +8,10 @@
 namespace d3s {
 
 struct RowLayout {
-  static constexpr int kMaxDims = 6;  // after rows_of has merged the neighbouring dimensions that it can
+  static constexpr int kMaxDims = 6;  // after rows_of (torch_abi.h) has merged neighbouring dimensions where it can
 
-  int64_t count = 1;    // of rows
-  int64_t columns = 0;  // of each row
+  int64_t count = 1;    // the number of rows
+  int64_t columns = 0;  // the length of each row
   int dims = 0;
   int64_t sizes[kMaxDims] = {};
   int64_t strides[kMaxDims] = {};
@@ -19,7 +19,8 @@ struct RowLayout {
   // Where row i starts, in elements.
   D3S_HOST_DEVICE int64_t offset(int64_t i) const {
 #if defined(__CUDA_ARCH__)
-    auto rest = static_cast<uint32_t>(i);  // a grid has fewer than 2^32 blocks; 64-bit division would be a subroutine
+    // 32 bits are enough, since a grid has fewer than 2^32 blocks. A 64-bit division would be a subroutine.
+    auto rest = static_cast<uint32_t>(i);
 #else
     auto rest = static_cast<uint64_t>(i);
 #endif

@@ -1,4 +1,5 @@
-// Segments of a 1-D array: rows of equal length, or segments cut by offsets (flash-attention's cu_seqlens).
+// Segments of a 1-D array: either rows of equal length, or segments between offsets (like flash-attention's
+// cu_seqlens).
 #pragma once
 
 #include <cstdint>
@@ -9,13 +10,14 @@ namespace d3s {
 
 struct Segments {
   int64_t count = 0;
-  int64_t length = 0;                  // of each segment, if there are no offsets
-  const int32_t* offsets32 = nullptr;  // at most one of the two is set
+  int64_t length = 0;                  // the length of each segment, if there are no offsets
+  const int32_t* offsets32 = nullptr;  // at most one of offsets32 and offsets64 is set
   const int64_t* offsets64 = nullptr;
 
   int64_t limit = 0;  // the number of values, if there are offsets
 
-  // Offsets on a GPU may be unchecked. They are clamped, so bad ones give wrong segments but no access out of bounds.
+  // Offsets on a GPU may be unchecked. begin() and end() clamp them, so bad offsets give wrong segments, but no access
+  // out of bounds.
   D3S_HOST_DEVICE int64_t begin(int64_t i) const {
     if (!ragged()) return i * length;
     const int64_t at = offset(i);
@@ -25,7 +27,7 @@ struct Segments {
     const int64_t first = begin(i), last = begin(i + 1);
     return last < first ? first : last;
   }
-  // Whether the offsets around segment i are valid.
+  // Whether the two offsets of segment i are valid.
   D3S_HOST_DEVICE bool good(int64_t i) const {
     return offset(i) <= offset(i + 1) && (i > 0 || offset(0) == 0) && (i + 1 < count || offset(count) == limit);
   }
@@ -45,7 +47,7 @@ struct Segments {
     return low;
   }
 
-  // The segment that a position belongs to: the last that starts at or before it.
+  // The segment that contains a position: the last segment that starts at or before the position.
   D3S_HOST_DEVICE int64_t find(int64_t position) const {
     const int64_t next = first_from(position + 1);
     return next > 0 ? next - 1 : 0;

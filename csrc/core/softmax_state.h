@@ -2,16 +2,18 @@
 //
 //     m = max z,   S = sum e^((z - m) / t),   T = sum (z - m) e^((z - m) / t)
 //
-// Two states of one row merge into one; entropy and log-probability follow from the state alone. All of the
-// compiled code computes entropies here: CPU threads, GPU blocks, vocabulary tiles and ranks merge in the same way.
+// Two states of one row can be merged into one. Entropy needs only the merged state of the row; log-probability also
+// needs the label's logit z_y. All compiled code uses this file to compute entropies: CPU threads, GPU blocks,
+// vocabulary tiles and ranks merge their states in the same way.
 //
 //     H = log S - T / (t S),     logprob(y) = (z_y - m) / t - log S
 //
-// Both terms of H are >= 0, so they do not cancel, whatever constant is added to all logits.
+// Both terms of H, log S and -T / (t S), are >= 0. So they do not cancel, whatever constant is added to all logits.
 //
-// Special values. An accumulator may count a -inf logit as e^(-86) instead of 0 (a clamp is cheaper than a select):
-// that vanishes beside S >= 1, and finish() clears what it leaves in T / S. A row with only -inf logits has S < 1/2.
-// NaN and +inf always reach T as NaN and stay there (S may lose a NaN: see exp2_nonpositive in cpu/simd.h).
+// Special values: for a -inf logit, an accumulator may add e^(-86) instead of 0, since a clamp is cheaper than a
+// select. This term is negligible beside S >= 1, and finish() removes its contribution to T / S. A row with only -inf
+// logits has S < 1/2. A NaN or +inf logit always makes T NaN, and T stays NaN. S may lose a NaN: see exp2_nonpositive
+// in cpu/simd.h.
 #pragma once
 
 #include <cfloat>
@@ -20,7 +22,7 @@
 #include "macros.h"
 
 namespace d3s {
-namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge them
+namespace {  // internal linkage: each SIMD level compiles its own copy, and the linker must not merge these copies
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
@@ -37,7 +39,8 @@ struct RowStatistics {
   float log_sum;
 };
 
-// `state` with its maximum raised to `max`. If the factor underflows, the sums are exactly 0, however far it moved.
+// Returns `state` with its maximum raised to `max`. If the factor underflows to 0, both sums become exactly 0, however
+// far the maximum moved.
 D3S_HOST_DEVICE SoftmaxState rebase(const SoftmaxState& state, float max, float inverse_temperature) {
   const float move = state.max - max;
   const float factor = exp2f(move * (kLog2E * inverse_temperature));
@@ -47,18 +50,18 @@ D3S_HOST_DEVICE SoftmaxState rebase(const SoftmaxState& state, float max, float 
 
 D3S_HOST_DEVICE SoftmaxState merge(const SoftmaxState& a, const SoftmaxState& b, float inverse_temperature) {
   const bool a_leads = a.max >= b.max;
-  const SoftmaxState leader = a_leads ? a : b;  // copies: references would keep both states in a GPU's memory
+  const SoftmaxState leader = a_leads ? a : b;  // copies: with references, a GPU would keep both states in memory
   const SoftmaxState follower = a_leads ? b : a;
   const SoftmaxState moved = rebase(follower, leader.max, inverse_temperature);
   return {leader.max, leader.sum + moved.sum, leader.dot + moved.dot};
 }
 
 D3S_HOST_DEVICE RowStatistics finish(const SoftmaxState& state, float temperature) {
-  const bool undefined = state.sum < 0.5f || state.dot != state.dot;  // only -inf, or no logits; NaN or +inf
+  const bool undefined = state.sum < 0.5f || state.dot != state.dot;  // only -inf or no logits; or a NaN or +inf logit
   const float sum = undefined ? NAN : state.sum;
   const float log_sum = logf(sum);
   const float mean = state.dot / (temperature * sum);
-  const float entropy = log_sum - (mean > -1e-30f ? 0.f : mean);  // clears what clamped -inf logits left; NaN stays
+  const float entropy = log_sum - (mean > -1e-30f ? 0.f : mean);  // removes terms of clamped -inf logits; NaN stays NaN
   return {entropy < 0.f ? 0.f : entropy, state.max, log_sum};
 }
 
@@ -67,14 +70,14 @@ D3S_HOST_DEVICE float log_probability(float z, const RowStatistics& row, float t
   return (z - row.max) / temperature - row.log_sum;
 }
 
-// The gradient of g_logprob * logprob(y) + g_entropy * H in one logit,
+// The derivative of g_logprob * logprob(y) + g_entropy * H by the logit z of a token with probability p,
 //     dz = (g_logprob (1{y} - p) - g_entropy p (log p + H)) / t,
-// written as e^(d / t) * (offset + slope * d) with d = z - m: beside the exponential, the line in d costs one fused
-// multiply-add.
+// computed as e^(d / t) * (offset + slope * d) with d = z - m. In this form, it costs one fused multiply-add besides
+// the exponential.
 struct GradientLine {
   float offset;
   float slope;
-  float target;  // added at the label
+  float target;  // added if the token is the label
 };
 
 D3S_HOST_DEVICE GradientLine gradient_line(float g_logprob, float g_entropy, const RowStatistics& row,
@@ -84,7 +87,7 @@ D3S_HOST_DEVICE GradientLine gradient_line(float g_logprob, float g_entropy, con
           g_logprob / temperature};
 }
 
-// The gradient at the label, whose logit is `distance` from the maximum.
+// The gradient at the label. `distance` is the label's logit minus the maximum of the row.
 D3S_HOST_DEVICE float label_gradient(const GradientLine& line, float distance, float temperature) {
   const float e = expf(distance / temperature);
   return line.target + (e == 0.f ? 0.f : e * (line.offset + line.slope * distance));  // 0 * inf would be NaN

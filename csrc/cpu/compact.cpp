@@ -1,4 +1,4 @@
-// compact: the indices of a mask's true values, in row-major order, in a tensor whose size is known beforehand.
+// compact: the indices of a mask's true values, in row-major order, in a tensor of a size that the caller chooses.
 #include <algorithm>
 
 #include "../ops/compact.h"
@@ -17,7 +17,7 @@ int64_t count_true(const uint8_t* begin, const uint8_t* end) {
 
 void compact_indices(const uint8_t* mask, int64_t n, int64_t* indices, int64_t capacity, int64_t* count, Device&) {
   const int64_t pieces = (n + kPiece - 1) / kPiece;
-  std::vector<int64_t> start(pieces + 1, 0);  // true values before each piece
+  std::vector<int64_t> start(pieces + 1, 0);  // the number of true values before each piece
   parallel_for(pieces, 1, [&](int64_t first, int64_t last) {
     for (int64_t piece = first; piece < last; ++piece)
       start[piece + 1] = count_true(mask + piece * kPiece, mask + std::min(n, (piece + 1) * kPiece));
@@ -25,8 +25,8 @@ void compact_indices(const uint8_t* mask, int64_t n, int64_t* indices, int64_t c
   for (int64_t piece = 0; piece < pieces; ++piece) start[piece + 1] += start[piece];
   parallel_for(pieces, 1, [&](int64_t first, int64_t last) {
     for (int64_t piece = first; piece < last; ++piece) {
-      // Every index is stored, and `to` moves on only for a true value: no branch to mispredict. The loop ends at the
-      // piece's last true value, so that nothing is stored past it.
+      // Every index is stored, but `to` advances only for a true value, so there is no branch to mispredict. The loop
+      // ends at the piece's last true value, so that it stores nothing in the next piece's part of `indices`.
       const int64_t end = std::min(start[piece + 1], capacity);
       for (int64_t i = piece * kPiece, to = start[piece]; to < end; ++i) {
         indices[to] = i;

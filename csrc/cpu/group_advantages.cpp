@@ -11,8 +11,9 @@ namespace {
 
 constexpr int64_t kGrain = 16384;
 
-// Two passes in double: the mean first, then the squares of the differences from it. Four sums side by side hide the
-// latency of an addition. Only a reward's place in its group decides which sum it goes to.
+// The statistics take two passes in double: the first computes the mean, the second the squared differences from the
+// mean. Four separate sums hide the latency of an addition. Which of the four sums a reward is added to depends only on
+// the reward's index in its group.
 struct Statistics {
   double sum = 0.0, squares = 0.0;
   int64_t count = 0;
@@ -54,7 +55,7 @@ bool all_equal(const T* rewards, int64_t begin, int64_t end, const Statistics& s
   double lowest = INFINITY, highest = -INFINITY;
   for (int64_t i = begin; i < end; ++i) {
     const double reward = number_of(rewards[i]);
-    if (!(reward < lowest || reward > highest)) continue;  // most rewards are equal to earlier ones, or NaN
+    if (!(reward < lowest || reward > highest)) continue;  // most rewards are NaN, or within the range so far
     lowest = std::min(lowest, reward);
     highest = std::max(highest, reward);
   }

@@ -1,5 +1,6 @@
-// Rows with a span of a sampling mask, on a CPU. Their kept logits are gathered, and then reduced like a short dense
-// row. Arguments come checked: every id is a token, and the set of each unmasked row has the row's label.
+// How a CPU handles rows with a span of a sampling mask: the kept logits are gathered, and then reduced like a short
+// dense row. The arguments have been checked: every id is a token, and the set of each unmasked row contains the row's
+// label.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,8 @@
 
 namespace d3s {
 
-// The kept tokens of a row, as places in its logits. A thread has one such object, and reuses it from row to row.
+// The kept tokens of a row, as places: indices into the row's logits. Each thread reuses one such object for all its
+// rows.
 template <class T>
 class KeptLogits {
  public:
@@ -40,7 +42,7 @@ class KeptLogits {
   bool label_in_tile() const { return label_ >= 0; }
   float label_logit() const { return to_float(row_[label_]); }
 
-  // Merges the kept logits into `state`.
+  // Returns `state` merged with the kept logits.
   SoftmaxState merge_into(SoftmaxState state, const SoftmaxLoops<T>& loops, float temperature) {
     for_slices([&](const int64_t*, int64_t n) {
       const SoftmaxSums sums = loops.slice(logits_, n, kLog2E / temperature, logits_);
@@ -61,7 +63,8 @@ class KeptLogits {
   const std::vector<int64_t>& places() const { return places_; }
 
  private:
-  // Calls body(places, n) for slices of the places, after gathering their n logits in logits_.
+  // Calls body(places, n) for each slice of the places. Before each call, the n logits of the slice are gathered in
+  // logits_.
   template <class Body>
   void for_slices(const Body& body) {
     for (int64_t begin = 0; begin < static_cast<int64_t>(places_.size()); begin += kSlice) {
@@ -74,7 +77,7 @@ class KeptLogits {
 
   const LogitsRows& rows_;
   const T* row_ = nullptr;
-  int64_t label_ = -1;  // its place, if it is in the set and in the tile
+  int64_t label_ = -1;  // the label's place, or -1 if the label is not in the set or not in the tile
   std::vector<int64_t> places_;
   T logits_[kSlice];
 };

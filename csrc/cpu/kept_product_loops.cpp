@@ -1,4 +1,4 @@
-// Compiled once for each SIMD level.
+// This file is compiled once for each SIMD level.
 #include "kept_product_loops.h"
 
 #include "simd.h"
@@ -21,7 +21,7 @@ FloatPair load_rest(const T* p, int64_t n) {
 
 template <class T>
 float dot(const T* a, const T* b, int64_t n) {
-  FloatPair first = {}, second = {};  // two sums, since a multiply-add waits for the one before it
+  FloatPair first = {}, second = {};  // two sums, since a multiply-add waits for the previous one on the same sum
   int64_t i = 0;
   for (; i + 2 * kPair <= n; i += 2 * kPair) {
     add_product(first, load_pair(a + i), load_pair(b + i));

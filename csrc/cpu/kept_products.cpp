@@ -1,4 +1,4 @@
-// Products of the kept rows of an LM head's weight. Threads share the places evenly.
+// Products with the kept rows of an LM head's weight. The places are divided evenly among the threads.
 #include "../ops/kept_products.h"
 
 #include <algorithm>
@@ -9,12 +9,12 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // at least so many products for a thread
+constexpr int64_t kGrain = 32768;  // the least number of multiplications for a thread
 
 int64_t grain_of(const Matrix& matrix) { return 1 + kGrain / (matrix.columns + 1); }
 
-// Prefetches a row of a matrix that is too large for any cache. Rows come in no order, so without this the processor
-// would wait for the start of each row.
+// Prefetches a row of a matrix that is too large for any cache. Rows are read in no regular order, so without a
+// prefetch, the processor would wait at the start of each row.
 template <class T>
 void prefetch(const Matrix& matrix, int64_t row) {
   const char* p = reinterpret_cast<const char*>(row_of<T>(matrix, row));
@@ -45,7 +45,7 @@ std::vector<Needed> needed_places(const KeptHead& head) {
   return needed;
 }
 
-// A sort key of a place: entries sort by token, and within a token by place.
+// The sort key of a place. Places are sorted by token; places with the same token are sorted by place.
 struct Entry {
   int32_t token, place;
 
@@ -57,7 +57,7 @@ void add_sorted(const KeptGradient& gradient, const Matrix& hidden, const std::v
                 const Vector& bias_out) {
   const auto& loops = kept_products();
   const auto count = static_cast<int64_t>(sorted.size());
-  // A thread gets the tokens whose first place lies in its share.
+  // A thread gets the tokens whose first entry in `sorted` lies in the thread's share.
   parallel_for(count, grain_of(hidden), [&](int64_t begin, int64_t end) {
     std::vector<float> sum(hidden.columns);
     int64_t i = begin;

@@ -1,5 +1,5 @@
-// logprob_entropy and its backward, each in one pass over the logits. The temporaries are a list of the rows and, if
-// there are too few rows to keep the threads busy, 12 bytes for each slice of a row.
+// logprob_entropy and its backward, each in one pass over the logits. The temporary memory is a list of the rows and,
+// if there are too few rows to keep the threads busy, 12 bytes for each slice of a row.
 #include "../ops/logprob_entropy.h"
 
 #include <algorithm>
@@ -14,10 +14,11 @@ namespace {
 // The least work for a thread, in logits. With less work, a second thread costs more than it saves.
 constexpr int64_t kGrain = 32768;
 
-// The same in kept logits, for rows with a span. It is smaller, since each kept logit is a cache miss.
+// The least work for a thread in kept logits, for rows with a span. This limit is smaller, since each kept logit is a
+// cache miss.
 constexpr int64_t kKeptGrain = 1024;
 
-// The rows that are not masked out. Since these are lists, threads share the work evenly wherever the masked rows are.
+// Lists of the rows that are not masked out. With lists, threads share the work evenly wherever the masked rows are.
 struct LiveRows {
   std::vector<int64_t> dense, with_span;
 
@@ -34,7 +35,7 @@ struct LiveRows {
   }
 };
 
-// The state of a slice of `row`. `next_row` is read after this row, and is prefetched.
+// The state of a slice of `row`. Prefetches the next slice, or `next_row`, which the caller reads after this row.
 template <class T>
 SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t columns, int64_t slice, float temperature,
                          const T* next_row) {
@@ -44,9 +45,9 @@ SoftmaxState chunk_state(const SoftmaxLoops<T>& loops, const T* row, int64_t col
   return {sums.max, sums.sum, sums.dot};
 }
 
-// For each row in `live`, merges the states of its slices into start(row) and calls done(row, state, the label's column
-// or -1). A task is a row or, if rows are few, a slice. Slices are merged from left to right in both cases, so that the
-// bits are the same.
+// For each row in `live`, merges the states of the row's slices into start(row), and calls done(row, state, column).
+// `column` is the label's column, or -1. A task is a row or, if there are few rows, a slice. In both cases, slices are
+// merged from left to right, so the results are bitwise equal.
 template <class T, class Start, class Done>
 void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, const Start& start, const Done& done) {
   const T* logits = static_cast<const T*>(rows.logits);
@@ -82,7 +83,7 @@ void for_each_state(const LogitsRows& rows, const std::vector<int64_t>& live, co
   });
 }
 
-// Calls body(kept, row) for each row with a span, after `kept` has read it.
+// Calls body(kept, row) for each row with a span, after `kept` has read the row.
 template <class T, class Body>
 void for_each_span(const LogitsRows& rows, const std::vector<int64_t>& with_span, const Body& body) {
   const auto count = static_cast<int64_t>(with_span.size());
@@ -98,7 +99,7 @@ void for_each_span(const LogitsRows& rows, const std::vector<int64_t>& with_span
 
 }  // namespace
 
-const bool kMakesKeys = false;  // topk_mask.cpp makes them, vectorised
+const bool kMakesKeys = false;  // topk_mask.cpp makes the keys, vectorised
 
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput&, Device&) {
   for (int64_t row = 0; row < rows.layout.count; ++row)
@@ -137,15 +138,16 @@ bool has_gradient(const LogitsRows& rows, const RowGradients& gradients, int64_t
   return !rows.masked_out(row) && !(gradients.of_logprob(row, rows.labels) == 0.f && gradients.of_entropy(row) == 0.f);
 }
 
-// Writes zeros in short pieces: for long ones the C library's memset may take an instruction (rep stosb) that was found
-// to be a tenth slower in fresh memory.
+// Writes zeros in short pieces. For long pieces, the C library's memset may use the instruction rep stosb, which was
+// measured to take a tenth longer in newly allocated memory.
 void clear(void* memory, int64_t bytes) {
   constexpr int64_t kPiece = 1024;
   for (int64_t begin = 0; begin < bytes; begin += kPiece)
     memset(static_cast<char*>(memory) + begin, 0, std::min(kPiece, bytes - begin));
 }
 
-// Writes the gradient of kept logits for those rows in `which` that have a span and a gradient. All else is 0 already.
+// Writes the gradient of kept logits for the rows in `which` that have a span and an incoming gradient. All other
+// gradients are 0 already.
 template <class T>
 void write_kept(const LogitsRows& rows, const RowGradients& gradients, const int64_t* which, int64_t count, T* to,
                 const RowLayout& layout) {
@@ -175,7 +177,7 @@ void write_kept(const LogitsRows& rows, const RowGradients& gradients, const int
 
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device&) {
   const int64_t columns = rows.layout.columns;
-  if (columns == 0) return;  // a shard may have no tokens, and its gradient no memory
+  if (columns == 0) return;  // if a shard has no tokens, its gradient has no memory
   dispatch_gradient(rows.type, out.type, [&](auto logits_tag, auto tag) {
     using From = typename decltype(logits_tag)::type;
     using T = typename decltype(tag)::type;
@@ -184,8 +186,9 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
     const From* from = static_cast<const From*>(rows.logits);
     T* to = static_cast<T*>(out.gradient);
 
-    // The logits of rows without a gradient are not read; of a row with a span, only the kept logits are read. Both
-    // kinds of rows are in `still`, all others in `live`. With two lists, threads share both kinds of work evenly.
+    // `still` has the rows without an incoming gradient, whose logits are not read, and the rows with a span, for which
+    // only the kept logits are read. `live` has all other rows. With two lists, each kind of work is divided evenly
+    // among the threads.
     std::vector<int64_t> live, still;
     for (int64_t row = 0; row < rows.layout.count; ++row)
       (has_gradient(rows, gradients, row) && rows.spans.dense(row) ? live : still).push_back(row);
@@ -202,7 +205,7 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
       T* gradient = to + out.layout.offset(row);
       const RowStatistics statistics = gradients.statistics(row);
       const float g_logprob = gradients.of_logprob(row, rows.labels), g_entropy = gradients.of_entropy(row);
-      if (gradients.any_nan(row, rows.labels)) {  // also where a token's probability is 0
+      if (gradients.any_nan(row, rows.labels)) {  // even where a token's probability is 0
         std::fill(gradient + begin, gradient + end, from_float<T>(NAN));
         return;
       }
@@ -210,7 +213,8 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
       const GradientLine line = gradient_line(g_logprob, g_entropy, statistics, temperature);
       const int64_t label = rows.column(rows.labels[row]);
       const bool has_label = label >= begin && label < end;
-      const float label_distance = has_label ? to_float(p[label]) - statistics.max : 0.f;  // before it is overwritten
+      // The label's logit is read before the gradient overwrites it.
+      const float label_distance = has_label ? to_float(p[label]) - statistics.max : 0.f;
       const GradientRow of_row = {statistics.max, kLog2E / temperature, line.offset, line.slope};
       if constexpr (narrow)
         loops.narrow_gradient(p, columns, of_row, gradient);
@@ -218,7 +222,8 @@ void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const 
         loops.gradient(p + begin, end - begin, of_row, gradient + begin);
       if (has_label) gradient[label] = from_float<T>(label_gradient(line, label_distance, temperature));
     };
-    // A narrow gradient is written to the left of the logits that it is computed from, so its rows are not cut.
+    // A narrow gradient overwrites the front half of its row, which other pieces of the row would still have to read.
+    // So these rows are not cut into pieces.
     const int64_t length = narrow ? columns : kGrain, pieces = (columns + length - 1) / length;
     parallel_for(static_cast<int64_t>(live.size()) * pieces, grain, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {

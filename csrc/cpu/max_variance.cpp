@@ -1,4 +1,5 @@
-// max_variance_select: the k values of each segment with the largest variance. Sort, try every split, mark both ends.
+// max_variance_select: for each segment, the k values with the largest variance. The values are sorted, every split is
+// tried, and both ends of the best split are marked.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -12,17 +13,17 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 1024;      // at least so many values for a thread
-constexpr int64_t kRankSort = 256;    // up to this length, comparing all keys with all, vectorised, is fastest
-constexpr int64_t kRadixSort = 1024;  // from this length on, three passes over the keys are fastest
-constexpr int kDigit = 11;            // bits of a pass: 32 in three, with tables that stay in the first-level cache
+constexpr int64_t kGrain = 1024;      // the least number of values for a thread
+constexpr int64_t kRankSort = 256;    // up to this length, comparing each key with all keys (vectorised) is fastest
+constexpr int64_t kRadixSort = 1024;  // from this length on, a radix sort with three passes over the keys is fastest
+constexpr int kDigit = 11;            // bits of a pass: three passes cover 32 bits, and the tables fit in the L1 cache
 constexpr int kPasses = 3;
 constexpr uint32_t kBuckets = 1u << kDigit;
 
 constexpr uint32_t kUnusable = UINT32_MAX;  // the key of a value that is masked out or not finite
 
-// One integer to sort by: a value's order key in the high bits, its index in the low ones, so that ties go to the lower
-// index.
+// The integer to sort by: a value's order key in the high 32 bits, and the value's index in the low 32 bits. So if
+// values are equal, the lower index comes first.
 using Entry = uint64_t;
 
 Entry entry(uint32_t key, int64_t index) { return static_cast<uint64_t>(key) << 32 | static_cast<uint32_t>(index); }
@@ -30,12 +31,12 @@ double value_of(Entry e) { return order_key_value(static_cast<uint32_t>(e >> 32)
 int64_t index_of(Entry e) { return static_cast<int64_t>(e & 0xffffffffu); }
 uint32_t digit_of(Entry e, int pass) { return e >> (32 + pass * kDigit) & (kBuckets - 1); }
 
-// Both sorts get values in the order of their index, and are stable.
+// The two sorts below get values in the order of their indices. Both sorts are stable.
 
-// Sorts n keys. Unusable ones come last.
+// Sorts n keys. Unusable keys come last.
 void rank_sort(const uint32_t* keys, int64_t n, std::vector<Entry>& sorted) {
   uint32_t place[kRankSort];
-  uint8_t taken[kRankSort] = {};  // how many equal keys came before; fewer than kRankSort
+  uint8_t taken[kRankSort] = {};  // how many equal keys came before: fewer than kRankSort
   order_key_loops().count_below(keys, n, place);
   for (int64_t i = 0; i < n; ++i) sorted[place[i] + taken[place[i]]++] = entry(keys[i], i);
 }
@@ -54,19 +55,20 @@ void radix_sort(std::vector<Entry>& entries, std::vector<Entry>& spare) {
   }
 }
 
-struct Room {  // reused from segment to segment
+struct Room {  // memory that is reused from segment to segment
   std::vector<uint32_t> keys;
   std::vector<Entry> entries, spare;
   std::vector<Moments> high;
   std::vector<double> spreads;
 };
 
-// How many of the kept k come from the low end of n sorted entries. n must be above k.
+// For the best split, returns how many of the k kept entries are at the low end of the n sorted entries. n must be
+// above k.
 int64_t best_split(const std::vector<Entry>& sorted, int64_t k, Room& room) {
   const int64_t n = static_cast<int64_t>(sorted.size());
   const double shift = value_of(sorted[n / 2]);
   const double count = static_cast<double>(k);
-  room.high.resize(k + 1);  // high[j]: moments of the j largest values
+  room.high.resize(k + 1);  // high[j]: the moments of the j largest values
   room.spreads.resize(k + 1);
   Moments high, low;
   for (int64_t j = 0; j <= k; ++j) {

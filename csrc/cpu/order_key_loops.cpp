@@ -1,9 +1,10 @@
-// Compiled once for each SIMD level: plain loops that the compiler turns into vectors of the level's width.
+// This file is compiled once for each SIMD level. The compiler turns these plain loops into vectors of the level's
+// width.
 #include "order_key_loops.h"
 
-#include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <cstring>
 
 #include "../core/order_key.h"
 
@@ -26,7 +27,7 @@ int64_t from_scores(const T* scores, const float* advantages, float advantage, c
                     uint32_t* keys) {
   const auto each = [=](int64_t i) { return advantages[i]; };
   const auto one = [=](int64_t) { return advantage; };
-  const auto* flags = reinterpret_cast<const uint8_t*>(mask);  // a bool that views other data may be any byte
+  const auto* flags = reinterpret_cast<const uint8_t*>(mask);  // a bool view of other data may have any byte value
   const auto masked = [=](int64_t i) { return 0u - (flags[i] != 0); };
   const auto all = [](int64_t) { return ~0u; };
   if (advantages) return mask ? keys_of(scores, each, masked, n, keys) : keys_of(scores, each, all, n, keys);
@@ -50,7 +51,8 @@ int64_t finite_keys(const T* values, const bool* mask, int64_t n, uint32_t* keys
 }
 
 int64_t count_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
-  // 32-bit counters, as wide as the keys, make this two instructions a vector; a block cannot overflow them.
+  // 32-bit counters are as wide as the keys, so the loop takes two instructions per vector. A block is too short to
+  // overflow the counters.
   constexpr int64_t block = int64_t{1} << 30;
   int64_t total = 0;
   for (int64_t begin = 0; begin < n; begin += block) {
@@ -65,7 +67,7 @@ int64_t count_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
 int64_t copy_between(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* out) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
-    out[count] = keys[i];  // stored always; `count` moves on only for a key in range: no branch to mispredict
+    out[count] = keys[i];  // always stored, but `count` advances only for a key in range: no branch to mispredict
     count += keys[i] - low <= high - low;
   }
   return count;
@@ -76,12 +78,12 @@ int64_t copy_between(const uint32_t* keys, int64_t n, uint32_t low, uint32_t hig
 template <int kColumns>
 void count_block_below(const uint32_t* keys, int64_t n, const uint32_t* columns, uint32_t* below) {
   uint32_t counts[kColumns] = {}, own[kColumns];
-  std::copy_n(columns, kColumns, own);
+  memcpy(own, columns, sizeof own);
   for (int64_t j = 0; j < n; ++j) {
     const uint32_t key = keys[j];
     for (int i = 0; i < kColumns; ++i) counts[i] += key < own[i];
   }
-  std::copy_n(counts, kColumns, below);
+  memcpy(below, counts, sizeof counts);
 }
 
 void count_below(const uint32_t* keys, int64_t n, uint32_t* below) {
@@ -97,8 +99,8 @@ void write_mask(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask) {
 }
 
 uint32_t lowest_from(const uint32_t* keys, int64_t n, uint32_t pivot) {
-  // Finds the least distance above the pivot. For a key below the pivot the difference wraps around, and so is larger
-  // than that of any key above.
+  // Finds the least difference from the pivot. For a key below the pivot, the unsigned difference wraps around, which
+  // makes it larger than the difference of any key that is at least the pivot.
   uint32_t least = UINT32_MAX;
   for (int64_t i = 0; i < n; ++i) least = keys[i] - pivot < least ? keys[i] - pivot : least;
   return least <= UINT32_MAX - pivot ? pivot + least : UINT32_MAX;

@@ -7,7 +7,7 @@
 
 namespace d3s {
 
-constexpr int64_t kKeysPadding = 16;  // keys in the widest vector
+constexpr int64_t kKeysPadding = 16;  // the number of keys in the widest vector
 
 struct OrderKeyLoops {
   // keys[i] = order_key(|advantage| * scores[i]), or 0 where the mask is false or the score is NaN. The advantage is
@@ -28,13 +28,14 @@ struct OrderKeyLoops {
   FiniteKeys<bfloat16> finite_bf16;
   FiniteKeys<float16> finite_fp16;
 
-  // How many keys are at least `pivot`.
+  // Returns how many keys are at least `pivot`.
   int64_t (*count_from)(const uint32_t* keys, int64_t n, uint32_t pivot);
-  // Copies the keys in [low, high] to `out`, in order, and returns their number. `out` must have room for n keys.
+  // Copies the keys in [low, high] to `out`, in order, and returns how many there are. `out` must have room for n keys.
   int64_t (*copy_between)(const uint32_t* keys, int64_t n, uint32_t low, uint32_t high, uint32_t* out);
-  // The smallest key that is at least `pivot`, or UINT32_MAX.
+  // Returns the smallest key that is at least `pivot`, or UINT32_MAX if there is none.
   uint32_t (*lowest_from)(const uint32_t* keys, int64_t n, uint32_t pivot);
-  // below[i]: how many of the n keys are less than keys[i]. Both arrays have room for n rounded up to kKeysPadding.
+  // below[i] = how many of the n keys are less than keys[i]. Both arrays have room for n elements, where n is rounded
+  // up to a multiple of kKeysPadding.
   void (*count_below)(const uint32_t* keys, int64_t n, uint32_t* below);
   // mask[i] = keys[i] >= pivot.
   void (*write_mask)(const uint32_t* keys, int64_t n, uint32_t pivot, bool* mask);
@@ -47,6 +48,6 @@ struct OrderKeyLoops {
   FiniteKeys<float16> finite(Tag<float16>) const { return finite_fp16; }
 };
 
-const OrderKeyLoops& order_key_loops();  // those of simd_level()
+const OrderKeyLoops& order_key_loops();  // the table of simd_level()
 
 }  // namespace d3s

@@ -1,4 +1,5 @@
-// Compiled once for each SIMD level: plain loops that the compiler turns into vectors of the level's width.
+// This file is compiled once for each SIMD level. The compiler turns these plain loops into vectors of the level's
+// width.
 #include "ratio_loops.h"
 
 #include <type_traits>
@@ -6,7 +7,8 @@
 namespace d3s {
 namespace {
 
-// Tells whether a token is present, as a word of all ones or all zeros. A bool that views other data may be any byte.
+// These functors tell whether a token is present, as a word of all ones or all zeros. A bool view of other data may
+// have any byte value.
 struct All {
   uint32_t operator()(int64_t) const { return ~0u; }
 };
@@ -24,7 +26,7 @@ struct MaskedInSome {
   uint32_t operator()(int64_t i) const { return masked(i) & in_some(i); }
 };
 
-// The group of a token; -1 if it is in no group.
+// These functors give the group of a token, which is below 0 if the token is in no group.
 struct OneGroup {
   int32_t operator()(int64_t) const { return 0; }
 };
@@ -33,7 +35,8 @@ struct GroupId {
   int32_t operator()(int64_t i) const { return ids[i]; }
 };
 
-// Calls `body` with the functor above that tells whether a token is present: unmasked, and in a group if there are ids.
+// Calls `body` with the functor above that fits the tokens. The functor tells whether a token is unmasked and, if there
+// are ids, in a group.
 template <class Body>
 void with_present(const TokenStretch& tokens, const Body& body) {
   const Masked masked = {reinterpret_cast<const uint8_t*>(tokens.mask)};
@@ -48,7 +51,7 @@ void with_present(const TokenStretch& tokens, const Body& body) {
     body(All());
 }
 
-// Calls body(group, present) with the two functors above that fit the tokens.
+// Calls body(group, present) with the two functors above that fit the tokens. Here, `present` looks only at the mask.
 template <class Body>
 void with_groups(const TokenStretch& tokens, const Body& body) {
   const Masked masked = {reinterpret_cast<const uint8_t*>(tokens.mask)};
@@ -62,7 +65,8 @@ void with_groups(const TokenStretch& tokens, const Body& body) {
     body(OneGroup(), All());
 }
 
-// Calls body(first, number) for the groups, two at a time. For an odd number of groups, the last call has one group.
+// Calls body(first, number) for the groups, two at a time: groups `first` and `first` + 1, with `number` = 2. For an
+// odd number of groups, the last call has `number` = 1.
 template <class Body>
 void in_pairs(int groups, const Body& body) {
   int group = 0;
@@ -78,7 +82,7 @@ void add_terms(const Term& term, const Group& group, const Present& present, int
     const uint32_t all = bits_of_float(term(i)), counted = present(i);
     for (int g = 0; g < kGroups; ++g) {
       const uint32_t word = counted & (0u - static_cast<uint32_t>(group(i) == first + g)), bits = all & word;
-      const uint32_t size = bits & 0x7fffffffu;  // as an integer, NaN is larger than any number
+      const uint32_t size = bits & 0x7fffffffu;  // as an integer, NaN is larger than any other value
       largest = size > largest ? size : largest;
       places[g] += placed_units(float_of_bits(bits));
       counts[g] += word & 1u;

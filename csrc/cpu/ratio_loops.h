@@ -17,19 +17,19 @@ struct TokenStretch {
 };
 
 struct RatioLoops {
-  // Adds the terms a[i] - b[i], or a[i] where b is null, of the tokens of each group to sums[group].
+  // For each present token i, adds a[i] - b[i] to sums[group of i]. If b is null, adds a[i].
   void (*sum)(const float* a, const float* b, const TokenStretch& tokens, int groups, ExactSum* sums);
-  // out[i] = numbers[group] for a token in a group, else `none`.
+  // out[i] = numbers[group of i] if token i is present, else `none`.
   void (*assign)(const TokenStretch& tokens, int groups, const float* numbers, float none, float* out);
-  // out[i] = e^(a[i] - b[i]), or e^(means[i] + a[i] - b[i]) if `means` is not null, with the exponent clamped to the
-  // bounds; kNoRatio for tokens that are not present. `means` may be `out`.
+  // out[i] = e^(a[i] - b[i]), or e^(means[i] + a[i] - b[i]) if `means` is not null. The exponent is clamped to the
+  // bounds. Tokens that are not present get kNoRatio. `means` may be `out`.
   void (*exponentiate)(const float* a, const float* b, const TokenStretch& tokens, const float* means,
                        const LogBounds& bounds, float* out);
-  // out[i] = the gradient of a log-ratio; 0 for tokens that are not present.
+  // out[i] = the gradient of the log-ratio of token i, or 0 if the token is not present.
   void (*gradients)(const float* grad, const float* ratio, const TokenStretch& tokens, const RatioLimits& limits,
                     float* out);
 };
 
-const RatioLoops& ratio_loops();  // those of simd_level()
+const RatioLoops& ratio_loops();  // the table of simd_level()
 
 }  // namespace d3s

@@ -1,6 +1,6 @@
-// importance_ratio, entropy_groups, adaptive_clip. The first pass sums up each group, the second writes a number for
-// each token. Threads share the tokens evenly, wherever sequences begin and end: sums are exact, so any split gives the
-// same bits.
+// importance_ratio, entropy_groups, adaptive_clip. For means, the first pass adds up each group, and the second pass
+// writes a value for each token. Threads share the tokens evenly, wherever sequences begin and end. Sums are exact, so
+// any division among threads gives bitwise equal results.
 #include <algorithm>
 #include <vector>
 
@@ -11,8 +11,8 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // at least so many tokens for a thread
-constexpr int64_t kPiece = 4096;   // tokens that stay in the first-level cache while each group is added up
+constexpr int64_t kGrain = 16384;  // the least number of tokens for a thread
+constexpr int64_t kPiece = 4096;   // this many tokens stay in the first-level cache while each group is added up
 
 const RatioLoops& loops() { return ratio_loops(); }
 
@@ -20,7 +20,8 @@ TokenStretch stretch(const TokenGroups& groups, int64_t begin, int64_t end) {
   return {groups.mask ? groups.mask + begin : nullptr, groups.ids ? groups.ids + begin : nullptr, end - begin};
 }
 
-// Calls body(sequence, begin, end) for all tokens, on all threads. Each call has at most kPiece tokens of one sequence.
+// Calls body(sequence, begin, end) on all threads, for stretches that together cover all tokens. Each stretch has at
+// most kPiece tokens, all of one sequence.
 template <class Body>
 void for_stretches(const TokenGroups& groups, const Body& body) {
   const Segments& sequences = groups.sequences;
@@ -41,7 +42,7 @@ void add_shared(ExactSum& total, const ExactSum& part) {  // several threads may
   if (part.flags) __atomic_fetch_or(&total.flags, part.flags, __ATOMIC_RELAXED);
 }
 
-// The sums of a[i] - b[i], or of a[i] where b is null, over each group of each sequence.
+// For each group of each sequence, the sum of a[i] - b[i] over the tokens of the group. If b is null, the sum of a[i].
 std::vector<ExactSum> group_sums(const float* a, const float* b, const TokenGroups& groups) {
   std::vector<ExactSum> sums(groups.each * groups.sequences.count);
   for_stretches(groups, [&](int64_t sequence, int64_t begin, int64_t end) {
@@ -52,7 +53,7 @@ std::vector<ExactSum> group_sums(const float* a, const float* b, const TokenGrou
   return sums;
 }
 
-// out[i] = number(mean of the group) for each token of a stretch; `none` for tokens in no group.
+// For each token of a stretch, out[i] = number(mean of the token's group), or `none` if the token is in no group.
 template <class Number>
 void write_numbers(const std::vector<ExactSum>& sums, const TokenGroups& groups, int64_t sequence,
                    const TokenStretch& tokens, float none, const Number& number, float* out) {

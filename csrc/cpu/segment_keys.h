@@ -1,5 +1,5 @@
-// The keys of a segment on a CPU: stored, or computed again for each pass. And the function that writes a segment's
-// mask once its k-th largest key is known.
+// The keys of a segment on a CPU, which are either stored or recomputed in each pass. write_mask writes the mask of a
+// segment after its k-th largest key has been found.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,11 @@
 
 namespace d3s {
 
-constexpr int64_t kGrain = 8192;       // at least so many scores for a thread
-constexpr int64_t kPiece = 65536;      // keys of a long segment in one task: 256 KiB, in the second-level cache
+constexpr int64_t kGrain = 8192;       // the least number of scores for a thread
+constexpr int64_t kPiece = 65536;      // keys in a piece of a long segment: 256 KiB, to fit in the second-level cache
 constexpr int64_t kLong = 2 * kPiece;  // from this length on, all threads share a segment, and topk_mask stores no keys
 
-using Keys = std::unique_ptr<uint32_t[]>;  // a vector would clear the memory before it is written
+using Keys = std::unique_ptr<uint32_t[]>;  // a vector would first fill the memory with zeros
 
 inline Keys new_keys(int64_t n) { return Keys(new uint32_t[n > 0 ? n : 1]); }
 
@@ -59,7 +59,7 @@ inline int64_t make_keys(const Scores& scores, const OrderKeyLoops& loops, int64
   });
 }
 
-// The keys of one segment: `stored`, or made from `scores` in each pass.
+// The keys of one segment. They are stored in `stored` or, if it is null, made from `scores` in each pass.
 struct SegmentKeys {
   const OrderKeyLoops* loops;
   int64_t n;
@@ -73,16 +73,17 @@ struct SegmentKeys {
     return key;
   }
 
-  // The sum of body(keys, n) over all pieces.
+  // Returns the sum of body(keys, n) over all pieces.
   template <class Count>
   int64_t count(const Count& body) const {
-    if (stored && n <= kPiece) return body(stored, n);  // allocates nothing: bisection calls this dozens of times
+    if (stored && n <= kPiece) return body(stored, n);  // no allocation, since bisection calls this dozens of times
     std::vector<int64_t> counts(pieces_of(n));
     for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) { counts[piece] = body(p, b - a); });
     return total(counts);
   }
 
-  // Calls body(piece, a, b, keys) for each piece [a, b) with its keys. If the segment is long, all threads share this.
+  // Calls body(piece, a, b, keys) for each piece [a, b), where `keys` points to the keys of the piece. If the segment
+  // is long, the pieces are divided among all threads.
   template <class Body>
   void for_pieces(const Body& body) const {
     const int64_t pieces = pieces_of(n);
@@ -105,16 +106,16 @@ struct Cut {
 };
 
 struct Kept {
-  int64_t zeros = 0;             // how many of the top k are dropped because they are 0
+  int64_t zeros = 0;             // how many of the top k are dropped because their score is 0
   uint32_t lowest = UINT32_MAX;  // the lowest key that is kept
 };
 
 inline Kept write_mask(const SegmentKeys& keys, const Cut& cut, bool drop_zeros, bool* mask) {
   const OrderKeyLoops& loops = *keys.loops;
   const int64_t pieces = pieces_of(keys.n);
-  std::vector<int64_t> surplus(pieces, 0);      // ties of a piece that are not taken
-  std::vector<uint32_t> from(pieces, cut.key);  // the lowest key that a piece may keep
-  if (!cut.all_ties) {  // ties are taken from the left: all in the first pieces, some in one, none after it
+  std::vector<int64_t> surplus(pieces, 0);      // for each piece: how many of its ties are not kept
+  std::vector<uint32_t> from(pieces, cut.key);  // for each piece: the lowest key that it may keep
+  if (!cut.all_ties) {  // ties are kept from the left: all in the first pieces, some in one piece, none after it
     keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
       surplus[piece] = loops.count_from(p, b - a, cut.key) - loops.count_from(p, b - a, cut.key + 1);
     });

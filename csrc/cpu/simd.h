@@ -1,6 +1,6 @@
-// Vectors of the width that this file is compiled for, and the few operations that the loops use. The vectors are GCC's
-// and Clang's vector extensions, with intrinsics where the extensions lack an operation. Fast-math must be off: it
-// would remove the rounding trick of exp2_nonpositive and change how the whole process treats denormals.
+// Vectors of the width that this file is compiled for, and the few vector operations that the loops use. The vectors
+// are GCC's and Clang's vector extensions. Where the extensions lack an operation, intrinsics are used. Fast-math must
+// be off: it would remove the rounding trick of exp2_nonpositive, and change how the whole process treats denormals.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__) && !defined(D3S_GENERIC)  // tests define D3S_GENERIC to compile the code of other machines
+#elif defined(__aarch64__) && !defined(D3S_GENERIC)  // tests define D3S_GENERIC to compile the code for other machines
 #include <arm_neon.h>
 #define D3S_NEON
 #endif
@@ -34,7 +34,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 inline Floats all(float value) { return value - Floats{}; }
 
-// a * b + c, rounded once if the machine can do that.
+// a * b + c, rounded only once if the machine can do that.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -47,7 +47,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The larger of the two. Where x is NaN, the result is `number`, which must not be NaN.
+// The larger of x and `number`. Where x is NaN, the result is `number`, which must not be NaN.
 inline Floats max_number(Floats x, Floats number) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)x, (__m512)number);
@@ -62,12 +62,12 @@ inline Floats max_number(Floats x, Floats number) {
 #endif
 }
 
-// The larger of the two. Where x is NaN, the result is NaN. `number` must not be NaN.
+// The larger of x and `number`. Where x is NaN, the result is NaN. `number` must not be NaN.
 inline Floats max_or_nan(Floats x, Floats number) {
 #if defined(D3S_NEON)
   return (Floats)vmaxq_f32((float32x4_t)x, (float32x4_t)number);
 #else
-  return max_number(number, x);  // gives its second argument where one is NaN
+  return max_number(number, x);  // here, max_number returns its second argument where one of them is NaN
 #endif
 }
 
@@ -89,8 +89,8 @@ inline Floats exp2_nonpositive(Floats x, Floats scale) {
   return (Floats)((Ints)p + ((Ints)sum << 23));
 }
 
-// Folds all lanes into one in log2(kLanes) steps, each of which folds one half onto the other. The order is always the
-// same.
+// Folds all lanes into one value, in log2(kLanes) steps. Each step folds one half of the lanes onto the other half. The
+// order is always the same.
 template <class Fold>
 inline float fold_lanes(Floats v, const Fold& fold) {
 #if defined(__AVX512F__)
@@ -117,14 +117,15 @@ inline float max_lanes(Floats v) {
   return fold_lanes(v, [](Floats a, Floats b) { return max_number(a, b); });
 }
 
-// ---- 2 * kLanes elements of a type as floats. The order of the lanes depends on the type; load and store agree on it.
+// ---- load_pair and store_pair: 2 * kLanes elements of a type, as floats. The order of the lanes depends on the type;
+// load_pair and store_pair use the same order.
 struct FloatPair {
   Floats a, b;
 };
 constexpr int64_t kPair = 2 * kLanes;
 
-// Loads the two vectors separately. For one memcpy of the whole pair GCC emits small copies through memory, each of
-// which waits for the previous one.
+// Loads the two vectors separately. For one memcpy of the whole pair, GCC would emit small copies through memory, each
+// of which waits for the previous copy.
 inline FloatPair load_pair(const float* p) {
   FloatPair pair;
   memcpy(&pair.a, p, sizeof pair.a);
@@ -137,7 +138,7 @@ inline void store_pair(float* p, const FloatPair& pair) {
   memcpy(p + kLanes, &pair.b, sizeof pair.b);
 }
 
-// Even elements are the low halves of the words, odd ones the high halves.
+// Even elements are the low halves of the words, and odd elements are the high halves.
 inline FloatPair load_pair(const bfloat16* p) {
   Words words;
   memcpy(&words, p, sizeof words);
@@ -206,7 +207,7 @@ inline void store_pair(float16* p, const FloatPair& pair) {
 }
 #endif
 
-// ---- The same, but the lanes are always in memory order.
+// ---- load_floats and store_floats: as load_pair and store_pair, but the lanes are always in memory order.
 inline FloatPair load_floats(const float* p) { return load_pair(p); }
 inline FloatPair load_floats(const float16* p) { return load_pair(p); }
 inline void store_floats(float* p, const FloatPair& pair) { store_pair(p, pair); }

@@ -1,4 +1,4 @@
-// Compiled once for each SIMD level.
+// This file is compiled once for each SIMD level.
 #include "softmax_rows.h"
 
 #include <cfloat>
@@ -10,12 +10,12 @@
 namespace d3s {
 namespace {
 
-// The distance from the maximum at which a logit no longer counts: its exponential is 2^-125, the smallest that
-// exp2_nonpositive computes.
+// The distance from the maximum at which a logit no longer counts. There, its exponential is 2^-125, the smallest value
+// that exp2_nonpositive computes.
 inline float floor_distance(float scale) { return -125.f / scale; }
 
-// The last elements, which are too few for a pair of vectors, padded with -inf. They are copied by memcpy: if a
-// gradient overwrites logits of another type, the compiler could reorder plain reads and writes.
+// The last elements, which are too few for a pair of vectors, padded with -inf. They are copied by memcpy, since the
+// compiler could reorder plain reads and writes when a gradient overwrites logits of another type.
 template <class T>
 struct Tail {
   T values[kPair];
@@ -30,7 +30,7 @@ struct Maximum {
   Floats a = all(-FLT_MAX), b = all(-FLT_MAX);
 
   void add(const FloatPair& x) {
-    a = max_number(x.a, a);  // NaN still reaches the dot
+    a = max_number(x.a, a);  // this drops NaN, but the dot still becomes NaN
     b = max_number(x.b, b);
   }
 };
@@ -48,7 +48,8 @@ struct Sums {
   }
 };
 
-// So many elements are first added to sums of their own: terms of 1e-8, added one by one to a sum of 1, would be lost.
+// This many elements are first added to separate sums. If terms of 1e-8 were added one by one to a sum of 1, they would
+// be lost.
 constexpr int64_t kRun = 16 * kPair;
 
 template <class T>
@@ -72,7 +73,7 @@ SoftmaxSums slice(const T* logits, int64_t n, float scale, const T* next) {
     const int64_t end = whole - begin < kRun ? whole : begin + kRun;
     Sums run;
     for (i = begin; i < end; i += kPair) {
-      // Prefetches what comes next, so that memory is busy during the arithmetic.
+      // Prefetches the next logits, so that memory is busy during the arithmetic.
       for (int64_t line = 0; line < static_cast<int64_t>(kPair * sizeof(T)); line += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(next + i) + line);
       run.add(load_pair(logits + i), maxima, floors, scales);

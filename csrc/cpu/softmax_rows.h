@@ -7,11 +7,12 @@
 
 namespace d3s {
 
-// Logits in a slice. A row is always cut at multiples of this, so that its result has the same bits on any number of
-// threads and in any batch. 8192 logits stay in the nearest caches between the search for the maximum and the sums.
+// The number of logits in a slice. A row is always cut at multiples of this number, so that its results are bitwise
+// equal on any number of threads and in any batch. 8192 logits stay in the nearest caches between the pass for the
+// maximum and the pass for the sums.
 constexpr int64_t kSlice = 8192;
 
-struct SoftmaxSums {  // a SoftmaxState as plain numbers: core/softmax_state.h has internal linkage
+struct SoftmaxSums {  // the fields of a SoftmaxState, which has internal linkage (core/softmax_state.h)
   float max, sum, dot;
 };
 
@@ -22,11 +23,12 @@ struct GradientRow {
 
 template <class T>
 struct SoftmaxLoops {
-  // The state of n <= kSlice logits; scale is log2(e) / t. `next` is the memory to prefetch: the caller's next logits.
+  // The state of n <= kSlice logits; `scale` is log2(e) / t. Prefetches `next`: the logits that the caller reads next.
   SoftmaxSums (*slice)(const T* logits, int64_t n, float scale, const T* next);
-  // gradient[i] = e (offset + slope d), d = logits[i] - max; 0 where the logit is -inf. `gradient` may be `logits`.
+  // gradient[i] = 2^(d scale) (offset + slope d), where d = logits[i] - max; 0 if the logit is -inf. `gradient` may be
+  // `logits`.
   void (*gradient)(const T* logits, int64_t n, const GradientRow& row, T* gradient);
-  // The same from float32 logits. `gradient` may overwrite the front of `logits`.
+  // The same, but from float32 logits. `gradient` may overwrite the front of `logits`.
   void (*narrow_gradient)(const float* logits, int64_t n, const GradientRow& row, T* gradient);
 };
 
@@ -40,6 +42,6 @@ struct SoftmaxRows {
   const SoftmaxLoops<float16>& of(Tag<float16>) const { return fp16; }
 };
 
-const SoftmaxRows& softmax_rows();  // those of simd_level()
+const SoftmaxRows& softmax_rows();  // the table of simd_level()
 
 }  // namespace d3s

@@ -1,9 +1,11 @@
-// topk_mask, select_tokens, select_tokens_from_logits: exactly k of each segment, ties to the lower index.
+// topk_mask, select_tokens, select_tokens_from_logits: keep exactly k scores of each segment. Among equal scores, the
+// lower index is kept first.
 //
-// A segment's scores become integer keys. The k-th largest key is found by bisection: counting the keys from a pivot on
-// runs at the speed of the cache, and some twenty pivots are enough. A segment too long for the cache is narrowed
-// first: a sample gives two keys that most likely have the k-th between them, and only the few keys between them stay.
-// The few passes over such a segment compute its keys again, piece by piece: this is cheaper than storing them.
+// The scores of a segment become integer keys, and bisection finds the k-th largest key. Each step counts the keys that
+// are at least a pivot. Counting runs at the speed of the cache, and some twenty pivots are enough. If a segment is too
+// long for the cache, the search is narrowed first: a sample gives two keys that most likely enclose the k-th largest
+// key, and only the few keys in between are searched further. The few passes over such a segment recompute its keys
+// piece by piece, which is cheaper than storing them.
 #include <cmath>
 
 #include "segment_keys.h"
@@ -11,17 +13,18 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kBisect = 32768;  // up to this many keys (128 KiB), bisection counts them all for each pivot
+constexpr int64_t kBisect = 32768;  // up to this many keys (128 KiB), bisection counts over all keys for each pivot
 constexpr int64_t kSample = 1024;
 
-// The search for the k-th largest of some keys. It lies in [low, high], together with `inside` - 1 other keys.
+// The search for the k-th largest of some keys. The wanted key lies in [low, high], together with `inside` - 1 other
+// keys.
 struct Search {
   const OrderKeyLoops& loops;
   SegmentKeys keys;
-  int64_t inside, k;  // k: the key that is searched is the k-th largest of `keys`
+  int64_t inside, k;  // k: the wanted key is the k-th largest of `keys`
   uint32_t low = 1, high = kLargestKey;
 
-  // Two keys of a sample: four standard deviations below and above the place where the k-th key is expected.
+  // Two keys of a sorted sample: four standard deviations below and above the index where the wanted key is expected.
   std::pair<uint32_t, uint32_t> guess() const {
     uint32_t sample[kSample];
     const int64_t step = keys.n / kSample;
@@ -34,8 +37,8 @@ struct Search {
     return {std::clamp(from, low, high), std::clamp(to, low, high)};
   }
 
-  // If the k-th key is in [from, to], copies the keys in this range to `spare` and continues with these. Else moves
-  // `low` or `high` past the range and returns false.
+  // If the wanted key is in [from, to], copies all keys in this range to `spare`, continues with the copies, and
+  // returns true. Otherwise, moves `low` or `high` past the range and returns false.
   bool narrow(uint32_t from, uint32_t to, uint32_t* spare) {
     std::vector<int64_t> within(pieces_of(keys.n)), above(pieces_of(keys.n));
     keys.for_pieces([&](int64_t piece, int64_t a, int64_t b, const uint32_t* p) {
@@ -56,7 +59,7 @@ struct Search {
   }
 
   Cut bisect() {
-    int64_t above = 0;  // keys > high; inside + above >= k > above
+    int64_t above = 0;  // the number of keys above `high`; inside + above >= k > above
     while (low < high && inside + above > k) {
       const uint32_t middle = low + (high - low) / 2 + 1;
       const int64_t from_middle =
@@ -74,19 +77,20 @@ struct Search {
   }
 };
 
-// The cut that keeps k of the keys. `present` keys are not 0, and 1 <= k <= present.
+// The cut that keeps k of the keys. `present` is the number of keys that are not 0, and 1 <= k <= present.
 Cut find_cut(const SegmentKeys& keys, int64_t present, int64_t k) {
   Search search{*keys.loops, keys, present, k};
   Keys left;
   while (search.keys.n > kBisect && search.low < search.high) {
     const int64_t before = search.keys.n;
     const auto [from, to] = search.guess();
-    // In new memory, since a wrong guess must not overwrite the keys that are left. Few of its pages are touched.
+    // The keys of the narrowed range go to new memory, since a wrong guess must not overwrite the current keys. Few
+    // pages of the new memory are touched.
     Keys next = new_keys(before);
-    // After a wrong guess, takes all keys that are left in [low, high] instead of trusting another sample.
+    // After a wrong guess, takes all keys that are still in [low, high], instead of trusting another sample.
     if (!search.narrow(from, to, next.get())) search.narrow(search.low, search.high, next.get());
     left = std::move(next);
-    if (search.keys.n == before) break;  // too few different keys to narrow further
+    if (search.keys.n == before) break;  // there are too few different keys to narrow further
   }
   return search.bisect();
 }
@@ -96,7 +100,8 @@ struct Selected {
   float threshold = INFINITY;  // the lowest kept score
 };
 
-// Writes the mask of one segment, values [begin, end) of `scores`. `room` is for its keys, or null for a long segment.
+// Writes the mask of one segment: the values [begin, end) of `scores`. `room` is memory for the keys, or null for a
+// long segment.
 Selected select_segment(const Scores& scores, const Quota& quota, bool drop_zeros, int64_t begin, int64_t end,
                         uint32_t* room, bool* mask) {
   const OrderKeyLoops& loops = order_key_loops();
@@ -136,7 +141,7 @@ void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const
     for (int64_t segment = first; segment < last; ++segment)
       if (length(segment) < kLong) run(segment, room.get());
   });
-  for (int64_t segment = 0; segment < segments.count; ++segment)  // one after the other, each on all threads
+  for (int64_t segment = 0; segment < segments.count; ++segment)  // long segments one by one, each on all threads
     if (length(segment) >= kLong) run(segment, nullptr);
 }
 

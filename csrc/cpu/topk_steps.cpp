@@ -1,4 +1,5 @@
-// Top-K selection in steps, for a segment that lies on several ranks: what one rank does between the collectives.
+// Top-K selection in steps, for segments that are spread over several ranks: what one rank does between the
+// collectives.
 #include "../ops/topk_steps.h"
 
 #include "segment_keys.h"
@@ -6,8 +7,8 @@
 namespace d3s {
 namespace {
 
-// Counts how many keys have each digit. Neighbouring keys often have the same digit, and it is slow to increment a
-// counter that was just written. So neighbours are counted in two tables in turn.
+// Counts how many keys have each value of a digit. Neighbouring keys often have the same digit, and incrementing a
+// counter that was just written is slow. So neighbouring keys are counted in two tables in turn.
 class DigitCounts {
  public:
   explicit DigitCounts(const Digit& digit) : digit_(digit) {
@@ -29,7 +30,7 @@ class DigitCounts {
   uint32_t even_[1 << Digit::kMostBits], odd_[1 << Digit::kMostBits];
 };
 
-// Among the keys that follow the prefix, adds the number of keys with each digit to `counts`.
+// Counts the keys that start with the prefix. For each value of the digit, adds the number of such keys to `counts`.
 void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t prefix, int64_t* counts) {
   const OrderKeyLoops& loops = order_key_loops();
   DigitCounts found(digit);
@@ -37,11 +38,11 @@ void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t p
     found.add(keys, n);
     counts[0] -= n - loops.count_from(keys, n, kAbsent + 1);
   } else {
-    // Few keys follow the prefix. They are first copied into one block, since a branch for each key would often be
-    // mispredicted.
+    // Few keys start with the prefix. These keys are first copied into one block, since a branch for each key would
+    // often be mispredicted.
     constexpr int64_t kBlock = 4096;
     uint32_t followers[kBlock];
-    const int below = digit.shift + digit.bits;  // bits below the prefix
+    const int below = digit.shift + digit.bits;  // the number of bits below the prefix
     const uint32_t first = prefix << below, last = first | ((uint32_t{1} << below) - 1);
     for (int64_t begin = 0; begin < n; begin += kBlock)
       found.add(followers, loops.copy_between(keys + begin, std::min(kBlock, n - begin), first, last, followers));
@@ -49,7 +50,8 @@ void count_piece(const uint32_t* keys, int64_t n, const Digit& digit, uint32_t p
   found.add_to(counts);
 }
 
-// Calls body(segment) for all segments: short ones in parallel, then long ones one by one, each on all threads.
+// Calls body(segment) for all segments: first for short segments, in parallel, then for long segments one by one, each
+// on all threads.
 template <class Body>
 void for_segments(const SegmentedKeys& keys, const Body& body) {
   const Segments& segments = keys.segments;

@@ -1,4 +1,5 @@
-// wide_product_: out = hidden @ weight.T, bfloat16 in, float32 out. Threads share the panels of the weight.
+// wide_product_: out = hidden @ weight.T, with bfloat16 inputs and a float32 result. Threads share the panels of the
+// weight.
 #include "wide_product.h"
 
 #include <memory>
@@ -8,8 +9,8 @@
 namespace d3s {
 namespace {
 
-// Copies rows with an odd number of elements into words of two elements, and pads the last word with 0. Rows with an
-// even number need no copy.
+// If rows have an odd number of elements, copies them into words of two elements, and pads the last word of each row
+// with 0. Rows with an even number of elements need no copy.
 std::vector<uint32_t> padded_words(const bfloat16* hidden, int64_t rows, int64_t inner) {
   const int64_t words = (inner + 1) / 2;
   std::vector<uint32_t> padded(inner % 2 ? rows * words : 0);

@@ -1,7 +1,7 @@
-// Compiled once for each SIMD level, and once more for machines with a dot product of bfloat16.
+// This file is compiled once for each SIMD level, and once more for machines with a dot product of bfloat16.
 //
-// A block of kRows x kVectors accumulators stays in registers while it goes through the inner dimension, two
-// neighbours at a time: the hardware's dot product takes them in pairs, and a 32-bit word holds a pair.
+// A block of kRows x kVectors accumulators stays in registers while the loop goes through the inner dimension, two
+// elements at a time: the hardware's dot product takes pairs of elements, and a 32-bit word holds a pair.
 #include "simd.h"
 #include "wide_product.h"
 
@@ -9,13 +9,13 @@ namespace d3s {
 namespace {
 
 #if defined(__AVX512F__) || defined(D3S_NEON)
-constexpr int kRows = 8, kVectors = 3;  // 24 of 32 registers accumulate
+constexpr int kRows = 8, kVectors = 3;  // 24 of 32 registers are accumulators
 #else
-constexpr int kRows = 4, kVectors = 2;  // 8 of 16
+constexpr int kRows = 4, kVectors = 2;  // 8 of 16 registers
 #endif
 constexpr int64_t kColumns = kVectors * kLanes;
 
-// sum + even(a) even(b) + odd(a) odd(b), for words of two bfloat16.
+// sum + even(a) even(b) + odd(a) odd(b), where each word holds two bfloat16 elements.
 inline Floats dot(Floats sum, Words a, Words b) {
 #if defined(__AVX512BF16__)
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -32,7 +32,7 @@ inline Words all_words(uint32_t word) { return word - Words{}; }
 int64_t panel_words(int64_t inner) { return (inner + 1) / 2 * kColumns; }
 
 void pack(const bfloat16* weight, int64_t stride, int64_t columns, int64_t inner, uint32_t* panel) {
-  // Packs 16 words of each row at a time: so cache lines are read whole, and written lines stay in the cache.
+  // Packs 16 words of each row at a time, so that cache lines are read whole, and written lines stay in the cache.
   constexpr int64_t kStretch = 16;
   const int64_t whole = inner / 2;
   for (int64_t begin = 0; begin < whole; begin += kStretch) {
@@ -42,7 +42,7 @@ void pack(const bfloat16* weight, int64_t stride, int64_t columns, int64_t inner
   }
   if (inner % 2)
     for (int64_t c = 0; c < columns; ++c) panel[whole * kColumns + c] = weight[c * stride + inner - 1].bits;
-  for (int64_t c = columns; c < kColumns; ++c)  // these are multiplied too, so they must be initialised
+  for (int64_t c = columns; c < kColumns; ++c)  // these columns are multiplied too, so they must be initialised
     for (int64_t w = 0; w < whole + inner % 2; ++w) panel[w * kColumns + c] = 0;
 }
 

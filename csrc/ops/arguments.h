@@ -1,4 +1,4 @@
-// Arguments that several ops share: checks them and converts them to the form that the back-ends take.
+// Checks the arguments that several ops share, and converts them to the form that the back-ends take.
 #pragma once
 
 #include "../torch_abi.h"
@@ -8,7 +8,7 @@
 
 namespace d3s {
 
-// ---- arguments of a schema that travel together ------------------------------------------------------------------
+// ---- arguments of a schema that belong together ------------------------------------------------------------------
 
 // A number, or the 0-d tensor that replaces it.
 template <class Number>
@@ -19,13 +19,14 @@ struct NumberOrTensor {
 using RatioArgument = NumberOrTensor<double>;
 using KeepArgument = NumberOrTensor<int64_t>;
 
-// One temperature for all rows, or the tensor that replaces it: 0-d, or with one temperature for each row.
+// A temperature for all rows, or the tensor that replaces it. The tensor is 0-d, or has one temperature for each row.
 struct TemperatureArgument {
   double number = 1.0;
   OptionalTensor tensor;
 };
 
-// The segments of some values, and whether all of them are selected from as one.
+// The segments of some values. If `pooled` is true, an op selects from all segments together, as if they were one
+// segment.
 struct SegmentsArgument {
   OptionalTensor offsets;
   OptionalInt max_segment;  // a bound on the length of a segment
@@ -33,7 +34,7 @@ struct SegmentsArgument {
 };
 
 struct SamplingMask {
-  OptionalTensor ids, offsets;  // both or none
+  OptionalTensor ids, offsets;  // either both are set, or neither
   bool include_label;
   OptionalInt max_dense_rows;
 };
@@ -47,22 +48,25 @@ struct Parameter<SegmentsArgument> : Together<SegmentsArgument, OptionalTensor, 
 template <>
 struct Parameter<SamplingMask> : Together<SamplingMask, OptionalTensor, OptionalTensor, bool, OptionalInt> {};
 
-// ---- checked ------------------------------------------------------------------------------------------------------
+// ---- checked arguments --------------------------------------------------------------------------------------------
 
-// The rows of logits with their labels, mask and spans. Owns the tensors that `rows` points into.
+// The rows of logits with their labels, mask and spans. The object owns the tensors that `rows` points into, except the
+// logits.
 class LogitsArgument {
  public:
   LogitsArgument(const Tensor& logits, const TemperatureArgument& temperature);
 
-  // Call these two first. The logits are only of the kept tokens, out of `tokens` tokens. The logits are a tile.
+  // Call this function first, and only if there are logits of only the kept tokens. The vocabulary or tile has `tokens`
+  // tokens.
   void set_kept_alone(const SamplingMask& sampling_mask, int64_t tokens);
+  // Call this function second, and only if the logits are a tile.
   void set_first_token(int64_t first_token);
 
   void set_labels(const OptionalTensor& labels);
   void set_mask(const OptionalTensor& mask);
   void set_spans(const SamplingMask& sampling_mask);  // call it after set_labels and set_mask
 
-  int64_t dims;  // how many leading dimensions the logits have; their elements are the rows
+  int64_t dims;  // the number of leading dimensions of the logits; each index into them is a row
   LogitsRows rows;
 
  private:
@@ -70,7 +74,7 @@ class LogitsArgument {
   OptionalTensor temperatures_, labels_, mask_, offsets_, tokens_;
 };
 
-// The tensors from which the rows' gradient is computed. Owns the tensors that `rows` points into.
+// The tensors from which the gradient of each row is computed. The object owns the tensors that `rows` points into.
 class GradientsArgument {
  public:
   GradientsArgument(const OptionalTensor& grad_logprob, const OptionalTensor& grad_entropy, const Tensor& entropy,
@@ -93,18 +97,19 @@ class GradientsArgument {
   std::vector<Tensor> owners_;
 };
 
-// Checks temperatures and keeps their tensor alive in `owner`. It does not need logits, so ops on softmax states use it
-// too.
+// Checks temperatures, and keeps their tensor alive in `owner`. This function takes no logits, so that ops on softmax
+// states can use it too.
 Temperatures temperatures_of(const TemperatureArgument& temperature, const Tensor& like, int64_t row_dims,
                              OptionalTensor& owner);
 
-// A number of values to keep, at least 1. Kernels read a 0-d tensor on the device; the host reads it only to check it.
+// The number of values to keep, at least 1. If it is a 0-d tensor, kernels read it on the device; the host reads it
+// only to check it.
 Keep keep_of(const char* argument, const KeepArgument& keep, const Tensor& like);
 
-// The same for ops that take either `k` or a ratio.
+// The quota of an op that takes either a ratio or `k`.
 Quota quota_of(const RatioArgument& ratio, const KeepArgument& k, const Tensor& like);
 
-// What is selected from: each of the `given` segments, or all of them as one.
+// The segments that an op selects from: either the `given` segments, or one segment with all values.
 struct PooledSegments {
   PooledSegments(const Tensor& values, const SegmentsArgument& argument, const char* name)
       : given(segments_of(values, argument.offsets, name)),
@@ -117,12 +122,12 @@ struct PooledSegments {
   }
 
   Segments given, selected;
-  int64_t longest;       // a bound on the length of a selected segment; only GPUs use it, to size their launches
-  int64_t together = 1;  // how many of the given segments are in each selected one
+  int64_t longest;       // a bound on the length of a selected segment; only GPUs use it, to choose launch sizes
+  int64_t together = 1;  // how many given segments one selected segment contains
 };
 
-// Whether there is one advantage in all, one for each sequence, or one for each token. If the shape fits the last two,
-// advantages are per token.
+// Whether there is one advantage for all tokens, one for each sequence, or one for each token. If the shape fits both
+// of the last two, there is one for each token.
 Scores::Advantages kind_of(const Tensor& advantages, const Tensor& entropy, const Segments& sequences);
 
 }  // namespace d3s

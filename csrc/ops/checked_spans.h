@@ -57,11 +57,11 @@ inline void require_offsets(const Tensor& offsets, int64_t rows, int64_t ids) {
     require_offsets(data<int64_t>(offsets), rows, ids);
 }
 
-// Raises for the first row whose span has an id that is no token, has an id twice, or lacks the row's label.
+// Throws for the first row whose span contains an id that is no token, contains an id twice, or lacks the row's label.
 inline void require_spans(const Spans& spans, const Labels& labels, const bool* mask, int64_t rows,
                           int64_t vocabulary) {
-  const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // unknown for a tile
-  std::vector<bool> seen;  // by token; cleared after each row
+  const std::string end = vocabulary < INT64_MAX ? std::to_string(vocabulary) : "V";  // for a tile, the size is unknown
+  std::vector<bool> seen;  // indexed by token; cleared after each row
   for (int64_t row = 0; row < rows; ++row) {
     const Span span = spans[row];
     const int64_t label = labels[row];

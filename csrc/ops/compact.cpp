@@ -1,4 +1,4 @@
-// compact: its arguments and results, on every device.
+// Checks the arguments of compact and allocates its results, on every device.
 #include "compact.h"
 
 #include "arguments.h"

@@ -1,5 +1,5 @@
-// compact, as each back-end implements it: cpu/compact.cpp, cuda/compact.cu. Arguments come checked, from
-// ops/compact.cpp. Nothing here knows torch.
+// The interface of compact that each back-end implements, in cpu/compact.cpp and cuda/compact.cu. The arguments have
+// been checked by ops/compact.cpp. Nothing here depends on torch.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace d3s {
 
-// Writes at most `capacity` indices of true values in ascending order, and -1 to the rest of `indices`. `count` gets
-// the number of true values, which may be more than `capacity`. Any byte except 0 is true.
+// Writes the indices of the first `capacity` true values to `indices`, in ascending order, and -1 to the rest of
+// `indices`. `count` gets the number of all true values, which may be more than `capacity`. Any byte except 0 is true.
 void compact_indices(const uint8_t* mask, int64_t n, int64_t* indices, int64_t capacity, int64_t* count,
                      Device& device);
 

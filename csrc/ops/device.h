@@ -1,4 +1,4 @@
-// The device that an op runs on, without torch: .cu files know no more of torch's device than this.
+// The device that an op runs on. This class does not depend on torch. It is all that .cu files know of the device.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@ namespace d3s {
 class Device {
  public:
   virtual ~Device() = default;
-  // Memory on the device that lives until the op returns; on a GPU, until the kernels that the op launched have run.
+  // Allocates memory on the device. The memory stays valid until the op returns or, on a GPU, until the kernels that
+  // the op launched have run.
   virtual void* scratch(int64_t bytes) = 0;
 
   template <class T>
@@ -21,7 +22,7 @@ class Device {
 
   int index = 0;
   void* stream = nullptr;  // a GPU's current stream
-  Faults faults;           // where the kernels of the op note what they meet
+  Faults faults;           // where the kernels of the op record invalid values
 };
 
 }  // namespace d3s

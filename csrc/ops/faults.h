@@ -1,17 +1,18 @@
-// How kernels on a GPU report invalid values. Nobody has checked these values before, since a check on the host would
-// be a host sync. A kernel that reads an invalid value gives NaN or selects nothing there, and sets a byte in host
-// memory. d3s_kernels/_dispatch/faults.py reads the bytes before the next op, and warns. Nothing here knows torch.
+// How kernels on a GPU report invalid values. These values have not been checked before, since a check on the host
+// would cause a host sync. A kernel that reads an invalid value writes NaN or selects nothing for it, and sets a byte
+// in host memory. d3s_kernels/_dispatch/faults.py reads the bytes before the next op, and warns. Nothing here depends
+// on torch.
 #pragma once
 
 #include "../core/macros.h"
 
 namespace d3s {
 
-// d3s_kernels/_dispatch/faults.py has the messages, in this order.
+// d3s_kernels/_dispatch/faults.py has the messages, in the same order.
 enum class Fault { kRatio, kKeep, kOffsets, kGroups, kLabels, kTemperature, kSamplingMask, kDenseRows };
 constexpr int kFaultKinds = static_cast<int>(Fault::kDenseRows) + 1;
 
-// The public names of the ops that note faults. That file has them in this order too.
+// The public ops whose kernels report faults. d3s_kernels/_dispatch/faults.py has the names, in the same order.
 enum class PublicOp {
   kEntropy,
   kLogprobEntropy,
@@ -27,7 +28,7 @@ enum class PublicOp {
 };
 constexpr int kPublicOps = static_cast<int>(PublicOp::kAdaptiveClip) + 1;
 
-// The bytes of one op, one for each fault; null on a CPU, where values are checked.
+// The bytes of one op, one byte for each Fault. `of_op` is null on a CPU, where values are checked.
 struct Faults {
   unsigned char* of_op = nullptr;
 
@@ -36,7 +37,7 @@ struct Faults {
   }
 };
 
-// The bytes of an op, in memory that all GPUs of the process can write (cuda/faults.cu).
+// Returns the bytes of an op. They are in memory that all GPUs of the process can write (cuda/faults.cu).
 Faults faults_of(PublicOp op);
 
 }  // namespace d3s

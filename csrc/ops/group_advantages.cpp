@@ -1,4 +1,4 @@
-// group_advantages: its arguments and results, on every device.
+// Checks the arguments of group_advantages and allocates its result, on every device.
 #include <cmath>
 
 #include "arguments.h"

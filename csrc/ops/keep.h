@@ -1,4 +1,5 @@
-// A number of values to keep in each segment (the alternative is a ratio). Nothing here knows torch.
+// The number of values to keep in each segment. Some ops can take a ratio instead (Quota in topk_mask.h). Nothing here
+// depends on torch.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,9 @@ namespace d3s {
 
 struct Keep {
   int64_t number = 0;
-  const int32_t* on_device32 = nullptr;  // if set, the number is read here, on the device
+  const int32_t* on_device32 = nullptr;  // if set, kernels read the number here, on the device
   const int64_t* on_device64 = nullptr;
-  int64_t times = 1;  // how many segments are pooled: `number` values are kept for each of them
+  int64_t times = 1;  // the number of pooled segments; `number` values are kept for each of them
 
   D3S_HOST_DEVICE int64_t value() const { return on_device32 ? *on_device32 : on_device64 ? *on_device64 : number; }
 

@@ -1,4 +1,4 @@
-// The gradient of kept logits: its arguments and results, on every device.
+// Checks the arguments of kept_logits_backward and allocates its results, on every device.
 #include "kept_logits_backward.h"
 
 #include "arguments.h"
@@ -16,7 +16,7 @@ FourTensors kept_logits_backward(const OptionalTensor& grad_logprob, const Optio
                                  const SamplingMask& sampling_mask) {
   LogitsArgument argument(logits, temperature);
   argument.set_kept_alone(sampling_mask, kept_of);
-  if (first_token) argument.set_first_token(*first_token);  // of a vocabulary shard
+  if (first_token) argument.set_first_token(*first_token);  // the logits are of a vocabulary shard
   require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
   argument.set_labels(labels);
   argument.set_mask(mask);

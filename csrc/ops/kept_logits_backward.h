@@ -1,21 +1,22 @@
-// The gradient of kept logits, as each back-end implements it: cpu/kept_logits_backward.cpp,
-// cuda/kept_logits_backward.cu. Arguments come checked, from ops/kept_logits_backward.cpp. Nothing here knows torch.
+// The gradient of kept logits. Each back-end implements it, in cpu/kept_logits_backward.cpp and
+// cuda/kept_logits_backward.cu. The arguments have been checked by ops/kept_logits_backward.cpp. Nothing here depends
+// on torch.
 #pragma once
 
 #include "logprob_entropy.h"
 
 namespace d3s {
 
-// The inputs of the backward's products (kept_products.h).
+// The results. They are the inputs of sum_for_rows and add_for_tokens (kept_products.h).
 struct KeptGradientOutput {
-  float* grad = nullptr;      // for each place: the gradient of the product of hidden state and weight row
-  int32_t* rows = nullptr;    // the place's row; -1 if it has no gradient
-  int32_t* tokens = nullptr;  // the column of the place's token
-  bool* undefined = nullptr;  // for each row: whether its gradient is NaN. A row with a bad span has no places
+  float* grad = nullptr;      // for each place: the gradient of the product of a hidden state and a weight row
+  int32_t* rows = nullptr;    // for each place: its row; -1 if the place has no gradient
+  int32_t* tokens = nullptr;  // for each place: the column of its token
+  bool* undefined = nullptr;  // for each row: whether its gradient is NaN, even if the row has no places (bad span)
 };
 
-// The gradient of kept logits (LogitsRows::kept_alone). If `softcap` is above 0, the gradient goes through the soft
-// cap.
+// Computes the gradient of kept logits (LogitsRows::kept_alone). If `softcap` is above 0, the gradient includes the
+// derivative of the soft cap.
 void kept_gradients(const LogitsRows& rows, const RowGradients& gradients, float softcap, const KeptGradientOutput& out,
                     Device& device);
 

@@ -1,4 +1,5 @@
-// Products of the kept rows of an LM head's weight: their arguments and results, on every device.
+// Checks the arguments of kept_logits, kept_hidden_grad_ and kept_weight_grad_, and prepares their results, on every
+// device.
 #include "kept_products.h"
 
 #include "arguments.h"
@@ -46,8 +47,8 @@ Tensor kept_logits_op(const Tensor& hidden, const Tensor& weight, const Tensor& 
   require(!logit_softcap || *logit_softcap > 0, "logit_softcap", "takes a number above 0");
   head.softcap = static_cast<float>(logit_softcap.value_or(0));
   head.logits_type = float_type(logits_dtype);
-  LogitsArgument argument(hidden,
-                          TemperatureArgument());  // a row of logits has its hidden state's label, mask and span
+  // A row of logits has the label, mask and span of its hidden state, so `hidden` takes the place of the logits.
+  LogitsArgument argument(hidden, TemperatureArgument());
   argument.set_first_token(first_token);
   argument.set_labels(labels);
   argument.set_mask(mask);

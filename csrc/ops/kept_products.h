@@ -1,8 +1,9 @@
-// Products of the kept rows of an LM head's weight: cpu/kept_products.cpp, cuda/kept_products.cu. Arguments come
-// checked, from ops/kept_products.cpp. Nothing here knows torch.
+// Products with the kept rows of an LM head's weight. Each back-end implements them, in cpu/kept_products.cpp and
+// cuda/kept_products.cu. The arguments have been checked by ops/kept_products.cpp. Nothing here depends on torch.
 //
-// A place stands for a row and a token of the row's set. There is one place for each id of the sampling mask, and after
-// these one for the label of each row, since the label may join the set (Spans::place, Spans::place_of_label).
+// A place is an index into a list of kept logits. It stands for a row and a token of the row's set. There is one place
+// for each id of the sampling mask. After these, there is one place for the label of each row, since the label may join
+// the set (Spans::place, Spans::place_of_label).
 #pragma once
 
 #include "../core/float_bits.h"
@@ -41,7 +42,7 @@ D3S_HOST_DEVICE float rounded(float value, FloatType type) {
   return value;
 }
 
-// A vector of floats of any type. `values` may be null.
+// A vector of any float type. `values` may be null.
 struct Vector {
   void* values = nullptr;
   FloatType type = FloatType::kFloat32;
@@ -62,25 +63,26 @@ struct Vector {
   }
 };
 
-// An LM head, or its vocabulary shard, with the hidden states of the rows.
+// An LM head or a vocabulary shard of it, with the hidden states of all rows.
 struct KeptHead {
   Matrix hidden, weight;
   Vector bias;
   float softcap = 0.f;  // 0: none
   FloatType logits_type = FloatType::kFloat32;
-  LogitsRows rows;  // of the head's logits, of which a column is a row of the weight
+  LogitsRows rows;  // the rows of the head's logits; each column is a row of `weight`
 
   D3S_HOST_DEVICE int64_t places() const { return rows.spans.count + hidden.rows; }
   // Whether the row's set is a single token. Then no logit is needed.
   D3S_HOST_DEVICE bool single(int64_t row, const Span& span) const {
     return span.size == 1 && !(rows.spans.include_label && rows.labels[row] >= 0 && rows.labels[row] != span.tokens[0]);
   }
-  // Whether the row has a span, to which its label is to be added. The label may be in the span already: it is not
-  // looked for here.
+  // Whether the row has a span and a label that may join the row's set. This does not test whether the span already
+  // contains the label.
   D3S_HOST_DEVICE bool may_join(int64_t row, const Span& span) const {
     return rows.spans.include_label && span.size > 0 && rows.labels[row] >= 0 && !rows.masked_out(row);
   }
-  // Turns the product of a hidden state and a weight row into a logit, rounded at the same steps as in the dense head.
+  // Turns the product of a hidden state and a weight row into a logit, with the same rounding steps as in the dense
+  // head.
   D3S_HOST_DEVICE float logit(float product, int64_t weight_row) const {
     float z = rounded(product, logits_type);
     if (bias.values) z = rounded(z + bias[weight_row], logits_type);
@@ -92,32 +94,33 @@ struct KeptHead {
   }
 };
 
-// Writes the logit of each place. It is -inf where no logit is needed: if the token is in another shard, the place is
-// in no row, the row is masked out, or its set is a single token. On a GPU offsets may be unchecked; if they are bad,
-// all logits are NaN.
+// Writes the logit of each place, or -inf where no logit is needed. No logit is needed if the token is in another
+// shard, the place is in no row, the row is masked out, or the row's set is a single token. Offsets on a GPU may be
+// unchecked; if they are bad, all logits are NaN.
 void kept_logits(const KeptHead& head, float* out, Device& device);
 
 // The gradient of the logit at each place.
 struct KeptGradient {
   const float* grad = nullptr;
-  const int32_t* rows = nullptr;    // below 0: no gradient
-  const int32_t* tokens = nullptr;  // rows of the weight
+  const int32_t* rows = nullptr;    // the row of each place; below 0: no gradient
+  const int32_t* tokens = nullptr;  // the weight row of each place
   int64_t places = 0;
 
-  // Values on a GPU may be unchecked.
+  // Whether the place has a gradient. `rows` and `tokens` on a GPU may be unchecked, so both are tested here.
   D3S_HOST_DEVICE bool has(int64_t place, int64_t row_count, int64_t token_count) const {
     return rows[place] >= 0 && rows[place] < row_count && tokens[place] >= 0 && tokens[place] < token_count;
   }
 };
 
-// out[row] = the sum of grad * weight[token] over the row's places, in order, with the label's place last. The result
-// is NaN for rows that are `undefined`. `spans` has the places of each row; rows without places are not written. `out`
-// has the weight's type, or float32.
+// out[row] = the sum of grad * weight[token] over the row's places, in order; the label's place is the last. The result
+// is NaN for rows that are `undefined`. `spans` has the places of each row. Rows with an empty span are not written.
+// `out` has the type of `weight`, or float32.
 void sum_for_rows(const KeptGradient& gradient, const Matrix& weight, const Segments& spans, const bool* undefined,
                   const Matrix& out, Device& device);
 
-// out[token] += the sum of grad * hidden[row] over the token's places, in order; bias_out[token] += the sum of grad.
-// `out` has the type of `hidden`, or float32. `out` may have no columns, and bias_out may be null.
+// out[token] += the sum of grad * hidden[row] over the token's places, in order. bias_out[token] += the sum of grad
+// over the same places. `out` has the type of `hidden`, or float32. `out` may have no columns, and bias_out may be
+// null.
 void add_for_tokens(const KeptGradient& gradient, const Matrix& hidden, const Matrix& out, const Vector& bias_out,
                     Device& device);
 

@@ -1,4 +1,5 @@
-// logprob_entropy, its backward, and the same tile by tile: their arguments and results, on every device.
+// Checks the arguments of logprob_entropy, its backward and their tile-by-tile forms, and allocates the results, on
+// every device.
 #include "arguments.h"
 #include "checked_spans.h"
 
@@ -105,7 +106,7 @@ namespace {
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// logprob, entropy, row_max and log_sum: one float32 for each row.
+// Allocates logprob, entropy, row_max and log_sum, each with one float32 value for each row.
 FourTensors new_outputs(const std::vector<int64_t>& sizes, const Tensor& like) {
   const auto output = [&] { return empty(sizes, ScalarType::Float, like); };
   return {output(), output(), output(), output()};
@@ -149,7 +150,8 @@ Tensor logprob_entropy_backward(const OptionalTensor& grad_logprob, const Option
   return out;
 }
 
-// The gradient overwrites its own logits, or in half precision the front half of each row of float32 logits.
+// The gradient overwrites the logits. A half-precision gradient of float32 logits overwrites the front half of each
+// row.
 GradientOutput gradient_in_place(const Tensor& logits, const LogitsRows& rows,
                                  const std::optional<ScalarType>& grad_dtype) {
   GradientOutput out{logits.mutable_data_ptr(), rows.type, rows.layout};
@@ -178,7 +180,7 @@ void logprob_entropy_backward_(const OptionalTensor& grad_logprob, const Optiona
   row_gradients(argument.rows, gradients.rows, out, device);
 }
 
-// Requires states [rows, 4] or, if `shards` is true, also [shards, rows, 4].
+// Requires a state of shape [rows, 4]. If `shards` is true, shape [shards, rows, 4] is allowed too.
 void require_state(const Tensor& state, bool shards) {
   constexpr int64_t kFloats = sizeof(RowState) / sizeof(float);
   const bool several = shards && state.dim() == 3;

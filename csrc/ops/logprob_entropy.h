@@ -1,5 +1,5 @@
-// The ops over logits, as each back-end implements them: cpu/logprob_entropy.cpp, cuda/logprob_entropy.cu. Arguments
-// come checked, from ops/logprob_entropy.cpp. Nothing here knows torch.
+// The ops over logits. Each back-end implements them, in cpu/logprob_entropy.cpp and cuda/logprob_entropy.cu. The
+// arguments have been checked by ops/logprob_entropy.cpp. Nothing here depends on torch.
 #pragma once
 
 #include "../core/order_key.h"
@@ -14,16 +14,16 @@ namespace d3s {
 
 constexpr int64_t kNoTarget = -100;
 
-// One temperature for all rows (a number, or a value on the device), or one for each row.
+// Either one temperature for all rows (a number, or a value on the device), or one temperature for each row.
 struct Temperatures {
-  // Outside of these limits, 1 / t^2 or a distance times t would not fit in float32.
+  // Outside of these limits, 1 / t^2 or the product (z - m) t would not fit in float32.
   static constexpr double kLowest = 1e-15, kHighest = 1e15;
 
   const float* values = nullptr;
   bool per_row = false;
   float one = 1.f;
 
-  // A temperature on the device may be unchecked. A bad one is read as NaN, and so the results are NaN.
+  // A temperature on the device may be unchecked. A bad temperature is read as NaN, which makes the results NaN.
   D3S_HOST_DEVICE float operator[](int64_t row) const {
     if (!values) return one;
     const float t = values[per_row ? row : 0];
@@ -31,44 +31,45 @@ struct Temperatures {
   }
 };
 
-// The labels of rows; kNoTarget for a row without one.
+// The labels of rows; kNoTarget for a row without a label.
 struct Labels {
-  const int64_t* labels64 = nullptr;  // at most one of the two is set
+  const int64_t* labels64 = nullptr;  // at most one of labels64 and labels32 is set
   const int32_t* labels32 = nullptr;
 
   D3S_HOST_DEVICE int64_t operator[](int64_t row) const {
     return labels64 ? labels64[row] : labels32 ? labels32[row] : kNoTarget;
   }
 
-  // Whether a label is neither a token nor kNoTarget; labels on the device may be unchecked.
+  // Whether the label of a row is neither a token nor kNoTarget. Labels on the device may be unchecked.
   D3S_HOST_DEVICE bool bad(int64_t row, int64_t vocabulary) const {
     const int64_t label = (*this)[row];
     return label != kNoTarget && (label < 0 || label >= vocabulary);
   }
 };
 
-// Rows of logits: of all tokens, or a tile, whose columns are the tokens from first_token on.
+// Rows of logits. The columns are either all tokens or, in a tile, the consecutive tokens from first_token on.
 struct LogitsRows {
   const void* logits = nullptr;
   FloatType type = FloatType::kFloat32;
   RowLayout layout;
   int64_t first_token = 0;
-  int64_t vocabulary = 0;  // number of tokens; INT64_MAX for a tile, for which it is unknown
+  int64_t vocabulary = 0;  // the number of tokens; INT64_MAX for a tile, where the number is unknown
   Labels labels;
   Temperatures temperatures;
-  const bool* mask = nullptr;  // false: the row is not read, and gives 0
+  const bool* mask = nullptr;  // where it is false, the row is not read, and its results are 0
   Spans spans;
-  // Whether `logits` has only kept tokens: every row sees one list with the kept logits of all rows (Spans::place).
-  // Then layout.columns is the number of tokens in the vocabulary or tile, and rows with an empty span give 0.
+  // Whether `logits` has only kept logits. Then every row of `logits` is the same list, with the kept logits of all
+  // rows (Spans::place); layout.columns is the number of tokens in the vocabulary or tile; and the results of rows with
+  // an empty span are 0.
   bool kept_alone = false;
 
   D3S_HOST_DEVICE bool masked_out(int64_t row) const { return mask && !mask[row]; }
-  // The column of a token, or -1 if there is none. Labels and ids on a GPU may be unchecked.
+  // The column of a token, or -1 if the token has no column. Labels and ids on a GPU may be unchecked.
   D3S_HOST_DEVICE int64_t column(int64_t token) const {
     const int64_t column = token - first_token;
     return column >= 0 && column < layout.columns ? column : -1;
   }
-  // Where the row's logits have the i-th kept token, or the label. The token must have a column.
+  // The index of the i-th kept token, or of the label, in the row of logits. The token must have a column.
   D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const {
     return kept_alone ? spans.place(span, i) : span.tokens[i] - first_token;
   }
@@ -77,7 +78,7 @@ struct LogitsRows {
   }
 };
 
-struct RowOutputs {  // each has one float for each row, or is null
+struct RowOutputs {  // each pointer is null, or has one float for each row
   float* logprob = nullptr;
   float* entropy = nullptr;
   float* row_max = nullptr;
@@ -91,9 +92,9 @@ struct RowOutputs {  // each has one float for each row, or is null
   }
 };
 
-// The numbers from which a row's gradient is computed.
+// The values from which the gradients of rows are computed. Each array has one value for each row.
 struct RowGradients {
-  const float* g_logprob = nullptr;  // null: no such gradient
+  const float* g_logprob = nullptr;  // g_logprob or g_entropy is null if there is no such gradient
   const float* g_entropy = nullptr;
   const float* entropy = nullptr;
   const float* row_max = nullptr;
@@ -112,8 +113,8 @@ struct RowGradients {
   }
 };
 
-// Where the gradient goes. With the dtype of the logits, it may overwrite them. A half-precision gradient of float32
-// logits overwrites the front half of each row.
+// Where the gradient is written. A gradient with the dtype of the logits may overwrite the logits. A half-precision
+// gradient of float32 logits overwrites the front half of each row.
 struct GradientOutput {
   void* gradient = nullptr;
   FloatType type = FloatType::kFloat32;
@@ -131,7 +132,7 @@ void dispatch_gradient(FloatType logits, FloatType gradient, const Body& body) {
   });
 }
 
-// The state of a row while its logits come tile by tile: four floats.
+// The state of a row whose logits come tile by tile: four floats.
 struct RowState {
   float max, sum, dot;
   float label_logit;  // NaN until the label's tile is merged
@@ -139,17 +140,17 @@ struct RowState {
   D3S_HOST_DEVICE SoftmaxState get() const { return {max, sum, dot}; }
   D3S_HOST_DEVICE void set(const SoftmaxState& state) { max = state.max, sum = state.sum, dot = state.dot; }
 
-  // The state of a row with one kept token. The token's logit is not read, but taken as 0.
+  // The state of a row with one kept token. The token's logit is not read; 0 is used instead.
   D3S_HOST_DEVICE static RowState of_single(bool is_label) { return {0.f, 1.f, 0.f, is_label ? 0.f : NAN}; }
 };
 
-// The states of all rows, [shards][count]: one for each vocabulary shard of each row.
+// The states of all rows, [shards][count]. Each row has one state for each vocabulary shard.
 struct RowStates {
   const RowState* states = nullptr;
   int64_t shards = 1;
-  int64_t count = 0;  // of rows
+  int64_t count = 0;  // the number of rows
 
-  // Merges the shards of a row from left to right. The label's logit comes from the first shard that has it.
+  // Merges the states of a row in the order of the shards. The label's logit comes from the first shard that has it.
   D3S_HOST_DEVICE RowState merged(int64_t row, float temperature) const {
     RowState all = states[row];
     for (int64_t shard = 1; shard < shards; ++shard) {
@@ -161,23 +162,25 @@ struct RowStates {
   }
 };
 
-// The order keys of |A| * H. A back-end with kMakesKeys writes them together with the entropies; one without it does
-// not touch `keys`.
+// The order keys of |A| * H. If kMakesKeys is true, the back-end writes the keys together with the entropies.
+// Otherwise, it does not use `keys`.
 struct KeyOutput {
   Scores scores;
   uint32_t* keys = nullptr;  // one for each row, or null
 };
 extern const bool kMakesKeys;
 
-// Writes the statistics of all rows; zeros for rows that are masked out. If there are more dense rows than
-// max_dense_rows, all other results are NaN, except that the log-probability of a row without a label stays 0.
+// Writes the statistics of all rows, and zeros for rows that are masked out. If there are more dense rows than
+// max_dense_rows, the results of all rows that are not masked out are NaN; but if such a row has no label, its
+// log-probability stays 0.
 void row_statistics(const LogitsRows& rows, const RowOutputs& outputs, const KeyOutput& keys, Device& device);
 
-// Writes the gradient of all rows; 0 for rows with no incoming gradient.
+// Writes the gradient of each row, or 0 if the row has no incoming gradient.
 void row_gradients(const LogitsRows& rows, const RowGradients& gradients, const GradientOutput& out, Device& device);
 
 // Merges a tile into the states of its rows. Skips rows that are masked out. For a row with a span, merges only the
-// kept tokens in the tile. If there are more dense rows than max_dense_rows, all states become NaN.
+// kept tokens in the tile. If there are more dense rows than max_dense_rows, the states of all rows that are not masked
+// out become NaN.
 void merge_tile(const LogitsRows& rows, RowState* states, Device& device);
 
 // Computes the results of rows from their finished states.

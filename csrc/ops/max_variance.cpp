@@ -1,4 +1,4 @@
-// max_variance_select: its arguments and results, on every device.
+// Checks the arguments of max_variance_select and allocates its result, on every device.
 #include "arguments.h"
 
 namespace d3s {

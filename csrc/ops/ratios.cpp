@@ -1,4 +1,5 @@
-// importance_ratio, entropy_groups, adaptive_clip: their arguments and results, on every device.
+// Checks the arguments of importance_ratio, entropy_groups and adaptive_clip, and allocates their results, on every
+// device.
 #include "ratios.h"
 
 #include <algorithm>
@@ -9,13 +10,13 @@
 namespace d3s {
 namespace {
 
-constexpr int64_t kMostTokens = int64_t{1} << 25;  // of a sequence: an ExactSum takes no more
+constexpr int64_t kMostTokens = int64_t{1} << 25;  // in a sequence: an ExactSum holds no more terms
 
 void require_float32(const char* argument, const Tensor& tensor) {
   require(tensor.scalar_type() == ScalarType::Float, argument, "got dtype ", dtype(tensor), "; takes float32");
 }
 
-// The length of the longest sequence, or 0 if only a GPU knows it.
+// The length of the longest sequence, or 0 if the offsets are on a GPU and are not checked.
 int64_t longest_known(Segments sequences, const OptionalTensor& offsets) {
   if (!offsets) return sequences.length;
   const OptionalTensor known = on_host(*offsets);
@@ -29,7 +30,7 @@ int64_t longest_known(Segments sequences, const OptionalTensor& offsets) {
   return longest;
 }
 
-// The groups of tokens. Owns the tensors that `groups` points into.
+// The groups of tokens. The object owns the mask and the ids that `groups` points to.
 class GroupsArgument {
  public:
   GroupsArgument(const char* argument, const Tensor& tokens, const OptionalTensor& mask, const OptionalTensor& ids)

@@ -1,5 +1,5 @@
-// importance_ratio, entropy_groups and adaptive_clip, as each back-end implements them: cpu/ratios.cpp, cuda/ratios.cu.
-// Arguments come checked, from ops/ratios.cpp. Nothing here knows torch.
+// importance_ratio, entropy_groups and adaptive_clip. Each back-end implements them, in cpu/ratios.cpp and
+// cuda/ratios.cu. The arguments have been checked by ops/ratios.cpp. Nothing here depends on torch.
 #pragma once
 
 #include <cstdint>
@@ -11,19 +11,19 @@
 
 namespace d3s {
 
-constexpr int kMostGroups = 16;  // in a sequence
+constexpr int kMostGroups = 16;  // the maximum for a sequence
 
-// Which tokens share a mean: all tokens of a sequence, or those of one group in it.
+// The tokens that share a mean: either all tokens of a sequence, or the tokens of one group of the sequence.
 struct TokenGroups {
-  // In place of a token's group: kNone if it is in no group, kBad if its id is too large (ids on a GPU may be
-  // unchecked).
+  // These values replace a token's group: kNone if the token is in no group, kBad if its id is too large (ids on a GPU
+  // may be unchecked).
   static constexpr int kNone = -1, kBad = kMostGroups;
 
   Segments sequences;
   int64_t tokens = 0;
   const bool* mask = nullptr;
-  const int8_t* ids = nullptr;  // below 0: in no group; null: a sequence is one group
-  int each = 1;                 // groups of a sequence, at most
+  const int8_t* ids = nullptr;  // the group of each token, below 0 for no group; if null, each sequence is one group
+  int each = 1;                 // the maximum number of groups in a sequence
 };
 
 // The exponent of a ratio: the token's log-ratio, the mean log-ratio of its group, or the sum of both.
@@ -43,10 +43,10 @@ struct RatioGradient {
 
 void importance_ratio_gradients(const RatioGradient& gradient, float* out, Device& device);
 
-// Writes for each token `scale` times the mean of its group.
+// For each token, writes `scale` times the mean of the token's group.
 void scaled_group_means(const float* values, const TokenGroups& groups, float scale, float* out, Device& device);
 
-// Which tokens are above each quantile: `above` is [quantiles][tokens].
+// above[quantile][token] tells whether the token's entropy is above the quantile.
 struct QuantileMasks {
   const float* entropy;
   const bool* mask;
@@ -57,7 +57,8 @@ struct QuantileMasks {
   D3S_HOST_DEVICE bool has(int64_t i) const { return (!mask || mask[i]) && entropy[i] == entropy[i]; }
 };
 
-// The group of a token is the number of quantiles below it; -1 if the token is masked out or its entropy is NaN.
+// Writes the group of each token: the number of quantiles below the token's entropy, or -1 if the token is masked out
+// or its entropy is NaN.
 void group_by_quantiles(const QuantileMasks& masks, int8_t* out, Device& device);
 
 }  // namespace d3s

@@ -1,4 +1,4 @@
-// The spans of a sampling mask: for each row, the tokens that could have been sampled. Nothing here knows torch.
+// The spans of a sampling mask: for each row, the tokens that could have been sampled. Nothing here depends on torch.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,13 @@ struct Span {
   int64_t size;  // below 0 if the row's offsets are bad: offsets on the device may be unchecked
 };
 
-// The tokens over which a row's log-probability and entropy are computed: its span, plus the label if it joins.
+// The tokens over which a row's log-probability and entropy are computed: the row's span, plus the label if the label
+// joins.
 struct KeptSet {
   int64_t size;
   bool has_label;
   bool label_joins;  // the label is in the set but not in the span
-  bool bad;          // offsets or a token are bad: the row's results are NaN
+  bool bad;          // the offsets or a token are bad: the row's results are NaN
 
   // Whether the set is one token. Then log-probability, entropy and gradient are 0, and no logit is read.
   D3S_HOST_DEVICE bool single() const { return size == 1 && !bad; }
@@ -26,11 +27,11 @@ struct KeptSet {
 
 struct Spans {
   const int32_t* tokens = nullptr;
-  int64_t count = 0;                   // of all tokens
-  const int32_t* offsets32 = nullptr;  // one of the two is set if there is a sampling mask
+  int64_t count = 0;                   // the number of ids, over all rows
+  const int32_t* offsets32 = nullptr;  // with a sampling mask, one of offsets32 and offsets64 is set
   const int64_t* offsets64 = nullptr;
-  bool include_label = false;   // a label that is not in its row's span joins the set
-  int64_t max_dense_rows = -1;  // the caller's bound on rows with an empty span; below 0: none
+  bool include_label = false;   // if true, a label that is not in its row's span joins the row's set
+  int64_t max_dense_rows = -1;  // the caller's bound on the number of rows with an empty span; below 0: no bound
 
   D3S_HOST_DEVICE bool given() const { return offsets32 || offsets64; }
   D3S_HOST_DEVICE bool bounded() const { return given() && max_dense_rows >= 0; }
@@ -45,15 +46,15 @@ struct Spans {
     const bool is_good = good(row);
     return {tokens + (is_good ? offset(row) : 0), is_good ? offset(row + 1) - offset(row) : -1};
   }
-  // Where a list of kept logits has the logits of a row: each at the index of its token in `tokens`. After these, the
-  // list has one place for each row, for a label that joins.
+  // Indices into a list of kept logits. The list first has the logits of all ids, each at the index of its id in
+  // `tokens`. After these, the list has one place for each row, for a label that joins.
   D3S_HOST_DEVICE int64_t place(const Span& span, int64_t i) const { return span.tokens - tokens + i; }
   D3S_HOST_DEVICE int64_t place_of_label(int64_t row) const { return count + row; }
 
   // Whether the row's log-probability is over all tokens.
   D3S_HOST_DEVICE bool dense(int64_t row) const { return !given() || (*this)[row].size == 0; }
 
-  // The row whose span has this place; -1 if no span has it.
+  // The row whose span contains this place, or -1 if no span contains it.
   D3S_HOST_DEVICE int64_t row_at(int64_t place, int64_t rows) const {
     int64_t low = 0, high = rows;
     while (low < high) {
@@ -66,7 +67,8 @@ struct Spans {
     return low < rows && offset(low) <= place ? low : -1;
   }
 
-  // The set of a row whose span has been read. A label below 0 is no token.
+  // The set of a row, from what was read in its span: whether the span contains the label, and whether it contains a
+  // bad token. A label below 0 is no token.
   D3S_HOST_DEVICE KeptSet set_of(const Span& span, int64_t label, int64_t vocabulary, bool label_found,
                                  bool bad_token) const {
     const bool joins = include_label && !label_found && label >= 0 && label < vocabulary;

@@ -1,4 +1,5 @@
-// topk_mask, select_tokens, select_tokens_from_logits: their arguments and results, on every device.
+// Checks the arguments of topk_mask, select_tokens and select_tokens_from_logits, and allocates their results, on every
+// device.
 #include "arguments.h"
 
 namespace d3s {
@@ -138,7 +139,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tokens_from_logits(const Tenso
   LogitsArgument argument(logits, temperature);
   require(logits.dim() >= 2, "logits", "got shape ", shape(logits), "; takes [..., n, V]");
   const Tensor entropy = empty(leading_sizes(logits, argument.dims), ScalarType::Float, logits);
-  // Checks all arguments before the long pass over the logits, not after it.
+  // All arguments are checked here, before the long pass over the logits.
   TokenSelection selection(entropy, "logits", {advantages, ratio, mask, where, drop_zeros});
   argument.rows.mask = selection.scores.mask;
   argument.set_spans(sampling_mask);

@@ -1,5 +1,5 @@
-// Top-K selection as each back-end implements it: cpu/topk_mask.cpp, cuda/topk_mask.cu. Arguments come checked, from
-// ops/topk_mask.cpp. Nothing here knows torch.
+// Top-K selection. Each back-end implements it, in cpu/topk_mask.cpp and cuda/topk_mask.cu. The arguments have been
+// checked by ops/topk_mask.cpp. Nothing here depends on torch.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace d3s {
 
-// Plain scores, or |A| * H of every token. |A| * H is computed while keys are made, and is never stored.
+// Plain scores, or |A| * H of each token. |A| * H is computed while the keys are made, and is never stored.
 struct Scores {
   enum class Advantages { kNone, kOne, kPerSequence, kPerToken };
 
@@ -21,7 +21,7 @@ struct Scores {
   FloatType type = FloatType::kFloat32;
   Advantages kind = Advantages::kNone;
   const float* advantages = nullptr;
-  Segments sequences;  // for one advantage per sequence
+  Segments sequences;  // used if there is one advantage for each sequence
   const bool* mask = nullptr;
 };
 
@@ -31,7 +31,7 @@ struct Quota {
   Keep number;
   double ratio = 0;
   double slack = kDoubleSlack;
-  const float* ratio32 = nullptr;  // if set, the ratio is read here, on the device
+  const float* ratio32 = nullptr;  // if set, kernels read the ratio here, on the device
   const double* ratio64 = nullptr;
 
   D3S_HOST_DEVICE double value() const { return ratio32 ? *ratio32 : ratio64 ? *ratio64 : ratio; }
@@ -49,11 +49,12 @@ struct Quota {
 
 struct SelectionOutputs {
   bool* mask = nullptr;
-  int32_t* count = nullptr;    // of each segment, or null
-  float* threshold = nullptr;  // of each segment, or null: the lowest kept score, +inf if none is kept
+  int32_t* count = nullptr;    // the number of kept values in each segment; may be null
+  float* threshold = nullptr;  // the lowest kept score in each segment, +inf if none is kept; may be null
 };
 
-// `longest` is a bound on the length of a segment, or the number of all values; it is a hint, which may be wrong.
+// `values` is the number of all values. `longest` is a bound on the length of a segment, or equals `values`. It is only
+// a hint, and may be wrong.
 void select_top(const Scores& scores, const Quota& quota, bool drop_zeros, const Segments& segments, int64_t values,
                 int64_t longest, const SelectionOutputs& outputs, Device& device);
 

@@ -1,5 +1,6 @@
-// Top-K selection in steps, for a segment that lies on several ranks: between the steps, the ranks add up their counts.
-// cpu/topk_steps.cpp, cuda/topk_steps.cu. Arguments come checked, from ops/topk_steps.cpp. Nothing here knows torch.
+// Top-K selection in steps, for segments that are spread over several ranks. Between the steps, the ranks add up their
+// counts. Each back-end implements the steps, in cpu/topk_steps.cpp and cuda/topk_steps.cu. The arguments have been
+// checked by ops/topk_steps.cpp. Nothing here depends on torch.
 #pragma once
 
 #include "../core/key_search.h"
@@ -13,24 +14,26 @@ struct SegmentedKeys {
   Segments segments;
 };
 
-// The order keys of all scores.
+// Writes the order keys of all scores.
 void make_order_keys(const Scores& scores, int64_t total, uint32_t* keys, Device& device);
 
-// counts[segment][bin]: how many keys of the segment start with the digits found so far and have `bin` as this digit.
+// counts[segment][bin] = how many keys of the segment start with the digits found so far, and have the value `bin` in
+// `digit`.
 void count_digit(const SegmentedKeys& keys, const KeySearch* searches, const Digit& digit, int64_t* counts,
                  Device& device);
 
-// Finds one more digit from the counts of all ranks. At the first digit, the quota decides how many keys to keep.
+// Finds the next digit of each search, from the counts added up over all ranks. At the first digit, the quota decides
+// how many keys to keep.
 void choose_digit(KeySearch* searches, int64_t segments, const int64_t* counts, const Digit& digit, const Quota& quota,
                   Device& device);
 
 struct KeyMaskOutputs {
   bool* mask = nullptr;
-  int64_t* zeros = nullptr;   // of each segment: how many of the top k are dropped because they are 0
-  int64_t* lowest = nullptr;  // of each segment: the lowest key that is kept, UINT32_MAX if none is
+  int64_t* zeros = nullptr;   // for each segment: how many of the top k are dropped because their score is 0
+  int64_t* lowest = nullptr;  // for each segment: the lowest key that is kept, UINT32_MAX if none is kept
 };
 
-// Keeps all keys above the k-th largest and, in each segment, the first `ties` keys that equal it.
+// In each segment, keeps all keys above the k-th largest key, and the first ties[segment] keys that equal it.
 void mask_from_key(const SegmentedKeys& keys, const KeySearch* searches, const int64_t* ties, bool drop_zeros,
                    const KeyMaskOutputs& outputs, Device& device);
 
