@@ -1,5 +1,5 @@
-"""The ops across the ranks of a process group, with the results of a single device that holds all values.
+"""The ops for values on the ranks of a process group. Results are as on a single device that holds all values.
 
-``d3s_kernels/_groups.py`` has the collectives, ``agreement.py`` the checks before the first of them. Every rank takes
-part in every collective, even with no values, and their number depends only on what all ranks know.
+``d3s_kernels/_groups.py`` has the collectives. ``agreement.py`` has the checks before the first collective. Every rank
+takes part in every collective, even if it has no values. The number of collectives depends only on what all ranks know.
 """

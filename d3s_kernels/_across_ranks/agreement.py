@@ -1,8 +1,8 @@
-"""Checks before the first collective: each rank's own arguments, and that all ranks make the same call.
+"""Checks before the first collective: each rank's arguments are valid, and all ranks make the same call.
 
-A rank that refuses its arguments raises before it takes part in a collective; the others then wait for it until the
-group's timeout. Under ``D3S_KERNELS_CHECK=1`` the ranks first exchange their arguments, and if one refuses its own, all
-raise the same error at once.
+A rank that refuses its arguments raises before it takes part in a collective; the other ranks then wait for it until
+the group's timeout. Under ``D3S_KERNELS_CHECK=1`` the ranks first exchange their arguments. If one rank refuses its
+arguments, all ranks then raise the same error immediately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .._arguments import checks_everything, is_known, require_optional_tensors, 
 from .._groups import Ranks
 
 _Checked = TypeVar("_Checked")
-# The errors that all ranks raise as they are, by the name that is sent; the others become a RuntimeError.
+# The errors whose type stays the same on all ranks, by the name that is sent. Errors of other types become a
+# RuntimeError.
 _TOLD = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError)}
 
 
@@ -32,8 +33,8 @@ def asks() -> bool:
 def agree(
     ranks: Ranks, op: str, check: Callable[[], _Checked], alike: Callable[[_Checked], dict[str, Any]]
 ) -> _Checked:
-    """Returns the result of ``check``, or raises its error. If the ranks exchange arguments (as JSON), all of them
-    raise if one of them does, or if a value of ``alike`` differs between ranks.
+    """Returns the result of ``check``, or raises its error. If the ranks exchange arguments (as JSON), all ranks raise
+    if ``check`` raises on one rank, or if a value that ``alike`` returns differs between ranks.
     """
     if not asks():
         return check()
@@ -66,7 +67,7 @@ def require_alike(everyones: list[dict[str, Any]]) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """A value that JSON does not have, in a form that can be compared."""
+    """Converts a value that JSON cannot hold to a form that can be compared."""
     return ["tensor", str(value.dtype), value.tolist()] if isinstance(value, Tensor) else repr(value)
 
 
@@ -85,7 +86,9 @@ class Layout(NamedTuple):
     max_rollouts: int | None = None
 
     def local_offsets(self, ranks: Ranks) -> Tensor | None:
-        """The offsets if they cut this rank's values, so that its op can take them; else None."""
+        """The offsets if they cut this rank's values, so that the local op can take them; None if they cut all ranks'
+        values.
+        """
         return None if self.placement == "global" and ranks.size > 1 else self.offsets
 
     def is_whole(self, values: Tensor) -> bool:
@@ -93,7 +96,7 @@ class Layout(NamedTuple):
         return self.placement == "whole" and (values.dim() > 1 or self.offsets is not None)
 
     def check(self, name: str, values: Tensor, *takes: str) -> None:
-        """Checks what a rank can check without the others. :meth:`check_end` checks the rest."""
+        """Checks what a rank can check without the other ranks. :meth:`check_end` checks the rest."""
         placement, offsets = self.placement, self.offsets
         if placement not in takes:
             raise ValueError(f"placement: got {placement!r}; takes {', '.join(map(repr, takes[:-1]))} or {takes[-1]!r}")
@@ -126,8 +129,8 @@ class Layout(NamedTuple):
             )
 
     def check_end(self, name: str, lengths: Tensor) -> None:
-        """Checks the end of global offsets, when the numbers of values of all ranks are known. It is the same on all
-        ranks, so that all raise.
+        """Checks the end of global offsets. ``lengths`` has the number of values of each rank. Offsets and lengths are
+        the same on all ranks, so all ranks raise.
         """
         if self.placement != "global" or self.offsets is None or not is_known(self.offsets):
             return

@@ -1,4 +1,4 @@
-"""plan_rows, exchange_rows: move kept rows between ranks, so that every rank has the same number of them."""
+"""plan_rows, exchange_rows: move kept rows between ranks, so that every rank has the same number of kept rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from .agreement import agree
 
 
 class RowPlan(NamedTuple):
-    """Which rows move where, as one rank sees it. Rows are indices of the planned mask, and keep their order."""
+    """Which rows move to which rank, as one rank sees it. Rows are given as indices into the planned mask, and keep
+    their order.
+    """
 
     staying: Tensor
     """int64 ``[n]``, on the mask's device: the rows that stay on this rank, ascending."""
     leaving: Tensor
-    """int64 ``[m]``, likewise: the rows that leave this rank, in the order of their destination ranks."""
+    """int64 ``[m]``, on the mask's device: the rows that leave this rank, in the order of their destination ranks."""
     send_counts: list[int]
     """How many rows this rank sends to each rank."""
     receive_counts: list[int]
@@ -40,29 +42,29 @@ class RowPlan(NamedTuple):
 def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, drop_last: bool = False) -> RowPlan:
     """Plans which kept rows move to which rank, so that every rank ends with the same number of kept rows.
 
-    As few rows move as possible: a rank that has too many keeps its first ones, and the rest go to the ranks that have
-    too few, in rank order on both sides. :func:`exchange_rows` then moves them.
+    As few rows as possible move. A rank that has too many rows keeps its first rows. Its surplus rows go to ranks that
+    have too few, in rank order of both senders and receivers. :func:`exchange_rows` then moves the rows.
 
-    No variance is lost. In a benchmark with 8 prompts of 16 rollouts on each of 64 ranks, ``select_rollouts`` kept half
-    of the rollouts. Of these, 12.5 % had to move with 0-1 rewards and 3.5 % with normal rewards
-    (``python -m benchmarks.equal_rows``).
+    All kept rows stay kept, so no variance is lost. In a benchmark with 8 prompts of 16 rollouts on each of 64 ranks,
+    ``select_rollouts`` kept half of the rollouts. If rewards were 0 or 1, 12.5 % of the kept rollouts had to move; if
+    rewards were normally distributed, 3.5 % (``python -m benchmarks.equal_rows``).
 
-    One round, of 8 bytes from each rank. The host waits for the device, because all_to_all_single takes the numbers of
-    rows on the host.
+    This takes one collective, with 8 bytes from each rank. It causes a host sync, because all_to_all_single takes the
+    numbers of rows on the host.
 
     Args:
         mask: bool or integer (True where it is not 0) ``[rows]``: which of this rank's rows are kept. Ranks may have
             different numbers of rows, or none.
         process_group: the ranks: a ``torch.distributed`` process group, or a device mesh of one dimension.
         drop_last: if the number of kept rows is not a multiple of the number of ranks, leave out the surplus rows: the
-            last ones of the last rank first.
+            last rows of the last rank first.
 
     Returns:
         :class:`RowPlan`.
 
     Raises:
-        ValueError, TypeError: a mask of another shape or dtype; on all ranks alike: kept rows that cannot be divided
-            evenly, without ``drop_last``.
+        ValueError, TypeError: a mask of another shape or dtype. All ranks raise if the kept rows cannot be divided
+            evenly and ``drop_last`` is False.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -99,8 +101,8 @@ def plan_rows(mask: Tensor, process_group: dist.ProcessGroup | DeviceMesh, *, dr
 
 
 def _moves(held: list[int], rows: int) -> list[list[int]]:
-    """How many rows each rank sends to each rank: ``[sender][receiver]``. With surplus and missing rows both counted in
-    rank order, the n-th surplus row fills the place of the n-th missing one.
+    """How many rows each rank sends to each rank: ``[sender][receiver]``. Surplus rows and missing rows are both
+    counted in rank order. The n-th surplus row then fills the place of the n-th missing row.
     """
     leaving = [0, *accumulate(max(number - rows, 0) for number in held)]
     missing = [0, *accumulate(max(rows - number, 0) for number in held)]
@@ -122,23 +124,24 @@ def exchange_rows(
 def exchange_rows(
     values: Tensor | Mapping[str, Tensor], plan: RowPlan, process_group: dist.ProcessGroup | DeviceMesh
 ) -> Tensor | dict[str, Tensor]:
-    """Returns this rank's rows after the exchange that :func:`plan_rows` planned, which is one all-to-all.
+    """Exchanges rows as planned by :func:`plan_rows`, in one all-to-all, and returns this rank's rows.
 
-    If no row moves there is no all-to-all. Only rows that move are sent, each as its bytes. No gradient.
+    If no row moves, there is no all-to-all. Only rows that move are sent, as bytes. The result has no gradient.
 
     Args:
         values: ``[rows, ...]``, of any dtype, with a row for each element of the planned mask; or a dict of such
-            tensors, which are sent together. Dtypes, shapes of a row and names are the same on all ranks.
-        plan: what :func:`plan_rows` returned on this rank.
+            tensors, which are sent together. The dtypes, the shapes of a row and the names must be the same on all
+            ranks.
+        plan: the result of :func:`plan_rows` on this rank.
         process_group: the process group of the plan.
 
     Returns:
-        ``[plan.rows, ...]``: the rows that stay on this rank, then those that it receives, in rank order; a dict of
-        such tensors for a dict.
+        ``[plan.rows, ...]``: the rows that stay on this rank, and then the rows that it receives, in the rank order of
+        their senders. If ``values`` is a dict, a dict of such tensors.
 
     Raises:
-        ValueError, TypeError: a tensor with another number of rows than the plan's, or on another device; a process
-            group with another number of ranks than the plan's.
+        ValueError, TypeError: a tensor whose number of rows or whose device differs from the plan's; a process group
+            whose number of ranks differs from the plan's.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -162,7 +165,7 @@ def exchange_rows(
         for name, column in columns.items():
             if not isinstance(column, Tensor):
                 raise TypeError(f"{name}: got {type(column).__name__}; takes a tensor")
-            if not column.is_quantized:  # its rows are moved as they are
+            if not column.is_quantized:  # the rows of a quantised tensor are moved as they are
                 require_readable(**{name: column})
             if column.device != plan.staying.device:
                 raise ValueError(f"{name}: is on {column.device}; takes a tensor on the plan's, {plan.staying.device}")

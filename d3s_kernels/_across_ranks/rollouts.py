@@ -1,8 +1,9 @@
 """group_advantages, max_variance_select, select_rollouts across ranks.
 
-The result is this rank's piece of the local op's result for the concatenated tensors of all ranks. All ranks' values
-are gathered once, and each rank runs the local op on all of them. If every group is whole on one rank and nothing is
-pooled, each rank runs the local op only on its own values, and nothing is sent.
+The tensors of all ranks count as one concatenated tensor, and each rank gets its part of the local op's result for that
+tensor. For this, the values of all ranks are gathered once, and each rank runs the local op on all values. If every
+group is whole on one rank and nothing is pooled, each rank runs the local op only on its own values, and nothing is
+sent.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def group_advantages(rewards: Tensor, scale: str, eps: float, ddof: int, layout:
     whole = layout.is_whole(rewards)
     if ranks.size == 1 or (whole and scale != "batch"):
         return ops.group_advantages(*arguments)
-    # All ranks send float64, so that ranks with different dtypes notice this, instead of waiting for each other's
+    # All ranks send float64. So ranks with different dtypes notice the difference, instead of waiting for each other's
     # bytes.
     dtype = DTYPES_OF_REWARDS.index(rewards.dtype)
     everyones = gather(ranks, rewards.reshape(-1).double(), dtype, layout.max_rollouts)
@@ -83,7 +84,7 @@ def select_rollouts(
     *,
     call: str = "select_rollouts",
 ) -> Tensor:
-    """Also ``call="max_variance_select"``, which takes a layout with a ``max_segment``."""
+    """Also computes max_variance_select, with ``call="max_variance_select"`` and a ``max_segment`` in the layout."""
     ranks, offsets = ranks_of(layout.process_group), layout.offsets
 
     def check() -> tuple[Any, ...]:
@@ -108,19 +109,20 @@ def select_rollouts(
 
     numbers = values.reshape(-1).float()
     usable = both(numbers.isfinite(), checked_mask)
-    if rule == "random":  # scores are sent in place of values, so that all ranks have the same
+    if rule == "random":  # scores are sent in place of values, so that all ranks have the same scores
         numbers, rule = random_scores(numbers, generator, ranks.rank), "highest"
     groups_here = math.prod(values.shape[:-1]) if offsets is None else len(offsets) - 1
     everyones = gather(ranks, numbers.masked_fill(~usable, math.nan), groups_here, layout.max_rollouts)
     segments = everyones.segments(layout, "values")
-    if pooled:  # keeps `keep` times the number of groups, which counts as at least 1
+    if pooled:  # keeps `keep` times the number of groups; no groups count as 1 group
         groups = everyones.numbers.sum().clamp(min=1) if whole else max(len(segments) - 2, 1)
         each = at_most(max(len(everyones.values), 1), number, tensor)
         number, tensor = None, torch.ones((), dtype=torch.int64, device=values.device) * each * groups
         segments = everyones.as_one_segment()
     if equal_rows:  # only with scope "batch"
         return most_varied(everyones.rows, tensor)[ranks.rank, : len(numbers)].view(values.shape)
-    longest = layout.max_segment if everyones.host_total is not None else None  # the padding may be longer
+    # If the host does not know the total, there may be padding: one more segment, which may be longer than the others.
+    longest = layout.max_segment if everyones.host_total is not None else None
     kept = choose_rollouts(rule, None, everyones.values, number, tensor, None, segments, longest, False)
     kept = kept[everyones.places]
     if offsets is not None and not pooled:
@@ -139,29 +141,29 @@ def _alike(layout: Layout, values: Tensor) -> dict[str, Any]:
 
 
 def _left_out(places: Tensor, offsets: Tensor) -> Tensor:
-    """Which places unchecked offsets leave out."""
+    """Marks the places that offsets leave out. Only offsets that were not checked can leave out any."""
     return (places < offsets[0]) | (places >= offsets[-1])
 
 
 # ---- all ranks' rollouts in one tensor -------------------------------------------------------------------------------
 
-_HEADER = 2  # int32 numbers before the values: how many values there are, and one more number
+_HEADER = 2  # int32 elements before the values: the number of values, and an additional number
 
 
 class Everyones(NamedTuple):
     """The values of all ranks, both as one row for each rank and concatenated."""
 
-    rows: Tensor  # [ranks, most]: NaN after a rank's last
-    numbers: Tensor  # int64 [ranks]: the number that each rank sends with them
+    rows: Tensor  # [ranks, most]: NaN after a rank's last value
+    numbers: Tensor  # int64 [ranks]: the additional number from each rank
     lengths: Tensor  # int64 [ranks]: how many values each rank has
-    host_total: int | None  # how many values all ranks have; None if the host does not know
+    host_total: int | None  # how many values all ranks have together; None if the host does not know
     values: Tensor  # all values in rank order, then padding of NaN
     begin: Tensor  # int64 [1]: where the values of this rank begin in `values`
-    places: Tensor  # int64 [values of this rank]: where each of them is in `values`
+    places: Tensor  # int64 [values of this rank]: the position of each in `values`
 
     def segments(self, layout: Layout, name: str) -> Tensor:
-        """The offsets of the segments that lie on several ranks, with one more segment for the padding. A layout
-        without offsets has one segment.
+        """The offsets of the segments that lie on several ranks, with one more segment for the padding. If the layout
+        has no global offsets, all values are one segment.
         """
         if layout.placement != "global":
             return self.as_one_segment()
@@ -178,17 +180,17 @@ class Everyones(NamedTuple):
 
 
 def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) -> Everyones:
-    """Gathers the values of all ranks, float32 or float64 ``[n]``, and one more number from each rank. This is little
-    data: one value for each rollout.
+    """Gathers the values of all ranks, float32 or float64 ``[n]``, and an additional number from each rank. This is
+    little data, since there is one value for each rollout.
 
     Ranks may have different numbers of rollouts, or none, but all send messages of the same length. With the caller's
-    bound ``max_rollouts``, a message has that many values. Only the device then knows where one rank's values end, and
-    there is no host sync. Without a bound, a message has as many values as the rank with the most. Finding this number
-    takes one more round and a host sync.
+    bound ``max_rollouts``, a message has room for that many values. Then only the device knows where the values of a
+    rank end, and there is no host sync. Without a bound, a message has room for the values of the rank that has the
+    most. To find out how many these are takes one more collective and a host sync.
     """
     most, total = max_rollouts, None
     if most is None:
-        known = ranks.gather_number(len(values), values).tolist()  # waits for the device
+        known = ranks.gather_number(len(values), values).tolist()  # causes a host sync
         most, total = max(known), sum(known)
     # As int32, so that nothing treats the two integers of the header as floats.
     padded = pad(values, (0, most - len(values)), value=math.nan).view(torch.int32)
@@ -206,7 +208,7 @@ def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) 
     in_order = rows.view(-1)
     if total != rows.numel():  # some rows have padding
         place = torch.arange(rows.numel() if total is None else total, device=ends.device)
-        holder = torch.searchsorted(ends, place, right=True)  # one past the last rank for the padding
+        holder = torch.searchsorted(ends, place, right=True)  # for the padding, one past the last rank
         inside = place < ends[-1]
         holder = holder.where(inside, 0)
         source = (holder * most + place - begins[holder]).where(inside, 0)
@@ -215,37 +217,45 @@ def gather(ranks: Ranks, values: Tensor, number: int, max_rollouts: int | None) 
 
 
 def _is_at_hand(lengths: Tensor) -> bool:
-    """Whether the host can read the lengths without waiting."""
+    """Whether the host can read the lengths without a host sync."""
     return lengths.is_cpu and not torch.compiler.is_compiling()
 
 
 # ---- the same number of rollouts on every rank -----------------------------------------------------------------------
 #
-# The choice has nearly the largest variance that a choice of the same number on every rank can have.
+# Every rank keeps the same number of values. Among all such choices, the choice made here has nearly the largest
+# variance.
 #
-# Each of R ranks keeps q values. The variance is convex in each value, so a rank keeps its i lowest and its q - i
-# highest, for some i. Start with the q highest of each rank. Exchange number i of rank r then replaces h, the lowest
-# that is left of its highest values, by l, its i-th lowest. Along a rank the midpoints (l + h) / 2 do not decrease. For
-# a fixed centre c an exchange adds (l - c)^2 - (h - c)^2 to the sum of (x - c)^2, which is positive if c lies above the
-# midpoint. So the set with the largest sum makes exactly the exchanges whose midpoint lies below c. One chain, made of
-# all ranks' exchanges in the order of their midpoints, therefore has the best set for every centre. It has only q R + 1
-# sets, and all are tried.
+# Each of R ranks keeps q values. The variance is convex in each value, so in the best choice each rank keeps its i
+# lowest and its q - i highest values, for some i that may differ between ranks. Start with the q highest values of each
+# rank. Exchange number i of a rank then replaces h by l, where l is the rank's i-th lowest value, and h is the lowest
+# value that is left of its q highest values. Along a rank's exchanges the midpoints (l + h) / 2 do not decrease.
 #
-# Let F be the sum of squared deviations of a set. F is the set's smallest sum of (x - c)^2 over all centres c, so max F
-# is at most the minimum over c of the largest sum. Let c* be the centre of that minimum. The means of the chain's sets
-# cross c* between the set before c* and the set behind it, and each exchange moves the mean by d / k, where d = h - l
-# and k = q R. One of the two sets next to the crossing has its mean within d / (2 k) of c*, and its F is k (mean -
-# c*)^2 below the bound. So the chain's best set is within d^2 / (4 k) of the optimum, with d of the exchange at the
-# crossing: this is less than one rollout's part of the sum. To find the optimum itself is as hard as to divide numbers
-# into two equal sums: with the values -d_r and d_r on rank r and q = 1, one has to maximise sum d_r^2 - (sum +-d_r)^2 /
-# R.
+# For a fixed centre c, an exchange adds (l - c)^2 - (h - c)^2 to the sum of (x - c)^2 over the kept values x. This is
+# positive if c lies above the midpoint. So the set with the largest sum is made by exactly the exchanges whose midpoint
+# lies below c. Put the exchanges of all ranks in the order of their midpoints. The sets after 0, 1, ..., q R of these
+# exchanges are a chain, which has the best set for every centre. There are only q R + 1 sets in the chain, and all are
+# tried.
 #
-# With one rank the chain is the scan over all splits (csrc/core/split_scan.h), and gives the same set.
+# How good is the best set of the chain? Let F be the sum of squared deviations of a set from its mean. F is the
+# smallest sum of (x - c)^2 over all centres c. So for every centre, no set has an F above the largest sum of all sets.
+# Let c* be the centre at which this largest sum is smallest, and let B be its value there. Either a set of the chain
+# has the mean c*, and then its F is B. Or the mean crosses c* at an exchange whose midpoint is c*: the set before this
+# exchange and the set after it both have the sum B at c*, and their means lie on different sides of c*. The exchange
+# moves the mean by d / k, where d = h - l and k = q R. So one of the two means is within d / (2 k) of c*, and the F of
+# its set is k (mean - c*)^2 below B. The chain's best set is therefore within d^2 / (4 k) of the optimum. This is less
+# than one rollout's part of the sum.
+#
+# To find the optimum itself is as hard as to divide numbers into two sets with equal sums: with the values -d_r and d_r
+# on rank r and q = 1, one has to maximise sum d_r^2 - (sum +-d_r)^2 / R.
+#
+# With one rank, the chain consists of the splits in csrc/core/split_scan.h, and gives the same set.
 
 
 def most_varied(values: Tensor, wanted: Tensor) -> Tensor:
-    """Marks the same number of values in each row of ``[ranks, most]``: ``wanted`` divided by the ranks and rounded up,
-    or as many as the row with the fewest usable values has. Usable values are finite. Nothing waits for the device.
+    """Marks the same number of values in each row of ``[ranks, most]``: ``wanted`` divided by the number of ranks and
+    rounded up, but no more than the row with the fewest usable values has. Usable values are finite. There is no host
+    sync.
     """
     ranks, most = values.shape
     usable = values.isfinite()
@@ -267,13 +277,14 @@ def _exchanges(in_order: Tensor, have: Tensor, each: Tensor, place: Tensor) -> T
     ranks, most = in_order.shape
     exchanged, usable = place < each, place < have
     partner = (place + have - each).clamp(max=most - 1)
-    midpoint = in_order + in_order.gather(1, partner)  # twice the midpoint, which has the same order
-    # Exchanges tie if rewards are 0 and 1. The ranks then make them in turn, so that each keeps values of both ends.
+    midpoint = in_order + in_order.gather(1, partner)  # twice the midpoint: the order is the same
+    # If rewards are 0 or 1, exchanges tie. The ranks then make their exchanges in turn, so that each rank keeps values
+    # from both ends.
     turns = midpoint.masked_fill(~exchanged, math.inf).T.reshape(-1).argsort(stable=True)
     chain = turns % ranks * most + turns // ranks
 
-    # Values are shifted by one of them, since large ones with small differences would cancel. Sums are made by
-    # doubling, since their bits have to be the same on all ranks and from run to run.
+    # One of the values is subtracted from all, since large values with small differences would cancel. Sums are made by
+    # doubling, since they have to be bitwise equal on all ranks and in all runs.
     shift = in_order[0, (have[0] // 2).clamp(max=most - 1)]
     value = (in_order - shift).masked_fill(~usable, 0)
     out = value.gather(1, partner)
@@ -287,6 +298,6 @@ def _exchanges(in_order: Tensor, have: Tensor, each: Tensor, place: Tensor) -> T
     kept, number = each * ranks, torch.arange(ranks * most + 1, device=chain.device)
     spread = torch.where(number <= kept, kept * square - total.square(), -math.inf)
     chosen = number.where(spread >= spread.max() * (1 - 1e-12), 0).max()
-    chosen = torch.where(kept == 1, 1, chosen)  # a single value has variance 0; rounding must not choose
+    chosen = torch.where(kept == 1, 1, chosen)  # the variance of a single value is always 0; rounding must not decide
     made = torch.zeros_like(chain, dtype=torch.bool).scatter(0, chain, number[:-1] < chosen)
     return made.view(ranks, most).sum(1, keepdim=True)

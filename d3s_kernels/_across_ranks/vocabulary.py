@@ -45,46 +45,49 @@ def vocab_parallel_logprob_entropy(
     """:func:`d3s_kernels.logprob_entropy` of logits whose vocabulary is sharded across the ranks of a group.
 
     Each rank reduces its columns to the softmax state of every row, ``(max, S, T, the label's logit)``. One all-gather
-    of these ``[rows, 4]`` float32 numbers follows, 16 bytes for each row and rank, and each rank merges them in rank
-    order. Nothing else is communicated, and all ranks have the same results, to the bit.
+    of these states follows: float32 ``[rows, 4]``, so 16 bytes for each row and rank. Each rank merges the states in
+    rank order. Nothing else is communicated. The results are bitwise equal on all ranks.
 
-    **Backward.** Nothing is communicated. The loss is the same on all ranks, and so is the incoming gradient of
-    ``logprob`` and ``entropy``. From it and the row's entropy, maximum and log S, each rank computes the gradient of
-    its columns. This is the convention of Megatron's vocab-parallel cross entropy. Do not scale the loss by the number
-    of these ranks, and do not sum its terms over them: an all-reduce that autograd sees would give the right loss, but
-    gradients that are too large by the number of ranks.
+    **Backward.** Nothing is communicated. The loss must be the same on all ranks; then the incoming gradients of
+    ``logprob`` and ``entropy`` are also the same. From these gradients and the entropy, maximum and log S of each row,
+    each rank computes the gradient of its columns. This is the convention of Megatron's vocab-parallel cross entropy.
+    Do not scale the loss by the number of these ranks, and do not sum the terms of the loss over these ranks: an
+    all-reduce that autograd sees would give the right loss, but gradients that are too large by a factor of the number
+    of ranks.
 
-    If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with rows cut as its rows
-    are. If its rows are cut, plain tensors and the sampling mask have only this rank's rows.
+    If ``logits_shard`` is a DTensor, the other tensors may be DTensors too: replicated, or with rows sharded like those
+    of ``logits_shard``. If rows are sharded, plain tensors and the sampling mask have only this rank's rows.
 
     Args:
-        logits_shard: ``[..., V_r]``, this rank's columns of the logits, bfloat16, float16 or float32, any strides
-            except in the last dimension. Ranks may have different numbers of columns, or none. A token that only pads
-            the vocabulary is a column of ``-inf``; a whole shard may be padding. Or a DTensor with ``Shard(-1)`` on one
-            dimension of its mesh, and ``Replicate``, or ``Shard`` of rows, on the others.
+        logits_shard: ``[..., V_r]``, this rank's columns of the logits, bfloat16, float16 or float32, any strides, but
+            stride 1 in the last dimension. Ranks may have different numbers of columns, or none. A token that only pads
+            the vocabulary is a column of ``-inf``; a whole shard may be padding. May also be a DTensor with
+            ``Shard(-1)`` on one dimension of its mesh, and with ``Replicate`` or a ``Shard`` of rows on each other
+            dimension.
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target:
-            logprob 0, entropy as usual. A label in no shard gives NaN, and NaN gradients.
+            the logprob is 0, and the entropy is as usual. For a label in no shard, the logprob and the gradients are
+            NaN.
         vocab_start: the token of this rank's first column; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``; the same
             on all ranks.
-        mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where it is False are not
-            read and give 0 and 0.
-        sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with tokens of the whole vocabulary, the same on all
-            ranks: each reads the tokens of its shard. A token in no shard is left out; with ``D3S_KERNELS_CHECK=1`` it
-            is an error.
-        label_outside, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`, the same on all ranks.
+        mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where the mask is False
+            are not read, and both of their results are 0.
+        sampling_mask: as in :func:`d3s_kernels.logprob_entropy`, with tokens of the whole vocabulary, and the same on
+            all ranks. Each rank reads the tokens of its shard. A token in no shard is ignored; with
+            ``D3S_KERNELS_CHECK=1`` it raises an error.
+        label_outside, max_dense_rows: as in :func:`d3s_kernels.logprob_entropy`, and the same on all ranks.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
 
     Raises:
         ValueError, TypeError: a wrong shape, dtype or device, a temperature that is not above 0, a group that this
-            process is not in, a DTensor with other placements. If only one rank raises, the others wait for it. With
-            ``D3S_KERNELS_CHECK=1`` all ranks raise the same error, except about the group and the placements of
-            DTensors. They then also raise if labels, temperatures or masks differ between ranks, if shards overlap or
-            leave a gap, and if a label is in no shard.
+            process is not in, a DTensor with other placements. If only one rank raises, the other ranks wait for it.
+            With ``D3S_KERNELS_CHECK=1`` all ranks raise the same error, except for errors about the group or about
+            placements of DTensors. All ranks then also raise if labels, temperatures or masks differ between ranks, if
+            shards overlap or leave a gap, and if a label is in no shard.
 
     Example:
         Here the group has one rank; a trainer takes its group from its mesh, ``mesh["tp"]``.
@@ -155,57 +158,63 @@ def vocab_parallel_linear_logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """:func:`d3s_kernels.linear_logprob_entropy` of an LM head whose vocabulary is sharded across the ranks of a group.
 
-    Each rank has some rows of the weight, and all ranks have the same hidden states. The logits are never held as a
+    Each rank has some rows of the weight, and all ranks have the same hidden states. The logits are never stored as a
     whole. The forward communicates as :func:`vocab_parallel_logprob_entropy` does: 16 bytes for each rank and each row
     that ``mask`` keeps.
 
-    **Backward.** Each rank has its own gradients of weight and bias. The gradient of ``hidden`` is a sum over the
-    shards. For it the ranks exchange a byte for each row, to agree on the rows that have a gradient, and then sum only
-    those rows, in float32. With 10 % of the tokens kept the all-reduce carries 10 % of the rows. If ``hidden`` needs no
-    gradient, nothing is communicated. The loss is the same on all ranks, as in :func:`vocab_parallel_logprob_entropy`.
-    ``hidden.grad`` is complete, and must not be summed over these ranks again.
+    **Backward.** Each rank computes the gradients of its own weight and bias. The gradient of ``hidden`` is a sum over
+    the shards. The ranks first exchange one byte for each row, to agree on the rows that have a gradient. Then they
+    all-reduce only those rows, in float32: if 10 % of the tokens are kept, the all-reduce carries 10 % of the rows. If
+    ``hidden`` needs no gradient, nothing is communicated. As for :func:`vocab_parallel_logprob_entropy`, the loss must
+    be the same on all ranks. ``hidden.grad`` is complete, and must not be summed over these ranks again.
 
     All arguments except ``weight_shard``, ``bias``, ``vocab_start``, ``workspace_bytes`` and ``weight_grad_into`` are
     the same on all ranks. If ``weight_shard`` is a DTensor, the other tensors may be DTensors too: ``bias`` and
-    ``weight_grad_into`` cut as the weight is, the rest replicated on these ranks.
+    ``weight_grad_into`` sharded like ``weight_shard``, and the rest replicated on these ranks.
 
     Args:
-        hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks; either all or none need a gradient.
-        weight_shard: ``[V_r, H]``, the dtype of ``hidden``, or one of the two float32 (see
-            :func:`d3s_kernels.linear_logprob_entropy`): the weight of tokens ``vocab_start`` to ``vocab_start + V_r``.
-            Ranks may have different numbers of tokens, or none. Or a DTensor with ``Shard(0)`` on one dimension of its
-            mesh, and ``Replicate`` on the others, over which nothing is summed here.
+        hidden: ``[..., H]``, bfloat16, float16 or float32, the same on all ranks. Either all ranks need its gradient,
+            or none.
+        weight_shard: ``[V_r, H]``, the rows of the weight for the ``V_r`` tokens from ``vocab_start`` on. It has the
+            dtype of ``hidden``, or one of the two is float32 (see :func:`d3s_kernels.linear_logprob_entropy`). Ranks
+            may have different numbers of tokens, or none. May also be a DTensor with ``Shard(0)`` on one dimension of
+            its mesh, and ``Replicate`` on the other dimensions. Over these other dimensions nothing is summed here.
         labels: int64 or int32 ``[...]``, tokens of the whole vocabulary, the same on all ranks; -100 means no target.
-            A label in no shard gives NaN, and NaN gradients.
+            For a label in no shard, the logprob and the gradients are NaN.
         vocab_start: the token of the first row of ``weight_shard``; None for a DTensor.
         process_group: a process group, or a mesh of one dimension, whose ranks share the vocabulary; None for a
             DTensor.
-        bias: ``[V_r]``, likewise; ``-inf`` for a token that only pads the vocabulary.
+        bias: ``[V_r]``, for the tokens of ``weight_shard``, with a dtype as allowed there; ``-inf`` for a token that
+            only pads the vocabulary.
         temperature: a number above 0, a 0-d tensor, or a float tensor that broadcasts to the rows ``[...]``.
-        logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before the temperature (Gemma).
-        mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where it is False cost
-            nothing and give 0 and 0.
-        max_rows: the caller's bound on the rows that ``mask`` keeps. With it the forward needs no host sync; if it is
-            exceeded, all outputs are NaN.
-        max_grad_rows: the caller's bound on the rows with a gradient. With it the backward needs no host sync, and the
-            all-reduce carries that many rows; if it is exceeded, all gradients are NaN.
-        logits_dtype: what the logits are rounded to: ``torch.float32``, or the one dtype of hidden states, weight and
-            bias.
+        logit_softcap: logits become ``softcap * tanh(logits / softcap)`` before they are divided by the temperature (as
+            in Gemma).
+        mask: bool or integer (True where it is not 0) ``[...]``, the same on all ranks; rows where the mask is False
+            cost nothing, and both of their results are 0.
+        max_rows: the caller's bound on the number of rows that ``mask`` keeps. With a bound, the forward causes no host
+            sync; if the bound is exceeded, all outputs are NaN.
+        max_grad_rows: the caller's bound on the number of rows with a gradient. With a bound, the backward causes no
+            host sync, and the all-reduce carries as many rows as the bound; if the bound is exceeded, all gradients are
+            NaN.
+        logits_dtype: the dtype to which logits are rounded: ``torch.float32``, or the dtype that hidden states, weight
+            and bias share.
         workspace_bytes: memory for a tile of logits; None is 512 MiB on a GPU and 32 MiB on a CPU.
-        weight_grad_into: a contiguous tensor of the shape of ``weight_shard``, in float32; or in its dtype, if nothing
-            is converted. Every backward **adds** the weight's gradient to it, even if it asks only for other gradients,
-            and never zeroes it. Autograd then has no gradient for the weight, and hooks on the weight get None.
-            If the weight requires no gradient, nothing is added. Not under ``torch.compile``.
-        sampling_mask: as in :func:`d3s_kernels.linear_logprob_entropy`, with tokens of the whole vocabulary: each rank
-            computes those of its shard. The ranks then exchange 16 bytes for each row, and in the backward H float32
-            numbers for each row, besides what rows with an empty span take.
+        weight_grad_into: a contiguous tensor with the shape of ``weight_shard``, in float32. It may also have the dtype
+            of ``weight_shard``, if hidden states, weight and bias share this dtype. Every backward **adds** the
+            weight's gradient to this tensor, even a backward that asks only for other gradients. No backward zeroes the
+            tensor. Autograd then has no gradient for the weight, and hooks on the weight get None. If the weight
+            requires no gradient, nothing is added. Not under ``torch.compile``.
+        sampling_mask: as in :func:`d3s_kernels.linear_logprob_entropy`, with tokens of the whole vocabulary. Each rank
+            computes the logits of the kept tokens in its shard. The ranks exchange 16 bytes for each row in the
+            forward, and H float32 values for each row in the backward. Rows with an empty span are exchanged in
+            addition.
         label_outside, max_dense_rows: as in :func:`d3s_kernels.linear_logprob_entropy`.
 
     Returns:
         ``(logprob, entropy)``, float32 ``[...]`` each, in nats: plain tensors, the same on all ranks of the group.
 
     Raises:
-        ValueError, TypeError: as :func:`vocab_parallel_logprob_entropy` and
+        ValueError, TypeError: in the same cases as :func:`vocab_parallel_logprob_entropy` and
             :func:`d3s_kernels.linear_logprob_entropy`.
 
     Example:
@@ -234,10 +243,11 @@ def vocab_parallel_linear_logprob_entropy(
             hidden, sharded.local, labels, bias, NumberOrTensor(temperature), logit_softcap, mask, max_rows,
             max_grad_rows, logits_dtype, workspace_bytes, shard=shard,
         ).checked(sampling, into)  # fmt: skip
-        if not torch.compiler.is_compiling():  # else values are unknown, and torch checks shapes
+        if not torch.compiler.is_compiling():  # in a graph, values are unknown, and torch checks shapes
             problem.check()
             problem.require_memory()
-            # A rank without tokens runs no kernel that checks the temperature. So it is checked before others wait.
+            # A rank without tokens runs no kernel that checks the temperature. So the temperature is checked here,
+            # before other ranks wait for this rank.
             state = hidden.new_empty((problem.rows, 4), dtype=torch.float32)
             ops.check("softmax_state_finish", state, *problem.flat_temperature)
         return problem
@@ -258,8 +268,8 @@ def vocab_parallel_linear_logprob_entropy(
 
 
 def _require_one_vocabulary(sharded: ShardedArgument, labels: Tensor, sampling_mask: SamplingMask | None) -> None:
-    """Raises on all ranks alike, unless the shards make up the whole vocabulary, and every label and kept token lies
-    in a shard.
+    """Raises the same error on all ranks, unless the shards make up the whole vocabulary, and every label and every
+    kept token lies in a shard.
     """
     shard = torch.tensor([sharded.first_token, sharded.tokens], device=labels.device)
     edges = [(first, first + tokens) for first, tokens in sharded.ranks.gather(shard).tolist()]
@@ -315,7 +325,7 @@ class ShardedArgument:
 
     @property
     def first_token(self) -> int:
-        """This rank's first token. It is first read within ``agree``, since an error may occur on this rank alone."""
+        """This rank's first token. Reading it may raise on this rank alone, so the first read is within ``agree``."""
         if isinstance(self._tensor, DTensor):
             return self._first_token_of(self._tensor)
         if self._start is None:
@@ -326,7 +336,9 @@ class ShardedArgument:
         return self._start
 
     def _first_token_of(self, tensor: DTensor) -> int:
-        """A DTensor is cut as by torch.chunk: the last ranks may have fewer tokens, or none."""
+        """The first token of a DTensor's shard. It is cut as by torch.chunk: the last ranks may have fewer tokens, or
+        none.
+        """
         mesh, vocabulary = tensor.device_mesh, tensor.shape[self._dim]
         rank, ranks = mesh.get_local_rank(self._mesh_dim), mesh.size(self._mesh_dim)
         step = -(-vocabulary // ranks)
@@ -340,7 +352,9 @@ class ShardedArgument:
         return first
 
     def _dimension_of_the_vocabulary(self, tensor: DTensor, dim: int) -> int:
-        """The mesh dimension that cuts the vocabulary. The others replicate the tensor, or cut the rows of logits."""
+        """The mesh dimension that shards the vocabulary. The other mesh dimensions replicate the tensor, or shard the
+        rows of logits.
+        """
         rows_may_be_cut = dim > 0
         rest = "Replicate, or a Shard of rows," if rows_may_be_cut else "Replicate"
         cutting = [i for i, placement in enumerate(tensor.placements) if _cuts(placement) == dim]
@@ -355,7 +369,9 @@ class ShardedArgument:
         return cutting[0]
 
     def beside(self, **tensors: Any) -> list[Any]:
-        """Arguments that are the same on these ranks: the local tensor of a DTensor; other values as they are."""
+        """Arguments that are the same on these ranks. DTensors become their local tensors; other values stay as they
+        are.
+        """
         local = []
         for name, value in tensors.items():
             if isinstance(value, DTensor):
@@ -372,7 +388,9 @@ class ShardedArgument:
         return local
 
     def along(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        """An argument that is cut like the vocabulary: the local tensor of a DTensor; other values as they are."""
+        """An argument that is sharded like the vocabulary. A DTensor becomes its local tensor; other values stay as
+        they are.
+        """
         if not isinstance(tensor, DTensor):
             return tensor
         whole = self._tensor
@@ -386,5 +404,5 @@ class ShardedArgument:
 
 
 def _cuts(placement: Placement) -> int | None:
-    """The dimension that the placement cuts in rank order, or None. Other kinds of Shard cut in another order: None."""
+    """The dimension that the placement shards in rank order, or None. Shards with another order also give None."""
     return placement.dim if type(placement) is DTensorShard else None

@@ -1,11 +1,11 @@
 """Decides which back-end computes each op on each kind of device, and lets the user force one.
 
     tensors on a CPU    the compiled CPU library
-    tensors on a GPU    the compiled CUDA library; without it Triton kernels (``_triton/``), where there is one for the
-                        op and the size, and plain PyTorch (``_torch/``) for the rest
+    tensors on a GPU    the compiled CUDA library; without it, Triton kernels (``_triton/``) for the ops and sizes that
+                        have one, and plain PyTorch (``_torch/``) for the rest
 
-``D3S_KERNELS_BACKEND=cuda|triton|torch`` forces one back-end. "torch" also serves CPUs then; "triton" serves CPUs only
-in Triton's interpreter (``TRITON_INTERPRET=1``).
+``D3S_KERNELS_BACKEND=cuda|triton|torch`` forces one back-end. A forced "torch" serves CPUs too. A forced "triton"
+serves CPUs only in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _Kernel = Callable[..., Any]
 # ---- the back-ends --------------------------------------------------------------------------------------------------
 
 BACKENDS = ("cuda", "triton", "torch")
-DEVICES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}  # devices, and what torch's dispatcher calls them
+DEVICES = {"cpu": "CPU", "cuda": "CUDA", "xpu": "XPU"}  # kinds of devices, and their dispatch keys in torch
 _OLDEST_TRITON = (3, 6)
 
 
 @cache
 def why_not(backend: str) -> str | None:
-    """Why this back-end does not run here, or None if it should run. This check launches nothing on a GPU."""
+    """The reason why this back-end does not run here, or None if it should run. The check launches nothing on a GPU."""
     if backend == "cuda":
         return why_not_cuda()
     return _why_not_triton() if backend == "triton" else None
@@ -60,7 +60,7 @@ def _interprets() -> bool:
 
 
 def _kernels(backend: str) -> Mapping[str, _Kernel]:
-    """The kernels of a back-end that is written in Python, by op."""
+    """The kernels, by op, of a back-end that is written in Python."""
     if backend == "triton":
         kernels: Mapping[str, _Kernel] = importlib.import_module("d3s_kernels._triton").KERNELS
         return kernels
@@ -72,7 +72,9 @@ def _kernels(backend: str) -> Mapping[str, _Kernel]:
 
 @cache
 def half_products() -> tuple[torch.dtype, ...]:
-    """The half-precision dtypes for which this CPU has a dot product that torch uses; none below avx512_bf16."""
+    """The half-precision dtypes for which torch uses a dot-product instruction of this CPU. Below avx512_bf16 there are
+    none.
+    """
     if build_info()["simd"] != "avx512_bf16":
         return ()
     return torch.bfloat16, *((torch.float16,) if torch.ops.mkldnn._is_mkldnn_fp16_supported() else ())
@@ -82,15 +84,18 @@ def half_products() -> tuple[torch.dtype, ...]:
 
 _serving: dict[str, dict[str, str]] = {}  # device -> op -> back-end
 
-# A back-end cuts a row into slices of this many tokens, and reduces each to one softmax state. The number is kSlice in
-# csrc/cuda/, SLICE in _triton/, and kSlice in csrc/cpu/softmax_rows.h; the last is for a CPU, unless another back-end
-# serves it. The slice length of _torch/ divides both numbers.
+# A back-end cuts a row into slices, and reduces each slice to one softmax state. SLICES has the slice length, in
+# tokens, of the back-end that serves each kind of device. CPU_SLICE is kSlice of the compiled CPU library
+# (csrc/cpu/softmax_rows.h). GPU_SLICE is for all other back-ends: it is kSlice in csrc/cuda/ and SLICE in _triton/. The
+# slice length of _torch/ divides both lengths.
 CPU_SLICE, GPU_SLICE = 8192, 32768
 SLICES = {"cpu": CPU_SLICE, "cuda": GPU_SLICE, "xpu": GPU_SLICE}
 
 
 def _choice(device: str, forced: str | None) -> tuple[str, ...]:
-    """The back-ends for a kind of device. A compiled back-end has all ops; Triton leaves some to plain PyTorch."""
+    """The back-ends for a kind of device, the first choice first. A compiled back-end has all ops; Triton leaves some
+    to plain PyTorch.
+    """
     if device == "cpu":
         if forced == "triton" and _interprets():
             return "triton", "torch"
@@ -113,7 +118,7 @@ def _serve(library: torch.library.Library, forced: str | None) -> None:
             continue
         choice = _choice(device, forced)
         SLICES[device] = CPU_SLICE if choice[0] == "cpu" else GPU_SLICE
-        if choice[0] in ("cpu", "cuda"):  # registered when its library was loaded
+        if choice[0] in ("cpu", "cuda"):  # loading the library has registered its kernels
             _serving[device] = dict.fromkeys(_torch.KERNELS, choice[0])
             continue
         _serving[device] = {op: next(name for name in choice if op in _kernels(name)) for op in _torch.KERNELS}
@@ -158,7 +163,7 @@ def _forced_by_environment() -> str | None:
 
 
 forced_backend = _forced_by_environment()
-why_not("cuda")  # loads its library now: later, it would replace the kernels that are registered below
+why_not("cuda")  # loads the CUDA library now: if loaded later, it would replace the kernels registered below
 _library = torch.library.Library("d3s_kernels", "IMPL")  # type: ignore[no-untyped-call]
 _serve(_library, forced_backend)
 
@@ -172,7 +177,7 @@ def forced(backend: str) -> Iterator[None]:
     try:
         yield
     finally:
-        library._destroy()  # type: ignore[no-untyped-call]  # restores what was registered before
+        library._destroy()  # type: ignore[no-untyped-call]  # restores the kernels that were registered before
         _serving.update(before[0])
         SLICES.update(before[1])
 
@@ -183,9 +188,9 @@ def forced(backend: str) -> Iterator[None]:
 def backends() -> dict[str, dict[str, str]]:
     """The back-end of each op on each kind of device that this torch supports, for users and bug reports.
 
-    The back-ends are ``"cpu"`` and ``"cuda"``, the compiled libraries; ``"triton"``, for GPUs without a compiled one;
-    and ``"torch"``, plain PyTorch, for ops without a Triton kernel. An op with a Triton kernel also passes segments
-    that are too long for it to plain PyTorch. ``python -m d3s_kernels`` gives the reasons, and checks all back-ends.
+    ``"cpu"`` and ``"cuda"`` are the compiled libraries. ``"triton"`` serves GPUs on which no compiled library runs.
+    ``"torch"`` is plain PyTorch, for ops without a Triton kernel. It also computes segments that are too long for an
+    op's Triton kernel. ``python -m d3s_kernels`` says why each back-end was chosen, and checks all back-ends.
 
     Returns:
         ``{op: {device: back-end}}``, with "cpu", "cuda" and "xpu" as devices.
@@ -195,8 +200,8 @@ def backends() -> dict[str, dict[str, str]]:
         >>> d3s.backends()["topk_mask"]["cpu"]
         'cpu'
     """
-    ops = {op: op for op in _torch.KERNELS if hasattr(reference, op)}  # the others are steps of these
-    ops["linear_logprob_entropy"] = "softmax_state_"  # it loops over this op and torch's matrix products
+    ops = {op: op for op in _torch.KERNELS if hasattr(reference, op)}  # ops without a reference are steps of these
+    ops["linear_logprob_entropy"] = "softmax_state_"  # the LM head calls this op and torch's matrix products in a loop
     return {op: {device: served[by] for device, served in _serving.items()} for op, by in sorted(ops.items())}
 
 
@@ -205,7 +210,7 @@ def serving(device: str) -> set[str]:
 
 
 def runnable(device: str) -> tuple[str, ...]:
-    """The back-ends that can run on this kind of device, or only the one that is forced."""
+    """The back-ends that can run on this kind of device, or only the forced back-end."""
     if forced_backend is not None:
         return (_choice(device, forced_backend)[0],)
     if device == "cpu":
@@ -225,5 +230,5 @@ def explain(device: str) -> str:
 
 
 def _possible(device: str) -> tuple[str, ...]:
-    """The back-ends that may serve a kind of GPU, the best one first. There are none for a CPU."""
+    """The back-ends that may serve a kind of GPU, the best back-end first. There are none for a CPU."""
     return () if device == "cpu" else tuple(name for name in BACKENDS if name != "cuda" or device == "cuda")

@@ -1,9 +1,9 @@
-"""Warns of values on a GPU that nobody has checked, such as a ratio of 0 or a label that is no token.
+"""Warns of invalid values on a GPU, such as a ratio of 0 or a label that is no token.
 
-A check on the host would be a host sync. So an op gives NaN for such a value or selects nothing, and the next op warns.
-Compiled kernels note faults in host memory (``csrc/ops/faults.h``), which costs nothing while there is no fault. Triton
-and plain PyTorch note nothing: there ``D3S_KERNELS_CHECK=late`` checks the arguments on the device, and copies the
-answers to the host without waiting for them.
+A check on the host would cause a host sync. So an op that meets an invalid value gives NaN or selects nothing, and the
+next op warns. Compiled kernels note faults in host memory (``csrc/ops/faults.h``); this costs nothing while there is no
+fault. Triton and plain PyTorch note nothing. For them, ``D3S_KERNELS_CHECK=late`` checks the arguments on the device,
+and copies the answers to the host without a host sync.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The bad value that an op met, and the result: in the order of Fault in csrc/ops/faults.h.
+# For each kind of fault, the bad value that an op met, and the result of the op. The order is that of Fault in
+# csrc/ops/faults.h.
 FAULTS = {
     "ratio": "a ratio outside of (0, 1], and selected nothing",
     "keep": "a number to keep below 1, and selected nothing",
@@ -32,7 +33,7 @@ FAULTS = {
     "sampling_mask": "a sampling mask whose offsets are no offsets or whose ids are no tokens, which gave NaN",
     "dense_rows": "more rows without a span than max_dense_rows, which made all rows NaN",
 }
-PUBLIC_OPS = (  # in the order of PublicOp in the same file
+PUBLIC_OPS = (  # in the order of PublicOp in csrc/ops/faults.h
     "entropy",
     "logprob_entropy",
     "linear_logprob_entropy",
@@ -49,12 +50,14 @@ _ADVICE = (
     "D3S_KERNELS_CHECK=1 has values checked before each op, which names the place, and waits for the device; "
     "D3S_KERNELS_CHECK=error makes this warning an error"
 )
-_told: set[tuple[str, str]] = set()  # ops, and keys of FAULTS
+_told: set[tuple[str, str]] = set()  # the pairs (op, key of FAULTS) of earlier warnings
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def tell() -> None:
-    """Warns once of each fault in each op, or raises with ``D3S_KERNELS_CHECK=error``. There is no host sync."""
+    """Warns of the faults that were met, once for each op and kind of fault. ``D3S_KERNELS_CHECK=error`` raises
+    instead. This function causes no host sync.
+    """
     if torch.compiler.is_compiling() or (_noted is None and not _looks):
         return
     met = _noted.take() if _noted else []
@@ -75,11 +78,12 @@ def tell() -> None:
 
 
 def synchronize_checks() -> None:
-    """Waits for the GPUs, and then warns of bad values that the ops so far have met.
+    """Waits for the GPUs, and then warns of the bad values that ops have met so far.
 
-    On a GPU, refusing a bad value in a tensor, such as a ratio outside of (0, 1], offsets that decrease or a label that
-    is no token, would need a host sync. Instead the op selects nothing or gives NaN, and the next call of any op warns.
-    Call this function at the end of a program, and in tests. On a CPU values are checked at once.
+    Bad values are, for example, a ratio outside of (0, 1], offsets that decrease, or a label that is no token. If they
+    are in a tensor on a GPU, an op could refuse them only with a host sync. Instead the op selects nothing or gives
+    NaN, and the next call of any op warns. Call this function at the end of a program, and in tests. On a CPU, ops
+    refuse bad values themselves.
 
     Warns:
         RuntimeWarning: once for each op and kind of fault.
@@ -106,14 +110,15 @@ def _setting() -> str | None:
 
 
 class _Noted:
-    """The memory in which the kernels of a library note faults: a byte for each op and fault."""
+    """The memory in which the kernels of a library note faults: one byte for each pair of an op and a fault."""
 
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)
         self.meanings = [(op, fault) for op in PUBLIC_OPS for fault in FAULTS]
         self.nothing = bytes(len(self.meanings))
         library.d3s_kernels_faults.restype = ctypes.POINTER(ctypes.c_void_p)
-        self.address = library.d3s_kernels_faults()  # of a pointer that is null until an op has run on a GPU
+        # The address of a pointer. The pointer is null until an op has run on a GPU.
+        self.address = library.d3s_kernels_faults()
 
     def take(self) -> list[tuple[str, str]]:
         """The faults that were noted since the last call."""
@@ -136,7 +141,7 @@ def watch(library: str) -> None:
 
 
 def watches() -> bool:
-    """Whether a compiled library is watched, whose kernels may note faults."""
+    """Whether :func:`tell` reads the faults that the kernels of a compiled library note."""
     return _noted is not None
 
 
@@ -145,7 +150,7 @@ def watches() -> bool:
 
 @dataclass(eq=False)
 class _Look:
-    """Answers on their way to the host."""
+    """One flag for each of some faults, from one call of an op. The flags may still be on their way to the host."""
 
     op: str
     faults: tuple[str, ...]
@@ -155,7 +160,7 @@ class _Look:
 
 _looks: list[_Look] = []
 
-# The ops with values from users, and their public names.
+# The ops that take values from users, and the public op of each.
 _LOOKED_AT = {op: op for op in PUBLIC_OPS} | dict.fromkeys(("topk_order_keys", "topk_choose_digit_"), "topk_mask")
 
 
@@ -176,7 +181,7 @@ def look(op: str, arguments: Mapping[str, Any]) -> None:
         _looks.append(_Look(op, tuple(bad), flags, None))
         return
     if flags.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # each replay would give its own answers, but nothing would read them
+        return  # each replay of the graph would give its own answers, which nothing would read
     answers = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
     answers.copy_(flags, non_blocking=True)
     event = torch.Event(flags.device)
@@ -185,7 +190,9 @@ def look(op: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _bad_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the key of FAULTS for each argument with values, and a bool tensor on its device: whether any is bad."""
+    """For each argument that can have bad values, yields its key of FAULTS and a bool tensor on the argument's device:
+    whether any of the values is bad.
+    """
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     if (ratio := tensors.get("ratio_tensor")) is not None:
         yield "ratio", ~((ratio > 0) & (ratio <= 1))

@@ -33,7 +33,8 @@ def why_not_cuda() -> str | None:
     return None
 
 
-# The wheel for each major version of CUDA. One is enough: the runtime works with all minor versions.
+# The wheel for each major version of CUDA. One wheel is enough for all minor versions, since the runtime works with
+# them all.
 WHEELS = {"x86_64": {"12": "cu128", "13": "cu130"}, "aarch64": {"13": "cu130"}}
 
 
@@ -64,13 +65,15 @@ def argument_names(op: str) -> tuple[str, ...]:
 
 @cache
 def default_arguments(op: str) -> dict[str, Any]:
-    """The op's arguments in the order of its schema, with their defaults; None for one without a default."""
+    """The op's arguments in the order of its schema, with their defaults. The value is None for an argument without a
+    default.
+    """
     return {argument.name: argument.default_value for argument in schema_of(op).arguments}
 
 
 def by_name(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a kernel so that it is called with the op's arguments by name. Torch may leave out the last arguments if
-    they have their default values.
+    """Wraps a kernel that takes the op's arguments by name. Torch passes them by position, and may leave out the last
+    arguments if they have their default values.
     """
     names = argument_names(op)
 

@@ -1,4 +1,4 @@
-"""The ops by name, for the other packages. Arguments that a kernel refuses raise ValueError."""
+"""The ops by name, for the other packages. If a kernel refuses an argument, the op raises ValueError."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .registration import EAGER
 _Op = Callable[..., Any]
 _op = torch.ops.d3s_kernels
 
-# Messages of a compiled kernel: about an argument that it refuses, and about a failed allocation.
+# The messages of compiled kernels: for an argument that a kernel refuses, and for a failed allocation.
 _REFUSAL = re.compile(r"[a-z_]+: .*\b(takes|must|call)\b", re.DOTALL)
 _NO_MEMORY = "d3s_kernels: out of memory"
 
 
 def _with_usual_errors(op: _Op) -> _Op:
-    """Wraps an op: a refused argument raises ValueError, and a failed allocation torch.OutOfMemoryError, which trainers
-    catch. Before the op runs, the wrapper warns of faults that earlier ops have met on a GPU.
+    """Wraps an op so that a refused argument raises ValueError, and a failed allocation raises torch.OutOfMemoryError,
+    which trainers catch. Before the op runs, the wrapper warns of faults that earlier ops have met on a GPU.
     """
 
     @wraps(op)
@@ -61,7 +61,9 @@ def _past_torchs_autograd(op: _Op, differentiable: _Op) -> _Op:
 
 
 def _refuses_by_value_error() -> bool:
-    """Up to torch 2.14 a kernel's std::invalid_argument reaches Python as ValueError, later as RuntimeError."""
+    """A kernel's std::invalid_argument reaches Python as ValueError up to torch 2.14, and as RuntimeError in later
+    versions.
+    """
     try:
         _op.compact.default(torch.empty(0, dtype=torch.bool), -1)
     except ValueError:
@@ -71,7 +73,8 @@ def _refuses_by_value_error() -> bool:
     raise AssertionError("compact takes a capacity of -1")
 
 
-# On a CPU there is nothing to wrap: torch itself raises RuntimeError if memory is short, and values are checked.
+# If torch supports only CPUs, the wrapper is needed at most for refused arguments: if memory is short, torch itself
+# raises RuntimeError, and the ops check all values.
 _on_cpus_alone = not (torch.backends.cuda.is_built() or torch.xpu._is_compiled())  # type: ignore[no-untyped-call]
 _as_raised = _refuses_by_value_error() and _on_cpus_alone
 
@@ -81,7 +84,7 @@ def _public(op: _Op) -> _Op:
 
 
 def __getattr__(name: str) -> _Op:
-    """The op of that name. It becomes a global of this module, so that the next access does not come here."""
+    """The op of that name. It becomes a global of this module, so that later accesses do not call this function."""
     if name.startswith("__") or not hasattr(_op, name):
         raise AttributeError(f"d3s_kernels has no op {name!r}")
     op = _public(getattr(_op, name).default)
@@ -92,8 +95,8 @@ def __getattr__(name: str) -> _Op:
 
 
 def check(op: str, *arguments: Any) -> None:
-    """Raises the error that the op would raise for these arguments, without computing the op. In a graph nothing is
-    checked here: the op does it.
+    """Raises the error that the op would raise for these arguments, without computing the op. Under torch.compile
+    nothing is checked here: the op checks its arguments when it runs.
     """
     if not torch.compiler.is_compiling():
         _public(getattr(torch.ops.d3s_checks, op).default)(*arguments)

@@ -1,6 +1,7 @@
 """Registers what torch has to know of each op: the shapes of its results, its gradient, and the layouts it refuses.
 
-The shapes stand beside the kernels of ``_torch``. Only real kernels check the arguments.
+The functions that give the shapes stand beside the kernels of ``_torch``. They do not check the arguments: only real
+kernels do.
 
 The gradient of an op is another op, whose arguments are found by their names. ``_head/op.py`` registers the ops of the
 LM head in the same way.
@@ -42,21 +43,24 @@ def _nothing(**_: Any) -> None:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 EAGER: dict[str, Callable[..., Any]] = {}
-"""The ops with their gradients, for eager mode. Torch's own way parses the schema in each call, which takes 100 us."""
+"""For eager mode: functions by op, which run the op and record its gradient. The functions that torch itself makes
+parse the schema in each call, which takes 100 us.
+"""
 
 
 class Gradient:
-    """Computes the gradient of ``op`` with the op ``backward``. The arguments of ``backward`` are found by name: they
-    are arguments and results of ``op``, and ``grad_x`` is the incoming gradient of the result ``x``. A result
-    ``grad_x`` of ``backward`` is the gradient of the argument ``x``; ``wanted`` says which of them are needed.
+    """Computes the gradient of ``op`` with the op ``backward``. Each argument of ``backward`` is found by name: it is
+    an argument or a result of ``op``, or it is ``grad_x``, the incoming gradient of the result ``x``. A result
+    ``grad_x`` of ``backward`` is the gradient of the argument ``x``. The argument ``wanted`` says which of these
+    gradients are needed.
 
-    Incoming gradients that are missing stay None, so that an entropy used as a score costs nothing in the backward.
+    A missing incoming gradient stays None. So an entropy that is used only as a score costs nothing in the backward.
     """
 
     def __init__(
         self, op: str, backward: str, keep: tuple[str, ...] = (), change: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
-        """``change`` may change the arguments of ``backward``. Values that only it reads are named in ``keep``."""
+        """``change`` may change the arguments of ``backward``. ``keep`` names the values that only ``change`` reads."""
         self.names, self._takes, self._change = argument_names(op), default_arguments(backward), change
         self._op, self._backward = (getattr(torch.ops.d3s_kernels, name).default for name in (op, backward))
         schema = schema_of(op)
@@ -97,8 +101,8 @@ class Gradient:
         results: list[Tensor | None] = [None] * len(self.names)
         if all(grad is None for grad in incoming):
             return tuple(results)
-        tensors = ctx.saved_tensors  # a checkpoint recomputes them here, with autograd
-        if torch.is_grad_enabled():  # the op of the gradient refuses a second derivative
+        tensors = ctx.saved_tensors  # activation checkpointing recomputes them here, with autograd
+        if torch.is_grad_enabled():  # autograd must see the backward op, which refuses a second derivative
             gradients = self._run(ctx, tensors, incoming)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -144,8 +148,9 @@ _KEYS = ["MkldnnCPU", *(layout + key for layout in _LAYOUTS for device, key in D
 
 
 def refuse_unreadable(op: str) -> None:
-    """Registers a kernel for tensors of these layouts, which raises an error that names the argument. The dispatcher
-    would say that the op "could not run with arguments from the 'SparseCPU' backend". Other tensors never reach it.
+    """Registers a kernel for tensors of the layouts above. It raises an error that names the argument. Without it, the
+    dispatcher would say that the op "could not run with arguments from the 'SparseCPU' backend". Tensors of other
+    layouts never reach this kernel.
     """
 
     def refuse(*arguments: Any, **options: Any) -> Any:

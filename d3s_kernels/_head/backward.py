@@ -1,7 +1,7 @@
 """The backward of the LM head. It recomputes each tile of logits, overwrites the tile with its gradient, and multiplies
-this with the weight and with the hidden states.
+the gradient with the weight and with the hidden states.
 
-Only rows whose gradient is not 0 are computed. If the vocabulary is sharded over ranks, each rank does this with its
+Only rows whose gradient is not 0 are computed. If the vocabulary is sharded over ranks, each rank does this for its
 vocabulary shard, and the ranks sum their gradients of the hidden states.
 """
 
@@ -23,11 +23,11 @@ from .products import Head, Tiles, add_product, whole_vectors, without_autocast,
 
 _op = torch.ops.d3s_kernels
 
-_STRIP = 4 << 20  # logits: enough to keep a GPU busy, and little memory
+_STRIP = 4 << 20  # logits in a strip: enough to keep a GPU busy, with little memory
 
 
 class Incoming(NamedTuple):
-    """The inputs of the backward, one number for each row: incoming gradients, and statistics from the forward."""
+    """The inputs of the backward with one value for each row: incoming gradients, and statistics from the forward."""
 
     grad_logprob: Tensor | None
     grad_entropy: Tensor | None
@@ -36,8 +36,8 @@ class Incoming(NamedTuple):
     log_sum: Tensor
 
     def poisoned(self, bad: Tensor, both: bool) -> Incoming:
-        """Fills the incoming gradients with NaN if ``bad`` is true. With ``both`` false, only one of the two is filled,
-        which is enough to make a row's whole gradient NaN.
+        """Replaces the incoming gradients with NaN if ``bad`` is true. If ``both`` is False, only one of the two is
+        replaced: this is enough to make a row's whole gradient NaN.
         """
         grad_logprob, grad_entropy = self.grad_logprob, self.grad_entropy
         if grad_logprob is not None and (both or grad_entropy is None):
@@ -70,8 +70,8 @@ def backward(
     weight_grad_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden states, weight and bias; a gradient that is not wanted is an empty tensor. With
-    ``weight_grad_into``, the weight's gradient is added to that tensor, and the one returned is empty. The problem must
-    be checked.
+    ``weight_grad_into``, the weight's gradient is added to that tensor, and the returned tensor for it is empty. The
+    problem must have been checked.
     """
     wanted = wanted._replace(weight_grad_into=weight_grad_into)
     if problem.sampling_mask.offsets is None:
@@ -107,7 +107,9 @@ def _host_knows(flag: Tensor) -> bool:
 
 
 def _filled(problem: HeadProblem, wanted: Wanted, bad: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of 0, or of NaN if ``bad`` is true. The host may not know which, but memory is written only once."""
+    """Gradients filled with 0, or with NaN if ``bad`` is true. Memory is written only once, even if the host does not
+    know ``bad``.
+    """
 
     def filled(like: Tensor, wanted: bool, bad: Tensor | None, *shape: int) -> Tensor:
         if not wanted:
@@ -123,8 +125,8 @@ def _filled(problem: HeadProblem, wanted: Wanted, bad: Tensor | None) -> tuple[T
         return room[:elements].view(shape)
 
     hidden, weight = problem.hidden, problem.weight
-    # On a GPU, rows are filled with 0 here, which takes half the time of an unknown number. If ``bad`` is true,
-    # kept_hidden_grad_ fills them with NaN.
+    # On a GPU, the gradient of the hidden states is filled with 0 here: to fill it with a value that the host does not
+    # know would take twice the time. If ``bad`` is true, kept_hidden_grad_ fills it with NaN later.
     of_rows = bad if bad is not None and _host_knows(bad) else None
     return (
         filled(hidden, wanted.hidden, of_rows, *hidden.shape),
@@ -140,12 +142,12 @@ def _with_kept_tokens(
     gradients: tuple[Tensor, Tensor, Tensor],
     exceeded: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds the gradients of rows with a span to ``gradients``, which come from the other rows."""
+    """Adds the contributions of rows with a span to ``gradients``, which has the contributions of all other rows."""
     problem, (grad_hidden, grad_weight, grad_bias) = flat_rows(problem), gradients
     hidden, weight, shard, offsets = problem.hidden, problem.weight, problem.shard, problem.sampling_mask.offsets
     assert offsets is not None
     incoming = incoming.map(lambda values: flat(values, problem.rows))
-    with torch._C._AutoDispatchBelowAutograd():  # its autograd kernel, which refuses a gradient, is Python
+    with torch._C._AutoDispatchBelowAutograd():  # the op's autograd kernel is Python code, and only refuses gradients
         arguments = with_kept_logits(problem, "kept_logits_backward", **incoming._asdict())
         grad, rows, tokens, undefined = _op.kept_logits_backward.default(*arguments)
     if exceeded is not None:
@@ -172,7 +174,7 @@ def _of_all_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     head, shard = Head.of(problem), problem.shard
     active = _rows_with_gradient(problem, incoming)
-    if wanted.hidden:  # its rows are summed over the ranks, so all ranks must pick the same ones
+    if wanted.hidden:  # rows of this gradient are summed over the ranks, so all ranks must pick the same rows
         active = shard.anyones_(active)
     picked = Picked.where(active, problem.max_grad_rows, exceeded)
     rows = _Rows.gathered(picked, problem, incoming)
@@ -204,7 +206,7 @@ def _rows_with_gradient(problem: HeadProblem, incoming: Incoming) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """The rows with a gradient, packed; or the part of them that is in a tile."""
+    """The packed rows with a gradient, or only those of them that are in a tile."""
 
     hidden: Tensor
     targets: Tensor
@@ -215,11 +217,11 @@ class _Rows(NamedTuple):
     def gathered(cls, picked: Picked, problem: HeadProblem, incoming: Incoming) -> _Rows:
         count, hidden = problem.rows, problem.hidden
         targets = picked.gather(flat(problem.labels, count))
-        # All are gathered by one op, since an op costs more than its few numbers.
+        # One op gathers all of them, since to launch an op costs more than to move these few values.
         parts = [flat(values, count) for values in incoming if values is not None]
         together = picked.gather(torch.stack(parts), dim=1)
-        # NaN here becomes NaN in everything that is computed from these rows. This costs less than a pass over the
-        # weight.
+        # If a bound is exceeded, the incoming gradients become NaN here, and so does everything that is computed from
+        # these rows. This costs less than a pass over the weight's gradient.
         picked.poison_(together[: len(parts) - 3])
         part = iter(together.unbind())
         packed_incoming = incoming.map(lambda _: next(part))
@@ -239,13 +241,14 @@ class _Rows(NamedTuple):
 class Gradients:
     """The sums to which the tiles add their gradients. Memory is allocated only for the wanted gradients.
 
-    If several tiles of rows have a share in the gradients of the same tokens, the shares are summed in float32: in the
-    gradient itself if it is float32, else in a float32 buffer for the tokens of one tile.
+    If the rows are cut into several tiles, each of them contributes to the weight's gradient of the same tokens. The
+    contributions are summed in float32: in the gradient itself if it is float32, otherwise in a float32 buffer for the
+    tokens of one tile.
     """
 
     def __init__(self, rows: Tensor, head: Head, tiles: Tiles, wanted: Wanted) -> None:
         self._head, self._into, weight = head, wanted.weight_grad_into, head.weight
-        # Without a tile nothing is written, and the gradients are 0.
+        # If there is no tile, nothing is written, and the gradients are 0.
         fresh = torch.empty_like if rows.numel() and weight.numel() else torch.zeros_like
         self._hidden = fresh(rows, dtype=torch.float32) if wanted.hidden else None
         self._bias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted.bias else None
@@ -257,7 +260,9 @@ class Gradients:
             self._slab = weight.new_empty((tiles.token_step, weight.shape[1]), dtype=torch.float32)
 
     def add(self, tile: Tensor, rows: Tensor, place: slice, tokens: slice) -> None:
-        """Adds a tile's gradients. All tiles of a slab of tokens must come one after the other, first rows first."""
+        """Adds the gradients from one tile. All tiles for the same tokens (a slab) must come one after the other, in
+        row order.
+        """
         if self._bias is not None:
             self._bias[tokens].add_(tile.sum(0, dtype=torch.float32))
         if self._hidden is not None:
@@ -278,8 +283,8 @@ class Gradients:
             self._weight[tokens].add_(total)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of the rows in float32, and the gradients of weight and bias in the weight's dtype. A gradient
-        that is not returned is an empty tensor.
+        """The gradient of the rows in float32, and the gradients of weight and bias in the weight's dtype. An empty
+        tensor stands for a gradient that is not returned.
         """
         weight = self._head.weight
         return (
@@ -302,7 +307,7 @@ def _sum_over_tiles(problem: HeadProblem, head: Head, rows: _Rows, wanted: Wante
 
 
 def _gradient_of_tile(problem: HeadProblem, head: Head, rows: _Rows, tokens: slice, room: Tensor) -> Tensor:
-    """Overwrites a tile's logits with their gradient. If its dtype is narrower, it takes the front part of each row."""
+    """Overwrites a tile's logits with their gradient. A gradient of narrower dtype takes the front part of each row."""
     tile, cap = head.logits(rows.hidden, tokens, room), head.softcap
     gradient = tile.view(head.gradient_dtype)[:, : tile.shape[1]]
     # The slope of a soft cap needs extra memory, so with a soft cap the tile is processed in strips.

@@ -1,7 +1,8 @@
 """The forward of the LM head: it merges one tile of logits at a time into the rows' softmax states, and drops the tile.
 
-A row's result has the same bits as if computed from all its logits at once. For a row with a span of a sampling mask,
-only the logits of the kept tokens are computed. The only host sync is the count of rows if the caller gives no bound.
+A row's result is bitwise equal to a result that is computed from all logits of the row at the same time. For a row with
+a span of a sampling mask, only the logits of the kept tokens are computed. There is no host sync, except to count the
+rows if the caller gives no bound.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _op = torch.ops.d3s_kernels
 
 
 class Picked(NamedTuple):
-    """Some of the rows, packed in order. If the caller bounds their number, there is no host sync."""
+    """Some of the rows, packed in order. If the caller gives a bound on their number, there is no host sync."""
 
     indices: Tensor  # [room]: row indices; 0 for places past the last picked row
-    past: Tensor | None  # bool [room]: the places past the last picked row; None if the host knows their number
+    past: Tensor | None  # bool [room]: the places past the last picked row; None if the host knows that there are none
     exceeded: Tensor | None  # bool [1]: whether there are more rows than the bound; None if there is no bound
 
     @classmethod
     def where(cls, mask: Tensor, bound: int | None, other_exceeded: Tensor | None = None) -> Picked:
-        """The rows in the mask. If ``other_exceeded`` is true, they count as more than the bound."""
+        """Picks the rows in the mask. If ``other_exceeded`` is true, the bound counts as exceeded."""
         room = int(mask.sum()) if bound is None else min(bound, mask.numel())
         indices, count = _op.compact.default(mask, room)
         other = None if other_exceeded is None else other_exceeded.view(1)
@@ -40,8 +41,8 @@ class Picked(NamedTuple):
         return cls(indices.clamp(min=0), indices < 0, count > bound if other is None else (count > bound) | other)
 
     def gather(self, values: Tensor, dim: int = 0, past: float = 0) -> Tensor:
-        """``values`` of the picked rows. Places past the last picked row get ``past``: the values there could be NaN,
-        which must not reach a product.
+        """The ``values`` of the picked rows. Places past the last picked row get the value ``past``: a value read for
+        them could be NaN, which must not reach a product.
         """
         packed = values.index_select(dim, self.indices)
         if self.past is None:
@@ -88,15 +89,15 @@ def flat_rows(problem: HeadProblem) -> HeadProblem:
 
 
 def with_kept_logits(problem: HeadProblem, op: str, **others: Any) -> list[Any]:
-    """The arguments of an op on the logits of all places. They are expanded to ``[rows, places]``: all rows share the
-    same memory.
+    """Computes the kept logits, and returns the arguments of an op on these logits. They are expanded to ``[rows,
+    places]``: all rows share the same memory.
     """
     logits = _op.kept_logits.default(*problem.arguments_for("kept_logits")).expand(problem.rows, -1)
     return problem.arguments_for(op, logits=logits, kept_of=len(problem.weight), **others)
 
 
 def dense_rows(problem: HeadProblem) -> HeadProblem:
-    """The same problem for only the rows with an empty span, whose logits are all computed."""
+    """The same problem, but for only the rows with an empty span. All logits of these rows are computed."""
     ids, offsets, _, most_dense = problem.sampling_mask
     assert ids is not None
     assert offsets is not None
@@ -122,7 +123,7 @@ def dense_rows(problem: HeadProblem) -> HeadProblem:
 
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
-    """The initial states ``[rows, 4]``. The label's logit starts as NaN, and stays so if the label is no token."""
+    """The initial states ``[rows, 4]``. The label's logit starts as NaN, and stays NaN if the label is no token."""
     state = like.new_zeros((rows, 4), dtype=torch.float32)
     state.select(1, 0).fill_(torch.finfo(torch.float32).min)
     state.select(1, 3).fill_(torch.nan)
@@ -162,7 +163,7 @@ def forward(problem: HeadProblem) -> tuple[Tensor, ...]:
     if problem.max_rows is not None and problem.mask is not None:
         exceeded = problem.mask.sum() > problem.max_rows
         outputs = tuple(output.masked_fill(exceeded, torch.nan) for output in outputs)
-    elif problem.max_rows is not None and problem.rows > problem.max_rows:  # the host knows
+    elif problem.max_rows is not None and problem.rows > problem.max_rows:  # the host knows the number of rows
         outputs = tuple(torch.full_like(output, torch.nan) for output in outputs)
     return outputs
 

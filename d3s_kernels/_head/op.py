@@ -39,7 +39,9 @@ def _results(like: Tensor) -> tuple[Tensor, ...]:
 
 
 def _with_known_labels(values: dict[str, Any]) -> None:
-    """Makes the gradient NaN for a label that no rank has. One rank alone cannot know this, but then logprob is NaN."""
+    """Makes the gradient NaN for a label in no rank's shard. One rank cannot see this from the label, but logprob is
+    NaN then.
+    """
     grad, logprob = values["grad_logprob"], values["logprob"]
     if grad is not None and values["group_name"] is not None:
         values["grad_logprob"] = torch.where(logprob.isnan() & (grad != 0), torch.nan, grad)
@@ -111,9 +113,10 @@ def adding_to(weight_grad_into: Tensor | None) -> AtBackward | None:
 def linear_logprob_entropy(problem: HeadProblem, at_backward: AtBackward | None = None) -> tuple[Tensor, Tensor]:
     """The log-probabilities and entropies of the rows.
 
-    Autograd would store the weight's gradient of each micro-batch, V x H numbers, and then add it to the gradient of
-    earlier micro-batches. With ``at_backward`` the matrix products of the backward add to the caller's tensor, which is
-    read and written once. This works only in eager mode, since a graph cannot call ``at_backward``.
+    Autograd would store the weight's gradient of each micro-batch, which has V x H elements, and then add it to the
+    gradient of earlier micro-batches. With ``at_backward``, the matrix products of the backward add directly to the
+    caller's tensor, which is read and written once. This works only in eager mode, since a graph cannot call
+    ``at_backward``.
     """
     if at_backward is None:
         logprob, entropy, _, _ = ops.linear_logprob_entropy(*problem.arguments())

@@ -1,8 +1,8 @@
 """The arguments of the LM head's ops as one object, and their checks, for a whole vocabulary or a vocabulary shard.
 
-A public function makes the object and calls ``HeadProblem.checked``. Its fields are the op's arguments: the op passes
-them one by one, and its forward and backward make the same object from them. Other ops find their arguments in it by
-name.
+A public function makes the object and calls ``HeadProblem.checked``. The fields of the object are the op's arguments.
+They are passed to the op one by one, and the op's forward and backward make the same object from them. The arguments of
+other ops are found in the object by name.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Shard(NamedTuple):
-    """A vocabulary shard: the tokens from ``first_token`` on, as many as the logits or the weight have. If ``ranks`` is
-    None, it is the whole vocabulary.
+    """A vocabulary shard: the tokens from ``first_token`` on. The logits or the weight show how many these are. If
+    ``ranks`` is None, the shard is the whole vocabulary.
 
-    All ranks have the same rows. So if there are no rows, all ranks skip a collective, otherwise all enter it.
+    All ranks have the same rows. So if there are no rows, all ranks skip the collectives; otherwise all ranks take
+    part.
     """
 
     first_token: int = 0
@@ -65,7 +66,7 @@ class Shard(NamedTuple):
         return states if self.ranks is None or not len(states) else self.ranks.gather(states)
 
     def anyones_(self, mask: Tensor) -> Tensor:
-        """The rows that are in the mask of at least one rank, in place."""
+        """Marks, in place, the rows that are in the mask of at least one rank."""
         if self.ranks is not None and len(mask):
             self.ranks.maximum_(mask.view(torch.uint8))
         return mask
@@ -79,7 +80,9 @@ WHOLE = Shard()
 
 
 class HeadProblem(NamedTuple):
-    """The arguments of the ops, in the order of their schema (``op.py``), which ends with the two fields of a shard."""
+    """The arguments of the ops, in the order of their schema (``op.py``). The schema ends with the two fields of a
+    shard.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -96,9 +99,9 @@ class HeadProblem(NamedTuple):
     shard: Shard = WHOLE
 
     def checked(self, sampling: SamplingOptions, weight_grad_into: Tensor | None) -> HeadProblem:
-        """Checks a problem that was made of the arguments of a public function, and converts them to those of the op.
-        Before, ``temperature.number`` may be a tensor. Checks types, devices, and what a single kernel could not know.
-        Shapes and values are checked when the op runs: see :meth:`check`.
+        """Checks a problem that was made from the arguments of a public function, and converts these to the arguments
+        of the op. Before the conversion, ``temperature.number`` may be a tensor. This method checks types, devices, and
+        what no single kernel could check. Shapes and values are checked when the op runs: see :meth:`check`.
         """
         hidden, name = self.hidden, "weight" if self.shard.ranks is None else "weight_shard"
         require_tensors(**{"hidden": hidden, name: self.weight, "labels": self.labels})
@@ -127,7 +130,9 @@ class HeadProblem(NamedTuple):
         )  # fmt: skip
 
     def arguments_for(self, op: str, **others: Any) -> list[Any]:
-        """The arguments of another op, found by name: in ``others``, in this problem, or else the op's defaults."""
+        """The arguments of another op. Each is found by name in ``others`` or in this problem; if it is in neither, it
+        is the op's default.
+        """
         values = dict(zip(argument_names("linear_logprob_entropy"), self._without_shard(), strict=False)) | others
         if self.shard.ranks is not None:  # without ranks, the op's default stands for the whole vocabulary
             values["first_token"] = self.shard.first_token
@@ -193,7 +198,7 @@ class HeadProblem(NamedTuple):
             raise ValueError(f"temperature: got shape {list(each.shape)}; takes a 0-d tensor or one for each row")
 
     def _check_labels(self) -> None:
-        """Checks the values, if the host may read them."""
+        """Checks the values of the labels, if the host may read them."""
         labels, tokens = self.labels, self._tokens()
         if not labels.numel() or not is_known(labels):
             return
@@ -221,20 +226,24 @@ class HeadProblem(NamedTuple):
             raise ValueError(f"workspace_bytes: got {room}; takes at least 1")
 
     def _check_spans(self) -> None:
-        """Runs the checks of the op on logits. One uninitialised row, expanded, stands for the logits of all rows."""
+        """Checks the sampling mask, with the checks of the op on logits. One uninitialised row, expanded, stands for
+        the logits of all rows.
+        """
         if not self.sampling_mask.given:
             return
         both = self.sampling_mask.ids is not None and self.sampling_mask.offsets is not None
         if both and self.shard.ranks is None and not is_known(self.labels):
-            return  # kept_logits checks this again, except values; ranks check here, before they wait for others
+            # kept_logits repeats these checks, except those of values, which the host cannot read here. With ranks, the
+            # checks are made here, before a rank waits for others.
+            return
         op = "logprob_entropy" if self.shard.ranks is None else "softmax_state_"
         logits = self.hidden.new_empty(self._tokens() or 1).expand(*self.labels.shape, -1)
         state = self.hidden.new_empty((self.rows, 4), dtype=torch.float32)
         ops.check(op, *self.arguments_for(op, logits=logits, state=state, temperature=1.0, temperature_tensor=None))
 
     def require_memory(self) -> None:
-        """Refuses a parameter that was gathered for a module's forward and freed after it. Torch's matrix products
-        check this too, but kernels do not: they would end the process.
+        """Refuses a parameter whose memory has been freed, since it was gathered only for a module's forward. Torch's
+        matrix products check this too. Kernels do not: they would crash the process.
         """
         _require_memory(self.weight, self.bias)
 
@@ -252,7 +261,7 @@ def operands(
     """Hidden states, weight and bias in one dtype. Error messages call the weight ``name``.
 
     If dtypes differ and one of them is float32, all become float32. Autograd casts each gradient back to the dtype of
-    its argument, so the ops need not handle this.
+    its argument, so the ops need not do so.
     """
     if weight.dim() != 2:
         require_readable(**{name: weight})
@@ -275,7 +284,7 @@ def operands(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise _not_fitting(weight, bias)
     if not torch.compiler.is_compiling():
-        _require_memory(weight, bias)  # before it is read
+        _require_memory(weight, bias)  # before their memory is read
     if weight_grad_into is not None and weight_grad_into.dtype != torch.float32:
         raise ValueError(
             f"weight_grad_into: got dtype {weight_grad_into.dtype}; takes float32, since dtypes differ and the "
@@ -317,7 +326,9 @@ def _not_fitting(weight: Tensor, bias: Tensor) -> ValueError:
 
 
 def why_not_whole(name: str, parameter: Tensor) -> str:
-    """For the error about a parameter's shape: says which library keeps only a part of it here, and what to do."""
+    """A hint for the error about a parameter's shape: which library keeps only a part of the parameter here, and what
+    to do.
+    """
     if hasattr(parameter, "ds_id"):
         whole = list(getattr(parameter, "ds_shape", ()))
         return (

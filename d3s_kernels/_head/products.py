@@ -1,7 +1,8 @@
 """Cuts rows x vocabulary into tiles that fit the workspace, and computes their logits and the products of the backward.
 
-The matrix products are torch's. On a CPU without a dot product of bfloat16 or float16, a product in these dtypes takes
-torch over ten times as long as in float32. So there the matrices are widened to float32, a piece at a time.
+The matrix products are torch's. If a CPU has no dot-product instruction for bfloat16 or float16, a product in that
+dtype takes torch over ten times as long as a product in float32. On such a CPU, the matrices are widened to float32, a
+piece at a time.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _op = torch.ops.d3s_kernels
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
 _WIDE_BYTES = 8 << 20  # bytes of a piece in float32: it stays in the last-level cache
-# The most terms that one product adds up: some BLAS libraries lose digits if there are more. With only a few rows, and
-# for the last few rows, they add all terms one by one. A gradient is a sum over the vocabulary, whose terms mostly
-# cancel.
+# The largest number of terms that one product sums. With more terms, some BLAS libraries lose digits. If a product has
+# only a few rows, and for the last few rows of any product, these libraries add all terms one by one. Digits matter
+# here: a gradient is a sum over the vocabulary whose terms mostly cancel.
 _TERMS, _TERMS_OF_FEW_ROWS, _FEW_ROWS = 8192, 1024, 64
 
 
@@ -83,9 +84,9 @@ def zero_behind_rows_(tile: Tensor) -> None:
 
 def _read_behind_rows(values: Tensor) -> int:
     """How many elements behind a row a product reads. With AMX, oneDNN multiplies whole blocks of 32 elements in half
-    precision: what lies behind a row is multiplied by 0, and NaN there stays NaN (oneDNN's issue 5717).
+    precision. Elements behind a row are multiplied by 0, so a NaN there gives NaN (oneDNN's issue 5717).
     """
-    # A tensor of another type is part of a trace, which stands for a GPU.
+    # A tensor of another type belongs to a trace, and a trace stands for a run on a GPU.
     reads = values.is_cpu and values.dtype.itemsize == 2 and type(values) is Tensor
     return -values.shape[1] % 32 if reads else 0
 
@@ -95,7 +96,9 @@ def _rows_of_piece(columns: int) -> int:
 
 
 def _widened(values: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
-    """The first row of each piece of ``step`` rows, and the piece in float32. All pieces lie in the same memory."""
+    """Yields the first row of each piece of ``step`` rows, and the piece in float32. Each copy overwrites the previous
+    copy.
+    """
     if values.dtype == torch.float32:
         yield from ((begin, values[begin : begin + step]) for begin in range(0, len(values), step))
         return
@@ -106,7 +109,9 @@ def _widened(values: Tensor, step: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """``total += a @ b``, or ``total = a @ b`` if ``first``. A CPU rounds half-precision products before adding."""
+    """``total += a @ b``, or ``total = a @ b`` if ``first``. On a CPU, half-precision products are rounded before they
+    are added.
+    """
     if total.dtype != a.dtype and widens(a):
         if first:
             torch.mm(a, b, out_dtype=total.dtype, out=total)
@@ -140,8 +145,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _sums_apart(values: Tensor) -> bool:
-    """Whether a product is summed before it is added to a total. Some BLAS libraries of CPUs add each term to the
-    total, and lose a digit or two over a whole vocabulary.
+    """Whether the terms of a product must be summed before the sum is added to a total. Some BLAS libraries of CPUs
+    would add each term to the total, and lose a digit or two over a whole vocabulary.
     """
     return values.is_cpu
 
@@ -157,7 +162,7 @@ def without_autocast(function: _Kernel) -> _Kernel:
     @wraps(function)
     def run(problem: Any, *arguments: Any, **options: Any) -> Any:
         device = problem.hidden.device.type
-        if not torch.is_autocast_enabled(device):  # entering and leaving it takes 10 us
+        if not torch.is_autocast_enabled(device):  # to enter and leave autocast takes 10 us
             return function(problem, *arguments, **options)
         with torch.autocast(device, enabled=False):
             return function(problem, *arguments, **options)
@@ -183,8 +188,8 @@ SIZES["xpu"] = SIZES["cuda"]
 
 
 class Tiles(NamedTuple):
-    """Tiles of rows x vocabulary. Kernels cut a row into slices; tiles are cut at the same places, so that results have
-    the same bits as without tiles.
+    """Tiles of rows x vocabulary. Kernels cut a row into slices. Tiles are cut only between slices, so that results are
+    bitwise equal to results without tiles.
     """
 
     rows: int
@@ -199,14 +204,15 @@ class Tiles(NamedTuple):
         rows, vocabulary = hidden.shape[0], head.weight.shape[0]
         elements = (workspace_bytes or sizes.workspace_bytes) // head.logits_dtype.itemsize
         length = whole_vectors(vocabulary, head.logits_dtype)
-        # A tile has as many rows as fit with one slice of tokens. So the weight is read few times, and if all rows fit,
-        # its gradient is written once. If not all rows fit, they are cut into tiles of about the same height.
+        # A tile has as many rows as fit in the workspace with one slice of tokens. So the weight is read only a few
+        # times, and if all rows fit, the weight's gradient is written once. If not all rows fit, they are cut into
+        # tiles of about the same height.
         fitting = max(1, elements // max(1, min(slice_tokens, length)))
         row_step = max(1, -(-rows // max(1, -(-rows // fitting))))
         if row_step < rows:
             row_step = min(fitting, -(-row_step // sizes.row_multiple) * sizes.row_multiple)
-        token_step = max(1, vocabulary)  # a shard may have none
-        if row_step * length > elements:  # as few tiles as fit, of about the same size
+        token_step = max(1, vocabulary)  # a shard may have no tokens
+        if row_step * length > elements:  # as few tiles as possible, all of about the same size
             fitting_tokens = elements // row_step // slice_tokens * slice_tokens
             tiles = -(-vocabulary // max(slice_tokens, fitting_tokens))
             token_step = -(-vocabulary // (tiles * slice_tokens)) * slice_tokens

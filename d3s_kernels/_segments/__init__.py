@@ -1,1 +1,1 @@
-"""Segments of a tensor, the order of their values, and how many of each are kept. Several packages use them."""
+"""Segments of a tensor, the order of their values, and how many values of each are kept. For several packages."""

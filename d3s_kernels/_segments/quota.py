@@ -1,4 +1,4 @@
-"""How many values of a segment are kept: a share or a number of them, given as a number or as a tensor."""
+"""How many values of a segment are kept: a share of its values or a count, each as a Python number or as a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ DOUBLE_SLACK, FLOAT_SLACK = 2.0**-50, 2.0**-21  # see keep_from_ratio in csrc/co
 
 
 class Quota(NamedTuple):
-    """How many values to keep: a share, or a number. One of the four fields is set. The ops take all four."""
+    """How many values to keep: a share (``ratio``) or a count (``k``). One of the four fields is set. The ops take all
+    four as arguments.
+    """
 
     ratio: float | None = None
     ratio_tensor: Tensor | None = None
@@ -19,12 +21,12 @@ class Quota(NamedTuple):
     k_tensor: Tensor | None = None
 
     def of(self, present: Tensor, *, times: int = 1, slack: float = DOUBLE_SLACK) -> Tensor:
-        """How many values of each segment are kept. A tensor is read on the device; with an invalid value nothing is
+        """How many values of each segment are kept. A tensor is read on the device; if its value is invalid, nothing is
         kept.
 
         Args:
             present: int64: how many values of each segment may be kept.
-            times: for a pool, the number of segments in it: ``k`` is for each of them.
+            times: if values are pooled, the number of segments in the pool: ``k`` counts for each of these segments.
             slack: the relative rounding error by which a product with ``ratio`` may be too large.
         """
         if self.k is not None:

@@ -1,7 +1,7 @@
-"""Segments of a flat tensor: which value lies in which, sums over them, and the order of their values.
+"""Segments of a flat tensor: which segment each value lies in, sums over segments, and the order of their values.
 
 Lengths stay on the device, so that there is no host sync. Floats are summed by doubling, in an order that depends only
-on a value's place in its segment; torch's own sums would change with the shape.
+on a value's place in its segment. The order of torch's own sums depends on the shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Segments(NamedTuple):
         return self.edges.shape[0] - 1 - 2 * self.ragged
 
     def without_ends(self, numbers: Tensor) -> Tensor:
-        """Drops the numbers of the two additional stretches, so that there is one number for each segment."""
+        """Drops the numbers of the two additional stretches, if any. One number for each segment is left."""
         return numbers[1:-1] if self.ragged else numbers
 
     def spread(self, numbers: Tensor) -> Tensor:
@@ -53,7 +53,9 @@ class Segments(NamedTuple):
         return pad(whole.cumsum(0), (1, 0))[self.edges].diff()
 
     def scan(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """An inclusive scan over each stretch: combines each of the values ``[..., n]`` with all values before it."""
+        """An inclusive scan over each stretch: combines each of the values ``[..., n]`` with all earlier values of its
+        stretch.
+        """
         distance = 1
         while distance < self.longest:
             here, before = values[..., distance:], values[..., :-distance]
@@ -69,7 +71,7 @@ class Segments(NamedTuple):
 
 
 def segments_of(values: Tensor, offsets: Tensor | None) -> Segments:
-    """The rows along the last dimension; with offsets, the segments into which they cut a 1-D tensor."""
+    """The rows along the last dimension, or, with offsets, the segments into which the offsets cut a 1-D tensor."""
     n = values.numel()
     if offsets is None:
         count, length = math.prod(values.shape[:-1]), values.shape[-1]
@@ -85,8 +87,8 @@ def pool(values: Tensor) -> Segments:
 
 
 def pool_present(present: Tensor) -> Segments:
-    """Two stretches: all values up to the last one present, and the rest. So the sums of the first stretch do not
-    depend on anything after it.
+    """Two stretches: all values up to the last present value, and the rest. So sums over the first stretch do not
+    depend on the values after it.
     """
     n = present.numel()
     place = torch.arange(n + 1, device=present.device)
@@ -138,17 +140,17 @@ def unsigned(keys: Tensor) -> Tensor:
 
 
 class Ranking(NamedTuple):
-    order: Tensor  # int64: the positions, segment after segment, each in the order of its keys
+    order: Tensor  # int64: the positions, segment after segment, and in the order of the keys within a segment
     rank: Tensor  # int64: the rank of each position within its segment
 
 
 def lowest_first(values: Tensor, present: Tensor, segments: Segments) -> Ranking:
-    """Ranks the float32 values from the lowest on, equal ones by position. Values that are not present come last."""
+    """Ranks float32 values from the lowest on, equal values by position. Values that are not present come last."""
     return _by_key(order_key(values).where(present, NO_KEY), segments)
 
 
 def highest_first(scores: Tensor, present: Tensor, segments: Segments) -> Ranking:
-    """Ranks from the highest score on. Among equal scores the lower position still comes first."""
+    """Ranks from the highest score on. Among equal scores, the lower position still comes first."""
     return _by_key((NO_KEY - order_key(scores)).where(present, NO_KEY), segments)
 
 
@@ -159,8 +161,8 @@ def _by_key(keys: Tensor, segments: Segments) -> Ranking:
 
 # ---- rewards that are equal except for rounding ----------------------------------------------------------------------
 
-# How far apart equal rewards of a dtype may be after rounding, relative to max(largest |reward|, 1): about eight
-# rounding steps, or one step in half precision. csrc/ops/rollouts.h has the same numbers.
+# The largest difference between equal rewards of a dtype after rounding, relative to max(largest |reward|, 1). It is
+# about eight rounding steps, or one step in half precision. csrc/ops/rollouts.h has the same values.
 TOLERANCE = {torch.float64: 2e-15, torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 

@@ -1,1 +1,1 @@
-"""The checked arguments of the selections, and their rules, for one process and for several ranks."""
+"""The checks of the selections' arguments, and the selections' rules, for one process and for several ranks."""

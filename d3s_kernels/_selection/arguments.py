@@ -1,8 +1,8 @@
 """The arguments of the selections, for one process and for several ranks.
 
 For each selection, one function checks the types and devices of the public function's arguments, and returns the
-arguments of the op in the order of its schema (``csrc/library.cpp``). The op checks shapes and values: it refuses a
-ratio of 0, for instance.
+arguments of the op in the order of its schema (``csrc/library.cpp``). The op itself checks shapes and values: for
+instance, it refuses a ratio of 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from .rules import ROLLOUT_RULES, ROLLOUTS, TOKEN_RULES, TOKENS, token_factors
 
 
 def _ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float | None, Tensor | None]:
-    """The number, and the 0-d tensor that replaces it, if any. A tensor must be on the device of ``like``."""
+    """The two arguments of the op: the number, and the 0-d tensor that replaces it. At least one of them is None. A
+    tensor must be on the device of ``like``.
+    """
     if ratio is None:
         return None, None
     if isinstance(ratio, Tensor):
@@ -47,7 +49,7 @@ def _ratio_argument(ratio: float | Tensor | None, like: Tensor) -> tuple[float |
 
 
 def _whole_argument(name: str, number: int | Tensor | None, like: Tensor) -> tuple[int | None, Tensor | None]:
-    """As :func:`_ratio_argument`, for the argument ``name``, which says how many values are kept."""
+    """As :func:`_ratio_argument`, but for the argument ``name``, a count of values to keep."""
     if isinstance(number, Tensor):
         require_optional_tensors(like, **{name: number})
         return None, number
@@ -101,8 +103,8 @@ def select_tokens_arguments(
     generator: torch.Generator | None,
     rank: int = 0,
 ) -> tuple[Any, ...]:
-    """The rule's values and weights are in place of entropy and advantages. Logits may be given as entropy, with the
-    rule "advantage_entropy".
+    """The arguments of the op, with the rule's values and weights in place of entropy and advantages. With the rule
+    "advantage_entropy", ``entropy`` may also be logits.
     """
     require_rule(rule, TOKEN_RULES)
     pooled = require_scope(scope, "sequence")
@@ -125,7 +127,7 @@ def select_tokens_arguments(
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------
 
-DTYPES_OF_REWARDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that the op takes
+DTYPES_OF_REWARDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the dtypes that the op takes
 _HELD_BY = {
     **dict.fromkeys((torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16), torch.float32),
     **dict.fromkeys((torch.int32, torch.uint32, torch.int64, torch.uint64), torch.float64),
@@ -163,7 +165,7 @@ def max_variance_arguments(
     max_segment: int | None,
     pooled: bool = False,
 ) -> tuple[Any, ...]:
-    """The caller checks that the values are a tensor: public functions have different names for them."""
+    """The caller checks that ``values`` is a tensor, since this argument has different names in public functions."""
     require_segments(values, offsets, max_segment)
     if keep is None:
         raise TypeError("keep: got None; takes a whole number or a 0-d integer tensor")
@@ -181,9 +183,9 @@ def select_rollouts_arguments(
     generator: torch.Generator | None,
     equal_rows: bool,
 ) -> tuple[Any, ...]:
-    """The arguments of the op ``max_variance_select``, whatever the rule."""
+    """The arguments of the op ``max_variance_select``, also for the other rules."""
     require_tensors(advantages=advantages)
-    if advantages.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the ops have other names for them
+    if advantages.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # the op would name another argument
         raise ValueError(f"advantages: got dtype {advantages.dtype}; takes float32, bfloat16 or float16")
     require_rule(rule, ROLLOUT_RULES)
     _require_generator(generator, rule, ROLLOUTS[rule].draws, advantages)
@@ -195,13 +197,13 @@ def select_rollouts_arguments(
             "'batch'. d3s_kernels.distributed.plan_rows evens out what others keep"
         )
     arguments = max_variance_arguments(advantages, keep, mask, offsets, None, pooled)
-    if rule != "max_variance":  # whose op checks it
+    if rule != "max_variance":  # the op of max_variance checks ``keep`` itself
         _require_keep(keep)
     return arguments
 
 
 def _require_keep(keep: int | Tensor) -> None:
-    """Refuses a ``keep`` below 1. The value of a tensor is checked only if :func:`is_known` lets the host read it."""
+    """Refuses a ``keep`` below 1. The value of a tensor is checked only if the host may read it (:func:`is_known`)."""
     if isinstance(keep, Tensor):
         if keep.numel() != 1 or keep.dtype not in (torch.int64, torch.int32):
             raise ValueError(

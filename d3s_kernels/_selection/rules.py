@@ -1,6 +1,6 @@
-"""The rules of the selections: a row of a table for each rule, and how its scores are computed.
+"""The rules of the selections: two tables with one row for each rule, and the functions that compute the scores.
 
-Except for :func:`entropy_quantile`, nothing here makes a host sync or loops over segments.
+Except for :func:`entropy_quantile`, nothing here causes a host sync or loops over segments.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .._segments.segments import lowest_first, pool, segments_of
 
 _LOWEST_NORMAL, _INFINITY = 0x00800000, 0x7F800000  # bits of float32
 _GOLDEN, _WORD = 0x9E3779B9, 0xFFFFFFFF
-_ALL = 2**62  # more than any segment has
+_ALL = 2**62  # more values than any segment has
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 class TokenScoring(NamedTuple):
-    """What a rule needs to compute a token's score."""
+    """The inputs that a rule needs to compute a token's score."""
 
     reads_entropy: bool = True
     reads_advantages: bool = False
-    draws: bool = False  # it takes a generator, and scores are random numbers
+    draws: bool = False  # whether scores are random numbers, drawn from a generator
 
 
 TOKENS = {
@@ -43,8 +43,8 @@ TOKEN_RULES = tuple(TOKENS)
 def token_factors(
     rule: str, entropy: Tensor, advantages: Tensor | None, generator: torch.Generator | None, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Values and weights of the tokens, in place of entropies and advantages: a token's score is ``|weight| * value``.
-    A single weight is for all tokens.
+    """The tokens' values and weights, which replace entropies and advantages: a token's score is ``|weight| * value``.
+    A 0-d weight is for all tokens.
     """
     scoring = TOKENS[rule]
     values = entropy if scoring.reads_entropy else torch.ones_like(entropy)
@@ -57,7 +57,7 @@ def token_factors(
 
 
 def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The same bits as TRL's ``top_entropy_quantile``: mask, count and threshold. This is a host sync."""
+    """Mask, count and threshold, bitwise equal to TRL's ``top_entropy_quantile``. This causes a host sync."""
     values = entropy.detach().float()
     present = values if mask is None else values[mask]
     threshold = torch.quantile(present, 1 - ratio) if present.numel() else values.new_full((), math.inf)
@@ -69,17 +69,17 @@ def entropy_quantile(entropy: Tensor, ratio: float, mask: Tensor | None) -> tupl
 
 
 def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0) -> Tensor:
-    """A float32 for each value, independent and identically distributed, so that every order is equally likely. This
-    also holds across ranks whose generators have the same seed.
+    """A random float32 for each value. These scores are independent and identically distributed, so every order of the
+    values is equally likely. This also holds across ranks whose generators have the same seed.
 
-    Two numbers tie about once in 2^31, and then the index decides. They are positive normal numbers, so that they sort
+    Two scores tie about once in 2^31, and then the index decides. Scores are positive and not subnormal. So they sort
     like their bits, even on devices that flush subnormal numbers to 0.
     """
     drawn: dict[str, Any] = {"dtype": torch.int32, "device": like.device}
     if generator is not None:  # torch.compile accepts no generator, not even None
         drawn["generator"] = generator
     bits = torch.randint(_LOWEST_NORMAL, _INFINITY, like.shape, **drawn)
-    if rank > 0:  # other numbers in the same range: drawn bits plus an offset, mixed by MurmurHash3's last steps
+    if rank > 0:  # other bits in the same range: drawn bits plus an offset, mixed by the last steps of MurmurHash3
         mixed = (bits.long() + rank * _GOLDEN) & _WORD
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
             mixed = ((mixed ^ (mixed >> shift)) * factor) & _WORD
@@ -91,10 +91,10 @@ def random_scores(like: Tensor, generator: torch.Generator | None, rank: int = 0
 
 
 class RolloutRow(NamedTuple):
-    # The rule keeps the highest scores, which are computed from the values and a generator. None for rules without
-    # scores, which choose_rollouts knows.
+    # Computes scores from the values and a generator; the rule keeps the highest scores. None for rules without scores,
+    # which choose_rollouts handles.
     score: Callable[[Tensor, torch.Generator | None], Tensor] | None = None
-    draws: bool = False  # it takes a generator
+    draws: bool = False  # whether scores are drawn from the generator
 
 
 ROLLOUTS = {
@@ -108,7 +108,7 @@ ROLLOUT_RULES = tuple(ROLLOUTS)
 
 
 def choose_rollouts(rule: str, generator: torch.Generator | None, *arguments: Any) -> Tensor:
-    """Marks the rollouts that the rule keeps. ``arguments`` are those of the op ``max_variance_select``."""
+    """Marks the rollouts that the rule keeps. ``arguments`` are the arguments of the op ``max_variance_select``."""
     if rule == "max_variance":
         return ops.max_variance_select(*arguments)
     values, keep, keep_tensor, mask, offsets, _, pooled = arguments
@@ -121,7 +121,9 @@ def choose_rollouts(rule: str, generator: torch.Generator | None, *arguments: An
 
 
 def usable(values: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Marks all usable values, by keeping more of them than there can be. The op also checks the arguments."""
+    """Marks all usable values: asks max_variance_select to keep more values than there can be. The op also checks the
+    arguments.
+    """
     return ops.max_variance_select(values, _ALL, None, mask, offsets, None, False)
 
 
@@ -134,10 +136,11 @@ def at_most(most: int, keep: int | None, keep_tensor: Tensor | None) -> int | Te
 
 
 def _percentile(values: Tensor, present: Tensor, keep: int | Tensor, offsets: Tensor | None, pooled: bool) -> Tensor:
-    """Marks k of a segment's n usable values: for i in 0..k - 1 the rank nearest to (i + 0.5) / k (n - 1), half down.
+    """Marks k of a segment's n usable values. For each i in 0..k - 1, this is the value whose rank is nearest to (i +
+    0.5) / k (n - 1), with halves rounded down.
 
-    The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. This counts the kept ranks up to r without
-    listing them: r itself is kept if the count increases from r - 1 to r.
+    The i-th kept rank is at most r if (2 i + 1) (n - 1) <= (2 r + 1) k. So the kept ranks up to r can be counted
+    without listing them, and r itself is kept if the count increases from r - 1 to r.
     """
     present = present.reshape(-1)
     if pooled:

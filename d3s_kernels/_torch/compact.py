@@ -17,5 +17,5 @@ def _fake(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 def compact(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     kept = flags(mask)
     numbers = torch.arange(1, capacity + 1, device=mask.device)
-    indices = torch.searchsorted(kept.cumsum(0), numbers)  # where the count first reaches each number
+    indices = torch.searchsorted(kept.cumsum(0), numbers)  # where the count of true values first reaches each number
     return torch.where(indices < kept.shape[0], indices, -1), kept.sum().reshape(1)

@@ -1,6 +1,6 @@
-"""Products of the kept rows of an LM head's weight: the rows are gathered, some at a time.
+"""Products with the kept rows of an LM head's weight. The rows are gathered piece by piece.
 
-Each row's or token's sum is always added in the same order, so its bits are the same in every run and in any batch.
+The terms of a sum are always added in the same order, so the sum is bitwise equal in every run and in any batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .._together import FIRST_TILE, NO_SAMPLING_MASK, SamplingArguments, Tile
 from .kernels import op
 from .spans import Sets, Spans
 
-_GATHERED = 1 << 24  # numbers that are gathered at a time: 64 MB in float32
+_GATHERED = 1 << 24  # elements that are gathered at a time: 64 MiB in float32
 
 
 def _fake_kept_logits(hidden: Tensor, sampling_ids: Tensor, **_: Any) -> Tensor:
@@ -82,7 +82,7 @@ def _among(ids: Tensor, count: int) -> Tensor:
 
 
 def _taken(matrix: Tensor, ids: Tensor) -> Tensor:
-    """The rows ``ids`` in float32. From a matrix without rows, all are 0."""
+    """The rows ``ids`` of the matrix in float32. If the matrix has no rows, the result is 0."""
     if len(matrix) == 0:
         return torch.zeros(len(ids), matrix.shape[1], device=matrix.device)
     return matrix.index_select(0, ids.long().clamp(0, len(matrix) - 1)).float()
@@ -98,8 +98,9 @@ def _sum_by_halves(values: Tensor) -> Tensor:
 
 
 def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """out[target] += the sum of grad * matrix[id] over the places of a target, in order. A place whose target is below
-    0 is not added. Some columns are summed at a time, so that no sum is cut.
+    """For each row of ``out``, adds the sum of grad[i] * matrix[ids[i]] over all i whose target is this row, in the
+    order of i. An i whose target is no row of ``out`` adds nothing. Only some columns are summed at a time, but each
+    sum is made in one piece.
     """
     if 0 in out.shape or len(targets) == 0:
         return
@@ -107,9 +108,10 @@ def _add_runs_(out: Tensor, targets: Tensor, matrix: Tensor, ids: Tensor, grad: 
     ids, grad = ids[order], torch.where(target < 0, 0, grad[order])
     first = torch.cat([target.new_ones(1, dtype=torch.bool), target[1:] != target[:-1]])
     place = torch.arange(len(target), device=target.device)
-    head = torch.where(first, place, 0).cummax(0).values  # where the sum of each place's run is
-    # All places of a run write the same number to the same row. Places without a target repeat the write of the last
-    # run, or write 0 if there is no run.
+    # For each element, the first element of its run. That first element gets the sum of the run.
+    head = torch.where(first, place, 0).cummax(0).values
+    # All elements of a run write the same value to the same row. Elements without a target repeat the write of the last
+    # run. If there is no run, they add 0 to row 0.
     none, last = target < 0, target.argmax(0, keepdim=True)  # not 0-d: the host would read a 0-d index
     head, target = torch.where(none, head[last], head), torch.where(none, target[last], target).clamp(min=0)
     step = max(1, _GATHERED // len(target))

@@ -16,13 +16,15 @@ KERNELS: dict[str, Kernel] = {}
 """The kernels by op. They are called with the arguments of the op's schema."""
 
 FAKES: dict[str, Kernel] = {}
-"""For torch.compile and FakeTensorMode: makes uninitialised results. Called with all arguments by name. An op without
-an entry has no results.
+"""For torch.compile and FakeTensorMode: functions by op, which make uninitialised results. They are called with all
+arguments by name. An op without an entry has no results.
 """
 
 
 def op(fake: Kernel | None = None) -> Callable[[Kernel], Kernel]:
-    """Declares the kernel of the op that has its name. ``fake`` takes the arguments that it needs, and ``**_``."""
+    """Declares a function as the kernel of the op with the function's name. ``fake`` takes the arguments that it needs,
+    and ``**_`` for the others.
+    """
 
     def declare(kernel: Kernel) -> Kernel:
         KERNELS[kernel.__name__] = of_schema(kernel)
@@ -34,7 +36,9 @@ def op(fake: Kernel | None = None) -> Callable[[Kernel], Kernel]:
 
 
 def like(name: str, dtype: torch.dtype | None = None) -> Kernel:
-    """One result with the shape of the argument ``name``, and with its dtype unless another is given."""
+    """Makes a fake for an op with one result. The result has the shape of the argument ``name``; ``dtype`` defaults to
+    the dtype of this argument.
+    """
 
     def fake(**arguments: Any) -> Tensor:
         argument: Tensor = arguments[name]
@@ -44,5 +48,5 @@ def like(name: str, dtype: torch.dtype | None = None) -> Kernel:
 
 
 def row_statistics(device: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Log-probability, entropy, maximum and log S of rows of logits."""
+    """Uninitialised results for rows of logits: log-probability, entropy, maximum and log S."""
     return tuple(device.new_empty(shape, dtype=torch.float32) for _ in range(4))

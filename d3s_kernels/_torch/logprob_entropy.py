@@ -1,4 +1,4 @@
-"""logprob_entropy, and the ops that compute it tile by tile of the vocabulary."""
+"""logprob_entropy, and the ops that compute it one vocabulary tile at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def labels_of(labels: Tensor | None, rows: int, like: Tensor) -> Tensor:
 
 
 def places_in_tile(labels: Tensor, tile: Tile, columns: int) -> tuple[Tensor, Tensor]:
-    """The column of each label in a tile, and whether the tile has it. If not, the column is 0."""
+    """For each label, its column in the tile, and whether the tile has this label. If not, the column is 0."""
     places = tile.column(labels)
     inside = (places >= 0) & (places < columns)
     return torch.where(inside, places, 0), inside
@@ -53,7 +53,7 @@ def logprob_entropy(
     results = _of_all_tokens(logits, targets, each) if rows is None else _of_kept_tokens(rows, each)
     if mask is not None:
         results.masked_fill_(~mask.reshape(-1), 0)
-    # Copies: an op's results must not share their memory.
+    # Copies, since the results of an op must not share memory.
     logprob, entropy, top, log_sum = (result.clone().view(shape) for result in results)
     return logprob, entropy, top, log_sum
 
@@ -80,7 +80,7 @@ def _finished(state: Tensor, label_logit: Tensor, in_tile: Tensor, target: Tenso
 def _of_kept_tokens(rows: SpanRows, temperature: Tensor) -> Tensor:
     sets, targets = rows.sets, rows.targets
     results = _finished(rows.states(temperature), rows.label_logits()[0], sets.has_label, targets, temperature)
-    of_single = torch.zeros_like(results) * temperature  # NaN for a temperature that is not valid
+    of_single = torch.zeros_like(results) * temperature  # NaN for an invalid temperature
     of_single[0].masked_fill_(~sets.has_label & (targets != NO_TARGET), math.nan)
     results = torch.cat([torch.where(sets.single, of_single, results), results.new_empty(4, 1)], 1)
     if rows.kept_alone:
@@ -104,8 +104,8 @@ def softmax_state_(
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
     kept_of: int | None = None,
 ) -> None:
-    """Merges a tile into the states [rows, 4]. A state is (m, S, T, the label's logit); the logit is NaN until the
-    label's tile is merged.
+    """Merges a tile into the states [rows, 4]. A state is (m, S, T, the label's logit); that logit is NaN until the
+    tile with the label is merged.
     """
     targets = labels_of(labels, len(state), logits)
     each = temperatures(temperature, len(state), logits)
@@ -142,8 +142,8 @@ def _merged_with_kept(state: Tensor, rows: SpanRows, temperature: Tensor) -> Ten
 
 
 def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
-    """The states of rows with one kept token, whose logit is taken as 0. A state does not change if another tile has
-    the token.
+    """The states, updated for rows with a single kept token. The token's logit counts as 0. If the token is in another
+    tile, the state of its row does not change.
     """
     ids, offsets = rows.spans.ids, rows.spans.offsets
     if len(ids) == 0:
@@ -158,7 +158,7 @@ def _with_single_tokens(state: Tensor, rows: SpanRows) -> Tensor:
 
 @op(lambda state, **_: row_statistics(state, state.shape[-2:-1]))
 def softmax_state_finish(state: Tensor, temperature: NumberOrTensor = ONE) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of states [rows, 4] or [pieces, rows, 4]. The pieces of a row are merged from left to right."""
+    """The results for states [rows, 4] or [pieces, rows, 4]. The pieces of a row are merged from left to right."""
     first, *others = state.unsqueeze(0) if state.dim() == 2 else state
     each = temperatures(temperature, len(first), state)
     merged, label_logit = first[:, :3].T, first[:, 3]

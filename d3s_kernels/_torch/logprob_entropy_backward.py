@@ -16,7 +16,9 @@ from .spans import SpanRows
 
 
 class _Rows(NamedTuple):
-    """The numbers from which the gradient is computed, [rows] each. See GradientLine in csrc/core/softmax_state.h."""
+    """The values from which the gradients of rows are computed, each [rows]. See GradientLine in
+    csrc/core/softmax_state.h.
+    """
 
     offset: Tensor
     slope: Tensor
@@ -73,7 +75,7 @@ def logprob_entropy_backward_(
     grad_dtype: torch.dtype | None = None,
 ) -> None:
     rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
-    # A gradient in half precision overwrites the front half of each row of float32 logits.
+    # If the logits are float32, a gradient in half precision overwrites the front half of each row.
     _write(rows, logits, tile, logits.view(grad_dtype or logits.dtype)[..., : logits.shape[-1]])
 
 
@@ -140,8 +142,8 @@ def kept_logits_backward(
     tile: Tile = ALL_TOKENS,
     sampling_mask: SamplingArguments = NO_SAMPLING_MASK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For each place: the gradient, the row (-1 if there is no gradient) and the token. And for each row: whether its
-    gradient is NaN.
+    """Returns for each kept logit its gradient, its row (-1 if it has no gradient) and its token, and for each row
+    whether the gradients of the row are NaN.
     """
     rows = _rows(grad_logprob, grad_entropy, logits, labels, entropy, row_max, log_sum, temperature)
     kept = SpanRows.of(sampling_mask, logits, rows.labels, tile, mask, kept_of)
@@ -165,13 +167,13 @@ def kept_logits_backward(
 
 
 def _of_sets(rows: _Rows, kept: SpanRows) -> _Rows:
-    """Makes the gradient NaN for rows whose set is bad or lacks the label."""
+    """Makes the gradient NaN for rows whose set of kept tokens is bad or lacks the label."""
     outside = (kept.targets != NO_TARGET) & ~kept.sets.has_label & ~kept.sets.dense & (rows.target != 0)
     return rows._replace(top=rows.top.masked_fill(outside | kept.sets.bad, math.nan))
 
 
 def _gradient_at(part: _Rows, ids: Tensor, logits: Tensor) -> Tensor:
-    """The gradients of some logits. ``part`` has one entry for each logit: its row."""
+    """The gradients of some logits. ``part`` has one entry for each logit: the values of the logit's row."""
     at_label = torch.where(ids == part.labels, part.target, 0)
     return _gradient(part, logits.unsqueeze(1)).squeeze(1) + at_label
 
@@ -185,8 +187,8 @@ def _gradient_of_kept(rows: _Rows, kept: SpanRows) -> Tensor:
     for row, ids, place, z, read in kept.kept_logits() if columns else ():
         part = rows.part(row)
         gradient = _gradient_at(part, ids, z)
-        # Logits that are not read write to an extra row at the end, spread over its columns: many writes to one place
-        # would be serialised on a GPU.
+        # Gradients of unread logits are written to an extra row at the end, spread over the columns of this row: many
+        # writes to one element would be serialised on a GPU.
         read = read & ~part.still & ~undefined[row]
         at = torch.where(read, row, count), torch.where(read, place, place % columns)
         out.index_put_(at, gradient.to(out.dtype))
@@ -201,4 +203,4 @@ def _gradient(row: _Rows, logits: Tensor) -> Tensor:
     distance = logits - row.top.unsqueeze(-1)
     e = torch.exp(distance / row.temperature.unsqueeze(-1))
     gradient = distance.mul_(row.slope.unsqueeze(-1)).add_(row.offset.unsqueeze(-1)).mul_(e)
-    return torch.where(e > 0, gradient, e)  # 0 for a logit of -inf, whose product would be NaN; NaN stays
+    return torch.where(e > 0, gradient, e)  # 0 for a logit of -inf, where the product would be NaN; NaN stays

@@ -1,5 +1,5 @@
-"""group_advantages: rewards minus the mean of their group, scaled. max_variance_select: the subset of each segment with
-the largest variance. Both in float64.
+"""group_advantages: each reward minus the mean of its group, scaled. max_variance_select: for each segment, the subset
+with the largest variance. Both ops compute in float64.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def group_advantages(
 
 
 def _statistics(rewards: Tensor, groups: Segments, ddof: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each stretch: mean, standard deviation and number of the rewards that are not NaN."""
+    """For each stretch, over the rewards that are not NaN: their mean, their standard deviation and their number."""
     unscorable = rewards.isnan()
     scored = groups.total(~unscorable)
     mean = groups.last(groups.scan(rewards.masked_fill(unscorable, 0), torch.add)) / scored.clamp(min=1)
@@ -68,18 +68,19 @@ def max_variance_select(
     order, rank = lowest_first(flat, usable, each)
     n = each.total(usable)
     k = Quota(k=keep.number, k_tensor=keep.tensor).of(n, times=times)
-    low = torch.where(k < n, _best_split(flat[order], n, k, each), k)  # if k is n, all are kept
-    low = torch.where(k == 1, 1, low)  # a single value has variance 0; rounding must not choose
-    rank_from_end = n[each.segment_ids] - rank  # 1 for the last usable value, below 1 for unusable ones
+    low = torch.where(k < n, _best_split(flat[order], n, k, each), k)  # if k is n, all values are kept
+    low = torch.where(k == 1, 1, low)  # the variance of a single value is always 0; rounding must not decide
+    rank_from_end = n[each.segment_ids] - rank  # 1 for the highest usable value, below 1 for unusable values
     high = (rank_from_end > 0) & (rank_from_end <= (k - low)[each.segment_ids])
     return ((rank < low[each.segment_ids]) | high).view(values.shape)
 
 
 def _best_split(in_order: Tensor, n: Tensor, k: Tensor, segments: Segments) -> Tensor:
-    """How many of the kept k come from the low end of n values, n > k; see csrc/core/split_scan.h.
+    """How many of the k kept values come from the low end of a segment with n > k values; see csrc/core/split_scan.h.
 
-    Split i has the first i and the last k - i values. Split i + 1 has value i instead of value n - k + i. So one
-    running sum of such exchanges, which starts from the moments of the last k values, gives the moments of all splits.
+    The values are sorted. Split i has the first i and the last k - i values. So split i + 1 has value i instead of
+    value n - k + i. The moments of split 0 are those of the last k values; a running sum over these exchanges of values
+    then gives the moments of all splits.
     """
     ids, place = segments.segment_ids, segments.place
     usable, exchanged, kept = place < n[ids], place < k[ids], k[ids]

@@ -1,7 +1,7 @@
 """The softmax state (m, S, T) of rows of logits, as in csrc/core/softmax_state.h; here float32 [3, rows].
 
-A row's result has the same bits in any batch: maxima are exact, sums are pairwise, and torch.exp gives the same bits
-wherever a number stands in a tensor (torch.exp2 does not, on CPUs).
+A row's result is bitwise equal in any batch: maxima are exact, sums are pairwise, and the result of torch.exp does not
+depend on an element's position in the tensor. On CPUs, the result of torch.exp2 does depend on it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from .._together import NumberOrTensor
 
-# The number of tokens that are summed at once. The states of these slices are then merged from left to right. On every
-# device, tiles of the vocabulary are cut at multiples of SLICE (d3s_kernels/_head/products.py).
+# The number of tokens in a slice of a row. Each slice is reduced to one state, and the states are merged from left to
+# right. On every device, vocabulary tiles are cut at multiples of SLICE (d3s_kernels/_head/products.py).
 SLICE = 8192
-_BLOCK = 3 << 20  # logits that are computed at once: five float32 temporaries take 60 MiB
+_BLOCK = 3 << 20  # logits that are processed at a time: five float32 temporaries take 60 MiB
 LOWEST = torch.finfo(torch.float32).min
 
 
 def row_blocks(logits: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yields views [..., V] of the logits and the rows in each view. A view has as many rows as fit in a block, if
-    `columns` of each row are computed at once.
+    """Yields the rows block by block: the slice of the rows, and a view [..., V] of their logits. A block has at most
+    _BLOCK logits, where each row counts as `columns` logits; it has at least one row.
 
     Leading dimensions that cannot be flattened stay separate, so that nothing is copied.
     """
@@ -43,8 +43,8 @@ def _blocks(logits: Tensor, most: int, first: int) -> Iterator[tuple[slice, Tens
 
 
 def temperatures(temperature: NumberOrTensor, rows: int, like: Tensor) -> Tensor:
-    """One temperature for each row. An unchecked temperature that is not valid becomes NaN, and so do its row's
-    results.
+    """One temperature for each row. A temperature on a GPU is unchecked. If it is invalid, it becomes NaN, and so do
+    the results of its row.
     """
     number, tensor = temperature
     if tensor is None:
@@ -54,7 +54,7 @@ def temperatures(temperature: NumberOrTensor, rows: int, like: Tensor) -> Tensor
 
 
 def no_logits(rows: int, like: Tensor) -> Tensor:
-    """The initial state. Its maximum is not -inf, since -inf - -inf would be NaN."""
+    """The initial state. Its maximum is not -inf, since -inf - (-inf) would be NaN."""
     state = torch.zeros(3, rows, dtype=torch.float32, device=like.device)
     state[0].fill_(LOWEST)
     return state
@@ -96,7 +96,7 @@ def merge(a: Tensor, b: Tensor, temperature: Tensor) -> Tensor:
 
 
 def finish(state: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Entropy, maximum and log S."""
+    """The entropy, the maximum and log S of each state."""
     top, total, dot = state
     undefined = (total < 0.5) | dot.isnan()  # the row has only -inf, or no logits; or it has NaN or +inf
     total = total.masked_fill(undefined, math.nan)

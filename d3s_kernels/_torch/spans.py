@@ -18,8 +18,8 @@ from .compact import compact
 from .softmax_state import LOWEST
 
 _UNIT = 2.0**36  # terms are at most 1, and are rounded to multiples of 1 / _UNIT; a sum of 2^27 terms fits in an int64
-_KEPT_AT_ONCE = 1 << 21  # kept logits at a time, with some 200 MB of temporaries
-_DENSE_AT_ONCE = 1 << 25  # logits of packed rows at a time
+_KEPT_AT_ONCE = 1 << 21  # kept logits that are processed at a time, with about 200 MB of temporaries
+_DENSE_AT_ONCE = 1 << 25  # logits of packed rows that are processed at a time
 
 
 class Spans(NamedTuple):
@@ -27,7 +27,7 @@ class Spans(NamedTuple):
 
     ids: Tensor
     offsets: Tensor  # int64
-    bad: Tensor  # 0-d: whether offsets are invalid, which only offsets on a GPU can be; then no id has a row
+    bad: Tensor  # 0-d: whether the offsets are invalid (possible only on a GPU); then no id belongs to a row
     include_label: bool
     max_dense_rows: int | None
 
@@ -40,15 +40,15 @@ class Spans(NamedTuple):
         return cls(ids, offsets.long(), bad, include_label, max_dense_rows)
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yields some ids at a time: the row of each id, the id, whether it belongs to a row (if not, its row is
-        arbitrary), and its place among all ids.
+        """Yields the ids piece by piece, as four tensors: the row of each id, the id, whether the id belongs to a row
+        (if not, the first tensor has an arbitrary row), and the index of the id among all ids.
         """
         rows = len(self.offsets) - 1
         for begin in range(0, len(self.ids) if rows else 0, _KEPT_AT_ONCE):
             ids = self.ids[begin : begin + _KEPT_AT_ONCE].long()
             place = torch.arange(begin, begin + len(ids), device=ids.device)
             row = torch.searchsorted(self.offsets[1:], place, right=True)
-            # Ids of no row are spread over all rows. They add 0 there, but many additions to one row would be
+            # Ids that belong to no row are spread over all rows, where they add 0: many additions to one row would be
             # serialised on a GPU.
             yield torch.where(row < rows, row, place % rows), ids, (row < rows) & ~self.bad, place
 
@@ -58,8 +58,8 @@ class Sets(NamedTuple):
 
     has_label: Tensor  # the label is in the set
     label_joins: Tensor  # the label is in the set but not in the span
-    single: Tensor  # the set is one token, whose logit is not read
-    bad: Tensor  # an id or the offsets are bad, so the results are NaN
+    single: Tensor  # the set has only one token, and the logit of this token is not read
+    bad: Tensor  # an id of the row or the offsets are bad, so the row's results are NaN
     dense: Tensor  # the span is empty, so the set is all tokens
 
     @classmethod
@@ -86,7 +86,7 @@ class SpanRows(NamedTuple):
     tile: Tile
     mask: Tensor | None
     tokens: int  # number of tokens in the tile
-    kept_alone: bool  # whether the logits are only of kept tokens: first of all ids, then of the label of each row
+    kept_alone: bool  # whether there are only kept logits: first one for each id, then one for each row's label
 
     @classmethod
     def of(
@@ -98,7 +98,9 @@ class SpanRows(NamedTuple):
         mask: Tensor | None,
         kept_of: int | None = None,
     ) -> SpanRows | None:
-        """With ``kept_of``, the logits are only of the kept tokens, out of ``kept_of`` tokens. None without a mask."""
+        """With ``kept_of``, there are logits only for kept tokens, in a tile of ``kept_of`` tokens. Returns None
+        without a sampling mask.
+        """
         spans = Spans.of(sampling_mask)
         if spans is None:
             return None
@@ -108,8 +110,9 @@ class SpanRows(NamedTuple):
         return cls(spans, sets, logits, targets, tile, flat, tokens, kept_of is not None)
 
     def kept_logits(self, and_single: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-        """Yields some kept logits at a time: row, token, place in the logits, logit, and whether it is read. Labels
-        that join come last. The logit of a single kept token is read only in the rows of ``and_single``.
+        """Yields the kept logits piece by piece, as five tensors: row, token, index in the logits, logit, and whether
+        the logit is read. Labels that join their row's span come last. The logit of a row's only kept token is read
+        only if ``and_single`` is true for the row.
         """
         single = self.sets.single if and_single is None else self.sets.single & ~and_single
         counts = ~(single | self.sets.bad | self.sets.dense)
@@ -124,11 +127,13 @@ class SpanRows(NamedTuple):
             yield row, ids, place, self._gathered(row, place, read), read
 
     def label_logits(self) -> tuple[Tensor, Tensor]:
-        """The logit of each row's label, and whether it is there: in the row's set and in the tile."""
+        """The logit of each row's label, and whether the logit is read. It is read if the label is in the tile and in
+        the row's set, and is not the only token of the set.
+        """
         place = self.tile.column(self.targets)
         read = self.sets.has_label & ~self.sets.single & (place >= 0) & (place < self.tokens)
         rows = torch.arange(len(self.targets), device=self.targets.device)
-        if self.kept_alone:  # the place of the label among the row's ids, or else the label's own
+        if self.kept_alone:  # the label's index among the row's ids, or else the extra index for the label
             place = rows + len(self.spans.ids)
             for row, ids, used, place_of_id in self.spans.pieces():
                 is_label = used & (ids == self.targets[row])
@@ -141,7 +146,9 @@ class SpanRows(NamedTuple):
         return self.logits[(*self._of_rows(row), place.where(read, 0))].float().masked_fill(~read, -math.inf)
 
     def _of_rows(self, row: Tensor) -> tuple[Tensor, ...]:
-        """Indices that select rows by row index, for any strides of the leading dimensions."""
+        """Converts row indices to one index tensor for each leading dimension of the logits, which may have any
+        strides.
+        """
         place: list[Tensor] = []
         for size in reversed(self.logits.shape[1:-1]):
             place.insert(0, row % size)
@@ -165,9 +172,10 @@ class SpanRows(NamedTuple):
         return torch.stack([top, total, (dot * temperature).masked_fill(undefined, math.nan)])
 
     def dense_rows(self) -> tuple[Iterator[tuple[Tensor, Tensor, Tensor]], Tensor]:
-        """The rows with an empty span, some at a time: their row indices, their logits, and the rows to which results
-        are written. For a place that has no row, this is the row after the last one. Also returns whether there are
-        more such rows than the bound. Without a bound this is a host sync.
+        """Returns an iterator over the rows with an empty span, and whether there are more such rows than the bound.
+        The iterator yields the rows piece by piece, as three tensors: row indices, logits, and the rows to which
+        results are written. If the bound leaves slots unused, an unused slot writes to an extra row after the last row.
+        Without a bound, this causes a host sync.
         """
         dense, bound = self.sets.dense if self.mask is None else self.sets.dense & self.mask, self.spans.max_dense_rows
         count, columns = dense.sum(), self.logits.shape[-1]

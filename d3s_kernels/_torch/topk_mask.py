@@ -1,4 +1,6 @@
-"""topk_mask, select_tokens, select_tokens_from_logits: exactly k of each segment, ties to the lower index."""
+"""topk_mask, select_tokens, select_tokens_from_logits. They select exactly k values of each segment; ties go to the
+lower index.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class _Top(NamedTuple):
 def _select(
     scores: Tensor, mask: Tensor | None, segments: Segments, quota: Quota, drop_zeros: bool, times: int = 1
 ) -> _Top:
-    """Scores are flat float32."""
+    """``scores`` is flat and float32."""
     present = both(scores == scores, mask) & ~segments.left_out()
     k = quota.of(segments.total(present), times=times)
     order, rank = highest_first(scores, present, segments)
@@ -36,9 +38,9 @@ def _select(
 def _count_and_threshold(top: _Top, scores: Tensor, segments: Segments, drop_zeros: bool) -> tuple[Tensor, Tensor]:
     """For each segment, how many scores are kept, and the lowest kept score (infinite if none is kept)."""
     count, begin = segments.total(top.mask), segments.edges[:-1]
-    in_order = pad(scores[top.order] + 0.0, (1, 0))  # counted from 1; -0 becomes 0
+    in_order = pad(scores[top.order] + 0.0, (1, 0))  # in_order[i] is the i-th score, from i = 1 on; -0 becomes 0
     lowest = in_order[begin + top.k]
-    if drop_zeros:  # if the lowest is 0, the scores that remain come before it
+    if drop_zeros:  # if the lowest score is 0, zeros are dropped, and the scores that remain come first
         lowest = torch.where(lowest == 0, in_order[begin + count], lowest)
     count, lowest = segments.without_ends(count), segments.without_ends(lowest)
     return count.int(), torch.where(count > 0, lowest, math.inf)
@@ -88,8 +90,8 @@ def select_tokens(
 
 
 def advantage_of_each(advantages: Tensor, entropy: Tensor, sequences: Segments) -> Tensor:
-    """Spreads advantages over the tokens. There may be one for all tokens, one for each token, or one for each
-    sequence. For n tokens, the shape [n] means one for each token.
+    """Spreads advantages over the tokens. There may be one advantage for all tokens, one for each token, or one for
+    each sequence. If there are n tokens, shape [n] means one for each token.
     """
     if advantages.dim() == 0:
         return advantages

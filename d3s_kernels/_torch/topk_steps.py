@@ -1,8 +1,8 @@
-"""Top-K selection in steps, for a segment on several ranks: topk_order_keys, topk_count_digit, topk_choose_digit_,
-topk_mask_from_key.
+"""Top-K selection in steps, for segments that lie on several ranks: topk_order_keys, topk_count_digit,
+topk_choose_digit_, topk_mask_from_key.
 
 ``search``, int64 [segments, 3], is the state of the search for the k-th largest key, as in ``KeySearch`` of
-csrc/core/key_search.h: the digits found so far, the key's rank among the keys that have these digits, and k.
+csrc/core/key_search.h: the digits found so far, the key's rank among the keys that start with these digits, and k.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def topk_count_digit(keys: Tensor, search: Tensor, shift: int, bits: int, offset
         prefix, k = (segments.spread(part) for part in (search[:, 0], search[:, 2]))
         counted &= (flat >> (shift + bits) == prefix) & (k > 0)
     slot = segments.spread(torch.arange(len(search), device=keys.device)) * bins + (flat >> shift) % bins
-    # The last bin takes the keys that are not counted.
+    # An extra bin at the end takes the keys that are not counted.
     counts = torch.zeros(len(search) * bins + 1, dtype=torch.int64, device=keys.device)
     slot = torch.where(counted, slot, len(counts) - 1)
     return counts.index_add_(0, slot, counted.long())[:-1].view(len(search), bins)
@@ -83,7 +83,7 @@ def topk_mask_from_key(
     so_far = tie.long().cumsum(0)
     number = (
         so_far - pad(so_far, (1, 0))[segments.edges[:-1]][segments.segment_ids]
-    )  # a tie's number in its segment, from 1 on
+    )  # the index of a tie among the ties of its segment, from 1 on
     kept = inside & ((flat > found) | (tie & (number <= allowed)))
     dropped = kept & (flat == ZERO_KEY) if drop_zeros else torch.zeros_like(kept)
     kept &= ~dropped
